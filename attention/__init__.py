@@ -1,0 +1,26 @@
+"""How a token tree becomes one forward pass of an unmodified Hugging Face model, and back.
+
+layout -> mask -> model (prefill, score, commit) -> cache; `check_model` says whether a model can do it exactly.
+Knows token trees and models; does not know drafting, verification, sampling or text.
+"""
+
+from specinfer.attention.cache import TreeCache
+from specinfer.attention.check import ModelCheck, Support, check_model
+from specinfer.attention.layout import Layout, lay_out_chains, lay_out_level, lay_out_trees
+from specinfer.attention.mask import AttentionSpec, attention_mask
+from specinfer.attention.model import TreeModel, TreeSession
+
+__all__ = [
+    "AttentionSpec",
+    "Layout",
+    "ModelCheck",
+    "Support",
+    "TreeCache",
+    "TreeModel",
+    "TreeSession",
+    "attention_mask",
+    "check_model",
+    "lay_out_chains",
+    "lay_out_level",
+    "lay_out_trees",
+]

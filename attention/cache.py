@@ -1,0 +1,215 @@
+"""The KV cache of a batch of rows that grow trees: preallocated, ragged, pruned in place.
+
+Knows: buffers, per-row lengths, which slots the next pass writes, which written slots survive.
+Does not know: tokens, trees, masks, models.
+
+Every row has ``lengths[b]`` *committed* slots, followed by the *pending* slots of the current step, which are
+written by forward passes and then either kept (moved down to follow the committed ones) or forgotten.  A pass
+appends the same number of pending slots to every row, padding included, at each row's own offset:
+
+    row 0   c c c c c c p p p .        c committed, p pending (the step's nodes), . free
+    row 1   c c c p p p . . . .
+
+It implements transformers' cache interface (``Cache.update``), so unmodified models write into it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from specinfer.errors import CacheError
+
+
+class TreeLayer(CacheLayerMixin):
+    """Keys and values of one attention layer, each (rows, kv heads, capacity, head dim)."""
+
+    is_sliding = False
+
+    def __init__(self, cache: "TreeCache") -> None:
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate both buffers in the shape, dtype and device of the first states, (rows, heads, T, dim).
+
+        Zeroed, because a masked slot still counts as 0 times its value, and 0 times garbage may be NaN.
+        """
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = (
+            states.new_zeros(self.cache.rows, states.shape[1], self.cache.capacity, states.shape[3])
+            for states in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write (rows, heads, T, dim) states into the staged slots; return views of all slots in use."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        rows, extent = self.cache.rows, self.cache.extent
+        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+            self.cache.write(buffer, states)
+        return self.keys[:rows, :, :extent], self.values[:rows, :, :extent]  # type: ignore[index]
+
+    @property
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        """The key and the value buffer."""
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
+
+    def grow(self, capacity: int, used: int) -> None:
+        """Move both buffers into larger ones, (rows, heads, capacity, dim)."""
+        for name, old in zip(("keys", "values"), self.buffers, strict=True):
+            new = old.new_zeros(old.shape[0], old.shape[1], capacity, old.shape[3])
+            new[:, :, :used] = old[:, :, :used]
+            setattr(self, name, new)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return (key length, key offset); only consulted by models when they get no 4-D mask."""
+        return self.cache.extent, 0
+
+    def get_seq_length(self) -> int:
+        """Return the committed length of the longest row."""
+        return max(self.cache.lengths, default=0)
+
+    def get_max_length(self) -> int:
+        """Return the most slots a row may ever hold."""
+        return self.cache.max_capacity
+
+
+class TreeCache(Cache):
+    """KV cache for token trees on transformers' interface.
+
+    Args:
+        rows: sequences in the batch.
+        capacity: slots per row allocated at first; doubles when a pass needs more.
+        max_capacity: slots per row never exceeded; beyond it ``stage`` raises `CacheError`.
+
+    Memory is ``2 * layers * rows * kv_heads * capacity * head_dim`` elements (see `nbytes`).  Rows are copied by
+    `keep` alone, and by the rare doubling.
+    """
+
+    def __init__(self, rows: int, capacity: int, max_capacity: int | None = None) -> None:
+        super().__init__(layers=[])
+        if rows < 1 or capacity < 1:
+            raise CacheError(f"a cache needs at least one row and one slot, not {rows} rows of {capacity} slots")
+        self.rows = rows
+        self.capacity = capacity
+        self.max_capacity = max(capacity, max_capacity or 0)
+        self.lengths: list[int] = [0] * rows  # committed slots of each row
+        self.pending = 0  # slots written since the last `keep`, the same count in every row
+        self.extent = 0  # columns that the pass under way attends over
+        self._start: int | None = 0  # first staged slot, when it is the same in every row ...
+        self._slots: tuple[Tensor, Tensor] | None = None  # ... else (row, slot) indices, (rows, 1) and (rows, T)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by all buffers."""
+        return sum(t.numel() * t.element_size() for layer in self.layers for t in layer.buffers)
+
+    def stage(self, count: int, device: torch.device) -> None:
+        """Reserve the next ``count`` slots of every row for the pass that follows.
+
+        Raises:
+            CacheError: a row would need more than ``max_capacity`` slots.
+        """
+        first = [length + self.pending for length in self.lengths]
+        self._reserve(max(first) + count)
+        self.extent = max(first) + count
+        self._start = first[0] if len(set(first)) == 1 else None
+        if self._start is None:
+            starts = torch.tensor(first, device=device)[:, None]
+            rows = torch.arange(self.rows, device=device)[:, None]
+            self._slots = rows, starts + torch.arange(count, device=device)
+        self.pending += count
+
+    def write(self, buffer: Tensor, states: Tensor) -> None:
+        """Scatter (rows, heads, T, dim) states into the staged slots of a buffer."""
+        if self._start is not None:
+            buffer[: self.rows, :, self._start : self._start + states.shape[2]] = states
+        else:
+            assert self._slots is not None
+            rows, slots = self._slots
+            buffer[rows, :, slots] = states.transpose(1, 2)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write one layer's new states; called by the model's attention layers (transformers' contract)."""
+        while len(self.layers) <= layer_idx:
+            self.layers.append(TreeLayer(self))
+        return self.layers[layer_idx].update(key_states, value_states)
+
+    @torch.inference_mode()  # the buffers were made in it
+    def keep(self, paths: Sequence[Sequence[int] | None]) -> None:
+        """Commit, in every row, the pending slots named by ``paths[b]`` and forget the others.
+
+        ``paths[b]`` holds strictly ascending pending indices (0 = the first slot written since the last `keep`);
+        an empty path keeps nothing; ``None`` retires the row, and the rows after it move up.  In place.
+        """
+        self._check_paths(paths)
+        moves = [
+            (row, self.lengths[row] + source, self.lengths[row] + target)
+            for row, path in enumerate(paths)
+            for target, source in enumerate(path or ())
+            if source != target
+        ]
+        if moves:
+            self._move_slots(moves)
+        self.lengths = [n + len(path or ()) for n, path in zip(self.lengths, paths, strict=True)]
+        self.pending = 0
+        if any(path is None for path in paths):
+            self._move_rows([row for row, path in enumerate(paths) if path is not None])
+
+    def check_integrity(self) -> None:
+        """Raise `CacheError` unless lengths, pending slots, buffers and layers agree (after every commit they do)."""
+        used = max(self.lengths, default=0) + self.pending
+        if len(self.lengths) != self.rows or min(self.lengths, default=0) < 0 or self.pending < 0:
+            raise CacheError(f"{self.rows} rows but lengths {self.lengths} with {self.pending} pending slots")
+        if not used <= self.capacity <= self.max_capacity:
+            raise CacheError(f"{used} slots in use, capacity {self.capacity}, maximum {self.max_capacity}")
+        for index, layer in enumerate(self.layers):
+            for buffer in layer.buffers:
+                if buffer.shape[0] < self.rows or buffer.shape[2] != self.capacity:
+                    raise CacheError(
+                        f"layer {index} holds {tuple(buffer.shape)}, expected {self.rows}+ rows of {self.capacity}"
+                    )
+
+    def _reserve(self, needed: int) -> None:
+        if needed <= self.capacity:
+            return
+        if needed > self.max_capacity:
+            raise CacheError(
+                f"a row needs {needed} cache slots but the maximum is {self.max_capacity}: "
+                "shorten the prompt, ask for fewer new tokens, or use a smaller tree"
+            )
+        used = max(self.lengths) + self.pending
+        self.capacity = min(max(2 * self.capacity, needed), self.max_capacity)
+        for layer in self.layers:
+            layer.grow(self.capacity, used)
+
+    def _check_paths(self, paths: Sequence[Sequence[int] | None]) -> None:
+        if len(paths) != self.rows:
+            raise CacheError(f"{len(paths)} paths for {self.rows} rows: give one path (or None) a row")
+        for row, path in enumerate(paths):
+            ascending = all(a < b for a, b in zip((-1, *(path or ())), path or (), strict=False))
+            if path and not (ascending and path[-1] < self.pending):
+                raise CacheError(f"row {row}: path {list(path)} is not ascending within {self.pending} slots")
+
+    def _move_slots(self, moves: list[tuple[int, int, int]]) -> None:
+        device = self.layers[0].buffers[0].device
+        rows, sources, targets = torch.tensor(moves, device=device).unbind(1)
+        for layer in self.layers:
+            for buffer in layer.buffers:
+                buffer[rows, :, targets] = buffer[rows, :, sources]  # the right side is a copy: no aliasing
+
+    def _move_rows(self, survivors: list[int]) -> None:
+        for target, source in enumerate(survivors):
+            if target != source:
+                for layer in self.layers:
+                    for buffer in layer.buffers:
+                        buffer[target, :, : self.lengths[source]] = buffer[source, :, : self.lengths[source]]
+        self.lengths = [self.lengths[row] for row in survivors]
+        self.rows = len(survivors)

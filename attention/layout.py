@@ -1,0 +1,77 @@
+"""How nodes become columns of one forward pass: a ragged batch of trees, chains or levels, padded to one shape.
+
+Knows: token ids, depths, who sees whom.  Does not know: models, caches, attention kernels.
+
+A *layout* describes the T nodes that a pass feeds to each of B rows, and which of the S pending columns (those of
+earlier passes of the step, then these T) each of them attends to: its ancestors and itself, nothing else.  That
+relation is the topology-aware mask of SpecInfer (arXiv 2305.09781, section 4.2); every committed token is visible
+to every node, so it need not be stored.  Padding nodes see themselves only, which keeps softmax rows finite.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specinfer.tree import Frontier, TokenTree
+
+
+class Layout(NamedTuple):
+    """The nodes of one forward pass over B rows."""
+
+    tokens: Tensor  # (B, T) long; 0 in padding
+    depths: Tensor  # (B, S) long; position of every pending column = committed length + depth
+    visible: Tensor  # (B, T, S) bool; [b, t, s] = node t attends to pending column s
+
+    @property
+    def width(self) -> int:
+        """T, the nodes fed per row."""
+        return self.tokens.shape[1]
+
+
+def lay_out_trees(trees: Sequence[TokenTree], device: torch.device) -> Layout:
+    """Lay out one whole tree per row, depth first, root included: T = S = the largest tree."""
+    width = max(len(tree) for tree in trees)
+    tokens = np.zeros((len(trees), width), dtype=np.int64)
+    depths = np.zeros((len(trees), width), dtype=np.int64)
+    visible = np.broadcast_to(np.eye(width, dtype=bool), (len(trees), width, width)).copy()
+    for row, tree in enumerate(trees):
+        size = len(tree)
+        tokens[row, :size] = tree.tokens
+        depths[row, :size] = tree.depths
+        visible[row, :size, :size] = tree.ancestor_mask()
+    return Layout(*(torch.from_numpy(array).to(device) for array in (tokens, depths, visible)))
+
+
+def lay_out_chains(chains: Sequence[Sequence[int]], device: torch.device) -> Layout:
+    """Lay out one chain of tokens per row, padded on the right: T = S = the longest chain."""
+    width = max(len(chain) for chain in chains)
+    tokens = torch.tensor([[*chain, *[0] * (width - len(chain))] for chain in chains], device=device)
+    lengths = torch.tensor([len(chain) for chain in chains], device=device)
+    columns = torch.arange(width, device=device)
+    real = columns < lengths[:, None]  # (B, T)
+    causal = columns[:, None] >= columns  # (T, S)
+    visible = torch.where(real[:, :, None], causal, columns[:, None] == columns)
+    return Layout(tokens, columns * real, visible)
+
+
+def lay_out_level(frontier: Frontier, earlier: Layout | None, device: torch.device) -> Layout:
+    """Lay out one level of growing trees whose earlier levels are pending columns already.
+
+    The root (depth 0) is committed before growth starts, so level 1 has no pending ancestors and frontier parent
+    index i > 0 is pending column i - 1.  ``earlier`` is the layout of the level before, ``None`` at level 1.
+    """
+    tokens = torch.where(frontier.valid, frontier.tokens, 0).to(device)
+    batch, width = tokens.shape
+    own = torch.eye(width, dtype=torch.bool, device=device).expand(batch, width, width)
+    depths = torch.where(frontier.valid, frontier.depth - 1, 0).to(device)
+    if earlier is None:
+        return Layout(tokens, depths, own)
+    fed = earlier.visible.shape[2] - earlier.width  # pending columns before the level that `earlier` fed
+    parents = (frontier.parents.to(device) - 1 - fed).clamp(0, earlier.width - 1)  # (B, T) within that level
+    columns = earlier.visible.shape[2]
+    ancestors = earlier.visible.gather(1, parents[:, :, None].expand(batch, width, columns))
+    ancestors = ancestors & frontier.valid.to(device)[:, :, None]
+    return Layout(tokens, torch.cat([earlier.depths, depths], 1), torch.cat([ancestors, own], 2))

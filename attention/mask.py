@@ -1,0 +1,105 @@
+"""The topology-aware mask in the form that each attention implementation takes.
+
+Knows: layouts, committed lengths, window sizes, the mask conventions of transformers.
+Does not know: caches, weights, tokens' meaning.
+
+    sdpa              bool (B, 1, T, L), True = attend
+    eager             additive float (B, 1, T, L); a bool mask would be added as 0/1 and be silently wrong
+    flex_attention    BlockMask
+    flash_attention_* takes no tree mask: refused by name
+    several layer types (gemma2, gemma3, gpt-oss ...): a dict, one mask per type
+
+transformers passes a 4-D mask through untouched, so a sliding window must be in it; and it is measured between tree
+*positions* (committed length + depth), not between cache columns.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specinfer.attention.layout import Layout
+from specinfer.errors import UnsupportedModel
+
+IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention")
+
+
+class AttentionSpec(NamedTuple):
+    """What a model's attention layers want to be told."""
+
+    implementation: str  # one of IMPLEMENTATIONS
+    windows: dict[str, int | None]  # layer type -> sliding window in tokens, None = full attention
+
+    @classmethod
+    def of(cls, model: Any) -> "AttentionSpec":
+        """Read the specification from a Hugging Face model's config.
+
+        Raises:
+            UnsupportedModel: flash attention, or a layer type that is not (sliding) attention.
+        """
+        config = model.config.get_text_config(decoder=True)
+        implementation = config._attn_implementation or "eager"
+        if implementation not in IMPLEMENTATIONS:
+            raise UnsupportedModel(
+                f"{type(model).__name__} uses attn_implementation={implementation!r}, which takes no tree mask: "
+                f"load it with attn_implementation set to one of {', '.join(IMPLEMENTATIONS)}"
+            )
+        window = getattr(config, "sliding_window", None)
+        default = ["full_attention"] if window is None else ["sliding_attention"]
+        types = dict.fromkeys(getattr(config, "layer_types", None) or default)
+        known = {"full_attention": None, "sliding_attention": window}
+        if strange := [name for name in types if name not in known]:
+            raise UnsupportedModel(
+                f"{type(model).__name__} has {', '.join(strange)} layers, which keep a state that cannot branch or "
+                "be pruned: use a model with full or sliding-window attention"
+            )
+        return cls(implementation, {name: known[name] for name in types})
+
+
+def attention_mask(spec: AttentionSpec, layout: Layout, lengths: Sequence[int], dtype: torch.dtype) -> Any:
+    """Build the mask of one pass over the committed prefix and the pending columns.
+
+    Args:
+        spec: the model's attention.
+        layout: the pass's nodes; S pending columns.
+        lengths: committed slots of each of the B rows.
+        dtype: the model's floating type, for additive masks.
+
+    Returns:
+        What the model's ``attention_mask`` argument takes: one mask, or a dict of masks by layer type.
+    """
+    masks = {
+        name: _converted(spec.implementation, _visible(layout, lengths, window), dtype)
+        for name, window in spec.windows.items()
+    }
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _visible(layout: Layout, prefix: Sequence[int], window: int | None) -> Tensor:
+    """Return (B, T, L) bool: which of the L = longest prefix + S columns each node attends to."""
+    pending, device = layout.visible.shape[2], layout.visible.device
+    lengths = torch.tensor(prefix, device=device)
+    columns = torch.arange(max(prefix) + pending, device=device)
+    relative = columns - lengths[:, None]  # (B, L): < 0 committed, 0 <= .. < S pending, beyond: free
+    index = relative.clamp(0, pending - 1)
+    own = layout.visible.gather(2, index[:, None].expand(-1, layout.width, -1))  # (B, T, L)
+    visible = torch.where((relative < 0)[:, None], True, own & (relative < pending)[:, None])
+    if window is None:
+        return visible
+    keys = torch.where(relative < 0, columns, lengths[:, None] + layout.depths.gather(1, index))  # positions
+    queries = lengths[:, None] + layout.depths[:, -layout.width :]
+    return visible & (queries[:, :, None] - keys[:, None] < window)
+
+
+def _converted(implementation: str, visible: Tensor, dtype: torch.dtype) -> Any:
+    if implementation == "sdpa":
+        return visible[:, None]
+    if implementation == "eager":
+        return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    batch, queries, keys = visible.shape
+    return create_block_mask(
+        lambda b, _head, q, k: visible[b, q, k], batch, None, queries, keys, device=str(visible.device)
+    )

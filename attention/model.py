@@ -1,0 +1,158 @@
+"""An unmodified Hugging Face causal language model that scores token trees: prefill, score, commit.
+
+Knows: the model's forward signature, masks, positions, its cache.
+Does not know: drafting, verification, sampling, text.
+
+`TreeModel` is the model; a `TreeSession` is one batch of rows being decoded on it, with its own `TreeCache`.
+"""
+
+import inspect
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specinfer.attention.cache import TreeCache
+from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees
+from specinfer.attention.mask import AttentionSpec, attention_mask
+from specinfer.errors import UnsupportedModel
+from specinfer.tree import TokenTree
+
+PREFILL_CHUNK = 512  # prompt tokens per pass: bounds the memory of a pass over a long prompt
+
+
+class TreeModel:
+    """A causal language model behind a tree mask.
+
+    Args:
+        model: a ``transformers`` causal LM, already on its device.  It is never modified.
+
+    Raises:
+        UnsupportedModel: flash attention, recurrent or convolutional layers, an encoder-decoder, or no KV cache.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.name = type(model).__name__
+        config = model.config.get_text_config(decoder=True)
+        self.vocab_size: int = config.vocab_size
+        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        parameters = inspect.signature(model.forward).parameters
+        if getattr(model.config, "is_encoder_decoder", False) or "past_key_values" not in parameters:
+            raise UnsupportedModel(
+                f"{self.name} keeps no key-value cache of its tokens (it is recurrent or an encoder-decoder), so a "
+                "tree can be neither branched nor pruned: use a decoder-only attention model"
+            )
+        self.spec = AttentionSpec.of(model)
+        self.takes_positions = "position_ids" in parameters
+        self.takes_logits_to_keep = "logits_to_keep" in parameters
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids must be."""
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's floating type."""
+        return self.model.dtype
+
+    def position_limit(self) -> int | None:
+        """Return how many positions are exact under trees, None if unbounded.
+
+        Dynamic and "longrope" rotary embeddings change all frequencies once *any* position of a pass exceeds the
+        original context, and a tree reaches there before its accepted path does; up to there they are exact.
+        """
+        config = self.model.config.get_text_config(decoder=True)
+        rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+        flat = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+        if any(part.get("rope_type") in ("dynamic", "longrope") for part in flat):
+            original = [part.get("original_max_position_embeddings") for part in flat]
+            known = [n for n in [*original, getattr(config, "original_max_position_embeddings", None)] if n]
+            return min(known) if known else self.max_positions
+        return self.max_positions
+
+    def session(self, rows: int, capacity: int, max_capacity: int | None = None) -> "TreeSession":
+        """Open a batch of ``rows`` empty sequences with a cache of ``capacity`` slots each."""
+        return TreeSession(self, TreeCache(rows, capacity, max_capacity))
+
+
+class TreeSession:
+    """A batch of rows on one model: what is committed, what is pending, and what the passes cost.
+
+    Attributes:
+        cache: the KV cache; ``cache.lengths`` are the committed tokens per row.
+        passes: forward passes so far, prefill excluded.
+        seconds: wall-clock seconds in forward passes, prefill excluded (on CUDA: until launched).
+        prefill_seconds: wall-clock seconds in prefill passes.
+    """
+
+    def __init__(self, model: TreeModel, cache: TreeCache) -> None:
+        self.model = model
+        self.cache = cache
+        self.passes = 0
+        self.seconds = 0.0
+        self.prefill_seconds = 0.0
+
+    def append(self, layout: Layout, columns: Tensor | None = None) -> Tensor:
+        """Feed a layout's nodes as new pending slots: ONE forward pass over all rows.
+
+        Args:
+            layout: T nodes a row; its S counts the columns already pending plus T.
+            columns: long (C,), the nodes whose logits are wanted; all when None.
+
+        Returns:
+            logits (B, C, V) in the model's dtype.
+        """
+        started = perf_counter()
+        logits = self._forward(layout, columns)
+        self.passes += 1
+        self.seconds += perf_counter() - started
+        return logits
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Commit a ragged batch of token lists (possibly empty), `PREFILL_CHUNK` tokens a pass."""
+        started = perf_counter()
+        for start in range(0, max(len(prompt) for prompt in prompts), PREFILL_CHUNK):
+            chunks = [prompt[start : start + PREFILL_CHUNK] for prompt in prompts]
+            layout = lay_out_chains(chunks, self.model.device)
+            self._forward(layout, torch.zeros(1, dtype=torch.long, device=self.model.device))
+            self.commit([range(len(chunk)) for chunk in chunks])
+        self.prefill_seconds += perf_counter() - started
+
+    def score(self, trees: Sequence[TokenTree]) -> Tensor:
+        """Score every node of one tree per row in one pass: logits (B, N, V), N = the largest tree.
+
+        ``logits[b, i]`` follow node i of tree b; rows beyond a smaller tree's size are padding.
+        """
+        return self.append(lay_out_trees(trees, self.model.device))
+
+    def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
+        """Keep the pending slots named per row, forget the others, retire rows given None (`TreeCache.keep`)."""
+        self.cache.keep(paths)
+
+    @torch.inference_mode()
+    def _forward(self, layout: Layout, columns: Tensor | None) -> Tensor:
+        model, cache = self.model, self.cache
+        cache.stage(layout.width, layout.tokens.device)
+        inputs: dict[str, Any] = {
+            "input_ids": layout.tokens,
+            "attention_mask": attention_mask(model.spec, layout, cache.lengths, model.dtype),
+            "past_key_values": cache,
+            "use_cache": True,
+            "return_dict": True,
+        }
+        if model.takes_positions:
+            inputs["position_ids"] = self._positions(layout)
+        if columns is not None and model.takes_logits_to_keep:
+            inputs["logits_to_keep"] = columns
+        logits = model.model(**inputs).logits
+        return logits if columns is None or model.takes_logits_to_keep else logits[:, columns]
+
+    def _positions(self, layout: Layout) -> Tensor:
+        """Return (B, T) positions, committed length + depth; beyond the context they are clamped (cut later)."""
+        lengths = torch.tensor(self.cache.lengths, device=layout.tokens.device)
+        positions = lengths[:, None] + layout.depths[:, -layout.width :]
+        return positions if self.model.max_positions is None else positions.clamp(max=self.model.max_positions - 1)

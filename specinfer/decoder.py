@@ -1,0 +1,401 @@
+"""The engine: speculative decoding with token trees, for one prompt or a ragged batch.
+
+`decode` is the whole algorithm: draft, score, verify, commit.  `SpeculativeDecoder` is what a user holds: it checks
+everything that can be checked before a model runs, opens sessions, and turns steps into text.
+Knows: the order of things.  Does not know: how trees grow, how attention works, which rule is exact.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from specinfer.attention import Support, TreeModel, TreeSession, check_model
+from specinfer.draft import Draft, DraftSession, ModelDraft, Opening
+from specinfer.errors import InputError, SpecinferError, UnsupportedModel
+from specinfer.ngram import NGramDraft
+from specinfer.prompts import Prompt, check_context, check_ids, encode
+from specinfer.results import Result, Seconds, Stats, Step, acceptance_by_depth
+from specinfer.row import Row
+from specinfer.sampling import Law, Settings, Stopping, resolve
+from specinfer.tree import BestFirst, Chain, Kind, Policy, TokenTree, merge
+from specinfer.verify import MultiStep, Verifier, Walk
+
+DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8)
+
+
+def decode(
+    target: TreeSession, drafts: Sequence[DraftSession], policy: Policy, verifier: Verifier, rows: Sequence[Row]
+) -> Iterator[list[tuple[Row, Step]]]:
+    """Decode rows to their ends, one target pass a step; yield what each active row emitted.
+
+    Args:
+        target: the target's session, holding every row's tokens but the last (its root).
+        drafts: one session per draft, in the order of their ids.
+        policy: how trees grow.
+        verifier: the rule that is exact for the policy's trees.
+        rows: the sequences, in the order of the sessions' rows.
+
+    Raises:
+        NumericalError: the target's logits are not numbers.
+    """
+    while rows:
+        trees = propose(drafts, policy, rows)
+        logits = target.score(trees)
+        steps = []
+        for row, tree, scores in zip(rows, trees, logits, strict=True):
+            verdict = verifier.verify(tree, row.view(tree, scores))
+            steps.append(row.advance(tree, verdict))  # cut at end of sequence, stop strings, max_new_tokens
+        target.commit([None if row.finished else (0, *s.path) for row, s in zip(rows, steps, strict=True)])
+        for draft in drafts:
+            draft.commit([None if row.finished else s.tokens for row, s in zip(rows, steps, strict=True)])
+        yield list(zip(rows, steps, strict=True))
+        rows = [row for row in rows if not row.finished]
+
+
+def propose(drafts: Sequence[DraftSession], policy: Policy, rows: Sequence[Row]) -> list[TokenTree]:
+    """Return one tree per row: the drafts' trees, merged, no deeper than what the row may still emit."""
+    deepest = max(row.remaining for row in rows) - 1
+    if not drafts or policy.max_nodes == 0 or deepest == 0:
+        return [TokenTree.root_only(row.ids[-1], policy.kind) for row in rows]
+    proposals = zip(*(draft.propose(policy, deepest) for draft in drafts), strict=True)
+    trees = (merge(own) if len(own) > 1 else own[0] for own in proposals)
+    return [
+        tree if tree.depth < row.remaining else tree.pruned(row.remaining - 1)
+        for row, tree in zip(rows, trees, strict=True)
+    ]
+
+
+class SpeculativeDecoder:
+    """Generates text with a target model, token trees and any number of drafts; the output law is the target's.
+
+    Args:
+        model: the target, a ``transformers`` causal LM.
+        tokenizer: the target's; needed for text in and out.
+        drafts: ``"ngram"``, `Draft` objects, or bare draft models; all propose, and their trees are merged.
+        tree: the growth policy; None decodes without speculation.
+        verifier: by default `Walk` for ranked trees (greedy, or sampling coupled to the seed) and `MultiStep` for
+            sampled ones.
+
+    Raises:
+        UnsupportedModel: a model cannot score trees, by name and with the reason.
+        TokenizerMismatch: a draft has other tokens than the target.
+        PairingError: the verifier would be biased on this policy's trees.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        drafts: Sequence[Any] = ("ngram",),
+        tree: Policy | None = DEFAULT_TREE,
+        verifier: Verifier | None = None,
+    ) -> None:
+        self.notes: list[str] = []
+        self.target = TreeModel(model)
+        self.tokenizer = tokenizer
+        self.drafts = [_as_draft(draft) for draft in drafts] if tree else []
+        self.policy = self._supported_policy(tree or Chain(0))
+        default = Walk() if self.policy.kind is Kind.RANKED else MultiStep(self.policy.kind is Kind.IID)
+        self.verifier = verifier or default
+        self.verifier.check(self.policy.kind)
+        self._check_tokenizers()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | None = None,
+        drafts: Sequence[Any] = ("ngram",),
+        tree: Policy | None = DEFAULT_TREE,
+        verifier: Verifier | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+    ) -> "SpeculativeDecoder":
+        """Load target and drafts by name or path; None is the default target (SmolLM2-135M-Instruct).
+
+        Raises:
+            ModelError: a model cannot be found or loaded; and what the constructor raises.
+        """
+        from specinfer.models import load
+
+        loaded = load(target, dtype, device)
+        ready = [
+            draft if draft == "ngram" or not isinstance(draft, str) else _load_draft(draft, dtype, device)
+            for draft in drafts
+        ]
+        return cls(loaded.model, loaded.tokenizer, ready, tree, verifier)
+
+    def generate(self, prompt: Prompt, *, streamer: Any = None, **options: Any) -> Any:
+        """Generate to the end.
+
+        Args:
+            prompt: a string, chat messages or token ids, or a list of those for a ragged batch.
+            streamer: a ``transformers`` streamer (one prompt only).
+            **options: see `open`.
+
+        Returns:
+            Result for one prompt, list[Result] for a batch.
+        """
+        run = self.open(prompt, **options)
+        if streamer is not None:
+            run.attach(streamer)
+        try:
+            for _ in run:
+                pass
+        except SpecinferError as error:
+            error.partial = run.results()  # type: ignore[attr-defined]  # nothing already computed is lost
+            raise
+        return run.results()[0] if run.single else run.results()
+
+    def stream(self, prompt: Prompt, **options: Any) -> "TextStream":
+        """Generate one prompt piece by piece: iterate over the text; `TextStream.result` has the rest.
+
+        Raises:
+            InputError: a batch, or no tokenizer.
+        """
+        return TextStream(self.open(prompt, **options))
+
+    def open(
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        seed: int | Sequence[int] | None = None,
+        generation_config: Any = None,
+        logits_processor: Sequence[Callable[..., Any]] | None = None,
+        stopping_criteria: Sequence[Callable[..., Any]] | None = None,
+        **options: Any,
+    ) -> "Run":
+        """Check everything and prepare a run; no model runs before it is iterated.
+
+        Args:
+            prompt: as `generate`.
+            raw: feed strings without the chat template.
+            seed: of all rows, or one per row; a row's text depends on its own seed only.  None draws one from
+                torch's global generator.
+            generation_config: a ``transformers.GenerationConfig``, over the model's own.
+            logits_processor: custom processors; each sees a node's own path.
+            stopping_criteria: custom criteria, asked after every single token.
+            **options: any ``GenerationConfig`` field: max_new_tokens, temperature (0 = greedy), top_p, ...
+
+        Raises:
+            InputError, SamplingError: what is wrong, why, and what to do.
+        """
+        model_config = self.target.model.generation_config
+        settings = resolve(model_config, generation_config, logits_processor, stopping_criteria, **options)
+        prompts = encode(prompt, self.tokenizer, raw)
+        check_ids(prompts.rows, self.target.vocab_size)
+        budgets = [settings.budget(len(row)) for row in prompts.rows]
+        check_context(prompts.rows, budgets, self.target.position_limit())
+        seeds = _seeds(seed, len(prompts.rows))
+        stops = [Stopping(settings, budget, self.tokenizer) for budget in budgets]
+        return Run(self, prompts.rows, prompts.single, settings, seeds, stops)
+
+    def _supported_policy(self, policy: Policy) -> Policy:
+        """Check all models; fall back to a chain where one cannot branch."""
+        for model in (self.target, *(draft.model for draft in self.drafts if isinstance(draft, ModelDraft))):
+            check = check_model(model.model)
+            if check.support is Support.UNSUPPORTED:
+                raise UnsupportedModel(f"{check.model} cannot score token trees: {check.reason}")
+            if check.support is Support.CHAIN_ONLY and not isinstance(policy, Chain):
+                if len(self.drafts) > 1 or policy.kind is not Kind.RANKED:
+                    raise UnsupportedModel(
+                        f"{check.model} can verify chains only ({check.reason}): use one draft and tree=Chain(k)"
+                    )
+                policy = Chain(policy.max_depth)
+                self.notes.append(f"tree={policy}: {check.model} can verify chains only ({check.reason})")
+        return policy
+
+    def _check_tokenizers(self) -> None:
+        from specinfer.models import same_tokens
+
+        for draft in self.drafts:
+            tokenizer = getattr(draft, "tokenizer", None)
+            if tokenizer is not None and self.tokenizer is not None:
+                same_tokens(self.tokenizer, tokenizer)
+
+
+class Run:
+    """One call of the decoder under way: iterate for steps, then read `results`.
+
+    Sessions are opened by the first step and dropped when iteration ends, fails or is closed; models are then as
+    they were before.
+    """
+
+    def __init__(
+        self,
+        decoder: SpeculativeDecoder,
+        prompts: list[list[int]],
+        single: bool,
+        settings: Settings,
+        seeds: list[int],
+        stops: list[Stopping],
+    ) -> None:
+        self.decoder, self.settings, self.single = decoder, settings, single
+        device, names = decoder.target.device, [draft.name for draft in decoder.drafts]
+        self.rows = [
+            Row(index, prompt, Law.of(settings, len(prompt), device), stop, seed, settings.do_sample, names)
+            for index, (prompt, stop, seed) in enumerate(zip(prompts, stops, seeds, strict=True))
+        ]
+        self.seconds = Seconds()
+        self.draft_passes = 0
+        self.steps: dict[int, list[Step]] = {row.index: [] for row in self.rows}
+        self._streamer: Any = None
+        self._iterator = self._run()
+
+    def __iter__(self) -> Iterator[list[tuple[Row, Step]]]:
+        return self._iterator
+
+    def close(self) -> None:
+        """Stop decoding and release the caches."""
+        self._iterator.close()
+
+    def attach(self, streamer: Any) -> None:
+        """Feed a ``transformers`` streamer: the prompt, then tokens, then the end."""
+        if len(self.rows) > 1:
+            raise InputError("a streamer takes one prompt: pass the prompts one by one, or drop the streamer")
+        self._streamer = streamer
+
+    def results(self) -> list[Result]:
+        """Return one result per row, of what was decoded so far."""
+        return [self._result(row) for row in self.rows]
+
+    def _run(self) -> Iterator[list[tuple[Row, Step]]]:
+        started = perf_counter()
+        if self._streamer is not None:
+            self._streamer.put(torch.tensor([self.rows[0].ids]))
+        with _evaluating(self.decoder):
+            target, drafts = self._open_sessions()
+            for emitted in decode(target, drafts, self.decoder.policy, self.decoder.verifier, self.rows):
+                for row, step in emitted:
+                    self.steps[row.index].append(step)
+                self.draft_passes = sum(draft.passes for draft in drafts)
+                self.seconds = Seconds(
+                    total=perf_counter() - started,
+                    prefill=target.prefill_seconds + sum(draft.prefill_seconds for draft in drafts),
+                    target=target.seconds,
+                    draft=sum(draft.seconds for draft in drafts),
+                )
+                if self._streamer is not None:
+                    self._streamer.put(torch.tensor(emitted[0][1].tokens))
+                yield emitted
+        if self._streamer is not None:
+            self._streamer.end()
+
+    def _open_sessions(self) -> tuple[TreeSession, list[DraftSession]]:
+        decoder, rows = self.decoder, self.rows
+        prompts = [list(row.ids) for row in rows]
+        nodes = 1 + decoder.policy.max_nodes * max(1, len(decoder.drafts))
+        capacity = max(len(row.ids) + row.remaining for row in rows) + nodes
+        target = decoder.target.session(len(rows), min(capacity, 4096), capacity)
+        target.prefill([prompt[:-1] for prompt in prompts])
+        law = rows[0].law.warp_only()
+        coupled = self.settings.do_sample and isinstance(decoder.verifier, Walk)
+        drafts = []
+        for index, draft in enumerate(decoder.drafts):
+            seeds = [row.seed for row in rows]
+            opening = Opening(prompts, capacity, decoder.target.vocab_size, index, law, seeds, coupled)
+            drafts.append(draft.open(opening))
+        return target, drafts
+
+    def _result(self, row: Row) -> Result:
+        steps = self.steps[row.index]
+        new = row.ids[row.prompt_length :]
+        tokenizer = self.decoder.tokenizer
+        stats = Stats(
+            new_tokens=len(new),
+            target_passes=len(steps),
+            draft_passes=self.draft_passes,
+            acceptance_by_depth=acceptance_by_depth(steps),
+            seconds=self.seconds,
+            notes=tuple(self.decoder.notes),
+        )
+        return Result(
+            text=tokenizer.decode(new, skip_special_tokens=True) if tokenizer else "",
+            token_ids=new,
+            prompt_ids=row.ids[: row.prompt_length],
+            finish_reason=row.finished or "unfinished",
+            seed=row.seed if self.settings.do_sample else None,
+            stats=stats,
+            steps=steps,
+        )
+
+
+class TextStream:
+    """Text as it is decided: an iterator of pieces that can be closed at any time.
+
+    Pieces end at whole characters; joined, they are ``result.text``.
+    """
+
+    def __init__(self, run: Run) -> None:
+        if not run.single:
+            raise InputError("stream takes one prompt: use generate for a batch")
+        if run.decoder.tokenizer is None:
+            raise InputError("stream yields text and needs a tokenizer: construct the decoder with one")
+        self._run = run
+        self._pieces = self._decode()
+
+    def __iter__(self) -> Iterator[str]:
+        return self._pieces
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Stop decoding; what was decided so far stays in `result`."""
+        self._pieces.close()
+        self._run.close()
+
+    @property
+    def result(self) -> Result:
+        """The result so far; complete once the stream has ended."""
+        return self._run.results()[0]
+
+    def _decode(self) -> Iterator[str]:
+        """Yield text that later tokens cannot change: up to the last piece that ends inside a character."""
+        tokenizer, row = self._run.decoder.tokenizer, self._run.rows[0]
+        done = 0  # characters yielded
+        for _ in self._run:
+            text = tokenizer.decode(row.ids[row.prompt_length :], skip_special_tokens=True)
+            if not text.endswith("\ufffd") and len(text) > done:
+                yield text[done:]
+                done = len(text)
+        if len(text := self.result.text) > done:
+            yield text[done:]
+
+
+@contextmanager
+def _evaluating(decoder: SpeculativeDecoder) -> Iterator[None]:
+    """Put every model in evaluation mode for the duration."""
+    models = [decoder.target.model, *(d.model.model for d in decoder.drafts if isinstance(d, ModelDraft))]
+    with ExitStack() as stack:
+        for model in models:
+            stack.callback(model.train, model.training)
+            model.eval()
+        yield
+
+
+def _as_draft(draft: Any) -> Draft:
+    if draft == "ngram":
+        return NGramDraft()
+    if isinstance(draft, str):
+        raise InputError(f"draft {draft!r} is a name: use SpeculativeDecoder.from_pretrained, or load the model")
+    return draft if hasattr(draft, "open") else ModelDraft(draft)
+
+
+def _load_draft(name: str, dtype: str, device: str) -> ModelDraft:
+    from specinfer.models import load
+
+    loaded = load(name, dtype, device)
+    return ModelDraft(loaded.model, loaded.tokenizer, loaded.name)
+
+
+def _seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
+    if seed is None:
+        seed = int(torch.randint(2**62, ()))
+    seeds = [seed] * rows if isinstance(seed, int) else list(seed)
+    if len(seeds) != rows or any(isinstance(s, bool) or not isinstance(s, int) for s in seeds):
+        raise InputError(f"seed={seed!r}: give one whole number, or one per prompt ({rows})")
+    return seeds

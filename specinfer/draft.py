@@ -1,0 +1,229 @@
+"""Drafts: what proposes token trees.  The interface, and the draft that is a language model.
+
+Knows: a small model with its own cache, the committed tokens it lacks, the noise it shares with the target.
+Does not know: the target, verification, text.
+
+A `Draft` is the thing itself (weights, tokenizer); `Draft.open` starts a `DraftSession` for one batch of rows.  After
+every step a session is told which tokens each row committed; how it keeps up with them is its own affair.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level
+from specinfer.noise import COUPLING, DRAFT, gumbel, key
+from specinfer.sampling import Law
+from specinfer.tree import Frontier, Policy, TokenTree, draw_candidates, top_candidates
+
+CANDIDATES = 64  # tokens per node that warpers and coupling noise see when a draft ranks
+CATCH_UP = 32  # committed tokens beyond which a draft prefills instead of feeding them with the root
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a draft is told about the rows it will draft for."""
+
+    prompts: Sequence[Sequence[int]]  # token ids; the last one is the root of the first tree
+    capacity: int  # most tokens a row can hold, prompt and tree included
+    vocab_size: int  # of the target: laws have this length
+    draft: int  # this draft's id in the trees
+    law: Law  # the target's law without its prefix-reading processors
+    seeds: Sequence[int]  # per row
+    coupled: bool  # rank by the target's own noise: the target chooses by argmax(log p + noise)
+
+
+class DraftSession(Protocol):
+    """One draft at work on one batch of rows."""
+
+    passes: int  # forward passes so far, prefill excluded
+    seconds: float  # wall-clock seconds in them
+    prefill_seconds: float
+
+    def propose(self, policy: Policy, max_depth: int) -> list[TokenTree]:
+        """Grow one tree per row below its last committed token, no deeper than ``max_depth``."""
+
+    def commit(self, tokens: Sequence[Sequence[int] | None]) -> None:
+        """Take note of the tokens each row committed (accepted path, then bonus); None retires the row."""
+
+
+class Draft(Protocol):
+    """Anything that proposes trees."""
+
+    name: str
+
+    def open(self, opening: Opening) -> DraftSession:
+        """Start drafting for a batch of rows."""
+
+
+class ModelDraft:
+    """A small causal language model as a draft (a small speculative model, SSM).
+
+    Args:
+        model: a ``transformers`` causal LM that shares the target's tokens; its vocabulary may be padded differently.
+        tokenizer: compared with the target's when the decoder is built; None skips the comparison.
+        name: shown in results; the model's own name by default.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None) -> None:
+        self.model = TreeModel(model)
+        self.tokenizer = tokenizer
+        self.name = name or str(getattr(model.config, "_name_or_path", "")).rstrip("/").split("/")[-1] or "draft"
+
+    def open(self, opening: Opening) -> "ModelDraftSession":
+        """Start drafting for a batch of rows, with a cache of its own."""
+        return ModelDraftSession(self.model, opening)
+
+
+class ModelDraftSession:
+    """A model draft at work: a `Source` of distributions over its own `TreeSession`.
+
+    It never feeds what it does not need: the last bonus token and whatever accepted tokens it lacks keys and values
+    for go into the first pass of the next step together; each further level is one pass over all rows.
+    """
+
+    def __init__(self, model: TreeModel, opening: Opening) -> None:
+        rows = len(opening.prompts)
+        self.opening = opening
+        self.session = model.session(rows, min(opening.capacity, 1024), opening.capacity)
+        self.lacking = [list(prompt) for prompt in opening.prompts]  # committed but not in the cache; root last
+        self.lengths = [len(prompt) for prompt in opening.prompts]  # committed tokens
+        self.seeds = list(opening.seeds)
+        self.chance = [row_generator(seed, opening.draft, self.device) for seed in self.seeds]
+        self.level: Layout | None = None  # layout of the newest level fed
+        self.fed: list[Frontier] = []  # levels fed this step, as pending columns, root excluded
+        self.vocab_size = min(model.vocab_size, opening.vocab_size)
+
+    @property
+    def batch(self) -> int:
+        """Rows still active."""
+        return len(self.lacking)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the distributions are."""
+        return self.session.model.device
+
+    @property
+    def passes(self) -> int:
+        """Forward passes so far, prefill excluded."""
+        return self.session.passes
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds in those passes."""
+        return self.session.seconds
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Wall-clock seconds in prefill passes."""
+        return self.session.prefill_seconds
+
+    def propose(self, policy: Policy, max_depth: int) -> list[TokenTree]:
+        """Grow one tree per row below its last committed token."""
+        self.level, self.fed = None, []
+        roots = [tokens[-1] for tokens in self.lacking]
+        return policy.grow(self, max_depth).trees(roots, self.opening.draft)
+
+    def commit(self, tokens: Sequence[Sequence[int] | None]) -> None:
+        """Keep what was fed of each committed path; remember the rest, the new root last, as lacking."""
+        kept = _fed_paths(self.fed, tokens)
+        self.session.commit(kept)
+        survivors = [i for i, new in enumerate(tokens) if new is not None]
+        for i in survivors:
+            new, path = list(tokens[i] or ()), kept[i] or ()
+            # nothing fed this step (a bare root, say): what was lacking is lacking still
+            self.lacking[i] = new[len(path) :] if not self.lacking[i] else self.lacking[i] + new
+            self.lengths[i] += len(new)
+        for values in (self.lacking, self.lengths, self.seeds, self.chance):
+            values[:] = [values[i] for i in survivors]
+        self.fed = []
+
+    def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
+        """Return each node's k likeliest choices of the target and their log-probabilities, both (B, W, k).
+
+        Greedy: by q.  Coupled: the target will emit argmax(log p + g), so candidates are ranked by log q + g with
+        the same Gumbel noise g, and a softmax of those sums estimates which of them it will be.
+        """
+        logits = self._logits(frontier)
+        if not self.opening.coupled:
+            tokens, values = top_candidates(logits, k)
+            return tokens, values.float() - logits.float().logsumexp(-1, keepdim=True)
+        tokens, values = top_candidates(logits, max(k, CANDIDATES))
+        warped = self.opening.law.scores(values.flatten(0, 1), ()).view_as(values)
+        noise = gumbel(self._keys(COUPLING, frontier.depth)[:, None, None], tokens)
+        ranked, order = (warped.log_softmax(-1) + noise).log_softmax(-1).sort(-1, descending=True, stable=True)
+        return tokens.gather(2, order)[..., :k], ranked[..., :k]
+
+    def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw k children per node from q, the draft's law after the target's warpers (`tree.draw_candidates`)."""
+        logits = self._logits(frontier)
+        scores = self.opening.law.scores(logits.flatten(0, 1), ()).view(*logits.shape)
+        missing = self.opening.vocab_size - self.vocab_size
+        return draw_rows(functional.pad(scores, (0, missing), value=-inf), k, replacement, self.chance)
+
+    def _keys(self, stream: int, depth: int) -> Tensor:
+        """Return each row's noise key (B,) for the token that follows a node at this depth."""
+        keys = [key(seed, stream, n + depth) for seed, n in zip(self.seeds, self.lengths, strict=True)]
+        return torch.tensor(keys, device=self.device)
+
+    def _logits(self, frontier: Frontier) -> Tensor:
+        """Return logits (B, W, V) after each frontier node, feeding them to the model."""
+        if frontier.depth == 0:
+            return self._feed_lacking()[..., : self.vocab_size]
+        tokens = frontier.tokens.clamp(max=self.session.model.vocab_size - 1)
+        self.level = lay_out_level(frontier._replace(tokens=tokens), self.level, self.device)
+        self.fed.append(frontier)
+        return self.session.append(self.level)[..., : self.vocab_size]
+
+    def _feed_lacking(self) -> Tensor:
+        """Feed and commit the tokens each row lacks, the root last; return the logits after the root, (B, 1, V)."""
+        if max(map(len, self.lacking)) > CATCH_UP:
+            self.session.prefill([tokens[:-1] for tokens in self.lacking])
+            self.lacking = [tokens[-1:] for tokens in self.lacking]
+        limit = self.session.model.vocab_size - 1
+        chains = [[min(token, limit) for token in tokens] for tokens in self.lacking]
+        last = torch.tensor([len(chain) - 1 for chain in chains], device=self.device)
+        columns, index = last.unique(return_inverse=True)
+        logits = self.session.append(lay_out_chains(chains, self.device), columns)
+        self.session.commit([range(len(chain)) for chain in chains])
+        self.lacking = [[] for _ in chains]
+        return logits[torch.arange(len(chains), device=self.device), index][:, None]
+
+
+def row_generator(seed: int, draft: int, device: torch.device) -> torch.Generator:
+    """Return the chance by which one draft draws for one row, whatever other rows there are."""
+    return torch.Generator(device).manual_seed(key(seed, DRAFT, draft))
+
+
+def draw_rows(
+    log_probs: Tensor, k: int, replacement: bool, chance: Sequence[torch.Generator]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw for each row of (B, W, V) from its own generator: see `tree.draw_candidates`."""
+    rows = [draw_candidates(row, k, replacement, own) for row, own in zip(log_probs, chance, strict=True)]
+    tokens, values, laws = (torch.stack(column) for column in zip(*rows, strict=True))
+    return tokens, values, laws
+
+
+def _fed_paths(fed: Sequence[Frontier], tokens: Sequence[Sequence[int] | None]) -> list[list[int] | None]:
+    """Find, in every row, the pending columns along the committed tokens; the last token is always fed again."""
+    if not fed:
+        return [None if new is None else [] for new in tokens]
+    columns = [torch.cat([getattr(level, name) for level in fed], 1) for name in ("tokens", "parents", "valid")]
+    rows = torch.stack([column.long() for column in columns], 1).tolist()  # (B, 3, S), one transfer
+    paths: list[list[int] | None] = []
+    for new, (token, parent, valid) in zip(tokens, rows, strict=True):
+        places = {(p, t): i for i, (t, p, v) in reversed(list(enumerate(zip(token, parent, valid, strict=True)))) if v}
+        path: list[int] = []
+        for wanted in (new or ())[:-1]:
+            column = places.get((path[-1] + 1 if path else 0, wanted))  # parents count the root as 0
+            if column is None:
+                break
+            path.append(column)
+        paths.append(None if new is None else path)
+    return paths

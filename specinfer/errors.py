@@ -1,0 +1,62 @@
+"""Every error a user of specinfer can meet, in one hierarchy.
+
+This module knows names and nothing else: it imports nothing, and everything may import it.
+
+    SpecinferError
+    ├── TreeError              a token tree that is not one
+    ├── PolicyError            a growth policy with an impossible budget
+    ├── PairingError           a verifier that is not exact for the kind of tree it is given
+    ├── InputError             a prompt, token id, seed or length that cannot be decoded
+    ├── SamplingError          a sampling option that is unknown, contradictory or impossible on trees
+    ├── ModelError             a model, draft or tokenizer that cannot be loaded or used
+    │   ├── UnsupportedModel   ... because its attention cannot score a token tree
+    │   └── TokenizerMismatch  ... because draft and target do not speak the same tokens
+    ├── CacheError             the KV cache was asked for what it cannot hold
+    └── NumericalError         logits that are not numbers (names the decode step)
+
+A message says what is wrong, why it matters, and what to do.
+"""
+
+
+class SpecinferError(Exception):
+    """Base class: catch this to catch everything specinfer raises on purpose."""
+
+
+class TreeError(SpecinferError, ValueError):
+    """A token tree violates its invariants; the message names the node."""
+
+
+class PolicyError(SpecinferError, ValueError):
+    """A growth policy was given a budget that no tree can have."""
+
+
+class PairingError(SpecinferError, ValueError):
+    """A verifier was paired with a kind of tree for which it would change the target's output law."""
+
+
+class InputError(SpecinferError, ValueError):
+    """A prompt, token id, seed or length that cannot be decoded."""
+
+
+class SamplingError(SpecinferError, ValueError):
+    """A sampling option is unknown, contradictory, or cannot work with token trees."""
+
+
+class ModelError(SpecinferError):
+    """A model, draft or tokenizer cannot be loaded or used."""
+
+
+class UnsupportedModel(ModelError):
+    """The model's attention cannot score a token tree (or anything at all) through a tree mask."""
+
+
+class TokenizerMismatch(ModelError):
+    """Draft and target have different token tables."""
+
+
+class CacheError(SpecinferError):
+    """The KV cache was asked for rows or slots it does not have."""
+
+
+class NumericalError(SpecinferError, ArithmeticError):
+    """The target's logits hold NaN or nothing finite; the message names the row and the step."""

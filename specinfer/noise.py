@@ -1,0 +1,59 @@
+"""Counter-based random numbers: pure functions of (seed, stream, counters), equal on every device.
+
+Knows: how to turn a key and a counter into a uniform or Gumbel number.  Keeps no state, so any order of asking, any
+batch and any tree see the same numbers.
+
+The mixer is SplitMix64's finaliser (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA
+2014) over ``key + (counter + 1) * golden``, which is exactly the SplitMix64 sequence started at ``key``.
+"""
+
+import torch
+from torch import Tensor
+
+_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
+
+COUPLING, COIN, DRAFT = 1, 2, 3  # streams: target choices, acceptance coins and residual draws, draft draws
+
+
+def key(seed: int, stream: int, *counters: int) -> int:
+    """Derive an independent 64-bit key (as a signed integer, what torch stores) from a seed and counters."""
+    state = _mix(seed & _MASK)
+    for counter in (stream, *counters):
+        state = _mix((state ^ _mix(counter & _MASK)) & _MASK)
+    return _signed(state)
+
+
+def uniform(key_: int, counter: int) -> float:
+    """Return one number in [0, 1) with 53 random bits."""
+    return (_mix(((key_ & _MASK) + (counter + 1) * _GOLDEN) & _MASK) >> 11) * 2.0**-53
+
+
+def gumbel(keys: Tensor, counters: Tensor) -> Tensor:
+    """Standard Gumbel numbers, float32, for int64 keys and counters of broadcastable shapes.
+
+    ``-log(E)`` with ``E = -log(1 - w)`` exponential and ``w`` uniform: small ``E``, which win an argmax, keep full
+    relative precision because 53-bit ``w`` is rounded to float32 only after scaling towards zero.
+    """
+    state = keys + (counters + 1) * _signed(_GOLDEN)  # int64 arithmetic wraps, as intended
+    state = (state ^ _shift(state, 30)) * _signed(_MIX1)
+    state = (state ^ _shift(state, 27)) * _signed(_MIX2)
+    bits = _shift(state ^ _shift(state, 31), 11)  # 53 random bits
+    fraction = ((bits.to(torch.float32) + 0.5) * 2.0**-53).clamp_(max=1.0 - 2.0**-24)
+    return fraction.neg_().log1p_().neg_().log_().neg_()
+
+
+def _mix(state: int) -> int:
+    state = (state + _GOLDEN) & _MASK
+    state = ((state ^ (state >> 30)) * _MIX1) & _MASK
+    state = ((state ^ (state >> 27)) * _MIX2) & _MASK
+    return state ^ (state >> 31)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shift(value: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64 (torch's is arithmetic)."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)

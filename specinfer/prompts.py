@@ -1,0 +1,90 @@
+"""From what a user has (text, chat messages, token ids, one or many) to rows of token ids, checked.
+
+Knows: the tokenizer and its chat template, the size of the vocabulary and of the context.
+Does not know: models, decoding.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from specinfer.errors import InputError
+
+Prompt = Any  # str | list[int] | list[{"role", "content"}]; see `encode`
+
+
+class Prompts(NamedTuple):
+    """Rows of token ids, and whether the caller gave one prompt or a batch."""
+
+    rows: list[list[int]]
+    single: bool
+
+
+def encode(prompt: Prompt, tokenizer: Any = None, raw: bool = False) -> Prompts:
+    """Turn one prompt or a batch of prompts into token ids.
+
+    Args:
+        prompt: a string; chat messages (a list of dicts with "role" and "content"); token ids (a list of ints or a
+            1-D tensor); or a list (2-D tensor) of those for a batch.
+        tokenizer: needed for text and messages.
+        raw: feed strings as they are; otherwise a string is a user's message wherever the tokenizer has a chat template.
+
+    Raises:
+        InputError: an empty prompt or row, an unknown kind of prompt, or text without a tokenizer.
+    """
+    if hasattr(prompt, "tolist"):  # tensors and arrays
+        prompt = prompt.tolist()
+    if isinstance(prompt, Sequence) and not prompt:
+        raise InputError("the prompt is empty: there is nothing to continue")
+    single = isinstance(prompt, str) or (isinstance(prompt, Sequence) and isinstance(prompt[0], int | Mapping))
+    rows = [_encode_one(item, tokenizer, raw) for item in ([prompt] if single else prompt)]
+    for index, row in enumerate(rows):
+        if not row:
+            which = "the prompt" if single else f"row {index} of the batch"
+            raise InputError(f"{which} is empty: every prompt needs at least one token")
+    return Prompts(rows, single)
+
+
+def check_ids(rows: Sequence[Sequence[int]], vocab_size: int) -> None:
+    """Raise `InputError` for a token id that is no whole number in [0, vocab_size), naming row and place."""
+    for index, row in enumerate(rows):
+        for place, token in enumerate(row):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise InputError(
+                    f"row {index}, place {place}: token id {token!r} is not in the target's vocabulary "
+                    f"[0, {vocab_size}): encode the prompt with the target's own tokenizer"
+                )
+
+
+def check_context(rows: Sequence[Sequence[int]], budgets: Sequence[int], limit: int | None) -> None:
+    """Raise `InputError` where prompt + new tokens exceed the positions the target can use."""
+    for index, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
+        if limit is not None and len(row) + budget > limit:
+            raise InputError(
+                f"row {index}: {len(row)} prompt tokens + {budget} new ones exceed the target's context of {limit}: "
+                f"shorten the prompt or ask for at most {max(limit - len(row), 0)} new tokens"
+            )
+
+
+def _encode_one(item: Any, tokenizer: Any, raw: bool) -> list[int]:
+    if hasattr(item, "tolist"):
+        item = item.tolist()
+    if isinstance(item, str):
+        if not item.strip():
+            return []
+        if raw or not getattr(_needed(tokenizer), "chat_template", None):
+            return list(tokenizer(item)["input_ids"]) if tokenizer else []
+        item = [{"role": "user", "content": item}]
+    if isinstance(item, Sequence) and item and isinstance(item[0], Mapping):
+        encoded = _needed(tokenizer).apply_chat_template(
+            list(item), add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+        return list(encoded["input_ids"])
+    if isinstance(item, Sequence):
+        return list(item)
+    raise InputError(f"a prompt must be text, chat messages or token ids, not {type(item).__name__}")
+
+
+def _needed(tokenizer: Any) -> Any:
+    if tokenizer is None:
+        raise InputError("text needs a tokenizer: construct the decoder with one, or pass token ids")
+    return tokenizer

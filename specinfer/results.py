@@ -1,0 +1,152 @@
+"""What a generation returns: text, ids, one record per step, and figures derived from those records.
+
+Knows: trees, paths, tokens, seconds.  Does not know: models or how anything was computed.
+
+Everything countable is derived from the steps, so a result cannot disagree with itself.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from specinfer.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decode step of one row: one token tree, verified in one target pass."""
+
+    tree: TokenTree
+    path: tuple[int, ...]  # accepted nodes, root excluded, before any cut
+    tokens: tuple[int, ...]  # tokens emitted: the accepted path, then the bonus token, cut where the text ended
+    drafted_by: tuple[tuple[str, ...], ...]  # per emitted token: the drafts that proposed it, () = the target's own
+
+    @property
+    def bonus(self) -> int | None:
+        """The target's own token after the accepted path; None if the text was cut before it."""
+        return self.tokens[-1] if len(self.tokens) > len(self.path) else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        return {
+            "tree": self.tree.to_dict(),
+            "path": list(self.path),
+            "tokens": list(self.tokens),
+            "drafted_by": [list(names) for names in self.drafted_by],
+        }
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Wall-clock seconds by stage.  In a batch all rows share the passes, so the figures are the batch's."""
+
+    total: float = 0.0
+    prefill: float = 0.0  # passes over the prompts, target and drafts
+    target: float = 0.0  # target passes over trees
+    draft: float = 0.0  # draft passes
+
+    @property
+    def bookkeeping(self) -> float:
+        """Everything that is not a forward pass: n-gram look-ups, growing, sampling, verification, pruning."""
+        return max(0.0, self.total - self.prefill - self.target - self.draft)
+
+    def to_dict(self) -> dict[str, float]:
+        """Return a JSON-ready dict, bookkeeping included."""
+        return {name: getattr(self, name) for name in ("total", "prefill", "target", "draft", "bookkeeping")}
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Figures of one row.  Prefill passes are not counted as target passes; bonus tokens are counted as tokens."""
+
+    new_tokens: int
+    target_passes: int
+    draft_passes: int
+    acceptance_by_depth: tuple[float, ...]  # [d]: accepted at depth d + 1, of the steps that tried that depth
+    seconds: Seconds
+    notes: tuple[str, ...] = ()  # what the engine decided by itself, and why
+
+    @property
+    def tokens_per_target_pass(self) -> float:
+        """The acceptance length tau: tokens committed per verification pass, bonus included."""
+        return self.new_tokens / self.target_passes if self.target_passes else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens over total wall-clock seconds."""
+        return self.new_tokens / self.seconds.total if self.seconds.total else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        return {
+            "new_tokens": self.new_tokens,
+            "target_passes": self.target_passes,
+            "draft_passes": self.draft_passes,
+            "tokens_per_target_pass": self.tokens_per_target_pass,
+            "tokens_per_second": self.tokens_per_second,
+            "acceptance_by_depth": list(self.acceptance_by_depth),
+            "seconds": self.seconds.to_dict(),
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        """Summarise in two lines."""
+        s = self.seconds
+        return (
+            f"{self.new_tokens} tokens in {self.target_passes} target passes "
+            f"({self.tokens_per_target_pass:.2f} per pass), {self.draft_passes} draft passes, "
+            f"{self.tokens_per_second:.1f} tokens/s\n"
+            f"seconds: {s.total:.2f} = prefill {s.prefill:.2f} + target {s.target:.2f} + draft {s.draft:.2f} "
+            f"+ bookkeeping {s.bookkeeping:.2f}"
+        )
+
+
+@dataclass(frozen=True)
+class Result:
+    """One prompt's continuation.
+
+    Attributes:
+        text: the new text, special tokens left out; empty when the decoder has no tokenizer.
+        token_ids: the new tokens, an end-of-sequence token included if one was emitted.
+        prompt_ids: the tokens the prompt became.
+        finish_reason: "eos", "stop" (a stop string or stopping criterion), "length", or "unfinished".
+        seed: what reproduces it when sampling; None when greedy.
+        steps: one `Step` per target pass.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_ids: list[int]
+    finish_reason: str
+    seed: int | None
+    stats: Stats
+    steps: list[Step] = field(repr=False)
+
+    def __str__(self) -> str:
+        """Return the text."""
+        return self.text
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready dict of text, ids and stats (steps have their own `Step.to_dict`)."""
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            "seed": self.seed,
+            "stats": self.stats.to_dict(),
+        }
+
+
+def acceptance_by_depth(steps: list[Step]) -> tuple[float, ...]:
+    """Return, per depth 1, 2, ..., the share of steps accepted there among those whose accepted path had children."""
+    tried: list[int] = []
+    accepted: list[int] = []
+    for step in steps:
+        for depth, node in enumerate((0, *step.path)):
+            if not step.tree.children(node):
+                break
+            if depth == len(tried):
+                tried.append(0)
+                accepted.append(0)
+            tried[depth] += 1
+            accepted[depth] += depth < len(step.path)
+    return tuple(a / t for a, t in zip(accepted, tried, strict=True))

@@ -1,0 +1,130 @@
+"""One sequence being decoded: its ids, its law, its chance, and when it ends.
+
+Knows: everything that belongs to one row and to no other, so a row in a batch is the row alone.
+Does not know: models, caches, drafts, the other rows.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specinfer.errors import NumericalError
+from specinfer.noise import COIN, COUPLING, gumbel, key, uniform
+from specinfer.results import Step
+from specinfer.sampling import Law, Stopping
+from specinfer.tree import TokenTree
+from specinfer.verify import Law as Probabilities
+from specinfer.verify import Verdict
+
+
+class Row:
+    """A sequence under way.
+
+    Args:
+        index: its place in the caller's batch.
+        prompt: token ids, at least one.
+        law: from logits to scores.
+        stopping: when it ends.
+        seed: of its noise.
+        sampling: draw tokens; otherwise take the argmax.
+        names: of the drafts, by draft id.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        prompt: Sequence[int],
+        law: Law,
+        stopping: Stopping,
+        seed: int,
+        sampling: bool,
+        names: Sequence[str],
+    ) -> None:
+        self.index, self.seed, self.sampling = index, seed, sampling
+        self.law, self.stopping, self.names = law, stopping, names
+        self.ids = list(prompt)
+        self.prompt_length = len(prompt)
+        self.step = 0
+        self.finished: str | None = None  # "eos", "stop" or "length"
+
+    @property
+    def remaining(self) -> int:
+        """How many tokens the row may still emit."""
+        return self.stopping.budget - (len(self.ids) - self.prompt_length)
+
+    def view(self, tree: TokenTree, logits: Tensor) -> "RowView":
+        """Return the target's answers at the nodes of this row's tree, from logits (N or more, V)."""
+        self.step += 1
+        return RowView(self, tree, logits)
+
+    def advance(self, tree: TokenTree, verdict: Verdict) -> Step:
+        """Append the verdict's tokens one by one until the text ends; return the step."""
+        emitted: list[int] = []
+        for token in (*(int(tree.tokens[node]) for node in verdict.path), verdict.token):
+            self.ids.append(token)
+            emitted.append(token)
+            self.finished = self.stopping.reason(self.ids, len(self.ids) - self.prompt_length)
+            if self.finished:
+                break
+        drafted_by = [tuple(dict.fromkeys(self.names[draw.draft] for draw in tree.draws[i])) for i in verdict.path]
+        record = tree.without_laws() if tree.laws else tree  # laws are large, and used up
+        return Step(record, verdict.path, tuple(emitted), (*drafted_by, ())[: len(emitted)])
+
+
+class RowView:
+    """A `TargetView` on one row's logits: each node is processed when it is asked for, and only then.
+
+    Verification visits a handful of a tree's nodes, so warping the others would be wasted work.
+    """
+
+    def __init__(self, row: Row, tree: TokenTree, logits: Tensor) -> None:
+        self.row, self.tree, self.logits = row, tree, logits
+        self.base = len(row.ids)  # position of the token that follows the root
+        self.coins = key(row.seed, COIN, self.base)
+        self.tosses = 0
+
+    def choice(self, node: int) -> int:
+        """Return argmax(scores + noise): the target's greedy choice, or its draw by the Gumbel-max trick.
+
+        The noise depends on seed and position only, so the choice does not depend on the tree, the batch or
+        whether there was any speculation (coupled sampling, arXiv 2408.07978).
+        """
+        scores = self._scores(node)
+        if self.row.sampling:
+            position = self.base + int(self.tree.depths[node])
+            keys = torch.tensor(key(self.row.seed, COUPLING, position), device=scores.device)
+            scores = scores + gumbel(keys, torch.arange(len(scores), device=scores.device))
+        return int(scores.argmax())
+
+    def law(self, node: int) -> Probabilities:
+        """Return the target's law after a node, float64 (V,)."""
+        scores = self._scores(node)
+        if not self.row.sampling:
+            return np.eye(1, len(scores), int(scores.argmax()))[0]
+        return scores.double().softmax(-1).cpu().numpy()
+
+    def accepts(self, probability: float) -> bool:
+        """Toss a coin from the row's own stream."""
+        self.tosses += 1
+        return uniform(self.coins, self.tosses) < probability
+
+    def draw(self, law: Probabilities) -> int:
+        """Draw a token by inverting the cumulative law."""
+        self.tosses += 1
+        cumulative = law.cumsum()
+        token = np.searchsorted(cumulative, uniform(self.coins, self.tosses) * cumulative[-1], side="right")
+        return int(min(token, law.nonzero()[0][-1]))
+
+    def _scores(self, node: int) -> Tensor:
+        row = self.row
+        paths = [[*row.ids, *self.tree.path(node)]] if row.law.reads_path else []
+        scores = row.law.scores(self.logits[node : node + 1], paths)[0]
+        if not bool(torch.isfinite(scores.max())):  # NaN wins a maximum, so this sees NaN, +inf and all -inf
+            raise NumericalError(
+                f"row {row.index}, step {row.step}: the target's logits after "
+                f"{self.base + int(self.tree.depths[node])} tokens are NaN, infinite or all -inf; nothing can be "
+                "chosen from them. Check the weights, or load the model in float32"
+            )
+        return scores

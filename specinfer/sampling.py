@@ -1,0 +1,318 @@
+"""From logits to the law that tokens are drawn from, and when a text ends: Hugging Face semantics, per node.
+
+Knows: `GenerationConfig`, logits processors, stopping criteria, one row's ids.
+Does not know: models, caches, drafting, verification.
+
+There is one path: `Law.scores` turns logits into processed scores; greedy takes their argmax, sampling adds noise.
+Processors that read ``input_ids`` (repetition penalty, no-repeat n-gram, anything custom) see each node's own path.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specinfer.errors import InputError, SamplingError
+
+DEFAULT_MAX_NEW_TOKENS = 128
+
+# Options that cannot work when several tokens of several branches are scored in one pass, or that belong to another
+# decoding method: their neutral values, and why anything else is refused.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "num_beams": ((None, 1), "beam search keeps several hypotheses; tree verification follows one"),
+    "num_beam_groups": ((None, 1), "beam search keeps several hypotheses; tree verification follows one"),
+    "diversity_penalty": ((None, 0, 0.0), "it belongs to group beam search"),
+    "constraints": ((None,), "constrained beam search keeps several hypotheses"),
+    "force_words_ids": ((None,), "constrained beam search keeps several hypotheses"),
+    "penalty_alpha": ((None, 0, 0.0), "contrastive search re-ranks by hidden states of the whole prefix"),
+    "dola_layers": ((None,), "DoLa contrasts layers, which a tree pass does not return"),
+    "guidance_scale": ((None, 1, 1.0), "guidance needs a second, unconditional pass per node"),
+    "watermarking_config": ((None,), "watermarks keep a state per emitted token"),
+    "token_healing": ((None, False), "it rewrites the prompt"),
+    "num_return_sequences": ((None, 1), "repeat the prompt in a batch with one seed each instead"),
+    "encoder_repetition_penalty": ((None, 1, 1.0), "it belongs to encoder-decoder models"),
+    "encoder_no_repeat_ngram_size": ((None, 0), "it belongs to encoder-decoder models"),
+    "decoder_start_token_id": ((None,), "it belongs to encoder-decoder models"),
+    "prompt_lookup_num_tokens": ((None,), 'use drafts=["ngram"] instead'),
+    "assistant_early_exit": ((None,), "use a draft model instead"),
+    "assistant_ensemble_weight": ((None, 0, 0.0), "it is lossy by design"),
+    "use_mtp": ((None, False), "use a draft model instead"),
+    "speculation_type": ((None,), "choose a tree policy instead"),
+    "output_attentions": ((None, False), "tree passes do not return attentions"),
+    "output_hidden_states": ((None, False), "tree passes do not return hidden states"),
+    "output_scores": ((None, False), "read result.steps instead"),
+    "output_logits": ((None, False), "read result.steps instead"),
+    "cache_implementation": ((None, "dynamic"), "the engine brings its own tree cache"),
+    "use_cache": ((None, True), "trees are verified against a cache"),
+}
+_DEFAULTS: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Validated options of one call.  `config` is whole: defaults filled in from the model's, then Hugging Face's."""
+
+    config: Any  # transformers.GenerationConfig
+    eos: frozenset[int]
+    max_new_tokens: int | None  # None: config.max_length decides per row
+    processors: tuple[Callable[..., Tensor], ...]  # custom ones, in order
+    criteria: tuple[Callable[..., Any], ...]  # custom stopping criteria
+
+    @property
+    def do_sample(self) -> bool:
+        """Whether tokens are drawn; otherwise they are the argmax."""
+        return bool(self.config.do_sample)
+
+    def budget(self, prompt_length: int) -> int:
+        """Return how many tokens a row with this prompt may emit, at least 1.
+
+        Raises:
+            InputError: ``max_length`` leaves no room after the prompt.
+        """
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        if self.config.max_length <= prompt_length:
+            raise InputError(
+                f"max_length={self.config.max_length} leaves no room after a prompt of {prompt_length} tokens: raise "
+                "it or give max_new_tokens"
+            )
+        return self.config.max_length - prompt_length
+
+
+def resolve(
+    model_config: Any,
+    generation_config: Any = None,
+    logits_processor: Iterable[Callable[..., Tensor]] | None = None,
+    stopping_criteria: Iterable[Callable[..., Any]] | None = None,
+    **options: Any,
+) -> Settings:
+    """Merge options over a generation config over the model's own, and validate the whole.
+
+    ``temperature=0`` means greedy; a positive temperature, top_p, top_k ... given without ``do_sample`` means sampling.
+    Otherwise names and defaults are Hugging Face's (sampling has ``top_k=50`` unless told otherwise), but a call that
+    names neither ``max_new_tokens`` nor ``max_length`` gets `DEFAULT_MAX_NEW_TOKENS`.
+
+    Raises:
+        SamplingError: an unknown, contradictory, impossible or unsupported option, by name.
+    """
+    from transformers import GenerationConfig
+
+    given = {name: value for name, value in options.items() if value is not None}
+    if unknown := sorted(name for name in given if name not in vars(GenerationConfig())):
+        raise SamplingError(f"unknown option {', '.join(unknown)}: options are those of transformers.GenerationConfig")
+    config = copy.deepcopy(generation_config if generation_config is not None else model_config)
+    if "do_sample" not in given:
+        given |= _implied_sampling(given)
+    if not given.get("do_sample", True) and given.get("temperature") == 0:
+        del given["temperature"]
+    for name in vars(model_config):
+        value = given.get(name, getattr(config, name, None))
+        setattr(config, name, getattr(model_config, name) if value is None else value)
+    for name, value in given.items():
+        setattr(config, name, value)
+    for name, value in _DEFAULTS.items():
+        if getattr(config, name, None) is None:
+            setattr(config, name, value)
+    _validate(config)
+    limit = _max_new_tokens(config, given, generation_config)
+    return Settings(
+        config, _eos(config), limit, tuple(logits_processor or ()), tuple(stopping_criteria or ())
+    )
+
+
+def _implied_sampling(given: dict[str, Any]) -> dict[str, Any]:
+    if "temperature" in given:
+        return {"do_sample": given["temperature"] != 0}
+    warpers = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
+    return {"do_sample": True} if any(name in given for name in warpers) else {}
+
+
+def _max_new_tokens(config: Any, given: dict[str, Any], user_config: Any) -> int | None:
+    named = config.max_new_tokens
+    length_named = "max_length" in given or getattr(user_config, "max_length", None) is not None
+    if named is not None and not ("max_length" in given and "max_new_tokens" not in given):
+        return int(named)
+    return None if length_named else DEFAULT_MAX_NEW_TOKENS
+
+
+def _eos(config: Any) -> frozenset[int]:
+    eos = config.eos_token_id
+    return frozenset([] if eos is None else [eos] if isinstance(eos, int) else map(int, eos))
+
+
+def _validate(config: Any) -> None:
+    for name, (neutral, reason) in _REFUSED.items():
+        value = getattr(config, name, None)
+        if not any(value is n or value == n for n in neutral):
+            raise SamplingError(f"{name}={value!r} cannot be used with token trees: {reason}")
+
+    def check(name: str, fits: Callable[[Any], bool], wanted: str, kind: type | tuple[type, ...] = (int, float)) -> None:
+        value = getattr(config, name, None)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kind) or not fits(value)):
+            raise SamplingError(f"{name}={value!r} is not possible: it must be {wanted}")
+
+    check("temperature", lambda v: 0 < v < float("inf"), "positive and finite (0 selects greedy decoding)")
+    check("top_p", lambda v: 0 < v <= 1, "above 0 and at most 1")
+    check("top_k", lambda v: v >= 0, "a count of tokens, or 0 for all of them", int)
+    for name in ("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"):
+        check(name, lambda v: 0 <= v <= 1, "between 0 and 1")
+    check("repetition_penalty", lambda v: 0 < v < float("inf"), "positive and finite (1 is none)")
+    check("no_repeat_ngram_size", lambda v: v >= 0, "a whole number, 0 for none", int)
+    for name in ("max_new_tokens", "max_length"):
+        check(name, lambda v: v >= 1, "at least 1", int)
+    for name in ("min_new_tokens", "min_length"):
+        check(name, lambda v: v >= 0, "a whole number, 0 for none", int)
+    if (config.min_new_tokens or 0) > (config.max_new_tokens or float("inf")):
+        raise SamplingError(f"min_new_tokens={config.min_new_tokens} exceeds max_new_tokens={config.max_new_tokens}")
+    if any(not string for string in _strings(config.stop_strings)):
+        raise SamplingError("stop_strings holds an empty string, which would end every text at once: remove it")
+
+
+def _strings(value: str | Sequence[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or ())
+
+
+class Law:
+    """The target's law at a node, for one row: logits in, processed scores out.
+
+    Args:
+        processors: Hugging Face logits processors in the order they apply.
+    """
+
+    def __init__(self, processors: Sequence[Callable[..., Tensor]]) -> None:
+        self.processors = [(processor, not _ignores_prefix(processor)) for processor in processors]
+        self.reads_path = any(reads for _, reads in self.processors)
+
+    @classmethod
+    def of(cls, settings: Settings, prompt_length: int, device: torch.device) -> "Law":
+        """Build the processors of a row whose prompt has ``prompt_length`` tokens, in Hugging Face's order."""
+        ordered = [*_processors(settings, prompt_length, device), *settings.processors]
+        return cls(ordered + (_warpers(settings.config, device) if settings.do_sample else []))
+
+    def warp_only(self) -> "Law":
+        """Return the law without the processors that read a prefix (what a draft ranks its candidates by)."""
+        return Law([processor for processor, reads in self.processors if not reads])
+
+    def scores(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """Process logits (N, V) of N nodes whose ids so far are ``paths``; return float32 (or wider) scores (N, V).
+
+        ``paths`` may be empty when `reads_path` is False.
+        """
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        nothing = torch.zeros(len(logits), 0, dtype=torch.long, device=logits.device)
+        for processor, reads in self.processors:
+            scores = _by_path(processor, scores, paths) if reads else processor(nothing, scores)
+        return scores
+
+
+def _by_path(processor: Callable[..., Tensor], scores: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+    """Apply a prefix-reading processor, all paths of one length at a time."""
+    for length in sorted({len(path) for path in paths}):
+        rows = [i for i, path in enumerate(paths) if len(path) == length]
+        ids = torch.tensor([list(paths[i]) for i in rows], dtype=torch.long, device=scores.device)
+        scores[rows] = processor(ids, scores[rows])
+    return scores
+
+
+def _ignores_prefix(processor: Any) -> bool:
+    import transformers as hf
+
+    names = ("Temperature", "TopK", "TopP", "MinP", "Typical", "Epsilon", "Eta", "TopH")
+    known = [getattr(hf.generation, f"{name}LogitsWarper", None) for name in names]
+    known += [hf.generation.LogitNormalization, hf.generation.InfNanRemoveLogitsProcessor]
+    return type(processor) in known
+
+
+def _processors(settings: Settings, prompt_length: int, device: torch.device) -> list[Callable[..., Tensor]]:
+    """Processors that apply to greedy decoding and sampling alike (transformers' `_get_logits_processor` order)."""
+    import transformers as hf
+
+    c, eos = settings.config, sorted(settings.eos)
+    built: list[Any] = []
+    if c.sequence_bias is not None:
+        built.append(hf.SequenceBiasLogitsProcessor(c.sequence_bias))
+    if c.repetition_penalty not in (None, 1.0):
+        built.append(hf.RepetitionPenaltyLogitsProcessor(float(c.repetition_penalty)))
+    if c.no_repeat_ngram_size:
+        built.append(hf.NoRepeatNGramLogitsProcessor(c.no_repeat_ngram_size))
+    if c.bad_words_ids is not None:
+        built.append(hf.NoBadWordsLogitsProcessor(c.bad_words_ids, eos or None))
+    if c.min_length and eos:
+        built.append(hf.MinLengthLogitsProcessor(c.min_length, eos, device=device))
+    if c.min_new_tokens and eos:
+        built.append(hf.MinNewTokensLengthLogitsProcessor(prompt_length, c.min_new_tokens, eos, device=device))
+    if c.forced_bos_token_id is not None:
+        built.append(hf.ForcedBOSTokenLogitsProcessor(c.forced_bos_token_id))
+    if c.forced_eos_token_id is not None:
+        length = prompt_length + settings.budget(prompt_length)
+        built.append(hf.ForcedEOSTokenLogitsProcessor(length, c.forced_eos_token_id, device=device))
+    if c.remove_invalid_values:
+        built.append(hf.InfNanRemoveLogitsProcessor())
+    if c.exponential_decay_length_penalty is not None and eos:
+        built.append(hf.ExponentialDecayLengthPenalty(c.exponential_decay_length_penalty, eos, prompt_length))
+    if c.suppress_tokens is not None:
+        built.append(hf.SuppressTokensLogitsProcessor(c.suppress_tokens, device=device))
+    if c.begin_suppress_tokens is not None:
+        built.append(hf.SuppressTokensAtBeginLogitsProcessor(c.begin_suppress_tokens, prompt_length, device=device))
+    return built
+
+
+def _warpers(config: Any, device: torch.device) -> list[Any]:
+    """Warpers, which apply to sampling only, in transformers' order."""
+    from transformers import generation as hf
+
+    c = config
+    table: list[tuple[bool, str, tuple[Any, ...]]] = [
+        (c.temperature != 1.0, "TemperatureLogitsWarper", (float(c.temperature),)),
+        (getattr(c, "top_h", None) is not None, "TopHLogitsWarper", (getattr(c, "top_h", None),)),
+        (bool(c.top_k), "TopKLogitsWarper", (c.top_k,)),
+        (c.top_p < 1.0, "TopPLogitsWarper", (float(c.top_p),)),
+        (bool(c.min_p), "MinPLogitsWarper", (c.min_p,)),
+        (c.typical_p is not None and 0 < c.typical_p < 1.0, "TypicalLogitsWarper", (c.typical_p,)),
+        (c.epsilon_cutoff is not None and 0 < c.epsilon_cutoff < 1.0, "EpsilonLogitsWarper", (c.epsilon_cutoff,)),
+    ]
+    built = [getattr(hf, name)(*arguments) for wanted, name, arguments in table if wanted]
+    if c.eta_cutoff is not None and 0 < c.eta_cutoff < 1.0:
+        built.append(hf.EtaLogitsWarper(epsilon=c.eta_cutoff, device=device))
+    return built + ([hf.LogitNormalization()] if c.renormalize_logits else [])
+
+
+class Stopping:
+    """Decides, token by token, whether a row's text has ended, and why.
+
+    Args:
+        settings: the call's settings.
+        budget: most new tokens.
+        tokenizer: needed for ``stop_strings`` only.
+
+    Raises:
+        SamplingError: ``stop_strings`` without a tokenizer.
+    """
+
+    def __init__(self, settings: Settings, budget: int, tokenizer: Any = None) -> None:
+        self.eos, self.budget = settings.eos, budget
+        self.criteria = list(settings.criteria)
+        if strings := _strings(settings.config.stop_strings):
+            from transformers import StopStringCriteria
+
+            if tokenizer is None:
+                raise SamplingError("stop_strings needs a tokenizer: construct the decoder with one")
+            self.criteria.append(StopStringCriteria(tokenizer, strings))
+        if settings.config.max_time is not None:
+            from transformers import MaxTimeCriteria
+
+            self.criteria.append(MaxTimeCriteria(settings.config.max_time))
+
+    def reason(self, ids: Sequence[int], new_tokens: int) -> str | None:
+        """Return "eos", "stop" or "length" if the text ends with the last id, else None."""
+        if ids[-1] in self.eos:
+            return "eos"
+        if self.criteria:
+            tensor = torch.tensor([list(ids)])
+            if any(bool(torch.as_tensor(criterion(tensor, None)).any()) for criterion in self.criteria):
+                return "stop"
+        return "length" if new_tokens >= self.budget else None
+

@@ -1,0 +1,158 @@
+"""Verification: which drafted nodes are accepted, and which token comes after them, without changing the target's law.
+
+Knows: one row's tree, and a `TargetView` that answers questions about the target at its nodes.
+Does not know: models, tensors, batches, caches.
+
+Vocabulary (one step emits ``accepted tokens + 1``):
+    accepted path   the nodes that verification descends through
+    bonus token     the target's own token after the accepted path: drawn from p, or from the residual after rejections
+
+Which rule is exact for which tree is a fact, not a taste; `specinfer certify` recomputes it by enumeration:
+
+    ranked tree (top-k, best-first)   `Walk`: the target's choice decides, descend while it was drafted
+    i.i.d. draws from q               `MultiStep(replacement=True)`: every draw tried once, duplicates tried again
+    draws without replacement         `MultiStep(replacement=False)`: q renormalised after each rejection, in draw order
+"""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specinfer.errors import PairingError
+from specinfer.tree import Kind, TokenTree
+
+Law = NDArray[np.float64]
+
+
+class TargetView(Protocol):
+    """One row's target at the nodes of one tree, and the chance that verification may use."""
+
+    def choice(self, node: int) -> int:
+        """Return the token the target itself emits after ``node``: its argmax, or its draw from ``law(node)``."""
+
+    def law(self, node: int) -> Law:
+        """Return the target's law p after ``node``: float64 (V,), sums to 1."""
+
+    def accepts(self, probability: float) -> bool:
+        """Toss a coin that is True with this probability (``u < probability`` with u in [0, 1))."""
+
+    def draw(self, law: Law) -> int:
+        """Draw one token from a law."""
+
+
+class Verdict(NamedTuple):
+    """What verification of one tree decided."""
+
+    path: tuple[int, ...]  # accepted nodes in order of depth, root excluded
+    token: int  # the bonus token
+
+
+class Verifier(ABC):
+    """A rule that walks a tree; exact for the kinds of tree it names."""
+
+    name: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of tree for which the output law is the target's."""
+
+    @abstractmethod
+    def verify(self, tree: TokenTree, target: TargetView) -> Verdict:
+        """Decide the accepted path and the bonus token."""
+
+    def check(self, kind: Kind) -> None:
+        """Raise `PairingError` if trees of this kind would bias the output."""
+        if kind not in self.kinds:
+            exact = " or ".join(sorted(self.kinds))
+            raise PairingError(
+                f"{type(self).__name__} on a {kind} tree would change the target's output law: it is exact for "
+                f"{exact} trees only. Use Walk() for ranked trees, MultiStep(replacement=True) for i.i.d. draws, "
+                "MultiStep(replacement=False) for draws without replacement"
+            )
+
+
+class Walk(Verifier):
+    """Descend while the target's own choice was drafted; exact for every tree.
+
+    With argmax choices it is greedy verification; with choices drawn from p it is SpecInfer's naive sampling
+    (arXiv 2305.09781, section 4.3); with choices drawn by shared Gumbel noise it is coupled sampling (Daliri, Musco,
+    Suresh, arXiv 2408.07978), whose text does not depend on the tree at all.
+    """
+
+    name = "walk"
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """Every kind: the choice does not look at the tree."""
+        return frozenset(Kind)
+
+    def verify(self, tree: TokenTree, target: TargetView) -> Verdict:
+        """Follow the target's choices through the tree; the first one that is no child is the bonus token."""
+        path: list[int] = []
+        node = 0
+        while True:
+            token = target.choice(node)
+            child = tree.child(node, token)
+            if child is None:
+                return Verdict(tuple(path), token)
+            path.append(child)
+            node = child
+
+
+class MultiStep(Verifier):
+    """Multi-step speculative sampling: one acceptance test per draw, each with the q it was drawn from.
+
+    SpecInfer Algorithm 2 (arXiv 2305.09781) with replacement, Sequoia (arXiv 2402.12374) without; on a chain both are
+    speculative sampling (arXiv 2211.17192, 2302.01318).  Symbols: p the target's law, q a draft's.  A token drawn
+    twice, or by two drafts, is tested once per draw.
+
+    Args:
+        replacement: whether the tree's children were drawn with replacement.
+    """
+
+    def __init__(self, replacement: bool = False) -> None:
+        self.replacement = replacement
+
+    name = "multi-step"
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """The kind of draws the test divides by."""
+        return frozenset({Kind.IID if self.replacement else Kind.WITHOUT_REPLACEMENT})
+
+    def verify(self, tree: TokenTree, target: TargetView) -> Verdict:
+        """Descend through accepted draws; after the last, draw the bonus token from what p is left."""
+        path: list[int] = []
+        node = 0
+        while True:
+            child, left = self._descend(tree, node, target)
+            if child is None:
+                return Verdict(tuple(path), target.draw(left))
+            path.append(child)
+            node = child
+
+    def _descend(self, tree: TokenTree, node: int, target: TargetView) -> tuple[int | None, Law]:
+        """Test the draws under a node in order; return the accepted child, or None and the residual law."""
+        p = target.law(node)
+        laws: dict[int, Law] = {}
+        for draw, child in tree.draws_under(node):
+            if draw.draft not in laws:
+                laws[draw.draft] = tree.laws[node, draw.draft].copy()
+            q, token = laws[draw.draft], int(tree.tokens[child])
+            if target.accepts(min(1.0, p[token] / q[token])):
+                return child, p
+            p = residual(p, q)
+            if not self.replacement:
+                q[token] = 0.0
+                q /= max(float(q.sum()), np.finfo(np.float64).tiny)
+        return None, p
+
+
+def residual(p: Law, q: Law) -> Law:
+    """Return norm(max(p - q, 0)), the law left after a draw from q was rejected; p itself where nothing is left."""
+    left = np.maximum(p - q, 0.0)
+    total = float(left.sum())
+    return left / total if total > 0.0 else p

@@ -1,0 +1,37 @@
+"""Token trees: what one is, and how to grow, merge and draw it.  No models, no text."""
+
+from .grow import (
+    BestFirst,
+    Chain,
+    DenseSource,
+    Frontier,
+    Growth,
+    Policy,
+    Sampled,
+    Source,
+    Widths,
+    draw_candidates,
+    top_candidates,
+)
+from .merge import merge
+from .render import render
+from .token_tree import Draw, Kind, TokenTree
+
+__all__ = [
+    "BestFirst",
+    "Chain",
+    "DenseSource",
+    "Draw",
+    "Frontier",
+    "Growth",
+    "Kind",
+    "Policy",
+    "Sampled",
+    "Source",
+    "TokenTree",
+    "Widths",
+    "draw_candidates",
+    "merge",
+    "render",
+    "top_candidates",
+]

@@ -1,0 +1,455 @@
+"""Growth policies: which nodes a draft scores next, and which of its candidates become the tree.
+
+This module knows distributions, not models: a policy asks a `Source` for the next-token distributions of one
+level of nodes at a time.  It works on B rows at once, on the device of the distributions, and does not wait
+for that device between levels; `Growth.trees` brings the grown trees to the host in one transfer.
+
+A policy says before a token is drawn how many children a sampled node gets; only then is verification exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import inf
+from operator import mul
+from typing import ClassVar, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specinfer.errors import PolicyError, TreeError
+
+from .token_tree import Draw, Kind, TokenTree
+
+
+class Frontier(NamedTuple):
+    """The nodes whose next-token distributions a policy asks for: one level of B trees."""
+
+    tokens: Tensor  # (B, W) int64; -1 at the root, which the source knows; padding holds some real id
+    parents: Tensor  # (B, W) int64: index among all nodes (and padding) of earlier frontiers; -1 at the root
+    valid: Tensor  # (B, W) bool; False = padding
+    depth: int  # of these nodes; the root's is 0
+
+
+class Source(Protocol):
+    """What a draft offers to a policy.  Tokens of probability zero have log-probability -inf."""
+
+    @property
+    def batch(self) -> int:
+        """The number of rows B."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the distributions are."""
+
+    def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
+        """Return the k likeliest tokens and their log-probabilities, both (B, W, min(k, V)).
+
+        Descending, ties by the smaller id: see `top_candidates`.
+        """
+
+    def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return k drawn tokens in drawing order, their log-probabilities, and the laws drawn from.
+
+        Shapes (B, W, k), (B, W, k) and (B, W, V): see `draw_candidates`.
+        """
+
+
+class Policy(Protocol):
+    """How a tree grows: at most `max_nodes` drafted nodes, in at most `max_depth` rounds."""
+
+    @property
+    def kind(self) -> Kind:
+        """How children are chosen."""
+
+    @property
+    def max_nodes(self) -> int:
+        """The most nodes a tree can have, root excluded."""
+
+    @property
+    def max_depth(self) -> int:
+        """The greatest depth a node can have."""
+
+    def grow(self, source: Source, max_depth: int | None = None) -> Growth:
+        """Grow one tree per row of the source, in this call no deeper than `max_depth` (0 asks nothing)."""
+
+
+class Growth(NamedTuple):
+    """The trees of B rows, M node slots each, on the device of the distributions."""
+
+    tokens: Tensor  # (B, M) int64
+    parents: Tensor  # (B, M) int64: index into the same M; -1 = the root
+    scores: Tensor  # (B, M) log-probability of the path, float32 or float64
+    order: Tensor  # (B, M) int64: place among the draws under the parent
+    valid: Tensor  # (B, M) bool; False = no node
+    kind: Kind
+    laws: tuple[
+        Tensor, ...
+    ] = ()  # sampled: (B, W, V) per level; joined, the law of the root, of slot 0, of slot 1 ...
+
+    def trees(self, roots: Sequence[int], draft: int = 0) -> list[TokenTree]:
+        """Bring the trees to the host and into depth-first order.  Waits for the device.
+
+        Args:
+            roots: the last committed token of each row.
+            draft: the id of the draft that grew them, for `Draw.draft`.
+
+        Raises:
+            TreeError: as many roots as rows are needed; or a draft's log-probability was not a number.
+        """
+        if len(roots) != len(self.tokens):
+            raise TreeError(f"{len(roots)} roots for {len(self.tokens)} grown trees")
+        bits = torch.int64 if self.scores.dtype == torch.float64 else torch.int32
+        columns = (self.tokens, self.parents, self.order, self.valid, self.scores.view(bits))
+        packed = torch.stack([column.long() for column in columns]).cpu()  # (5, B, M), the one transfer
+        scores = packed[4].to(bits).view(self.scores.dtype).tolist()
+        laws = torch.cat(self.laws, 1).cpu().double().numpy() if self.laws else [None] * len(roots)
+        rows = zip(roots, *packed[:4].tolist(), scores, laws, strict=True)
+        return [self._tree(draft, *row) for row in rows]
+
+    def _tree(
+        self,
+        draft: int,
+        root: int,
+        tokens: list[int],
+        parents: list[int],
+        order: list[int],
+        valid: list[int],
+        scores: list[float],
+        laws: np.ndarray | None,  # (1 + M', V)
+    ) -> TokenTree:
+        keep = [slot for slot, real in enumerate(valid) if real]
+        place = {slot: i for i, slot in enumerate([-1, *keep], start=-1)}
+        return TokenTree.from_nodes(
+            root,
+            [tokens[slot] for slot in keep],
+            [place[parents[slot]] for slot in keep],
+            [scores[slot] for slot in keep],
+            [(Draw(draft, order[slot]),) for slot in keep],
+            {}
+            if laws is None
+            else {(place[p], draft): laws[p + 1] for p in {parents[slot] for slot in keep}},
+            self.kind,
+        )
+
+
+@dataclass(frozen=True)
+class BestFirst:
+    """The `max_nodes` likeliest paths no deeper than `max_depth`: a heap's tree, but in one pass per level.
+
+    Log-probabilities add up downwards, so the likeliest N nodes hold their own ancestors.  Each round scores
+    all nodes of the newest level that are among the N best so far, and the rounds end when there is none.
+    Equal scores are ranked by smaller depth, then by the parents' ranks, then by sibling rank, as by a heap
+    with that key.
+
+    Raises:
+        PolicyError: a size that is not a whole number, or negative.
+    """
+
+    max_nodes: int
+    max_depth: int
+    kind: ClassVar[Kind] = Kind.RANKED
+
+    def __post_init__(self) -> None:
+        _check_size("max_nodes", self.max_nodes, 0)
+        _check_size("max_depth", self.max_depth, 0)
+
+    def grow(self, source: Source, max_depth: int | None = None) -> Growth:
+        """Grow one tree per row, asking the source at most `max_depth` times."""
+        pool = _Pool(source, self.max_nodes)
+        for depth in range(min(_limit(self.max_depth, max_depth), self.max_nodes)):
+            frontier = pool.newest(depth) if depth else _root(source)
+            if frontier.tokens.shape[1] == 0:
+                break
+            # a path of `depth` nodes leaves room for max_nodes - depth children
+            pool.admit(frontier, *source.top(frontier, self.max_nodes - depth))
+        return pool.growth()
+
+
+class _Pool:
+    """The N best nodes so far of each row, best first.
+
+    Candidates are numbered in the order offered.  The pool holds numbers and scores; what else is known of a
+    candidate stays in lists, one entry per level, that a number indexes once they are joined.
+    """
+
+    def __init__(self, source: Source, size: int) -> None:
+        self.scores = torch.full((source.batch, size), -inf, device=source.device)  # (B, N) descending
+        self.numbers = torch.full_like(self.scores, -1, dtype=torch.int64)  # (B, N); -1 = an empty slot
+        self.front = self.numbers.new_full((source.batch, 1), -1), self.scores.new_zeros(source.batch, 1)
+        self.tokens: list[Tensor] = []  # (B, W * k)
+        self.parents: list[Tensor] = []  # (B, W * k) numbers; -1 = the root
+        self.order: list[Tensor] = []  # (W * k,)
+        self.first = self.offered = 0  # the number of the newest level's first candidate, and of the next one
+        self.above = self.sent = (
+            0  # the same for frontier nodes: where the newest level's parents begin and end
+        )
+
+    def admit(self, frontier: Frontier, tokens: Tensor, log_probs: Tensor) -> None:
+        """Let the candidates of the frontier, both (B, W, k), compete for the pool."""
+        rows, width, k = tokens.shape
+        numbers, scores = self.front
+        self.first, self.offered = self.offered, self.offered + width * k
+        self.above, self.sent = self.sent, self.sent + width
+        arrivals = torch.arange(self.first, self.offered, device=tokens.device)  # (W * k,)
+        self.tokens.append(tokens.flatten(1))
+        self.parents.append(numbers.repeat_interleave(k, 1))
+        self.order.append((arrivals - self.first) % k)
+        # The pool comes first and parents stand in pool order: a stable sort breaks ties as a heap's key
+        does.scores = torch.cat((self.scores, _path_scores(frontier, scores, log_probs)), 1)
+        numbers = torch.cat((self.numbers, arrivals.expand(rows, -1)), 1)
+        scores, best = scores.sort(dim=1, descending=True, stable=True)
+        size = self.scores.shape[1]
+        self.scores = scores[:, :size]
+        self.numbers = numbers.gather(1, best[:, :size]).masked_fill_(self.scores == -inf, -1)
+
+    def newest(self, depth: int) -> Frontier:
+        """Return the newest level's nodes that may have children in the pool: any but the last slot's."""
+        young = self.numbers[:, :-1] >= self.first
+        on_host = young.device.type == "cpu"  # elsewhere asking for the width would wait for the device
+        width = int(young.sum(1).max()) if on_host else self.numbers.shape[1] - depth
+        slots = young.byte().argsort(dim=1, descending=True, stable=True)[:, :width]
+        numbers = self.numbers.gather(1, slots)
+        self.front = numbers, self.scores.gather(1, slots)
+        place = (numbers - self.first).clamp_(min=0)  # among the newest candidates; padding takes the first
+        k = len(self.order[-1]) // (self.sent - self.above)
+        parents = place.div(k, rounding_mode="floor") + self.above
+        return Frontier(self.tokens[-1].gather(1, place), parents, young.gather(1, slots), depth)
+
+    def growth(self) -> Growth:
+        """Return the pool as trees."""
+        if not self.tokens:
+            return _bare(self.scores, BestFirst.kind)
+        place = self.numbers.clamp(min=0)
+        above = torch.cat(self.parents, 1).gather(1, place)  # (B, N) numbers of the parents
+        slots = (
+            (above[:, :, None] == self.numbers[:, None, :]).byte().argmax(2)
+        )  # where those stand in the pool
+        return Growth(
+            torch.cat(self.tokens, 1).gather(1, place),
+            slots.masked_fill_(above < 0, -1),
+            self.scores,
+            torch.cat(self.order)[place],
+            self.numbers >= 0,
+            BestFirst.kind,
+        )
+
+
+@dataclass(frozen=True)
+class Widths:
+    """The `widths[d]` likeliest children of every node at depth d.
+
+    This is SpecInfer's expansion configuration <k1, k2, ...> (arXiv 2305.09781, section 3).
+
+    Raises:
+        PolicyError: a width that is not a positive whole number.
+    """
+
+    widths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "widths", tuple(self.widths))
+        for depth, width in enumerate(self.widths):
+            _check_size(f"widths[{depth}]", width, 1)
+
+    @property
+    def kind(self) -> Kind:
+        """How children are chosen."""
+        return Kind.RANKED
+
+    @property
+    def max_nodes(self) -> int:
+        """The most nodes a tree can have, root excluded."""
+        return sum(accumulate(self.widths, mul))
+
+    @property
+    def max_depth(self) -> int:
+        """The number of levels below the root."""
+        return len(self.widths)
+
+    def grow(self, source: Source, max_depth: int | None = None) -> Growth:
+        """Grow one tree per row, asking the source once per level."""
+        frontier, scores = _root(source), torch.zeros(source.batch, 1, device=source.device)
+        above = 0  # how many nodes were sent before this frontier
+        levels: list[tuple[Tensor, ...]] = []  # tokens, parents, scores, order, valid
+        laws: list[Tensor] = []
+        for depth, width in enumerate(self.widths[: _limit(self.max_depth, max_depth)], start=1):
+            tokens, log_probs, *law = self._ask(source, frontier, width)
+            laws += law
+            rows, sent, k = tokens.shape
+            scores = _path_scores(frontier, scores, log_probs)  # (B, W * k)
+            parents = (
+                torch.arange(above, above + sent, device=tokens.device).repeat_interleave(k).expand(rows, -1)
+            )
+            order = torch.arange(k, device=tokens.device).repeat(sent).expand(rows, -1)
+            frontier = Frontier(tokens.flatten(1), parents, scores != -inf, depth)
+            levels.append((frontier.tokens, parents - 1, scores, order, frontier.valid))
+            above += sent
+            if scores.device.type == "cpu" and not frontier.valid.any():
+                break
+        if not levels:
+            return _bare(scores, self.kind)
+        tokens, parents, scores, order, valid = (torch.cat(c, 1) for c in zip(*levels, strict=True))
+        return Growth(tokens, parents, scores, order, valid, self.kind, tuple(laws))
+
+    def _ask(self, source: Source, frontier: Frontier, k: int) -> tuple[Tensor, ...]:
+        return source.top(frontier, k)
+
+
+class Chain(Widths):
+    """One path of the likeliest tokens: sequence speculation."""
+
+    def __init__(self, length: int) -> None:
+        _check_size("length", length, 0)
+        super().__init__((1,) * length)
+
+    def __repr__(self) -> str:
+        return f"Chain(length={self.max_depth})"
+
+
+@dataclass(frozen=True)
+class Sampled(Widths):
+    """`widths[d]` draws from q under every draw at depth d, for multi-step speculative sampling.
+
+    With replacement the draws are independent and a token drawn twice stays two draws, each with draws of its
+    own below (SpecInfer, arXiv 2305.09781, Algorithm 2).  Without, q is renormalised after each draw, and a
+    family ends early where no token of positive probability is left (Sequoia, arXiv 2402.12374, section 3.2).
+    """
+
+    replacement: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.replacement, bool):
+            raise PolicyError(f"replacement must be True or False, got {self.replacement!r}")
+
+    @property
+    def kind(self) -> Kind:
+        """How children are chosen."""
+        return Kind.IID if self.replacement else Kind.WITHOUT_REPLACEMENT
+
+    def _ask(self, source: Source, frontier: Frontier, k: int) -> tuple[Tensor, ...]:
+        return source.draw(frontier, k, self.replacement)
+
+
+@dataclass
+class DenseSource:
+    """A source whose distributions are given in full by a function."""
+
+    log_probs: Callable[[Frontier], Tensor]  # (B, W, V), normalised or, for drawing only, not
+    batch: int
+    generator: torch.Generator | None = None  # for drawing; None = torch's own of the device
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
+        """Return the k likeliest tokens of each node: see `top_candidates`."""
+        return top_candidates(self.log_probs(frontier), k)
+
+    def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return k tokens drawn for each node: see `draw_candidates`."""
+        return draw_candidates(self.log_probs(frontier), k, replacement, self.generator)
+
+
+def top_candidates(log_probs: Tensor, k: int, block: int = 128) -> tuple[Tensor, Tensor]:
+    """Return the places and values of the k largest of (..., V), descending, ties by the smaller index.
+
+    Exact and quick for large V: whatever is among the k largest lies in one of the k blocks that come first
+    by (maximum descending, index ascending), so only these are sorted.
+
+    Args:
+        log_probs: (..., V).
+        k: how many; V if that is less.
+        block: the block size; it changes the time, not the result.
+
+    Returns:
+        tokens: (..., min(k, V)) int64.
+        values: (..., min(k, V)).
+    """
+    vocab = log_probs.shape[-1]
+    if vocab <= 2 * k * block:
+        values, tokens = log_probs.sort(dim=-1, descending=True, stable=True)
+        return tokens[..., :k], values[..., :k]
+    maxima = log_probs[..., : vocab - vocab % block].unflatten(-1, (-1, block)).amax(-1)  # (..., V // block)
+    if vocab % block:
+        maxima = torch.cat((maxima, log_probs[..., -(vocab % block) :].amax(-1, keepdim=True)), -1)
+    blocks = (
+        maxima.argsort(dim=-1, descending=True, stable=True)[..., :k].sort(dim=-1).values
+    )  # (..., k) ascending
+    ids = (blocks[..., None] * block + torch.arange(block, device=log_probs.device)).flatten(
+        -2
+    )  # (..., k * block)
+    found = log_probs.gather(-1, ids.clamp(max=vocab - 1)).masked_fill_(ids >= vocab, -inf)
+    values, places = found.sort(dim=-1, descending=True, stable=True)
+    return ids.gather(-1, places[..., :k]), values[..., :k]
+
+
+def draw_candidates(
+    log_probs: Tensor, k: int, replacement: bool, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw k tokens from each of the laws exp(log_probs), normalised, in float64.
+
+    With replacement by inverting the cumulative law.  Without by the exponential race: with E independent and
+    exponential, the order of q / E from the largest on is the order of drawing one by one and renormalising.
+
+    Args:
+        log_probs: (..., V); -inf = probability zero, never drawn.
+        k: how many draws.
+        replacement: whether a token may be drawn again.
+        generator: the chance; None = torch's own of the device.
+
+    Returns:
+        tokens: (..., k) int64 in drawing order; min(k, V) without replacement.
+        log_probs: of the tokens under the law, same shape; -inf = nothing was left to draw.
+        laws: (..., V) float64; all zero where every log-probability is -inf.
+    """
+    largest = log_probs.amax(-1, keepdim=True).double().clamp(min=-1e300)
+    weights = (log_probs.double() - largest).exp()
+    laws = weights / weights.sum(-1, keepdim=True).clamp(min=1)  # the largest weight is 1
+    if replacement:
+        cumulative = laws.cumsum(-1)
+        chance = torch.rand((*laws.shape[:-1], k), dtype=laws.dtype, device=laws.device, generator=generator)
+        tokens = torch.searchsorted(cumulative, chance * cumulative[..., -1:], right=True)
+        tokens.clamp_(max=laws.shape[-1] - 1)  # where the law is all zero
+    else:
+        race = torch.empty_like(laws).exponential_(generator=generator).clamp_(min=1e-300)
+        tokens, _ = top_candidates(laws / race, k)
+    return tokens, laws.gather(-1, tokens).log(), laws
+
+
+def _root(source: Source) -> Frontier:
+    unknown = torch.full((source.batch, 1), -1, device=source.device)
+    return Frontier(unknown, unknown, torch.ones_like(unknown, dtype=torch.bool), 0)
+
+
+def _path_scores(frontier: Frontier, scores: Tensor, log_probs: Tensor) -> Tensor:
+    """Return the scores (B, W * k) of the candidates of frontier nodes (B, W); -inf = no candidate.
+
+    A log-probability that rounding lifted above 0 counts as 0, so that no child outranks its parent.
+    """
+    paths = scores[:, :, None] + log_probs.clamp(max=0)
+    return paths.masked_fill_(~frontier.valid[:, :, None], -inf).flatten(1)
+
+
+def _bare(scores: Tensor, kind: Kind) -> Growth:
+    """Return bare roots: no nodes on as many rows as `scores` has."""
+    none = scores.new_zeros(len(scores), 0, dtype=torch.int64)
+    return Growth(none, none, none.float(), none, none.bool(), kind)
+
+
+def _limit(depth: int, max_depth: int | None) -> int:
+    if max_depth is None:
+        return depth
+    _check_size("max_depth", max_depth, 0)
+    return min(depth, max_depth)
+
+
+def _check_size(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        what = "a positive whole number" if least else "a whole number, 0 or more"
+        hint = "leave the level out to stop above it" if least else "0 drafts nothing"
+        raise PolicyError(
+            f"{name} must be {what}, got {value!r}: it counts nodes or levels of a tree; {hint}"
+        )
