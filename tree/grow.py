@@ -198,8 +198,8 @@ class _Pool:
         self.tokens.append(tokens.flatten(1))
         self.parents.append(numbers.repeat_interleave(k, 1))
         self.order.append((arrivals - self.first) % k)
-        # The pool comes first and parents stand in pool order: a stable sort breaks ties as a heap's key
-        does.scores = torch.cat((self.scores, _path_scores(frontier, scores, log_probs)), 1)
+        # The pool comes first and parents stand in pool order, so a stable sort breaks ties as the heap does.
+        scores = torch.cat((self.scores, _path_scores(frontier, scores, log_probs)), 1)
         numbers = torch.cat((self.numbers, arrivals.expand(rows, -1)), 1)
         scores, best = scores.sort(dim=1, descending=True, stable=True)
         size = self.scores.shape[1]
@@ -209,8 +209,7 @@ class _Pool:
     def newest(self, depth: int) -> Frontier:
         """Return the newest level's nodes that may have children in the pool: any but the last slot's."""
         young = self.numbers[:, :-1] >= self.first
-        on_host = young.device.type == "cpu"  # elsewhere asking for the width would wait for the device
-        width = int(young.sum(1).max()) if on_host else self.numbers.shape[1] - depth
+        width = int(young.sum(1).max()) if _on_host(young) else self.numbers.shape[1] - depth
         slots = young.byte().argsort(dim=1, descending=True, stable=True)[:, :width]
         numbers = self.numbers.gather(1, slots)
         self.front = numbers, self.scores.gather(1, slots)
@@ -288,7 +287,7 @@ class Widths:
             frontier = Frontier(tokens.flatten(1), parents, scores != -inf, depth)
             levels.append((frontier.tokens, parents - 1, scores, order, frontier.valid))
             above += sent
-            if scores.device.type == "cpu" and not frontier.valid.any():
+            if _on_host(scores) and not frontier.valid.any():
                 break
         if not levels:
             return _bare(scores, self.kind)
@@ -417,6 +416,11 @@ def draw_candidates(
         race = torch.empty_like(laws).exponential_(generator=generator).clamp_(min=1e-300)
         tokens, _ = top_candidates(laws / race, k)
     return tokens, laws.gather(-1, tokens).log(), laws
+
+
+def _on_host(tensor: Tensor) -> bool:
+    """Whether a value of the tensor may decide what to do next: elsewhere that would wait for the device."""
+    return tensor.device.type == "cpu"
 
 
 def _root(source: Source) -> Frontier:

@@ -59,10 +59,10 @@ class TokenTree:
     parents: np.ndarray  # (N,) int64, parents[0] = -1, parents[i] < i
     scores: np.ndarray  # (N,) float64, log-probability of the path, natural logarithm
     draws: tuple[tuple[Draw, ...], ...]  # per node, sorted; () at the root
+    # (parent, draft) -> (V,) float64, the law q its children were drawn from.  A ranked tree has none; a
+    # sampled one has one for each (parent, draft) in `draws`, or none when it is a record (`without_laws`).
     laws: Mapping[tuple[int, int], np.ndarray] = field(default_factory=dict)
-    # (parent, draft) -> (V,) float64, the law q its children were drawn from.  A ranked tree has none, a
-    sampled # one has one for each (parent, draft) in `draws`, or none at all when it is a record
-    (`without_laws`). kind: Kind = Kind.RANKED
+    kind: Kind = Kind.RANKED
     depths: np.ndarray = field(init=False)  # (N,) int64, 0 at the root
     _families: list[dict[int, int]] = field(init=False)  # node -> {token: child}, in sibling order
 
@@ -74,7 +74,7 @@ class TokenTree:
         own(self, "draws", tuple(self.draws))
         own(self, "laws", {key: np.asarray(law, np.float64).view() for key, law in self.laws.items()})
         own(self, "kind", Kind(self.kind))
-        depths, families = _checked_shape(self.tokens, self.parents, self.scores, len(self.draws))
+        depths, families = _checked_shape(self)
         own(self, "depths", np.array(depths, np.int64))
         own(self, "_families", families)
         _check_draws(families, self.draws)
@@ -305,30 +305,36 @@ def _family(
     for draft, _, _, i in births:
         count = count + 1 if draft == previous else 0
         previous = draft
-        child = family.get(tokens[i]) or _Merged(tokens[i], parent, -inf, [], [])
+        child = family.get(tokens[i])
+        if child is None:
+            child = family[tokens[i]] = _Merged(tokens[i], parent, scores[i], [], [])
+        elif child.score < scores[i]:
+            child = family[tokens[i]] = child._replace(score=scores[i])
         child.draws.append(Draw(draft, count))
         if i not in child.listed:
             child.listed.append(i)
-        family[tokens[i]] = child._replace(score=max(child.score, scores[i]))
     return sorted(family.values(), key=lambda child: (-child.score, child.token))
 
 
-def _checked_shape(
-    tokens: np.ndarray, parents: np.ndarray, scores: np.ndarray, num_draws: int
-) -> tuple[list[int], list[dict[int, int]]]:
+def _checked_root(tree: TokenTree) -> tuple[list[int], list[int], list[float]]:
+    """Return tokens, parents and scores as lists, after checking their sizes and the root."""
+    shapes = {array.shape for array in (tree.tokens, tree.parents, tree.scores)} | {(len(tree.draws),)}
+    if len(shapes) > 1 or not tree.draws:
+        raise TreeError(
+            f"tokens, parents, scores and draws have shapes {shapes}; each node, root too, needs one"
+        )
+    token, parent, score = tree.tokens.tolist(), tree.parents.tolist(), tree.scores.tolist()
+    if parent[0] != -1 or score[0] != 0 or token[0] < 0 or tree.draws[0]:
+        raise TreeError(
+            "node 0 is the root: parent -1, score 0, a token id and no draws; "
+            f"got {parent[0]}, {score[0]}, {token[0]}, {tree.draws[0]}"
+        )
+    return token, parent, score
+
+
+def _checked_shape(tree: TokenTree) -> tuple[list[int], list[dict[int, int]]]:
     """Return each node's depth and its children by token, after checking order, tokens and scores."""
-    if not (
-        tokens.ndim == 1 and len(tokens) and tokens.shape == parents.shape == scores.shape == (num_draws,)
-    ):
-        sizes = f"{tokens.shape}, {parents.shape}, {scores.shape}, {num_draws}"
-        raise TreeError(
-            f"tokens, parents, scores and draws must have one entry per node, root included; got {sizes}"
-        )
-    token, parent, score = tokens.tolist(), parents.tolist(), scores.tolist()
-    if parent[0] != -1 or score[0] != 0 or token[0] < 0:
-        raise TreeError(
-            f"node 0 is the root: parent -1, score 0, a token id; got {parent[0]}, {score[0]}, {token[0]}"
-        )
+    token, parent, score = _checked_root(tree)
     depths, line = [0], [0]  # line: the root, ..., the previous node
     families: list[dict[int, int]] = [{} for _ in token]
     last = [(-inf, -1)] * len(token)  # sibling key of the newest child of each node
@@ -341,11 +347,11 @@ def _checked_shape(
             raise TreeError(f"node {i} is out of depth-first order: the subtree of its parent {p} has ended")
         line.append(i)
         depths.append(depths[p] + 1)
-        key = (-score[i], token[i])
         if not isfinite(score[i]) or score[i] > score[p] + SLACK:
             raise TreeError(f"node {i}: score {score[i]} is not finite or exceeds its parent's, {score[p]}")
         if token[i] < 0 or token[i] in families[p]:
             raise TreeError(f"node {i}: token {token[i]} is no token id, or a sibling has it already")
+        key = (-score[i], token[i])
         if key < last[p]:
             raise TreeError(
                 f"node {i} is out of sibling order (score descending, then token id): use from_nodes"
@@ -357,8 +363,6 @@ def _checked_shape(
 
 def _check_draws(families: list[dict[int, int]], draws: tuple[tuple[Draw, ...], ...]) -> None:
     """Raise TreeError unless each draft's draws under each node are numbered 0, 1, ..."""
-    if draws[0]:
-        raise TreeError(f"node 0 is the root: nothing drew it; got {draws[0]}")
     for node, family in enumerate(families):
         orders: list[tuple[int, int]] = []
         for child in family.values():
@@ -370,13 +374,11 @@ def _check_draws(families: list[dict[int, int]], draws: tuple[tuple[Draw, ...], 
             count = count + 1 if draft == previous else 0
             previous = draft
             if order != count:
-                raise TreeError(
-                    f"node {node}: draft {draft} made draw {order} under it, but not draw {count} once"
-                )
+                raise TreeError(f"node {node}: draw {count} of draft {draft} under it is missing or doubled")
 
 
 def _check_laws(tree: TokenTree) -> None:
-    """Raise TreeError unless a sampled tree has the law of each draw (or none at all) and a ranked one none."""
+    """Raise TreeError unless a sampled tree has the law of each draw, or no laws, and a ranked one none."""
     if not tree.laws:
         return
     if tree.kind is Kind.RANKED:

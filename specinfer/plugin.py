@@ -1,0 +1,101 @@
+"""`model.generate(..., custom_generate=specinfer.custom_generate)`: the engine inside transformers' own call.
+
+Knows: what transformers hands to a custom decoding loop.  Does not know: how decoding works.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from specinfer.decoder import DEFAULT_TREE, Run, SpeculativeDecoder, row_seeds
+from specinfer.errors import InputError
+from specinfer.prompts import check_context, check_ids
+from specinfer.results import Result
+from specinfer.row import Row
+from specinfer.sampling import Law, Stopping, resolve
+from specinfer.tree import Policy
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """transformers' output with one `Result` per row; returned where ``return_dict_in_generate=True``."""
+
+    results: list[Result] | None = None
+
+
+def custom_generate(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Sequence[Any],
+    stopping_criteria: Sequence[Any],
+    generation_config: Any,
+    attention_mask: Tensor | None = None,
+    draft_model: Any = "ngram",
+    tree: Policy | None = DEFAULT_TREE,
+    seed: int | Sequence[int] | None = None,
+    spec_streamer: Any = None,
+    **_: Any,
+) -> Any:
+    """Decode with token trees inside ``model.generate(**inputs, custom_generate=specinfer.custom_generate, ...)``.
+
+    ``draft_model``, ``tree``, ``seed`` and ``spec_streamer`` are given to ``generate`` as keyword arguments;
+    transformers passes them on.  It does not pass on ``streamer``, ``assistant_model`` or ``tokenizer``: use
+    ``spec_streamer``, ``draft_model``, and ``stopping_criteria=[StopStringCriteria(tokenizer, strings)]``.
+
+    Args:
+        model: the target.
+        input_ids: (B, T) long, left-padded where ``attention_mask`` is 0.
+        logits_processor: built by transformers, warpers included; applied as they are.
+        stopping_criteria: asked after every single token.
+        generation_config: complete.
+        attention_mask: (B, T); None = no padding.
+        draft_model: a draft model, "ngram", a `Draft`, or a list of those.
+        tree: the growth policy; None = no speculation.
+        seed: as `SpeculativeDecoder.open`.
+        spec_streamer: a transformers streamer, for one row.
+
+    Returns:
+        Tensor (B, T + new), right-padded with the pad token, or `SpeculativeOutput`.
+
+    Raises:
+        SpecinferError: what the decoder raises.
+    """
+    drafts = draft_model if isinstance(draft_model, list | tuple) else [draft_model]
+    decoder = SpeculativeDecoder(model, None, drafts, tree)
+    settings = resolve(model.generation_config, generation_config, stopping_criteria=stopping_criteria)
+    width = input_ids.shape[1]
+    budget = settings.budget(width)
+    kept = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    rows = []
+    for index, (ids, mask, own_seed) in enumerate(
+        zip(input_ids, kept, row_seeds(seed, len(input_ids)), strict=True)
+    ):
+        padding, prompt = ids[mask == 0].tolist(), ids[mask != 0].tolist()
+        if not prompt or not bool(mask[len(padding) :].all()):
+            raise InputError(f"row {index} is empty or not padded on the left: pad prompts on the left")
+        law = Law(list(logits_processor), padding)
+        names = [draft.name for draft in decoder.drafts]
+        stopping = Stopping(settings, budget)
+        rows.append(Row(index, prompt, law, stopping, own_seed, settings.do_sample, names))
+    check_ids([row.ids for row in rows], decoder.target.vocab_size)
+    check_context([row.ids for row in rows], [budget] * len(rows), decoder.target.position_limit())
+    run = Run(decoder, rows, single=len(rows) == 1)
+    if spec_streamer is not None:
+        run.attach(spec_streamer)
+    for _step in run:
+        pass
+    return _output(run.results(), input_ids, generation_config)
+
+
+def _output(results: list[Result], input_ids: Tensor, generation_config: Any) -> Any:
+    pad = generation_config.pad_token_id
+    longest = max(len(result.token_ids) for result in results)
+    new = [[*r.token_ids, *[0 if pad is None else pad] * (longest - len(r.token_ids))] for r in results]
+    sequences = torch.cat([input_ids, torch.tensor(new, device=input_ids.device)], 1)
+    if generation_config.return_dict_in_generate:
+        return SpeculativeOutput(sequences=sequences, results=results)
+    return sequences

@@ -1,0 +1,226 @@
+"""The token tree: what holds for every tree, what is refused, and how it reads."""
+
+import json
+import pickle
+import random
+
+import networkx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import PROPERTY, VOCAB, node_lists, token_trees
+
+from specinfer.errors import TreeError
+from specinfer.tree import Draw, Kind, TokenTree, render
+
+ONE = (Draw(0, 0),)
+
+
+def small() -> TokenTree:
+    """0 ── 1 (token 7) ── 2 (token 8), 3 (token 6);  0 ── 4 (token 5)."""
+    return TokenTree(
+        tokens=np.array([9, 7, 8, 6, 5]),
+        parents=np.array([-1, 0, 1, 1, 0]),
+        scores=np.log([1, 0.6, 0.48, 0.06, 0.3]),
+        draws=((), ONE, ONE, (Draw(0, 1),), (Draw(0, 1),)),
+    )
+
+
+def test_navigation() -> None:
+    tree = small()
+    assert (len(tree), tree.num_drafted, tree.depth) == (5, 4, 2)
+    assert tree.depths.tolist() == [0, 1, 2, 2, 1]
+    assert [tree.children(i) for i in range(5)] == [[1, 4], [2, 3], [], [], []]
+    assert (tree.child(1, 6), tree.child(1, 7), tree.child(0, 5)) == (3, None, 4)
+    assert tree.ancestors(3) == [0, 1, 3]
+    assert tree.ancestors(0) == [0]
+    assert tree.path(3) == [7, 6]
+    assert tree.paths() == [[7, 8], [7, 6], [5]]
+    assert tree.draws_under(1) == [(Draw(0, 0), 2), (Draw(0, 1), 3)]
+    assert tree.probability(2) == pytest.approx(0.8)
+
+
+def test_bare_root() -> None:
+    tree = TokenTree.root_only(3, Kind.IID)
+    assert (len(tree), tree.num_drafted, tree.depth, tree.kind) == (1, 0, 0, Kind.IID)
+    assert tree.paths() == [[]]
+    assert tree.ancestor_mask().tolist() == [[True]]
+    assert tree == TokenTree.from_nodes(3, [], [], [], [], kind=Kind.IID)
+
+
+@PROPERTY
+@given(token_trees())
+def test_invariants(tree: TokenTree) -> None:
+    """Pre-order, distinct siblings in canonical order, draws numbered 0, 1, ... for each parent and draft."""
+    for node in range(1, len(tree)):
+        assert tree.parents[node] < node
+        assert tree.parents[node] in tree.ancestors(node - 1)
+        assert tree.path(node) == [*tree.path(int(tree.parents[node])), tree.tokens[node]]
+        assert tree.depths[node] == len(tree.path(node))
+        assert tree.scores[node] <= tree.scores[tree.parents[node]]
+    for node in range(len(tree)):
+        keys = [(-tree.scores[c], tree.tokens[c]) for c in tree.children(node)]
+        assert keys == sorted(keys)
+        assert len({token for _, token in keys}) == len(keys)
+        drawn = [draw for draw, _ in tree.draws_under(node)]
+        for draft in {draw.draft for draw in drawn}:
+            assert [d.order for d in drawn if d.draft == draft] == list(
+                range(sum(d.draft == draft for d in drawn))
+            )
+
+
+@PROPERTY
+@given(token_trees())
+def test_ancestor_mask_is_the_transitive_closure(tree: TokenTree) -> None:
+    graph = networkx.transitive_closure(tree.to_networkx(), reflexive=True)
+    assert np.array_equal(
+        tree.ancestor_mask(), networkx.to_numpy_array(graph, nodelist=range(len(tree))).T > 0
+    )
+
+
+@PROPERTY
+@given(token_trees(drafts=(0, 3)))
+def test_dict_round_trip_is_exact_through_json(tree: TokenTree) -> None:
+    assert TokenTree.from_dict(json.loads(json.dumps(tree.to_dict()))) == tree
+    assert pickle.loads(pickle.dumps(tree)) == tree
+
+
+@PROPERTY
+@given(node_lists(kind=Kind.RANKED), st.randoms(use_true_random=False))
+def test_from_nodes_accepts_any_order(nodes: dict, chance: random.Random) -> None:
+    """Shuffled nodes give the same paths and scores (and the same draws, up to their numbers)."""
+    order = list(range(len(nodes["tokens"])))
+    chance.shuffle(order)
+    place = {old: new for new, old in enumerate(order)} | {-1: -1}
+    shuffled = {name: [nodes[name][i] for i in order] for name in ("tokens", "scores", "draws")}
+    shuffled["parents"] = [place[nodes["parents"][i]] for i in order]
+    one, other = TokenTree.from_nodes(**nodes), TokenTree.from_nodes(**(nodes | shuffled))
+    assert one.to_dict() | {"draws": 0} == other.to_dict() | {"draws": 0}
+    assert [len(draws) for draws in one.draws] == [len(draws) for draws in other.draws]
+
+
+@PROPERTY
+@given(token_trees(), st.integers(0, 4))
+def test_pruned_keeps_what_is_not_deeper(tree: TokenTree, depth: int) -> None:
+    pruned = tree.pruned(depth)
+    kept = [node for node in range(len(tree)) if tree.depths[node] <= depth]
+    assert [pruned.path(i) for i in range(len(pruned))] == [tree.path(node) for node in kept]
+    assert pruned.draws == tuple(tree.draws[node] for node in kept)
+    assert pruned.pruned(depth) == pruned
+
+
+def test_draws_under_a_node_drawn_twice_come_one_frontier_entry_after_the_other() -> None:
+    """Token 4 was drawn twice, each time followed by two draws of its own: four draws under one node."""
+    law = np.full(VOCAB, 1 / VOCAB)
+    first, second = (Draw(0, 0),), (Draw(0, 1),)
+    tree = TokenTree.from_nodes(
+        root=1,
+        tokens=[4, 4, 2, 3, 3, 2],
+        parents=[-1, -1, 0, 0, 1, 1],
+        scores=[-1, -1, -2, -2, -2, -2],
+        draws=[first, second, first, second, first, second],
+        laws={(-1, 0): law, (0, 0): law, (1, 0): law},
+        kind=Kind.IID,
+    )
+    assert tree.tokens.tolist() == [1, 4, 2, 3]
+    assert tree.draws == ((), (Draw(0, 0), Draw(0, 1)), (Draw(0, 0), Draw(0, 3)), (Draw(0, 1), Draw(0, 2)))
+    assert tree.laws.keys() == {(0, 0), (1, 0)}
+
+
+def test_arrays_are_read_only_and_the_callers_stay_writable() -> None:
+    tokens = np.array([9, 7])
+    tree = TokenTree(tokens, np.array([-1, 0]), np.array([0.0, -1.0]), ((), ONE))
+    tokens[1] = 3
+    assert tree.tokens[1] == 7
+    for array in (tree.tokens, tree.parents, tree.scores, tree.depths):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+    with pytest.raises(AttributeError):
+        tree.tokens = tokens  # type: ignore[misc]
+
+
+def test_equality_and_hash() -> None:
+    tree = small()
+    assert tree == small()
+    assert tree != small().pruned(1)
+    assert tree != "tree"
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(tree)
+
+
+def test_without_laws_is_a_light_record() -> None:
+    law = np.array([0.5, 0.5])
+    tree = TokenTree.from_nodes(0, [1], [-1], [-0.5], [ONE], {(-1, 0): law}, Kind.IID)
+    record = tree.without_laws()
+    assert not record.laws
+    assert record.kind is Kind.IID
+    assert record.draws == tree.draws
+    assert record != tree
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parents": [-1, 0, 1, 4, 0]}, "node 3: parent 4 does not come before it"),
+        ({"parents": [-1, 0, 1, 0, 1]}, "node 4 is out of depth-first order"),
+        ({"parents": [0, 0, 1, 1, 0]}, "node 0 is the root"),
+        ({"scores": [0, -1, -2, -3, np.nan]}, "node 4: score nan"),
+        ({"scores": [0, -1, -0.5, -3, -2]}, "node 2: score -0.5 .* exceeds its parent's, -1"),
+        ({"scores": [0, -1, -3, -2, -2]}, "node 3 is out of sibling order"),
+        ({"scores": [-0.1, -1, -2, -3, -2]}, "node 0 is the root"),
+        ({"tokens": [9, 7, 8, 8, 5]}, "node 3: token 8"),
+        ({"tokens": [9, -7, 8, 6, 5]}, "node 1: token -7"),
+        ({"tokens": [9, 7, 8, 6]}, "each node, root too, needs one"),
+        ({"draws": ((), ONE, ONE, (), (Draw(0, 1),))}, "node 3: draws"),
+        ({"draws": (ONE, ONE, ONE, (Draw(0, 1),), (Draw(0, 1),))}, "node 0 is the root"),
+        ({"draws": ((), ONE, ONE, ONE, (Draw(0, 1),))}, "node 1: draw 1 of draft 0"),
+        ({"draws": ((), ONE, ONE, (Draw(0, 1),), (Draw(0, 2),))}, "node 0: draw 1 of draft 0"),
+        ({"laws": {(1, 0): np.ones(9)}}, "node 1: a ranked tree"),
+        ({"laws": {(1, 0): np.ones(9)}, "kind": "iid"}, "node 0: the law .* draft 0 .* missing"),
+        ({"laws": {(0, 0): np.ones(9), (1, 0): np.eye(9)[8]}, "kind": "iid"}, "node 3: token 6 has no prob"),
+        ({"laws": {(i, 0): np.ones(9) for i in range(3)}, "kind": "iid"}, "node 2: draft 0 has a law"),
+    ],
+)
+def test_errors_name_the_node(change: dict, message: str) -> None:
+    data = {name: getattr(small(), name) for name in ("tokens", "parents", "scores", "draws", "laws", "kind")}
+    with pytest.raises(TreeError, match=message):
+        TokenTree(**(data | change))
+
+
+@pytest.mark.parametrize(
+    ("parents", "draws", "message"),
+    [
+        ([-1, 2], [ONE, ONE], "listed node 1: parent 2"),
+        ([-1, 1], [ONE, ONE], "listed node 1 cannot be reached"),
+        ([-1, 0], [ONE, ()], "listed node 1 has no draw"),
+    ],
+)
+def test_from_nodes_errors_name_the_listed_node(parents: list, draws: list, message: str) -> None:
+    with pytest.raises(TreeError, match=message):
+        TokenTree.from_nodes(0, [1, 2], parents, [-1, -2], draws)
+
+
+def test_networkx_attributes() -> None:
+    graph = small().to_networkx()
+    assert networkx.is_arborescence(graph)
+    assert graph.nodes[3] == {"token": 6, "score": small().scores[3], "depth": 2, "draws": (Draw(0, 1),)}
+    assert graph.edges[1, 2]["probability"] == pytest.approx(0.8)
+
+
+def test_str_shows_ids() -> None:
+    assert str(small()) == "9\n├─ 7      60%\n│  ├─ 8   80%\n│  └─ 6   10%\n└─ 5      30%"
+    assert repr(small()) == "TokenTree(num_drafted=4, depth=2, kind='ranked')"
+
+
+def test_render_shows_text_verdict_and_bonus() -> None:
+    words = {9: "The", 7: " sky", 8: "\n", 6: "\t", 5: ""}
+    assert render(small(), words.__getitem__, path=[1], bonus=" is\x00").splitlines() == [
+        "The",
+        "├─ ␠sky           60%  ✓",
+        "│  ├─ ␠is\\x00         +",
+        "│  ├─ ⏎           80%  ✗",
+        "│  └─ ⇥           10%  ✗",
+        "└─ ∅              30%  ✗",
+    ]
+    assert render(TokenTree.root_only(9), bonus="x").splitlines() == ["9", "└─ x        +"]
