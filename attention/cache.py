@@ -150,14 +150,10 @@ class TreeCache(Cache):
         an empty path keeps nothing; ``None`` retires the row, and the rows after it move up.  In place.
         """
         self._check_paths(paths)
-        moves = [
-            (row, self.lengths[row] + source, self.lengths[row] + target)
-            for row, path in enumerate(paths)
-            for target, source in enumerate(path or ())
-            if source != target
-        ]
-        if moves:
-            self._move_slots(moves)
+        for row, path in enumerate(paths):
+            moved = [source for target, source in enumerate(path or ()) if source != target]
+            if path and moved:
+                self._move_slots(row, moved, self.lengths[row] + len(path) - len(moved))
         self.lengths = [n + len(path or ()) for n, path in zip(self.lengths, paths, strict=True)]
         self.pending = 0
         if any(path is None for path in paths):
@@ -198,12 +194,13 @@ class TreeCache(Cache):
             if path and not (ascending and path[-1] < self.pending):
                 raise CacheError(f"row {row}: path {list(path)} is not ascending within {self.pending} slots")
 
-    def _move_slots(self, moves: list[tuple[int, int, int]]) -> None:
-        device = self.layers[0].buffers[0].device
-        rows, sources, targets = torch.tensor(moves, device=device).unbind(1)
+    def _move_slots(self, row: int, sources: list[int], target: int) -> None:
+        """Copy pending slots of a row to the slots from ``target`` on."""
+        slots = torch.tensor(sources, device=self.layers[0].buffers[0].device) + self.lengths[row]
         for layer in self.layers:
             for buffer in layer.buffers:
-                buffer[rows, :, targets] = buffer[rows, :, sources]  # the right side is a copy: no aliasing
+                kept = buffer[row].index_select(1, slots)  # a copy: no aliasing
+                buffer[row, :, target : target + len(sources)] = kept
 
     def _move_rows(self, survivors: list[int]) -> None:
         for target, source in enumerate(survivors):

@@ -74,7 +74,7 @@ def _classify(model: Any) -> tuple[Support, str, float]:
     except UnsupportedModel as error:
         return Support.UNSUPPORTED, str(error), nan
     chain_reason = _why_chain_only(tree_model)
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         tree_error = nan if chain_reason else _error(tree_model, TREE_PARENTS, kept=(3, 4))
@@ -88,9 +88,11 @@ def _classify(model: Any) -> tuple[Support, str, float]:
         return Support.UNSUPPORTED, f"even a chain is off by {chain_error:.1e}", chain_error
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
-        return Support.UNSUPPORTED, f"a pass with a tree mask fails: {type(error).__name__}: {first}", nan
+        failure = f"a pass with a tree mask fails: {type(error).__name__}: {first}"
+        return Support.UNSUPPORTED, "; and ".join(filter(None, (chain_reason, failure))), nan
     finally:
-        model.train(training)
+        for module, training in modes:
+            module.training = training
 
 
 def _why_chain_only(model: TreeModel) -> str:

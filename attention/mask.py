@@ -36,7 +36,7 @@ class AttentionSpec(NamedTuple):
         """Read the specification from a Hugging Face model's config.
 
         Raises:
-            UnsupportedModel: flash attention, or a layer type that is not (sliding) attention.
+            UnsupportedModel: flash attention, a layer type that is not (sliding) attention, or an unknown window.
         """
         config = model.config.get_text_config(decoder=True)
         implementation = config._attn_implementation or "eager"
@@ -47,12 +47,15 @@ class AttentionSpec(NamedTuple):
             )
         window = getattr(config, "sliding_window", None)
         default = ["full_attention"] if window is None else ["sliding_attention"]
-        types = dict.fromkeys(getattr(config, "layer_types", None) or default)
-        known = {"full_attention": None, "sliding_attention": window}
+        named = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+        types = dict.fromkeys(named or default)
+        known = {"full_attention": None, "global": None}
+        if window is not None:
+            known["sliding_attention"] = window
         if strange := [name for name in types if name not in known]:
             raise UnsupportedModel(
                 f"{type(model).__name__} has {', '.join(strange)} layers, which keep a state that cannot branch or "
-                "be pruned: use a model with full or sliding-window attention"
+                "be pruned, or mask tokens by rules of their own: use a model with full or sliding-window attention"
             )
         return cls(implementation, {name: known[name] for name in types})
 

@@ -236,7 +236,8 @@ def main() -> None:
 
 def fail(message: str) -> None:
     """Print one line on stderr and exit with code 2."""
-    print(f"specinfer: {' '.join(message.split())}", file=sys.stderr)
+    if message:  # typer's help, already printed, is an error without one
+        print(f"specinfer: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 

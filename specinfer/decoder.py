@@ -286,8 +286,9 @@ class Run:
     def _open_sessions(self) -> tuple[TreeSession, list[DraftSession]]:
         decoder, rows = self.decoder, self.rows
         prompts = [list(row.ids) for row in rows]
-        nodes = 1 + decoder.policy.max_nodes * max(1, len(decoder.drafts))
-        capacity = max(len(row.ids) + row.remaining for row in rows) + nodes
+        policy, longest = decoder.policy, 1 + max(len(row.ids) + row.remaining for row in rows)
+        capacity = longest + policy.max_nodes * max(1, len(decoder.drafts))
+        draft_capacity = longest + policy.max_nodes * max(1, policy.max_depth)  # best-first feeds nodes it drops later
         target = decoder.target.session(len(rows), min(capacity, 4096), capacity)
         target.prefill([prompt[:-1] for prompt in prompts])
         law = rows[0].law.without_prefix_readers()
@@ -295,7 +296,7 @@ class Run:
         drafts = []
         for index, draft in enumerate(decoder.drafts):
             seeds = [row.seed for row in rows]
-            opening = Opening(prompts, capacity, decoder.target.vocab_size, index, law, seeds, coupled)
+            opening = Opening(prompts, draft_capacity, decoder.target.vocab_size, index, law, seeds, coupled)
             drafts.append(draft.open(opening))
         return target, drafts
 

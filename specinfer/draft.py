@@ -157,7 +157,7 @@ class ModelDraftSession:
         tokens, values = top_candidates(logits, max(k, CANDIDATES))
         warped = self.opening.law.scores(values.flatten(0, 1), ()).view_as(values)
         noise = gumbel(self._keys(COUPLING, frontier.depth)[:, None, None], tokens)
-        ranked, order = (warped.log_softmax(-1) + noise).log_softmax(-1).sort(-1, descending=True, stable=True)
+        ranked, order = (warped.log_softmax(-1) + noise).log_softmax(-1).sort(dim=-1, descending=True, stable=True)
         return tokens.gather(2, order)[..., :k], ranked[..., :k]
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:

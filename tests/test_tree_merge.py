@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from specinfer.tree import Draw, Kind, TokenTree, merge
 from strategies import PROPERTY, token_trees
 
 from specinfer.errors import TreeError
-from specinfer.tree import Draw, Kind, TokenTree, merge
 
 
 def three_trees() -> st.SearchStrategy[tuple[TokenTree, TokenTree, TokenTree]]:

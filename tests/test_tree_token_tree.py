@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from specinfer.tree import Draw, Kind, TokenTree, render
 from strategies import PROPERTY, VOCAB, node_lists, token_trees
 
 from specinfer.errors import TreeError
-from specinfer.tree import Draw, Kind, TokenTree, render
 
 ONE = (Draw(0, 0),)
 
@@ -116,15 +116,21 @@ def test_draws_under_a_node_drawn_twice_come_one_frontier_entry_after_the_other(
     first, second = (Draw(0, 0),), (Draw(0, 1),)
     tree = TokenTree.from_nodes(
         root=1,
-        tokens=[4, 4, 2, 3, 3, 2],
+        tokens=[4, 4, 2, 3, 5, 2],
         parents=[-1, -1, 0, 0, 1, 1],
         scores=[-1, -1, -2, -2, -2, -2],
         draws=[first, second, first, second, first, second],
         laws={(-1, 0): law, (0, 0): law, (1, 0): law},
         kind=Kind.IID,
     )
-    assert tree.tokens.tolist() == [1, 4, 2, 3]
-    assert tree.draws == ((), (Draw(0, 0), Draw(0, 1)), (Draw(0, 0), Draw(0, 3)), (Draw(0, 1), Draw(0, 2)))
+    assert tree.tokens.tolist() == [1, 4, 2, 3, 5]
+    assert tree.draws == (
+        (),
+        (Draw(0, 0), Draw(0, 1)),
+        (Draw(0, 0), Draw(0, 3)),
+        (Draw(0, 1),),
+        (Draw(0, 2),),
+    )
     assert tree.laws.keys() == {(0, 0), (1, 0)}
 
 
@@ -217,10 +223,10 @@ def test_render_shows_text_verdict_and_bonus() -> None:
     words = {9: "The", 7: " sky", 8: "\n", 6: "\t", 5: ""}
     assert render(small(), words.__getitem__, path=[1], bonus=" is\x00").splitlines() == [
         "The",
-        "├─ ␠sky           60%  ✓",
-        "│  ├─ ␠is\\x00         +",
-        "│  ├─ ⏎           80%  ✗",
-        "│  └─ ⇥           10%  ✗",
-        "└─ ∅              30%  ✗",
+        "├─ ␠sky         60%  ✓",
+        "│  ├─ ␠is\\x00        +",
+        "│  ├─ ⏎         80%  ✗",
+        "│  └─ ⇥         10%  ✗",
+        "└─ ∅            30%  ✗",
     ]
     assert render(TokenTree.root_only(9), bonus="x").splitlines() == ["9", "└─ x        +"]

@@ -106,7 +106,7 @@ class Growth(NamedTuple):
         columns = (self.tokens, self.parents, self.order, self.valid, self.scores.view(bits))
         packed = torch.stack([column.long() for column in columns]).cpu()  # (5, B, M), the one transfer
         scores = packed[4].to(bits).view(self.scores.dtype).tolist()
-        laws = torch.cat(self.laws, 1).cpu().double().numpy() if self.laws else [None] * len(roots)
+        laws = torch.cat(self.laws, 1).cpu().double().numpy() if self.laws else [np.empty(0)] * len(roots)
         rows = zip(roots, *packed[:4].tolist(), scores, laws, strict=True)
         return [self._tree(draft, *row) for row in rows]
 
@@ -119,7 +119,7 @@ class Growth(NamedTuple):
         order: list[int],
         valid: list[int],
         scores: list[float],
-        laws: np.ndarray | None,  # (1 + M', V)
+        laws: np.ndarray,  # (slots, V), the root's first
     ) -> TokenTree:
         keep = [slot for slot, real in enumerate(valid) if real]
         place = {slot: i for i, slot in enumerate([-1, *keep], start=-1)}
@@ -129,9 +129,7 @@ class Growth(NamedTuple):
             [place[parents[slot]] for slot in keep],
             [scores[slot] for slot in keep],
             [(Draw(draft, order[slot]),) for slot in keep],
-            {}
-            if laws is None
-            else {(place[p], draft): laws[p + 1] for p in {parents[slot] for slot in keep}},
+            {(place[p], draft): laws[p + 1] for p in {parents[slot] for slot in keep}} if self.laws else {},
             self.kind,
         )
 

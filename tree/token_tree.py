@@ -105,8 +105,7 @@ class TokenTree:
             tokens: of the drafted nodes, root excluded.
             parents: indices into `tokens`; -1 is the root.
             scores: of nodes that become one, the largest counts.
-            draws: at least one per node.  They are renumbered 0, 1, ... for each parent and draft, in the
-            given
+            draws: at least one per node.  For each parent and draft they are renumbered 0, 1, ... in given
                 order; where several listed parents became one, the draws under the first of them come first.
             laws: by (index into `tokens` or -1, draft); equal paths have equal laws, and the first is kept.
             kind: how the children were chosen.
@@ -114,21 +113,7 @@ class TokenTree:
         Raises:
             TreeError: a node has no draw, or cannot be reached from the root; or as the constructor.
         """
-        kids = _listed_children(parents, draws)
-        nodes: list[_Merged] = []  # in pre-order
-        place = [-1] * len(kids)  # where each listed node went; the last entry is the root's
-        todo = [_Merged(root, -1, 0.0, [], [-1])]
-        while todo:
-            node = todo.pop()
-            for i in node.listed:
-                place[i] = len(nodes)
-            if any(kids[i] for i in node.listed):
-                todo += reversed(_family(len(nodes), node.listed, kids, tokens, scores, draws))
-            nodes.append(node)
-        if -1 in place:
-            raise TreeError(
-                f"listed node {place.index(-1)} cannot be reached from the root: its ancestors loop"
-            )
+        nodes, place = _in_pre_order(root, tokens, parents, scores, draws)
         kept: dict[tuple[int, int], np.ndarray] = {}
         for (parent, draft), law in (laws or {}).items():
             kept.setdefault((place[parent], draft), law)
@@ -271,6 +256,30 @@ class _Merged(NamedTuple):
     score: float
     draws: list[Draw]
     listed: list[int]  # -1 = the root
+
+
+def _in_pre_order(
+    root: int,
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    scores: Sequence[float],
+    draws: Sequence[Sequence[Draw]],
+) -> tuple[list[_Merged], list[int]]:
+    """Return the nodes of the tree, and where each listed node went; the last entry is the root's."""
+    kids = _listed_children(parents, draws)
+    nodes: list[_Merged] = []
+    place = [-1] * len(kids)
+    todo = [_Merged(root, -1, 0.0, [], [-1])]
+    while todo:
+        node = todo.pop()
+        for i in node.listed:
+            place[i] = len(nodes)
+        if any(kids[i] for i in node.listed):
+            todo += reversed(_family(len(nodes), node.listed, kids, tokens, scores, draws))
+        nodes.append(node)
+    if -1 in place:
+        raise TreeError(f"listed node {place.index(-1)} cannot be reached from the root: its ancestors loop")
+    return nodes, place
 
 
 def _listed_children(parents: Sequence[int], draws: Sequence[Sequence[Draw]]) -> list[list[int]]:

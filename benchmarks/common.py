@@ -1,0 +1,67 @@
+"""What the measuring scripts share: models, prompts, first differences."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specinfer import BestFirst, Chain, ModelDraft, SpeculativeDecoder, Widths
+from specinfer.models import load
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options that all scripts take."""
+    p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--target", help="hub name or folder; default SmolLM2-135M-Instruct")
+    p.add_argument("--draft", action="append", default=[], help="'ngram' or a model; repeat to merge")
+    p.add_argument("--prompts", nargs="+", type=Path, required=True, help='JSON lines with "prompt" and "split"')
+    p.add_argument("--count", type=int, default=20, help="prompts in all, split evenly between the files")
+    p.add_argument("--max-new-tokens", type=int, default=64)
+    p.add_argument("--nodes", type=int, default=12)
+    p.add_argument("--depth", type=int, default=5)
+    return p
+
+
+def read_prompts(files: list[Path], count: int) -> list[str]:
+    """Return the first `dev` prompts of each file, ``count`` in all."""
+    each = -(-count // len(files))
+    prompts: list[str] = []
+    for file in files:
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        prompts += [line["prompt"] for line in lines if line.get("split", "dev") == "dev"][:each]
+    return prompts[:count]
+
+
+def load_models(args: argparse.Namespace, dtype: str) -> tuple[Any, Any, list[Any]]:
+    """Return target model, its tokenizer and the drafts."""
+    target = load(args.target, dtype)
+    drafts = []
+    for name in args.draft or ["ngram"]:
+        drafts.append("ngram" if name == "ngram" else ModelDraft(*load(name, dtype)))
+    return target.model, target.tokenizer, drafts
+
+
+def policies(nodes: int, depth: int) -> dict[str, Any]:
+    """Return the tree policies that are compared."""
+    return {"best-first": BestFirst(nodes, depth), "widths": Widths((2, 2, 1)), "chain": Chain(depth)}
+
+
+def difference(a: list[int], b: list[int]) -> int | None:
+    """Return where two lists of ids first differ, None if they do not."""
+    if a == b:
+        return None
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@torch.inference_mode()
+def top2_gap(model: Any, ids: list[int]) -> float:
+    """Return the gap between the two largest logits after ``ids`` in a plain pass, in logits."""
+    first, second = model(input_ids=torch.tensor([ids], device=model.device)).logits[0, -1].float().topk(2).values
+    return float(first - second)
+
+
+def decoder(model: Any, tokenizer: Any, drafts: list[Any], tree: Any) -> SpeculativeDecoder:
+    """Return a decoder; ``tree`` None decodes without speculation."""
+    return SpeculativeDecoder(model, tokenizer, drafts=drafts, tree=tree)

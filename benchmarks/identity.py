@@ -1,0 +1,80 @@
+"""Are the ids the same with and without speculation?  In float32, on real models and prompts.
+
+    python benchmarks/identity.py --target DIR --draft ngram --draft DIR --prompts code.jsonl chat.jsonl
+
+Greedy: ids against `generate(do_sample=False)` for each tree, prompt by prompt and in ragged batches of four.
+Sampling (--sampling): ids for one seed with trees, a chain, no speculation and in batches, at T = 1 and at T = 0.7
+with top_p = 0.9.  A difference is shown with the gap between the two largest logits where it begins.  Exit code 1 if
+ids differ where that gap is 0.001 or more (a smaller one is a near-tie that float32 rounding decides).
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+from common import decoder, difference, load_models, parser, policies, read_prompts, top2_gap
+from tqdm import tqdm
+
+LAWS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "T=1": {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
+    "T=0.7 top_p=0.9": {"do_sample": True, "temperature": 0.7, "top_k": 0, "top_p": 0.9},
+}
+
+
+def main() -> None:
+    """Compare and print one JSON line per law and method."""
+    p = parser(__doc__)
+    p.add_argument("--sampling", action="store_true", help="compare sampled ids too")
+    args = p.parse_args()
+    model, tokenizer, drafts = load_models(args, "float32")
+    prompts = read_prompts(args.prompts, args.count)
+    trees = policies(args.nodes, args.depth)
+    broken = False
+    for law in LAWS if args.sampling else ["greedy"]:
+        options = {"max_new_tokens": args.max_new_tokens, "seed": 7, **LAWS[law]}
+        plain = decoder(model, tokenizer, drafts, None)
+        reference = [plain_ids(plain, model, prompt, law, options) for prompt in tqdm(prompts, desc=f"{law} plain")]
+        for name, tree in trees.items():
+            speculative = decoder(model, tokenizer, drafts, tree)
+            results = [speculative.generate(prompt, **options) for prompt in tqdm(prompts, desc=f"{law} {name}")]
+            broken |= report(model, law, name, results, reference)
+        batched = decoder(model, tokenizer, drafts, trees["best-first"])
+        groups = [prompts[i : i + 4] for i in range(0, len(prompts), 4)]
+        results = [r for group in tqdm(groups, desc=f"{law} batch") for r in batched.generate(group, **options)]
+        broken |= report(model, law, "best-first, ragged batch of 4", results, reference)
+    sys.exit(int(broken))
+
+
+def plain_ids(plain: Any, model: Any, prompt: str, law: str, options: dict[str, Any]) -> list[int]:
+    """Return what decoding without speculation emits: transformers' generate when greedy, our own loop when not."""
+    if law != "greedy":
+        return plain.generate(prompt, **options).token_ids
+    ids = torch.tensor([plain.open(prompt, **options).rows[0].ids])
+    output = model.generate(ids, max_new_tokens=options["max_new_tokens"], do_sample=False)
+    return output[0, ids.shape[1] :].tolist()
+
+
+def report(model: Any, law: str, name: str, results: list[Any], reference: list[list[int]]) -> bool:
+    """Print how many prompts have equal ids; return whether some differ at no near-tie."""
+    gaps = {}
+    for index, (result, expected) in enumerate(zip(results, reference, strict=True)):
+        place = difference(result.token_ids, expected)
+        if place is not None:
+            gaps[index] = round(top2_gap(model, result.prompt_ids + expected[:place]), 6)
+    passes = sum(r.stats.target_passes for r in results)
+    line = {
+        "law": law,
+        "method": name,
+        "prompts": len(results),
+        "equal": len(results) - len(gaps),
+        "top2_gap_where_different": gaps,
+        "tokens_per_target_pass": round(sum(r.stats.new_tokens for r in results) / passes, 3),
+    }
+    print(json.dumps(line), flush=True)
+    return any(gap >= 1e-3 for gap in gaps.values())
+
+
+if __name__ == "__main__":
+    main()

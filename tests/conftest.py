@@ -1,0 +1,151 @@
+"""Tiny models, tokenizers and drafts that the tests share.  Nothing here needs a network or a file."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from specinfer import TokenTree
+from specinfer.tree import Draw
+
+VOCAB = 264  # of the tiny target: 256 bytes, two special tokens, and padding beyond the tokenizer's table
+EOS_TEXT, PAD_TEXT = 256, 257
+PROMPTS = [[5, 9, 17, 5, 9], [40], [100, 7, 7, 7, 100, 7, 7, 31, 2, 100], [250, 3, 60]]
+
+
+def tiny_llama(seed: int = 0, vocab: int = VOCAB, spread: float = 0.25, **options: Any) -> Any:
+    """A random llama of two layers in float64, so that no near-tie can hide a mistake."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    torch.manual_seed(seed)
+    config = LlamaConfig(vocab_size=vocab, initializer_range=spread, **{**sizes, **heads, **special, **options})
+    return LlamaForCausalLM(config).double().eval()
+
+
+def like(model: Any, noise: float = 0.1, vocab: int | None = None, seed: int = 1) -> Any:
+    """A draft that often agrees with the model: its weights plus noise, its vocabulary cut or padded."""
+    config = copy.deepcopy(model.config)
+    config.vocab_size = vocab or config.vocab_size
+    draft = type(model)(config).double().eval()
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for own, other in zip(draft.parameters(), model.parameters(), strict=True):
+            rows = min(len(own), len(other))
+            own[:rows] = other[:rows] + noise * other.std() * torch.randn_like(other[:rows])
+    return draft
+
+
+def byte_tokenizer(**options: Any) -> Any:
+    """A byte-level tokenizer: ids 0 to 255 are bytes, so one emoji is four tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = {"eos_token": "<eos>", "pad_token": "<pad>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{**special, **options})
+
+
+def plain(model: Any, prompt: Sequence[int], new: int = 24, **options: Any) -> list[int]:
+    """The new ids of transformers' own greedy `generate`."""
+    ids = torch.tensor([list(prompt)])
+    options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, **options}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+
+
+@contextmanager
+def counted(*models: Any) -> Iterator[list[Any]]:
+    """Count the forward passes of models: one entry each."""
+    calls: list[Any] = []
+    hooks = [model.register_forward_pre_hook(lambda module, _: calls.append(module)) for model in models]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class Scripted:
+    """A draft that proposes one chain: whatever `future` says will follow a row's ids."""
+
+    def __init__(self, future: Callable[[list[int]], Sequence[int]], name: str = "scripted") -> None:
+        self.future, self.name = future, name
+
+    def open(self, opening: Any) -> ScriptedSession:
+        return ScriptedSession(self.future, opening)
+
+
+class ScriptedSession:
+    """The rows' ids, and the script."""
+
+    passes, seconds, prefill_seconds = 0, 0.0, 0.0
+
+    def __init__(self, future: Callable[[list[int]], Sequence[int]], opening: Any) -> None:
+        self.future, self.draft = future, opening.draft
+        self.rows = [list(prompt) for prompt in opening.prompts]
+
+    def propose(self, policy: Any, max_depth: int) -> list[TokenTree]:
+        return [self._chain(row, min(policy.max_depth, max_depth)) for row in self.rows]
+
+    def commit(self, tokens: Sequence[Sequence[int] | None]) -> None:
+        kept = zip(self.rows, tokens, strict=True)
+        self.rows = [row + list(new) for row, new in kept if new is not None]
+
+    def _chain(self, row: list[int], depth: int) -> TokenTree:
+        tokens = list(self.future(row))[:depth]
+        steps = range(len(tokens))
+        scores, draws = [-0.1 * (i + 1) for i in steps], [[Draw(self.draft, 0)] for _ in steps]
+        return TokenTree.from_nodes(row[-1], tokens, [i - 1 for i in steps], scores, draws)
+
+
+def oracle(model: Any, wrong: bool = False, **options: Any) -> Scripted:
+    """A draft that knows the target's greedy choices, or that is never right about the first one."""
+
+    def future(row: list[int]) -> list[int]:
+        tokens = plain(model, row, 8, **options)
+        return [(token + 1) % model.config.vocab_size for token in tokens] if wrong else tokens
+
+    return Scripted(future, "wrong" if wrong else "oracle")
+
+
+def following(script: Sequence[int], start: int) -> Callable[..., torch.Tensor]:
+    """A logits processor that forces the tokens of a script after `start` ids, and the last one ever after."""
+
+    def force(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, script[min(input_ids.shape[1] - start, len(script) - 1)]] = 0.0
+        return forced
+
+    return force
+
+
+@pytest.fixture(scope="session")
+def target() -> Any:
+    """The target that most tests decode with."""
+    return tiny_llama(0)
+
+
+@pytest.fixture(scope="session")
+def near(target: Any) -> Any:
+    """A draft that often agrees with the target."""
+    return like(target)
+
+
+@pytest.fixture(scope="session")
+def far() -> Any:
+    """A draft that hardly ever agrees with the target."""
+    return tiny_llama(7)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """The byte-level tokenizer of the tiny target."""
+    return byte_tokenizer()

@@ -1,0 +1,827 @@
+"""The engine end to end on tiny float64 models: exact ids, bad input, edges, streams, and nothing left behind."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from conftest import (
+    EOS_TEXT,
+    PROMPTS,
+    VOCAB,
+    Scripted,
+    byte_tokenizer,
+    counted,
+    following,
+    like,
+    oracle,
+    plain,
+    tiny_llama,
+)
+from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM, TextStreamer
+
+import specinfer.attention.model
+import specinfer.decoder
+from specinfer import (
+    BestFirst,
+    Chain,
+    ModelDraft,
+    MultiStep,
+    NGramDraft,
+    Sampled,
+    SpeculativeDecoder,
+    TextStream,
+    Walk,
+    Widths,
+)
+from specinfer.attention import Support
+from specinfer.errors import (
+    InputError,
+    NumericalError,
+    PairingError,
+    SamplingError,
+    SpecinferError,
+    TokenizerMismatch,
+    UnsupportedModel,
+)
+
+TREES = {
+    "best-first": BestFirst(7, 4),
+    "wide": BestFirst(24, 8),
+    "widths": Widths((3, 2, 1)),
+    "chain": Chain(4),
+    "none": None,
+}
+DRAFTS = {
+    "ngram": lambda near, far: ["ngram"],
+    "model": lambda near, far: [near],
+    "merged": lambda near, far: ["ngram", near],
+    "three": lambda near, far: [near, "ngram", far],
+}
+
+
+@pytest.fixture(params=TREES.values(), ids=TREES.keys())
+def tree(request):
+    return request.param
+
+
+@pytest.fixture(params=DRAFTS.values(), ids=DRAFTS.keys())
+def drafts(request, near, far):
+    return request.param(near, far)
+
+
+@pytest.fixture(scope="module")
+def ends(target):
+    """Two ids of end of sequence that end the rows of the batch at different steps, or not at all."""
+    texts = [plain(target, prompt) for prompt in PROMPTS]
+    first = [token for token in texts[0][4:9] if token not in texts[0][:4]][0]
+    second = [token for token in texts[2][9:] if token not in texts[2][:9]][0]
+    lengths = {len(plain(target, prompt, eos_token_id=[first, second])) for prompt in PROMPTS}
+    assert len(lengths) > 1  # ragged ends, or the test shows less than it says
+    return [first, second]
+
+
+# ---- greedy ids ----
+
+
+def test_greedy_ids_are_those_of_generate(target, tree, drafts):
+    """Every tree with every combination of drafts gives transformers' own greedy ids, one prompt at a time."""
+    decoder = SpeculativeDecoder(target, drafts=drafts, tree=tree)
+    for prompt in PROMPTS:
+        assert decoder.generate(prompt, max_new_tokens=24).token_ids == plain(target, prompt)
+
+
+def test_greedy_ids_of_a_ragged_batch_are_those_of_each_row_alone(target, ends, tree, drafts):
+    """Rows of different lengths that end at different steps do not disturb each other."""
+    decoder = SpeculativeDecoder(target, drafts=drafts, tree=tree)
+    results = decoder.generate(PROMPTS, max_new_tokens=24, eos_token_id=ends)
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        assert result.token_ids == plain(target, prompt, eos_token_id=ends)
+        assert result.prompt_ids == prompt
+        assert result.finish_reason == ("eos" if result.token_ids[-1] in ends else "length")
+
+
+@pytest.mark.parametrize("depth", [1, 3, 5])
+def test_a_draft_equal_to_the_target_is_always_accepted(target, depth):
+    """Draft == target: every step but the last commits depth + 1 tokens."""
+    decoder = SpeculativeDecoder(target, drafts=[copy.deepcopy(target)], tree=Chain(depth))
+    for result in decoder.generate(PROMPTS, max_new_tokens=25):
+        gains = [len(step.tokens) for step in result.steps]
+        assert gains[:-1] == [depth + 1] * (24 // (depth + 1))
+        assert set(result.stats.acceptance_by_depth) == {1.0}
+
+
+def test_the_best_path_of_a_tree_is_accepted_when_draft_equals_target(target):
+    """Draft == target: the likeliest child of every node is the target's choice, so the walk ends at a leaf."""
+    decoder = SpeculativeDecoder(target, drafts=[copy.deepcopy(target)], tree=Widths((2, 2, 1)))
+    result = decoder.generate(PROMPTS[0], max_new_tokens=24)
+    assert all(len(step.tokens) == 4 for step in result.steps)
+
+
+def test_a_draft_that_is_always_wrong_costs_speed_only(target):
+    """No draft token is ever accepted, and the ids are still exact."""
+    decoder = SpeculativeDecoder(target, drafts=[oracle(target, wrong=True)], tree=Chain(4))
+    result = decoder.generate(PROMPTS[2], max_new_tokens=12)
+    assert result.token_ids == plain(target, PROMPTS[2], 12)
+    assert all(step.path == () for step in result.steps)
+    assert result.stats.tokens_per_target_pass == 1.0
+
+
+@pytest.mark.parametrize("vocab", [VOCAB + 24, VOCAB - 24, 3])
+@pytest.mark.parametrize("policy", [BestFirst(9, 3), Widths((4, 2)), Chain(3)])
+def test_draft_vocabularies_of_other_sizes_are_exact(target, vocab, policy):
+    """A draft may know fewer tokens than the target, or have more rows of padding."""
+    decoder = SpeculativeDecoder(target, drafts=[like(target, vocab=vocab), "ngram"], tree=policy)
+    for prompt, result in zip(PROMPTS, decoder.generate(PROMPTS, max_new_tokens=16), strict=True):
+        assert result.token_ids == plain(target, prompt, 16)
+
+
+def test_a_draft_with_a_shorter_context_is_exact(target):
+    """Beyond its own context a draft guesses badly, and nothing worse."""
+    short = tiny_llama(0, max_position_embeddings=16)
+    decoder = SpeculativeDecoder(target, drafts=[short], tree=BestFirst(6, 4))
+    assert decoder.generate(PROMPTS[2], max_new_tokens=30).token_ids == plain(target, PROMPTS[2], 30)
+
+
+@pytest.mark.parametrize("new", [2, 4, 8, 16])
+def test_trees_whose_early_levels_are_displaced_fit_the_cache(target, new):
+    """Best-first may feed more nodes than the tree keeps: near the end of the text they still find room."""
+    sharp = copy.deepcopy(target)
+    with torch.no_grad():
+        sharp.lm_head.weight.mul_(4.0)
+    decoder = SpeculativeDecoder(target, drafts=[sharp], tree=BestFirst(32, 8))
+    assert decoder.generate([40], max_new_tokens=new).token_ids == plain(target, [40], new)
+
+
+def test_a_decoder_may_be_used_again_and_again(target, near):
+    """Calls leave nothing behind that the next call could see."""
+    decoder = SpeculativeDecoder(target, drafts=[near, "ngram"])
+    for prompt in (*PROMPTS, *reversed(PROMPTS)):
+        assert decoder.generate(prompt, max_new_tokens=10).token_ids == plain(target, prompt, 10)
+
+
+def test_one_model_may_be_target_and_draft(target):
+    """Target and draft sessions on one model object do not share a cache."""
+    result = SpeculativeDecoder(target, drafts=[target], tree=Chain(3)).generate(PROMPTS[0], max_new_tokens=12)
+    assert result.token_ids == plain(target, PROMPTS[0], 12)
+
+
+def chain_only(monkeypatch, model):
+    """Let `check_model` say that this model scores chains only."""
+    checked = specinfer.decoder.check_model
+    monkeypatch.setattr(
+        specinfer.decoder,
+        "check_model",
+        lambda m: checked(m)._replace(support=Support.CHAIN_ONLY, reason="so") if m is model else checked(m),
+    )
+
+
+def test_a_model_that_only_scores_chains_decodes_with_a_chain(target, monkeypatch):
+    """The policy falls back to a chain of its depth, which the results say; the ids are exact."""
+    chain_only(monkeypatch, target)
+    decoder = SpeculativeDecoder(target, tree=BestFirst(8, 3))
+    result = decoder.generate(PROMPTS[2], max_new_tokens=16)
+    assert result.token_ids == plain(target, PROMPTS[2], 16)
+    assert decoder.policy == Chain(3)
+    assert "LlamaForCausalLM can verify chains only (so)" in result.stats.notes[0]
+    assert all(len(step.tree.paths()) <= 1 for step in result.steps)
+    assert SpeculativeDecoder(target, drafts=["ngram", target], tree=None).policy.max_nodes == 0
+
+
+@pytest.mark.parametrize("policy", [BestFirst(8, 3), Chain(3), Widths((1, 1))])
+def test_two_drafts_on_a_model_that_only_scores_chains_are_refused(target, near, monkeypatch, policy):
+    """Two merged chains branch, so they are refused whatever the policy is called."""
+    chain_only(monkeypatch, target)
+    with pytest.raises(UnsupportedModel, match="chains only"):
+        SpeculativeDecoder(target, drafts=["ngram", near], tree=policy)
+
+
+def test_sampled_trees_on_a_model_that_only_scores_chains_are_refused(target, monkeypatch):
+    """A sampled tree is not silently replaced by a ranked chain."""
+    chain_only(monkeypatch, target)
+    with pytest.raises(UnsupportedModel, match="chains only"):
+        SpeculativeDecoder(target, tree=Sampled((2, 2)))
+
+
+# ---- bad input: its own error, and no model has run ----
+
+BAD_PROMPTS = {
+    "empty text": ("", "empty"),
+    "blank text": (" \n", "empty"),
+    "no ids": ([], "empty"),
+    "no rows": ([[]], "row 0.*empty"),
+    "empty row": ([[1, 2], []], "row 1.*empty"),
+    "empty text row": (["a", ""], "row 1.*empty"),
+    "id too large": ([5, VOCAB], f"row 0, place 1.*{VOCAB}"),
+    "negative id": ([[5], [3, -1]], "row 1, place 1.*-1"),
+    "bool id": ([5, True], "True"),
+    "bool first": ([True, 5], "True"),
+    "fraction": ([5, 0.5], "0.5"),
+    "too long": ([1] * 250, "context of 256"),
+    "context exceeded by one": ([1] * 247, "at most 9"),
+    "row too long": ([[1], [1] * 250], "row 1"),
+    "not a prompt": ([0.5, 1], "float"),
+    "none": (None, "prompt"),
+    "number": (5, "prompt"),
+    "one message without its list": ({"role": "user", "content": "hi"}, "message"),
+}
+
+
+@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS.values(), ids=BAD_PROMPTS.keys())
+def test_bad_prompts_are_refused_before_a_model_runs(target, near, tokenizer, prompt, message):
+    """Each bad prompt is an InputError that says what is wrong."""
+    decoder = SpeculativeDecoder(target, tokenizer, drafts=[near])
+    with counted(target, near) as passes, pytest.raises(InputError, match=message):
+        decoder.generate(prompt, max_new_tokens=10)
+    assert not passes
+
+
+BAD_OPTIONS = {
+    "top_p zero": {"top_p": 0.0},
+    "top_p over one": {"top_p": 1.5},
+    "top_p nan": {"top_p": float("nan")},
+    "top_p text": {"top_p": "0.9"},
+    "negative temperature": {"temperature": -0.5},
+    "infinite temperature": {"temperature": float("inf")},
+    "nan temperature": {"temperature": float("nan")},
+    "zero temperature sampling": {"temperature": 0.0, "do_sample": True},
+    "top_k negative": {"top_k": -1},
+    "top_k fraction": {"top_k": 2.5},
+    "top_k bool": {"top_k": True},
+    "min_p": {"min_p": 1.5},
+    "typical_p": {"typical_p": -0.1},
+    "epsilon_cutoff": {"epsilon_cutoff": 2.0},
+    "eta_cutoff": {"eta_cutoff": -1.0},
+    "repetition_penalty zero": {"repetition_penalty": 0.0},
+    "repetition_penalty negative": {"repetition_penalty": -1.0},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": -1},
+    "max_new_tokens zero": {"max_new_tokens": 0},
+    "max_new_tokens negative": {"max_new_tokens": -3},
+    "max_new_tokens fraction": {"max_new_tokens": 1.5},
+    "min_new_tokens": {"min_new_tokens": -1},
+    "min over max": {"min_new_tokens": 9, "max_new_tokens": 4},
+    "stop_strings empty": {"stop_strings": [""]},
+    "temprature": {"temprature": 0.5},
+    "beam": {"beam": 2},
+}
+
+
+@pytest.mark.parametrize("options", BAD_OPTIONS.values(), ids=BAD_OPTIONS.keys())
+def test_bad_options_are_refused_by_name_before_a_model_runs(target, options):
+    """Each impossible or unknown option is a SamplingError that names it."""
+    decoder = SpeculativeDecoder(target, byte_tokenizer())
+    name = next(iter(options))
+    with counted(target) as passes, pytest.raises(SamplingError, match=name):
+        decoder.generate([1, 2], **options)
+    assert not passes
+
+
+@pytest.mark.parametrize("seed", [[1], [1, 2, 3], [1, True], True, 1.5, "12", [1, 2.0]])
+def test_bad_seeds_are_refused_before_a_model_runs(target, seed):
+    """A seed is a whole number, or one per row."""
+    decoder = SpeculativeDecoder(target)
+    with counted(target) as passes, pytest.raises(InputError, match="seed"):
+        decoder.generate([[1], [2]], seed=seed, temperature=1.0)
+    assert not passes
+
+
+def test_stop_strings_need_a_tokenizer(target):
+    """Without a tokenizer nobody can tell where a string ends."""
+    decoder = SpeculativeDecoder(target)
+    with counted(target) as passes, pytest.raises(SamplingError, match="stop_strings needs a tokenizer"):
+        decoder.generate([1], stop_strings="x")
+    assert not passes
+
+
+def test_max_length_must_leave_room(target):
+    """A length that the prompt already has is an error, not an empty text."""
+    with pytest.raises(InputError, match="max_length=3 leaves no room"):
+        SpeculativeDecoder(target).generate([1, 2, 3], max_length=3)
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_text_needs_a_tokenizer(target, raw):
+    """Text in is refused for want of a tokenizer, not called empty."""
+    with pytest.raises(InputError, match="tokenizer"):
+        SpeculativeDecoder(target).generate("hello", raw=raw)
+
+
+def test_messages_need_a_chat_template(target, tokenizer):
+    """Chat messages without a template to lay them out are an input error."""
+    decoder = SpeculativeDecoder(target, tokenizer)
+    with counted(target) as passes, pytest.raises(InputError, match="chat template"):
+        decoder.generate([{"role": "user", "content": "hi"}], max_new_tokens=2)
+    assert not passes
+
+
+def test_streams_and_streamers_take_one_prompt(target, tokenizer):
+    """A batch has no single text to stream."""
+    decoder = SpeculativeDecoder(target, tokenizer)
+    with counted(target) as passes:
+        with pytest.raises(InputError, match="one prompt"):
+            decoder.stream([[1], [2]], max_new_tokens=4)
+        with pytest.raises(InputError, match="one prompt"):
+            decoder.generate([[1], [2]], max_new_tokens=4, streamer=TextStreamer(tokenizer))
+        with pytest.raises(InputError, match="tokenizer"):
+            SpeculativeDecoder(target).stream([1], max_new_tokens=4)
+    assert not passes
+
+
+def test_a_draft_with_another_tokenizer_is_refused_before_a_model_runs():
+    """The tables are compared, not their sizes."""
+    target, draft = tiny_llama(0, rope_theta=11.0), tiny_llama(1, rope_theta=12.0)  # not checked before
+    swapped = byte_tokenizer()
+    swapped.add_tokens(["new"])
+    drafts = [ModelDraft(draft, swapped)]
+    with counted(target, draft) as passes, pytest.raises(TokenizerMismatch, match="new"):
+        SpeculativeDecoder(target, byte_tokenizer(), drafts=drafts)
+    assert not passes
+
+
+@pytest.mark.parametrize(
+    ("policy", "verifier"),
+    [
+        (BestFirst(4, 2), MultiStep()),
+        (Widths((2,)), MultiStep(replacement=True)),
+        (Sampled((2,)), MultiStep(replacement=True)),
+        (Sampled((2,), replacement=True), MultiStep()),
+    ],
+)
+def test_a_verifier_that_would_bias_the_text_is_refused_before_a_model_runs(policy, verifier):
+    """Wrong pairs of tree and verifier are errors at construction."""
+    target = tiny_llama(0, rope_theta=13.0)
+    with counted(target) as passes, pytest.raises(PairingError, match="MultiStep"):
+        SpeculativeDecoder(target, tree=policy, verifier=verifier)
+    assert not passes
+
+
+@pytest.mark.parametrize("place", ["target", "draft"])
+def test_recurrent_and_flash_attention_models_are_refused_by_name(target, place):
+    """Models that cannot score a tree are refused before they run, as target and as draft."""
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, state_size=4))
+    flash = tiny_llama(0)
+    flash.config._attn_implementation = "flash_attention_2"
+    for model, message in ((mamba, "MambaForCausalLM"), (flash, "flash_attention_2")):
+        with counted(model) as passes, pytest.raises(UnsupportedModel, match=message):
+            if place == "target":
+                SpeculativeDecoder(model)
+            else:
+                SpeculativeDecoder(target, drafts=[model])
+        assert not passes
+
+
+@pytest.mark.parametrize("draft", ["some-model", "n-gram"])
+def test_names_of_drafts_need_from_pretrained(target, draft):
+    """The constructor loads nothing."""
+    with pytest.raises(InputError, match=draft):
+        SpeculativeDecoder(target, drafts=[draft])
+
+
+def broken_at(length, value=torch.nan, only=None):
+    """A logits processor that spoils the logits after `length` ids (of the row that begins with `only`)."""
+
+    def spoil(input_ids, scores):
+        hit = input_ids.shape[1] == length and only in (None, int(input_ids[0, 0]))
+        return torch.full_like(scores, value) if hit else scores
+
+    return spoil
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 1}])
+def test_logits_that_are_not_numbers_name_row_and_step_and_keep_what_was_decoded(target, value, options):
+    """NaN, inf or all -inf end the call with an error that carries the results so far."""
+    whole = SpeculativeDecoder(target, tree=None).generate(PROMPTS, max_new_tokens=12, **options)
+    decoder = SpeculativeDecoder(target, tree=None)
+    spoil = broken_at(len(PROMPTS[2]) + 5, value, only=PROMPTS[2][0])
+    with pytest.raises(NumericalError, match="row 2, step 6") as caught:
+        decoder.generate(PROMPTS, max_new_tokens=12, logits_processor=[spoil], **options)
+    partial = caught.value.partial
+    assert [result.finish_reason for result in partial] == ["unfinished"] * 4
+    assert partial[2].token_ids == whole[2].token_ids[:5]
+    for result, reference in zip(partial, whole, strict=True):
+        assert result.token_ids == reference.token_ids[: len(result.token_ids)]
+
+
+def test_results_kept_by_an_error_agree_with_their_steps(target):
+    """What an error carries is consistent: ids are those of the recorded steps, for every row."""
+    spoil = broken_at(len(PROMPTS[2]) + 5, only=PROMPTS[2][0])
+    decoder = SpeculativeDecoder(target, tree=None)
+    with pytest.raises(NumericalError) as caught:
+        decoder.generate(PROMPTS, max_new_tokens=12, logits_processor=[spoil])
+    for result in caught.value.partial:
+        assert result.token_ids == [token for step in result.steps for token in step.tokens]
+
+
+def test_nan_weights_are_an_error(near):
+    """A real NaN in the target's weights is found at the first step."""
+    broken = tiny_llama(3)
+    decoder = SpeculativeDecoder(broken, drafts=[near], tree=Chain(2))
+    with torch.no_grad():
+        broken.lm_head.weight[7] = torch.nan
+    with pytest.raises(NumericalError, match="row 0, step 1"):
+        decoder.generate([1, 2], max_new_tokens=4)
+
+
+def test_a_draft_that_yields_nan_is_a_clear_error_or_harmless(target):
+    """NaN from a draft never becomes wrong text and never a bare Python error."""
+    broken = like(target)
+    decoder = SpeculativeDecoder(target, drafts=[broken], tree=BestFirst(4, 2))
+    with torch.no_grad():
+        broken.lm_head.weight[7] = torch.nan
+    try:
+        assert decoder.generate([1, 2], max_new_tokens=4).token_ids == plain(target, [1, 2], 4)
+    except SpecinferError as error:
+        assert "draft" in str(error)
+
+
+# ---- edges ----
+
+
+def ended_at(target, place, depth=4):
+    """Decode with a draft that knows the future, the token at `place` being the end of sequence."""
+    text = plain(target, PROMPTS[3], 12)
+    end = text[place]
+    assert end not in text[:place]
+    decoder = SpeculativeDecoder(target, drafts=[oracle(target)], tree=Chain(depth))
+    return decoder.generate(PROMPTS[3], max_new_tokens=12, eos_token_id=[end, VOCAB - 1]), text[: place + 1]
+
+
+@pytest.mark.parametrize("place", range(7))
+def test_end_of_sequence_anywhere_in_a_step_ends_the_text_there(target, place):
+    """EOS as the root's successor, an inner, the last accepted and the bonus token: nothing follows it."""
+    text = plain(target, PROMPTS[3], 12)
+    if text[place] in text[:place]:
+        pytest.skip("this token came before")
+    result, wanted = ended_at(target, place)
+    assert result.token_ids == wanted
+    assert result.finish_reason == "eos"
+    assert (result.steps[-1].bonus is None) == (place % 5 != 4)  # cut before the step's fifth, its bonus
+
+
+@pytest.mark.parametrize("new", [1, 2, 3])
+@pytest.mark.parametrize("policy", TREES.values(), ids=TREES.keys())
+def test_small_budgets_are_kept_exactly(target, near, new, policy):
+    """One to three tokens, in a batch too; the tree is no deeper than what may still be emitted."""
+    decoder = SpeculativeDecoder(target, drafts=[near, "ngram"], tree=policy)
+    for prompt, result in zip(PROMPTS, decoder.generate(PROMPTS, max_new_tokens=new), strict=True):
+        assert result.token_ids == plain(target, prompt, new)
+        assert result.finish_reason == "length"
+        assert all(step.tree.depth < new for step in result.steps)
+
+
+def test_the_budget_is_never_exceeded(target):
+    """However much is accepted, no step emits more than is left."""
+    decoder = SpeculativeDecoder(target, drafts=[copy.deepcopy(target)], tree=BestFirst(12, 6))
+    for new in range(1, 16):
+        assert len(decoder.generate([9, 8], max_new_tokens=new).token_ids) == new
+
+
+def gpt2(positions):
+    torch.manual_seed(2)
+    special = {"bos_token_id": None, "eos_token_id": None}
+    config = GPT2Config(
+        vocab_size=50, n_positions=positions, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3, **special
+    )
+    return GPT2LMHeadModel(config).double().eval()
+
+
+@pytest.mark.parametrize("policy", [BestFirst(12, 6), Chain(5), Widths((2, 2, 2))])
+def test_the_context_may_be_used_to_its_end(policy):
+    """Learned positions: the last one is used, and the one after it is refused by name."""
+    model = gpt2(24)
+    decoder = SpeculativeDecoder(model, drafts=[like(model), "ngram"], tree=policy)
+    for prompt in ([3, 1, 4, 1, 5], [7]):
+        room = 24 - len(prompt)
+        assert decoder.generate(prompt, max_new_tokens=room).token_ids == plain(model, prompt, room)
+        with pytest.raises(InputError, match="context of 24"):
+            decoder.generate(prompt, max_new_tokens=room + 1)
+
+
+def test_a_ragged_batch_at_the_end_of_the_context():
+    """A row at the last position is not disturbed by a short row's tree."""
+    model = gpt2(24)
+    decoder = SpeculativeDecoder(model, drafts=[like(model)], tree=BestFirst(10, 6))
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7]]
+    for prompt, result in zip(prompts, decoder.generate(prompts, max_new_tokens=13), strict=True):
+        assert result.token_ids == plain(model, prompt, 13)
+
+
+def test_a_long_prompt_is_prefilled_in_chunks(target, near, monkeypatch):
+    """Prompts longer than a chunk, next to short ones, give the same text; passes stay small."""
+    monkeypatch.setattr(specinfer.attention.model, "PREFILL_CHUNK", 8)
+    prompts = [[(7 * i) % 50 for i in range(45)], [40], [1] * 17, [2] * 8]
+    sizes = []
+    hook = target.register_forward_pre_hook(
+        lambda _module, _args, inputs: sizes.append(inputs["input_ids"].shape[1]), with_kwargs=True
+    )
+    results = SpeculativeDecoder(target, drafts=[near, "ngram"], tree=Chain(3)).generate(prompts, max_new_tokens=8)
+    hook.remove()
+    assert max(sizes) == 8
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.token_ids == plain(target, prompt, 8)
+
+
+def test_a_vocabulary_of_151936():
+    """The vocabulary of large models, with candidates found block by block."""
+    model = tiny_llama(0, vocab=151_936, hidden_size=8, intermediate_size=8, num_hidden_layers=1, spread=0.5)
+    decoder = SpeculativeDecoder(model, drafts=[like(model, 0.02)], tree=BestFirst(8, 3))
+    result = decoder.generate([151_000, 5, 90_000], max_new_tokens=8)
+    assert result.token_ids == plain(model, [151_000, 5, 90_000], 8)
+    sampled = {"temperature": 0.8, "top_p": 0.9, "seed": 3, "max_new_tokens": 6}
+    alone = SpeculativeDecoder(model, tree=None).generate([5], **sampled)
+    assert decoder.generate([5], **sampled).token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3, 6])
+def test_a_stop_string_across_accepted_tokens_cuts_inside_a_step(target, tokenizer, depth):
+    """A stop string of three tokens, the text going on behind it in the same step, ends at its last token."""
+    prompt = list(b"say ")
+    script = tokenizer("so then END or not")["input_ids"]
+    decoder = SpeculativeDecoder(
+        target, tokenizer, drafts=[Scripted(lambda row: script[len(row) - 4 :])], tree=Chain(depth)
+    )
+    force = following(script, len(prompt))
+    result = decoder.generate(prompt, max_new_tokens=18, stop_strings=["END"], logits_processor=[force])
+    assert result.text == "so then END"
+    assert result.finish_reason == "stop"
+
+
+# ---- results ----
+
+
+def test_figures_agree_with_the_steps(target, near, far):
+    """Counts in the stats are those of the steps; paths are paths; every drafted token names its draft."""
+    drafts = [ModelDraft(near, name="near"), NGramDraft(), ModelDraft(far, name="far")]
+    decoder = SpeculativeDecoder(target, drafts=drafts, tree=BestFirst(9, 4))
+    for result in decoder.generate(PROMPTS, max_new_tokens=20):
+        stats = result.stats
+        assert [token for step in result.steps for token in step.tokens] == result.token_ids
+        assert stats.new_tokens == len(result.token_ids) == 20
+        assert stats.target_passes == len(result.steps)
+        assert stats.tokens_per_target_pass == 20 / len(result.steps)
+        assert stats.draft_passes > 0
+        seconds = stats.seconds
+        assert seconds.total >= seconds.target > 0
+        assert seconds.bookkeeping >= 0
+        for step in result.steps:
+            along = [int(step.tree.tokens[node]) for node in step.path]
+            assert (*along, step.bonus)[: len(step.tokens)] == step.tokens
+            assert len(step.drafted_by) == len(step.tokens)
+            assert set().union(*step.drafted_by) <= {"near", "ngram", "far"}
+            for node, names in zip(step.path, step.drafted_by, strict=False):
+                assert set(names) == {drafts[draw.draft].name for draw in step.tree.draws[node]}
+            if step.bonus is not None:
+                assert step.drafted_by[-1] == ()
+
+
+def test_acceptance_by_depth_by_hand(target):
+    """Chains right for 2, 0, then 1 tokens, the third cut to depth 2, the last to a bare root: counted by hand."""
+    prompt = PROMPTS[1]
+    text = plain(target, prompt, 12)
+    right = iter([2, 0, 1])
+
+    def future(row):
+        done, good = len(row) - len(prompt), next(right)
+        wrong = [(token + 1) % VOCAB for token in text]
+        return [*text[done : done + good], *wrong[done + good : done + 3]]
+
+    decoder = SpeculativeDecoder(target, drafts=[Scripted(future)], tree=Chain(3))
+    result = decoder.generate(prompt, max_new_tokens=7)
+    assert [len(step.path) for step in result.steps] == [2, 0, 1, 0]
+    assert result.token_ids == text[:7]
+    assert result.stats.acceptance_by_depth == pytest.approx((2 / 3, 1 / 2, 0.0))
+    names = [step.drafted_by for step in result.steps]
+    assert names == [(("scripted",), ("scripted",), ()), ((),), (("scripted",), ()), ((),)]
+
+
+def test_results_are_json_ready(target, tokenizer, near):
+    """`to_dict` of a result and of its steps survives a trip through JSON."""
+    import json
+
+    result = SpeculativeDecoder(target, tokenizer, drafts=[near]).generate(list(b"abc"), max_new_tokens=6)
+    record = json.loads(json.dumps(result.to_dict()))
+    assert {"text", "token_ids", "finish_reason", "seed", "stats"} == set(record)
+    wanted = {"new_tokens", "target_passes", "draft_passes", "tokens_per_target_pass", "seconds"}
+    assert wanted <= set(record["stats"])
+    assert record["stats"]["seconds"]["total"] > 0
+    steps = [json.loads(json.dumps(step.to_dict())) for step in result.steps]
+    assert [token for step in steps for token in step["tokens"]] == result.token_ids
+    assert str(result) == result.text
+
+
+def test_draft_passes_are_counted_and_prefill_is_not(target, near):
+    """A chain of k costs one draft pass a level; a decoder without drafts costs none."""
+    assert SpeculativeDecoder(target, tree=None).generate([1], max_new_tokens=4).stats.draft_passes == 0
+    result = SpeculativeDecoder(target, drafts=[near], tree=Chain(3)).generate([1, 2, 3], max_new_tokens=16)
+    assert result.stats.draft_passes == sum(step.tree.depth for step in result.steps)
+    assert SpeculativeDecoder(target).generate([1], max_new_tokens=4).stats.draft_passes == 0
+
+
+def test_no_step_runs_the_target_more_than_once(target, near):
+    """One target pass a step over all rows, prefill aside."""
+    decoder = SpeculativeDecoder(target, drafts=[near], tree=BestFirst(6, 3))
+    with counted(target) as passes:
+        results = decoder.generate(PROMPTS, max_new_tokens=16)
+    assert len(passes) == 1 + max(len(result.steps) for result in results)
+
+
+# ---- streams ----
+
+TEXT = "Zoë 🌳🌲 naïve — 日本 👩‍👩‍👧 end"
+
+
+def telling(target, tokenizer, text=TEXT, depth=3, **options):
+    """A decoder and options that make the target say `text`, then the end of sequence."""
+    script = [*tokenizer(text)["input_ids"], EOS_TEXT]
+    draft = Scripted(lambda row: script[len(row) - 4 :])
+    decoder = SpeculativeDecoder(target, tokenizer, drafts=[draft], tree=Chain(depth))
+    force = following(script, 4)
+    options = {"max_new_tokens": 100, "logits_processor": [force], "eos_token_id": EOS_TEXT, **options}
+    return decoder, options
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 4, 7])
+def test_pieces_of_a_stream_are_whole_characters_and_join_to_the_text(target, tokenizer, depth):
+    """No piece ends inside a character of several tokens, wherever steps end."""
+    decoder, options = telling(target, tokenizer, depth=depth)
+    stream = decoder.stream(list(b"say "), **options)
+    pieces = list(stream)
+    assert "".join(pieces) == stream.result.text == TEXT
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert all(pieces)
+    assert stream.result.finish_reason == "eos"
+    assert len(pieces) > 2
+
+
+def test_a_stream_of_random_bytes_joins_to_the_text(target, near, tokenizer):
+    """Bytes that are no characters are shown as such, once they are final."""
+    decoder = SpeculativeDecoder(target, tokenizer, drafts=[near])
+    for seed in range(5):
+        stream = decoder.stream([1, 2], max_new_tokens=30, temperature=1.0, seed=seed)
+        assert isinstance(stream, TextStream)
+        assert "".join(stream) == stream.result.text
+
+
+def test_a_stream_whose_text_is_tidied_joins_to_the_text(target):
+    """Joined pieces are the text even where the tokenizer drops a space before punctuation that comes later."""
+    tokenizer = byte_tokenizer(clean_up_tokenization_spaces=True)
+    decoder, options = telling(target, tokenizer, "well , yes . no", depth=1)
+    stream = decoder.stream(list(b"say "), **options)
+    assert "".join(stream) == stream.result.text
+
+
+def test_no_pass_runs_before_a_stream_is_iterated(target, tokenizer):
+    """Opening a stream checks the input and runs nothing; one piece runs one step."""
+    decoder = SpeculativeDecoder(target, tokenizer, tree=None)
+    with counted(target) as passes:
+        stream = decoder.stream(list(b"abc"), max_new_tokens=20)
+        assert not passes
+        stream.close()
+        assert list(stream) == []
+        assert not passes
+
+
+def test_closing_a_stream_leaves_models_as_they_were(tokenizer):
+    """Train mode, config and the next text are not changed by a stream that is closed midway."""
+    target, draft = tiny_llama(0).train(), tiny_llama(1).train()
+    decoder = SpeculativeDecoder(target, tokenizer, drafts=[draft])
+    config = target.config.to_dict()
+    stream = decoder.stream(list(b"abcabc"), max_new_tokens=30)
+    next(stream)
+    assert not target.training
+    assert not draft.training
+    stream.close()
+    assert target.training
+    assert draft.training
+    assert target.config.to_dict() == config
+    assert stream.result.finish_reason == "unfinished"
+    assert 0 < len(stream.result.token_ids) < 30
+    prompt = list(b"abcabc")
+    result = decoder.generate(prompt, max_new_tokens=12)
+    target.eval()
+    assert result.token_ids == plain(target, prompt, 12)
+
+
+def test_an_error_in_a_custom_processor_leaves_models_as_they_were():
+    """The error arrives as it was raised, and the models are restored."""
+    target = tiny_llama(0).train()
+    decoder = SpeculativeDecoder(target)
+
+    def fail(input_ids, scores):
+        if input_ids.shape[1] > 4:
+            raise KeyError("mine")
+        return scores
+
+    with pytest.raises(KeyError, match="mine"):
+        decoder.generate([1, 2], max_new_tokens=8, logits_processor=[fail])
+    assert target.training
+    result = decoder.generate([1, 2], max_new_tokens=8)
+    assert target.training
+    assert result.token_ids == plain(target.eval(), [1, 2], 8)
+
+
+def test_training_flags_of_submodules_are_restored():
+    """A model in which one layer was frozen in eval mode comes back like that."""
+    target = tiny_llama(0).train()
+    target.model.layers[0].eval()
+    SpeculativeDecoder(target).generate([1], max_new_tokens=2)
+    assert target.training
+    assert not target.model.layers[0].training
+
+
+class Recorder:
+    """A transformers streamer that writes down what it is given."""
+
+    def __init__(self):
+        self.calls = []
+
+    def put(self, value):
+        self.calls.append(value.tolist())
+
+    def end(self):
+        self.calls.append("end")
+
+
+def test_streamers_get_the_prompt_then_tokens_then_the_end(target, near):
+    """The order of transformers' own generate: put(prompt, 2-D), put(tokens, 1-D) ..., end()."""
+    recorder = Recorder()
+    decoder = SpeculativeDecoder(target, drafts=[near])
+    result = decoder.generate(PROMPTS[0], max_new_tokens=12, streamer=recorder)
+    prompt, *tokens, end = recorder.calls
+    assert prompt == [PROMPTS[0]]
+    assert [token for piece in tokens for token in piece] == result.token_ids
+    assert end == "end"
+
+
+def test_a_text_streamer_prints_the_text(target, tokenizer, capsys):
+    """transformers' TextStreamer works as it does with generate."""
+    decoder, options = telling(target, tokenizer)
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    result = decoder.generate(list(b"say "), streamer=streamer, **options)
+    assert capsys.readouterr().out.rstrip("\n") == result.text == TEXT
+
+
+# ---- nothing leaks ----
+
+
+def live_objects():
+    gc.collect()
+    caches = (specinfer.attention.TreeCache, specinfer.attention.TreeSession)
+    objects = gc.get_objects()
+    return sum(type(o) is torch.Tensor for o in objects), sum(isinstance(o, caches) for o in objects)
+
+
+def test_nothing_piles_up_over_200_calls(target, near):
+    """Tensors and caches alive are as many after 200 calls as after ten, closed streams and errors included."""
+    tokenizer = byte_tokenizer()
+    decoder = SpeculativeDecoder(target, tokenizer, drafts=[near, "ngram"], tree=BestFirst(4, 2))
+
+    def call(i):
+        decoder.generate([i % 200, 5], max_new_tokens=3, temperature=float(i % 2), seed=i)
+        if i % 10 == 0:
+            next(iter(decoder.stream([i % 200, 5], max_new_tokens=4)), None)
+            with pytest.raises(NumericalError):
+                decoder.generate([5], max_new_tokens=3, logits_processor=[broken_at(2)])
+
+    for i in range(10):
+        call(i)
+    before = live_objects()
+    for i in range(200):
+        call(i)
+    assert live_objects() == before
+
+
+# ---- prompts ----
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+
+
+def test_text_messages_ids_and_tensors_are_one_prompt_or_a_batch(target):
+    """A string is a user's message where there is a chat template, and itself where it is raw."""
+    tokenizer = byte_tokenizer(chat_template=TEMPLATE)
+    decoder = SpeculativeDecoder(target, tokenizer, tree=None)
+
+    def ids(prompt, **options):
+        result = decoder.generate(prompt, max_new_tokens=1, **options)
+        return [r.prompt_ids for r in result] if isinstance(result, list) else result.prompt_ids
+
+    chat, messages = tokenizer("<user>hi<a>")["input_ids"], [{"role": "user", "content": "hi"}]
+    assert ids("hi") == ids(messages) == chat
+    assert ids("hi", raw=True) == tokenizer("hi")["input_ids"]
+    assert ids(["hi", "hi"]) == ids([messages, messages]) == [chat, chat]
+    assert ids([3, 4]) == ids(torch.tensor([3, 4])) == [3, 4]
+    assert ids([[3, 4]]) == ids(torch.tensor([[3, 4]])) == [[3, 4]]
+    assert ids([torch.tensor([3, 4]), [5]]) == [[3, 4], [5]]
+    assert SpeculativeDecoder(target, byte_tokenizer()).generate("hi", max_new_tokens=1).prompt_ids == [
+        *tokenizer("hi")["input_ids"]
+    ]
+
+
+def test_walk_is_exact_on_sampled_trees_too(target, near):
+    """The walk looks at no law, so greedy ids are exact on trees that were drawn."""
+    for policy in (Sampled((2, 2)), Sampled((2, 2), replacement=True)):
+        for verifier in (Walk(), None):
+            decoder = SpeculativeDecoder(target, drafts=[near, "ngram"], tree=policy, verifier=verifier)
+            for prompt, result in zip(PROMPTS, decoder.generate(PROMPTS, max_new_tokens=12), strict=True):
+                assert result.token_ids == plain(target, prompt, 12)
