@@ -97,6 +97,16 @@ def test_best_first_is_the_heaps_tree_on_10000_distributions_with_ties(device: s
         assert len(source.frontiers) <= min(max_depth, max_nodes)
 
 
+def test_min_probability_leaves_out_the_unlikely_paths_and_nothing_else(route: str) -> None:
+    """A threshold gives the heap's tree cut off where path probabilities fall below it."""
+    table = coarse_table(50, 11, 6, seed=5)
+    growth = BestFirst(9, 4, min_probability=0.1).grow(TableSource(table))
+    for got, row in zip(rows(growth), table.tolist(), strict=True):
+        assert got == [node for node in heap_tree(row, 9, 4) if node[2] >= np.log(0.1)]
+    with pytest.raises(PolicyError, match=r"between 0 and 1, got 1\.5"):
+        BestFirst(4, 2, min_probability=1.5)
+
+
 def test_best_first_scores_only_nodes_that_can_have_children_in_the_tree(route: str) -> None:
     """Frontiers fit their static bound, hold real ids even as padding, and on the host no needless column."""
     source = TableSource(coarse_table(40, 11, 6, seed=4))

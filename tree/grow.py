@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import inf
+from math import inf, log
 from operator import mul
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -143,21 +143,29 @@ class BestFirst:
     Equal scores are ranked by smaller depth, then by the parents' ranks, then by sibling rank, as by a heap
     with that key.
 
+    Args:
+        max_nodes: drafted nodes at most.
+        max_depth: levels below the root at most.
+        min_probability: paths less likely than this are left out, so a draft that knows little drafts little.
+
     Raises:
-        PolicyError: a size that is not a whole number, or negative.
+        PolicyError: a size that is not a whole number, or negative; a probability outside [0, 1].
     """
 
     max_nodes: int
     max_depth: int
+    min_probability: float = 0.0
     kind: ClassVar[Kind] = Kind.RANKED
 
     def __post_init__(self) -> None:
         _check_size("max_nodes", self.max_nodes, 0)
         _check_size("max_depth", self.max_depth, 0)
+        if not 0 <= self.min_probability <= 1:
+            raise PolicyError(f"min_probability must be between 0 and 1, got {self.min_probability!r}; 0 keeps all")
 
     def grow(self, source: Source, max_depth: int | None = None) -> Growth:
         """Grow one tree per row, asking the source at most `max_depth` times."""
-        pool = _Pool(source, self.max_nodes)
+        pool = _Pool(source, self.max_nodes, log(self.min_probability) if self.min_probability else -inf)
         for depth in range(min(_limit(self.max_depth, max_depth), self.max_nodes)):
             frontier = pool.newest(depth) if depth else _root(source)
             if frontier.tokens.shape[1] == 0:
@@ -174,7 +182,8 @@ class _Pool:
     candidate stays in lists, one entry per level, that a number indexes once they are joined.
     """
 
-    def __init__(self, source: Source, size: int) -> None:
+    def __init__(self, source: Source, size: int, least: float) -> None:
+        self.least = least  # the smallest score that is let in
         self.scores = torch.full((source.batch, size), -inf, device=source.device)  # (B, N) descending
         self.numbers = torch.full_like(self.scores, -1, dtype=torch.int64)  # (B, N); -1 = an empty slot
         self.front = self.numbers.new_full((source.batch, 1), -1), self.scores.new_zeros(source.batch, 1)
@@ -182,9 +191,7 @@ class _Pool:
         self.parents: list[Tensor] = []  # (B, W * k) numbers; -1 = the root
         self.order: list[Tensor] = []  # (W * k,)
         self.first = self.offered = 0  # the number of the newest level's first candidate, and of the next one
-        self.above = self.sent = (
-            0  # the same for frontier nodes: where the newest level's parents begin and end
-        )
+        self.above = self.sent = 0  # the same for frontier nodes: where the newest level's parents begin, end
 
     def admit(self, frontier: Frontier, tokens: Tensor, log_probs: Tensor) -> None:
         """Let the candidates of the frontier, both (B, W, k), compete for the pool."""
@@ -197,7 +204,8 @@ class _Pool:
         self.parents.append(numbers.repeat_interleave(k, 1))
         self.order.append((arrivals - self.first) % k)
         # The pool comes first and parents stand in pool order, so a stable sort breaks ties as the heap does.
-        scores = torch.cat((self.scores, _path_scores(frontier, scores, log_probs)), 1)
+        paths = _path_scores(frontier, scores, log_probs)
+        scores = torch.cat((self.scores, paths.masked_fill_(paths < self.least, -inf)), 1)
         numbers = torch.cat((self.numbers, arrivals.expand(rows, -1)), 1)
         scores, best = scores.sort(dim=1, descending=True, stable=True)
         size = self.scores.shape[1]
