@@ -56,7 +56,8 @@ class TreeLayer(CacheLayerMixin):
     @property
     def buffers(self) -> tuple[Tensor, Tensor]:
         """The key and the value buffer."""
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         return self.keys, self.values
 
     def grow(self, capacity: int, used: int) -> None:
@@ -93,6 +94,7 @@ class TreeCache(Cache):
 
     def __init__(self, rows: int, capacity: int, max_capacity: int | None = None) -> None:
         super().__init__(layers=[])
+        self.layers: list[TreeLayer] = []  # type: ignore[assignment]  # a narrower type than the base class's
         if rows < 1 or capacity < 1:
             raise CacheError(f"a cache needs at least one row and one slot, not {rows} rows of {capacity} slots")
         self.rows = rows
@@ -150,10 +152,14 @@ class TreeCache(Cache):
         an empty path keeps nothing; ``None`` retires the row, and the rows after it move up.  In place.
         """
         self._check_paths(paths)
-        for row, path in enumerate(paths):
-            moved = [source for target, source in enumerate(path or ()) if source != target]
-            if path and moved:
-                self._move_slots(row, moved, self.lengths[row] + len(path) - len(moved))
+        moves = [
+            (row, self.lengths[row] + source, self.lengths[row] + target)
+            for row, path in enumerate(paths)
+            for target, source in enumerate(path or ())
+            if source != target
+        ]
+        if moves:
+            self._move_slots(moves)
         self.lengths = [n + len(path or ()) for n, path in zip(self.lengths, paths, strict=True)]
         self.pending = 0
         if any(path is None for path in paths):
@@ -194,13 +200,19 @@ class TreeCache(Cache):
             if path and not (ascending and path[-1] < self.pending):
                 raise CacheError(f"row {row}: path {list(path)} is not ascending within {self.pending} slots")
 
-    def _move_slots(self, row: int, sources: list[int], target: int) -> None:
-        """Copy pending slots of a row to the slots from ``target`` on."""
-        slots = torch.tensor(sources, device=self.layers[0].buffers[0].device) + self.lengths[row]
+    def _move_slots(self, moves: list[tuple[int, int, int]]) -> None:
+        """Copy (row, source, target) slots.  On flat buffers that is two kernels each, in any batch."""
+        rows, *slots = torch.tensor(moves, device=self.layers[0].buffers[0].device).T[:, :, None]
+        places: dict[int, list[Tensor]] = {}  # heads -> sources and targets in (rows * heads * capacity, dim)
         for layer in self.layers:
             for buffer in layer.buffers:
-                kept = buffer[row].index_select(1, slots)  # a copy: no aliasing
-                buffer[row, :, target : target + len(sources)] = kept
+                heads = buffer.shape[1]
+                if heads not in places:
+                    first = (rows * heads + torch.arange(heads, device=rows.device)) * self.capacity
+                    places[heads] = [(first + slot).flatten() for slot in slots]
+                sources, targets = places[heads]
+                flat = buffer.view(-1, buffer.shape[3])
+                flat.index_copy_(0, targets, flat.index_select(0, sources))  # selected first: no aliasing
 
     def _move_rows(self, survivors: list[int]) -> None:
         for target, source in enumerate(survivors):

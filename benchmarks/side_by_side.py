@@ -51,7 +51,12 @@ def build_methods(model: Any, tokenizer: Any, drafts: list[Any], args: Any) -> d
         def run(prompt: str) -> dict[str, Any]:
             stats = engine.generate(prompt, **options).stats
             seconds = stats.seconds.to_dict()
-            return {"tokens": stats.new_tokens, "passes": stats.target_passes, "seconds": seconds.pop("total"), **seconds}
+            return {
+                "tokens": stats.new_tokens,
+                "passes": stats.target_passes,
+                "seconds": seconds.pop("total"),
+                **seconds,
+            }
 
         return run
 

@@ -1,17 +1,17 @@
 """Certificates: the exact law of what speculative decoding emits, by enumeration, against the target's own.
 
 Knows: policies, `merge` and verifiers, the very objects the engine uses, and made-up models of a few tokens.
-Does not know: real models, logits, caches, random numbers.  That the engine hands a verifier the right laws and
-fair coins is not certified here but tested where it is done: in `row`, `draft` and `attention`.
+Does not know: real models, logits, caches, random numbers.  That the engine hands a verifier the right laws
+and fair coins is not certified here but tested where it is done: in `row`, `draft` and `attention`.
 
-How: nothing random happens.  Whatever draws, tosses or chooses asks a `Chance`, and a run is replayed once for
-every sequence of answers, in depth-first order, each with its exact probability in float64.  The law is joint
-over several tokens, so that a dependence between steps shows; trees grow no deeper than `decoder.propose` lets
-them.
+How: nothing random happens.  Whatever draws, tosses or chooses asks a `Chance`, and a run is replayed once
+for every sequence of answers, in depth-first order, each with its exact probability in float64.  The law is
+joint over several tokens, so that a dependence between steps shows; trees grow no deeper than
+`decoder.propose` lets them.
 
-What is lossless, and why: arXiv 2211.17192 and 2302.01318 (chains), 2305.09781 (SpecInfer: i.i.d. draws, naive
-sampling), 2402.12374 (Sequoia: without replacement), 2408.07978 (coupled sampling).  The broken pairs are
-mistakes that were made in earnest; they show that the enumeration has the power to notice.
+What is lossless, and why: arXiv 2211.17192 and 2302.01318 (chains), 2305.09781 (SpecInfer: i.i.d. draws,
+naive sampling), 2402.12374 (Sequoia: without replacement), 2408.07978 (coupled sampling).  The broken pairs
+are mistakes that were made in earnest; they show that the enumeration has the power to notice.
 
 Anything with ``verify(tree, target) -> Verdict`` can be certified:
 
@@ -46,8 +46,8 @@ from specinfer.verify import Law, MultiStep, TargetView, Verdict, Walk
 EXACT = 1e-12  # total variation that rounding in float64 may cause
 
 _ELSEWHERE = (
-    "a replayed run asked other questions than before, so its probabilities mean nothing: it must take all its "
-    "chance from the target's accepts, draw and choice"
+    "a replayed run asked other questions than before, so its probabilities mean nothing: it must take all "
+    "its chance from the target's accepts, draw and choice"
 )
 
 Context = tuple[int, ...]  # the tokens emitted so far
@@ -400,8 +400,8 @@ def _law_by_steps(pair: Pair, models: Models, tokens: int) -> np.ndarray:
 def _law_with_noise(pair: Pair, models: Models, tokens: int) -> np.ndarray:
     """Sum over the noise of every position, which fixes the target's choice in every context there.
 
-    Noise is one number u in [0, 1) per position, and a choice inverts the cumulative law at u, where the engine
-    takes an argmax over Gumbel numbers; either way all contexts share it, and drafts may know it beforehand.
+    Noise is one number u in [0, 1) per position, and a choice inverts the cumulative law at u, where the
+    engine takes an argmax over Gumbel numbers; either way all contexts share it, and drafts may know it.
     """
     law = _target(pair, models)
     laws = [[law(text) for text in product(range(models.vocabulary), repeat=n)] for n in range(tokens)]

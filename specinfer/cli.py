@@ -24,7 +24,8 @@ TargetOption = Annotated[
     str | None, typer.Option(help="Target model, hub name or folder.", show_default="SmolLM2-135M-Instruct")
 ]
 DraftOption = Annotated[
-    list[str] | None, typer.Option(help="Draft: a model or 'ngram'. Repeat to merge several.", show_default="ngram")
+    list[str] | None,
+    typer.Option(help="Draft: a model or 'ngram'. Repeat to merge several.", show_default="ngram"),
 ]
 TreeOption = Annotated[str, typer.Option(help="best-first, widths, chain, sampled or none.")]
 NodesOption = Annotated[int, typer.Option(help="Drafted nodes per tree (best-first).")]

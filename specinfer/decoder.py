@@ -5,7 +5,7 @@ everything that can be checked before a model runs, opens sessions, and turns st
 Knows: the order of things.  Does not know: how trees grow, how attention works, which rule is exact.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from typing import Any
@@ -27,7 +27,11 @@ DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8)
 
 
 def decode(
-    target: TreeSession, drafts: Sequence[DraftSession], policy: Policy, verifier: Verifier, rows: Sequence[Row]
+    target: TreeSession,
+    drafts: Sequence[DraftSession],
+    policy: Policy,
+    verifier: Verifier,
+    rows: Sequence[Row],
 ) -> Iterator[list[tuple[Row, Step]]]:
     """Decode rows to their ends, one target pass a step; yield what each active row emitted.
 
@@ -207,7 +211,7 @@ class SpeculativeDecoder:
 
     def _supported_policy(self, policy: Policy) -> Policy:
         """Check all models; fall back to a chain where one cannot branch."""
-        for model in (self.target, *(draft.model for draft in self.drafts if isinstance(draft, ModelDraft))):
+        for model in self._models():
             check = check_model(model.model)
             if check.support is Support.UNSUPPORTED:
                 raise UnsupportedModel(f"{check.model} cannot score token trees: {check.reason}")
@@ -219,6 +223,10 @@ class SpeculativeDecoder:
                 policy = Chain(policy.max_depth)
                 self.notes.append(f"tree={policy}: {check.model} can verify chains only ({check.reason})")
         return policy
+
+    def _models(self) -> list[TreeModel]:
+        """Return the target and every draft that is a model."""
+        return [self.target, *(draft.model for draft in self.drafts if isinstance(draft, ModelDraft))]
 
     def _check_tokenizers(self) -> None:
         from specinfer.models import same_tokens
@@ -261,7 +269,7 @@ class Run:
         """Return one result per row, of what was decoded so far."""
         return [self._result(row) for row in self.rows]
 
-    def _run(self) -> Iterator[list[tuple[Row, Step]]]:
+    def _run(self) -> Generator[list[tuple[Row, Step]]]:
         started = perf_counter()
         if self._streamer is not None:
             self._streamer.put(torch.tensor([self.rows[0].ids]))
@@ -353,7 +361,7 @@ class TextStream:
         """The result so far; complete once the stream has ended."""
         return self._run.results()[0]
 
-    def _decode(self) -> Iterator[str]:
+    def _decode(self) -> Generator[str]:
         """Yield text that later tokens cannot change: up to the last piece that ends inside a character."""
         tokenizer, row = self._run.decoder.tokenizer, self._run.rows[0]
         done = 0  # characters yielded
@@ -369,9 +377,8 @@ class TextStream:
 @contextmanager
 def _evaluating(decoder: SpeculativeDecoder) -> Iterator[None]:
     """Put every model in evaluation mode for the duration."""
-    models = [decoder.target.model, *(d.model.model for d in decoder.drafts if isinstance(d, ModelDraft))]
     with ExitStack() as stack:
-        for model in models:
+        for model in (tree_model.model for tree_model in decoder._models()):
             stack.callback(model.train, model.training)
             model.eval()
         yield

@@ -41,9 +41,17 @@ class Opening:
 class DraftSession(Protocol):
     """One draft at work on one batch of rows."""
 
-    passes: int  # forward passes so far, prefill excluded
-    seconds: float  # wall-clock seconds in them
-    prefill_seconds: float
+    @property
+    def passes(self) -> int:
+        """Forward passes so far, prefill excluded."""
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds in those passes."""
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Wall-clock seconds in prefill passes."""
 
     def propose(self, policy: Policy, max_depth: int) -> list[TokenTree]:
         """Grow one tree per row below its last committed token, no deeper than ``max_depth``."""
@@ -140,7 +148,8 @@ class ModelDraftSession:
             # nothing fed this step (a bare root, say): what was lacking is lacking still
             self.lacking[i] = new[len(path) :] if not self.lacking[i] else self.lacking[i] + new
             self.lengths[i] += len(new)
-        for values in (self.lacking, self.lengths, self.seeds, self.chance):
+        per_row: tuple[list[Any], ...] = (self.lacking, self.lengths, self.seeds, self.chance)
+        for values in per_row:
             values[:] = [values[i] for i in survivors]
         self.fed = []
 

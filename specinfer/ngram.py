@@ -11,6 +11,7 @@ context.  Below the shortest nothing is left to say, so probabilities sum to les
 from collections import defaultdict
 from collections.abc import Sequence
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,7 +115,8 @@ class NGramDraftSession:
         survivors = [i for i, new in enumerate(tokens) if new is not None]
         for i in survivors:
             self.texts[i].extend(tokens[i] or ())
-        for values in (self.texts, self.seeds, self.chance):
+        per_row: tuple[list[Any], ...] = (self.texts, self.seeds, self.chance)
+        for values in per_row:
             values[:] = [values[i] for i in survivors]
 
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:

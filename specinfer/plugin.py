@@ -3,6 +3,7 @@
 Knows: what transformers hands to a custom decoding loop.  Does not know: how decoding works.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,12 +34,11 @@ def custom_generate(
     logits_processor: Sequence[Any],
     stopping_criteria: Sequence[Any],
     generation_config: Any,
-    attention_mask: Tensor | None = None,
     draft_model: Any = "ngram",
     tree: Policy | None = DEFAULT_TREE,
     seed: int | Sequence[int] | None = None,
     spec_streamer: Any = None,
-    **_: Any,
+    **model_inputs: Any,
 ) -> Any:
     """Decode with token trees inside ``model.generate(**inputs, custom_generate=specinfer.custom_generate, ...)``.
 
@@ -52,11 +52,11 @@ def custom_generate(
         logits_processor: built by transformers, warpers included; applied as they are.
         stopping_criteria: asked after every single token.
         generation_config: complete.
-        attention_mask: (B, T); None = no padding.
         draft_model: a draft model, "ngram", a `Draft`, or a list of those.
         tree: the growth policy; None = no speculation.
         seed: as `SpeculativeDecoder.open`.
         spec_streamer: a transformers streamer, for one row.
+        **model_inputs: what transformers prepared for the model; ``attention_mask`` (B, T) says what is padding.
 
     Returns:
         Tensor (B, T + new), right-padded with the pad token, or `SpeculativeOutput`.
@@ -69,15 +69,14 @@ def custom_generate(
     settings = resolve(model.generation_config, generation_config, stopping_criteria=stopping_criteria)
     width = input_ids.shape[1]
     budget = settings.budget(width)
-    kept = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    mask = model_inputs.get("attention_mask")  # named as a parameter, transformers would pass it twice
+    kept = torch.ones_like(input_ids) if mask is None else mask
     rows = []
-    for index, (ids, mask, own_seed) in enumerate(
-        zip(input_ids, kept, row_seeds(seed, len(input_ids)), strict=True)
-    ):
+    for index, (ids, mask, own_seed) in enumerate(zip(input_ids, kept, row_seeds(seed, len(input_ids)), strict=True)):
         padding, prompt = ids[mask == 0].tolist(), ids[mask != 0].tolist()
         if not prompt or not bool(mask[len(padding) :].all()):
             raise InputError(f"row {index} is empty or not padded on the left: pad prompts on the left")
-        law = Law(list(logits_processor), padding)
+        law = Law([_of_row(processor, index) for processor in logits_processor], padding)
         names = [draft.name for draft in decoder.drafts]
         stopping = Stopping(settings, budget)
         rows.append(Row(index, prompt, law, stopping, own_seed, settings.do_sample, names))
@@ -91,11 +90,20 @@ def custom_generate(
     return _output(run.results(), input_ids, generation_config)
 
 
+def _of_row(processor: Any, index: int) -> Any:
+    """Return the processor as one row of the batch needs it: transformers' repetition penalty knows its padding."""
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if isinstance(ignored, Tensor):
+        processor = copy.copy(processor)
+        processor.prompt_ignore_length = int(ignored[index])
+    return processor
+
+
 def _output(results: list[Result], input_ids: Tensor, generation_config: Any) -> Any:
     pad = generation_config.pad_token_id
     longest = max(len(result.token_ids) for result in results)
     new = [[*r.token_ids, *[0 if pad is None else pad] * (longest - len(r.token_ids))] for r in results]
-    sequences = torch.cat([input_ids, torch.tensor(new, device=input_ids.device)], 1)
+    sequences: Any = torch.cat([input_ids, torch.tensor(new, device=input_ids.device)], 1)
     if generation_config.return_dict_in_generate:
         return SpeculativeOutput(sequences=sequences, results=results)
     return sequences

@@ -26,7 +26,7 @@ def encode(prompt: Prompt, tokenizer: Any = None, raw: bool = False) -> Prompts:
         prompt: a string; chat messages (a list of dicts with "role" and "content"); token ids (a list of ints or a
             1-D tensor); or a list (2-D tensor) of those for a batch.
         tokenizer: needed for text and messages.
-        raw: feed strings as they are; otherwise a string is a user's message wherever the tokenizer has a chat template.
+        raw: feed strings as they are; otherwise a string is a user's message if the tokenizer has a chat template.
 
     Raises:
         InputError: an empty prompt or row, an unknown kind of prompt, or text without a tokenizer.

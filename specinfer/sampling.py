@@ -118,9 +118,7 @@ def resolve(
             setattr(config, name, value)
     _validate(config)
     limit = _max_new_tokens(config, given, generation_config)
-    return Settings(
-        config, _eos(config), limit, tuple(logits_processor or ()), tuple(stopping_criteria or ())
-    )
+    return Settings(config, _eos(config), limit, tuple(logits_processor or ()), tuple(stopping_criteria or ()))
 
 
 def _implied_sampling(given: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +147,9 @@ def _validate(config: Any) -> None:
         if not any(value is n or value == n for n in neutral):
             raise SamplingError(f"{name}={value!r} cannot be used with token trees: {reason}")
 
-    def check(name: str, fits: Callable[[Any], bool], wanted: str, kind: type | tuple[type, ...] = (int, float)) -> None:
+    def check(
+        name: str, fits: Callable[[Any], bool], wanted: str, kind: type | tuple[type, ...] = (int, float)
+    ) -> None:
         value = getattr(config, name, None)
         if value is not None and (isinstance(value, bool) or not isinstance(value, kind) or not fits(value)):
             raise SamplingError(f"{name}={value!r} is not possible: it must be {wanted}")
@@ -209,9 +209,7 @@ class Law:
             scores = self._by_path(processor, scores, paths) if reads else processor(nothing, scores)
         return scores
 
-    def _by_path(
-        self, processor: Callable[..., Tensor], scores: Tensor, paths: Sequence[Sequence[int]]
-    ) -> Tensor:
+    def _by_path(self, processor: Callable[..., Tensor], scores: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Apply a prefix-reading processor, all paths of one length at a time."""
         for length in sorted({len(path) for path in paths}):
             rows = [i for i, path in enumerate(paths) if len(path) == length]
@@ -229,7 +227,7 @@ def _ignores_prefix(processor: Any) -> bool:
     return type(processor) in known
 
 
-def _processors(settings: Settings, prompt_length: int, device: torch.device) -> list[Callable[..., Tensor]]:
+def _processors(settings: Settings, prompt_length: int, device: Any) -> list[Callable[..., Tensor]]:
     """Processors that apply to greedy decoding and sampling alike (transformers' `_get_logits_processor` order)."""
     import transformers as hf
 
@@ -263,7 +261,7 @@ def _processors(settings: Settings, prompt_length: int, device: torch.device) ->
     return built
 
 
-def _warpers(config: Any, device: torch.device) -> list[Any]:
+def _warpers(config: Any, device: Any) -> list[Any]:
     """Warpers, which apply to sampling only, in transformers' order."""
     from transformers import generation as hf
 
@@ -275,7 +273,11 @@ def _warpers(config: Any, device: torch.device) -> list[Any]:
         (c.top_p < 1.0, "TopPLogitsWarper", (float(c.top_p),)),
         (bool(c.min_p), "MinPLogitsWarper", (c.min_p,)),
         (c.typical_p is not None and 0 < c.typical_p < 1.0, "TypicalLogitsWarper", (c.typical_p,)),
-        (c.epsilon_cutoff is not None and 0 < c.epsilon_cutoff < 1.0, "EpsilonLogitsWarper", (c.epsilon_cutoff,)),
+        (
+            c.epsilon_cutoff is not None and 0 < c.epsilon_cutoff < 1.0,
+            "EpsilonLogitsWarper",
+            (c.epsilon_cutoff,),
+        ),
     ]
     built = [getattr(hf, name)(*arguments) for wanted, name, arguments in table if wanted]
     if c.eta_cutoff is not None and 0 < c.eta_cutoff < 1.0:
@@ -318,4 +320,3 @@ class Stopping:
             if any(bool(torch.as_tensor(criterion(tensor, None)).any()) for criterion in self.criteria):
                 return "stop"
         return "length" if new_tokens >= self.budget else None
-

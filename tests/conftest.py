@@ -54,10 +54,11 @@ def byte_tokenizer(**options: Any) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{**special, **options})
 
 
-def plain(model: Any, prompt: Sequence[int], new: int = 24, **options: Any) -> list[int]:
-    """The new ids of transformers' own greedy `generate`."""
+def plain(model: Any, prompt: Sequence[int], new: int | None = 24, **options: Any) -> list[int]:
+    """The new ids of transformers' own greedy `generate`; options that are None are left out."""
     ids = torch.tensor([list(prompt)])
     options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, **options}
+    options = {name: value for name, value in options.items() if value is not None}
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
 
 

@@ -86,9 +86,7 @@ class Growth(NamedTuple):
     order: Tensor  # (B, M) int64: place among the draws under the parent
     valid: Tensor  # (B, M) bool; False = no node
     kind: Kind
-    laws: tuple[
-        Tensor, ...
-    ] = ()  # sampled: (B, W, V) per level; joined, the law of the root, of slot 0, of slot 1 ...
+    laws: tuple[Tensor, ...] = ()  # sampled: (B, W, V) per level; joined, the law of the root, of slot 0, of slot 1 ...
 
     def trees(self, roots: Sequence[int], draft: int = 0) -> list[TokenTree]:
         """Bring the trees to the host and into depth-first order.  Waits for the device.
@@ -230,9 +228,7 @@ class _Pool:
             return _bare(self.scores, BestFirst.kind)
         place = self.numbers.clamp(min=0)
         above = torch.cat(self.parents, 1).gather(1, place)  # (B, N) numbers of the parents
-        slots = (
-            (above[:, :, None] == self.numbers[:, None, :]).byte().argmax(2)
-        )  # where those stand in the pool
+        slots = (above[:, :, None] == self.numbers[:, None, :]).byte().argmax(2)  # where those stand in the pool
         return Growth(
             torch.cat(self.tokens, 1).gather(1, place),
             slots.masked_fill_(above < 0, -1),
@@ -286,9 +282,7 @@ class Widths:
             laws += law
             rows, sent, k = tokens.shape
             scores = _path_scores(frontier, scores, log_probs)  # (B, W * k)
-            parents = (
-                torch.arange(above, above + sent, device=tokens.device).repeat_interleave(k).expand(rows, -1)
-            )
+            parents = torch.arange(above, above + sent, device=tokens.device).repeat_interleave(k).expand(rows, -1)
             order = torch.arange(k, device=tokens.device).repeat(sent).expand(rows, -1)
             frontier = Frontier(tokens.flatten(1), parents, scores != -inf, depth)
             levels.append((frontier.tokens, parents - 1, scores, order, frontier.valid))
@@ -380,12 +374,8 @@ def top_candidates(log_probs: Tensor, k: int, block: int = 128) -> tuple[Tensor,
     maxima = log_probs[..., : vocab - vocab % block].unflatten(-1, (-1, block)).amax(-1)  # (..., V // block)
     if vocab % block:
         maxima = torch.cat((maxima, log_probs[..., -(vocab % block) :].amax(-1, keepdim=True)), -1)
-    blocks = (
-        maxima.argsort(dim=-1, descending=True, stable=True)[..., :k].sort(dim=-1).values
-    )  # (..., k) ascending
-    ids = (blocks[..., None] * block + torch.arange(block, device=log_probs.device)).flatten(
-        -2
-    )  # (..., k * block)
+    blocks = maxima.argsort(dim=-1, descending=True, stable=True)[..., :k].sort(dim=-1).values  # (..., k) ascending
+    ids = (blocks[..., None] * block + torch.arange(block, device=log_probs.device)).flatten(-2)  # (..., k * block)
     found = log_probs.gather(-1, ids.clamp(max=vocab - 1)).masked_fill_(ids >= vocab, -inf)
     values, places = found.sort(dim=-1, descending=True, stable=True)
     return ids.gather(-1, places[..., :k]), values[..., :k]
@@ -460,6 +450,4 @@ def _check_size(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         what = "a positive whole number" if least else "a whole number, 0 or more"
         hint = "leave the level out to stop above it" if least else "0 drafts nothing"
-        raise PolicyError(
-            f"{name} must be {what}, got {value!r}: it counts nodes or levels of a tree; {hint}"
-        )
+        raise PolicyError(f"{name} must be {what}, got {value!r}: it counts nodes or levels of a tree; {hint}")

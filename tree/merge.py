@@ -50,9 +50,7 @@ def _check_mergeable(trees: Sequence[TokenTree]) -> None:
     if not trees:
         raise TreeError("nothing to merge: give at least one tree")
     if len(roots := {int(tree.tokens[0]) for tree in trees}) > 1:
-        raise TreeError(
-            f"node 0: the roots are different tokens, {sorted(roots)}; merge the trees of one row"
-        )
+        raise TreeError(f"node 0: the roots are different tokens, {sorted(roots)}; merge the trees of one row")
     if len(kinds := {tree.kind for tree in trees}) > 1:
         names = ", ".join(sorted(kinds))
         raise TreeError(f"the trees are of different kinds ({names}), and no verifier is exact for a mixture")
@@ -60,7 +58,5 @@ def _check_mergeable(trees: Sequence[TokenTree]) -> None:
     for tree in trees:
         drafts = {draw.draft for draws in tree.draws for draw in draws}
         if shared := seen & drafts:
-            raise TreeError(
-                f"draft {min(shared)} drew in two trees; grow each draft's tree with its own draft id"
-            )
+            raise TreeError(f"draft {min(shared)} drew in two trees; grow each draft's tree with its own draft id")
         seen |= drafts

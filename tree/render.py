@@ -41,9 +41,7 @@ def render(
             parent = int(tree.parents[node])
             last = node == tree.children(parent)[-1]
             mark = "" if path is None else ACCEPTED if node in path else REJECTED
-            rows.append(
-                (indent[parent] + ("└─ " if last else "├─ ") + name, f"{_percent(tree, node)}  {mark}")
-            )
+            rows.append((indent[parent] + ("└─ " if last else "├─ ") + name, f"{_percent(tree, node)}  {mark}"))
             indent[node] = indent[parent] + ("   " if last else "│  ")
         if node == end and bonus is not None:
             branch = "├─ " if tree.children(node) else "└─ "

@@ -195,9 +195,7 @@ class TokenTree:
         import networkx
 
         graph = networkx.DiGraph(kind=str(self.kind))
-        columns = zip(
-            self.tokens.tolist(), self.scores.tolist(), self.depths.tolist(), self.draws, strict=True
-        )
+        columns = zip(self.tokens.tolist(), self.scores.tolist(), self.depths.tolist(), self.draws, strict=True)
         for node, (token, score, depth, draws) in enumerate(columns):
             graph.add_node(node, token=token, score=score, depth=depth, draws=draws)
         for node in range(1, len(self)):
@@ -234,9 +232,7 @@ class TokenTree:
         return (
             self.kind == other.kind
             and self.draws == other.draws
-            and all(
-                np.array_equal(getattr(self, n), getattr(other, n)) for n in ("tokens", "parents", "scores")
-            )
+            and all(np.array_equal(getattr(self, n), getattr(other, n)) for n in ("tokens", "parents", "scores"))
             and self.laws.keys() == other.laws.keys()
             and all(np.array_equal(law, other.laws[key]) for key, law in self.laws.items())
         )
@@ -304,10 +300,7 @@ def _family(
 ) -> list[_Merged]:
     """Return, in sibling order, the children of the listed nodes that became the one node `parent`."""
     births = sorted(
-        (draft, turn, order, i)
-        for turn, member in enumerate(listed)
-        for i in kids[member]
-        for draft, order in draws[i]
+        (draft, turn, order, i) for turn, member in enumerate(listed) for i in kids[member] for draft, order in draws[i]
     )
     family: dict[int, _Merged] = {}  # by token
     previous, count = None, 0
@@ -329,9 +322,7 @@ def _checked_root(tree: TokenTree) -> tuple[list[int], list[int], list[float]]:
     """Return tokens, parents and scores as lists, after checking their sizes and the root."""
     shapes = {array.shape for array in (tree.tokens, tree.parents, tree.scores)} | {(len(tree.draws),)}
     if len(shapes) > 1 or not tree.draws:
-        raise TreeError(
-            f"tokens, parents, scores and draws have shapes {shapes}; each node, root too, needs one"
-        )
+        raise TreeError(f"tokens, parents, scores and draws have shapes {shapes}; each node, root too, needs one")
     token, parent, score = tree.tokens.tolist(), tree.parents.tolist(), tree.scores.tolist()
     if parent[0] != -1 or score[0] != 0 or token[0] < 0 or tree.draws[0]:
         raise TreeError(
@@ -362,9 +353,7 @@ def _checked_shape(tree: TokenTree) -> tuple[list[int], list[dict[int, int]]]:
             raise TreeError(f"node {i}: token {token[i]} is no token id, or a sibling has it already")
         key = (-score[i], token[i])
         if key < last[p]:
-            raise TreeError(
-                f"node {i} is out of sibling order (score descending, then token id): use from_nodes"
-            )
+            raise TreeError(f"node {i} is out of sibling order (score descending, then token id): use from_nodes")
         last[p] = key
         families[p][token[i]] = i
     return depths, families
@@ -398,13 +387,9 @@ def _check_laws(tree: TokenTree) -> None:
         for draft, _ in tree.draws[node]:
             law = tree.laws.get((parents[node], draft))
             if law is None:
-                raise TreeError(
-                    f"node {parents[node]}: the law that draft {draft} drew its children from is missing"
-                )
+                raise TreeError(f"node {parents[node]}: the law that draft {draft} drew its children from is missing")
             if law.ndim != 1 or tokens[node] >= len(law) or not law[tokens[node]] > 0:
-                raise TreeError(
-                    f"node {node}: token {tokens[node]} has no probability in the law it was drawn from"
-                )
+                raise TreeError(f"node {node}: token {tokens[node]} has no probability in the law it was drawn from")
             used.add((parents[node], draft))
     if unused := tree.laws.keys() - used:
         node, draft = min(unused)

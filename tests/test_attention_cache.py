@@ -1,0 +1,281 @@
+"""The KV cache: every kept row bit-equal to a plain gather, in place, within its capacity, and nothing leaks."""
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specinfer.attention import TreeCache
+from specinfer.errors import CacheError
+
+CPU = torch.device("cpu")
+SHAPES = ((2, 3, 3), (1, 4, 2), (2, 2, 5))  # per layer: heads, key dim, value dim
+MOVES = ((0, 2), (3, 5), (0, 1, 4), (), (1, 2, 3), (5,))
+
+
+class Reference:
+    """What a cache must hold: per layer and row, lists of key and value vectors, gathered the slow way."""
+
+    def __init__(self, rows: int) -> None:
+        self.committed: list[list[list[tuple[Tensor, Tensor]]]] = [[[] for _ in range(rows)] for _ in SHAPES]
+        self.pending: list[list[list[tuple[Tensor, Tensor]]]] = [[[] for _ in range(rows)] for _ in SHAPES]
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        for row, slots in enumerate(self.pending[layer]):
+            slots += [(keys[row, :, t].clone(), values[row, :, t].clone()) for t in range(keys.shape[2])]
+
+    def keep(self, paths: Sequence[Sequence[int] | None]) -> None:
+        for layer in range(len(SHAPES)):
+            rows = zip(self.committed[layer], self.pending[layer], paths, strict=True)
+            self.committed[layer] = [old + [new[i] for i in path] for old, new, path in rows if path is not None]
+            self.pending[layer] = [[] for _ in self.committed[layer]]
+
+
+def feed(cache: TreeCache, count: int, seed: int, reference: Reference | None = None) -> list[tuple[Tensor, Tensor]]:
+    """Write `count` random slots a row into every layer as a forward pass does; return what attention would see."""
+    generator = torch.Generator().manual_seed(seed)
+    cache.stage(count, CPU)
+    seen = []
+    with torch.inference_mode():
+        for layer, (heads, *dims) in enumerate(SHAPES):
+            keys, values = (torch.randn(cache.rows, heads, count, dim, generator=generator) for dim in dims)
+            seen.append(cache.update(keys, values, layer))
+            if reference is not None:
+                reference.append(layer, keys, values)
+    return seen
+
+
+def assert_same(cache: TreeCache, reference: Reference, seen: Sequence[tuple[Tensor, Tensor]] | None = None) -> None:
+    """Compare committed slots (and the pending ones that `seen` shows) bit by bit with the reference."""
+    for layer in range(len(SHAPES)):
+        views = seen[layer] if seen else cache.layers[layer].buffers
+        for row in range(cache.rows):
+            slots = reference.committed[layer][row] + (reference.pending[layer][row] if seen else [])
+            for view, part in zip(views, zip(*slots, strict=True), strict=False):
+                assert torch.equal(view[row, :, : len(slots)], torch.stack(part, 1))
+
+
+def pointers(cache: TreeCache) -> list[int]:
+    return [buffer.data_ptr() for layer in cache.layers for buffer in layer.buffers]
+
+
+@st.composite
+def rounds(draw: st.DrawFn) -> tuple[int, list[tuple[list[int], list[list[int] | None]]]]:
+    """Rows, and per round the counts of several passes and one path (or None) per surviving row."""
+    rows = alive = draw(st.integers(1, 4))
+    script = []
+    for _ in range(draw(st.integers(1, 5))):
+        counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+        slots = st.lists(st.integers(0, sum(counts) - 1), unique=True).map(sorted)
+        paths = [draw(slots if draw(st.integers(0, 5)) else st.none()) for _ in range(alive)]
+        script.append((counts, paths))
+        alive = sum(path is not None for path in paths)
+        if not alive:
+            break
+    return rows, script
+
+
+@settings(deadline=None, max_examples=150)
+@given(rounds(), st.integers(1, 60))
+def test_rows_stay_bit_equal_to_a_plain_gather(
+    script: tuple[int, list[tuple[list[int], list[list[int] | None]]]], capacity: int
+) -> None:
+    rows, steps = script
+    cache, reference = TreeCache(rows, capacity, 60), Reference(rows)
+    for number, (counts, paths) in enumerate(steps):
+        for index, count in enumerate(counts):
+            seen = feed(cache, count, 10 * number + index, reference)
+            assert_same(cache, reference, seen)
+            cache.check_integrity()
+        before = pointers(cache)
+        cache.keep(paths)
+        reference.keep(paths)
+        assert pointers(cache) == before
+        assert cache.lengths == [len(row) for row in reference.committed[0]]
+        assert cache.rows == len(cache.lengths)
+        assert cache.pending == 0
+        assert_same(cache, reference)
+        cache.check_integrity()
+
+
+def test_one_row_keeps_every_kind_of_path() -> None:
+    cache, reference = TreeCache(1, 64), Reference(1)
+    for seed, path in enumerate(MOVES):
+        feed(cache, 6, seed, reference)
+        cache.keep([path])
+        reference.keep([path])
+        assert_same(cache, reference)
+
+
+def test_rows_that_stay_equal_and_rows_that_differ_are_written_alike() -> None:
+    cache, reference = TreeCache(3, 32), Reference(3)
+    for seed, paths in enumerate(([(0, 2)] * 3, [(0, 2), (1,), ()], [(3,), (0,), (1, 2)], [(), (), (0,)])):
+        feed(cache, 4, seed, reference)
+        cache.keep(paths)
+        reference.keep(paths)
+        assert_same(cache, reference)
+
+
+def test_all_rows_can_retire() -> None:
+    cache = TreeCache(2, 8)
+    feed(cache, 3, 0)
+    cache.keep([None, None])
+    cache.check_integrity()
+    assert (cache.rows, cache.lengths, cache.get_seq_length()) == (0, [], 0)
+
+
+def test_nothing_moves_below_capacity_and_doubling_copies_everything() -> None:
+    cache, reference = TreeCache(2, 8, max_capacity=20), Reference(2)
+    feed(cache, 4, 0, reference)
+    before = pointers(cache)
+    for paths in ([(0, 3), (1,)], [(2,), (0, 1)]):
+        cache.keep(paths)
+        reference.keep(paths)
+        feed(cache, 3, 1, reference)
+        assert pointers(cache) == before
+        assert cache.capacity == 8
+    feed(cache, 5, 2, reference)  # 3 committed + 3 + 5 pending > 8
+    assert cache.capacity == 16
+    assert not set(pointers(cache)) & set(before)
+    seen = feed(cache, 6, 3, reference)  # 17: twice 16 is more than the maximum
+    assert cache.capacity == 20
+    assert_same(cache, reference, seen)
+    cache.check_integrity()
+
+
+def test_capacity_grows_to_what_one_pass_needs() -> None:
+    cache = TreeCache(1, 4, max_capacity=100)
+    feed(cache, 30, 0)
+    assert cache.capacity == 30
+
+
+def test_beyond_the_maximum_is_an_error_that_changes_nothing() -> None:
+    cache, reference = TreeCache(2, 4, max_capacity=10), Reference(2)
+    feed(cache, 6, 0, reference)
+    cache.keep([(0, 2, 4, 5), (1,)])
+    reference.keep([(0, 2, 4, 5), (1,)])
+    state = (cache.lengths, cache.pending, cache.capacity)
+    with pytest.raises(CacheError, match="11 cache slots but the maximum is 10"):
+        cache.stage(7, CPU)
+    assert (cache.lengths, cache.pending, cache.capacity) == state
+    assert_same(cache, reference)
+    feed(cache, 6, 1)  # 4 + 6 fit exactly
+    cache.check_integrity()
+
+
+def test_without_a_maximum_the_capacity_is_the_maximum() -> None:
+    cache = TreeCache(1, 4)
+    assert cache.max_capacity == 4
+    with pytest.raises(CacheError):
+        cache.stage(5, CPU)
+
+
+@pytest.mark.parametrize(("rows", "capacity"), [(0, 4), (-1, 4), (2, 0)])
+def test_an_empty_cache_is_refused(rows: int, capacity: int) -> None:
+    with pytest.raises(CacheError, match="at least one row and one slot"):
+        TreeCache(rows, capacity)
+
+
+@pytest.mark.parametrize("path", [(1, 0), (0, 0), (-1,), (0, 3), (3,), (2, 1, 2)])
+def test_bad_paths_are_refused_and_change_nothing(path: tuple[int, ...]) -> None:
+    cache, reference = TreeCache(2, 8), Reference(2)
+    feed(cache, 3, 0, reference)
+    before = [buffer.clone() for layer in cache.layers for buffer in layer.buffers]
+    with pytest.raises(CacheError, match="row 1"):
+        cache.keep([(0, 2), path])
+    after = [buffer for layer in cache.layers for buffer in layer.buffers]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert (cache.lengths, cache.pending) == ([0, 0], 3)
+
+
+@pytest.mark.parametrize("paths", [[], [(0,)], [(0,), (0,), None]])
+def test_one_path_a_row_is_needed(paths: list[tuple[int, ...] | None]) -> None:
+    cache = TreeCache(2, 8)
+    feed(cache, 3, 0)
+    with pytest.raises(CacheError, match="one path"):
+        cache.keep(paths)
+
+
+def shrink_buffer(cache: TreeCache) -> None:
+    cache.layers[1].values = cache.layers[1].values[:, :, :-1]
+
+
+def drop_row(cache: TreeCache) -> None:
+    cache.layers[2].keys = cache.layers[2].keys[:1]
+
+
+TAMPERINGS: dict[str, tuple[Callable[[TreeCache], Any], str]] = {
+    "a length too many": (lambda cache: cache.lengths.append(0), "2 rows but lengths"),
+    "a negative length": (lambda cache: cache.lengths.__setitem__(0, -1), "2 rows but lengths"),
+    "negative pending slots": (lambda cache: setattr(cache, "pending", -1), "-1 pending"),
+    "more used than there is": (lambda cache: cache.lengths.__setitem__(1, 99), "99 slots in use"),
+    "pending beyond capacity": (lambda cache: setattr(cache, "pending", 8), "slots in use, capacity 8"),
+    "capacity beyond maximum": (lambda cache: setattr(cache, "capacity", 9), "maximum 8"),
+    "a short buffer": (shrink_buffer, "layer 1 holds"),
+    "a missing row": (drop_row, "layer 2 holds"),
+}
+
+
+@pytest.mark.parametrize("name", TAMPERINGS)
+def test_integrity_notices_tampering(name: str) -> None:
+    tamper, message = TAMPERINGS[name]
+    cache = TreeCache(2, 8)
+    feed(cache, 3, 0)
+    cache.keep([(0, 2), (1,)])
+    cache.check_integrity()
+    tamper(cache)
+    with pytest.raises(CacheError, match=message):
+        cache.check_integrity()
+
+
+def test_bytes_are_as_stated() -> None:
+    cache = TreeCache(3, 10, max_capacity=40)
+    assert cache.nbytes == 0
+    feed(cache, 2, 0)
+    assert cache.nbytes == 4 * 3 * 10 * sum(heads * (key + value) for heads, key, value in SHAPES)
+    feed(cache, 10, 0)
+    assert cache.nbytes == 4 * 3 * 20 * sum(heads * (key + value) for heads, key, value in SHAPES)
+
+
+def test_free_slots_are_zero_before_and_after_growth() -> None:
+    for _ in range(20):  # memory that is likely to be handed out again
+        torch.full((2, 2, 16, 3), float("nan"))
+    cache = TreeCache(2, 16, max_capacity=64)
+    feed(cache, 3, 0)
+    cache.keep([(0, 1), None])
+    feed(cache, 40, 1)
+    for layer in cache.layers:
+        for buffer in layer.buffers:
+            assert torch.isfinite(buffer).all()
+            assert (buffer[:, :, 42:] == 0).all()
+
+
+def test_two_hundred_rounds_leave_memory_as_it_was() -> None:
+    def tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+    cache = TreeCache(2, 512)
+    feed(cache, 4, 0)
+    cache.keep([(0, 2), (1,)])
+    before = (tensors(), cache.nbytes, pointers(cache))
+    for seed in range(200):
+        feed(cache, 5, seed)
+        cache.keep([(0, 3), (1, 2)] if seed % 2 else [(4,), (0, 2, 4)])
+    assert (tensors(), cache.nbytes, pointers(cache)) == before
+    cache.check_integrity()
+
+
+def test_transformers_reads_lengths_and_sizes() -> None:
+    cache = TreeCache(2, 16, max_capacity=32)
+    feed(cache, 5, 0)
+    cache.keep([(0, 1, 2), (0,)])
+    assert cache.get_seq_length() == 3
+    assert cache.layers[0].get_max_length() == 32
+    cache.stage(4, CPU)
+    assert cache.layers[0].get_mask_sizes(4) == (7, 0)

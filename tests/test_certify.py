@@ -1,0 +1,174 @@
+"""The certificates themselves: lossless pairs are exact, known mistakes show, and the enumeration adds up."""
+
+import doctest
+import sys
+from itertools import product
+
+import numpy as np
+import pytest
+from specinfer.tree import Chain, Sampled, Widths
+
+import specinfer.certify  # noqa: F401  (the package shows its function of the same name)
+from specinfer.errors import InputError
+from specinfer.verify import MultiStep, Verdict, Walk
+
+module = sys.modules["specinfer.certify"]
+EXACT, VISIBLE = 1e-12, 1e-3  # total variation: rounding in float64, and a bias that a test must notice
+
+
+def named(pairs):
+    return [pytest.param(pair, id=f"{pair.tree} | {pair.rule} | {len(pair.habits)}") for pair in pairs]
+
+
+@pytest.mark.parametrize("pair", named(module.lossless_pairs()))
+def test_lossless_pairs_emit_the_targets_law(pair):
+    (certificate,) = module.certify([pair])
+    assert certificate.total_variation <= EXACT
+    assert certificate.lossless
+    assert certificate.passed
+    assert certificate.tokens >= 2
+
+
+@pytest.mark.parametrize("vocabulary", [3, 4])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("pair", named(module.broken_pairs()))
+def test_power_every_mistake_is_seen_whatever_the_seed(pair, seed, vocabulary):
+    (certificate,) = module.certify([pair], vocabulary, tokens=2, seed=seed)
+    assert certificate.total_variation > VISIBLE
+    assert not certificate.lossless
+    assert certificate.passed
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_other_models_and_another_vocabulary_are_lossless_too(seed):
+    cheap = [pair for pair in module.lossless_pairs() if pair.policy.max_nodes < 5 and len(pair.habits) < 3]
+    for certificate in module.certify(cheap, vocabulary=3, seed=seed):
+        assert certificate.total_variation <= EXACT, certificate
+
+
+class Published:
+    """The laws for which the biases of mistakes were computed independently, in the first position."""
+
+    vocabulary = 4
+
+    def law(self, model, context):
+        """Return the same law in every context."""
+        return np.array([[0.4, 0.3, 0.2, 0.1], [0.6, 0.25, 0.1, 0.05], [0.1, 0.2, 0.3, 0.4]])[model]
+
+
+@pytest.mark.parametrize(
+    ("pair", "bias"),
+    list(zip(module.broken_pairs(), [0.3, 0.267, 0.075, 0.03, 0.199, 0.131, 0.105], strict=False)),
+    ids=lambda value: getattr(value, "tree", None),
+)
+def test_mistakes_are_as_large_as_an_independent_enumeration_found(pair, bias):
+    emitted = module.output_law(pair, Published(), tokens=2).sum(1)  # the law of the first token
+    target = Published().law(0, ())
+    assert module.total_variation(emitted, target) == pytest.approx(bias, abs=5e-4)
+
+
+def test_reused_noise_shows_in_the_joint_law_only():
+    pair = module.Pair(Widths((2, 2)), Walk(), (module.favours,), module.Choices.REUSED)
+    models = module.RandomModels(4, seed=0)
+    emitted, target = module.output_law(pair, models, 3), module.target_law(pair, models, 3)
+    assert module.total_variation(emitted.sum((1, 2)), target.sum((1, 2))) <= EXACT
+    assert module.total_variation(emitted, target) > 0.1
+
+
+@pytest.mark.parametrize("pair", [module.lossless_pairs()[0], *module.broken_pairs()])
+def test_probabilities_sum_to_one(pair):
+    models = module.RandomModels(3, seed=0)
+    assert module.output_law(pair, models, 3).sum() == pytest.approx(1, abs=EXACT)
+    assert module.target_law(pair, models, 3).sum() == pytest.approx(1, abs=EXACT)
+
+
+def test_enumeration_meets_every_outcome_once_with_its_probability():
+    def run(chance):
+        first = chance.choose(np.array([0.5, 0.0, 0.5]))
+        return (first, chance.choose(np.array([0.1, 0.2, 0.7]))) if first else (first,)
+
+    assert {result: weight for weight, result in module.outcomes(run)} == {
+        (0,): 0.5,
+        (2, 0): pytest.approx(0.05),
+        (2, 1): pytest.approx(0.1),
+        (2, 2): pytest.approx(0.35),
+    }
+
+
+def test_the_models_have_zeros_one_hots_and_disagree():
+    models = module.RandomModels(4, seed=0)
+    texts = [text for n in range(3) for text in product(range(4), repeat=n)]
+    laws = [(models.law(0, text), models.law(draft, text)) for text in texts for draft in (1, 2, 3)]
+    assert any(((p > 0) & (q == 0)).any() for p, q in laws)
+    assert any(((p == 0) & (q > 0)).any() for p, q in laws)
+    assert any(p.max() == 1 for p, _ in laws)
+    assert any(q.max() == 1 for _, q in laws)
+    assert all(np.abs(p - q).max() > 1e-3 for p, q in laws if max(p.max(), q.max()) < 1)
+    assert all((models.law(model, ()) > 0).all() for model in range(4))
+
+
+class LikeWalk:
+    """A verifier that shares no code with the library's."""
+
+    def verify(self, tree, target):
+        """Verify."""
+        path, token = [], target.choice(0)
+        while (child := tree.child(path[-1] if path else 0, token)) is not None:
+            path.append(child)
+            token = target.choice(child)
+        return Verdict(tuple(path), token)
+
+
+class Careless(LikeWalk):
+    """Accepts the first child always."""
+
+    def verify(self, tree, target):
+        """Verify."""
+        if len(tree) == 1:
+            return super().verify(tree, target)
+        return Verdict((1,), target.choice(1))
+
+
+def test_a_verifier_of_ones_own():
+    good = module.certify_verifier(LikeWalk(), Widths((2, 1)), drafts=2, vocabulary=3)
+    assert (good.lossless, good.passed, good.drafts, good.vocabulary, good.tokens) == (True, True, 2, 3, 3)
+    assert good.verifier.startswith("LikeWalk()")
+    bad = module.certify_verifier(Careless(), Chain(2))
+    assert bad.total_variation > VISIBLE
+    assert not bad.passed
+
+
+class Elsewhere:
+    """Takes chance from elsewhere: every other time, it asks for one draw more."""
+
+    calls = 0
+
+    def verify(self, tree, target):
+        """Verify."""
+        self.calls += 1
+        if self.calls % 2:
+            target.draw(target.law(0))
+        return Verdict((), target.draw(target.law(0)))
+
+
+def test_chance_from_elsewhere_is_an_error_not_a_number():
+    with pytest.raises(InputError, match="all its chance from the target"):
+        module.certify_verifier(Elsewhere(), Chain(1))
+
+
+def test_certificates_are_json_ready_and_progress_sees_every_pair():
+    seen = []
+    pairs = [module.Pair(Sampled((1,)), MultiStep()), module.Pair(Chain(1), Walk())]
+    certificates = module.certify(pairs, tokens=2, progress=lambda todo: (seen.append(p) or p for p in todo))
+    assert seen == pairs
+    first = certificates[0].to_dict()
+    assert first["tree"] == "Sampled(widths=(1,), replacement=False)"
+    assert first["verifier"] == "MultiStep(replacement=False), sampling"
+    assert (first["lossless"], first["expected_lossless"], first["passed"]) == (True, True, True)
+    assert first["total_variation"] <= EXACT
+
+
+def test_the_documented_example_runs():
+    result = doctest.testmod(module)
+    assert result.attempted > 3
+    assert result.failed == 0

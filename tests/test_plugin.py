@@ -1,0 +1,175 @@
+"""`custom_generate` inside `model.generate`: the same greedy ids, left padding, processors, outputs, refusals."""
+
+import pytest
+import torch
+from conftest import EOS_TEXT, PROMPTS, byte_tokenizer, following, tiny_llama
+from transformers import LogitsProcessorList, StoppingCriteriaList, StopStringCriteria, TextStreamer
+
+import specinfer
+from specinfer import BestFirst, Chain, Sampled, SpeculativeDecoder, Widths
+from specinfer.errors import InputError, SamplingError
+from specinfer.plugin import SpeculativeOutput
+
+PAD = 1
+
+
+def padded(prompts):
+    """Left-padded ids and attention mask, as a tokenizer makes them."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[PAD] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def both(target, inputs, ours=None, **options):
+    """What transformers generates by itself, and through the plug-in."""
+    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": PAD, **options}
+    wanted = target.generate(**inputs, **options)
+    return wanted, target.generate(**inputs, **options, custom_generate=specinfer.custom_generate, **(ours or {}))
+
+
+@pytest.mark.parametrize("policy", [BestFirst(8, 4), Widths((2, 2)), Chain(3), None])
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["single", "left-padded"])
+def test_greedy_sequences_are_those_of_generate(target, near, prompts, policy):
+    """Single prompts and left-padded batches, with a model, the n-gram draft, or both."""
+    for draft in (near, "ngram", [near, "ngram"]):
+        wanted, got = both(target, padded(prompts), {"draft_model": draft, "tree": policy})
+        assert torch.equal(got, wanted)
+
+
+def test_rows_that_end_early_are_padded_as_by_generate(target, near):
+    """After a row's end of sequence the pad token fills it up."""
+    inputs = padded(PROMPTS)
+    text = target.generate(**inputs, max_new_tokens=16, do_sample=False, pad_token_id=PAD)
+    ends = [int(text[0, inputs["input_ids"].shape[1] + 3]), int(text[2, inputs["input_ids"].shape[1] + 8])]
+    wanted, got = both(target, inputs, {"draft_model": near}, eos_token_id=ends)
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"no_repeat_ngram_size": 2},
+        {"repetition_penalty": 1.5},
+        {"bad_words_ids": [[7], [31, 2]]},
+        {"min_new_tokens": 6, "eos_token_id": list(range(0, 264, 3))},
+        {"suppress_tokens": [7, 9]},
+        {"max_length": 20, "max_new_tokens": None},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("prompts", [PROMPTS[2:3], PROMPTS], ids=["single", "left-padded"])
+def test_options_of_generate_act_through_the_plug_in(target, near, prompts, options):
+    """Processors that transformers built see each node's own path, padding included."""
+    wanted, got = both(target, padded(prompts), {"draft_model": near}, **options)
+    assert torch.equal(got, wanted)
+
+
+def test_custom_processors_and_criteria_act_through_the_plug_in(target, near):
+    """The caller's own processor and stop strings."""
+    tokenizer = byte_tokenizer()
+    prompt = list(b"say ")
+    force = following(tokenizer("so then END or not")["input_ids"], len(prompt))
+    wanted, got = both(
+        target,
+        padded([prompt]),
+        {"draft_model": near},
+        logits_processor=LogitsProcessorList([force]),
+        stopping_criteria=StoppingCriteriaList([StopStringCriteria(tokenizer, ["END"])]),
+    )
+    assert torch.equal(got, wanted)
+    assert tokenizer.decode(got[0]).endswith("END")
+
+
+def test_return_dict_brings_sequences_and_results(target, near):
+    """`return_dict_in_generate` gives transformers' own kind of output, with a Result a row."""
+    wanted, got = both(target, padded(PROMPTS), {"draft_model": near}, return_dict_in_generate=True)
+    assert isinstance(got, SpeculativeOutput)
+    assert torch.equal(got.sequences, wanted.sequences)
+    assert [result.prompt_ids for result in got.results] == PROMPTS
+    assert all(result.stats.target_passes <= 16 for result in got.results)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 5, "repetition_penalty": 1.2}])
+def test_sampling_is_the_decoders_own(target, near, options):
+    """The same seed gives the ids that the decoder gives, with and without trees."""
+    generate = {"max_new_tokens": 12, "do_sample": True, **options}
+    decoder = SpeculativeDecoder(target, tree=None)
+    for policy in (BestFirst(8, 4), None):
+        got = target.generate(
+            **padded(PROMPTS[2:3]),
+            **generate,
+            pad_token_id=PAD,
+            custom_generate=specinfer.custom_generate,
+            draft_model=near,
+            tree=policy,
+            seed=7,
+        )
+        wanted = decoder.generate(PROMPTS[2], seed=7, **generate)
+        assert got[0, len(PROMPTS[2]) :].tolist() == wanted.token_ids
+
+
+def test_sampled_rows_do_not_depend_on_padding(target, near):
+    """A row of a left-padded batch with its own seed is the row alone."""
+    options = {"do_sample": True, "max_new_tokens": 8, "pad_token_id": PAD}
+    options |= {"custom_generate": specinfer.custom_generate, "draft_model": near}
+    batch = target.generate(**padded(PROMPTS), **options, seed=[1, 2, 3, 4])
+    for i, prompt in enumerate(PROMPTS):
+        alone = target.generate(**padded([prompt]), **options, seed=i + 1)
+        assert batch[i, -8:].tolist() == alone[0, -8:].tolist()
+
+
+def test_streamers_come_under_a_name_of_their_own(target, capsys):
+    """`spec_streamer` prints the text as it is decided."""
+    tokenizer = byte_tokenizer()
+    force = following([*tokenizer("hello 🌳")["input_ids"], EOS_TEXT], 4)
+    both(
+        target,
+        padded([list(b"say ")]),
+        {"spec_streamer": TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)},
+        logits_processor=LogitsProcessorList([force]),
+        eos_token_id=EOS_TEXT,
+    )
+    assert capsys.readouterr().out.strip() == "hello 🌳"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_beams": 2}, SamplingError, "num_beams=2"),
+        ({"top_p": 1.5, "do_sample": True}, SamplingError, "top_p=1.5"),
+        ({"max_new_tokens": 500}, InputError, "context of 256"),
+        ({"cache_implementation": "static"}, SamplingError, "cache_implementation"),
+        ({"seed": [1, 2]}, InputError, "seed"),
+        ({"output_scores": True, "return_dict_in_generate": True}, SamplingError, "output_scores"),
+    ],
+    ids=str,
+)
+def test_what_trees_cannot_do_is_refused(target, options, error, message):
+    """transformers would accept some of these silently; here they are errors."""
+    options = {"max_new_tokens": 4, "pad_token_id": PAD, **options}
+    with pytest.raises(error, match=message):
+        target.generate(**padded(PROMPTS[:1]), **options, custom_generate=specinfer.custom_generate)
+
+
+def test_right_padding_is_refused(target):
+    """Padding on the right would stand between prompt and text."""
+    inputs = {"input_ids": torch.tensor([[5, 6, PAD]]), "attention_mask": torch.tensor([[1, 1, 0]])}
+    with pytest.raises(InputError, match="row 0.*left"):
+        both(target, inputs)
+    ids, mask = torch.tensor([[5, 6], [7, 8]]), torch.tensor([[1, 1], [0, 0]])
+    with pytest.raises(InputError, match="row 1 is empty"):
+        both(target, {"input_ids": ids, "attention_mask": mask})
+
+
+def test_sampled_trees_work_through_the_plug_in(target, near):
+    """Multi-step sampling, greedy here, gives the ids of generate."""
+    wanted, got = both(target, padded(PROMPTS), {"draft_model": near, "tree": Sampled((2, 2))})
+    assert torch.equal(got, wanted)
+
+
+def test_models_are_restored(near):
+    """generate leaves the training flags as they were."""
+    model = tiny_llama(0).train()
+    model.generate(**padded(PROMPTS[:1]), max_new_tokens=4, custom_generate=specinfer.custom_generate, draft_model=near)
+    assert model.training
