@@ -38,7 +38,8 @@ class TreeModel:
         self.name = type(model).__name__
         config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = config.vocab_size
-        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        limits = [getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")]  # mpt: the latter
+        self.max_positions: int | None = next(filter(None, limits), None)
         parameters = inspect.signature(model.forward).parameters
         if getattr(model.config, "is_encoder_decoder", False) or "past_key_values" not in parameters:
             raise UnsupportedModel(

@@ -14,7 +14,7 @@ from specinfer.errors import SpecinferError
 
 if TYPE_CHECKING:
     from specinfer.attention import ModelCheck, check_model
-    from specinfer.certify import Certificate, certify, certify_verifier
+    from specinfer.certification import Certificate, certify, certify_verifier
     from specinfer.decoder import Run, SpeculativeDecoder, TextStream
     from specinfer.draft import Draft, ModelDraft
     from specinfer.ngram import NGramDraft
@@ -27,7 +27,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "specinfer.attention": ("ModelCheck", "check_model"),
-    "specinfer.certify": ("Certificate", "certify", "certify_verifier"),
+    "specinfer.certification": ("Certificate", "certify", "certify_verifier"),
     "specinfer.decoder": ("Run", "SpeculativeDecoder", "TextStream"),
     "specinfer.draft": ("Draft", "ModelDraft"),
     "specinfer.ngram": ("NGramDraft",),

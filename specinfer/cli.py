@@ -141,7 +141,7 @@ def certify_command(as_json: JsonOption = False) -> None:
     """Enumerate the exact output law of every verifier and tree policy, and of broken ones that must fail."""
     from tqdm import tqdm
 
-    from specinfer.certify import certify
+    from specinfer.certification import certify
 
     certificates = certify(progress=lambda pairs: tqdm(pairs, unit="pair", disable=not sys.stderr.isatty()))
     show([certificate.to_dict() for certificate in certificates], as_json)

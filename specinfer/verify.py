@@ -15,7 +15,7 @@ Which rule is exact for which tree is a fact, not a taste; `specinfer certify` r
 """
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,8 +52,6 @@ class Verdict(NamedTuple):
 class Verifier(ABC):
     """A rule that walks a tree; exact for the kinds of tree it names."""
 
-    name: ClassVar[str]
-
     @property
     @abstractmethod
     def kinds(self) -> frozenset[Kind]:
@@ -82,7 +80,8 @@ class Walk(Verifier):
     Suresh, arXiv 2408.07978), whose text does not depend on the tree at all.
     """
 
-    name = "walk"
+    def __repr__(self) -> str:
+        return "Walk()"
 
     @property
     def kinds(self) -> frozenset[Kind]:
@@ -116,7 +115,9 @@ class MultiStep(Verifier):
     def __init__(self, replacement: bool = False) -> None:
         self.replacement = replacement
 
-    name = "multi-step"
+    def __repr__(self) -> str:
+        return f"MultiStep(replacement={self.replacement})"
+
 
     @property
     def kinds(self) -> frozenset[Kind]:
@@ -124,7 +125,13 @@ class MultiStep(Verifier):
         return frozenset({Kind.IID if self.replacement else Kind.WITHOUT_REPLACEMENT})
 
     def verify(self, tree: TokenTree, target: TargetView) -> Verdict:
-        """Descend through accepted draws; after the last, draw the bonus token from what p is left."""
+        """Descend through accepted draws; after the last, draw the bonus token from what p is left.
+
+        Raises:
+            PairingError: the tree is a record without its laws (`TokenTree.without_laws`).
+        """
+        if len(tree) > 1 and not tree.laws:
+            raise PairingError("this tree's laws were dropped or never drawn from, and acceptance divides by them")
         path: list[int] = []
         node = 0
         while True:

@@ -81,6 +81,7 @@ class Scripted:
         self.future, self.name = future, name
 
     def open(self, opening: Any) -> ScriptedSession:
+        """Start with the rows' prompts."""
         return ScriptedSession(self.future, opening)
 
 
@@ -94,9 +95,11 @@ class ScriptedSession:
         self.rows = [list(prompt) for prompt in opening.prompts]
 
     def propose(self, policy: Any, max_depth: int) -> list[TokenTree]:
+        """Return one chain a row."""
         return [self._chain(row, min(policy.max_depth, max_depth)) for row in self.rows]
 
     def commit(self, tokens: Sequence[Sequence[int] | None]) -> None:
+        """Append what was committed; None retires a row."""
         kept = zip(self.rows, tokens, strict=True)
         self.rows = [row + list(new) for row, new in kept if new is not None]
 

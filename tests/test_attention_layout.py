@@ -88,11 +88,11 @@ def test_a_chain_is_the_tree_of_one_branch() -> None:
 
 
 def levels(forest: Sequence[TokenTree], chance: random.Random) -> Iterator[tuple[Frontier, list[list[int | None]]]]:
-    """Say what a policy asks for while these trees grow: per level a frontier, and the node in each of its places.
+    """Say what a policy asks for while these trees grow: per level a frontier, and the node in each place.
 
     Nodes stand in any order within a level, padding anywhere among them.
     """
-    sent: list[dict[int, int]] = [{0: 0} for _ in forest]  # node -> index among all that was sent, padding counted
+    sent: list[dict[int, int]] = [{0: 0} for _ in forest]  # node -> index among all sent, padding counted
     count = 1
     for depth in range(1, max(tree.depth for tree in forest) + 1):
         rows = [[node for node in range(len(tree)) if tree.depths[node] == depth] for tree in forest]
@@ -100,7 +100,10 @@ def levels(forest: Sequence[TokenTree], chance: random.Random) -> Iterator[tuple
         places: list[list[int | None]] = [[*row, *[None] * (width - len(row))] for row in rows]
         for row in places:
             chance.shuffle(row)
-        tokens = [[chance.randrange(99) if n is None else int(t.tokens[n]) for n in r] for t, r in zip(forest, places)]
+        tokens = [
+            [chance.randrange(99) if n is None else int(t.tokens[n]) for n in r]
+            for t, r in zip(forest, places, strict=True)
+        ]
         parents = [
             [chance.randrange(count) if n is None else index[int(t.parents[n])] for n in r]
             for t, r, index in zip(forest, places, sent, strict=True)
@@ -132,7 +135,8 @@ def test_a_tree_laid_out_level_by_level_is_the_tree_laid_out_whole(
                     assert seen == {first + place}
                     assert level.tokens[row, place] == 0
                     continue
-                assert {nodes[c] for c in seen} | {0} == columns_seen(whole.visible[row, node])  # the root is committed
+                ancestors = {nodes[column] for column in seen} | {0}  # the root is committed
+                assert ancestors == columns_seen(whole.visible[row, node])
                 assert len(seen) == tree.depths[node]
                 assert level.tokens[row, place] == whole.tokens[row, node]
             # positions count from the committed length, and the root is committed before growth starts

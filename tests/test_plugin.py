@@ -155,7 +155,7 @@ def test_what_trees_cannot_do_is_refused(target, options, error, message):
 def test_right_padding_is_refused(target):
     """Padding on the right would stand between prompt and text."""
     inputs = {"input_ids": torch.tensor([[5, 6, PAD]]), "attention_mask": torch.tensor([[1, 1, 0]])}
-    with pytest.raises(InputError, match="row 0.*left"):
+    with pytest.raises(InputError, match=r"row 0.*left"):
         both(target, inputs)
     ids, mask = torch.tensor([[5, 6], [7, 8]]), torch.tensor([[1, 1], [0, 0]])
     with pytest.raises(InputError, match="row 1 is empty"):

@@ -1,8 +1,8 @@
 """Verification: its rules on scripted targets, and the engine's own chance (`RowView`) against the laws.
 
 Monte-Carlo tests are chi-square tests with fixed seeds.  ALARM is the chance that a correct implementation
-fails such a test, once, when seeds or noise change; as seeds are fixed, one that passes passes always.  Reused
-chance and a broken rule must fail the same tests: that is their power.
+fails such a test, once, when seeds or noise change; as seeds are fixed, one that passes passes always.
+Reused chance and a broken rule must fail the same tests: that is their power.
 """
 
 from collections import Counter
@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
-from specinfer.tree import Draw, Kind, TokenTree
 from transformers import GenerationConfig
 
-from specinfer.certify import NoResidual
+from specinfer.certification import NoResidual
 from specinfer.draft import draw_rows, row_generator
 from specinfer.errors import PairingError
 from specinfer.noise import key
 from specinfer.row import Row, RowView
 from specinfer.sampling import Law, Stopping, resolve
+from specinfer.tree import Draw, Kind, TokenTree
 from specinfer.verify import MultiStep, Verdict, Verifier, Walk, residual
 
 ALARM = 1e-6

@@ -507,7 +507,7 @@ def _emitted(pair: Pair, view: View) -> Context:
 
 def lossless_pairs() -> list[Pair]:
     """Return every verifier with every policy it is exact for, with one to three drafts."""
-    ranked: list[Policy] = [Chain(0), Chain(3), Widths((2, 2)), BestFirst(5, 3)]
+    ranked: list[Policy] = [Chain(0), Chain(3), Widths((2, 2)), BestFirst(5, 3), BestFirst(5, 3, 0.2)]
     widths = [(1,), (2,), (3,), (1, 1), (2, 2), (1, 2, 1)]
     sampled = [(Sampled(w, r), MultiStep(r)) for r in (True, False) for w in widths]
     several = [(Sampled(w, r), MultiStep(r)) for r in (True, False) for w in ((2,), (1, 1))]
