@@ -8,7 +8,7 @@ from specinfer.attention.cache import TreeCache
 from specinfer.attention.check import ModelCheck, Support, check_model
 from specinfer.attention.layout import Layout, lay_out_chains, lay_out_level, lay_out_trees
 from specinfer.attention.mask import AttentionSpec, attention_mask
-from specinfer.attention.model import TreeModel, TreeSession
+from specinfer.attention.model import TreeModel, TreeSession, evaluating
 
 __all__ = [
     "AttentionSpec",
@@ -20,6 +20,7 @@ __all__ = [
     "TreeSession",
     "attention_mask",
     "check_model",
+    "evaluating",
     "lay_out_chains",
     "lay_out_level",
     "lay_out_trees",

@@ -7,7 +7,8 @@ Does not know: drafting, verification, sampling, text.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -78,6 +79,19 @@ class TreeModel:
     def session(self, rows: int, capacity: int, max_capacity: int | None = None) -> "TreeSession":
         """Open a batch of ``rows`` empty sequences with a cache of ``capacity`` slots each."""
         return TreeSession(self, TreeCache(rows, capacity, max_capacity))
+
+
+@contextmanager
+def evaluating(*models: Any) -> Iterator[None]:
+    """Put models in evaluation mode for the duration; afterwards every submodule is as it was."""
+    flags = [(module, module.training) for model in models for module in model.modules()]
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
 
 
 class TreeSession:

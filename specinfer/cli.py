@@ -110,14 +110,15 @@ def tree_command(
     decoder = build_decoder(target, draft, policy, dtype, device)
     stream = decoder.stream(text, seed=seed, raw=raw, **options)
     for _ in stream:
-        if len(stream.result.steps[-1].tree) > 1:
+        if any(len(step.tree) > 1 for step in stream.result.steps):
             break
     stream.close()
     steps = stream.result.steps
+    index = next((i for i, step in enumerate(steps) if len(step.tree) > 1), len(steps) - 1)
     if as_json:
-        print(json.dumps({"step": len(steps), **steps[-1].to_dict()}, ensure_ascii=False))
+        print(json.dumps({"step": index + 1, **steps[index].to_dict()}, ensure_ascii=False))
     else:
-        print(drawn(decoder, steps[-1], len(steps) - 1))
+        print(drawn(decoder, steps[index], index))
 
 
 @app.command("check-model")

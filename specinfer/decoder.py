@@ -5,14 +5,14 @@ everything that can be checked before a model runs, opens sessions, and turns st
 Knows: the order of things.  Does not know: how trees grow, how attention works, which rule is exact.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from operator import index
 from time import perf_counter
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
-from specinfer.attention import Support, TreeModel, TreeSession, check_model
+from specinfer.attention import Support, TreeModel, TreeSession, check_model, evaluating
 from specinfer.draft import Draft, DraftSession, ModelDraft, Opening
 from specinfer.errors import InputError, SpecinferError, UnsupportedModel
 from specinfer.ngram import NGramDraft
@@ -48,10 +48,10 @@ def decode(
     while rows:
         trees = propose(drafts, policy, rows)
         logits = target.score(trees)
-        steps = []
-        for row, tree, scores in zip(rows, trees, logits, strict=True):
-            verdict = verifier.verify(tree, row.view(tree, scores))
-            steps.append(row.advance(tree, verdict))  # cut at end of sequence, stop strings, max_new_tokens
+        views = [row.view(tree, scores) for row, tree, scores in zip(rows, trees, logits, strict=True)]
+        verdicts = [verifier.verify(tree, view) for tree, view in zip(trees, views, strict=True)]
+        # each row is cut at end of sequence, stop strings and max_new_tokens, before anything is committed
+        steps = [row.advance(tree, verdict) for row, tree, verdict in zip(rows, trees, verdicts, strict=True)]
         target.commit([None if row.finished else (0, *s.path) for row, s in zip(rows, steps, strict=True)])
         for draft in drafts:
             draft.commit([None if row.finished else s.tokens for row, s in zip(rows, steps, strict=True)])
@@ -100,12 +100,13 @@ class SpeculativeDecoder:
         self.notes: list[str] = []
         self.target = TreeModel(model)
         self.tokenizer = tokenizer
-        self.drafts = [_as_draft(draft) for draft in drafts] if tree else []
-        self.policy = self._supported_policy(tree or Chain(0))
-        default = Walk() if self.policy.kind is Kind.RANKED else MultiStep(self.policy.kind is Kind.IID)
-        self.verifier = verifier or default
-        self.verifier.check(self.policy.kind)
+        policy = tree or Chain(0)
+        self.drafts = [_as_draft(draft) for draft in ([drafts] if isinstance(drafts, str) else drafts)] if tree else []
+        self.verifier = verifier or (Walk() if policy.kind is Kind.RANKED else MultiStep(policy.kind is Kind.IID))
+        self.verifier.check(policy.kind)
         self._check_tokenizers()
+        self.policy = self._supported_policy(policy)
+        self.verifier.check(self.policy.kind)
 
     @classmethod
     def from_pretrained(
@@ -177,8 +178,8 @@ class SpeculativeDecoder:
         Args:
             prompt: as `generate`.
             raw: feed strings without the chat template.
-            seed: of all rows, or one per row; a row's text depends on its own seed only.  None draws one from
-                torch's global generator.
+            seed: of all rows, or one per row; a row's text depends on its own seed only.  None draws one per row
+                from torch's global generator.
             generation_config: a ``transformers.GenerationConfig``, over the model's own.
             logits_processor: custom processors; each sees a node's own path.
             stopping_criteria: custom criteria, asked after every single token.
@@ -197,7 +198,7 @@ class SpeculativeDecoder:
         device, names = self.target.device, [draft.name for draft in self.drafts]
         rows = [
             Row(
-                index=index,
+                index=place,
                 prompt=row,
                 law=Law.of(settings, len(row), device),
                 stopping=Stopping(settings, budget, self.tokenizer),
@@ -205,26 +206,24 @@ class SpeculativeDecoder:
                 sampling=settings.do_sample,
                 names=names,
             )
-            for index, (row, budget, own_seed) in enumerate(zip(prompts.rows, budgets, seeds, strict=True))
+            for place, (row, budget, own_seed) in enumerate(zip(prompts.rows, budgets, seeds, strict=True))
         ]
         return Run(self, rows, prompts.single)
 
     def _supported_policy(self, policy: Policy) -> Policy:
         """Check all models; fall back to a chain where one cannot branch."""
-        for model in self._models():
+        for model in self.models():
             check = check_model(model.model)
             if check.support is Support.UNSUPPORTED:
                 raise UnsupportedModel(f"{check.model} cannot score token trees: {check.reason}")
-            if check.support is Support.CHAIN_ONLY and not isinstance(policy, Chain):
-                if len(self.drafts) > 1 or policy.kind is not Kind.RANKED:
-                    raise UnsupportedModel(
-                        f"{check.model} can verify chains only ({check.reason}): use one draft and tree=Chain(k)"
-                    )
+            if check.support is Support.CHAIN_ONLY and len(self.drafts) > 1:
+                raise UnsupportedModel(f"{check.model} can verify chains only ({check.reason}): use one draft")
+            if check.support is Support.CHAIN_ONLY and set(getattr(policy, "widths", (0,))) - {1}:
                 policy = Chain(policy.max_depth)
                 self.notes.append(f"tree={policy}: {check.model} can verify chains only ({check.reason})")
         return policy
 
-    def _models(self) -> list[TreeModel]:
+    def models(self) -> list[TreeModel]:
         """Return the target and every draft that is a model."""
         return [self.target, *(draft.model for draft in self.drafts if isinstance(draft, ModelDraft))]
 
@@ -273,7 +272,7 @@ class Run:
         started = perf_counter()
         if self._streamer is not None:
             self._streamer.put(torch.tensor([self.rows[0].ids]))
-        with _evaluating(self.decoder):
+        with evaluating(*(tree_model.model for tree_model in self.decoder.models())):
             target, drafts = self._open_sessions()
             for emitted in decode(target, drafts, self.decoder.policy, self.decoder.verifier, self.rows):
                 for row, step in emitted:
@@ -302,9 +301,9 @@ class Run:
         law = rows[0].law.without_prefix_readers()
         coupled = rows[0].sampling and isinstance(decoder.verifier, Walk)
         drafts = []
-        for index, draft in enumerate(decoder.drafts):
+        for number, draft in enumerate(decoder.drafts):
             seeds = [row.seed for row in rows]
-            opening = Opening(prompts, draft_capacity, decoder.target.vocab_size, index, law, seeds, coupled)
+            opening = Opening(prompts, draft_capacity, decoder.target.vocab_size, number, law, seeds, coupled)
             drafts.append(draft.open(opening))
         return target, drafts
 
@@ -374,16 +373,6 @@ class TextStream:
             yield text[done:]
 
 
-@contextmanager
-def _evaluating(decoder: SpeculativeDecoder) -> Iterator[None]:
-    """Put every model in evaluation mode for the duration."""
-    with ExitStack() as stack:
-        for model in (tree_model.model for tree_model in decoder._models()):
-            stack.callback(model.train, model.training)
-            model.eval()
-        yield
-
-
 def _as_draft(draft: Any) -> Draft:
     if draft == "ngram":
         return NGramDraft()
@@ -400,14 +389,14 @@ def _load_draft(name: str, dtype: str, device: str) -> ModelDraft:
 
 
 def row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
-    """Return one seed per row: the same for all, one each, or one from torch's global generator.
+    """Return one seed per row: the same for all, one each, or drawn from torch's global generator.
 
     Raises:
         InputError: not a whole number, or not one per row.
     """
     if seed is None:
-        seed = int(torch.randint(2**62, ()))
-    seeds = [seed] * rows if isinstance(seed, int) else list(seed)
-    if len(seeds) != rows or any(isinstance(s, bool) or not isinstance(s, int) for s in seeds):
+        return [int(draw) for draw in torch.randint(2**62, (rows,))]
+    given = list(seed) if isinstance(seed, Iterable) else [seed] * rows
+    if len(given) != rows or not all(isinstance(s, SupportsIndex) and not isinstance(s, bool) for s in given):
         raise InputError(f"seed={seed!r}: give one whole number, or one per prompt ({rows})")
-    return seeds
+    return [index(s) for s in given]

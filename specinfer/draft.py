@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level
+from specinfer.errors import NumericalError, TreeError
 from specinfer.noise import COUPLING, DRAFT, gumbel, key
 from specinfer.sampling import Law
 from specinfer.tree import Frontier, Policy, TokenTree, draw_candidates, top_candidates
@@ -102,7 +103,7 @@ class ModelDraftSession:
         self.lacking = [list(prompt) for prompt in opening.prompts]  # committed but not in the cache; root last
         self.lengths = [len(prompt) for prompt in opening.prompts]  # committed tokens
         self.seeds = list(opening.seeds)
-        self.chance = [row_generator(seed, opening.draft, self.device) for seed in self.seeds]
+        self.chance: list[torch.Generator] = []
         self.level: Layout | None = None  # layout of the newest level fed
         self.fed: list[Frontier] = []  # levels fed this step, as pending columns, root excluded
         self.vocab_size = min(model.vocab_size, opening.vocab_size)
@@ -135,8 +136,16 @@ class ModelDraftSession:
     def propose(self, policy: Policy, max_depth: int) -> list[TokenTree]:
         """Grow one tree per row below its last committed token."""
         self.level, self.fed = None, []
+        self.chance = row_generators(self.seeds, self.opening.draft, self.lengths, self.device)
         roots = [tokens[-1] for tokens in self.lacking]
-        return policy.grow(self, max_depth).trees(roots, self.opening.draft)
+        growth = policy.grow(self, max_depth)
+        try:
+            return growth.trees(roots, self.opening.draft)
+        except TreeError as error:
+            raise NumericalError(
+                f"draft {self.opening.draft} proposed what is no tree ({error}), as logits that are NaN make it do: "
+                "check its weights, or load it in float32"
+            ) from error
 
     def commit(self, tokens: Sequence[Sequence[int] | None]) -> None:
         """Keep what was fed of each committed path; remember the rest, the new root last, as lacking."""
@@ -148,7 +157,7 @@ class ModelDraftSession:
             # nothing fed this step (a bare root, say): what was lacking is lacking still
             self.lacking[i] = new[len(path) :] if not self.lacking[i] else self.lacking[i] + new
             self.lengths[i] += len(new)
-        per_row: tuple[list[Any], ...] = (self.lacking, self.lengths, self.seeds, self.chance)
+        per_row: tuple[list[Any], ...] = (self.lacking, self.lengths, self.seeds)
         for values in per_row:
             values[:] = [values[i] for i in survivors]
         self.fed = []
@@ -205,9 +214,12 @@ class ModelDraftSession:
         return logits[torch.arange(len(chains), device=self.device), index][:, None]
 
 
-def row_generator(seed: int, draft: int, device: torch.device) -> torch.Generator:
-    """Return the chance by which one draft draws for one row, whatever other rows there are."""
-    return torch.Generator(device).manual_seed(key(seed, DRAFT, draft))
+def row_generators(
+    seeds: Sequence[int], draft: int, lengths: Sequence[int], device: torch.device
+) -> list[torch.Generator]:
+    """Return each row's chance for one step of one draft: it depends on the row's seed and length, on no other row."""
+    keys = [key(seed, DRAFT, draft, length) for seed, length in zip(seeds, lengths, strict=True)]
+    return [torch.Generator(device).manual_seed(own) for own in keys]
 
 
 def draw_rows(

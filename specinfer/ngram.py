@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specinfer.draft import Opening, draw_rows, row_generator
+from specinfer.draft import Opening, draw_rows, row_generators
 from specinfer.errors import InputError
 from specinfer.tree import Frontier, Policy, TokenTree
 
@@ -96,7 +96,7 @@ class NGramDraftSession:
         self.opening = opening
         self.texts = [_Text(prompt, max_ngram) for prompt in opening.prompts]
         self.seeds = list(opening.seeds)
-        self.chance = [row_generator(seed, opening.draft, self.device) for seed in self.seeds]
+        self.chance: list[torch.Generator] = []
         self.paths: list[list[tuple[int, ...]]] = []  # per row: path of every frontier node so far, root first
 
     @property
@@ -107,6 +107,7 @@ class NGramDraftSession:
     def propose(self, policy: Policy, max_depth: int) -> list[TokenTree]:
         """Grow one tree per row below its last committed token."""
         self.paths = [[] for _ in self.texts]
+        self.chance = row_generators(self.seeds, self.opening.draft, [len(t.ids) for t in self.texts], self.device)
         roots = [text.ids[-1] for text in self.texts]
         return policy.grow(self, max_depth).trees(roots, self.opening.draft)
 
@@ -115,7 +116,7 @@ class NGramDraftSession:
         survivors = [i for i, new in enumerate(tokens) if new is not None]
         for i in survivors:
             self.texts[i].extend(tokens[i] or ())
-        per_row: tuple[list[Any], ...] = (self.texts, self.seeds, self.chance)
+        per_row: tuple[list[Any], ...] = (self.texts, self.seeds)
         for values in per_row:
             values[:] = [values[i] for i in survivors]
 

@@ -20,13 +20,13 @@ def key(seed: int, stream: int, *counters: int) -> int:
     """Derive an independent 64-bit key (as a signed integer, what torch stores) from a seed and counters."""
     state = _mix(seed & _MASK)
     for counter in (stream, *counters):
-        state = _mix((state ^ _mix(counter & _MASK)) & _MASK)
+        state = _mix(state ^ (counter & _MASK))
     return _signed(state)
 
 
 def uniform(key_: int, counter: int) -> float:
     """Return one number in [0, 1) with 53 random bits."""
-    return (_mix(((key_ & _MASK) + (counter + 1) * _GOLDEN) & _MASK) >> 11) * 2.0**-53
+    return (_mix(((key_ & _MASK) + counter * _GOLDEN) & _MASK) >> 11) * 2.0**-53
 
 
 def gumbel(keys: Tensor, counters: Tensor) -> Tensor:
@@ -44,6 +44,7 @@ def gumbel(keys: Tensor, counters: Tensor) -> Tensor:
 
 
 def _mix(state: int) -> int:
+    """Return the next number of SplitMix64 in this state: its step, then its finaliser."""
     state = (state + _GOLDEN) & _MASK
     state = ((state ^ (state >> 30)) * _MIX1) & _MASK
     state = ((state ^ (state >> 27)) * _MIX2) & _MASK

@@ -67,27 +67,41 @@ def custom_generate(
     drafts = draft_model if isinstance(draft_model, list | tuple) else [draft_model]
     decoder = SpeculativeDecoder(model, None, drafts, tree)
     settings = resolve(model.generation_config, generation_config, stopping_criteria=stopping_criteria)
-    width = input_ids.shape[1]
-    budget = settings.budget(width)
+    budget = settings.budget(input_ids.shape[1])
     mask = model_inputs.get("attention_mask")  # named as a parameter, transformers would pass it twice
-    kept = torch.ones_like(input_ids) if mask is None else mask
-    rows = []
-    for index, (ids, mask, own_seed) in enumerate(zip(input_ids, kept, row_seeds(seed, len(input_ids)), strict=True)):
-        padding, prompt = ids[mask == 0].tolist(), ids[mask != 0].tolist()
-        if not prompt or not bool(mask[len(padding) :].all()):
-            raise InputError(f"row {index} is empty or not padded on the left: pad prompts on the left")
-        law = Law([_of_row(processor, index) for processor in logits_processor], padding)
-        names = [draft.name for draft in decoder.drafts]
-        stopping = Stopping(settings, budget)
-        rows.append(Row(index, prompt, law, stopping, own_seed, settings.do_sample, names))
-    check_ids([row.ids for row in rows], decoder.target.vocab_size)
-    check_context([row.ids for row in rows], [budget] * len(rows), decoder.target.position_limit())
+    prompts = _without_padding(input_ids, mask)
+    check_ids([prompt for _, prompt in prompts], decoder.target.vocab_size)
+    check_context([prompt for _, prompt in prompts], [budget] * len(prompts), decoder.target.position_limit())
+    rows = [
+        Row(
+            index=index,
+            prompt=prompt,
+            law=Law([_of_row(processor, index) for processor in logits_processor], padding),
+            stopping=Stopping(settings, budget),
+            seed=own_seed,
+            sampling=settings.do_sample,
+            names=[draft.name for draft in decoder.drafts],
+        )
+        for index, ((padding, prompt), own_seed) in enumerate(zip(prompts, row_seeds(seed, len(prompts)), strict=True))
+    ]
     run = Run(decoder, rows, single=len(rows) == 1)
     if spec_streamer is not None:
         run.attach(spec_streamer)
     for _step in run:
         pass
     return _output(run.results(), input_ids, generation_config)
+
+
+def _without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[tuple[list[int], list[int]]]:
+    """Split each row into its left padding and its prompt."""
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    rows = []
+    for index, (ids, kept) in enumerate(zip(input_ids, mask, strict=True)):
+        padding, prompt = ids[kept == 0].tolist(), ids[kept != 0].tolist()
+        if not prompt or not bool(kept[len(padding) :].all()):
+            raise InputError(f"row {index} is empty or not padded on the left: pad prompts on the left")
+        rows.append((padding, prompt))
+    return rows
 
 
 def _of_row(processor: Any, index: int) -> Any:

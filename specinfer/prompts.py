@@ -33,9 +33,13 @@ def encode(prompt: Prompt, tokenizer: Any = None, raw: bool = False) -> Prompts:
     """
     if hasattr(prompt, "tolist"):  # tensors and arrays
         prompt = prompt.tolist()
-    if isinstance(prompt, Sequence) and not prompt:
+    if not isinstance(prompt, Sequence):
+        raise InputError(
+            f"a prompt must be text, a list of chat messages, or token ids (or a list of those), not {prompt!r:.60}"
+        )
+    if not prompt:
         raise InputError("the prompt is empty: there is nothing to continue")
-    single = isinstance(prompt, str) or (isinstance(prompt, Sequence) and isinstance(prompt[0], int | Mapping))
+    single = isinstance(prompt, str) or isinstance(prompt[0], int | Mapping)
     rows = [_encode_one(item, tokenizer, raw) for item in ([prompt] if single else prompt)]
     for index, row in enumerate(rows):
         if not row:
@@ -72,12 +76,12 @@ def _encode_one(item: Any, tokenizer: Any, raw: bool) -> list[int]:
         if not item.strip():
             return []
         if raw or not getattr(_needed(tokenizer), "chat_template", None):
-            return list(tokenizer(item)["input_ids"]) if tokenizer else []
+            return list(_needed(tokenizer)(item)["input_ids"])
         item = [{"role": "user", "content": item}]
     if isinstance(item, Sequence) and item and isinstance(item[0], Mapping):
-        encoded = _needed(tokenizer).apply_chat_template(
-            list(item), add_generation_prompt=True, tokenize=True, return_dict=True
-        )
+        if not getattr(_needed(tokenizer), "chat_template", None):
+            raise InputError("chat messages need a chat template, and this tokenizer has none: pass text instead")
+        encoded = tokenizer.apply_chat_template(list(item), add_generation_prompt=True, tokenize=True, return_dict=True)
         return list(encoded["input_ids"])
     if isinstance(item, Sequence):
         return list(item)

@@ -106,8 +106,9 @@ def resolve(
     config = copy.deepcopy(generation_config if generation_config is not None else model_config)
     if "do_sample" not in given:
         given |= _implied_sampling(given)
-    if not given.get("do_sample", True) and given.get("temperature") == 0:
-        del given["temperature"]
+    if not given.get("do_sample", True):
+        _check_greedy(given)
+        given.pop("temperature", None)
     for name in vars(model_config):
         value = given.get(name, getattr(config, name, None))
         setattr(config, name, getattr(model_config, name) if value is None else value)
@@ -126,6 +127,17 @@ def _implied_sampling(given: dict[str, Any]) -> dict[str, Any]:
         return {"do_sample": given["temperature"] != 0}
     warpers = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
     return {"do_sample": True} if any(name in given for name in warpers) else {}
+
+
+def _check_greedy(given: dict[str, Any]) -> None:
+    """Raise `SamplingError` for an option that says sample in a call that says do not."""
+    neutral = {"temperature": (0, 1), "top_k": (0, 50), "top_p": (1,), "min_p": (0,), "typical_p": (1,)}
+    for name, values in neutral.items():
+        if name in given and given[name] not in values:
+            raise SamplingError(
+                f"{name}={given[name]!r} has no effect in greedy decoding: leave it out, or sample with a temperature "
+                "above 0"
+            )
 
 
 def _max_new_tokens(config: Any, given: dict[str, Any], user_config: Any) -> int | None:
@@ -154,7 +166,8 @@ def _validate(config: Any) -> None:
         if value is not None and (isinstance(value, bool) or not isinstance(value, kind) or not fits(value)):
             raise SamplingError(f"{name}={value!r} is not possible: it must be {wanted}")
 
-    check("temperature", lambda v: 0 < v < float("inf"), "positive and finite (0 selects greedy decoding)")
+    if config.do_sample:
+        check("temperature", lambda v: 0 < v < float("inf"), "positive and finite (0 selects greedy decoding)")
     check("top_p", lambda v: 0 < v <= 1, "above 0 and at most 1")
     check("top_k", lambda v: v >= 0, "a count of tokens, or 0 for all of them", int)
     for name in ("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"):
@@ -191,8 +204,13 @@ class Law:
     @classmethod
     def of(cls, settings: Settings, prompt_length: int, device: torch.device) -> "Law":
         """Build the processors of a row whose prompt has ``prompt_length`` tokens, in Hugging Face's order."""
-        ordered = [*_processors(settings, prompt_length, device), *settings.processors]
-        return cls(ordered + (_warpers(settings.config, device) if settings.do_sample else []))
+        try:
+            built = _processors(settings, prompt_length, device)
+            warpers = _warpers(settings.config, device) if settings.do_sample else []
+        except (ValueError, TypeError) as error:
+            raise SamplingError(f"an option's value is not possible: {error}") from error
+        custom = {type(processor) for processor in settings.processors}  # these take the place of built ones
+        return cls([*(p for p in built if type(p) not in custom), *settings.processors, *warpers])
 
     def without_prefix_readers(self) -> "Law":
         """Return the law without the processors that read a prefix (what a draft ranks its candidates by)."""
@@ -241,7 +259,7 @@ def _processors(settings: Settings, prompt_length: int, device: Any) -> list[Cal
         built.append(hf.NoRepeatNGramLogitsProcessor(c.no_repeat_ngram_size))
     if c.bad_words_ids is not None:
         built.append(hf.NoBadWordsLogitsProcessor(c.bad_words_ids, eos or None))
-    if c.min_length and eos:
+    if c.min_length and eos and not c.min_new_tokens:
         built.append(hf.MinLengthLogitsProcessor(c.min_length, eos, device=device))
     if c.min_new_tokens and eos:
         built.append(hf.MinNewTokensLengthLogitsProcessor(prompt_length, c.min_new_tokens, eos, device=device))
@@ -257,7 +275,8 @@ def _processors(settings: Settings, prompt_length: int, device: Any) -> list[Cal
     if c.suppress_tokens is not None:
         built.append(hf.SuppressTokensLogitsProcessor(c.suppress_tokens, device=device))
     if c.begin_suppress_tokens is not None:
-        built.append(hf.SuppressTokensAtBeginLogitsProcessor(c.begin_suppress_tokens, prompt_length, device=device))
+        begin = prompt_length + (prompt_length == 1 and c.forced_bos_token_id is not None)
+        built.append(hf.SuppressTokensAtBeginLogitsProcessor(c.begin_suppress_tokens, begin, device=device))
     return built
 
 

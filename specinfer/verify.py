@@ -118,7 +118,6 @@ class MultiStep(Verifier):
     def __repr__(self) -> str:
         return f"MultiStep(replacement={self.replacement})"
 
-
     @property
     def kinds(self) -> frozenset[Kind]:
         """The kind of draws the test divides by."""
