@@ -216,11 +216,16 @@ class SpeculativeDecoder:
             check = check_model(model.model)
             if check.support is Support.UNSUPPORTED:
                 raise UnsupportedModel(f"{check.model} cannot score token trees: {check.reason}")
-            if check.support is Support.CHAIN_ONLY and len(self.drafts) > 1:
-                raise UnsupportedModel(f"{check.model} can verify chains only ({check.reason}): use one draft")
-            if check.support is Support.CHAIN_ONLY and set(getattr(policy, "widths", (0,))) - {1}:
+            if check.support is not Support.CHAIN_ONLY:
+                continue
+            is_chain = set(getattr(policy, "widths", (0,))) <= {1}
+            if len(self.drafts) > 1 or not (is_chain or policy.kind is Kind.RANKED):
+                raise UnsupportedModel(
+                    f"{check.model} can score chains only ({check.reason}): use one draft and tree=Chain(k)"
+                )
+            if not is_chain:
                 policy = Chain(policy.max_depth)
-                self.notes.append(f"tree={policy}: {check.model} can verify chains only ({check.reason})")
+                self.notes.append(f"tree={policy}: {check.model} can score chains only ({check.reason})")
         return policy
 
     def models(self) -> list[TreeModel]:

@@ -131,7 +131,8 @@ def _implied_sampling(given: dict[str, Any]) -> dict[str, Any]:
 
 def _check_greedy(given: dict[str, Any]) -> None:
     """Raise `SamplingError` for an option that says sample in a call that says do not."""
-    neutral = {"temperature": (0, 1), "top_k": (0, 50), "top_p": (1,), "min_p": (0,), "typical_p": (1,)}
+    neutral: dict[str, tuple[float, ...]] = {"temperature": (0, 1), "top_k": (0, 50), "top_p": (1,), "typical_p": (1,)}
+    neutral |= dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff"), (0,)) | {"top_h": ()}
     for name, values in neutral.items():
         if name in given and given[name] not in values:
             raise SamplingError(
@@ -204,11 +205,8 @@ class Law:
     @classmethod
     def of(cls, settings: Settings, prompt_length: int, device: torch.device) -> "Law":
         """Build the processors of a row whose prompt has ``prompt_length`` tokens, in Hugging Face's order."""
-        try:
-            built = _processors(settings, prompt_length, device)
-            warpers = _warpers(settings.config, device) if settings.do_sample else []
-        except (ValueError, TypeError) as error:
-            raise SamplingError(f"an option's value is not possible: {error}") from error
+        built = _processors(settings, prompt_length, device)
+        warpers = _warpers(settings.config, device) if settings.do_sample else []
         custom = {type(processor) for processor in settings.processors}  # these take the place of built ones
         return cls([*(p for p in built if type(p) not in custom), *settings.processors, *warpers])
 
@@ -249,59 +247,95 @@ def _processors(settings: Settings, prompt_length: int, device: Any) -> list[Cal
     """Processors that apply to greedy decoding and sampling alike (transformers' `_get_logits_processor` order)."""
     import transformers as hf
 
-    c, eos = settings.config, sorted(settings.eos)
-    built: list[Any] = []
-    if c.sequence_bias is not None:
-        built.append(hf.SequenceBiasLogitsProcessor(c.sequence_bias))
-    if c.repetition_penalty not in (None, 1.0):
-        built.append(hf.RepetitionPenaltyLogitsProcessor(float(c.repetition_penalty)))
-    if c.no_repeat_ngram_size:
-        built.append(hf.NoRepeatNGramLogitsProcessor(c.no_repeat_ngram_size))
-    if c.bad_words_ids is not None:
-        built.append(hf.NoBadWordsLogitsProcessor(c.bad_words_ids, eos or None))
-    if c.min_length and eos and not c.min_new_tokens:
-        built.append(hf.MinLengthLogitsProcessor(c.min_length, eos, device=device))
-    if c.min_new_tokens and eos:
-        built.append(hf.MinNewTokensLengthLogitsProcessor(prompt_length, c.min_new_tokens, eos, device=device))
-    if c.forced_bos_token_id is not None:
-        built.append(hf.ForcedBOSTokenLogitsProcessor(c.forced_bos_token_id))
-    if c.forced_eos_token_id is not None:
-        length = prompt_length + settings.budget(prompt_length)
-        built.append(hf.ForcedEOSTokenLogitsProcessor(length, c.forced_eos_token_id, device=device))
-    if c.remove_invalid_values:
-        built.append(hf.InfNanRemoveLogitsProcessor())
-    if c.exponential_decay_length_penalty is not None and eos:
-        built.append(hf.ExponentialDecayLengthPenalty(c.exponential_decay_length_penalty, eos, prompt_length))
-    if c.suppress_tokens is not None:
-        built.append(hf.SuppressTokensLogitsProcessor(c.suppress_tokens, device=device))
-    if c.begin_suppress_tokens is not None:
-        begin = prompt_length + (prompt_length == 1 and c.forced_bos_token_id is not None)
-        built.append(hf.SuppressTokensAtBeginLogitsProcessor(c.begin_suppress_tokens, begin, device=device))
-    return built
+    c, n, eos = settings.config, prompt_length, sorted(settings.eos)
+    begin = n + (n == 1 and c.forced_bos_token_id is not None)
+    decay, suppress, first = c.exponential_decay_length_penalty, c.suppress_tokens, c.begin_suppress_tokens
+    end = n + settings.budget(n)
+    table: list[tuple[str, bool, Callable[[], Any]]] = [
+        ("sequence_bias", c.sequence_bias is not None, lambda: hf.SequenceBiasLogitsProcessor(c.sequence_bias)),
+        (
+            "repetition_penalty",
+            c.repetition_penalty not in (None, 1),
+            lambda: hf.RepetitionPenaltyLogitsProcessor(float(c.repetition_penalty)),
+        ),
+        (
+            "no_repeat_ngram_size",
+            bool(c.no_repeat_ngram_size),
+            lambda: hf.NoRepeatNGramLogitsProcessor(c.no_repeat_ngram_size),
+        ),
+        (
+            "bad_words_ids",
+            c.bad_words_ids is not None,
+            lambda: hf.NoBadWordsLogitsProcessor(c.bad_words_ids, eos or None),
+        ),
+        (
+            "min_length",
+            bool(c.min_length and eos and not c.min_new_tokens),
+            lambda: hf.MinLengthLogitsProcessor(c.min_length, eos, device=device),
+        ),
+        (
+            "min_new_tokens",
+            bool(c.min_new_tokens and eos),
+            lambda: hf.MinNewTokensLengthLogitsProcessor(n, c.min_new_tokens, eos, device=device),
+        ),
+        (
+            "forced_bos_token_id",
+            c.forced_bos_token_id is not None,
+            lambda: hf.ForcedBOSTokenLogitsProcessor(c.forced_bos_token_id),
+        ),
+        (
+            "forced_eos_token_id",
+            c.forced_eos_token_id is not None,
+            lambda: hf.ForcedEOSTokenLogitsProcessor(end, c.forced_eos_token_id, device=device),
+        ),
+        ("remove_invalid_values", bool(c.remove_invalid_values), hf.InfNanRemoveLogitsProcessor),
+        (
+            "exponential_decay_length_penalty",
+            bool(decay is not None and eos),
+            lambda: hf.ExponentialDecayLengthPenalty(decay, eos, n),
+        ),
+        ("suppress_tokens", suppress is not None, lambda: hf.SuppressTokensLogitsProcessor(suppress, device=device)),
+        (
+            "begin_suppress_tokens",
+            first is not None,
+            lambda: hf.SuppressTokensAtBeginLogitsProcessor(first, begin, device=device),
+        ),
+    ]
+    return _build(table)
 
 
-def _warpers(config: Any, device: Any) -> list[Any]:
+def _warpers(config: Any, device: Any) -> list[Callable[..., Tensor]]:
     """Warpers, which apply to sampling only, in transformers' order."""
     from transformers import generation as hf
 
-    c = config
-    table: list[tuple[bool, str, tuple[Any, ...]]] = [
-        (c.temperature != 1.0, "TemperatureLogitsWarper", (float(c.temperature),)),
-        (getattr(c, "top_h", None) is not None, "TopHLogitsWarper", (getattr(c, "top_h", None),)),
-        (bool(c.top_k), "TopKLogitsWarper", (c.top_k,)),
-        (c.top_p < 1.0, "TopPLogitsWarper", (float(c.top_p),)),
-        (bool(c.min_p), "MinPLogitsWarper", (c.min_p,)),
-        (c.typical_p is not None and 0 < c.typical_p < 1.0, "TypicalLogitsWarper", (c.typical_p,)),
-        (
-            c.epsilon_cutoff is not None and 0 < c.epsilon_cutoff < 1.0,
-            "EpsilonLogitsWarper",
-            (c.epsilon_cutoff,),
-        ),
+    c, top_h = config, getattr(config, "top_h", None)
+
+    def cuts(value: float | None) -> bool:
+        return value is not None and 0 < value < 1
+
+    table: list[tuple[str, bool, Callable[[], Any]]] = [
+        ("temperature", c.temperature != 1, lambda: hf.TemperatureLogitsWarper(float(c.temperature))),
+        ("top_h", top_h is not None, lambda: hf.TopHLogitsWarper(c.top_h)),
+        ("top_k", bool(c.top_k), lambda: hf.TopKLogitsWarper(c.top_k)),
+        ("top_p", c.top_p < 1, lambda: hf.TopPLogitsWarper(float(c.top_p))),
+        ("min_p", bool(c.min_p), lambda: hf.MinPLogitsWarper(c.min_p)),
+        ("typical_p", cuts(c.typical_p), lambda: hf.TypicalLogitsWarper(c.typical_p)),
+        ("epsilon_cutoff", cuts(c.epsilon_cutoff), lambda: hf.EpsilonLogitsWarper(c.epsilon_cutoff)),
+        ("eta_cutoff", cuts(c.eta_cutoff), lambda: hf.EtaLogitsWarper(epsilon=c.eta_cutoff, device=device)),
+        ("renormalize_logits", bool(c.renormalize_logits), hf.LogitNormalization),
     ]
-    built = [getattr(hf, name)(*arguments) for wanted, name, arguments in table if wanted]
-    if c.eta_cutoff is not None and 0 < c.eta_cutoff < 1.0:
-        built.append(hf.EtaLogitsWarper(epsilon=c.eta_cutoff, device=device))
-    return built + ([hf.LogitNormalization()] if c.renormalize_logits else [])
+    return _build(table)
+
+
+def _build(table: Iterable[tuple[str, bool, Callable[[], Any]]]) -> list[Callable[..., Tensor]]:
+    """Construct the wanted processors; one that refuses its value is a `SamplingError` that names the option."""
+    built = []
+    for option, wanted, make in table:
+        try:
+            built += [make()] if wanted else []
+        except (ValueError, TypeError) as error:
+            raise SamplingError(f"{option} has an impossible value: {error}") from error
+    return built
 
 
 class Stopping:

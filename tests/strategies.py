@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from specinfer.tree import DenseSource, Draw, Frontier, Kind, TokenTree
 from torch import Tensor
+
+from specinfer.tree import DenseSource, Draw, Frontier, Kind, TokenTree
 
 VOCAB = 6  # of the trees that `token_trees` makes
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=200)

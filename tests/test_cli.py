@@ -167,7 +167,6 @@ def test_tree_without_speculation_draws_the_last_bare_root(run):
     assert "0 of 0 drafted tokens" in out
 
 
-@pytest.mark.xfail(reason="only steps that yield text are looked at")
 def test_tree_finds_the_first_step_in_which_anything_was_drafted(run):
     """A model drafts at once, so it is step 1, even where that step yields half a character and no text."""
     assert json.loads(run("tree", PROMPT, "--raw", "--draft", "draft", "--json")[1])["step"] == 1

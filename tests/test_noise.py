@@ -14,9 +14,9 @@ from specinfer.noise import COIN, COUPLING, DRAFT, gumbel, key, uniform
 
 FALSE_ALARM = 1e-4
 MASK = 2**64 - 1
-GOLDEN_KEYS = [3240945917086680547, -1897051937120528103, -1746939625183081611]
-GOLDEN_UNIFORM = [0.5799889553584157, 0.3968167318019534, 0.19078349100126313]
-GOLDEN_GUMBEL = [-0.858915, -0.190687, -0.633892, 1.779838]
+GOLDEN_KEYS = [4964578127960768432, 937349279089814987, -2786449784172733320]
+GOLDEN_UNIFORM = [0.9035539754366726, 0.26468556615248884, 0.139244905994788]
+GOLDEN_GUMBEL = [-0.794894, 1.215499, 1.90092, 1.063711]
 
 
 def splitmix64(state, index):
@@ -63,7 +63,6 @@ def test_the_published_sequence():
     ]
 
 
-@pytest.mark.xfail(reason="uniform adds the golden ratio twice: it is output n + 1")
 @pytest.mark.parametrize("start", [0, 1, 1234567, -5, 2**63 - 1, -(2**63), key(3, COIN)])
 def test_scalars_are_the_reference(start):
     """uniform(key, n) is the n-th output of SplitMix64 started at the key, its top 53 bits."""
@@ -154,7 +153,6 @@ def test_neighbouring_tokens_are_independent():
         assert abs(np.corrcoef(noise[:-lag], noise[lag:])[0, 1]) < 4 / np.sqrt(len(noise))
 
 
-@pytest.mark.xfail(reason="seed and stream commute: key(1, 2) == key(2, 1), and key(s, s) is one key for all s")
 def test_keys_of_seeds_and_streams_differ():
     """No two of many keys collide, whatever the seed, the stream and the counter."""
     keys = {key(s, t, p) for s in range(30) for t in (COUPLING, COIN, DRAFT) for p in range(30)}

@@ -50,7 +50,6 @@ def test_all_is_complete():
     assert imported == specinfer._MODULE_OF
 
 
-@pytest.mark.xfail(reason="certify is a module and a function: importing one hides the other")
 def test_names_come_from_where_they_are_said_to_live():
     """A lazily imported name is the object of its home module."""
     for name, module in specinfer._MODULE_OF.items():
@@ -63,7 +62,6 @@ def test_unknown_names_are_attribute_errors():
         specinfer.SpeculativeDecoderr  # noqa: B018
 
 
-@pytest.mark.xfail(reason="certify is a module and a function: importing one hides the other")
 @pytest.mark.parametrize("first", ["import specinfer.certification", "from specinfer import Certificate"])
 def test_certify_is_the_function_whatever_was_imported_first(first):
     """The submodule and the function share a name; the function wins."""

@@ -10,6 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
+from strategies import PROPERTY, TableSource, coarse_table, next_state
+
+from specinfer.errors import PolicyError, TreeError
 from specinfer.tree import (
     BestFirst,
     Chain,
@@ -25,9 +28,6 @@ from specinfer.tree import (
     grow,
     top_candidates,
 )
-from strategies import PROPERTY, TableSource, coarse_table, next_state
-
-from specinfer.errors import PolicyError, TreeError
 
 DEVICES = [
     "cpu",

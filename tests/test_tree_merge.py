@@ -4,18 +4,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from specinfer.tree import Draw, Kind, TokenTree, merge
 from strategies import PROPERTY, token_trees
 
 from specinfer.errors import TreeError
+from specinfer.tree import Draw, Kind, TokenTree, merge
 
 
 def three_trees() -> st.SearchStrategy[tuple[TokenTree, TokenTree, TokenTree]]:
     """Trees of one root and kind, from drafts of their own."""
     return st.sampled_from(list(Kind)).flatmap(
-        lambda kind: st.tuples(
-            *(token_trees(kind=kind, drafts=drafts, root=1) for drafts in ((2,), (0, 3), (1,)))
-        )
+        lambda kind: st.tuples(*(token_trees(kind=kind, drafts=drafts, root=1) for drafts in ((2,), (0, 3), (1,))))
     )
 
 

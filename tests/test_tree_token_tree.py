@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from specinfer.tree import Draw, Kind, TokenTree, render
 from strategies import PROPERTY, VOCAB, node_lists, token_trees
 
 from specinfer.errors import TreeError
+from specinfer.tree import Draw, Kind, TokenTree, render
 
 ONE = (Draw(0, 0),)
 
@@ -65,18 +65,14 @@ def test_invariants(tree: TokenTree) -> None:
         assert len({token for _, token in keys}) == len(keys)
         drawn = [draw for draw, _ in tree.draws_under(node)]
         for draft in {draw.draft for draw in drawn}:
-            assert [d.order for d in drawn if d.draft == draft] == list(
-                range(sum(d.draft == draft for d in drawn))
-            )
+            assert [d.order for d in drawn if d.draft == draft] == list(range(sum(d.draft == draft for d in drawn)))
 
 
 @PROPERTY
 @given(token_trees())
 def test_ancestor_mask_is_the_transitive_closure(tree: TokenTree) -> None:
     graph = networkx.transitive_closure(tree.to_networkx(), reflexive=True)
-    assert np.array_equal(
-        tree.ancestor_mask(), networkx.to_numpy_array(graph, nodelist=range(len(tree))).T > 0
-    )
+    assert np.array_equal(tree.ancestor_mask(), networkx.to_numpy_array(graph, nodelist=range(len(tree))).T > 0)
 
 
 @PROPERTY

@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 from transformers import GenerationConfig
 
 from specinfer.certification import NoResidual
-from specinfer.draft import draw_rows, row_generator
+from specinfer.draft import draw_rows, row_generators
 from specinfer.errors import PairingError
 from specinfer.noise import key
 from specinfer.row import Row, RowView
@@ -292,7 +292,7 @@ def verified(base, kind, rule=MultiStep(), children=2):  # noqa: B008  (rules ha
     """The first token that multi-step sampling emits, the draft's draws by the engine's own generator."""
     tokens, logits, replacement = [], torch.from_numpy(Q)[None, None].log(), rule.replacement
     for seed in range(SAMPLES):
-        draws = draw_rows(logits, children, replacement, [row_generator(seed, 0, torch.device("cpu"))])
+        draws = draw_rows(logits, children, replacement, row_generators([seed], 0, [1], torch.device("cpu")))
         order = [(0, token) for token in draws[0].flatten().tolist()]
         tree = family([Q], order, Kind.IID if replacement else Kind.WITHOUT_REPLACEMENT)
         target = view(base, tree, [P] + [HALVES] * (len(tree) - 1), seed, kind)
@@ -364,5 +364,5 @@ def test_coins_keep_their_ends(base):
 
 def test_records_without_laws_cannot_be_verified_by_mistake():
     tree = family([[0.5, 0.5]], [(0, 0)]).without_laws()
-    with pytest.raises(KeyError):
+    with pytest.raises(PairingError, match="laws"):
         MultiStep().verify(tree, Scripted([[0.5, 0.5]], coins=[0.5]))
