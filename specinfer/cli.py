@@ -28,7 +28,7 @@ DraftOption = Annotated[
     typer.Option(help="Draft: a model or 'ngram'. Repeat to merge several.", show_default="ngram"),
 ]
 TreeOption = Annotated[str, typer.Option(help="best-first, widths, chain, sampled or none.")]
-NodesOption = Annotated[int, typer.Option(help="Drafted nodes per tree (best-first).")]
+NodesOption = Annotated[int, typer.Option(help="Drafted nodes per tree at most (best-first).")]
 DepthOption = Annotated[int, typer.Option(help="Levels per tree (best-first, chain).")]
 WidthsOption = Annotated[str, typer.Option(help="Children per level (widths, sampled).")]
 TokensOption = Annotated[int, typer.Option("--max-new-tokens", help="New tokens at most.")]
@@ -152,6 +152,7 @@ def certify_command(as_json: JsonOption = False) -> None:
 
 def build_policy(tree: str, nodes: int, depth: int, widths: str) -> Any:
     """Return the growth policy that the options name, or None for no speculation."""
+    from specinfer.decoder import DEFAULT_TREE
     from specinfer.tree import BestFirst, Chain, Sampled, Widths
 
     for name, value in (("nodes", nodes), ("depth", depth)):
@@ -159,7 +160,7 @@ def build_policy(tree: str, nodes: int, depth: int, widths: str) -> Any:
             raise InputError(f"--{name} {value} drafts nothing: give at least 1, or --tree none")
     levels = _numbers(widths)
     makers = {
-        "best-first": lambda: BestFirst(nodes, depth),
+        "best-first": lambda: BestFirst(nodes, depth, DEFAULT_TREE.min_probability),
         "widths": lambda: Widths(levels),
         "chain": lambda: Chain(depth),
         "sampled": lambda: Sampled(levels),

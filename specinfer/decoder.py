@@ -23,7 +23,7 @@ from specinfer.sampling import Law, Stopping, resolve
 from specinfer.tree import BestFirst, Chain, Kind, Policy, TokenTree, merge
 from specinfer.verify import MultiStep, Verifier, Walk
 
-DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8)
+DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8, min_probability=0.05)
 
 
 def decode(

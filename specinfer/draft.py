@@ -174,7 +174,7 @@ class ModelDraftSession:
             return tokens, values.float() - logits.float().logsumexp(-1, keepdim=True)
         tokens, values = top_candidates(logits, max(k, CANDIDATES))
         warped = self.opening.law.scores(values.flatten(0, 1), ()).view_as(values)
-        noise = gumbel(self._keys(COUPLING, frontier.depth)[:, None, None], tokens)
+        noise = coupling_noise(self.seeds, self.lengths, frontier.depth, tokens)
         ranked, order = (warped.log_softmax(-1) + noise).log_softmax(-1).sort(dim=-1, descending=True, stable=True)
         return tokens.gather(2, order)[..., :k], ranked[..., :k]
 
@@ -184,11 +184,6 @@ class ModelDraftSession:
         scores = self.opening.law.scores(logits.flatten(0, 1), ()).view(*logits.shape)
         missing = self.opening.vocab_size - self.vocab_size
         return draw_rows(functional.pad(scores, (0, missing), value=-inf), k, replacement, self.chance)
-
-    def _keys(self, stream: int, depth: int) -> Tensor:
-        """Return each row's noise key (B,) for the token that follows a node at this depth."""
-        keys = [key(seed, stream, n + depth) for seed, n in zip(self.seeds, self.lengths, strict=True)]
-        return torch.tensor(keys, device=self.device)
 
     def _logits(self, frontier: Frontier) -> Tensor:
         """Return logits (B, W, V) after each frontier node, feeding them to the model."""
@@ -212,6 +207,12 @@ class ModelDraftSession:
         self.session.commit([range(len(chain)) for chain in chains])
         self.lacking = [[] for _ in chains]
         return logits[torch.arange(len(chains), device=self.device), index][:, None]
+
+
+def coupling_noise(seeds: Sequence[int], lengths: Sequence[int], depth: int, tokens: Tensor) -> Tensor:
+    """Return the target's own Gumbel noise for candidate tokens (B, W, k) that follow nodes at this depth."""
+    keys = [key(seed, COUPLING, length + depth) for seed, length in zip(seeds, lengths, strict=True)]
+    return gumbel(torch.tensor(keys, device=tokens.device)[:, None, None], tokens)
 
 
 def row_generators(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specinfer.draft import Opening, draw_rows, row_generators
+from specinfer.draft import Opening, coupling_noise, draw_rows, row_generators
 from specinfer.errors import InputError
 from specinfer.tree import Frontier, Policy, TokenTree
 
@@ -121,7 +121,11 @@ class NGramDraftSession:
             values[:] = [values[i] for i in survivors]
 
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
-        """Return each node's k likeliest successors and their log-probabilities, both (B, W, at most k)."""
+        """Return each node's k likeliest successors and their log-probabilities, both (B, W, at most k).
+
+        Coupled: a token of probability q and noise g is the target's choice with probability
+        ``exp(-(1 - q) / q * exp(-g))``, the chance that no other token's noise beats it (Gumbel-max, were q right).
+        """
         ranked = [
             [sorted(law.items(), key=lambda item: (-item[1], item[0]))[:k] for law in row]
             for row in self._laws(frontier)
@@ -129,7 +133,12 @@ class NGramDraftSession:
         width = max((len(node) for row in ranked for node in row), default=0) or 1
         padded = [[[*node, *[(0, 0.0)] * (width - len(node))] for node in row] for row in ranked]
         table = torch.tensor(padded, dtype=torch.float64).view(self.batch, len(ranked[0]), width, 2)
-        return table[..., 0].long(), table[..., 1].log().float()
+        tokens, q = table[..., 0].long(), table[..., 1].float()
+        if not self.opening.coupled:
+            return tokens, q.log()
+        noise = coupling_noise(self.seeds, [len(text.ids) for text in self.texts], frontier.depth, tokens)
+        chosen, order = (-(1 - q) / q * (-noise).exp()).sort(dim=-1, descending=True, stable=True)
+        return tokens.gather(2, order), chosen
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Draw k children per node from the normalised successor law; nodes without successors have none."""
