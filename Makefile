@@ -22,7 +22,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 .PHONY: demo test lint notebooks wheel-test clean install types
 
 demo: $(VENV)/.demo
-	$(BIN)/specinfer generate "Why is the sky blue?" --show-tree
+	$(BIN)/specinfer generate "Name the days of the week, then name them again." --show-tree --max-new-tokens 64
 
 test: $(VENV)/.dev
 	$(BIN)/pytest $(PYTEST_FLAGS)

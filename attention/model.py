@@ -31,7 +31,8 @@ class TreeModel:
         model: a ``transformers`` causal LM, already on its device.  It is never modified.
 
     Raises:
-        UnsupportedModel: flash attention, recurrent or convolutional layers, an encoder-decoder, or no KV cache.
+        UnsupportedModel: flash attention, recurrent or convolutional layers, an encoder-decoder, no KV cache, or
+            weights on several devices.
     """
 
     def __init__(self, model: Any) -> None:
@@ -46,6 +47,11 @@ class TreeModel:
             raise UnsupportedModel(
                 f"{self.name} keeps no key-value cache of its tokens (it is recurrent or an encoder-decoder), so a "
                 "tree can be neither branched nor pruned: use a decoder-only attention model"
+            )
+        if len(devices := {str(parameter.device) for parameter in model.parameters()}) > 1:
+            raise UnsupportedModel(
+                f"{self.name} is spread over {', '.join(sorted(devices))}, so its cache would have to be too: load "
+                "it on one device"
             )
         self.spec = AttentionSpec.of(model)
         self.takes_positions = "position_ids" in parameters

@@ -291,7 +291,9 @@ class Run:
                 )
                 if self._streamer is not None:
                     self._streamer.put(torch.tensor(emitted[0][1].tokens))
+                paused = perf_counter()
                 yield emitted
+                started += perf_counter() - paused  # the caller's time is not ours
         if self._streamer is not None:
             self._streamer.end()
 

@@ -361,3 +361,11 @@ def test_flex_attention_scores_trees() -> None:
         pytest.skip(f"flex attention does not compile here: {str(error).splitlines()[0]}")
     reference = build("llama", torch.float32, "eager", num_hidden_layers=1)
     assert_nodes_match(reference, logits, [[], []], trees, 1e-5)
+
+
+def test_weights_on_several_devices_are_refused() -> None:
+    """A model spread over devices is refused by name: its cache would have to follow it."""
+    model = tiny(LlamaForCausalLM, tie_word_embeddings=False)
+    model.lm_head.to("meta")
+    with pytest.raises(UnsupportedModel, match="spread over cpu, meta"):
+        TreeModel(model)

