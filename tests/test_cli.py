@@ -133,7 +133,8 @@ def test_tree_options_shape_the_trees(run):
     def tree(*options):
         return json.loads(run("tree", PROMPT, *common, *options)[1])["tree"]
 
-    assert len(tree("--nodes", 5, "--depth", 2)["tokens"]) == 6
+    assert 2 <= len(tree("--nodes", 5, "--depth", 2)["tokens"]) <= 6
+    assert len(tree("--nodes", 1)["tokens"]) == 2
     assert len(tree("--tree", "widths", "--widths", "2,3")["tokens"]) == 1 + 2 + 6
     assert len(tree("--tree", "chain", "--depth", 5)["tokens"]) == 6
 
@@ -154,7 +155,7 @@ def test_tree_draws_the_tree_of_one_step(run):
     """A drawing, or JSON of the step: tree, path, tokens."""
     code, out, err = run("tree", PROMPT, "--raw", "--draft", "draft", "--nodes", 6)
     assert (code, err) == (0, "")
-    assert re.match(r"step \d+: \d+ of 6 drafted tokens accepted", out)
+    assert re.match(r"step \d+: \d+ of [1-6] drafted tokens accepted", out)
     assert "%" in out
     step = json.loads(run("tree", PROMPT, "--raw", "--draft", "draft", "--json")[1])
     assert {"step", "tree", "path", "tokens", "drafted_by"} <= set(step)
