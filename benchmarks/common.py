@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from specinfer import BestFirst, Chain, ModelDraft, SpeculativeDecoder, Widths
+from specinfer.decoder import DEFAULT_TREE
 from specinfer.models import load
 
 
@@ -45,7 +46,8 @@ def load_models(args: argparse.Namespace, dtype: str) -> tuple[Any, Any, list[An
 
 def policies(nodes: int, depth: int) -> dict[str, Any]:
     """Return the tree policies that are compared."""
-    return {"best-first": BestFirst(nodes, depth), "widths": Widths((2, 2, 1)), "chain": Chain(depth)}
+    best_first = BestFirst(nodes, depth, DEFAULT_TREE.min_probability)
+    return {"best-first": best_first, "widths": Widths((2, 2, 1)), "chain": Chain(depth)}
 
 
 def difference(a: list[int], b: list[int]) -> int | None:

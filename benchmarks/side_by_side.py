@@ -4,7 +4,7 @@
 
 Methods, all greedy: `generate`, assisted generation with the first draft model, transformers' prompt lookup, our loop
 without speculation, our trees.  Prints medians over prompts of tokens per target pass and tokens per second, and the
-ratio to `generate` with a 95 % bootstrap interval of its median.  Every finished prompt is appended to --out.
+ratio to `generate` with a 95 % bootstrap interval of its median.  Every finished prompt is written to --out at once.
 """
 
 import json
@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import decoder, load_models, parser, read_prompts
+from common import decoder, load_models, parser, policies, read_prompts
 from tqdm import tqdm
 
-from specinfer import BestFirst, ModelDraft
+from specinfer import ModelDraft
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def build_methods(model: Any, tokenizer: Any, drafts: list[Any], args: Any) -> d
     """Return name -> function from a prompt to tokens, passes, seconds."""
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
     plain = decoder(model, tokenizer, drafts, None)
-    trees = decoder(model, tokenizer, drafts, BestFirst(args.nodes, args.depth))
+    trees = decoder(model, tokenizer, drafts, policies(args.nodes, args.depth)["best-first"])
 
     def ours(engine: Any) -> Callable[[str], Any]:
         def run(prompt: str) -> dict[str, Any]:
