@@ -64,7 +64,10 @@ def check_model(model: Any) -> ModelCheck:
         with evaluating(model):
             support, reason, error = _classify(model)
         dtype = str(model.dtype).removeprefix("torch.")
-        _checked[key] = ModelCheck(type(model).__name__, dtype, implementation, support, reason, error)
+        check = ModelCheck(type(model).__name__, dtype, implementation, support, reason, error)
+        if support is Support.UNSUPPORTED:  # perhaps for these weights only
+            return check
+        _checked[key] = check
     return _checked[key]
 
 
@@ -85,6 +88,8 @@ def _classify(model: Any) -> tuple[Support, str, float]:
             reason = chain_reason or f"a branching tree is off by {tree_error:.1e}, a chain by {chain_error:.1e}"
             return Support.CHAIN_ONLY, reason, chain_error
         return Support.UNSUPPORTED, f"even a chain is off by {chain_error:.1e}", chain_error
+    except torch.OutOfMemoryError:  # says nothing about the model
+        raise
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         failure = f"a pass with a tree mask fails: {type(error).__name__}: {first}"

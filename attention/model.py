@@ -45,8 +45,9 @@ class TreeModel:
         parameters = inspect.signature(model.forward).parameters
         if getattr(model.config, "is_encoder_decoder", False) or "past_key_values" not in parameters:
             raise UnsupportedModel(
-                f"{self.name} keeps no key-value cache of its tokens (it is recurrent or an encoder-decoder), so a "
-                "tree can be neither branched nor pruned: use a decoder-only attention model"
+                f"{self.name} offers no key-value cache of its tokens (it is recurrent, an encoder-decoder, or a "
+                "wrapper that hides one), so trees can be neither branched nor pruned: use a decoder-only attention "
+                "model, without its wrapper"
             )
         if len(devices := {str(parameter.device) for parameter in model.parameters()}) > 1:
             raise UnsupportedModel(

@@ -72,7 +72,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'specinfer' has no attribute {name!r}")
     value = getattr(import_module(_MODULE_OF[name]), name)
-    globals()[name] = value  # also shadows the submodule of the same name (certify)
+    globals()[name] = value
     return value
 
 

@@ -28,7 +28,9 @@ DraftOption = Annotated[
     typer.Option(help="Draft: a model or 'ngram'. Repeat to merge several.", show_default="ngram"),
 ]
 TreeOption = Annotated[str, typer.Option(help="best-first, widths, chain, sampled or none.")]
-NodesOption = Annotated[int, typer.Option(help="Drafted nodes per tree at most (best-first).")]
+NodesOption = Annotated[
+    int, typer.Option(help="Drafted nodes per tree at most (best-first; paths below 5 % are left out).")
+]
 DepthOption = Annotated[int, typer.Option(help="Levels per tree (best-first, chain).")]
 WidthsOption = Annotated[str, typer.Option(help="Children per level (widths, sampled).")]
 TokensOption = Annotated[int, typer.Option("--max-new-tokens", help="New tokens at most.")]
@@ -181,7 +183,7 @@ def build_decoder(target: str | None, drafts: list[str] | None, policy: Any, dty
 
 def read_prompt(prompt: str) -> str:
     """Return the prompt, from standard input if it is "-"."""
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     if not text.strip():
         raise InputError("the prompt is empty: there is nothing to continue")
     return text

@@ -23,6 +23,7 @@ from specinfer.sampling import Law, Stopping, resolve
 from specinfer.tree import BestFirst, Chain, Kind, Policy, TokenTree, merge
 from specinfer.verify import MultiStep, Verifier, Walk
 
+FIRST_TOKENS = 2048  # new tokens that caches have room for at first; beyond it they double
 DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8, min_probability=0.05)
 
 
@@ -101,7 +102,9 @@ class SpeculativeDecoder:
         self.target = TreeModel(model)
         self.tokenizer = tokenizer
         policy = tree or Chain(0)
-        self.drafts = [_as_draft(draft) for draft in ([drafts] if isinstance(drafts, str) else drafts)] if tree else []
+        if not hasattr(policy, "grow"):
+            raise InputError(f"tree={tree!r} is no growth policy: use BestFirst, Widths, Chain, Sampled, or None")
+        self.drafts = [_as_draft(draft) for draft in _as_list(drafts)] if tree else []
         self.verifier = verifier or (Walk() if policy.kind is Kind.RANKED else MultiStep(policy.kind is Kind.IID))
         self.verifier.check(policy.kind)
         self._check_tokenizers()
@@ -128,7 +131,7 @@ class SpeculativeDecoder:
         loaded = load(target, dtype, device)
         ready = [
             draft if draft == "ngram" or not isinstance(draft, str) else _load_draft(draft, dtype, device)
-            for draft in drafts
+            for draft in _as_list(drafts)
         ]
         return cls(loaded.model, loaded.tokenizer, ready, tree, verifier)
 
@@ -142,16 +145,12 @@ class SpeculativeDecoder:
 
         Returns:
             Result for one prompt, list[Result] for a batch.
+
+        Raises:
+            SpecinferError: what `open` raises; or NumericalError under way, whose ``partial`` holds the results so far.
         """
         run = self.open(prompt, **options)
-        if streamer is not None:
-            run.attach(streamer)
-        try:
-            for _ in run:
-                pass
-        except SpecinferError as error:
-            error.partial = run.results()  # type: ignore[attr-defined]  # nothing already computed is lost
-            raise
+        run.finish(streamer)
         return run.results()[0] if run.single else run.results()
 
     def stream(self, prompt: Prompt, **options: Any) -> "TextStream":
@@ -193,7 +192,10 @@ class SpeculativeDecoder:
         prompts = encode(prompt, self.tokenizer, raw)
         check_ids(prompts.rows, self.target.vocab_size)
         budgets = [settings.budget(len(row)) for row in prompts.rows]
-        check_context(prompts.rows, budgets, self.target.position_limit())
+        limit = self.target.position_limit()
+        if limit is not None and not self.target.takes_positions:
+            limit -= self.policy.max_nodes  # it counts positions by cache columns, padding included
+        check_context(prompts.rows, budgets, limit)
         seeds = row_seeds(seed, len(prompts.rows))
         device, names = self.target.device, [draft.name for draft in self.drafts]
         rows = [
@@ -201,10 +203,10 @@ class SpeculativeDecoder:
                 index=place,
                 prompt=row,
                 law=Law.of(settings, len(row), device),
-                stopping=Stopping(settings, budget, self.tokenizer),
+                stopping=Stopping(settings, budget, device, self.tokenizer),
                 seed=own_seed,
                 sampling=settings.do_sample,
-                names=names,
+                draft_names=names,
             )
             for place, (row, budget, own_seed) in enumerate(zip(prompts.rows, budgets, seeds, strict=True))
         ]
@@ -236,9 +238,12 @@ class SpeculativeDecoder:
         from specinfer.models import same_tokens
 
         for draft in self.drafts:
-            tokenizer = getattr(draft, "tokenizer", None)
-            if tokenizer is not None and self.tokenizer is not None:
-                same_tokens(self.tokenizer, tokenizer)
+            if not isinstance(draft, ModelDraft):
+                continue
+            if draft.tokenizer is not None and self.tokenizer is not None:
+                same_tokens(self.tokenizer, draft.tokenizer)
+            else:
+                self.notes.append(f"draft {draft.name}: its tokenizer was not compared with the target's; give both")
 
 
 class Run:
@@ -253,7 +258,6 @@ class Run:
         self.seconds = Seconds()
         self.draft_passes = 0
         self.steps: dict[int, list[Step]] = {row.index: [] for row in self.rows}
-        self._streamer: Any = None
         self._iterator = self._run()
 
     def __iter__(self) -> Iterator[list[tuple[Row, Step]]]:
@@ -263,11 +267,26 @@ class Run:
         """Stop decoding and release the caches."""
         self._iterator.close()
 
-    def attach(self, streamer: Any) -> None:
-        """Feed a ``transformers`` streamer: the prompt, then tokens, then the end."""
-        if len(self.rows) > 1:
+    def finish(self, streamer: Any = None) -> None:
+        """Decode to the end, feeding a ``transformers`` streamer if given: the prompt, then tokens, then the end.
+
+        Raises:
+            InputError: a streamer with more than one prompt.
+        """
+        if streamer is not None and len(self.rows) > 1:
             raise InputError("a streamer takes one prompt: pass the prompts one by one, or drop the streamer")
-        self._streamer = streamer
+        if streamer is not None:
+            streamer.put(torch.tensor([self.rows[0].ids]))
+        try:
+            for emitted in self:
+                if streamer is not None:
+                    streamer.put(torch.tensor(emitted[0][1].tokens))
+        except SpecinferError as error:
+            error.partial = self.results()  # type: ignore[attr-defined]  # nothing already computed is lost
+            raise
+        finally:
+            if streamer is not None:
+                streamer.end()
 
     def results(self) -> list[Result]:
         """Return one result per row, of what was decoded so far."""
@@ -275,47 +294,50 @@ class Run:
 
     def _run(self) -> Generator[list[tuple[Row, Step]]]:
         started = perf_counter()
-        if self._streamer is not None:
-            self._streamer.put(torch.tensor([self.rows[0].ids]))
-        with evaluating(*(tree_model.model for tree_model in self.decoder.models())):
+        models = [tree_model.model for tree_model in self.decoder.models()]
+        with evaluating(*models):  # only while passes run: a paused run leaves the models as they were
             target, drafts = self._open_sessions()
-            for emitted in decode(target, drafts, self.decoder.policy, self.decoder.verifier, self.rows):
-                for row, step in emitted:
-                    self.steps[row.index].append(step)
-                self.draft_passes = sum(draft.passes for draft in drafts)
-                self.seconds = Seconds(
-                    total=perf_counter() - started,
-                    prefill=target.prefill_seconds + sum(draft.prefill_seconds for draft in drafts),
-                    target=target.seconds,
-                    draft=sum(draft.seconds for draft in drafts),
-                )
-                if self._streamer is not None:
-                    self._streamer.put(torch.tensor(emitted[0][1].tokens))
-                paused = perf_counter()
-                yield emitted
-                started += perf_counter() - paused  # the caller's time is not ours
-        if self._streamer is not None:
-            self._streamer.end()
+        steps = decode(target, drafts, self.decoder.policy, self.decoder.verifier, self.rows)
+        while True:
+            with evaluating(*models):
+                emitted = next(steps, None)
+            if emitted is None:
+                return
+            for row, step in emitted:
+                self.steps[row.index].append(step)
+            self.draft_passes = sum(draft.passes for draft in drafts)
+            self.seconds = Seconds(
+                total=perf_counter() - started,
+                prefill=target.prefill_seconds + sum(draft.prefill_seconds for draft in drafts),
+                target=target.seconds,
+                draft=sum(draft.seconds for draft in drafts),
+            )
+            paused = perf_counter()
+            yield emitted
+            started += perf_counter() - paused  # the caller's time is not ours
 
     def _open_sessions(self) -> tuple[TreeSession, list[DraftSession]]:
         decoder, rows = self.decoder, self.rows
         prompts = [list(row.ids) for row in rows]
-        policy, longest = decoder.policy, 1 + max(len(row.ids) + row.remaining for row in rows)
-        capacity = longest + policy.max_nodes * max(1, len(decoder.drafts))
-        draft_capacity = longest + policy.max_nodes * max(1, policy.max_depth)  # best-first feeds nodes it drops later
-        target = decoder.target.session(len(rows), min(capacity, 4096), capacity)
+        policy, longest = decoder.policy, max(map(len, prompts))
+        most = longest + max(row.remaining for row in rows)  # tokens in a row, at its end
+        first = min(most, longest + FIRST_TOKENS)  # ... that its cache holds at first
+        nodes = 1 + policy.max_nodes * max(1, len(decoder.drafts))
+        fed = 1 + policy.max_nodes * max(1, policy.max_depth)  # best-first feeds drafts nodes that it drops later
+        target = decoder.target.session(len(rows), first + nodes, most + nodes)
         target.prefill([prompt[:-1] for prompt in prompts])
         law = rows[0].law.without_prefix_readers()
         coupled = rows[0].sampling and isinstance(decoder.verifier, Walk)
         drafts = []
         for number, draft in enumerate(decoder.drafts):
             seeds = [row.seed for row in rows]
-            opening = Opening(prompts, draft_capacity, decoder.target.vocab_size, number, law, seeds, coupled)
+            vocab_size = decoder.target.vocab_size
+            opening = Opening(prompts, first + fed, most + fed, vocab_size, number, law, seeds, coupled)
             drafts.append(draft.open(opening))
         return target, drafts
 
     def _result(self, row: Row) -> Result:
-        steps = self.steps[row.index]
+        steps = list(self.steps[row.index])
         new = row.ids[row.prompt_length :]
         tokenizer = self.decoder.tokenizer
         stats = Stats(
@@ -351,8 +373,8 @@ class TextStream:
         self._run = run
         self._pieces = self._decode()
 
-    def __iter__(self) -> Iterator[str]:
-        return self._pieces
+    def __iter__(self) -> "TextStream":
+        return self
 
     def __next__(self) -> str:
         return next(self._pieces)
@@ -378,6 +400,11 @@ class TextStream:
                 done = len(text)
         if len(text := self.result.text) > done:
             yield text[done:]
+
+
+def _as_list(drafts: Any) -> list[Any]:
+    """Return drafts as a list; one may stand alone."""
+    return list(drafts) if isinstance(drafts, Sequence) and not isinstance(drafts, str) else [drafts]
 
 
 def _as_draft(draft: Any) -> Draft:

@@ -7,6 +7,7 @@ A `Draft` is the thing itself (weights, tokenizer); `Draft.open` starts a `Draft
 every step a session is told which tokens each row committed; how it keeps up with them is its own affair.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
@@ -31,7 +32,8 @@ class Opening:
     """What a draft is told about the rows it will draft for."""
 
     prompts: Sequence[Sequence[int]]  # token ids; the last one is the root of the first tree
-    capacity: int  # most tokens a row can hold, prompt and tree included
+    capacity: int  # slots per row to begin with, prompt and tree included
+    max_capacity: int  # ... and at most
     vocab_size: int  # of the target: laws have this length
     draft: int  # this draft's id in the trees
     law: Law  # the target's law without its prefix-reading processors
@@ -99,11 +101,10 @@ class ModelDraftSession:
     def __init__(self, model: TreeModel, opening: Opening) -> None:
         rows = len(opening.prompts)
         self.opening = opening
-        self.session = model.session(rows, min(opening.capacity, 1024), opening.capacity)
+        self.session = model.session(rows, opening.capacity, opening.max_capacity)
         self.lacking = [list(prompt) for prompt in opening.prompts]  # committed but not in the cache; root last
         self.lengths = [len(prompt) for prompt in opening.prompts]  # committed tokens
         self.seeds = list(opening.seeds)
-        self.chance: list[torch.Generator] = []
         self.level: Layout | None = None  # layout of the newest level fed
         self.fed: list[Frontier] = []  # levels fed this step, as pending columns, root excluded
         self.vocab_size = min(model.vocab_size, opening.vocab_size)
@@ -134,11 +135,13 @@ class ModelDraftSession:
         return self.session.prefill_seconds
 
     def propose(self, policy: Policy, max_depth: int) -> list[TokenTree]:
-        """Grow one tree per row below its last committed token."""
+        """Grow one tree per row below its last committed token; bare roots where the draft's context ends."""
         self.level, self.fed = None, []
-        self.chance = row_generators(self.seeds, self.opening.draft, self.lengths, self.device)
         roots = [tokens[-1] for tokens in self.lacking]
-        growth = policy.grow(self, max_depth)
+        room = min(max_depth, self._room())
+        if room <= 0:
+            return [TokenTree.root_only(root, policy.kind) for root in roots]
+        growth = policy.grow(self, room)
         try:
             return growth.trees(roots, self.opening.draft)
         except TreeError as error:
@@ -183,7 +186,16 @@ class ModelDraftSession:
         logits = self._logits(frontier)
         scores = self.opening.law.scores(logits.flatten(0, 1), ()).view(*logits.shape)
         missing = self.opening.vocab_size - self.vocab_size
-        return draw_rows(functional.pad(scores, (0, missing), value=-inf), k, replacement, self.chance)
+        chance = row_generators(self.seeds, self.opening.draft, self.lengths, frontier.depth, self.device)
+        return draw_rows(functional.pad(scores, (0, missing), value=-inf), k, replacement, chance)
+
+    def _room(self) -> int:
+        """Return how many levels the draft's context has room for below the longest row."""
+        model = self.session.model
+        if model.max_positions is None:
+            return sys.maxsize
+        spare = 0 if model.takes_positions else CATCH_UP  # such a model counts cache columns, padding included
+        return model.max_positions - max(self.lengths) - spare
 
     def _logits(self, frontier: Frontier) -> Tensor:
         """Return logits (B, W, V) after each frontier node, feeding them to the model."""
@@ -201,12 +213,11 @@ class ModelDraftSession:
             self.lacking = [tokens[-1:] for tokens in self.lacking]
         limit = self.session.model.vocab_size - 1
         chains = [[min(token, limit) for token in tokens] for tokens in self.lacking]
-        last = torch.tensor([len(chain) - 1 for chain in chains], device=self.device)
-        columns, index = last.unique(return_inverse=True)
-        logits = self.session.append(lay_out_chains(chains, self.device), columns)
+        columns = sorted({len(chain) - 1 for chain in chains})  # the roots'
+        logits = self.session.append(lay_out_chains(chains, self.device), torch.tensor(columns, device=self.device))
         self.session.commit([range(len(chain)) for chain in chains])
         self.lacking = [[] for _ in chains]
-        return logits[torch.arange(len(chains), device=self.device), index][:, None]
+        return torch.stack([logits[row, columns.index(len(chain) - 1)] for row, chain in enumerate(chains)])[:, None]
 
 
 def coupling_noise(seeds: Sequence[int], lengths: Sequence[int], depth: int, tokens: Tensor) -> Tensor:
@@ -216,10 +227,10 @@ def coupling_noise(seeds: Sequence[int], lengths: Sequence[int], depth: int, tok
 
 
 def row_generators(
-    seeds: Sequence[int], draft: int, lengths: Sequence[int], device: torch.device
+    seeds: Sequence[int], draft: int, lengths: Sequence[int], depth: int, device: torch.device
 ) -> list[torch.Generator]:
-    """Return each row's chance for one step of one draft: it depends on the row's seed and length, on no other row."""
-    keys = [key(seed, DRAFT, draft, length) for seed, length in zip(seeds, lengths, strict=True)]
+    """Return each row's chance for one level of one draft: it depends on the row's seed and length, on no other row."""
+    keys = [key(seed, DRAFT, draft, length, depth) for seed, length in zip(seeds, lengths, strict=True)]
     return [torch.Generator(device).manual_seed(own) for own in keys]
 
 

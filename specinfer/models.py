@@ -54,7 +54,7 @@ _Pair = tuple[Any, Any]  # model, tokenizer
 
 
 def load(name: str | os.PathLike[str] | None, dtype: str = "auto", device: str = "auto") -> Loaded:
-    """Load a causal language model and its tokenizer, with sdpa attention and in eval mode.
+    """Load a causal language model and its tokenizer, with the attention transformers prefers and in eval mode.
 
     Args:
         name: a folder, a name on the hub, or None for the default target. The default target is looked for in
@@ -125,8 +125,8 @@ def cache_folder() -> Path:
 def same_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
     """Check that two tokenizers mean the same text by every token id, so that one may draft for the other.
 
-    The whole tables are compared, and the ids that begin and end a text. Sizes of embeddings are not: models
-    of one family often pad the same table differently. Nor is how text is cut into tokens: a draft reads ids.
+    The whole tables are compared. Sizes of embeddings are not: models of one family often pad the same table
+    differently. Nor are how text is cut into tokens and which ids begin and end it: a draft reads ids.
 
     Raises:
         TokenizerMismatch: names the first id that differs and what each side makes of it.
@@ -140,10 +140,6 @@ def same_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase)
             for table in (ours, theirs)
         ]
         raise TokenizerMismatch(f"id {first} is {texts[0]} to the target, {texts[1]} to the draft; {advice}")
-    for role in ("bos_token_id", "eos_token_id"):
-        ids = getattr(target, role), getattr(draft, role)
-        if ids[0] != ids[1]:
-            raise TokenizerMismatch(f"{role} is {ids[0]} to the target, {ids[1]} to the draft; {advice}")
 
 
 # ---- places a model may come from; each returns (model, tokenizer) or raises ModelError with one reason ----
@@ -289,9 +285,7 @@ def _read(where: str, kind: torch.dtype, local: bool = True) -> _Pair:
     safe: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
     try:
         with _quietly(bars=not local):
-            model = AutoModelForCausalLM.from_pretrained(
-                where, dtype=kind, use_safetensors=True, attn_implementation="sdpa", **safe
-            )
+            model = AutoModelForCausalLM.from_pretrained(where, dtype=kind, use_safetensors=True, **safe)
             return model, AutoTokenizer.from_pretrained(where, **safe)
     except Exception as error:  # whatever is wrong with other people's files
         raise ModelError(_reason(error)) from error

@@ -96,7 +96,6 @@ class NGramDraftSession:
         self.opening = opening
         self.texts = [_Text(prompt, max_ngram) for prompt in opening.prompts]
         self.seeds = list(opening.seeds)
-        self.chance: list[torch.Generator] = []
         self.paths: list[list[tuple[int, ...]]] = []  # per row: path of every frontier node so far, root first
 
     @property
@@ -107,7 +106,6 @@ class NGramDraftSession:
     def propose(self, policy: Policy, max_depth: int) -> list[TokenTree]:
         """Grow one tree per row below its last committed token."""
         self.paths = [[] for _ in self.texts]
-        self.chance = row_generators(self.seeds, self.opening.draft, [len(t.ids) for t in self.texts], self.device)
         roots = [text.ids[-1] for text in self.texts]
         return policy.grow(self, max_depth).trees(roots, self.opening.draft)
 
@@ -136,7 +134,7 @@ class NGramDraftSession:
         tokens, q = table[..., 0].long(), table[..., 1].float()
         if not self.opening.coupled:
             return tokens, q.log()
-        noise = coupling_noise(self.seeds, [len(text.ids) for text in self.texts], frontier.depth, tokens)
+        noise = coupling_noise(self.seeds, self._lengths(), frontier.depth, tokens)
         chosen, order = (-(1 - q) / q * (-noise).exp()).sort(dim=-1, descending=True, stable=True)
         return tokens.gather(2, order), chosen
 
@@ -148,7 +146,11 @@ class NGramDraftSession:
             for node, law in enumerate(nodes):
                 if law:
                     dense[row, node, list(law)] = torch.tensor(list(law.values())).log()
-        return draw_rows(dense, k, replacement, self.chance)
+        chance = row_generators(self.seeds, self.opening.draft, self._lengths(), frontier.depth, self.device)
+        return draw_rows(dense, k, replacement, chance)
+
+    def _lengths(self) -> list[int]:
+        return [len(text.ids) for text in self.texts]
 
     def _laws(self, frontier: Frontier) -> list[list[dict[int, float]]]:
         """Return every frontier node's successors, and remember the nodes' paths."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, PrefixConstrainedLogitsProcessor
 
 from specinfer.decoder import DEFAULT_TREE, Run, SpeculativeDecoder, row_seeds
 from specinfer.errors import InputError
@@ -19,6 +19,17 @@ from specinfer.results import Result
 from specinfer.row import Row
 from specinfer.sampling import Law, Stopping, resolve
 from specinfer.tree import Policy
+
+# What transformers prepares for every causal model, and the engine makes by itself.
+_KNOWN_INPUTS = {
+    "attention_mask",
+    "cache_position",
+    "logits_to_keep",
+    "past_key_values",
+    "position_ids",
+    "token_type_ids",
+    "use_cache",
+}
 
 
 @dataclass
@@ -49,7 +60,7 @@ def custom_generate(
     Args:
         model: the target.
         input_ids: (B, T) long, left-padded where ``attention_mask`` is 0.
-        logits_processor: built by transformers, warpers included; applied as they are.
+        logits_processor: built by transformers, warpers included; each is asked about one row at a time.
         stopping_criteria: asked after every single token.
         generation_config: complete.
         draft_model: a draft model, "ngram", a `Draft`, or a list of those.
@@ -64,6 +75,7 @@ def custom_generate(
     Raises:
         SpecinferError: what the decoder raises.
     """
+    _check_inputs(model_inputs)
     drafts = draft_model if isinstance(draft_model, list | tuple) else [draft_model]
     decoder = SpeculativeDecoder(model, None, drafts, tree)
     settings = resolve(model.generation_config, generation_config, stopping_criteria=stopping_criteria)
@@ -77,18 +89,15 @@ def custom_generate(
             index=index,
             prompt=prompt,
             law=Law([_of_row(processor, index) for processor in logits_processor], padding),
-            stopping=Stopping(settings, budget),
+            stopping=Stopping(settings, budget, input_ids.device),
             seed=own_seed,
             sampling=settings.do_sample,
-            names=[draft.name for draft in decoder.drafts],
+            draft_names=[draft.name for draft in decoder.drafts],
         )
         for index, ((padding, prompt), own_seed) in enumerate(zip(prompts, row_seeds(seed, len(prompts)), strict=True))
     ]
     run = Run(decoder, rows, single=len(rows) == 1)
-    if spec_streamer is not None:
-        run.attach(spec_streamer)
-    for _step in run:
-        pass
+    run.finish(spec_streamer)
     return _output(run.results(), input_ids, generation_config)
 
 
@@ -105,12 +114,26 @@ def _without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[t
 
 
 def _of_row(processor: Any, index: int) -> Any:
-    """Return the processor as one row of the batch needs it: transformers' repetition penalty knows its padding."""
+    """Return the processor as one row of the batch, alone, needs it.
+
+    transformers' repetition penalty knows every row's padding, and a prefix constraint asks for the row's number.
+    """
     ignored = getattr(processor, "prompt_ignore_length", None)
     if isinstance(ignored, Tensor):
         processor = copy.copy(processor)
         processor.prompt_ignore_length = int(ignored[index])
+    if isinstance(processor, PrefixConstrainedLogitsProcessor):
+        allowed = processor._prefix_allowed_tokens_fn
+        processor = PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(index, ids), num_beams=1)
     return processor
+
+
+def _check_inputs(model_inputs: dict[str, Any]) -> None:
+    """Raise `InputError` for an input that decoding with trees would drop without a word."""
+    for name, value in model_inputs.items():
+        filled = name == "past_key_values" and value is not None and value.get_seq_length() > 0
+        if filled or (name not in _KNOWN_INPUTS and value is not None):
+            raise InputError(f"{name} cannot be used with custom_generate: trees are decoded from token ids alone")
 
 
 def _output(results: list[Result], input_ids: Tensor, generation_config: Any) -> Any:

@@ -33,7 +33,7 @@ def encode(prompt: Prompt, tokenizer: Any = None, raw: bool = False) -> Prompts:
     """
     if hasattr(prompt, "tolist"):  # tensors and arrays
         prompt = prompt.tolist()
-    if not isinstance(prompt, Sequence):
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
         raise InputError(
             f"a prompt must be text, a list of chat messages, or token ids (or a list of those), not {prompt!r:.60}"
         )

@@ -56,7 +56,10 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Stats:
-    """Figures of one row.  Prefill passes are not counted as target passes; bonus tokens are counted as tokens."""
+    """Figures of one row.  Prefill passes are not counted as target passes; bonus tokens are counted as tokens.
+
+    In a batch the rows share their passes: ``draft_passes`` and ``seconds`` are then those of the whole batch.
+    """
 
     new_tokens: int
     target_passes: int
@@ -72,7 +75,7 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens over total wall-clock seconds."""
+        """This row's new tokens over total wall-clock seconds."""
         return self.new_tokens / self.seconds.total if self.seconds.total else 0.0
 
     def to_dict(self) -> dict[str, Any]:

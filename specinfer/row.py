@@ -15,8 +15,7 @@ from specinfer.noise import COIN, COUPLING, gumbel, key, uniform
 from specinfer.results import Step
 from specinfer.sampling import Law, Stopping
 from specinfer.tree import TokenTree
-from specinfer.verify import Law as Probabilities
-from specinfer.verify import Verdict
+from specinfer.verify import Probabilities, Verdict
 
 
 class Row:
@@ -29,7 +28,7 @@ class Row:
         stopping: when it ends.
         seed: of its noise.
         sampling: draw tokens; otherwise take the argmax.
-        names: of the drafts, by draft id.
+        draft_names: by draft id.
     """
 
     def __init__(
@@ -40,10 +39,10 @@ class Row:
         stopping: Stopping,
         seed: int,
         sampling: bool,
-        names: Sequence[str],
+        draft_names: Sequence[str],
     ) -> None:
         self.index, self.seed, self.sampling = index, seed, sampling
-        self.law, self.stopping, self.names = law, stopping, names
+        self.law, self.stopping, self.draft_names = law, stopping, draft_names
         self.ids = list(prompt)
         self.prompt_length = len(prompt)
         self.step = 0
@@ -68,7 +67,9 @@ class Row:
             self.finished = self.stopping.reason(self.ids, len(self.ids) - self.prompt_length)
             if self.finished:
                 break
-        drafted_by = [tuple(dict.fromkeys(self.names[draw.draft] for draw in tree.draws[i])) for i in verdict.path]
+        drafted_by = [
+            tuple(dict.fromkeys(self.draft_names[draw.draft] for draw in tree.draws[i])) for i in verdict.path
+        ]
         record = tree.without_laws() if tree.laws else tree  # laws are large, and used up
         return Step(record, verdict.path, tuple(emitted), (*drafted_by, ())[: len(emitted)])
 

@@ -48,6 +48,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "cache_implementation": ((None, "dynamic"), "the engine brings its own tree cache"),
     "use_cache": ((None, True), "trees are verified against a cache"),
 }
+_INHERITED = ("use_cache", "cache_implementation")  # a checkpoint's choice of cache says nothing about the call
 _DEFAULTS: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
 
 
@@ -112,6 +113,9 @@ def resolve(
     for name in vars(model_config):
         value = given.get(name, getattr(config, name, None))
         setattr(config, name, getattr(model_config, name) if value is None else value)
+    for name in _INHERITED:
+        if name not in given and getattr(config, name, None) == getattr(model_config, name, None):
+            setattr(config, name, None)
     for name, value in given.items():
         setattr(config, name, value)
     for name, value in _DEFAULTS.items():
@@ -207,8 +211,7 @@ class Law:
         """Build the processors of a row whose prompt has ``prompt_length`` tokens, in Hugging Face's order."""
         built = _processors(settings, prompt_length, device)
         warpers = _warpers(settings.config, device) if settings.do_sample else []
-        custom = {type(processor) for processor in settings.processors}  # these take the place of built ones
-        return cls([*(p for p in built if type(p) not in custom), *settings.processors, *warpers])
+        return cls([*_merged(built, settings.processors), *warpers])
 
     def without_prefix_readers(self) -> "Law":
         """Return the law without the processors that read a prefix (what a draft ranks its candidates by)."""
@@ -232,6 +235,12 @@ class Law:
             ids = torch.tensor([[*self.padding, *paths[i]] for i in rows], device=scores.device)
             scores[rows] = processor(ids, scores[rows])
         return scores
+
+
+def _merged(built: Sequence[Any], custom: Sequence[Any]) -> list[Any]:
+    """Return what was built with custom ones in the place of their own type, then the other custom ones."""
+    merged = [next((own for own in custom if type(own) is type(made)), made) for made in built]
+    return merged + [own for own in custom if not any(own is taken for taken in merged)]
 
 
 def _ignores_prefix(processor: Any) -> bool:
@@ -344,32 +353,35 @@ class Stopping:
     Args:
         settings: the call's settings.
         budget: most new tokens.
+        device: where criteria find the ids.
         tokenizer: needed for ``stop_strings`` only.
 
     Raises:
         SamplingError: ``stop_strings`` without a tokenizer.
     """
 
-    def __init__(self, settings: Settings, budget: int, tokenizer: Any = None) -> None:
+    def __init__(self, settings: Settings, budget: int, device: Any = None, tokenizer: Any = None) -> None:
         self.eos, self.budget = settings.eos, budget
-        self.criteria = list(settings.criteria)
+        self.device = device
+        built: list[Any] = []
         if strings := _strings(settings.config.stop_strings):
             from transformers import StopStringCriteria
 
             if tokenizer is None:
                 raise SamplingError("stop_strings needs a tokenizer: construct the decoder with one")
-            self.criteria.append(StopStringCriteria(tokenizer, strings))
+            built.append(StopStringCriteria(tokenizer, strings))
         if settings.config.max_time is not None:
             from transformers import MaxTimeCriteria
 
-            self.criteria.append(MaxTimeCriteria(settings.config.max_time))
+            built.append(MaxTimeCriteria(settings.config.max_time))
+        self.criteria = _merged(built, settings.criteria)
 
     def reason(self, ids: Sequence[int], new_tokens: int) -> str | None:
         """Return "eos", "stop" or "length" if the text ends with the last id, else None."""
         if ids[-1] in self.eos:
             return "eos"
         if self.criteria:
-            tensor = torch.tensor([list(ids)])
+            tensor = torch.tensor([list(ids)], device=self.device)
             if any(bool(torch.as_tensor(criterion(tensor, None)).any()) for criterion in self.criteria):
                 return "stop"
         return "length" if new_tokens >= self.budget else None

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from specinfer.errors import PairingError
 from specinfer.tree import Kind, TokenTree
 
-Law = NDArray[np.float64]
+Probabilities = NDArray[np.float64]
 
 
 class TargetView(Protocol):
@@ -32,13 +32,13 @@ class TargetView(Protocol):
     def choice(self, node: int) -> int:
         """Return the token the target itself emits after ``node``: its argmax, or its draw from ``law(node)``."""
 
-    def law(self, node: int) -> Law:
+    def law(self, node: int) -> Probabilities:
         """Return the target's law p after ``node``: float64 (V,), sums to 1."""
 
     def accepts(self, probability: float) -> bool:
         """Toss a coin that is True with this probability (``u < probability`` with u in [0, 1))."""
 
-    def draw(self, law: Law) -> int:
+    def draw(self, law: Probabilities) -> int:
         """Draw one token from a law."""
 
 
@@ -140,10 +140,10 @@ class MultiStep(Verifier):
             path.append(child)
             node = child
 
-    def _descend(self, tree: TokenTree, node: int, target: TargetView) -> tuple[int | None, Law]:
+    def _descend(self, tree: TokenTree, node: int, target: TargetView) -> tuple[int | None, Probabilities]:
         """Test the draws under a node in order; return the accepted child, or None and the residual law."""
         p = target.law(node)
-        laws: dict[int, Law] = {}
+        laws: dict[int, Probabilities] = {}
         for draw, child in tree.draws_under(node):
             if draw.draft not in laws:
                 laws[draw.draft] = tree.laws[node, draw.draft].copy()
@@ -157,7 +157,7 @@ class MultiStep(Verifier):
         return None, p
 
 
-def residual(p: Law, q: Law) -> Law:
+def residual(p: Probabilities, q: Probabilities) -> Probabilities:
     """Return norm(max(p - q, 0)), the law left after a draw from q was rejected; p itself where nothing is left."""
     left = np.maximum(p - q, 0.0)
     total = float(left.sum())

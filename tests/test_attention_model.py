@@ -250,7 +250,7 @@ def test_a_model_without_a_cache_is_refused() -> None:
         def forward(self, input_ids: Tensor) -> Any:
             return super().forward(input_ids)
 
-    with pytest.raises(UnsupportedModel, match="keeps no key-value cache"):
+    with pytest.raises(UnsupportedModel, match="offers no key-value cache"):
         TreeModel(tiny(Cacheless))
 
 

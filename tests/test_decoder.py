@@ -18,7 +18,15 @@ from conftest import (
     plain,
     tiny_llama,
 )
-from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM, TextStreamer
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    TextStreamer,
+)
 
 import specinfer.attention.model
 import specinfer.decoder
@@ -687,8 +695,8 @@ def test_closing_a_stream_leaves_models_as_they_were(tokenizer):
     config = target.config.to_dict()
     stream = decoder.stream(list(b"abcabc"), max_new_tokens=30)
     next(stream)
-    assert not target.training
-    assert not draft.training
+    assert target.training, "a paused stream has given the models back"
+    assert draft.training
     stream.close()
     assert target.training
     assert draft.training
@@ -841,3 +849,62 @@ def test_a_gpu_writes_what_the_cpu_writes(target, near, tree, options):
         decoder = SpeculativeDecoder(on_device[0], drafts=["ngram", on_device[1]], tree=tree)
         texts.append([result.token_ids for result in decoder.generate(PROMPTS, max_new_tokens=20, **options)])
     assert texts[0] == texts[1]
+
+
+def test_streams_that_interleave_do_not_disturb_each_other(tokenizer):
+    """Closing one stream does not put a model back into train mode under another one."""
+    target = tiny_llama(0, attention_dropout=0.5).train()
+    decoder = SpeculativeDecoder(target, tokenizer)
+    prompt = list(b"abcabc")
+    first, second = (decoder.stream(prompt, max_new_tokens=20) for _ in range(2))
+    next(first)
+    next(second)
+    first.close()
+    for _ in second:
+        pass
+    assert second.result.token_ids == plain(target.eval(), prompt, 20)
+
+
+def test_a_result_taken_under_way_does_not_change(target, tokenizer):
+    """Steps and tokens of an early result stay those of its moment."""
+    run = SpeculativeDecoder(target, tokenizer).open(PROMPTS[0], max_new_tokens=20)
+    next(iter(run))
+    early = run.results()[0]
+    run.finish()
+    assert len(early.steps) == early.stats.target_passes == 1
+
+
+@pytest.mark.parametrize("inherited", [{"cache_implementation": "hybrid"}, {"use_cache": False}])
+def test_a_checkpoints_choice_of_cache_is_not_the_callers(inherited):
+    """A checkpoint may name a cache of transformers' (gemma, mpt); only a caller who names one is refused."""
+    model = tiny_llama(0)
+    for name, value in inherited.items():
+        setattr(model.generation_config, name, value)
+    decoder = SpeculativeDecoder(model)
+    assert decoder.generate([5, 9], max_new_tokens=4).stats.new_tokens == 4
+    with pytest.raises(SamplingError, match="cache_implementation"):
+        decoder.generate([5, 9], max_new_tokens=4, cache_implementation="static")
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_positions_by_cache_column_reach_the_end_of_the_context(short):
+    """mpt counts cache columns, padding included: a ragged batch to the end, as target or as a short draft."""
+    torch.manual_seed(0)
+    config = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": VOCAB}
+    mpt = MptForCausalLM(MptConfig(**config, max_seq_len=24 if short else 64)).double().eval()
+    if short:
+        decoder = SpeculativeDecoder(tiny_llama(0), drafts=[mpt], tree=Chain(4))
+    else:
+        decoder = SpeculativeDecoder(mpt, tree=Chain(6))
+    results = decoder.generate([PROMPTS[0], PROMPTS[1][:2]], max_length=58)
+    alone = SpeculativeDecoder(decoder.target.model, tree=None).generate(PROMPTS[0], max_length=58)
+    assert results[0].token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [({"tree": "best-first"}, "growth policy"), ({"drafts": "x"}, "name")]
+)
+def test_arguments_of_a_wrong_type_say_so(target, arguments, message):
+    """A tree's name or a draft's name where an object is wanted."""
+    with pytest.raises(InputError, match=message):
+        SpeculativeDecoder(target, **arguments)

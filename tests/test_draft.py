@@ -17,7 +17,7 @@ def opening(prompts, vocab=VOCAB, coupled=False, draft=0, **options):
 
     law = Law.of(resolve(GenerationConfig(), max_new_tokens=64, **options), 1, torch.device("cpu"))
     return Opening(
-        prompts, 400, vocab, draft, law.without_prefix_readers(), [9 + i for i in range(len(prompts))], coupled
+        prompts, 400, 400, vocab, draft, law.without_prefix_readers(), [9 + i for i in range(len(prompts))], coupled
     )
 
 

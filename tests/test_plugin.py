@@ -3,12 +3,12 @@
 import pytest
 import torch
 from conftest import EOS_TEXT, PROMPTS, byte_tokenizer, following, tiny_llama
-from transformers import LogitsProcessorList, StoppingCriteriaList, StopStringCriteria, TextStreamer
+from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria, TextStreamer
 
 import specinfer
 from specinfer import BestFirst, Chain, Sampled, SpeculativeDecoder, Widths
 from specinfer.errors import InputError, SamplingError
-from specinfer.plugin import SpeculativeOutput
+from specinfer.plugin import SpeculativeOutput, custom_generate
 
 PAD = 1
 
@@ -173,3 +173,21 @@ def test_models_are_restored(near):
     model = tiny_llama(0).train()
     model.generate(**padded(PROMPTS[:1]), max_new_tokens=4, custom_generate=specinfer.custom_generate, draft_model=near)
     assert model.training
+
+
+def test_a_prefix_constraint_knows_its_row(target):
+    """`prefix_allowed_tokens_fn` is asked with the number of the row, in a batch too."""
+    ids = torch.tensor([[5, 9, 7], [8, 6, 4]])
+    allowed = {"prefix_allowed_tokens_fn": lambda row, _: [10 + row]}
+    options = {"max_new_tokens": 3, "do_sample": False, "custom_generate": custom_generate, **allowed}
+    assert target.generate(ids, **options)[:, 3:].tolist() == [[10] * 3, [11] * 3]
+
+
+def test_inputs_that_would_be_dropped_are_refused(target):
+    """A filled cache given from outside is an error, not silently another text."""
+    cache = DynamicCache()
+    with torch.no_grad():
+        target(torch.tensor([[5, 9]]), past_key_values=cache)
+    ids = torch.tensor([[5, 9, 7]])
+    with pytest.raises(InputError, match="past_key_values"):
+        target.generate(ids, past_key_values=cache, max_new_tokens=3, custom_generate=custom_generate)

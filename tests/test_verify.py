@@ -292,7 +292,7 @@ def verified(base, kind, rule=MultiStep(), children=2):  # noqa: B008  (rules ha
     """The first token that multi-step sampling emits, the draft's draws by the engine's own generator."""
     tokens, logits, replacement = [], torch.from_numpy(Q)[None, None].log(), rule.replacement
     for seed in range(SAMPLES):
-        draws = draw_rows(logits, children, replacement, row_generators([seed], 0, [1], torch.device("cpu")))
+        draws = draw_rows(logits, children, replacement, row_generators([seed], 0, [1], 0, torch.device("cpu")))
         order = [(0, token) for token in draws[0].flatten().tolist()]
         tree = family([Q], order, Kind.IID if replacement else Kind.WITHOUT_REPLACEMENT)
         target = view(base, tree, [P] + [HALVES] * (len(tree) - 1), seed, kind)
