@@ -15,11 +15,12 @@ from specinfer.errors import SpecinferError
 if TYPE_CHECKING:
     from specinfer.attention import ModelCheck, check_model
     from specinfer.certification import Certificate, certify, certify_verifier
-    from specinfer.decoder import Run, SpeculativeDecoder, TextStream
+    from specinfer.decoder import SpeculativeDecoder
     from specinfer.draft import Draft, ModelDraft
     from specinfer.ngram import NGramDraft
     from specinfer.plugin import custom_generate
     from specinfer.results import Result, Stats, Step
+    from specinfer.run import Run, TextStream
     from specinfer.tree import BestFirst, Chain, Sampled, TokenTree, Widths, merge
     from specinfer.verify import MultiStep, Verdict, Verifier, Walk
 
@@ -28,11 +29,12 @@ __version__ = "0.1.0"
 _HOME = {
     "specinfer.attention": ("ModelCheck", "check_model"),
     "specinfer.certification": ("Certificate", "certify", "certify_verifier"),
-    "specinfer.decoder": ("Run", "SpeculativeDecoder", "TextStream"),
+    "specinfer.decoder": ("SpeculativeDecoder",),
     "specinfer.draft": ("Draft", "ModelDraft"),
     "specinfer.ngram": ("NGramDraft",),
     "specinfer.plugin": ("custom_generate",),
     "specinfer.results": ("Result", "Stats", "Step"),
+    "specinfer.run": ("Run", "TextStream"),
     "specinfer.tree": ("BestFirst", "Chain", "Sampled", "TokenTree", "Widths", "merge"),
     "specinfer.verify": ("MultiStep", "Verdict", "Verifier", "Walk"),
 }

@@ -7,7 +7,7 @@ and fair coins is not certified here but tested where it is done: in `row`, `dra
 How: nothing random happens.  Whatever draws, tosses or chooses asks a `Chance`, and a run is replayed once
 for every sequence of answers, in depth-first order, each with its exact probability in float64.  The law is
 joint over several tokens, so that a dependence between steps shows; trees grow no deeper than
-`decoder.propose` lets them.
+`loop.propose` lets them.
 
 What is lossless, and why: arXiv 2211.17192 and 2302.01318 (chains), 2305.09781 (SpecInfer: i.i.d. draws,
 naive sampling), 2402.12374 (Sequoia: without replacement), 2408.07978 (coupled sampling).  The broken pairs
@@ -455,7 +455,7 @@ def _trees(
     max_depth: int,
     choice: Callable[[Context], int] = lambda context: UNKNOWN,
 ) -> Iterator[tuple[float, TokenTree]]:
-    """Yield every tree that may be proposed after a context, with its probability: see `decoder.propose`."""
+    """Yield every tree that may be proposed after a context, with its probability: see `loop.propose`."""
     root = context[-1] if context else 0
 
     def grown(draft: int, habit: Habit) -> list[tuple[float, TokenTree]]:

@@ -1,76 +1,27 @@
-"""The engine: speculative decoding with token trees, for one prompt or a ragged batch.
+"""What a user holds: `SpeculativeDecoder`, for one prompt or a ragged batch, whole or streamed.
 
-`decode` is the whole algorithm: draft, score, verify, commit.  `SpeculativeDecoder` is what a user holds: it checks
-everything that can be checked before a model runs, opens sessions, and turns steps into text.
-Knows: the order of things.  Does not know: how trees grow, how attention works, which rule is exact.
+Knows: what can be checked before a model runs, and how a call becomes a `Run`.
+Does not know: how a step is decoded (`loop`), how a run is kept (`run`).
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import index
-from time import perf_counter
 from typing import Any, SupportsIndex
 
 import torch
 
-from specinfer.attention import Support, TreeModel, TreeSession, check_model, evaluating
-from specinfer.draft import Draft, DraftSession, ModelDraft, Opening
-from specinfer.errors import InputError, SpecinferError, UnsupportedModel
+from specinfer.attention import Support, TreeModel, check_model
+from specinfer.draft import Draft, ModelDraft
+from specinfer.errors import InputError, UnsupportedModel
 from specinfer.ngram import NGramDraft
 from specinfer.prompts import Prompt, check_context, check_ids, encode
-from specinfer.results import Result, Seconds, Stats, Step, acceptance_by_depth
 from specinfer.row import Row
+from specinfer.run import Run, TextStream
 from specinfer.sampling import Law, Stopping, resolve
-from specinfer.tree import BestFirst, Chain, Kind, Policy, TokenTree, merge
+from specinfer.tree import BestFirst, Chain, Kind, Policy
 from specinfer.verify import MultiStep, Verifier, Walk
 
-FIRST_TOKENS = 2048  # new tokens that caches have room for at first; beyond it they double
 DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8, min_probability=0.05)
-
-
-def decode(
-    target: TreeSession,
-    drafts: Sequence[DraftSession],
-    policy: Policy,
-    verifier: Verifier,
-    rows: Sequence[Row],
-) -> Iterator[list[tuple[Row, Step]]]:
-    """Decode rows to their ends, one target pass a step; yield what each active row emitted.
-
-    Args:
-        target: the target's session, holding every row's tokens but the last (its root).
-        drafts: one session per draft, in the order of their ids.
-        policy: how trees grow.
-        verifier: the rule that is exact for the policy's trees.
-        rows: the sequences, in the order of the sessions' rows.
-
-    Raises:
-        NumericalError: the target's logits are not numbers.
-    """
-    while rows:
-        trees = propose(drafts, policy, rows)
-        logits = target.score(trees)
-        views = [row.view(tree, scores) for row, tree, scores in zip(rows, trees, logits, strict=True)]
-        verdicts = [verifier.verify(tree, view) for tree, view in zip(trees, views, strict=True)]
-        # each row is cut at end of sequence, stop strings and max_new_tokens, before anything is committed
-        steps = [row.advance(tree, verdict) for row, tree, verdict in zip(rows, trees, verdicts, strict=True)]
-        target.commit([None if row.finished else (0, *s.path) for row, s in zip(rows, steps, strict=True)])
-        for draft in drafts:
-            draft.commit([None if row.finished else s.tokens for row, s in zip(rows, steps, strict=True)])
-        yield list(zip(rows, steps, strict=True))
-        rows = [row for row in rows if not row.finished]
-
-
-def propose(drafts: Sequence[DraftSession], policy: Policy, rows: Sequence[Row]) -> list[TokenTree]:
-    """Return one tree per row: the drafts' trees, merged, no deeper than what the row may still emit."""
-    deepest = max(row.remaining for row in rows) - 1
-    if not drafts or policy.max_nodes == 0 or deepest == 0:
-        return [TokenTree.root_only(row.ids[-1], policy.kind) for row in rows]
-    proposals = zip(*(draft.propose(policy, deepest) for draft in drafts), strict=True)
-    trees = (merge(own) if len(own) > 1 else own[0] for own in proposals)
-    return [
-        tree if tree.depth < row.remaining else tree.pruned(row.remaining - 1)
-        for row, tree in zip(rows, trees, strict=True)
-    ]
 
 
 class SpeculativeDecoder:
@@ -153,7 +104,7 @@ class SpeculativeDecoder:
         run.finish(streamer)
         return run.results()[0] if run.single else run.results()
 
-    def stream(self, prompt: Prompt, **options: Any) -> "TextStream":
+    def stream(self, prompt: Prompt, **options: Any) -> TextStream:
         """Generate one prompt piece by piece: iterate over the text; `TextStream.result` has the rest.
 
         Raises:
@@ -171,7 +122,7 @@ class SpeculativeDecoder:
         logits_processor: Sequence[Callable[..., Any]] | None = None,
         stopping_criteria: Sequence[Callable[..., Any]] | None = None,
         **options: Any,
-    ) -> "Run":
+    ) -> Run:
         """Check everything and prepare a run; no model runs before it is iterated.
 
         Args:
@@ -244,162 +195,6 @@ class SpeculativeDecoder:
                 same_tokens(self.tokenizer, draft.tokenizer)
             else:
                 self.notes.append(f"draft {draft.name}: its tokenizer was not compared with the target's; give both")
-
-
-class Run:
-    """One call of the decoder under way: iterate for steps, then read `results`.
-
-    Sessions are opened by the first step and dropped when iteration ends, fails or is closed; models are then as
-    they were before.
-    """
-
-    def __init__(self, decoder: SpeculativeDecoder, rows: Sequence[Row], single: bool) -> None:
-        self.decoder, self.rows, self.single = decoder, list(rows), single
-        self.seconds = Seconds()
-        self.draft_passes = 0
-        self.steps: dict[int, list[Step]] = {row.index: [] for row in self.rows}
-        self._iterator = self._run()
-
-    def __iter__(self) -> Iterator[list[tuple[Row, Step]]]:
-        return self._iterator
-
-    def close(self) -> None:
-        """Stop decoding and release the caches."""
-        self._iterator.close()
-
-    def finish(self, streamer: Any = None) -> None:
-        """Decode to the end, feeding a ``transformers`` streamer if given: the prompt, then tokens, then the end.
-
-        Raises:
-            InputError: a streamer with more than one prompt.
-        """
-        if streamer is not None and len(self.rows) > 1:
-            raise InputError("a streamer takes one prompt: pass the prompts one by one, or drop the streamer")
-        if streamer is not None:
-            streamer.put(torch.tensor([self.rows[0].ids]))
-        try:
-            for emitted in self:
-                if streamer is not None:
-                    streamer.put(torch.tensor(emitted[0][1].tokens))
-        except SpecinferError as error:
-            error.partial = self.results()  # type: ignore[attr-defined]  # nothing already computed is lost
-            raise
-        finally:
-            if streamer is not None:
-                streamer.end()
-
-    def results(self) -> list[Result]:
-        """Return one result per row, of what was decoded so far."""
-        return [self._result(row) for row in self.rows]
-
-    def _run(self) -> Generator[list[tuple[Row, Step]]]:
-        started = perf_counter()
-        models = [tree_model.model for tree_model in self.decoder.models()]
-        with evaluating(*models):  # only while passes run: a paused run leaves the models as they were
-            target, drafts = self._open_sessions()
-        steps = decode(target, drafts, self.decoder.policy, self.decoder.verifier, self.rows)
-        while True:
-            with evaluating(*models):
-                emitted = next(steps, None)
-            if emitted is None:
-                return
-            for row, step in emitted:
-                self.steps[row.index].append(step)
-            self.draft_passes = sum(draft.passes for draft in drafts)
-            self.seconds = Seconds(
-                total=perf_counter() - started,
-                prefill=target.prefill_seconds + sum(draft.prefill_seconds for draft in drafts),
-                target=target.seconds,
-                draft=sum(draft.seconds for draft in drafts),
-            )
-            paused = perf_counter()
-            yield emitted
-            started += perf_counter() - paused  # the caller's time is not ours
-
-    def _open_sessions(self) -> tuple[TreeSession, list[DraftSession]]:
-        decoder, rows = self.decoder, self.rows
-        prompts = [list(row.ids) for row in rows]
-        policy, longest = decoder.policy, max(map(len, prompts))
-        most = longest + max(row.remaining for row in rows)  # tokens in a row, at its end
-        first = min(most, longest + FIRST_TOKENS)  # ... that its cache holds at first
-        nodes = 1 + policy.max_nodes * max(1, len(decoder.drafts))
-        fed = 1 + policy.max_nodes * max(1, policy.max_depth)  # best-first feeds drafts nodes that it drops later
-        target = decoder.target.session(len(rows), first + nodes, most + nodes)
-        target.prefill([prompt[:-1] for prompt in prompts])
-        law = rows[0].law.without_prefix_readers()
-        coupled = rows[0].sampling and isinstance(decoder.verifier, Walk)
-        drafts = []
-        for number, draft in enumerate(decoder.drafts):
-            seeds = [row.seed for row in rows]
-            vocab_size = decoder.target.vocab_size
-            opening = Opening(prompts, first + fed, most + fed, vocab_size, number, law, seeds, coupled)
-            drafts.append(draft.open(opening))
-        return target, drafts
-
-    def _result(self, row: Row) -> Result:
-        steps = list(self.steps[row.index])
-        new = row.ids[row.prompt_length :]
-        tokenizer = self.decoder.tokenizer
-        stats = Stats(
-            new_tokens=len(new),
-            target_passes=len(steps),
-            draft_passes=self.draft_passes,
-            acceptance_by_depth=acceptance_by_depth(steps),
-            seconds=self.seconds,
-            notes=tuple(self.decoder.notes),
-        )
-        return Result(
-            text=tokenizer.decode(new, skip_special_tokens=True) if tokenizer else "",
-            token_ids=new,
-            prompt_ids=row.ids[: row.prompt_length],
-            finish_reason=row.finished or "unfinished",
-            seed=row.seed if row.sampling else None,
-            stats=stats,
-            steps=steps,
-        )
-
-
-class TextStream:
-    """Text as it is decided: an iterator of pieces that can be closed at any time.
-
-    Pieces end at whole characters; joined, they are ``result.text``.
-    """
-
-    def __init__(self, run: Run) -> None:
-        if not run.single:
-            raise InputError("stream takes one prompt: use generate for a batch")
-        if run.decoder.tokenizer is None:
-            raise InputError("stream yields text and needs a tokenizer: construct the decoder with one")
-        self._run = run
-        self._pieces = self._decode()
-
-    def __iter__(self) -> "TextStream":
-        return self
-
-    def __next__(self) -> str:
-        return next(self._pieces)
-
-    def close(self) -> None:
-        """Stop decoding; what was decided so far stays in `result`."""
-        self._pieces.close()
-        self._run.close()
-
-    @property
-    def result(self) -> Result:
-        """The result so far; complete once the stream has ended."""
-        return self._run.results()[0]
-
-    def _decode(self) -> Generator[str]:
-        """Yield text that later tokens cannot change: up to the last piece that ends inside a character."""
-        tokenizer, row = self._run.decoder.tokenizer, self._run.rows[0]
-        done = 0  # characters yielded
-        for _ in self._run:
-            text = tokenizer.decode(row.ids[row.prompt_length :], skip_special_tokens=True)
-            if not text.endswith("\ufffd") and len(text) > done:
-                yield text[done:]
-                done = len(text)
-        if len(text := self.result.text) > done:
-            yield text[done:]
 
 
 def _as_list(drafts: Any) -> list[Any]:

@@ -19,7 +19,13 @@ A message says what is wrong, why it matters, and what to do.
 
 
 class SpecinferError(Exception):
-    """Base class: catch this to catch everything specinfer raises on purpose."""
+    """Base class: catch this to catch everything specinfer raises on purpose.
+
+    Attributes:
+        partial: the results decoded before an error under way, one per row; empty if nothing was.
+    """
+
+    partial: tuple[object, ...] = ()
 
 
 class TreeError(SpecinferError, ValueError):

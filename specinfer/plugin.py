@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput, PrefixConstrainedLogitsProcessor
 
-from specinfer.decoder import DEFAULT_TREE, Run, SpeculativeDecoder, row_seeds
+from specinfer.decoder import DEFAULT_TREE, SpeculativeDecoder, row_seeds
 from specinfer.errors import InputError
 from specinfer.prompts import check_context, check_ids
 from specinfer.results import Result
 from specinfer.row import Row
+from specinfer.run import Run
 from specinfer.sampling import Law, Stopping, resolve
 from specinfer.tree import Policy
 

@@ -1,0 +1,59 @@
+"""The decode loop: draft, score, verify, commit.  This is the whole algorithm.
+
+Knows: the order of things.  Does not know: how trees grow, how attention works, which rule is exact, text.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from specinfer.attention import TreeSession
+from specinfer.draft import DraftSession
+from specinfer.results import Step
+from specinfer.row import Row
+from specinfer.tree import Policy, TokenTree, merge
+from specinfer.verify import Verifier
+
+
+def decode(
+    target: TreeSession,
+    drafts: Sequence[DraftSession],
+    policy: Policy,
+    verifier: Verifier,
+    rows: Sequence[Row],
+) -> Iterator[list[tuple[Row, Step]]]:
+    """Decode rows to their ends, one target pass a step; yield what each active row emitted.
+
+    Args:
+        target: the target's session, holding every row's tokens but the last (its root).
+        drafts: one session per draft, in the order of their ids.
+        policy: how trees grow.
+        verifier: the rule that is exact for the policy's trees.
+        rows: the sequences, in the order of the sessions' rows.
+
+    Raises:
+        NumericalError: the target's logits are not numbers.
+    """
+    while rows:
+        trees = propose(drafts, policy, rows)
+        logits = target.score(trees)
+        views = [row.view(tree, scores) for row, tree, scores in zip(rows, trees, logits, strict=True)]
+        verdicts = [verifier.verify(tree, view) for tree, view in zip(trees, views, strict=True)]
+        # each row is cut at end of sequence, stop strings and max_new_tokens, before anything is committed
+        steps = [row.advance(tree, verdict) for row, tree, verdict in zip(rows, trees, verdicts, strict=True)]
+        target.commit([None if row.finished else (0, *s.path) for row, s in zip(rows, steps, strict=True)])
+        for draft in drafts:
+            draft.commit([None if row.finished else s.tokens for row, s in zip(rows, steps, strict=True)])
+        yield list(zip(rows, steps, strict=True))
+        rows = [row for row in rows if not row.finished]
+
+
+def propose(drafts: Sequence[DraftSession], policy: Policy, rows: Sequence[Row]) -> list[TokenTree]:
+    """Return one tree per row: the drafts' trees, merged, no deeper than what the row may still emit."""
+    deepest = max(row.remaining for row in rows) - 1
+    if not drafts or policy.max_nodes == 0 or deepest == 0:
+        return [TokenTree.root_only(row.ids[-1], policy.kind) for row in rows]
+    proposals = zip(*(draft.propose(policy, deepest) for draft in drafts), strict=True)
+    trees = (merge(own) if len(own) > 1 else own[0] for own in proposals)
+    return [
+        tree if tree.depth < row.remaining else tree.pruned(row.remaining - 1)
+        for row, tree in zip(rows, trees, strict=True)
+    ]

@@ -1,0 +1,179 @@
+"""One call of the decoder under way: its sessions, its clock, its results; as steps or as text.
+
+Knows: sessions, rows, seconds, the tokenizer's way from ids to text.  Does not know: how a step is decoded.
+"""
+
+from collections.abc import Generator, Iterator, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specinfer.attention import TreeSession, evaluating
+from specinfer.draft import DraftSession, Opening
+from specinfer.errors import InputError, SpecinferError
+from specinfer.loop import decode
+from specinfer.results import Result, Seconds, Stats, Step, acceptance_by_depth
+from specinfer.row import Row
+from specinfer.verify import Walk
+
+if TYPE_CHECKING:
+    from specinfer.decoder import SpeculativeDecoder
+
+FIRST_TOKENS = 2048  # new tokens that caches have room for at first; beyond it they double
+
+
+class Run:
+    """One call of the decoder under way: iterate for steps, then read `results`.
+
+    Sessions are opened by the first step and dropped when iteration ends, fails or is closed; models are then as
+    they were before.
+    """
+
+    def __init__(self, decoder: "SpeculativeDecoder", rows: Sequence[Row], single: bool) -> None:
+        self.decoder, self.rows, self.single = decoder, list(rows), single
+        self.seconds = Seconds()
+        self.draft_passes = 0
+        self.steps: dict[int, list[Step]] = {row.index: [] for row in self.rows}
+        self._iterator = self._run()
+
+    def __iter__(self) -> Iterator[list[tuple[Row, Step]]]:
+        return self._iterator
+
+    def close(self) -> None:
+        """Stop decoding and release the caches."""
+        self._iterator.close()
+
+    def finish(self, streamer: Any = None) -> None:
+        """Decode to the end, feeding a ``transformers`` streamer if given: the prompt, then tokens, then the end.
+
+        Raises:
+            InputError: a streamer with more than one prompt.
+        """
+        if streamer is not None and len(self.rows) > 1:
+            raise InputError("a streamer takes one prompt: pass the prompts one by one, or drop the streamer")
+        if streamer is not None:
+            streamer.put(torch.tensor([self.rows[0].ids]))
+        try:
+            for emitted in self:
+                if streamer is not None:
+                    streamer.put(torch.tensor(emitted[0][1].tokens))
+        except SpecinferError as error:
+            error.partial = tuple(self.results())
+            raise
+        finally:
+            if streamer is not None:
+                streamer.end()
+
+    def results(self) -> list[Result]:
+        """Return one result per row, of what was decoded so far."""
+        return [self._result(row) for row in self.rows]
+
+    def _run(self) -> Generator[list[tuple[Row, Step]]]:
+        started = perf_counter()
+        models = [tree_model.model for tree_model in self.decoder.models()]
+        with evaluating(*models):  # only while passes run: a paused run leaves the models as they were
+            target, drafts = self._open_sessions()
+        steps = decode(target, drafts, self.decoder.policy, self.decoder.verifier, self.rows)
+        while True:
+            with evaluating(*models):
+                emitted = next(steps, None)
+            if emitted is None:
+                return
+            for row, step in emitted:
+                self.steps[row.index].append(step)
+            self.draft_passes = sum(draft.passes for draft in drafts)
+            self.seconds = Seconds(
+                total=perf_counter() - started,
+                prefill=target.prefill_seconds + sum(draft.prefill_seconds for draft in drafts),
+                target=target.seconds,
+                draft=sum(draft.seconds for draft in drafts),
+            )
+            paused = perf_counter()
+            yield emitted
+            started += perf_counter() - paused  # the caller's time is not ours
+
+    def _open_sessions(self) -> tuple[TreeSession, list[DraftSession]]:
+        decoder, rows = self.decoder, self.rows
+        prompts = [list(row.ids) for row in rows]
+        policy, longest = decoder.policy, max(map(len, prompts))
+        most = longest + max(row.remaining for row in rows)  # tokens in a row, at its end
+        first = min(most, longest + FIRST_TOKENS)  # ... that its cache holds at first
+        nodes = 1 + policy.max_nodes * max(1, len(decoder.drafts))
+        fed = 1 + policy.max_nodes * max(1, policy.max_depth)  # best-first feeds drafts nodes that it drops later
+        target = decoder.target.session(len(rows), first + nodes, most + nodes)
+        target.prefill([prompt[:-1] for prompt in prompts])
+        law = rows[0].law.without_prefix_readers()
+        coupled = rows[0].sampling and isinstance(decoder.verifier, Walk)
+        drafts = []
+        for number, draft in enumerate(decoder.drafts):
+            seeds = [row.seed for row in rows]
+            vocab_size = decoder.target.vocab_size
+            opening = Opening(prompts, first + fed, most + fed, vocab_size, number, law, seeds, coupled)
+            drafts.append(draft.open(opening))
+        return target, drafts
+
+    def _result(self, row: Row) -> Result:
+        steps = list(self.steps[row.index])
+        new = row.ids[row.prompt_length :]
+        tokenizer = self.decoder.tokenizer
+        stats = Stats(
+            new_tokens=len(new),
+            target_passes=len(steps),
+            draft_passes=self.draft_passes,
+            acceptance_by_depth=acceptance_by_depth(steps),
+            seconds=self.seconds,
+            notes=tuple(self.decoder.notes),
+        )
+        return Result(
+            text=tokenizer.decode(new, skip_special_tokens=True) if tokenizer else "",
+            token_ids=new,
+            prompt_ids=row.ids[: row.prompt_length],
+            finish_reason=row.finished or "unfinished",
+            seed=row.seed if row.sampling else None,
+            stats=stats,
+            steps=steps,
+        )
+
+
+class TextStream:
+    """Text as it is decided: an iterator of pieces that can be closed at any time.
+
+    Pieces end at whole characters; joined, they are ``result.text``.
+    """
+
+    def __init__(self, run: Run) -> None:
+        if not run.single:
+            raise InputError("stream takes one prompt: use generate for a batch")
+        if run.decoder.tokenizer is None:
+            raise InputError("stream yields text and needs a tokenizer: construct the decoder with one")
+        self._run = run
+        self._pieces = self._decode()
+
+    def __iter__(self) -> "TextStream":
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Stop decoding; what was decided so far stays in `result`."""
+        self._pieces.close()
+        self._run.close()
+
+    @property
+    def result(self) -> Result:
+        """The result so far; complete once the stream has ended."""
+        return self._run.results()[0]
+
+    def _decode(self) -> Generator[str]:
+        """Yield text that later tokens cannot change: up to the last piece that ends inside a character."""
+        tokenizer, row = self._run.decoder.tokenizer, self._run.rows[0]
+        done = 0  # characters yielded
+        for _ in self._run:
+            text = tokenizer.decode(row.ids[row.prompt_length :], skip_special_tokens=True)
+            if not text.endswith("\ufffd") and len(text) > done:
+                yield text[done:]
+                done = len(text)
+        if len(text := self.result.text) > done:
+            yield text[done:]
