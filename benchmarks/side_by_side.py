@@ -2,8 +2,7 @@
 
     python benchmarks/side_by_side.py --target DIR --draft ngram --draft DIR --prompts code.jsonl chat.jsonl
 
-Methods, all greedy: `generate`, assisted generation with the first draft model, transformers' prompt lookup, our loop
-without speculation, our trees.  Prints medians over prompts of tokens per target pass and tokens per second, and the
+Methods, all greedy: `generate`, assisted generation with the first draft model, our loop without speculation, our trees.  Prints medians over prompts of tokens per target pass and tokens per second, and the
 ratio to `generate` with a 95 % bootstrap interval of its median.  Every finished prompt is written to --out at once.
 """
 
@@ -78,7 +77,6 @@ def build_methods(model: Any, tokenizer: Any, drafts: list[Any], args: Any) -> d
     methods = {"generate": theirs()}
     if assistants := [draft for draft in drafts if isinstance(draft, ModelDraft)]:
         methods["assisted generation"] = theirs(assistant_model=assistants[0].model.model)
-    methods["prompt lookup"] = theirs(prompt_lookup_num_tokens=10)
     methods["specinfer, no speculation"] = ours(plain)
     names = " + ".join(draft.name for draft in trees.drafts)
     methods[f"specinfer, trees of {names}"] = ours(trees)
