@@ -2,8 +2,9 @@
 
     python benchmarks/side_by_side.py --target DIR --draft ngram --draft DIR --prompts code.jsonl chat.jsonl
 
-Methods, all greedy: `generate`, assisted generation with the first draft model, our loop without speculation, our trees.  Prints medians over prompts of tokens per target pass and tokens per second, and the
-ratio to `generate` with a 95 % bootstrap interval of its median.  Every finished prompt is written to --out at once.
+Methods, all greedy: `generate`, assisted generation with the first draft model, our loop without speculation, and our
+trees.  Prints medians over prompts of tokens per target pass and tokens per second, and the ratio to `generate` with a
+95 % bootstrap interval of its median.  Every finished prompt is written to --out at once.
 """
 
 import json
