@@ -18,6 +18,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -248,7 +249,7 @@ def _make_copy(gguf: Path, copy: Path) -> None:
         raise OSError(f"{needed}: make room, or set SPECINFER_CACHE to another folder")
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     dense: dict[str, Any] = {"dtype": torch.bfloat16, "quantization_config": GgufConfig(dequantize=True)}
-    with tempfile.TemporaryDirectory(dir=copy.parent, prefix=".making-") as folder, _quietly():
+    with tempfile.TemporaryDirectory(dir=copy.parent, prefix=".making-") as folder, _quietly(bars=sys.stderr.isatty()):
         whole = Path(folder) / COPY_NAME
         model = AutoModelForCausalLM.from_pretrained(**source, **dense)
         model.save_pretrained(whole)
