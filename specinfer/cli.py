@@ -82,7 +82,7 @@ def generate(
     for note in result.stats.notes:
         print(f"note: {note}", file=sys.stderr)
     if show_tree:
-        best = max(range(len(result.steps)), key=lambda i: len(result.steps[i].path))
+        best = max(range(len(result.steps)), key=lambda i: (len(result.steps[i].path), len(result.steps[i].tree)))
         print(f"\n{drawn(decoder, result.steps[best], best)}")
 
 

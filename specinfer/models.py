@@ -15,13 +15,14 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import io
 import logging
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -304,7 +305,8 @@ def _quietly(bars: bool = False) -> Iterator[None]:
     if shown and not bars:
         noise.disable_progress_bar()
     try:
-        yield
+        with nullcontext() if bars else redirect_stderr(io.StringIO()):  # some bars ask nobody
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
