@@ -90,10 +90,11 @@ class TreeModel:
 
 @contextmanager
 def evaluating(*models: Any) -> Iterator[None]:
-    """Put models in evaluation mode for the duration; afterwards every submodule is as it was."""
-    flags = [(module, module.training) for model in models for module in model.modules()]
+    """Put models that train in evaluation mode for the duration; afterwards every submodule is as it was."""
+    training = [model for model in models if model.training]  # asked once a step, so it looks at the top only
+    flags = [(module, module.training) for model in training for module in model.modules()]
     try:
-        for model in models:
+        for model in training:
             model.eval()
         yield
     finally:

@@ -78,13 +78,14 @@ class ModelDraft:
     Args:
         model: a ``transformers`` causal LM that shares the target's tokens; its vocabulary may be padded differently.
         tokenizer: compared with the target's when the decoder is built; None skips the comparison.
-        name: shown in results; the model's own name by default.
+        name: shown in results, without the folders before it; the model's own name by default.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None) -> None:
         self.model = TreeModel(model)
         self.tokenizer = tokenizer
-        self.name = name or str(getattr(model.config, "_name_or_path", "")).rstrip("/").split("/")[-1] or "draft"
+        full = name or str(getattr(model.config, "_name_or_path", ""))
+        self.name = full.rstrip("/").split("/")[-1] or "draft"
 
     def open(self, opening: Opening) -> "ModelDraftSession":
         """Start drafting for a batch of rows, with a cache of its own."""
