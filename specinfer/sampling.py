@@ -252,96 +252,86 @@ def _ignores_prefix(processor: Any) -> bool:
     return type(processor) in known
 
 
+# One line of a table of processors: the option it serves, whether it is wanted, its class in transformers, arguments.
+_Line = tuple[str, Any, str, tuple[Any, ...], dict[str, Any]]
+
+
 def _processors(settings: Settings, prompt_length: int, device: Any) -> list[Callable[..., Tensor]]:
     """Processors that apply to greedy decoding and sampling alike (transformers' `_get_logits_processor` order)."""
-    import transformers as hf
-
-    c, n, eos = settings.config, prompt_length, sorted(settings.eos)
-    begin = n + (n == 1 and c.forced_bos_token_id is not None)
-    decay, suppress, first = c.exponential_decay_length_penalty, c.suppress_tokens, c.begin_suppress_tokens
-    end = n + settings.budget(n)
-    table: list[tuple[str, bool, Callable[[], Any]]] = [
-        ("sequence_bias", c.sequence_bias is not None, lambda: hf.SequenceBiasLogitsProcessor(c.sequence_bias)),
+    c, n, eos, on = settings.config, prompt_length, sorted(settings.eos), {"device": device}
+    bias, decay, bad = c.sequence_bias, c.exponential_decay_length_penalty, c.bad_words_ids
+    bos, last, suppress, first = (
+        c.forced_bos_token_id,
+        c.forced_eos_token_id,
+        c.suppress_tokens,
+        c.begin_suppress_tokens,
+    )
+    penalty, begin, end = c.repetition_penalty, n + (n == 1 and bos is not None), n + settings.budget(n)
+    min_length = c.min_length if eos and not c.min_new_tokens else None
+    lines: list[_Line] = [
+        ("sequence_bias", bias is not None, "SequenceBiasLogitsProcessor", (bias,), {}),
         (
             "repetition_penalty",
-            c.repetition_penalty not in (None, 1),
-            lambda: hf.RepetitionPenaltyLogitsProcessor(float(c.repetition_penalty)),
+            penalty not in (None, 1),
+            "RepetitionPenaltyLogitsProcessor",
+            (float(penalty or 1),),
+            {},
         ),
-        (
-            "no_repeat_ngram_size",
-            bool(c.no_repeat_ngram_size),
-            lambda: hf.NoRepeatNGramLogitsProcessor(c.no_repeat_ngram_size),
-        ),
-        (
-            "bad_words_ids",
-            c.bad_words_ids is not None,
-            lambda: hf.NoBadWordsLogitsProcessor(c.bad_words_ids, eos or None),
-        ),
-        (
-            "min_length",
-            bool(c.min_length and eos and not c.min_new_tokens),
-            lambda: hf.MinLengthLogitsProcessor(c.min_length, eos, device=device),
-        ),
+        ("no_repeat_ngram_size", c.no_repeat_ngram_size, "NoRepeatNGramLogitsProcessor", (c.no_repeat_ngram_size,), {}),
+        ("bad_words_ids", bad is not None, "NoBadWordsLogitsProcessor", (bad, eos or None), {}),
+        ("min_length", min_length, "MinLengthLogitsProcessor", (min_length, eos), on),
         (
             "min_new_tokens",
-            bool(c.min_new_tokens and eos),
-            lambda: hf.MinNewTokensLengthLogitsProcessor(n, c.min_new_tokens, eos, device=device),
+            c.min_new_tokens and eos,
+            "MinNewTokensLengthLogitsProcessor",
+            (n, c.min_new_tokens, eos),
+            on,
         ),
-        (
-            "forced_bos_token_id",
-            c.forced_bos_token_id is not None,
-            lambda: hf.ForcedBOSTokenLogitsProcessor(c.forced_bos_token_id),
-        ),
-        (
-            "forced_eos_token_id",
-            c.forced_eos_token_id is not None,
-            lambda: hf.ForcedEOSTokenLogitsProcessor(end, c.forced_eos_token_id, device=device),
-        ),
-        ("remove_invalid_values", bool(c.remove_invalid_values), hf.InfNanRemoveLogitsProcessor),
+        ("forced_bos_token_id", bos is not None, "ForcedBOSTokenLogitsProcessor", (bos,), {}),
+        ("forced_eos_token_id", last is not None, "ForcedEOSTokenLogitsProcessor", (end, last), on),
+        ("remove_invalid_values", c.remove_invalid_values, "InfNanRemoveLogitsProcessor", (), {}),
         (
             "exponential_decay_length_penalty",
-            bool(decay is not None and eos),
-            lambda: hf.ExponentialDecayLengthPenalty(decay, eos, n),
+            decay is not None and eos,
+            "ExponentialDecayLengthPenalty",
+            (decay, eos, n),
+            {},
         ),
-        ("suppress_tokens", suppress is not None, lambda: hf.SuppressTokensLogitsProcessor(suppress, device=device)),
-        (
-            "begin_suppress_tokens",
-            first is not None,
-            lambda: hf.SuppressTokensAtBeginLogitsProcessor(first, begin, device=device),
-        ),
+        ("suppress_tokens", suppress is not None, "SuppressTokensLogitsProcessor", (suppress,), on),
+        ("begin_suppress_tokens", first is not None, "SuppressTokensAtBeginLogitsProcessor", (first, begin), on),
     ]
-    return _build(table)
+    return _build(lines)
 
 
 def _warpers(config: Any, device: Any) -> list[Callable[..., Tensor]]:
     """Warpers, which apply to sampling only, in transformers' order."""
-    from transformers import generation as hf
-
     c, top_h = config, getattr(config, "top_h", None)
 
     def cuts(value: float | None) -> bool:
         return value is not None and 0 < value < 1
 
-    table: list[tuple[str, bool, Callable[[], Any]]] = [
-        ("temperature", c.temperature != 1, lambda: hf.TemperatureLogitsWarper(float(c.temperature))),
-        ("top_h", top_h is not None, lambda: hf.TopHLogitsWarper(c.top_h)),
-        ("top_k", bool(c.top_k), lambda: hf.TopKLogitsWarper(c.top_k)),
-        ("top_p", c.top_p < 1, lambda: hf.TopPLogitsWarper(float(c.top_p))),
-        ("min_p", bool(c.min_p), lambda: hf.MinPLogitsWarper(c.min_p)),
-        ("typical_p", cuts(c.typical_p), lambda: hf.TypicalLogitsWarper(c.typical_p)),
-        ("epsilon_cutoff", cuts(c.epsilon_cutoff), lambda: hf.EpsilonLogitsWarper(c.epsilon_cutoff)),
-        ("eta_cutoff", cuts(c.eta_cutoff), lambda: hf.EtaLogitsWarper(epsilon=c.eta_cutoff, device=device)),
-        ("renormalize_logits", bool(c.renormalize_logits), hf.LogitNormalization),
+    lines: list[_Line] = [
+        ("temperature", c.temperature != 1, "TemperatureLogitsWarper", (float(c.temperature),), {}),
+        ("top_h", top_h is not None, "TopHLogitsWarper", (top_h,), {}),
+        ("top_k", c.top_k, "TopKLogitsWarper", (c.top_k,), {}),
+        ("top_p", c.top_p < 1, "TopPLogitsWarper", (float(c.top_p),), {}),
+        ("min_p", c.min_p, "MinPLogitsWarper", (c.min_p,), {}),
+        ("typical_p", cuts(c.typical_p), "TypicalLogitsWarper", (c.typical_p,), {}),
+        ("epsilon_cutoff", cuts(c.epsilon_cutoff), "EpsilonLogitsWarper", (c.epsilon_cutoff,), {}),
+        ("eta_cutoff", cuts(c.eta_cutoff), "EtaLogitsWarper", (c.eta_cutoff,), {"device": device}),
+        ("renormalize_logits", c.renormalize_logits, "LogitNormalization", (), {}),
     ]
-    return _build(table)
+    return _build(lines)
 
 
-def _build(table: Iterable[tuple[str, bool, Callable[[], Any]]]) -> list[Callable[..., Tensor]]:
+def _build(lines: Iterable[_Line]) -> list[Callable[..., Tensor]]:
     """Construct the wanted processors; one that refuses its value is a `SamplingError` that names the option."""
+    from transformers import generation
+
     built = []
-    for option, wanted, make in table:
+    for option, wanted, name, arguments, keywords in lines:
         try:
-            built += [make()] if wanted else []
+            built += [getattr(generation, name)(*arguments, **keywords)] if wanted else []
         except (ValueError, TypeError) as error:
             raise SamplingError(f"{option} has an impossible value: {error}") from error
     return built
