@@ -66,9 +66,8 @@ def generate(
 ) -> None:
     """Generate text, streamed, with a summary of what speculation did."""
     policy = build_policy(tree, nodes, depth, widths)
+    text, decoder = prepare(prompt, target, draft, policy, dtype, device)
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    text = read_prompt(prompt)
-    decoder = build_decoder(target, draft, policy, dtype, device)
     stream = decoder.stream(text, seed=seed, raw=raw, **options)
     for piece in stream:
         if not as_json:
@@ -83,7 +82,7 @@ def generate(
         print(f"note: {note}", file=sys.stderr)
     if show_tree:
         best = max(range(len(result.steps)), key=lambda i: (len(result.steps[i].path), len(result.steps[i].tree)))
-        print(f"\n{drawn(decoder, result.steps[best], best)}")
+        print(f"\n{drawn(decoder, result.steps[best], best + 1)}")
 
 
 @app.command("tree")
@@ -107,20 +106,18 @@ def tree_command(
 ) -> None:
     """Draw the tree of one step: the first, within --max-new-tokens, in which anything was drafted."""
     policy = build_policy(tree, nodes, depth, widths)
+    text, decoder = prepare(prompt, target, draft, policy, dtype, device)
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    text = read_prompt(prompt)
-    decoder = build_decoder(target, draft, policy, dtype, device)
-    stream = decoder.stream(text, seed=seed, raw=raw, **options)
-    for _ in stream:
-        if any(len(step.tree) > 1 for step in stream.result.steps):
+    run = decoder.open(text, seed=seed, raw=raw, **options)
+    for ((_, step),) in run:
+        if len(step.tree) > 1:
             break
-    stream.close()
-    steps = stream.result.steps
-    index = next((i for i, step in enumerate(steps) if len(step.tree) > 1), len(steps) - 1)
+    run.close()
+    number = len(run.results()[0].steps)
     if as_json:
-        print(json.dumps({"step": index + 1, **steps[index].to_dict()}, ensure_ascii=False))
+        print(json.dumps({"step": number, **step.to_dict()}, ensure_ascii=False))
     else:
-        print(drawn(decoder, steps[index], index))
+        print(drawn(decoder, step, number))
 
 
 @app.command("check-model")
@@ -173,12 +170,15 @@ def build_policy(tree: str, nodes: int, depth: int, widths: str) -> Any:
     return makers[tree]()
 
 
-def build_decoder(target: str | None, drafts: list[str] | None, policy: Any, dtype: str, device: str) -> Any:
-    """Load the models and return a decoder."""
+def prepare(
+    prompt: str, target: str | None, drafts: list[str] | None, policy: Any, dtype: str, device: str
+) -> tuple[str, Any]:
+    """Read the prompt, then load the models; return the text and a decoder."""
     from specinfer.decoder import SpeculativeDecoder
 
+    text = read_prompt(prompt)
     quieten()
-    return SpeculativeDecoder.from_pretrained(target, drafts or ["ngram"], policy, dtype=dtype, device=device)
+    return text, SpeculativeDecoder.from_pretrained(target, drafts or ["ngram"], policy, dtype=dtype, device=device)
 
 
 def read_prompt(prompt: str) -> str:
@@ -189,7 +189,7 @@ def read_prompt(prompt: str) -> str:
     return text
 
 
-def drawn(decoder: Any, step: Any, index: int) -> str:
+def drawn(decoder: Any, step: Any, number: int) -> str:
     """Draw one step's tree with its accepted path and bonus token."""
     from specinfer.tree import render
 
@@ -197,7 +197,7 @@ def drawn(decoder: Any, step: Any, index: int) -> str:
     bonus = None if step.bonus is None else text([step.bonus])
     picture = render(step.tree, lambda token: text([token]), step.path, bonus)
     gained = f"{len(step.path)} of {step.tree.num_drafted} drafted tokens accepted on a path"
-    return f"step {index + 1}: {gained}\n{picture}"
+    return f"step {number}: {gained}\n{picture}"
 
 
 def show(rows: Sequence[dict[str, Any]], as_json: bool) -> None:

@@ -258,7 +258,7 @@ def test_an_interrupt_is_not_a_traceback(run, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "build_decoder", interrupt)
+    monkeypatch.setattr(cli, "prepare", interrupt)
     assert run("generate", "hi")[0] == 130
 
 
