@@ -83,9 +83,14 @@ class TreeModel:
             return min(known) if known else self.max_positions
         return self.max_positions
 
-    def session(self, rows: int, capacity: int, max_capacity: int | None = None) -> "TreeSession":
-        """Open a batch of ``rows`` empty sequences with a cache of ``capacity`` slots each."""
-        return TreeSession(self, TreeCache(rows, capacity, max_capacity))
+    def session(
+        self, rows: int, capacity: int, max_capacity: int | None = None, taps: Sequence[int] = ()
+    ) -> "TreeSession":
+        """Open a batch of ``rows`` empty sequences with a cache of ``capacity`` slots each.
+
+        ``taps`` are the hidden states to hand out on commit: 0 = embeddings, i = after layer i, as transformers counts.
+        """
+        return TreeSession(self, TreeCache(rows, capacity, max_capacity), taps)
 
 
 @contextmanager
@@ -110,40 +115,47 @@ class TreeSession:
         passes: forward passes so far, prefill excluded.
         seconds: wall-clock seconds in forward passes, prefill excluded (on CUDA: until launched).
         prefill_seconds: wall-clock seconds in prefill passes.
+        tapped: hidden states of the pending slots, one (B, T, K, H) a pass for K taps; empty without taps.
     """
 
-    def __init__(self, model: TreeModel, cache: TreeCache) -> None:
+    def __init__(self, model: TreeModel, cache: TreeCache, taps: Sequence[int] = ()) -> None:
         self.model = model
         self.cache = cache
+        self.taps = tuple(taps)
+        self.tapped: list[Tensor] = []
         self.passes = 0
         self.seconds = 0.0
         self.prefill_seconds = 0.0
 
-    def append(self, layout: Layout, columns: Tensor | None = None) -> Tensor:
+    def append(self, layout: Layout, columns: Tensor | None = None, **inputs: Tensor) -> Tensor:
         """Feed a layout's nodes as new pending slots: ONE forward pass over all rows.
 
         Args:
             layout: T nodes a row; its S counts the columns already pending plus T.
             columns: long (C,), the nodes whose logits are wanted; all when None.
+            **inputs: what else the model's forward takes, one entry per node.
 
         Returns:
             logits (B, C, V) in the model's dtype.
         """
         started = perf_counter()
-        logits = self._forward(layout, columns)
+        logits = self._forward(layout, columns, inputs)
         self.passes += 1
         self.seconds += perf_counter() - started
         return logits
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Commit a ragged batch of token lists (possibly empty), `PREFILL_CHUNK` tokens a pass."""
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> list[Tensor | None]:
+        """Commit a ragged batch of token lists (possibly empty), `PREFILL_CHUNK` tokens a pass; see `commit`."""
         started = perf_counter()
+        kept: list[list[Tensor]] = [[] for _ in prompts]
         for start in range(0, max(len(prompt) for prompt in prompts), PREFILL_CHUNK):
             chunks = [prompt[start : start + PREFILL_CHUNK] for prompt in prompts]
             layout = lay_out_chains(chunks, self.model.device)
-            self._forward(layout, torch.zeros(1, dtype=torch.long, device=self.model.device))
-            self.commit([range(len(chunk)) for chunk in chunks])
+            self._forward(layout, torch.zeros(1, dtype=torch.long, device=self.model.device), {})
+            for row, states in zip(kept, self.commit([range(len(chunk)) for chunk in chunks]), strict=True):
+                row += [] if states is None else [states]
         self.prefill_seconds += perf_counter() - started
+        return [torch.cat(states) if states else None for states in kept]
 
     def score(self, trees: Sequence[TokenTree]) -> Tensor:
         """Score every node of one tree per row in one pass: logits (B, N, V), N = the largest tree.
@@ -152,12 +164,22 @@ class TreeSession:
         """
         return self.append(lay_out_trees(trees, self.model.device))
 
-    def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
-        """Keep the pending slots named per row, forget the others, retire rows given None (`TreeCache.keep`)."""
+    def commit(self, paths: Sequence[Sequence[int] | None]) -> list[Tensor | None]:
+        """Keep the pending slots named per row, forget the others, retire rows given None (`TreeCache.keep`).
+
+        Returns:
+            Per row, the tapped hidden states (n, K, H) of the n slots kept; None for a retired row or without taps.
+        """
         self.cache.keep(paths)
+        if not self.taps:
+            return [None] * len(paths)
+        states, self.tapped = torch.cat(self.tapped, 1) if self.tapped else None, []
+        return [
+            None if path is None or states is None else states[row, list(path)] for row, path in enumerate(paths)
+        ]
 
     @torch.inference_mode()
-    def _forward(self, layout: Layout, columns: Tensor | None) -> Tensor:
+    def _forward(self, layout: Layout, columns: Tensor | None, extra: dict[str, Tensor]) -> Tensor:
         model, cache = self.model, self.cache
         cache.stage(layout.width, layout.tokens.device)
         inputs: dict[str, Any] = {
@@ -166,12 +188,18 @@ class TreeSession:
             "past_key_values": cache,
             "use_cache": True,
             "return_dict": True,
+            **extra,
         }
         if model.takes_positions:
             inputs["position_ids"] = self._positions(layout)
         if columns is not None and model.takes_logits_to_keep:
             inputs["logits_to_keep"] = columns
-        logits = model.model(**inputs).logits
+        if self.taps:
+            inputs["output_hidden_states"] = True
+        output = model.model(**inputs)
+        if self.taps:
+            self.tapped.append(torch.stack([output.hidden_states[tap] for tap in self.taps], 2))
+        logits = output.logits
         return logits if columns is None or model.takes_logits_to_keep else logits[:, columns]
 
     def _positions(self, layout: Layout) -> Tensor:

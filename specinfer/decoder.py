@@ -59,6 +59,9 @@ class SpeculativeDecoder:
         self.verifier = verifier or (Walk() if policy.kind is Kind.RANKED else MultiStep(policy.kind is Kind.IID))
         self.verifier.check(policy.kind)
         self._check_tokenizers()
+        for draft in self.drafts:
+            if hasattr(draft, "attach"):
+                draft.attach(self.target, tokenizer)
         self.policy = self._supported_policy(policy)
         self.verifier.check(self.policy.kind)
 

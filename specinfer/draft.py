@@ -39,6 +39,8 @@ class Opening:
     law: Law  # the target's law without its prefix-reading processors
     seeds: Sequence[int]  # per row
     coupled: bool  # rank by the target's own noise: the target chooses by argmax(log p + noise)
+    taps: Sequence[int] = ()  # hidden states that the target hands out, as transformers counts layers
+    states: Sequence[Tensor | None] = ()  # per row (n - 1, taps, H): the target's, at all prompt tokens but the root
 
 
 class DraftSession(Protocol):
@@ -59,12 +61,21 @@ class DraftSession(Protocol):
     def propose(self, policy: Policy, max_depth: int) -> list[TokenTree]:
         """Grow one tree per row below its last committed token, no deeper than ``max_depth``."""
 
-    def commit(self, tokens: Sequence[Sequence[int] | None]) -> None:
-        """Take note of the tokens each row committed (accepted path, then bonus); None retires the row."""
+    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
+        """Take note of what each row committed.
+
+        Args:
+            tokens: per row, the accepted path, then the bonus token; None retires the row.
+            states: per row (n, taps, H), the target's hidden states from which those n tokens were chosen; for
+                drafts with `taps`.
+        """
 
 
 class Draft(Protocol):
-    """Anything that proposes trees."""
+    """Anything that proposes trees.
+
+    A draft that reads the target's hidden states names them in ``taps`` and is given the target by ``attach``.
+    """
 
     name: str
 
@@ -109,6 +120,8 @@ class ModelDraftSession:
         self.level: Layout | None = None  # layout of the newest level fed
         self.fed: list[Frontier] = []  # levels fed this step, as pending columns, root excluded
         self.vocab_size = min(model.vocab_size, opening.vocab_size)
+        self.own_states: list[Tensor | None] = []  # tapped from this model at the tokens fed last, root last
+        self.token_ids: Tensor | None = None  # (vocab_size,) what the model's ids mean to the target; None: the same
 
     @property
     def batch(self) -> int:
@@ -151,7 +164,7 @@ class ModelDraftSession:
                 "check its weights, or load it in float32"
             ) from error
 
-    def commit(self, tokens: Sequence[Sequence[int] | None]) -> None:
+    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
         """Keep what was fed of each committed path; remember the rest, the new root last, as lacking."""
         kept = _fed_paths(self.fed, tokens)
         self.session.commit(kept)
@@ -175,8 +188,9 @@ class ModelDraftSession:
         logits = self._logits(frontier)
         if not self.opening.coupled:
             tokens, values = top_candidates(logits, k)
-            return tokens, values.float() - logits.float().logsumexp(-1, keepdim=True)
+            return self._to_target(tokens), values.float() - logits.float().logsumexp(-1, keepdim=True)
         tokens, values = top_candidates(logits, max(k, CANDIDATES))
+        tokens = self._to_target(tokens)
         warped = self.opening.law.scores(values.flatten(0, 1), ()).view_as(values)
         noise = coupling_noise(self.seeds, self.lengths, frontier.depth, tokens)
         ranked, order = (warped.log_softmax(-1) + noise).log_softmax(-1).sort(dim=-1, descending=True, stable=True)
@@ -186,9 +200,16 @@ class ModelDraftSession:
         """Draw k children per node from q, the draft's law after the target's warpers (`tree.draw_candidates`)."""
         logits = self._logits(frontier)
         scores = self.opening.law.scores(logits.flatten(0, 1), ()).view(*logits.shape)
-        missing = self.opening.vocab_size - self.vocab_size
         chance = row_generators(self.seeds, self.opening.draft, self.lengths, frontier.depth, self.device)
-        return draw_rows(functional.pad(scores, (0, missing), value=-inf), k, replacement, chance)
+        if self.token_ids is None:
+            missing = self.opening.vocab_size - self.vocab_size
+            return draw_rows(functional.pad(scores, (0, missing), value=-inf), k, replacement, chance)
+        everywhere = scores.new_full((*scores.shape[:2], self.opening.vocab_size), -inf)
+        everywhere[..., self.token_ids] = scores
+        return draw_rows(everywhere, k, replacement, chance)
+
+    def _to_target(self, tokens: Tensor) -> Tensor:
+        return tokens if self.token_ids is None else self.token_ids[tokens]
 
     def _room(self) -> int:
         """Return how many levels the draft's context has room for below the longest row."""
@@ -213,10 +234,14 @@ class ModelDraftSession:
             self.session.prefill([tokens[:-1] for tokens in self.lacking])
             self.lacking = [tokens[-1:] for tokens in self.lacking]
         limit = self.session.model.vocab_size - 1
-        chains = [[min(token, limit) for token in tokens] for tokens in self.lacking]
+        return self._feed([[min(token, limit) for token in tokens] for tokens in self.lacking])
+
+    def _feed(self, chains: Sequence[Sequence[int]], **inputs: Tensor) -> Tensor:
+        """Feed and commit what every row lacked; return the logits after the roots, (B, 1, V)."""
         columns = sorted({len(chain) - 1 for chain in chains})  # the roots'
-        logits = self.session.append(lay_out_chains(chains, self.device), torch.tensor(columns, device=self.device))
-        self.session.commit([range(len(chain)) for chain in chains])
+        places = torch.tensor(columns, device=self.device)
+        logits = self.session.append(lay_out_chains(chains, self.device), places, **inputs)
+        self.own_states = self.session.commit([range(len(chain)) for chain in chains])
         self.lacking = [[] for _ in chains]
         return torch.stack([logits[row, columns.index(len(chain) - 1)] for row, chain in enumerate(chains)])[:, None]
 

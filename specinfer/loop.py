@@ -39,9 +39,9 @@ def decode(
         verdicts = [verifier.verify(tree, view) for tree, view in zip(trees, views, strict=True)]
         # each row is cut at end of sequence, stop strings and max_new_tokens, before anything is committed
         steps = [row.advance(tree, verdict) for row, tree, verdict in zip(rows, trees, verdicts, strict=True)]
-        target.commit([None if row.finished else (0, *s.path) for row, s in zip(rows, steps, strict=True)])
+        states = target.commit([None if row.finished else (0, *s.path) for row, s in zip(rows, steps, strict=True)])
         for draft in drafts:
-            draft.commit([None if row.finished else s.tokens for row, s in zip(rows, steps, strict=True)])
+            draft.commit([None if row.finished else s.tokens for row, s in zip(rows, steps, strict=True)], states)
         yield list(zip(rows, steps, strict=True))
         rows = [row for row in rows if not row.finished]
 

@@ -109,7 +109,7 @@ class NGramDraftSession:
         roots = [text.ids[-1] for text in self.texts]
         return policy.grow(self, max_depth).trees(roots, self.opening.draft)
 
-    def commit(self, tokens: Sequence[Sequence[int] | None]) -> None:
+    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
         """Append each row's committed tokens to its text; None retires the row."""
         survivors = [i for i, new in enumerate(tokens) if new is not None]
         for i in survivors:

@@ -101,15 +101,16 @@ class Run:
         first = min(most, longest + FIRST_TOKENS)  # ... that its cache holds at first
         nodes = 1 + policy.max_nodes * max(1, len(decoder.drafts))
         fed = 1 + policy.max_nodes * max(1, policy.max_depth)  # best-first feeds drafts nodes that it drops later
-        target = decoder.target.session(len(rows), first + nodes, most + nodes)
-        target.prefill([prompt[:-1] for prompt in prompts])
+        taps = sorted({tap for draft in decoder.drafts for tap in getattr(draft, "taps", ())})
+        target = decoder.target.session(len(rows), first + nodes, most + nodes, taps)
+        states = target.prefill([prompt[:-1] for prompt in prompts])
         law = rows[0].law.without_prefix_readers()
         coupled = rows[0].sampling and isinstance(decoder.verifier, Walk)
         drafts = []
         for number, draft in enumerate(decoder.drafts):
             seeds = [row.seed for row in rows]
             vocab_size = decoder.target.vocab_size
-            opening = Opening(prompts, first + fed, most + fed, vocab_size, number, law, seeds, coupled)
+            opening = Opening(prompts, first + fed, most + fed, vocab_size, number, law, seeds, coupled, taps, states)
             drafts.append(draft.open(opening))
         return target, drafts
 

@@ -1,0 +1,249 @@
+"""The feature head: a draft of one decoder layer that reads the target's hidden states.
+
+Knows: a small transformer layer, which hidden states of the target it reads, which of the target's tokens it speaks.
+Does not know: how trees grow, verification, how it was trained (`distill`).
+
+A language model that drafts must work out the context by itself.  A head need not: the target has just read it, and
+hands out its hidden states (EAGLE, arXiv 2401.15077; several layers of them, EAGLE-3, arXiv 2503.01840).  The head's
+input at position i is the pair (the target's state that chose token i + 1, the embedding of token i + 1); below the
+root, where the target has no states yet, the head's own state stands in.  Embedding and output matrix are the target's,
+the latter cut to the rows of the head's own vocabulary (FR-Spec, arXiv 2502.14856), so a head's file is small.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from specinfer.attention import TreeModel, lay_out_level
+from specinfer.draft import ModelDraftSession, Opening
+from specinfer.errors import ModelError, TokenizerMismatch, UnsupportedModel
+from specinfer.tree import Frontier
+
+SKETCH_ROWS = 64  # embedding rows that stand for a target in its fingerprint
+SKETCH_WIDTH = 32  # ... and entries of each
+SAME_TARGET = 0.9  # least cosine of two fingerprints: quantised weights stay above .99, other weights are near 0
+
+
+class FeatureHead(nn.Module):
+    """The trainable part, with the forward signature of a ``transformers`` causal LM, so that it runs behind a mask.
+
+    Args:
+        config: a Llama configuration of the layer's size (``hidden_size`` is the target's), with ``taps``, the hidden
+            states it reads.
+        token_ids: (V',) int64 ascending, the target's ids that the head may propose.
+    """
+
+    def __init__(self, config: LlamaConfig, token_ids: Tensor) -> None:
+        super().__init__()
+        self.config = config
+        size, taps = config.hidden_size, len(config.taps)
+        self.fuse = nn.Linear(taps * size, size, bias=False)  # the target's states -> one
+        self.mix = nn.Linear(2 * size, size, bias=False)  # embedding and state -> the layer's input
+        self.layers = nn.ModuleList(LlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
+        self.rotary = LlamaRotaryEmbedding(config)
+        self.register_buffer("token_ids", token_ids)
+        self.embedding: Tensor | None = None  # (V, H), the target's
+        self.output: Tensor | None = None  # (V', H), rows of the target's
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The floating type of the weights."""
+        return self.mix.weight.dtype
+
+    def bind(self, target: Any) -> "FeatureHead":
+        """Borrow a target's embedding and output matrices; return self on the target's device."""
+        self.to(target.device)
+        self.embedding = target.get_input_embeddings().weight.detach()
+        self.output = target.get_output_embeddings().weight.detach()[self.token_ids].to(self.dtype)
+        return self
+
+    def get_input_embeddings(self) -> Any:
+        """Return what holds the borrowed embedding, as transformers' models do."""
+        return SimpleNamespace(weight=self.embedding)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        target_states: Tensor | None = None,
+        own_states: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **_: Any,
+    ) -> SimpleNamespace:
+        """Return ``logits`` (B, T or kept, V') and ``hidden_states``, one (B, T, H), of what follows each token.
+
+        Args:
+            input_ids: (B, T) ids of the target.
+            attention_mask: (B, 1, T, L), as the attention implementation takes it.
+            position_ids: (B, T).
+            past_key_values: a cache of `LlamaDecoderLayer`'s keys and values.
+            target_states: (B, T, K, H) the target's states that chose the tokens; or else
+            own_states: (B, T, H) the head's own states that did.
+            logits_to_keep: columns whose logits are wanted; 0 = all.
+        """
+        assert self.embedding is not None, "bind the head to a target first"
+        assert self.output is not None
+        embedded = functional.embedding(input_ids, self.embedding).to(self.dtype)
+        if own_states is None:
+            assert target_states is not None
+            own_states = self.fuse(_normalised(target_states.to(self.dtype)).flatten(2))
+        hidden = self.mix(torch.cat((_normalised(embedded), own_states), -1))
+        angles = self.rotary(hidden, position_ids)
+        for layer in self.layers:
+            hidden = layer(
+                hidden,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=past_key_values is not None,
+                position_embeddings=angles,
+            )
+        hidden = self.norm(hidden)
+        kept = hidden if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep]
+        return SimpleNamespace(logits=functional.linear(kept, self.output), hidden_states=(hidden,))
+
+
+def _normalised(states: Tensor) -> Tensor:
+    """Return states with a root mean square of 1: layers differ a thousandfold in scale."""
+    return functional.rms_norm(states, states.shape[-1:])
+
+
+class FeatureDraft:
+    """A feature head as a draft.
+
+    Args:
+        head: the trained head.
+        fingerprint: of the target it was trained for (`target_fingerprint`) and of its tokenizer.
+        name: shown in results.
+    """
+
+    def __init__(self, head: FeatureHead, fingerprint: dict[str, Any], name: str = "head") -> None:
+        self.head, self.fingerprint, self.name = head.eval(), fingerprint, name
+        self.taps: tuple[int, ...] = tuple(head.config.taps)
+        self.model: TreeModel | None = None
+
+    def attach(self, target: TreeModel, tokenizer: Any = None) -> None:
+        """Borrow the target's matrices.
+
+        Raises:
+            TokenizerMismatch: trained for other tokens.
+            ModelError: trained for another target.
+        """
+        check_fingerprint(self.name, self.fingerprint, target.model, tokenizer)
+        self.head.to(target.dtype).bind(target.model)
+        self.model = TreeModel(self.head)
+
+    def open(self, opening: Opening) -> "FeatureDraftSession":
+        """Start drafting for a batch of rows."""
+        if self.model is None:
+            raise ModelError(f"draft {self.name} reads a target's states: attach it to one, or give it to a decoder")
+        return FeatureDraftSession(self.model, self.taps, opening)
+
+
+class FeatureDraftSession(ModelDraftSession):
+    """A feature head at work.
+
+    Every committed token is fed once with the target's state that chose it; nodes of a tree are fed with the head's own
+    states and always forgotten.
+    """
+
+    def __init__(self, model: TreeModel, taps: Sequence[int], opening: Opening) -> None:
+        super().__init__(model, opening)
+        self.session = model.session(len(opening.prompts), opening.capacity, opening.max_capacity, taps=(0,))
+        self.token_ids = model.model.token_ids
+        self.vocab_size = len(self.token_ids)
+        self.places = [list(opening.taps).index(tap) for tap in taps]
+        nothing = torch.zeros(1, len(taps), model.model.config.hidden_size, dtype=model.dtype, device=model.device)
+        self.states = [  # per row, of the tokens that it lacks: the target's states that chose them; none chose the first
+            [nothing] if states is None else [nothing, states[:, self.places]] for states in opening.states
+        ]
+
+    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
+        """Forget the tree; the committed tokens and the target's states that chose them are lacking."""
+        self.session.commit([None if new is None else () for new in tokens])
+        rows = list(zip(tokens, states, self.lacking, self.lengths, self.seeds, self.states, strict=True))
+        survivors = [(new, s, *row) for new, s, *row in rows if new is not None and s is not None]
+        self.lacking = [[*lacking, *new] for new, _, lacking, *_ in survivors]
+        self.lengths = [length + len(new) for new, _, _, length, *_ in survivors]
+        self.seeds = [seed for *_, seed, _ in survivors]
+        self.states = [[*old, s[:, self.places]] for _, s, *_, old in survivors]
+
+    def _logits(self, frontier: Frontier) -> Tensor:
+        """Return logits (B, W, V') after each frontier node, feeding them to the head."""
+        if frontier.depth == 0:
+            return self._feed_lacking()
+        self.level = lay_out_level(frontier, self.level, self.device)
+        roots = torch.stack([states[-1:, 0] for states in self.own_states if states is not None])  # (B, 1, H)
+        own = torch.cat([roots, *(states[:, :, 0] for states in self.session.tapped)], 1)
+        parents = frontier.parents.clamp(min=0)[:, :, None].expand(-1, -1, own.shape[2])
+        return self.session.append(self.level, own_states=own.gather(1, parents))
+
+    def _feed_lacking(self) -> Tensor:
+        """Feed and commit the tokens each row lacks, the root last; return the logits after the root, (B, 1, V')."""
+        states = nn.utils.rnn.pad_sequence([torch.cat(row) for row in self.states], batch_first=True)
+        self.states = [[] for _ in self.states]
+        return self._feed(self.lacking, target_states=states)
+
+
+# ---- which target a head belongs to ----
+
+
+def target_fingerprint(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Describe a target so that its versions agree and other targets do not.
+
+    The sketch holds a few entries of the embedding matrix.  Versions of one model in other precision (a quantised
+    file, say) have nearly the same; the cosine of two sketches tells (`SAME_TARGET`).
+    """
+    weight = model.get_input_embeddings().weight.detach()
+    rows = torch.linspace(0, weight.shape[0] - 1, SKETCH_ROWS).long()
+    sketch = weight[rows.to(weight.device), :SKETCH_WIDTH].float().cpu()
+    config = model.config.get_text_config(decoder=True)
+    return {
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "vocab_size": weight.shape[0],
+        "sketch": [round(value, 4) for value in sketch.flatten().tolist()],
+    }
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Return the SHA-256 of a tokenizer's table of tokens."""
+    table = sorted((index, token) for token, index in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(table).encode()).hexdigest()
+
+
+def check_fingerprint(name: str, wanted: dict[str, Any], model: Any, tokenizer: Any) -> None:
+    """Refuse a draft that was trained for another target.
+
+    Raises:
+        TokenizerMismatch: for other tokens.
+        ModelError: for a target of other size or weights.
+    """
+    advice = "train one for this target with `specinfer distill`, or choose another draft"
+    if tokenizer is not None and tokenizer_fingerprint(tokenizer) != wanted["tokenizer"]:
+        raise TokenizerMismatch(f"draft {name} was trained for a target with other tokens: {advice}")
+    config = model.config.get_text_config(decoder=True)
+    for field in ("layers", "hidden_size", "vocab_size"):
+        attribute = "num_hidden_layers" if field == "layers" else field
+        found = model.get_input_embeddings().weight.shape[0] if field == "vocab_size" else getattr(config, attribute)
+        if found != wanted[field]:
+            raise ModelError(f"draft {name} was trained for a target with {field} {wanted[field]}, not {found}: {advice}")
+    sketch = torch.tensor(wanted["sketch"])
+    weight = model.get_input_embeddings().weight.detach()
+    rows = torch.linspace(0, weight.shape[0] - 1, SKETCH_ROWS).long().to(weight.device)
+    found = weight[rows, :SKETCH_WIDTH].float().cpu().flatten()
+    if functional.cosine_similarity(sketch, found, dim=0) < SAME_TARGET:
+        raise ModelError(f"draft {name} was trained for other weights than this target's: {advice}")
