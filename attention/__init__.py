@@ -8,7 +8,7 @@ from specinfer.attention.cache import TreeCache
 from specinfer.attention.check import ModelCheck, Support, check_model
 from specinfer.attention.layout import Layout, lay_out_chains, lay_out_level, lay_out_trees
 from specinfer.attention.mask import AttentionSpec, attention_mask
-from specinfer.attention.model import TreeModel, TreeSession, evaluating
+from specinfer.attention.model import TreeModel, TreeSession, evaluating, running
 
 __all__ = [
     "AttentionSpec",
@@ -24,4 +24,5 @@ __all__ = [
     "lay_out_chains",
     "lay_out_level",
     "lay_out_trees",
+    "running",
 ]

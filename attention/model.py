@@ -8,7 +8,7 @@ Does not know: drafting, verification, sampling, text.
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from specinfer.attention.cache import TreeCache
 from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees
 from specinfer.attention.mask import AttentionSpec, attention_mask
+from specinfer.attention.packed import packed
 from specinfer.errors import UnsupportedModel
 from specinfer.tree import TokenTree
 
@@ -105,6 +106,15 @@ def evaluating(*models: Any) -> Iterator[None]:
     finally:
         for module, flag in flags:
             module.training = flag
+
+
+@contextmanager
+def running(*models: TreeModel) -> Iterator[None]:
+    """Make models ready for passes: in evaluation mode, linear layers packed; afterwards they are as they were."""
+    with evaluating(*(model.model for model in models)), ExitStack() as stack:
+        for model in models:
+            stack.enter_context(packed(model.model))
+        yield
 
 
 class TreeSession:

@@ -18,6 +18,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig
@@ -28,9 +30,26 @@ from specinfer.draft import ModelDraftSession, Opening
 from specinfer.errors import ModelError, TokenizerMismatch, UnsupportedModel
 from specinfer.tree import Frontier
 
+MODEL_TYPE = "specinfer_feature_head"  # in config.json
+HEAD_FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_hidden_layers",
+    "max_position_embeddings",
+    "vocab_size",
+    "rms_norm_eps",
+    "taps",
+)
 SKETCH_ROWS = 64  # embedding rows that stand for a target in its fingerprint
 SKETCH_WIDTH = 32  # ... and entries of each
 SAME_TARGET = 0.9  # least cosine of two fingerprints: quantised weights stay above .99, other weights are near 0
+
+
+def head_config(**fields: Any) -> LlamaConfig:
+    """Return a head's configuration from `HEAD_FIELDS`."""
+    return LlamaConfig(**fields, attn_implementation="sdpa")
 
 
 class FeatureHead(nn.Module):
@@ -53,7 +72,7 @@ class FeatureHead(nn.Module):
         self.rotary = LlamaRotaryEmbedding(config)
         self.register_buffer("token_ids", token_ids)
         self.embedding: Tensor | None = None  # (V, H), the target's
-        self.output: Tensor | None = None  # (V', H), rows of the target's
+        self.output: nn.Linear | None = None  # rows of the target's, (V', H)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,7 +83,9 @@ class FeatureHead(nn.Module):
         """Borrow a target's embedding and output matrices; return self on the target's device."""
         self.to(target.device)
         self.embedding = target.get_input_embeddings().weight.detach()
-        self.output = target.get_output_embeddings().weight.detach()[self.token_ids].to(self.dtype)
+        rows = target.get_output_embeddings().weight.detach()[self.token_ids].to(self.dtype)
+        self.output = nn.Linear(*rows.T.shape, bias=False, device="meta")
+        self.output.weight = nn.Parameter(rows, requires_grad=False)
         return self
 
     def get_input_embeddings(self) -> Any:
@@ -94,7 +115,6 @@ class FeatureHead(nn.Module):
             logits_to_keep: columns whose logits are wanted; 0 = all.
         """
         assert self.embedding is not None, "bind the head to a target first"
-        assert self.output is not None
         embedded = functional.embedding(input_ids, self.embedding).to(self.dtype)
         if own_states is None:
             assert target_states is not None
@@ -112,7 +132,12 @@ class FeatureHead(nn.Module):
             )
         hidden = self.norm(hidden)
         kept = hidden if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep]
-        return SimpleNamespace(logits=functional.linear(kept, self.output), hidden_states=(hidden,))
+        return SimpleNamespace(logits=self.logits(kept), hidden_states=(hidden,))
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return logits (..., V') over the head's vocabulary of final states (..., H), its own or the target's."""
+        assert self.output is not None, "bind the head to a target first"
+        return self.output(states.to(self.output.weight.dtype))
 
 
 def _normalised(states: Tensor) -> Tensor:
@@ -133,6 +158,39 @@ class FeatureDraft:
         self.head, self.fingerprint, self.name = head.eval(), fingerprint, name
         self.taps: tuple[int, ...] = tuple(head.config.taps)
         self.model: TreeModel | None = None
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "FeatureDraft":
+        """Read a head from a folder that `save` wrote.
+
+        Raises:
+            ModelError: the folder holds no feature head.
+        """
+        folder = Path(folder)
+        try:
+            record = json.loads((folder / "config.json").read_text())
+            if record["model_type"] != MODEL_TYPE:
+                raise ValueError(f"model_type {record['model_type']!r} is not {MODEL_TYPE!r}")
+            weights = load_file(folder / "model.safetensors")
+            head = FeatureHead(head_config(**record["head"]), weights["token_ids"].long())
+            head.load_state_dict({name: w.to(head.state_dict()[name].dtype) for name, w in weights.items()})
+            return cls(head, record["fingerprint"], record["name"])
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ModelError(f"cannot load a feature head from {folder}: {reason}") from error
+
+    def save(self, folder: Path) -> None:
+        """Write ``config.json`` and ``model.safetensors``, in bfloat16, without the borrowed matrices."""
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {name: getattr(self.head.config, name) for name in HEAD_FIELDS}
+        record = {"model_type": MODEL_TYPE, "name": self.name, "head": config, "fingerprint": self.fingerprint}
+        weights = {
+            name: weight.to(torch.bfloat16 if weight.is_floating_point() else torch.int32).contiguous()
+            for name, weight in self.head.state_dict().items()
+            if not name.startswith("output.")
+        }
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(record, indent=1) + "\n")
 
     def attach(self, target: TreeModel, tokenizer: Any = None) -> None:
         """Borrow the target's matrices.

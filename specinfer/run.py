@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specinfer.attention import TreeSession, evaluating
+from specinfer.attention import TreeModel, TreeSession, running
 from specinfer.draft import DraftSession, Opening
 from specinfer.errors import InputError, SpecinferError
 from specinfer.loop import decode
@@ -71,12 +71,12 @@ class Run:
 
     def _run(self) -> Generator[list[tuple[Row, Step]]]:
         started = perf_counter()
-        models = [tree_model.model for tree_model in self.decoder.models()]
-        with evaluating(*models):  # only while passes run: a paused run leaves the models as they were
+        models = [self.decoder.target, *(draft.model for draft in self.decoder.drafts if _has_model(draft))]
+        with running(*models):  # only while passes run: a paused run leaves the models as they were
             target, drafts = self._open_sessions()
         steps = decode(target, drafts, self.decoder.policy, self.decoder.verifier, self.rows)
         while True:
-            with evaluating(*models):
+            with running(*models):
                 emitted = next(steps, None)
             if emitted is None:
                 return
@@ -135,6 +135,10 @@ class Run:
             stats=stats,
             steps=steps,
         )
+
+
+def _has_model(draft: Any) -> bool:
+    return isinstance(getattr(draft, "model", None), TreeModel)
 
 
 class TextStream:

@@ -1,0 +1,110 @@
+"""Batches to distil from: texts with the target's hidden states, read from shards.
+
+Knows: the shard format, padding, shuffling.  Does not know: how texts were made (`text`), what is trained on them.
+
+A shard is a safetensors file of texts end to end: ``ids`` (N,), ``states`` (N, K, H), the target's K hidden states that
+chose each token (zeros for a text's first), and per text ``lengths`` and ``prompt_lengths``.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+POOL = 50  # batches whose texts are sorted by length together, so that padding is little
+
+
+class Text(NamedTuple):
+    """Where one text lies."""
+
+    shard: int
+    start: int
+    length: int
+    prompt_length: int
+
+
+class Batch(NamedTuple):
+    """B texts padded to T tokens."""
+
+    ids: Tensor  # (B, T) int64
+    states: Tensor  # (B, T, K, H)
+    learn: Tensor  # (B, T - 1) bool: whether token i + 1 was the target's own and is there
+
+
+class Texts:
+    """All texts of some shards, held out ones apart.
+
+    Args:
+        shards: files as above.
+        held_out: share of the texts that is kept for measuring, at least one text.
+        seed: of the choice.
+        max_length: longer texts are cut.
+    """
+
+    def __init__(self, shards: Sequence[Path], held_out: float = 0.02, seed: int = 0, max_length: int = 1024) -> None:
+        self.files = [safe_open(shard, "pt") for shard in shards]
+        self.ids = [file.get_tensor("ids").long() for file in self.files]
+        texts = []
+        for number, file in enumerate(self.files):
+            lengths, prompts = (file.get_tensor(name).tolist() for name in ("lengths", "prompt_lengths"))
+            start = 0
+            for length, prompt in zip(lengths, prompts, strict=True):
+                texts.append(Text(number, start, min(length, max_length), prompt))
+                start += length
+        texts = [text for text in texts if text.length > max(text.prompt_length, 1)]
+        Random(seed).shuffle(texts)
+        apart = max(1, round(held_out * len(texts)))
+        self.held_out, self.train = texts[:apart], texts[apart:]
+
+    def counts(self, vocab_size: int) -> Tensor:
+        """Return how often each token occurs in the texts to train on, (V,)."""
+        counts = torch.zeros(vocab_size, dtype=torch.long)
+        for text in self.train:
+            counts += torch.bincount(self._ids(text)[text.prompt_length :], minlength=vocab_size)
+        return counts
+
+    def batches(self, texts: Sequence[Text], tokens: int, shuffle: Random | None) -> list[list[Text]]:
+        """Return batches of about ``tokens`` tokens, padding included; in random order with ``shuffle``."""
+        order = list(texts)
+        if shuffle:
+            shuffle.shuffle(order)
+        average = max(1, sum(text.length for text in order) // max(1, len(order)))
+        pool = max(1, POOL * tokens // average)
+        found: list[list[Text]] = []
+        for start in range(0, len(order), pool):
+            batch: list[Text] = []
+            for text in sorted(order[start : start + pool], key=lambda text: text.length):
+                if batch and text.length * (len(batch) + 1) > tokens:
+                    found.append(batch)
+                    batch = []
+                batch.append(text)
+            found.append(batch)
+        if shuffle:
+            shuffle.shuffle(found)
+        return found
+
+    def load(self, texts: Sequence[Text]) -> Batch:
+        """Read and pad one batch."""
+        rows = [self._ids(text) for text in texts]
+        states = [self.files[t.shard].get_slice("states")[t.start : t.start + t.length] for t in texts]
+        learn = [torch.arange(1, t.length) >= t.prompt_length for t in texts]
+        padded = (pad_sequence(column, batch_first=True) for column in (rows, states, learn))
+        return Batch(*padded)
+
+    def _ids(self, text: Text) -> Tensor:
+        return self.ids[text.shard][text.start : text.start + text.length]
+
+
+def endless(texts: Texts, tokens: int, seed: int, skip: int) -> Iterator[list[Text]]:
+    """Yield batches epoch after epoch, each in its own random order, from batch number ``skip`` on."""
+    epoch = 0
+    while True:
+        batches = texts.batches(texts.train, tokens, Random(f"{seed} {epoch}"))
+        yield from batches[skip:]
+        skip = max(0, skip - len(batches))
+        epoch += 1

@@ -1,0 +1,394 @@
+"""Training drafts on a target's own text: feature heads and small causal language models, one after the other.
+
+Knows: losses, optimisation, checkpoints.  Does not know: where texts come from, command lines, cards.
+
+A draft learns the target's law (Kullback-Leibler divergence, forward: cross entropy against the target's
+probabilities), or the token that the target chose (SpecInfer, arXiv 2305.09781, section 3).  A head is unrolled: from
+its second step on it reads its own states, as it will below the root of a tree (EAGLE-3, arXiv 2503.01840,
+training-time test).  Boost-tuning (SpecInfer, section 3): to the next draft, tokens that an earlier one proposes first
+count little, so that together they cover more.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from math import cos, isfinite, pi
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import DynamicCache, LlamaConfig
+
+from specinfer.distill.data import Batch, Texts, endless
+from specinfer.errors import NumericalError
+from specinfer.heads import FeatureDraft, FeatureHead, head_config, target_fingerprint
+
+RANKS = 5  # hit rates are measured for the 1, 2, ... RANKS first proposals
+Progress = Callable[[int, int, dict[str, Any]], None]  # steps done, steps in all, figures
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a draft is trained."""
+
+    epochs: float = 3.0
+    tokens_per_batch: int = 2048
+    learning_rate: float = 1e-3
+    warmup: float = 0.03  # share of the steps
+    loss: str = "kl"  # or "token"
+    unroll: int = 3  # chained draft steps of a head
+    decay: float = 0.8  # weight of a step against the step before it
+    boost: float = 0.2  # weight of tokens that an earlier draft proposes first
+    vocabulary: int = 12_000  # tokens a head may propose
+    layers: int = 1
+    held_out: float = 0.02
+    seed: int = 0
+    checkpoint_every: int = 200  # steps
+
+
+class Unrolled(nn.Module):
+    """A head's loss over a batch, chained over several draft steps; in one forward, so that any wrapper may split it.
+
+    In step s the input at token i is (state, token i): the target's state in step 1, later the head's own of step s - 1
+    at token i - 1.  It attends to what a tree's node would: the target-fed tokens up to i - s + 1, then its own chain.
+    """
+
+    def __init__(self, head: FeatureHead, settings: Settings) -> None:
+        super().__init__()
+        self.head, self.settings = head, settings
+
+    def forward(self, ids: Tensor, states: Tensor, learn: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss and the hits, long (unroll, RANKS): proposals of rank k that were the target's choice.
+
+        Args:
+            ids: (B, T).
+            states: (B, T, K, H), the last tap being the target's output.
+            learn: (B, T - 1) bool, tokens i + 1 to learn.
+            weights: (N,) of those tokens.
+        """
+        head, settings = self.head, self.settings
+        columns = torch.arange(ids.shape[1] - 1, device=ids.device)
+        position_ids = columns.expand(len(ids), -1)
+        keep = learn.flatten().nonzero()[:, 0]
+        goal = self._goal(ids[:, 1:].flatten()[keep], states[:, 1:, -1].flatten(0, 1)[keep])
+        cache, own = DynamicCache(), None
+        loss, hits = states.new_zeros((), dtype=torch.float32), []
+        for step in range(settings.unroll):
+            output = head(
+                ids[:, :-1],
+                _chained_mask(columns, step)[None, None],
+                position_ids,
+                cache,
+                target_states=states[:, :-1] if own is None else None,
+                own_states=own,
+                logits_to_keep=columns[:0],
+            )
+            (hidden,) = output.hidden_states
+            log_q = head.logits(hidden.flatten(0, 1)[keep]).float().log_softmax(-1)
+            loss = loss + settings.decay**step * (self._loss(log_q, goal) * weights).sum() / weights.sum()
+            hits.append(_hits(log_q, goal[0]))
+            own = functional.pad(hidden[:, :-1], (0, 0, 1, 0))
+        return loss, torch.stack(hits)
+
+    def _goal(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the tokens (N,) in the head's vocabulary, -1 = not in it, and the target's law over it, (N, V')."""
+        ids = self.head.token_ids
+        places = torch.searchsorted(ids, tokens).clamp(max=len(ids) - 1)
+        known = torch.where(ids[places] == tokens, places, -1)
+        law = self.head.logits(states).float().softmax(-1) if self.settings.loss == "kl" else None
+        return known, law
+
+    def _loss(self, log_q: Tensor, goal: tuple[Tensor, Tensor | None]) -> Tensor:
+        tokens, law = goal
+        if law is not None:
+            return -(law * log_q).sum(-1)
+        return -log_q.gather(1, tokens.clamp(min=0)[:, None])[:, 0] * (tokens >= 0)
+
+
+def _chained_mask(columns: Tensor, step: int) -> Tensor:
+    """Return (T, (step + 1) T) bool: what each token attends to in a chained step, 0 = the first."""
+    lag = columns[:, None] - columns  # (T, T) how far a key lies behind the query
+    return torch.cat([lag >= step, *(lag == step - earlier for earlier in range(1, step + 1))], 1)
+
+
+def _hits(log_q: Tensor, tokens: Tensor) -> Tensor:
+    top = log_q.detach().topk(RANKS, -1).indices
+    return (top == tokens[:, None]).sum(0)
+
+
+class Plain(nn.Module):
+    """A causal language model's loss over a batch; the arguments are those of `Unrolled`."""
+
+    def __init__(self, model: Any, target: Any, settings: Settings) -> None:
+        super().__init__()
+        self.model, self.settings = model, settings
+        self.output = [target.get_output_embeddings()]  # in a list: no part of what is trained
+
+    def forward(self, ids: Tensor, states: Tensor, learn: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss and the hits, long (1, RANKS)."""
+        keep = learn.flatten().nonzero()[:, 0]
+        hidden = self.model.base_model(ids[:, :-1], use_cache=False).last_hidden_state.flatten(0, 1)[keep]
+        log_q = self.model.get_output_embeddings()(hidden).float().log_softmax(-1)
+        tokens = ids[:, 1:].flatten()[keep]
+        if self.settings.loss == "kl":
+            with torch.no_grad():
+                law = self.output[0](states[:, 1:, -1].flatten(0, 1)[keep]).float().softmax(-1)
+            loss = -(law * log_q[:, : law.shape[1]]).sum(-1)
+        else:
+            loss = -log_q.gather(1, tokens[:, None])[:, 0]
+        return (loss * weights).sum() / weights.sum(), _hits(log_q, tokens)[None]
+
+
+class EarlierDrafts:
+    """The heads trained before, as judges of what is hard."""
+
+    def __init__(self, folders: Sequence[Path], target: Any, settings: Settings) -> None:
+        self.heads = [FeatureDraft.load(folder).head.to(target.dtype).bind(target) for folder in folders]
+        self.settings = settings
+
+    @torch.no_grad()
+    def weights(self, batch: Batch) -> Tensor:
+        """Return the weight (N,) of every token to learn: small where an earlier draft proposes it first."""
+        tokens = batch.ids[:, 1:][batch.learn]
+        weights = torch.ones(len(tokens), device=tokens.device)
+        columns = torch.arange(batch.ids.shape[1] - 1, device=tokens.device)
+        for head in self.heads:
+            output = head(
+                batch.ids[:, :-1],
+                (columns[:, None] >= columns)[None, None],
+                columns.expand(len(batch.ids), -1),
+                target_states=batch.states[:, :-1],
+                logits_to_keep=columns[:0],
+            )
+            first = head.token_ids[head.logits(output.hidden_states[0][batch.learn]).argmax(-1)]
+            weights[first == tokens] = self.settings.boost
+        return weights
+
+
+def train_head(
+    target: Any,
+    tokenizer: Any,
+    shards: Sequence[Path],
+    taps: Sequence[int],
+    out: Path,
+    settings: Settings,
+    earlier: Sequence[Path] = (),
+    progress: Progress = lambda *_: None,
+) -> dict[str, Any]:
+    """Train one feature head, or go on with its training; write it to ``out``; return its figures.
+
+    Args:
+        target: the target model.
+        tokenizer: its tokenizer.
+        shards: texts with states (`data`).
+        taps: which hidden states those are; the last must be the target's output.
+        out: folder for the head; its checkpoints go beside it.
+        settings: how.
+        earlier: folders of heads that this one shall complement.
+        progress: called after every step.
+
+    Raises:
+        NumericalError: the loss is not a number; the last good checkpoint stays.
+    """
+    torch.manual_seed(settings.seed)
+    texts = Texts(shards, settings.held_out, settings.seed)
+    counts = texts.counts(target.get_input_embeddings().weight.shape[0])
+    token_ids = counts.argsort(descending=True, stable=True)[: settings.vocabulary].sort().values
+    head = FeatureHead(_head_config(target, taps, settings), token_ids).to(target.device)
+    _start_from(head, target, earlier)
+    judges = EarlierDrafts(earlier, target, settings)
+    figures = _optimise(Unrolled(head.bind(target), settings), texts, judges, out, settings, progress)
+    figures["coverage"] = counts[token_ids].sum().item() / counts.sum().item()
+    FeatureDraft(head, target_fingerprint(target, tokenizer), out.name).save(out)
+    return figures
+
+
+def train_causal_lm(
+    target: Any,
+    tokenizer: Any,
+    shards: Sequence[Path],
+    out: Path,
+    settings: Settings,
+    progress: Progress = lambda *_: None,
+) -> dict[str, Any]:
+    """Train a small causal language model, the target's first and last layers, and write it as transformers does.
+
+    Its embedding and output matrices are the target's and stay as they are.  Arguments and errors as `train_head`.
+    """
+    torch.manual_seed(settings.seed)
+    texts = Texts(shards, settings.held_out, settings.seed)
+    model = _cut(target, settings.layers)
+    judges = EarlierDrafts((), target, settings)
+    figures = _optimise(Plain(model, target, settings), texts, judges, out, settings, progress)
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    return figures
+
+
+def _cut(target: Any, layers: int) -> Any:
+    """Return a copy of the target, in float32, of its first ``layers // 2`` layers and its last ones."""
+    config = deepcopy(target.config)
+    kept = [*range(layers // 2), *range(config.num_hidden_layers - layers + layers // 2, config.num_hidden_layers)]
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[i] for i in kept]
+    model = type(target)(config).to(target.device)
+    prefix = re.compile(r"^(.*?\.(?:layers|h|blocks)\.)(\d+)(\..*)$")
+    weights = {}
+    for name, weight in target.state_dict().items():
+        match = prefix.match(name)
+        if match and int(match[2]) not in kept:
+            continue
+        weights[f"{match[1]}{kept.index(int(match[2]))}{match[3]}" if match else name] = weight.float()
+    model.load_state_dict(weights, strict=False)
+    for part in (model.get_input_embeddings(), model.get_output_embeddings()):
+        part.requires_grad_(False)
+    return model
+
+
+def _head_config(target: Any, taps: Sequence[int], settings: Settings) -> LlamaConfig:
+    """Return the configuration of a head with layers of the target's size."""
+    config = target.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    return head_config(
+        hidden_size=config.hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        num_hidden_layers=settings.layers,
+        max_position_embeddings=getattr(config, "max_position_embeddings", None) or 4096,
+        vocab_size=settings.vocabulary,
+        rms_norm_eps=1e-6,
+        taps=list(taps),
+    )
+
+
+def _start_from(head: FeatureHead, target: Any, earlier: Sequence[Path]) -> None:
+    """Start from the first draft's weights; that one starts from the target's last layers where they fit."""
+    if earlier:
+        weights = load_file(earlier[0] / "model.safetensors")
+        fitting = {n: w.float() for n, w in weights.items() if n != "token_ids" and head.state_dict()[n].shape == w.shape}
+        head.load_state_dict(fitting, strict=False)
+        return
+    layers = getattr(getattr(target, "model", None), "layers", None)
+    for layer, own in zip(reversed(layers or ()), reversed(head.layers), strict=False):
+        shapes = {name: weight.shape for name, weight in own.state_dict().items()}
+        weights = {n: w.float() for n, w in layer.state_dict().items() if shapes.get(n) == w.shape}
+        own.load_state_dict(weights, strict=False)
+
+
+def _optimise(
+    model: nn.Module, texts: Texts, judges: Any, out: Path, settings: Settings, progress: Progress
+) -> dict[str, Any]:
+    """Run the training loop from the newest checkpoint to the end; return losses and held-out hit rates."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(mixed_precision="bf16")
+    optimizer = torch.optim.AdamW(
+        [weight for weight in model.parameters() if weight.requires_grad], settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
+    )
+    per_epoch = len(texts.batches(texts.train, settings.tokens_per_batch, None))
+    share = accelerator.num_processes
+    steps = max(1, round(settings.epochs * per_epoch / share))
+    checkpoint = Checkpoint(out, settings)
+    done, history = checkpoint.load(model, optimizer)
+    wrapped, optimizer = accelerator.prepare(model, optimizer)
+    batches = endless(texts, settings.tokens_per_batch, settings.seed, done * share)
+    for step in range(done, steps):
+        batch = [next(batches) for _ in range(share)][accelerator.process_index]
+        for group in optimizer.param_groups:
+            group["lr"] = settings.learning_rate * _schedule(step, steps, settings.warmup)
+        figures = _step(accelerator, wrapped, optimizer, texts.load(batch), judges)
+        if not isfinite(figures["loss"]):
+            raise NumericalError(
+                f"the loss is {figures['loss']} in step {step + 1}: the last good checkpoint stays in "
+                f"{checkpoint.folder}; go on from there with a smaller learning rate than {settings.learning_rate}"
+            )
+        last = step + 1 == steps
+        if last or (step + 1) % settings.checkpoint_every == 0:
+            figures["held_out"] = evaluate(model, texts, settings)
+            history.append({"step": step + 1, **figures})
+            if accelerator.is_main_process:
+                checkpoint.save(model, optimizer, step + 1, history)
+        progress(step + 1, steps, figures)
+    return {"steps": steps, "history": history, "hits": history[-1]["held_out"]}
+
+
+def _step(accelerator: Any, model: nn.Module, optimizer: Any, batch: Batch, judges: Any) -> dict[str, Any]:
+    batch = Batch(*(column.to(accelerator.device) for column in batch))
+    with accelerator.autocast():
+        loss, hits = model(*batch, judges.weights(batch))
+    if torch.isfinite(loss):
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"loss": loss.item(), "top1": (hits[0, 0] / batch.learn.sum()).item()}
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, texts: Texts, settings: Settings) -> list[list[float]]:
+    """Return held-out hit rates [draft step][k - 1]: how often the target's token was among the k first proposals."""
+    device = next(model.parameters()).device
+    hits, count = torch.zeros(()), 0
+    for chosen in texts.batches(texts.held_out, settings.tokens_per_batch, None):
+        batch = Batch(*(column.to(device) for column in texts.load(chosen)))
+        number = int(batch.learn.sum())
+        with torch.autocast(device.type, torch.bfloat16):
+            hits = hits + model(*batch, torch.ones(number, device=device))[1].cpu()
+        count += number
+    return [[round(rate, 4) for rate in row] for row in (hits.cumsum(-1) / count).tolist()]
+
+
+def _schedule(step: int, steps: int, warmup: float) -> float:
+    """Return the share of the learning rate: linear warm-up, then a cosine to a tenth... of nothing left."""
+    first = max(1, round(warmup * steps))
+    if step < first:
+        return (step + 1) / first
+    return 0.02 + 0.98 * (1 + cos(pi * (step - first) / max(1, steps - first))) / 2
+
+
+class Checkpoint:
+    """Weights, optimiser and history of a training under way, in safetensors and JSON; replaced as a whole."""
+
+    def __init__(self, out: Path, settings: Settings) -> None:
+        self.folder, self.settings = out.parent / f"{out.name}.checkpoint", settings
+
+    def save(self, model: nn.Module, optimizer: Any, step: int, history: list[Any]) -> None:
+        """Write beside, then swap."""
+        fresh = self.folder.with_suffix(".new")
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        tensors = {f"model.{name}": weight for name, weight in model.state_dict().items()}
+        for index, state in optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{index}.{name}": value for name, value in state.items()}
+        save_file({name: value.detach().clone().contiguous() for name, value in tensors.items()}, fresh / "state.safetensors")
+        record = {"step": step, "history": history, "settings": asdict(self.settings)}
+        (fresh / "state.json").write_text(json.dumps(record))
+        shutil.rmtree(self.folder, ignore_errors=True)
+        fresh.rename(self.folder)
+
+    def load(self, model: nn.Module, optimizer: Any) -> tuple[int, list[Any]]:
+        """Return the steps done and the history, (0, []) where nothing was saved."""
+        fresh = self.folder.with_suffix(".new")
+        if not self.folder.exists() and (fresh / "state.json").exists():
+            fresh.rename(self.folder)  # killed between the two halves of the swap
+        if not (self.folder / "state.json").exists():
+            return 0, []
+        record = json.loads((self.folder / "state.json").read_text())
+        tensors = load_file(self.folder / "state.safetensors")
+        model.load_state_dict({n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            kind, rest = name.split(".", 1)
+            if kind == "optimizer":
+                index, field = rest.split(".", 1)
+                state.setdefault(int(index), {})[field] = tensor
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        return record["step"], record["history"]
