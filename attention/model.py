@@ -91,6 +91,7 @@ class TreeModel:
 
         ``taps`` are the hidden states to hand out on commit: 0 = embeddings, i = after layer i, as transformers counts.
         """
+        packed(self.model).refresh()
         return TreeSession(self, TreeCache(rows, capacity, max_capacity), taps)
 
 
@@ -184,9 +185,7 @@ class TreeSession:
         if not self.taps:
             return [None] * len(paths)
         states, self.tapped = torch.cat(self.tapped, 1) if self.tapped else None, []
-        return [
-            None if path is None or states is None else states[row, list(path)] for row, path in enumerate(paths)
-        ]
+        return [None if path is None or states is None else states[row, list(path)] for row, path in enumerate(paths)]
 
     @torch.inference_mode()
     def _forward(self, layout: Layout, columns: Tensor | None, extra: dict[str, Tensor]) -> Tensor:

@@ -1,11 +1,11 @@
-"""Linear layers in the layout that the CPU multiplies fastest, while the engine's passes run.
+"""Linear layers in the layout that a CPU multiplies fastest, while the engine's passes run.
 
 Knows: oneDNN's packed weights for bfloat16 on CPUs.  Does not know: models' architectures, trees, caches.
 
 On a CPU, `torch.nn.Linear` reads its weight as it lies, and in bfloat16 each product rearranges it again; with a dozen
 rows, a tree's, that costs as much as the product.  Packed once (what `torch.compile` calls freezing), a pass of a
 135M-parameter model over 12 nodes took 36 instead of 52 ms on two AVX512-BF16 cores.  The packed copy takes as much
-memory as the weights, so models that would fill the machine are left alone.  The model itself is as it was between passes.
+memory as the weights, so models that would fill the machine are left alone.  Between passes the model is as it was.
 """
 
 from collections.abc import Callable
@@ -41,18 +41,23 @@ class PackedLinears:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.layers = [module for module in model.modules() if _is_plain(module)] if _supported() else []
+        self.layers: list[nn.Linear] = []
+        if _supported():
+            self.layers = [module for module in model.modules() if isinstance(module, nn.Linear) and _is_plain(module)]
         if sum(layer.weight.nbytes for layer in self.layers) * SPARE > _free_bytes():
             self.layers = []
         self.stamps: list[tuple[int, int]] = []  # of the weights as they were packed
         self.forwards: list[Callable[[Tensor], Tensor]] = []
 
-    def __enter__(self) -> None:
+    def refresh(self) -> None:
+        """Pack layers whose weights are new or have changed since."""
         if [_stamp(layer.weight) for layer in self.layers] != self.stamps:
             self.layers = [layer for layer in self.layers if _is_plain(layer)]  # moved or cast ones are no longer
             self.forwards = [_packed(layer) for layer in self.layers]
             self.stamps = [_stamp(layer.weight) for layer in self.layers]
-        for layer, forward in zip(self.layers, self.forwards, strict=True):
+
+    def __enter__(self) -> None:
+        for layer, forward in zip(self.layers, self.forwards, strict=False):  # none before `refresh`
             layer.__dict__["forward"] = forward
 
     def __exit__(self, *_: object) -> None:
@@ -69,10 +74,10 @@ def _supported() -> bool:
     )
 
 
-def _is_plain(module: nn.Module) -> bool:
-    if type(module) is not nn.Linear or "forward" in module.__dict__:
+def _is_plain(layer: nn.Linear) -> bool:
+    if type(layer) is not nn.Linear or "forward" in layer.__dict__:
         return False
-    return module.weight.dtype == torch.bfloat16 and module.weight.device.type == "cpu"
+    return layer.weight.dtype == torch.bfloat16 and layer.weight.device.type == "cpu"
 
 
 @torch.inference_mode()

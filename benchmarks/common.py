@@ -1,13 +1,12 @@
 """What the measuring scripts share: models, prompts, first differences."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from specinfer import BestFirst, Chain, ModelDraft, SpeculativeDecoder, Widths
+from specinfer import BestFirst, Chain, ModelDraft, SpeculativeDecoder, Widths, bench
 from specinfer.decoder import DEFAULT_TREE
 from specinfer.models import load
 
@@ -28,11 +27,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def read_prompts(files: list[Path], count: int) -> list[str]:
     """Return the first `dev` prompts of each file, ``count`` in all."""
     each = -(-count // len(files))
-    prompts: list[str] = []
-    for file in files:
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
-        prompts += [line["prompt"] for line in lines if line.get("split", "dev") == "dev"][:each]
-    return prompts[:count]
+    return [prompt for file in files for _, prompt in bench.read_prompts(file, "dev")[:each]][:count]
 
 
 def load_models(args: argparse.Namespace, dtype: str) -> tuple[Any, Any, list[Any]]:
@@ -52,9 +47,7 @@ def policies(nodes: int, depth: int) -> dict[str, Any]:
 
 def difference(a: list[int], b: list[int]) -> int | None:
     """Return where two lists of ids first differ, None if they do not."""
-    if a == b:
-        return None
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return None if a == b else bench.common_prefix(a, b)
 
 
 @torch.inference_mode()

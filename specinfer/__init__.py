@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from specinfer.errors import SpecinferError
 
 if TYPE_CHECKING:
+    from specinfer.adapt import Auto
     from specinfer.attention import ModelCheck, check_model
     from specinfer.certification import Certificate, certify, certify_verifier
     from specinfer.decoder import SpeculativeDecoder
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "specinfer.adapt": ("Auto",),
     "specinfer.attention": ("ModelCheck", "check_model"),
     "specinfer.certification": ("Certificate", "certify", "certify_verifier"),
     "specinfer.decoder": ("SpeculativeDecoder",),
@@ -41,6 +43,7 @@ _HOME = {
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
+    "Auto",
     "BestFirst",
     "Certificate",
     "Chain",

@@ -188,6 +188,7 @@ class Draft:
     choice: Callable[[Context], int]
     chance: Chance
     root: Context
+    draft: int = 0
     batch: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     sent: list[Context] = field(default_factory=list)  # all frontier nodes so far
@@ -460,13 +461,13 @@ def _trees(
 
     def grown(draft: int, habit: Habit) -> list[tuple[float, TokenTree]]:
         def grow(chance: Chance) -> TokenTree:
-            source = Draft(lambda text: models.law(1 + draft, text), habit, choice, chance, context)
+            source = Draft(lambda text: models.law(1 + draft, text), habit, choice, chance, context, draft)
             return pair.policy.grow(source, max_depth).trees([root], draft)[0]
 
         return list(outcomes(grow))
 
     for proposals in product(*(grown(draft, habit) for draft, habit in enumerate(pair.habits))):
-        tree = merge([tree for _, tree in proposals])
+        (tree,) = pair.policy.fit([merge([tree for _, tree in proposals])])
         yield prod(weight for weight, _ in proposals), pair.edit(tree) if pair.edit else tree
 
 

@@ -4,12 +4,15 @@ Knows: what can be checked before a model runs, and how a call becomes a `Run`.
 Does not know: how a step is decoded (`loop`), how a run is kept (`run`).
 """
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from operator import index
+from pathlib import Path
 from typing import Any, SupportsIndex
 
 import torch
 
+from specinfer.adapt import Auto
 from specinfer.attention import Support, TreeModel, check_model
 from specinfer.draft import Draft, ModelDraft
 from specinfer.errors import InputError, UnsupportedModel
@@ -18,6 +21,7 @@ from specinfer.prompts import Prompt, check_context, check_ids, encode
 from specinfer.row import Row
 from specinfer.run import Run, TextStream
 from specinfer.sampling import Law, Stopping, resolve
+from specinfer.shipped import shipped_drafts
 from specinfer.tree import BestFirst, Chain, Kind, Policy
 from specinfer.verify import MultiStep, Verifier, Walk
 
@@ -31,11 +35,16 @@ class SpeculativeDecoder:
         model: the target, a ``transformers`` causal LM.
         tokenizer: the target's; needed for text in and out.
         drafts: ``"ngram"``, `Draft` objects, or bare draft models; all propose, and their trees are merged.
-        tree: the growth policy; None decodes without speculation.
+            ``"auto"``: those that come with the package for this target, if any, and n-grams.
+        tree: the growth policy; None decodes without speculation, ``"auto"`` is ``Auto()``, which chooses sizes step
+            by step and keeps what it learns for later calls.
         verifier: by default `Walk` for ranked trees (greedy, or sampling coupled to the seed) and `MultiStep` for
             sampled ones.
+        confidence_gate: between 0 and 1; nothing is drafted after a token of its own to which the target gave a
+            smaller probability.  A published trick, for comparison; None, the default, is no gate.
 
     Raises:
+        InputError: what cannot be a draft, a tree or a gate.
         UnsupportedModel: a model cannot score trees, by name and with the reason.
         TokenizerMismatch: a draft has other tokens than the target.
         PairingError: the verifier would be biased on this policy's trees.
@@ -45,17 +54,17 @@ class SpeculativeDecoder:
         self,
         model: Any,
         tokenizer: Any = None,
-        drafts: Sequence[Any] = ("ngram",),
-        tree: Policy | None = DEFAULT_TREE,
+        drafts: Sequence[Any] | str = "auto",
+        tree: Policy | str | None = "auto",
         verifier: Verifier | None = None,
+        confidence_gate: float | None = None,
     ) -> None:
         self.notes: list[str] = []
         self.target = TreeModel(model)
         self.tokenizer = tokenizer
-        policy = tree or Chain(0)
-        if not hasattr(policy, "grow"):
-            raise InputError(f"tree={tree!r} is no growth policy: use BestFirst, Widths, Chain, Sampled, or None")
-        self.drafts = [_as_draft(draft) for draft in _as_list(drafts)] if tree else []
+        self.confidence_gate = _checked_gate(confidence_gate)
+        policy = _as_policy(tree)
+        self.drafts = self._ready(_as_list(drafts)) if tree is not None else []
         self.verifier = verifier or (Walk() if policy.kind is Kind.RANKED else MultiStep(policy.kind is Kind.IID))
         self.verifier.check(policy.kind)
         self._check_tokenizers()
@@ -69,11 +78,12 @@ class SpeculativeDecoder:
     def from_pretrained(
         cls,
         target: str | None = None,
-        drafts: Sequence[Any] = ("ngram",),
-        tree: Policy | None = DEFAULT_TREE,
+        drafts: Sequence[Any] | str = "auto",
+        tree: Policy | str | None = "auto",
         verifier: Verifier | None = None,
         dtype: str = "auto",
         device: str = "auto",
+        confidence_gate: float | None = None,
     ) -> "SpeculativeDecoder":
         """Load target and drafts by name or path; None is the default target (SmolLM2-135M-Instruct).
 
@@ -84,10 +94,10 @@ class SpeculativeDecoder:
 
         loaded = load(target, dtype, device)
         ready = [
-            draft if draft == "ngram" or not isinstance(draft, str) else _load_draft(draft, dtype, device)
+            draft if draft in ("auto", "ngram") or not isinstance(draft, str) else _load_draft(draft, dtype, device)
             for draft in _as_list(drafts)
         ]
-        return cls(loaded.model, loaded.tokenizer, ready, tree, verifier)
+        return cls(loaded.model, loaded.tokenizer, ready, tree, verifier, confidence_gate)
 
     def generate(self, prompt: Prompt, *, streamer: Any = None, **options: Any) -> Any:
         """Generate to the end.
@@ -161,10 +171,17 @@ class SpeculativeDecoder:
                 seed=own_seed,
                 sampling=settings.do_sample,
                 draft_names=names,
+                gate=self.confidence_gate,
             )
             for place, (row, budget, own_seed) in enumerate(zip(prompts.rows, budgets, seeds, strict=True))
         ]
         return Run(self, rows, prompts.single)
+
+    def _ready(self, drafts: list[Any]) -> list[Draft]:
+        """Return drafts in the order given, "auto" spelt out."""
+        shipped = shipped_drafts(self.target.model, self.tokenizer) if "auto" in drafts else []
+        spelt = [own for draft in drafts for own in ([*shipped, "ngram"] if draft == "auto" else [draft])]
+        return [_as_draft(draft) for draft in spelt]
 
     def _supported_policy(self, policy: Policy) -> Policy:
         """Check all models; fall back to a chain where one cannot branch."""
@@ -205,6 +222,21 @@ def _as_list(drafts: Any) -> list[Any]:
     return list(drafts) if isinstance(drafts, Sequence) and not isinstance(drafts, str) else [drafts]
 
 
+def _as_policy(tree: Any) -> Policy:
+    policy = Chain(0) if tree is None else Auto() if tree == "auto" else tree
+    if not hasattr(policy, "grow"):
+        raise InputError(
+            f'tree={tree!r} is no growth policy: use "auto", BestFirst, Widths, Chain, Sampled, or None for none'
+        )
+    return policy
+
+
+def _checked_gate(gate: Any) -> float | None:
+    if gate is not None and (isinstance(gate, bool) or not isinstance(gate, int | float) or not 0 <= gate <= 1):
+        raise InputError(f"confidence_gate={gate!r} is no probability: give a number from 0 to 1, or None for no gate")
+    return gate
+
+
 def _as_draft(draft: Any) -> Draft:
     if draft == "ngram":
         return NGramDraft()
@@ -213,9 +245,22 @@ def _as_draft(draft: Any) -> Draft:
     return draft if hasattr(draft, "open") else ModelDraft(draft)
 
 
-def _load_draft(name: str, dtype: str, device: str) -> ModelDraft:
+def _load_draft(name: str, dtype: str, device: str) -> Draft:
+    """Load a draft from a feature head's folder, or from wherever language models are.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+    from specinfer.heads import MODEL_TYPE, FeatureDraft
     from specinfer.models import load
 
+    folder = Path(name).expanduser()
+    try:
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):  # a name on the hub, or a folder that the loader will judge
+        kind = None
+    if kind == MODEL_TYPE:
+        return FeatureDraft.load(folder)
     loaded = load(name, dtype, device)
     return ModelDraft(loaded.model, loaded.tokenizer, loaded.name)
 

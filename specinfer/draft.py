@@ -134,6 +134,11 @@ class ModelDraftSession:
         return self.session.model.device
 
     @property
+    def draft(self) -> int:
+        """The draft's id in the trees."""
+        return self.opening.draft
+
+    @property
     def passes(self) -> int:
         """Forward passes so far, prefill excluded."""
         return self.session.passes

@@ -27,7 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from specinfer.attention import TreeModel, lay_out_level
 from specinfer.draft import ModelDraftSession, Opening
-from specinfer.errors import ModelError, TokenizerMismatch, UnsupportedModel
+from specinfer.errors import ModelError, TokenizerMismatch
 from specinfer.tree import Frontier
 
 MODEL_TYPE = "specinfer_feature_head"  # in config.json
@@ -42,14 +42,14 @@ HEAD_FIELDS = (
     "rms_norm_eps",
     "taps",
 )
-SKETCH_ROWS = 64  # embedding rows that stand for a target in its fingerprint
-SKETCH_WIDTH = 32  # ... and entries of each
+SKETCH_ROWS = 32  # embedding rows that stand for a target in its fingerprint
+SKETCH_WIDTH = 8  # ... and entries of each
 SAME_TARGET = 0.9  # least cosine of two fingerprints: quantised weights stay above .99, other weights are near 0
 
 
 def head_config(**fields: Any) -> LlamaConfig:
     """Return a head's configuration from `HEAD_FIELDS`."""
-    return LlamaConfig(**fields, attn_implementation="sdpa")
+    return LlamaConfig(**{**fields, "attn_implementation": "sdpa"})
 
 
 class FeatureHead(nn.Module):
@@ -70,6 +70,7 @@ class FeatureHead(nn.Module):
         self.layers = nn.ModuleList(LlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
         self.rotary = LlamaRotaryEmbedding(config)
+        self.token_ids: Tensor
         self.register_buffer("token_ids", token_ids)
         self.embedding: Tensor | None = None  # (V, H), the target's
         self.output: nn.Linear | None = None  # rows of the target's, (V', H)
@@ -84,7 +85,7 @@ class FeatureHead(nn.Module):
         self.to(target.device)
         self.embedding = target.get_input_embeddings().weight.detach()
         rows = target.get_output_embeddings().weight.detach()[self.token_ids].to(self.dtype)
-        self.output = nn.Linear(*rows.T.shape, bias=False, device="meta")
+        self.output = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
         self.output.weight = nn.Parameter(rows, requires_grad=False)
         return self
 
@@ -167,17 +168,14 @@ class FeatureDraft:
             ModelError: the folder holds no feature head.
         """
         folder = Path(folder)
+        record = read_config(folder)
         try:
-            record = json.loads((folder / "config.json").read_text())
-            if record["model_type"] != MODEL_TYPE:
-                raise ValueError(f"model_type {record['model_type']!r} is not {MODEL_TYPE!r}")
             weights = load_file(folder / "model.safetensors")
             head = FeatureHead(head_config(**record["head"]), weights["token_ids"].long())
             head.load_state_dict({name: w.to(head.state_dict()[name].dtype) for name, w in weights.items()})
             return cls(head, record["fingerprint"], record["name"])
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ModelError(f"cannot load a feature head from {folder}: {reason}") from error
+            raise _unreadable(folder, error) from error
 
     def save(self, folder: Path) -> None:
         """Write ``config.json`` and ``model.safetensors``, in bfloat16, without the borrowed matrices."""
@@ -224,7 +222,7 @@ class FeatureDraftSession(ModelDraftSession):
         self.vocab_size = len(self.token_ids)
         self.places = [list(opening.taps).index(tap) for tap in taps]
         nothing = torch.zeros(1, len(taps), model.model.config.hidden_size, dtype=model.dtype, device=model.device)
-        self.states = [  # per row, of the tokens that it lacks: the target's states that chose them; none chose the first
+        self.states = [  # per row, the target's states that chose the tokens it lacks; none chose the first
             [nothing] if states is None else [nothing, states[:, self.places]] for states in opening.states
         ]
 
@@ -255,6 +253,25 @@ class FeatureDraftSession(ModelDraftSession):
         return self._feed(self.lacking, target_states=states)
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return what ``config.json`` says of a head.
+
+    Raises:
+        ModelError: it is not there, or not a head's.
+    """
+    try:
+        record: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        if record.get("model_type") != MODEL_TYPE:
+            raise ValueError(f"its model_type is {record.get('model_type')!r}, not {MODEL_TYPE!r}")
+    except (OSError, ValueError, AttributeError) as error:
+        raise _unreadable(folder, error) from error
+    return record
+
+
+def _unreadable(folder: Path, error: Exception) -> ModelError:
+    return ModelError(f"cannot load a feature head from {folder}: {' '.join(str(error).split())[:200]}")
+
+
 # ---- which target a head belongs to ----
 
 
@@ -264,16 +281,10 @@ def target_fingerprint(model: Any, tokenizer: Any) -> dict[str, Any]:
     The sketch holds a few entries of the embedding matrix.  Versions of one model in other precision (a quantised
     file, say) have nearly the same; the cosine of two sketches tells (`SAME_TARGET`).
     """
-    weight = model.get_input_embeddings().weight.detach()
-    rows = torch.linspace(0, weight.shape[0] - 1, SKETCH_ROWS).long()
-    sketch = weight[rows.to(weight.device), :SKETCH_WIDTH].float().cpu()
-    config = model.config.get_text_config(decoder=True)
     return {
         "tokenizer": tokenizer_fingerprint(tokenizer),
-        "layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "vocab_size": weight.shape[0],
-        "sketch": [round(value, 4) for value in sketch.flatten().tolist()],
+        **_sizes(model),
+        "sketch": " ".join(f"{value:.4g}" for value in _sketch(model).tolist()),
     }
 
 
@@ -293,15 +304,22 @@ def check_fingerprint(name: str, wanted: dict[str, Any], model: Any, tokenizer: 
     advice = "train one for this target with `specinfer distill`, or choose another draft"
     if tokenizer is not None and tokenizer_fingerprint(tokenizer) != wanted["tokenizer"]:
         raise TokenizerMismatch(f"draft {name} was trained for a target with other tokens: {advice}")
+    for what, found in _sizes(model).items():
+        if found != wanted[what]:
+            raise ModelError(f"draft {name} was trained for a target with {what} {wanted[what]}, not {found}: {advice}")
+    sketch = torch.tensor([float(value) for value in wanted["sketch"].split()])
+    if functional.cosine_similarity(sketch, _sketch(model), dim=0) < SAME_TARGET:
+        raise ModelError(f"draft {name} was trained for other weights than this target's: {advice}")
+
+
+def _sizes(model: Any) -> dict[str, int]:
     config = model.config.get_text_config(decoder=True)
-    for field in ("layers", "hidden_size", "vocab_size"):
-        attribute = "num_hidden_layers" if field == "layers" else field
-        found = model.get_input_embeddings().weight.shape[0] if field == "vocab_size" else getattr(config, attribute)
-        if found != wanted[field]:
-            raise ModelError(f"draft {name} was trained for a target with {field} {wanted[field]}, not {found}: {advice}")
-    sketch = torch.tensor(wanted["sketch"])
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    return {"layers": config.num_hidden_layers, "hidden_size": config.hidden_size, "vocab_size": vocab_size}
+
+
+def _sketch(model: Any) -> Tensor:
+    """Return a few entries of the embedding matrix, float32."""
     weight = model.get_input_embeddings().weight.detach()
     rows = torch.linspace(0, weight.shape[0] - 1, SKETCH_ROWS).long().to(weight.device)
-    found = weight[rows, :SKETCH_WIDTH].float().cpu().flatten()
-    if functional.cosine_similarity(sketch, found, dim=0) < SAME_TARGET:
-        raise ModelError(f"draft {name} was trained for other weights than this target's: {advice}")
+    return weight[rows, :SKETCH_WIDTH].float().cpu().flatten()

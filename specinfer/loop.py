@@ -38,7 +38,7 @@ def decode(
         views = [row.view(tree, scores) for row, tree, scores in zip(rows, trees, logits, strict=True)]
         verdicts = [verifier.verify(tree, view) for tree, view in zip(trees, views, strict=True)]
         # each row is cut at end of sequence, stop strings and max_new_tokens, before anything is committed
-        steps = [row.advance(tree, verdict) for row, tree, verdict in zip(rows, trees, verdicts, strict=True)]
+        steps = [row.advance(view, verdict) for row, view, verdict in zip(rows, views, verdicts, strict=True)]
         states = target.commit([None if row.finished else (0, *s.path) for row, s in zip(rows, steps, strict=True)])
         for draft in drafts:
             draft.commit([None if row.finished else s.tokens for row, s in zip(rows, steps, strict=True)], states)
@@ -47,13 +47,15 @@ def decode(
 
 
 def propose(drafts: Sequence[DraftSession], policy: Policy, rows: Sequence[Row]) -> list[TokenTree]:
-    """Return one tree per row: the drafts' trees, merged, no deeper than what the row may still emit."""
-    deepest = max(row.remaining for row in rows) - 1
-    if not drafts or policy.max_nodes == 0 or deepest == 0:
-        return [TokenTree.root_only(row.ids[-1], policy.kind) for row in rows]
-    proposals = zip(*(draft.propose(policy, deepest) for draft in drafts), strict=True)
-    trees = (merge(own) if len(own) > 1 else own[0] for own in proposals)
-    return [
-        tree if tree.depth < row.remaining else tree.pruned(row.remaining - 1)
-        for row, tree in zip(rows, trees, strict=True)
-    ]
+    """Return one tree per row: the drafts' trees, merged, no deeper than what the row may still emit.
+
+    Rows that are not confident of their last token get bare roots; drafts are not asked for those alone.
+    """
+    depths = [row.remaining - 1 if row.confident else 0 for row in rows]
+    if drafts and policy.max_nodes and max(depths):
+        proposals = zip(*(draft.propose(policy, max(depths)) for draft in drafts), strict=True)
+        merged = [merge(own) for own in proposals]
+        trees = [tree if tree.depth <= d else tree.pruned(d) for tree, d in zip(merged, depths, strict=True)]
+    else:
+        trees = [TokenTree.root_only(row.ids[-1], policy.kind) for row in rows]
+    return policy.fit(trees)

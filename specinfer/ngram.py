@@ -103,6 +103,11 @@ class NGramDraftSession:
         """Rows still active."""
         return len(self.texts)
 
+    @property
+    def draft(self) -> int:
+        """The draft's id in the trees."""
+        return self.opening.draft
+
     def propose(self, policy: Policy, max_depth: int) -> list[TokenTree]:
         """Grow one tree per row below its last committed token."""
         self.paths = [[] for _ in self.texts]

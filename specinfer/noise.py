@@ -35,11 +35,15 @@ def gumbel(keys: Tensor, counters: Tensor) -> Tensor:
     ``-log(E)`` with ``E = -log(1 - w)`` exponential and ``w`` uniform: small ``E``, which win an argmax, keep full
     relative precision because 53-bit ``w`` is rounded to float32 only after scaling towards zero.
     """
-    state = keys + (counters + 1) * _signed(_GOLDEN)  # int64 arithmetic wraps, as intended
-    state = (state ^ _shift(state, 30)) * _signed(_MIX1)
-    state = (state ^ _shift(state, 27)) * _signed(_MIX2)
-    bits = _shift(state ^ _shift(state, 31), 11)  # 53 random bits
-    fraction = ((bits.to(torch.float32) + 0.5) * 2.0**-53).clamp_(max=1.0 - 2.0**-24)
+    state = (counters + 1) * _signed(_GOLDEN) + keys  # int64 arithmetic wraps, as intended; from here on in place
+    _xor_shifted(state, 30)
+    state *= _signed(_MIX1)
+    _xor_shifted(state, 27)
+    state *= _signed(_MIX2)
+    _xor_shifted(state, 31)
+    state >>= 11
+    state &= (1 << 53) - 1  # 53 random bits
+    fraction = state.to(torch.float32).add_(0.5).mul_(2.0**-53).clamp_(max=1.0 - 2.0**-24)
     return fraction.neg_().log1p_().neg_().log_().neg_()
 
 
@@ -55,6 +59,8 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def _shift(value: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64 (torch's is arithmetic)."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
+def _xor_shifted(state: Tensor, bits: int) -> None:
+    """Exclusive-or int64 numbers with themselves, shifted right logically (torch's shift is arithmetic)."""
+    shifted = state >> bits
+    shifted &= (1 << (64 - bits)) - 1
+    state ^= shifted

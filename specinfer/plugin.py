@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput, PrefixConstrainedLogitsProcessor
 
-from specinfer.decoder import DEFAULT_TREE, SpeculativeDecoder, row_seeds
+from specinfer.decoder import SpeculativeDecoder, row_seeds
 from specinfer.errors import InputError
 from specinfer.prompts import check_context, check_ids
 from specinfer.results import Result
@@ -47,7 +47,7 @@ def custom_generate(
     stopping_criteria: Sequence[Any],
     generation_config: Any,
     draft_model: Any = "ngram",
-    tree: Policy | None = DEFAULT_TREE,
+    tree: Policy | str | None = "auto",
     seed: int | Sequence[int] | None = None,
     spec_streamer: Any = None,
     **model_inputs: Any,
@@ -65,7 +65,7 @@ def custom_generate(
         stopping_criteria: asked after every single token.
         generation_config: complete.
         draft_model: a draft model, "ngram", a `Draft`, or a list of those.
-        tree: the growth policy; None = no speculation.
+        tree: the growth policy; None = no speculation.  Give all calls one `Auto` for it to keep what it learns.
         seed: as `SpeculativeDecoder.open`.
         spec_streamer: a transformers streamer, for one row.
         **model_inputs: what transformers prepared for the model; ``attention_mask`` (B, T) says what is padding.

@@ -5,7 +5,9 @@ Knows: trees, paths, tokens, seconds.  Does not know: models or how anything was
 Everything countable is derived from the steps, so a result cannot disagree with itself.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from specinfer.tree import TokenTree
@@ -45,6 +47,11 @@ class Seconds:
     draft: float = 0.0  # draft passes
 
     @property
+    def decoding(self) -> float:
+        """Everything but the prefill."""
+        return self.total - self.prefill
+
+    @property
     def bookkeeping(self) -> float:
         """Everything that is not a forward pass: n-gram look-ups, growing, sampling, verification, pruning."""
         return max(0.0, self.total - self.prefill - self.target - self.draft)
@@ -52,6 +59,49 @@ class Seconds:
     def to_dict(self) -> dict[str, float]:
         """Return a JSON-ready dict, bookkeeping included."""
         return {name: getattr(self, name) for name in ("total", "prefill", "target", "draft", "bookkeeping")}
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one draft did for a row, next to the others.
+
+    In a batch the rows share its passes and seconds, as in `Stats`.
+    """
+
+    draft: str
+    tokens: int  # emitted ones on accepted paths that it proposed, alone or with others
+    only: int  # leave-one-out: emitted ones that would not have been accepted without it, summed over steps
+    passes: int  # forward passes, prefill excluded
+    seconds: float  # wall-clock, in proposing trees: passes, look-ups and growing; prefill excluded
+
+    def __str__(self) -> str:
+        return (
+            f"{self.draft}: {self.tokens} tokens, {self.only} of them only by it, "
+            f"in {self.passes} passes and {self.seconds:.2f} s"
+        )
+
+
+@dataclass(frozen=True)
+class Choices:
+    """How large trees were, whoever decided it: means over the steps of a row."""
+
+    nodes_per_step: float = 0.0  # drafted nodes that the target scored
+    levels_per_step: float = 0.0  # depth of those trees
+    plain_steps: int = 0  # steps without any drafted node
+    steps: int = 0
+
+    @classmethod
+    def of(cls, steps: Sequence[Step]) -> "Choices":
+        """Count what stands in the steps."""
+        nodes, levels = ([getattr(step.tree, name) for step in steps] for name in ("num_drafted", "depth"))
+        count = max(len(steps), 1)
+        return cls(sum(nodes) / count, sum(levels) / count, nodes.count(0), len(steps))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.nodes_per_step:.1f} nodes in {self.levels_per_step:.1f} levels a step, "
+            f"{self.plain_steps} of {self.steps} steps plain"
+        )
 
 
 @dataclass(frozen=True)
@@ -67,6 +117,8 @@ class Stats:
     acceptance_by_depth: tuple[float, ...]  # [d]: accepted at depth d + 1, of the steps that tried that depth
     seconds: Seconds
     notes: tuple[str, ...] = ()  # what the engine decided by itself, and why
+    choices: Choices = Choices()
+    drafts: tuple[Contribution, ...] = ()  # by draft id
 
     @property
     def tokens_per_target_pass(self) -> float:
@@ -89,6 +141,8 @@ class Stats:
             "acceptance_by_depth": list(self.acceptance_by_depth),
             "seconds": self.seconds.to_dict(),
             "notes": list(self.notes),
+            "choices": asdict(self.choices),
+            "drafts": [asdict(draft) for draft in self.drafts],
         }
 
     def __str__(self) -> str:
@@ -153,3 +207,42 @@ def acceptance_by_depth(steps: list[Step]) -> tuple[float, ...]:
             tried[depth] += 1
             accepted[depth] += depth < len(step.path)
     return tuple(a / t for a, t in zip(accepted, tried, strict=True))
+
+
+def contribution(steps: Iterable[Step], draft: int, name: str, passes: int, seconds: float) -> Contribution:
+    """Return what the draft with this id did in the steps, of one row or of several."""
+    tokens = only = 0
+    for step in steps:
+        proposers = step.tree.proposers()
+        path = [proposers[node] for node in step.path[: len(step.tokens)]]
+        tokens += sum(mask >> draft & 1 for mask in path)
+        only += len(path) - reach(path, ~(1 << draft))
+    return Contribution(name, tokens, only, passes, seconds)
+
+
+def contributions(*batches: Sequence[Result]) -> list[Contribution]:
+    """Add up each draft's contributions.
+
+    Args:
+        batches: the results of one call each, ``[result]`` for one prompt; the drafts are the same in all.
+    """
+    return [
+        Contribution(
+            draft=first.draft,
+            tokens=sum(result.stats.drafts[i].tokens for batch in batches for result in batch),
+            only=sum(result.stats.drafts[i].only for batch in batches for result in batch),
+            passes=sum(batch[0].stats.drafts[i].passes for batch in batches),
+            seconds=sum(batch[0].stats.drafts[i].seconds for batch in batches),
+        )
+        for i, first in enumerate(batches[0][0].stats.drafts if batches else ())
+    ]
+
+
+def reach(path: Iterable[int], drafts: int) -> int:
+    """Return how far an accepted path would have gone with some drafts only.
+
+    Args:
+        path: per node, who proposed it, a bit mask (`TokenTree.proposers`).
+        drafts: who is left, a bit mask.
+    """
+    return sum(1 for _ in takewhile(lambda proposers: proposers & drafts, path))

@@ -29,6 +29,7 @@ class Row:
         seed: of its noise.
         sampling: draw tokens; otherwise take the argmax.
         draft_names: by draft id.
+        gate: nothing is drafted after a token to which the target gave a smaller probability; None = always.
     """
 
     def __init__(
@@ -40,12 +41,14 @@ class Row:
         seed: int,
         sampling: bool,
         draft_names: Sequence[str],
+        gate: float | None = None,
     ) -> None:
         self.index, self.seed, self.sampling = index, seed, sampling
         self.law, self.stopping, self.draft_names = law, stopping, draft_names
         self.ids = list(prompt)
         self.prompt_length = len(prompt)
         self.step = 0
+        self.gate, self.confident = gate, True  # of the last token; a prompt's is beyond doubt
         self.finished: str | None = None  # "eos", "stop" or "length"
 
     @property
@@ -58,9 +61,12 @@ class Row:
         self.step += 1
         return RowView(self, tree, logits)
 
-    def advance(self, tree: TokenTree, verdict: Verdict) -> Step:
+    def advance(self, view: "RowView", verdict: Verdict) -> Step:
         """Append the verdict's tokens one by one until the text ends; return the step."""
+        tree = view.tree
         emitted: list[int] = []
+        if self.gate is not None:
+            self.confident = view.probability((0, *verdict.path)[-1], verdict.token) >= self.gate
         for token in (*(int(tree.tokens[node]) for node in verdict.path), verdict.token):
             self.ids.append(token)
             emitted.append(token)
@@ -105,6 +111,10 @@ class RowView:
         if not self.row.sampling:
             return np.eye(1, len(scores), int(scores.argmax()))[0]
         return scores.double().softmax(-1).cpu().numpy()
+
+    def probability(self, node: int, token: int) -> float:
+        """Return the target's probability of a token after a node; greedy decoding has one, too."""
+        return float(self._scores(node).softmax(-1)[token])
 
     def accepts(self, probability: float) -> bool:
         """Toss a coin from the row's own stream."""

@@ -4,23 +4,61 @@ Knows: sessions, rows, seconds, the tokenizer's way from ids to text.  Does not 
 """
 
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specinfer.adapt import Auto
 from specinfer.attention import TreeModel, TreeSession, running
 from specinfer.draft import DraftSession, Opening
 from specinfer.errors import InputError, SpecinferError
 from specinfer.loop import decode
-from specinfer.results import Result, Seconds, Stats, Step, acceptance_by_depth
+from specinfer.results import Choices, Result, Seconds, Stats, Step, acceptance_by_depth, contribution
 from specinfer.row import Row
+from specinfer.tree import Policy, TokenTree
 from specinfer.verify import Walk
 
 if TYPE_CHECKING:
     from specinfer.decoder import SpeculativeDecoder
 
 FIRST_TOKENS = 2048  # new tokens that caches have room for at first; beyond it they double
+
+
+@dataclass
+class Timed:
+    """A draft's session, and what its proposals took: passes, look-ups and growing alike, prefill excluded."""
+
+    session: DraftSession
+    proposing: float = 0.0  # seconds
+
+    @property
+    def passes(self) -> int:
+        """As the session's."""
+        return self.session.passes
+
+    @property
+    def seconds(self) -> float:
+        """As the session's."""
+        return self.session.seconds
+
+    @property
+    def prefill_seconds(self) -> float:
+        """As the session's."""
+        return self.session.prefill_seconds
+
+    def propose(self, policy: Policy, max_depth: int) -> list[TokenTree]:
+        """Propose as the session does."""
+        started = perf_counter() - self.session.prefill_seconds
+        try:
+            return self.session.propose(policy, max_depth)
+        finally:
+            self.proposing += perf_counter() - self.session.prefill_seconds - started
+
+    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[torch.Tensor | None] = ()) -> None:
+        """Commit as the session does."""
+        self.session.commit(tokens, states)
 
 
 class Run:
@@ -33,7 +71,7 @@ class Run:
     def __init__(self, decoder: "SpeculativeDecoder", rows: Sequence[Row], single: bool) -> None:
         self.decoder, self.rows, self.single = decoder, list(rows), single
         self.seconds = Seconds()
-        self.draft_passes = 0
+        self.drafting = [(0, 0.0)] * len(decoder.drafts)  # passes of each draft, and seconds in its proposals
         self.steps: dict[int, list[Step]] = {row.index: [] for row in self.rows}
         self._iterator = self._run()
 
@@ -71,9 +109,11 @@ class Run:
 
     def _run(self) -> Generator[list[tuple[Row, Step]]]:
         started = perf_counter()
-        models = [self.decoder.target, *(draft.model for draft in self.decoder.drafts if _has_model(draft))]
+        owned = (getattr(draft, "model", None) for draft in self.decoder.drafts)
+        models = [self.decoder.target, *(model for model in owned if isinstance(model, TreeModel))]
         with running(*models):  # only while passes run: a paused run leaves the models as they were
             target, drafts = self._open_sessions()
+        self._clock(started, target, drafts)
         steps = decode(target, drafts, self.decoder.policy, self.decoder.verifier, self.rows)
         while True:
             with running(*models):
@@ -82,18 +122,31 @@ class Run:
                 return
             for row, step in emitted:
                 self.steps[row.index].append(step)
-            self.draft_passes = sum(draft.passes for draft in drafts)
-            self.seconds = Seconds(
-                total=perf_counter() - started,
-                prefill=target.prefill_seconds + sum(draft.prefill_seconds for draft in drafts),
-                target=target.seconds,
-                draft=sum(draft.seconds for draft in drafts),
-            )
+            self._clock(started, target, drafts, [step for _, step in emitted])
             paused = perf_counter()
             yield emitted
             started += perf_counter() - paused  # the caller's time is not ours
 
-    def _open_sessions(self) -> tuple[TreeSession, list[DraftSession]]:
+    def _clock(self, started: float, target: TreeSession, drafts: Sequence[Timed], steps: Sequence[Step] = ()) -> None:
+        """Read the clocks; a policy that adapts is told the outcome of the steps, and their seconds."""
+        before, proposed = self.seconds, [seconds for _, seconds in self.drafting]
+        self.seconds = Seconds(
+            total=perf_counter() - started,
+            prefill=target.prefill_seconds + sum(draft.prefill_seconds for draft in drafts),
+            target=target.seconds,
+            draft=sum(draft.seconds for draft in drafts),
+        )
+        self.drafting = [(draft.passes, draft.proposing) for draft in drafts]
+        if steps and isinstance(self.decoder.policy, Auto):
+            self.decoder.policy.observe(
+                trees=[step.tree for step in steps],
+                paths=[step.path for step in steps],
+                tokens=[step.tokens for step in steps],
+                proposing=[draft.proposing - old for draft, old in zip(drafts, proposed, strict=True)],
+                seconds=self.seconds.decoding - before.decoding,
+            )
+
+    def _open_sessions(self) -> tuple[TreeSession, list[Timed]]:
         decoder, rows = self.decoder, self.rows
         prompts = [list(row.ids) for row in rows]
         policy, longest = decoder.policy, max(map(len, prompts))
@@ -111,20 +164,28 @@ class Run:
             seeds = [row.seed for row in rows]
             vocab_size = decoder.target.vocab_size
             opening = Opening(prompts, first + fed, most + fed, vocab_size, number, law, seeds, coupled, taps, states)
-            drafts.append(draft.open(opening))
+            drafts.append(Timed(draft.open(opening)))
+        if isinstance(policy, Auto):
+            policy.start(len(drafts), coupled)
         return target, drafts
 
     def _result(self, row: Row) -> Result:
         steps = list(self.steps[row.index])
         new = row.ids[row.prompt_length :]
         tokenizer = self.decoder.tokenizer
+        choices = Choices.of(steps)
         stats = Stats(
             new_tokens=len(new),
             target_passes=len(steps),
-            draft_passes=self.draft_passes,
+            draft_passes=sum(passes for passes, _ in self.drafting),
             acceptance_by_depth=acceptance_by_depth(steps),
             seconds=self.seconds,
-            notes=tuple(self.decoder.notes),
+            notes=(*self.decoder.notes, *self._adapted(choices)),
+            choices=choices,
+            drafts=tuple(
+                contribution(steps, number, draft.name, *spent)
+                for number, (draft, spent) in enumerate(zip(self.decoder.drafts, self.drafting, strict=True))
+            ),
         )
         return Result(
             text=tokenizer.decode(new, skip_special_tokens=True) if tokenizer else "",
@@ -136,9 +197,13 @@ class Run:
             steps=steps,
         )
 
-
-def _has_model(draft: Any) -> bool:
-    return isinstance(getattr(draft, "model", None), TreeModel)
+    def _adapted(self, choices: Choices) -> list[str]:
+        """Return what a policy that adapts chose, and why, as a note."""
+        policy = self.decoder.policy
+        if not isinstance(policy, Auto):
+            return []
+        reasons = policy.reasons([draft.name for draft in self.decoder.drafts], len(self.rows))
+        return [f"auto: {choices}; {reasons}" if reasons else f"auto: {choices}"]
 
 
 class TextStream:

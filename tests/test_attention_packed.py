@@ -1,6 +1,8 @@
 """Packed linear layers: the same products, only while passes run, never stale."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -21,6 +23,13 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(48, 64), nn.GELU(), nn.Linear(64, 32, bias=False)).to(torch.bfloat16).eval()
 
 
+@contextmanager
+def using(model: nn.Module) -> Iterator[None]:
+    packed(model).refresh()
+    with packed(model):
+        yield
+
+
 @torch.inference_mode()
 def outputs(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return model(inputs.to(next(model.parameters()).dtype))
@@ -30,7 +39,7 @@ def outputs(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
 def test_products_are_those_of_the_layers(rows: int) -> None:
     model, inputs = layers(), torch.randn(2, rows, 48)
     plain = outputs(model, inputs)
-    with packed(model):
+    with using(model):
         assert "forward" in model[0].__dict__
         torch.testing.assert_close(outputs(model, inputs), plain, rtol=2e-2, atol=2e-2)
     assert "forward" not in model[0].__dict__
@@ -39,21 +48,21 @@ def test_products_are_those_of_the_layers(rows: int) -> None:
 
 def test_weights_changed_in_place_are_packed_again() -> None:
     model, inputs = layers(), torch.randn(3, 48)
-    with packed(model):
+    with using(model):
         before = outputs(model, inputs)
     with torch.no_grad():
         model[2].weight.zero_()
-    with packed(model):
+    with using(model):
         assert outputs(model, inputs).abs().max() == 0
     assert before.abs().max() > 0
 
 
 def test_a_model_cast_to_float32_is_left_alone() -> None:
     model = layers()
-    with packed(model):
+    with using(model):
         pass
     model.float()
-    with packed(model):
+    with using(model):
         assert "forward" not in model[0].__dict__
 
 

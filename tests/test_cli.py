@@ -60,7 +60,7 @@ def text_of(models, prompt=PROMPT, new=12):
 # ---- generate ----
 
 
-@pytest.mark.parametrize("tree", ["best-first", "widths", "chain", "sampled", "none"])
+@pytest.mark.parametrize("tree", ["auto", "best-first", "widths", "chain", "sampled", "none"])
 def test_generate_prints_the_targets_greedy_text(run, models, tree):
     """Text to standard output, the summary to standard error, whatever the tree."""
     code, out, err = run("generate", PROMPT, "--raw", "--draft", "draft", "--tree", tree, *NEW)
@@ -83,6 +83,25 @@ def test_generate_json_is_one_object(run, models):
     assert stats["draft_passes"] > 0
     assert stats["tokens_per_target_pass"] == 12 / stats["target_passes"]
     assert stats["seconds"]["total"] > 0
+
+
+def test_several_drafts_report_what_each_contributed(run):
+    """One line a draft, to standard error; a single draft needs none."""
+    err = run("generate", PROMPT, "--raw", "--draft", "ngram", "--draft", "draft", *NEW)[2]
+    lines = [line for line in err.splitlines() if "only by it" in line]
+    assert [line.split(":")[0] for line in lines] == ["ngram", "draft"]
+    assert "note: auto: " in err
+    assert "only by it" not in run("generate", PROMPT, "--raw", "--draft", "draft", *NEW)[2]
+
+
+def test_the_confidence_gate_reaches_the_engine(run, models):
+    """A gate that never opens after the first step; a gate that is none."""
+    closed = ["--draft", "draft", "--tree", "chain", "--confidence-gate", "1", "--json"]
+    record = json.loads(run("generate", PROMPT, "--raw", *closed, *NEW)[1])
+    assert record["stats"]["choices"]["plain_steps"] == record["stats"]["target_passes"] - 1
+    code, out, err = run("generate", PROMPT, "--confidence-gate", "1.5", *NEW)
+    assert (code, out) == (2, "")
+    assert "confidence_gate=1.5 is no probability" in err
 
 
 def test_without_speculation(run):
@@ -266,7 +285,7 @@ def test_an_interrupt_is_not_a_traceback(run, monkeypatch):
 
 GENERATE = {
     *("--target", "--draft", "--tree", "--nodes", "--depth", "--widths", "--max-new-tokens", "--temperature"),
-    *("--top-p", "--top-k", "--seed", "--dtype", "--device", "--raw", "--show-tree", "--json"),
+    *("--top-p", "--top-k", "--seed", "--dtype", "--device", "--raw", "--show-tree", "--confidence-gate", "--json"),
 }
 
 
@@ -274,7 +293,7 @@ GENERATE = {
     ("command", "options"),
     [
         ("generate", GENERATE),
-        ("tree", GENERATE - {"--show-tree"}),
+        ("tree", GENERATE - {"--show-tree", "--confidence-gate"}),
         ("check-model", {"--dtype", "--device", "--json"}),
         ("certify", {"--json"}),
     ],

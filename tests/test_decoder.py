@@ -39,6 +39,7 @@ from specinfer import (
     Sampled,
     SpeculativeDecoder,
     TextStream,
+    TokenTree,
     Walk,
     Widths,
 )
@@ -52,8 +53,10 @@ from specinfer.errors import (
     TokenizerMismatch,
     UnsupportedModel,
 )
+from specinfer.results import Contribution, Step, contribution, contributions
 
 TREES = {
+    "auto": "auto",
     "best-first": BestFirst(7, 4),
     "wide": BestFirst(24, 8),
     "widths": Widths((3, 2, 1)),
@@ -209,6 +212,124 @@ def test_sampled_trees_on_a_model_that_only_scores_chains_are_refused(target, mo
     chain_only(monkeypatch, target)
     with pytest.raises(UnsupportedModel, match="chains only"):
         SpeculativeDecoder(target, tree=Sampled((2, 2)))
+
+
+# ---- what drafts share, and what each contributes ----
+
+
+def test_merged_trees_share_one_budget(target, near, far):
+    """Three drafts: no more nodes are scored than one draft may propose, and the likeliest of all are."""
+    decoder = SpeculativeDecoder(target, drafts=[near, far, "ngram"], tree=BestFirst(6, 4))
+    for prompt, result in zip(PROMPTS, decoder.generate(PROMPTS, max_new_tokens=16), strict=True):
+        assert result.token_ids == plain(target, prompt, 16)
+        assert max(step.tree.num_drafted for step in result.steps) == 6
+
+
+def test_contributions_are_counted_by_hand():
+    """Trees of a chain: by draft 0, by both, by draft 1; accepted whole, in part, and cut."""
+    tree = TokenTree.from_nodes(9, [1, 2, 3], [-1, 0, 1], [-0.1, -0.2, -0.3], [[(0, 0)], [(0, 0), (1, 0)], [(1, 0)]])
+    steps = [
+        Step(tree, (1, 2, 3), (1, 2, 3, 7), ((),) * 4),
+        Step(tree, (1, 2), (1, 2, 7), ((),) * 3),
+        Step(tree, (1, 2, 3), (1,), ((),)),
+        Step(tree, (), (7,), ((),)),
+    ]
+    assert contribution(steps, 0, "a", 5, 0.5) == Contribution("a", tokens=5, only=3 + 2 + 1, passes=5, seconds=0.5)
+    assert contribution(steps, 1, "b", 6, 0.6) == Contribution("b", tokens=3, only=1, passes=6, seconds=0.6)
+
+
+def test_contributions_of_a_batch_add_up(target, near):
+    """Tokens are the rows', passes and seconds the batch's; an oracle's every token is its own."""
+    decoder = SpeculativeDecoder(target, drafts=[near, oracle(target), oracle(target, wrong=True)], tree=Chain(3))
+    results = decoder.generate(PROMPTS, max_new_tokens=17)
+    near_one, best, wrong = contributions(results)
+    accepted = sum(len(step.tokens) - (step.bonus is not None) for result in results for step in result.steps)
+    assert best.tokens == accepted == near_one.tokens + best.only
+    assert (near_one.only, wrong.tokens, wrong.only) == (0, 0, 0)
+    assert near_one.passes == results[0].stats.draft_passes > 0 == best.passes
+    assert near_one.seconds > 0
+    assert contributions(results, results)[0].passes == 2 * near_one.passes
+    assert contributions() == []
+
+
+def test_choices_and_reasons_stand_in_the_stats(target, near):
+    """Counted from the steps, whatever the policy; the adaptive one says why."""
+    for tree in ("auto", BestFirst(4, 2), None):
+        result = SpeculativeDecoder(target, drafts=[near], tree=tree).generate(PROMPTS[0], max_new_tokens=24)
+        choices, trees = result.stats.choices, [step.tree for step in result.steps]
+        assert choices.nodes_per_step * len(trees) == pytest.approx(sum(tree.num_drafted for tree in trees))
+        assert choices.plain_steps == sum(tree.num_drafted == 0 for tree in trees)
+        assert result.stats.to_dict()["choices"]["plain_steps"] == choices.plain_steps
+        assert any(note.startswith("auto: ") and "steps plain" in note for note in result.stats.notes) == (
+            tree == "auto"
+        )
+
+
+def test_what_auto_learns_stays_with_the_decoder(target, near):
+    """A second call does not explore again."""
+    decoder = SpeculativeDecoder(target, drafts=[near])
+    decoder.generate(PROMPTS[0], max_new_tokens=40)
+    steps, explored = decoder.policy.steps, decoder.policy.explored
+    decoder.generate(PROMPTS[2], max_new_tokens=40)
+    assert explored == decoder.policy.explored > 0
+    assert decoder.policy.steps > steps
+
+
+def test_auto_with_a_rule_for_sampled_trees_is_refused(target):
+    """Its trees are ranked."""
+    with pytest.raises(PairingError, match="MultiStep"):
+        SpeculativeDecoder(target, verifier=MultiStep())
+
+
+# ---- the confidence gate ----
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 4}], ids=str)
+@pytest.mark.parametrize("tree", ["auto", BestFirst(6, 3), Sampled((2, 1))])
+def test_a_gate_changes_passes_and_not_the_law(target, near, tree, options):
+    """Half open: rows of a batch are gated one by one, and ids are those without a gate."""
+    decoder = SpeculativeDecoder(target, drafts=[near, "ngram"], tree=tree, confidence_gate=0.5, verifier=Walk())
+    wanted = SpeculativeDecoder(target, tree=None).generate(PROMPTS, max_new_tokens=20, **options)
+    results = decoder.generate(PROMPTS, max_new_tokens=20, **options)
+    assert [result.token_ids for result in results] == [result.token_ids for result in wanted]
+
+
+def test_a_gate_opens_after_tokens_that_the_target_was_sure_of(target, near):
+    """Its own probabilities, computed by hand, say which steps may draft; the first one always may."""
+    gate, prompt = 0.6, PROMPTS[2]
+    decoder = SpeculativeDecoder(target, drafts=[near], tree=Chain(2), confidence_gate=gate)
+    ids, opened = list(prompt), set()
+    for i, step in enumerate(decoder.generate(prompt, max_new_tokens=24).steps[:-1]):
+        with torch.no_grad():
+            law = target(torch.tensor([ids[:-1]])).logits[0, -1].softmax(-1)
+        confident = i == 0 or float(law[ids[-1]]) >= gate
+        assert (step.tree.num_drafted > 0) == confident
+        opened.add(confident)
+        ids += step.tokens
+    assert opened == {True, False}
+
+
+@pytest.mark.parametrize(("gate", "passes"), [(0.0, 23), (1.0, 2), (None, 23)])
+def test_a_closed_gate_runs_no_draft(target, far, gate, passes):
+    """A draft that is never right: two passes for every step that drafts, but where one token is left or fewer."""
+    decoder = SpeculativeDecoder(target, drafts=[far], tree=Chain(2), confidence_gate=gate)
+    result = decoder.generate([40], max_new_tokens=13)
+    assert len(result.steps) == 13
+    assert result.stats.draft_passes == passes
+
+
+@pytest.mark.parametrize("gate", [-0.1, 1.1, float("nan"), True, "half"])
+def test_gates_that_are_no_probability_are_refused(target, gate):
+    """Before anything runs."""
+    with pytest.raises(InputError, match="confidence_gate"):
+        SpeculativeDecoder(target, confidence_gate=gate)
+
+
+@pytest.mark.parametrize("tree", ["best", 5, ""])
+def test_what_is_no_tree_is_refused(target, tree):
+    """With the names of what is."""
+    with pytest.raises(InputError, match='"auto", BestFirst'):
+        SpeculativeDecoder(target, tree=tree)
 
 
 # ---- bad input: its own error, and no model has run ----

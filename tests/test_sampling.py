@@ -34,7 +34,7 @@ SETTINGS = {
     "epsilon_cutoff": {"epsilon_cutoff": 0.01},
     "readers": {"temperature": 0.9, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
 }
-TREES = [BestFirst(7, 4), BestFirst(20, 6), Widths((3, 2, 1)), Chain(4), Sampled((2, 2))]
+TREES = ["auto", BestFirst(7, 4), BestFirst(20, 6), Widths((3, 2, 1)), Chain(4), Sampled((2, 2))]
 SEEDS = [11, 12, 13, 2**63 + 14]
 
 

@@ -106,6 +106,28 @@ def test_pruned_keeps_what_is_not_deeper(tree: TokenTree, depth: int) -> None:
     assert pruned.pruned(depth) == pruned
 
 
+@PROPERTY
+@given(token_trees(kind=Kind.RANKED, drafts=(0, 1)), st.integers(0, 12))
+def test_best_keeps_the_likeliest_paths(tree: TokenTree, count: int) -> None:
+    """Equals in node order; draws of the kept are numbered anew."""
+    best = tree.best(count, tree.scores)
+    ranked = sorted(range(1, len(tree)), key=lambda node: (-min(tree.scores[tree.ancestors(node)]), node))
+    assert [best.path(i) for i in range(len(best))] == [tree.path(node) for node in sorted([0, *ranked[:count]])]
+    assert best.best(count, best.scores) == best
+
+
+def test_best_of_a_sampled_tree_is_refused() -> None:
+    tree = TokenTree.from_nodes(1, [4, 2], [-1, -1], [-1.0, -2.0], [[Draw(0, 0)], [Draw(0, 1)]], kind=Kind.IID)
+    with pytest.raises(TreeError, match="verified whole"):
+        tree.best(1, tree.scores)
+    assert tree.best(2, tree.scores) == tree
+
+
+def test_proposers_are_bit_masks() -> None:
+    tree = TokenTree.from_nodes(1, [4, 2], [-1, -1], [-1.0, -2.0], [[Draw(0, 0), Draw(2, 0)], [Draw(0, 1)]])
+    assert tree.proposers() == [0, 0b101, 0b001]
+
+
 def test_draws_under_a_node_drawn_twice_come_one_frontier_entry_after_the_other() -> None:
     """Token 4 was drawn twice, each time followed by two draws of its own: four draws under one node."""
     law = np.full(VOCAB, 1 / VOCAB)

@@ -11,6 +11,7 @@ from .grow import (
     Source,
     Widths,
     draw_candidates,
+    grow_best_first,
     top_candidates,
 )
 from .merge import merge
@@ -31,6 +32,7 @@ __all__ = [
     "TokenTree",
     "Widths",
     "draw_candidates",
+    "grow_best_first",
     "merge",
     "render",
     "top_candidates",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import inf, log
+from math import inf, isqrt, log
 from operator import mul
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -45,6 +45,10 @@ class Source(Protocol):
     def device(self) -> torch.device:
         """Where the distributions are."""
 
+    @property
+    def draft(self) -> int:
+        """The draft's id in the trees."""
+
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
         """Return the k likeliest tokens and their log-probabilities, both (B, W, min(k, V)).
 
@@ -75,6 +79,12 @@ class Policy(Protocol):
 
     def grow(self, source: Source, max_depth: int | None = None) -> Growth:
         """Grow one tree per row of the source, in this call no deeper than `max_depth` (0 asks nothing)."""
+
+    def fit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+        """Return what the target is to score of one tree per row, each merged from all drafts' trees.
+
+        Sampled trees must come back whole: whether a draw is kept may not depend on what was drawn.
+        """
 
 
 class Growth(NamedTuple):
@@ -163,14 +173,35 @@ class BestFirst:
 
     def grow(self, source: Source, max_depth: int | None = None) -> Growth:
         """Grow one tree per row, asking the source at most `max_depth` times."""
-        pool = _Pool(source, self.max_nodes, log(self.min_probability) if self.min_probability else -inf)
-        for depth in range(min(_limit(self.max_depth, max_depth), self.max_nodes)):
-            frontier = pool.newest(depth) if depth else _root(source)
-            if frontier.tokens.shape[1] == 0:
-                break
-            # a path of `depth` nodes leaves room for max_nodes - depth children
-            pool.admit(frontier, *source.top(frontier, self.max_nodes - depth))
-        return pool.growth()
+        return grow_best_first(source, self.max_nodes, _limit(self.max_depth, max_depth), self.min_probability)
+
+    def fit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+        """Return each tree's `max_nodes` likeliest paths, so that several drafts share one budget."""
+        return [tree.best(self.max_nodes, tree.scores) for tree in trees]
+
+
+def grow_best_first(
+    source: Source,
+    max_nodes: int,
+    max_depth: int,
+    min_probability: float = 0.0,
+    goes_on: Callable[[Frontier, Tensor], bool] | None = None,
+) -> Growth:
+    """Grow as `BestFirst` does, and no further than wanted.
+
+    Args:
+        source: what is asked, at most `max_depth` times.
+        max_nodes, max_depth, min_probability: as `BestFirst`.
+        goes_on: told a level's nodes and their scores, both (B, W), says whether the source is asked about them.
+    """
+    pool = _Pool(source, max_nodes, log(min_probability) if min_probability else -inf)
+    for depth in range(min(max_depth, max_nodes)):
+        frontier = pool.newest(depth) if depth else _root(source)
+        if frontier.tokens.shape[1] == 0 or (depth and goes_on and not goes_on(frontier, pool.front[1])):
+            break
+        # a path of `depth` nodes leaves room for max_nodes - depth children
+        pool.admit(frontier, *source.top(frontier, max_nodes - depth))
+    return pool.growth()
 
 
 class _Pool:
@@ -294,6 +325,10 @@ class Widths:
         tokens, parents, scores, order, valid = (torch.cat(c, 1) for c in zip(*levels, strict=True))
         return Growth(tokens, parents, scores, order, valid, self.kind, tuple(laws))
 
+    def fit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+        """Return the trees as they are: a draft's widths are promised, and drawn nodes must not be chosen from."""
+        return list(trees)
+
     def _ask(self, source: Source, frontier: Frontier, k: int) -> tuple[Tensor, ...]:
         return source.top(frontier, k)
 
@@ -342,6 +377,7 @@ class DenseSource:
     batch: int
     generator: torch.Generator | None = None  # for drawing; None = torch's own of the device
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    draft: int = 0
 
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
         """Return the k likeliest tokens of each node: see `top_candidates`."""
@@ -352,7 +388,7 @@ class DenseSource:
         return draw_candidates(self.log_probs(frontier), k, replacement, self.generator)
 
 
-def top_candidates(log_probs: Tensor, k: int, block: int = 128) -> tuple[Tensor, Tensor]:
+def top_candidates(log_probs: Tensor, k: int, block: int | None = None) -> tuple[Tensor, Tensor]:
     """Return the places and values of the k largest of (..., V), descending, ties by the smaller index.
 
     Exact and quick for large V: whatever is among the k largest lies in one of the k blocks that come first
@@ -361,13 +397,14 @@ def top_candidates(log_probs: Tensor, k: int, block: int = 128) -> tuple[Tensor,
     Args:
         log_probs: (..., V).
         k: how many; V if that is less.
-        block: the block size; it changes the time, not the result.
+        block: the block size; it changes the time, not the result.  By default what sorts the fewest values.
 
     Returns:
         tokens: (..., min(k, V)) int64.
         values: (..., min(k, V)).
     """
     vocab = log_probs.shape[-1]
+    block = block or max(1, isqrt(vocab // max(1, k)))  # vocab / block maxima and k * block values are sorted
     if vocab <= 2 * k * block:
         values, tokens = log_probs.sort(dim=-1, descending=True, stable=True)
         return tokens[..., :k], values[..., :k]

@@ -186,6 +186,38 @@ class TokenTree:
         draws = tuple(self.draws[i] for i in keep)
         return TokenTree(self.tokens[keep], np.array(parents), self.scores[keep], draws, laws, self.kind)
 
+    def best(self, count: int, worth: np.ndarray) -> TokenTree:
+        """Return the tree of the `count` drafted nodes that are worth most, and of no others.
+
+        Args:
+            count: drafted nodes at most.
+            worth: (N,) of each node; one that exceeds its parent's counts as its parent's, so ancestors are kept.
+                Equals are kept in node order.
+
+        Raises:
+            TreeError: a sampled tree; choosing among drawn tokens biases verification.
+        """
+        if self.num_drafted <= count:
+            return self
+        if self.kind is not Kind.RANKED:
+            raise TreeError(f"a {self.kind} tree must be verified whole: choosing among drawn nodes biases the output")
+        values, parents = np.asarray(worth, np.float64).tolist(), self.parents.tolist()
+        for node in range(1, len(self)):
+            values[node] = min(values[node], values[parents[node]])
+        keep = sorted(sorted(range(1, len(self)), key=lambda node: -values[node])[:count])
+        place = {node: i for i, node in enumerate([0, *keep], start=-1)}
+        return TokenTree.from_nodes(
+            int(self.tokens[0]),
+            self.tokens[keep].tolist(),
+            [place[parents[node]] for node in keep],
+            self.scores[keep].tolist(),
+            [self.draws[node] for node in keep],
+        )
+
+    def proposers(self) -> list[int]:
+        """Return per node, as a bit mask, the drafts that drew it: bit d for draft d, 0 at the root."""
+        return [sum(1 << draft for draft in {draw.draft for draw in draws}) for draws in self.draws]
+
     def without_laws(self) -> TokenTree:
         """Return the tree as a light record, which no verifier that needs laws can use any more."""
         return TokenTree(self.tokens, self.parents, self.scores, self.draws, {}, self.kind)

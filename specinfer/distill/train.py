@@ -26,6 +26,7 @@ from torch.nn import functional
 from transformers import DynamicCache, LlamaConfig
 
 from specinfer.distill.data import Batch, Texts, endless
+from specinfer.distill.files import storing
 from specinfer.errors import NumericalError
 from specinfer.heads import FeatureDraft, FeatureHead, head_config, target_fingerprint
 
@@ -39,7 +40,7 @@ class Settings:
 
     epochs: float = 3.0
     tokens_per_batch: int = 2048
-    learning_rate: float = 1e-3
+    learning_rate: float = 1.5e-3
     warmup: float = 0.03  # share of the steps
     loss: str = "kl"  # or "token"
     unroll: int = 3  # chained draft steps of a head
@@ -90,9 +91,9 @@ class Unrolled(nn.Module):
                 logits_to_keep=columns[:0],
             )
             (hidden,) = output.hidden_states
-            log_q = head.logits(hidden.flatten(0, 1)[keep]).float().log_softmax(-1)
-            loss = loss + settings.decay**step * (self._loss(log_q, goal) * weights).sum() / weights.sum()
-            hits.append(_hits(log_q, goal[0]))
+            logits = head.logits(hidden.flatten(0, 1)[keep])
+            loss = loss + settings.decay**step * (_loss(logits, *goal) * weights).sum() / weights.sum()
+            hits.append(_hits(logits, goal[0]))
             own = functional.pad(hidden[:, :-1], (0, 0, 1, 0))
         return loss, torch.stack(hits)
 
@@ -104,11 +105,35 @@ class Unrolled(nn.Module):
         law = self.head.logits(states).float().softmax(-1) if self.settings.loss == "kl" else None
         return known, law
 
-    def _loss(self, log_q: Tensor, goal: tuple[Tensor, Tensor | None]) -> Tensor:
-        tokens, law = goal
-        if law is not None:
-            return -(law * log_q).sum(-1)
-        return -log_q.gather(1, tokens.clamp(min=0)[:, None])[:, 0] * (tokens >= 0)
+
+class SoftCrossEntropy(torch.autograd.Function):
+    """Cross entropy (N,) of logits (N, V) against laws (N, V).
+
+    The gradient, softmax(logits) - law, is made on the way forward: a third of autograd's memory traffic, which is what
+    training a small head on a large vocabulary spends its time on.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, law: Tensor) -> Tensor:
+        """Return the cross entropies, float32."""
+        values = logits.float()
+        total = values.logsumexp(-1, keepdim=True)
+        expected = torch.linalg.vecdot(values, law)
+        ctx.save_for_backward(values.sub_(total).exp_().sub_(law).to(logits.dtype))
+        return total[:, 0] - expected
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of the logits."""
+        (difference,) = ctx.saved_tensors
+        return difference * gradient.to(difference.dtype)[:, None], None
+
+
+def _loss(logits: Tensor, tokens: Tensor, law: Tensor | None) -> Tensor:
+    """Return the loss (N,) of logits (N, V): against laws if given, else against tokens, of which -1 is none."""
+    if law is not None:
+        return SoftCrossEntropy.apply(logits, law)
+    return functional.cross_entropy(logits.float(), tokens, ignore_index=-1, reduction="none")
 
 
 def _chained_mask(columns: Tensor, step: int) -> Tensor:
@@ -117,8 +142,8 @@ def _chained_mask(columns: Tensor, step: int) -> Tensor:
     return torch.cat([lag >= step, *(lag == step - earlier for earlier in range(1, step + 1))], 1)
 
 
-def _hits(log_q: Tensor, tokens: Tensor) -> Tensor:
-    top = log_q.detach().topk(RANKS, -1).indices
+def _hits(logits: Tensor, tokens: Tensor) -> Tensor:
+    top = logits.detach().topk(RANKS, -1).indices
     return (top == tokens[:, None]).sum(0)
 
 
@@ -134,15 +159,12 @@ class Plain(nn.Module):
         """Return the loss and the hits, long (1, RANKS)."""
         keep = learn.flatten().nonzero()[:, 0]
         hidden = self.model.base_model(ids[:, :-1], use_cache=False).last_hidden_state.flatten(0, 1)[keep]
-        log_q = self.model.get_output_embeddings()(hidden).float().log_softmax(-1)
-        tokens = ids[:, 1:].flatten()[keep]
+        logits = self.model.get_output_embeddings()(hidden)
+        tokens, law = ids[:, 1:].flatten()[keep], None
         if self.settings.loss == "kl":
             with torch.no_grad():
                 law = self.output[0](states[:, 1:, -1].flatten(0, 1)[keep]).float().softmax(-1)
-            loss = -(law * log_q[:, : law.shape[1]]).sum(-1)
-        else:
-            loss = -log_q.gather(1, tokens[:, None])[:, 0]
-        return (loss * weights).sum() / weights.sum(), _hits(log_q, tokens)[None]
+        return (_loss(logits, tokens, law) * weights).sum() / weights.sum(), _hits(logits, tokens)[None]
 
 
 class EarlierDrafts:
@@ -200,12 +222,13 @@ def train_head(
     texts = Texts(shards, settings.held_out, settings.seed)
     counts = texts.counts(target.get_input_embeddings().weight.shape[0])
     token_ids = counts.argsort(descending=True, stable=True)[: settings.vocabulary].sort().values
-    head = FeatureHead(_head_config(target, taps, settings), token_ids).to(target.device)
+    head = FeatureHead(_head_config(target, taps, settings.layers, len(token_ids)), token_ids).to(target.device)
     _start_from(head, target, earlier)
     judges = EarlierDrafts(earlier, target, settings)
     figures = _optimise(Unrolled(head.bind(target), settings), texts, judges, out, settings, progress)
     figures["coverage"] = counts[token_ids].sum().item() / counts.sum().item()
-    FeatureDraft(head, target_fingerprint(target, tokenizer), out.name).save(out)
+    if _writes():
+        FeatureDraft(head, target_fingerprint(target, tokenizer), out.name).save(out)
     return figures
 
 
@@ -226,8 +249,9 @@ def train_causal_lm(
     model = _cut(target, settings.layers)
     judges = EarlierDrafts((), target, settings)
     figures = _optimise(Plain(model, target, settings), texts, judges, out, settings, progress)
-    model.to(torch.bfloat16).save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    if _writes():
+        model.to(torch.bfloat16).save_pretrained(out)
+        tokenizer.save_pretrained(out)
     return figures
 
 
@@ -252,7 +276,7 @@ def _cut(target: Any, layers: int) -> Any:
     return model
 
 
-def _head_config(target: Any, taps: Sequence[int], settings: Settings) -> LlamaConfig:
+def _head_config(target: Any, taps: Sequence[int], layers: int, vocabulary: int) -> LlamaConfig:
     """Return the configuration of a head with layers of the target's size."""
     config = target.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
@@ -261,9 +285,9 @@ def _head_config(target: Any, taps: Sequence[int], settings: Settings) -> LlamaC
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         num_attention_heads=heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-        num_hidden_layers=settings.layers,
+        num_hidden_layers=layers,
         max_position_embeddings=getattr(config, "max_position_embeddings", None) or 4096,
-        vocab_size=settings.vocabulary,
+        vocab_size=vocabulary,
         rms_norm_eps=1e-6,
         taps=list(taps),
     )
@@ -273,8 +297,7 @@ def _start_from(head: FeatureHead, target: Any, earlier: Sequence[Path]) -> None
     """Start from the first draft's weights; that one starts from the target's last layers where they fit."""
     if earlier:
         weights = load_file(earlier[0] / "model.safetensors")
-        fitting = {n: w.float() for n, w in weights.items() if n != "token_ids" and head.state_dict()[n].shape == w.shape}
-        head.load_state_dict(fitting, strict=False)
+        head.load_state_dict({name: w.float() for name, w in weights.items() if name != "token_ids"}, strict=False)
         return
     layers = getattr(getattr(target, "model", None), "layers", None)
     for layer, own in zip(reversed(layers or ()), reversed(head.layers), strict=False):
@@ -291,7 +314,10 @@ def _optimise(
 
     accelerator = Accelerator(mixed_precision="bf16")
     optimizer = torch.optim.AdamW(
-        [weight for weight in model.parameters() if weight.requires_grad], settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
+        [weight for weight in model.parameters() if weight.requires_grad],
+        settings.learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=0.01,
     )
     per_epoch = len(texts.batches(texts.train, settings.tokens_per_batch, None))
     share = accelerator.num_processes
@@ -308,16 +334,24 @@ def _optimise(
         if not isfinite(figures["loss"]):
             raise NumericalError(
                 f"the loss is {figures['loss']} in step {step + 1}: the last good checkpoint stays in "
-                f"{checkpoint.folder}; go on from there with a smaller learning rate than {settings.learning_rate}"
+                f"{checkpoint.folder}; go on from there with a smaller learning rate than {settings.learning_rate:g}"
             )
         last = step + 1 == steps
         if last or (step + 1) % settings.checkpoint_every == 0:
             figures["held_out"] = evaluate(model, texts, settings)
             history.append({"step": step + 1, **figures})
             if accelerator.is_main_process:
-                checkpoint.save(model, optimizer, step + 1, history)
+                with storing(checkpoint.folder):
+                    checkpoint.save(model, optimizer, step + 1, history)
         progress(step + 1, steps, figures)
     return {"steps": steps, "history": history, "hits": history[-1]["held_out"]}
+
+
+def _writes() -> bool:
+    """Whether this process is the one of all that writes."""
+    from accelerate import PartialState
+
+    return bool(PartialState().is_main_process)
 
 
 def _step(accelerator: Any, model: nn.Module, optimizer: Any, batch: Batch, judges: Any) -> dict[str, Any]:
@@ -347,7 +381,7 @@ def evaluate(model: nn.Module, texts: Texts, settings: Settings) -> list[list[fl
 
 
 def _schedule(step: int, steps: int, warmup: float) -> float:
-    """Return the share of the learning rate: linear warm-up, then a cosine to a tenth... of nothing left."""
+    """Return the share of the learning rate: linear warm-up, then a cosine down to a fiftieth."""
     first = max(1, round(warmup * steps))
     if step < first:
         return (step + 1) / first
@@ -368,7 +402,8 @@ class Checkpoint:
         tensors = {f"model.{name}": weight for name, weight in model.state_dict().items()}
         for index, state in optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{index}.{name}": value for name, value in state.items()}
-        save_file({name: value.detach().clone().contiguous() for name, value in tensors.items()}, fresh / "state.safetensors")
+        apart = {name: value.detach().clone().contiguous() for name, value in tensors.items()}  # tied ones, too
+        save_file(apart, fresh / "state.safetensors")
         record = {"step": step, "history": history, "settings": asdict(self.settings)}
         (fresh / "state.json").write_text(json.dumps(record))
         shutil.rmtree(self.folder, ignore_errors=True)

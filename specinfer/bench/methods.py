@@ -1,0 +1,182 @@
+"""The methods that `bench` compares, and the probe that counts how often a draft ranks the target's choice high.
+
+Knows: decoders, transformers' own ways to generate, clocks.  Does not know: prompt files, what is done with the counts.
+"""
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from specinfer.decoder import SpeculativeDecoder
+from specinfer.draft import Draft, DraftSession, Opening
+from specinfer.tree import BestFirst, Policy, TokenTree, Widths
+
+DEPTH = 8  # levels of best-first trees
+GATE = 0.5
+LOOKUP_TOKENS = 10  # of transformers' prompt lookup
+TOP = 5  # hit rates are those of the 1, 2, ... TOP likeliest tokens
+
+OURS = {
+    "plain": "our loop without speculation",
+    "auto": 'tree="auto"',
+    "best-first": "best-first trees of all drafts",
+    "one-draft": "best-first trees of the first draft alone",
+    "gate": f"best-first, where the target was sure of its last token (confidence_gate={GATE})",
+}
+THEIRS = {
+    "generate": "transformers' generate",
+    "assisted": "transformers' assisted generation",
+    "prompt-lookup": f"transformers' prompt lookup (prompt_lookup_num_tokens={LOOKUP_TOKENS})",
+}
+METHODS = OURS | THEIRS
+
+# (prompt ids, seed, generation options) -> counts, seconds and the new ids
+Method = Callable[[list[int], int, dict[str, Any]], dict[str, Any]]
+
+
+def build_methods(
+    names: Sequence[str], decoder: SpeculativeDecoder, nodes: int, assistant: Any = None
+) -> dict[str, Method]:
+    """Return the named methods on the decoder's target and drafts.
+
+    Args:
+        names: keys of `METHODS`.
+        decoder: holds target, tokenizer and drafts.
+        nodes: drafted nodes at most, of every fixed tree.
+        assistant: the model for assisted generation.
+    """
+    model, best_first = decoder.target.model, BestFirst(nodes, DEPTH)
+
+    def ours(drafts: Sequence[Draft] = decoder.drafts, **options: Any) -> Method:
+        return _ours(SpeculativeDecoder(model, decoder.tokenizer, drafts, **options))
+
+    makers: dict[str, Callable[[], Method]] = {
+        "plain": lambda: ours(tree=None),
+        "auto": lambda: ours(tree="auto"),
+        "best-first": lambda: ours(tree=best_first),
+        "one-draft": lambda: ours(decoder.drafts[:1], tree=best_first),
+        "gate": lambda: ours(tree=best_first, confidence_gate=GATE),
+        "generate": lambda: _theirs(model),
+        "assisted": lambda: _theirs(model, assistant_model=assistant),
+        "prompt-lookup": lambda: _theirs(model, prompt_lookup_num_tokens=LOOKUP_TOKENS),
+    }
+    return {name: makers[name]() for name in names}
+
+
+def generation_options(temperature: float, max_new_tokens: int) -> dict[str, Any]:
+    """Return options that mean the same law to every method: greedy at 0, else the whole law at a temperature."""
+    if temperature == 0:
+        return {"max_new_tokens": max_new_tokens, "do_sample": False}
+    law = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    return {"max_new_tokens": max_new_tokens, **law}
+
+
+def _ours(decoder: SpeculativeDecoder) -> Method:
+    """Return a method that times a decoder from the prompt's ids to the text."""
+
+    def run(ids: list[int], seed: int, options: dict[str, Any]) -> dict[str, Any]:
+        started = perf_counter()
+        result = decoder.generate(ids, seed=seed, **options)
+        total = perf_counter() - started
+        stats = result.stats.to_dict()
+        passes = {stage: stats["seconds"][stage] for stage in ("prefill", "target", "draft")}
+        return {
+            "ids": result.token_ids,
+            "tokens": stats["new_tokens"],
+            "target_passes": stats["target_passes"],
+            "draft_passes": stats["draft_passes"],
+            "seconds": {"total": total, **passes, "bookkeeping": total - sum(passes.values())},
+            **{name: stats[name] for name in ("choices", "drafts", "notes")},
+        }
+
+    return run
+
+
+def _theirs(model: Any, **extra: Any) -> Method:
+    """Return a method that times transformers' generate from the prompt's ids to the new ones.
+
+    Its first pass reads the whole prompt and counts as a target pass, since it yields a token; in our loop the prompt
+    without its last token is read before, and is not counted.
+    """
+    models = [model, *filter(None, [extra.get("assistant_model")])]
+
+    def run(ids: list[int], seed: int, options: dict[str, Any]) -> dict[str, Any]:
+        prompt = torch.tensor([ids], device=model.device)
+        passes = [0] * len(models)
+
+        def count(module: Any, _: Any) -> None:
+            passes[models.index(module)] += 1
+
+        hooks = [each.register_forward_pre_hook(count) for each in models]
+        try:
+            torch.manual_seed(seed)
+            started = perf_counter()
+            output = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options, **extra)
+            new = output[0, len(ids) :].tolist()
+            total = perf_counter() - started
+        finally:
+            for hook in hooks:
+                hook.remove()
+        counts = {"tokens": len(new), "target_passes": passes[0], "draft_passes": sum(passes[1:])}
+        return {"ids": new, **counts, "seconds": {"total": total}}
+
+    return run
+
+
+# ---- hit rates ----
+
+
+class HitRates:
+    """Counts how often the target's choice is among the tokens that each draft ranks first.
+
+    The target decodes plainly; after every committed token each draft is asked, and proposes nothing (teacher
+    forcing).  When sampling, drafts rank by the noise they share with the target, so a hit is a coupled one.
+    """
+
+    def __init__(self, decoder: SpeculativeDecoder) -> None:
+        self.probes = [_Probe(draft) for draft in decoder.drafts]
+        self.decoder = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, self.probes, Widths((TOP,)))
+
+    def count(self, ids: list[int], seed: int, options: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return, per draft, its name, the positions it was asked at, and at how many its k likeliest held the choice.
+
+        All positions but the last count where a text ends by its length: nothing is drafted there.
+        """
+        chosen = self.decoder.generate(ids, seed=seed, **options).token_ids
+        return [{"draft": probe.draft.name, **hits(probe.ranked, chosen)} for probe in self.probes]
+
+
+def hits(ranked: Sequence[Sequence[int]], chosen: Sequence[int]) -> dict[str, Any]:
+    """Return positions and hits [k = 1 ... TOP] of ranked tokens per position, given the target's choices."""
+    places = [list(row).index(token) if token in row else TOP for row, token in zip(ranked, chosen, strict=False)]
+    return {"positions": len(places), "hits": [sum(place < k for place in places) for k in range(1, TOP + 1)]}
+
+
+class _Probe:
+    """A draft that remembers what it would have proposed first, and proposes nothing."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft = draft
+        self.ranked: list[list[int]] = []  # of the newest run: per position, the likeliest first
+
+    def __getattr__(self, name: str) -> Any:  # name, taps, attach: the draft's own
+        return getattr(self.draft, name)
+
+    def open(self, opening: Opening) -> "_ProbeSession":
+        self.ranked = []
+        return _ProbeSession(self.draft.open(opening), self.ranked)
+
+
+class _ProbeSession:
+    def __init__(self, session: DraftSession, ranked: list[list[int]]) -> None:
+        self.session, self.ranked = session, ranked
+
+    def __getattr__(self, name: str) -> Any:  # commit and the counts: the session's own
+        return getattr(self.session, name)
+
+    def propose(self, _: Policy, max_depth: int) -> list[TokenTree]:
+        (tree,) = self.session.propose(Widths((TOP,)), max_depth)
+        self.ranked.append(tree.tokens[tree.children(0)].tolist())
+        return [TokenTree.root_only(int(tree.tokens[0]), tree.kind)]

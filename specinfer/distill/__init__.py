@@ -1,0 +1,150 @@
+"""Making drafts for a target: the target writes text, drafts learn from it one after the other, each gets a card.
+
+    from specinfer.distill import Recipe, distill, read_prompts
+    distill(model, tokenizer, read_prompts(["prompts.jsonl"]), Path("drafts"), Recipe(drafts=2))
+    SpeculativeDecoder.from_pretrained("target", drafts=["drafts/1", "drafts/2"])
+
+Knows: the order of things, and what was finished before.  Does not know: how text is made (`text`), training (`train`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from specinfer.attention import TreeModel
+from specinfer.distill import train
+from specinfer.distill.card import Data, write_card
+from specinfer.distill.files import pin, read_json, storing, write_json
+from specinfer.distill.text import (
+    Prompt,
+    TextSettings,
+    count,
+    default_taps,
+    pin_text,
+    plan_text,
+    read_documents,
+    read_prompts,
+    write_text,
+)
+from specinfer.distill.train import Settings
+from specinfer.errors import InputError
+
+__all__ = ["Recipe", "Settings", "TextSettings", "distill", "read_documents", "read_prompts"]
+
+ARCHITECTURES = ("head", "lm")  # a feature head; a plain small causal LM
+LOSSES = ("kl", "token")
+
+Progress = Callable[[str, int, int, dict[str, Any]], None]  # stage, units done, units in all, figures
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to make, checked."""
+
+    drafts: int = 2
+    arch: str = "head"  # or "lm"
+    text: TextSettings = field(default_factory=TextSettings)
+    training: Settings = field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        if self.drafts < 1:
+            raise InputError(f"drafts={self.drafts} trains nothing: give at least 1")
+        for name, value, known in (("arch", self.arch, ARCHITECTURES), ("loss", self.training.loss, LOSSES)):
+            if value not in known:
+                raise InputError(f"{name} {value!r} is unknown: choose {' or '.join(known)}")
+        if self.arch == "lm" and self.drafts > 1:
+            raise InputError("only feature heads are boost-tuned, so further lm drafts would be the same: drafts=1")
+        for name in ("epochs", "learning_rate", "vocabulary"):
+            if not getattr(self.training, name) > 0:
+                raise InputError(f"{name}={getattr(self.training, name)} trains nothing: give a number above 0")
+
+
+def distill(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    out: Path,
+    recipe: Recipe = Recipe(),
+    documents: Sequence[Prompt] = (),
+    name: str | None = None,
+    progress: Progress = lambda *_: None,
+) -> dict[str, Any]:
+    """Make drafts for a target, in ``out/1``, ``out/2``, ...; what was finished by an earlier call is not made again.
+
+    Args:
+        model: the target, a ``transformers`` causal LM on its device.
+        tokenizer: the target's.
+        prompts: what the target continues (`read_prompts`).
+        out: the folder for drafts, and for the text in ``out/text``.
+        recipe: what to make.
+        documents: given text, learnt from as it stands (`read_documents`).
+        name: what the cards call the target; the model's own name by default.
+        progress: told the stage ("text", "draft 1", ...), how far it is, and figures such as the loss.
+
+    Returns:
+        ``{"out": folder, "texts": number, "tokens": number, "drafts": [{"folder": ..., **figures}]}``, the figures that
+        training returned
+
+    Raises:
+        InputError: before the target runs: no tokenizer, a prompt too long, a folder of other settings or not writable.
+        NumericalError: a loss that is not a number; the last good checkpoint stays.
+        SpecinferError: a full disk; what was finished stays.
+    """
+    if find_spec("accelerate") is None:
+        raise InputError("training needs accelerate: pip install 'specinfer[distill]'")
+    from accelerate import PartialState
+
+    process = PartialState()
+    taps = default_taps(model)
+    batches = plan_text(TreeModel(model), tokenizer, prompts, documents, recipe.text)
+    pin_text(model, tokenizer, out / "text", batches, taps, recipe.text)
+    folders = [out / str(number) for number in range(1, recipe.drafts + 1)]
+    for folder in folders:
+        advice = f"take the old settings, or remove {folder} and {folder}.checkpoint to train it anew on the same text"
+        pinned = {"arch": recipe.arch, **asdict(recipe.training)}
+        del pinned["learning_rate"], pinned["checkpoint_every"]  # training may go on with others
+        pin(folder / "settings.json", pinned, advice)
+
+    def in_text(done: int, total: int, figures: dict[str, Any]) -> None:
+        progress("text", done, total, figures)
+
+    with process.main_process_first():  # the others find the text made
+        shards = write_text(model, tokenizer, batches, out / "text", taps, recipe.text.new_tokens, in_text)
+    texts, tokens = count(shards)
+    data = Data.of(prompts, documents, texts, tokens, recipe.text)
+    trained = []
+    for number, folder in enumerate(folders):
+        figures = read_json(folder / "figures.json")
+        if figures is None:
+            figures = _train(model, tokenizer, shards, taps, folders[: number + 1], recipe, progress)
+        if process.is_main_process:
+            write_json(folder / "figures.json", figures)
+            write_card(
+                folder, name or type(model).__name__, recipe.arch, data, recipe.training, figures, folders[:number]
+            )
+        process.wait_for_everyone()
+        trained.append({"folder": str(folder), **figures})
+    return {"out": str(out), "texts": texts, "tokens": tokens, "drafts": trained}
+
+
+def _train(
+    model: Any,
+    tokenizer: Any,
+    shards: Sequence[Path],
+    taps: Sequence[int],
+    folders: Sequence[Path],
+    recipe: Recipe,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Train the last of the folders' drafts on what the others miss; return its figures."""
+
+    def in_training(done: int, total: int, figures: dict[str, Any]) -> None:
+        progress(f"draft {len(folders)}", done, total, figures)
+
+    *earlier, folder = folders
+    with storing(folder):
+        if recipe.arch == "lm":
+            return train.train_causal_lm(model, tokenizer, shards, folder, recipe.training, in_training)
+        return train.train_head(model, tokenizer, shards, taps, folder, recipe.training, earlier, in_training)

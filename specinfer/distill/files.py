@@ -1,0 +1,98 @@
+"""Files that are whole or absent, and settings that a folder is pinned to.
+
+Knows: temporary names, JSON, what a full disk looks like.  Does not know: what the files are for.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from errno import EDQUOT, ENOSPC
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from specinfer.errors import InputError, SpecinferError
+
+SHOWN = 60  # characters of a setting in a message
+
+
+@contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Turn errors of writing into one line that names the path.
+
+    Raises:
+        SpecinferError: the disk is full.
+        InputError: the path cannot be written for another reason.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:  # safetensors writes by itself, and says so in words only
+        if getattr(error, "errno", None) in (ENOSPC, EDQUOT) or "No space left" in str(error):
+            raise SpecinferError(
+                f"the disk is full, {path} could not be written: everything finished before is kept; make room and "
+                "run the same command again to go on"
+            ) from error
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"cannot write {path} ({reason}): choose a folder that can be written") from error
+
+
+def write_whole(path: Path, data: bytes | str) -> None:
+    """Write a file under a temporary name, then rename it: it is whole or absent, whenever the process is killed.
+
+    Raises:
+        SpecinferError, InputError: see `storing`.
+    """
+    fresh = path.with_name(f".{path.name}.new")
+    with storing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            fresh.write_bytes(data.encode() if isinstance(data, str) else data)
+            os.replace(fresh, path)
+        except OSError:
+            fresh.unlink(missing_ok=True)  # half a file would only keep the disk full
+            raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as JSON: see `write_whole`."""
+    write_whole(path, json.dumps(value, indent=1) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Return what `write_json` wrote, or None where there is no such file.
+
+    Raises:
+        InputError: the file is not JSON, or cannot be read.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {path} ({error}): remove it, or choose another folder") from error
+
+
+def pin(path: Path, settings: Mapping[str, Any], advice: str) -> None:
+    """Record the settings under which a folder is filled, or check that they are the recorded ones.
+
+    Raises:
+        InputError: the folder was begun with other settings; names them and gives the advice.
+    """
+    settings = json.loads(json.dumps(settings))
+    found = read_json(path)
+    if found is None:
+        write_json(path, settings)
+        return
+    if not isinstance(found, dict):
+        raise InputError(f"{path} does not hold settings: {advice}")
+    names = [name for name in {**settings, **found} if found.get(name) != settings.get(name)]
+    if names:
+        changes = [f"{name} was {_shown(found.get(name))}, now {_shown(settings.get(name))}" for name in names]
+        raise InputError(f"{path.parent} was begun with other settings ({'; '.join(changes)}): {advice}")
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."

@@ -1,0 +1,338 @@
+"""Trees that adapt, in a made-up world: tokens by lot, seconds by decree, so every count is the same on any machine."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import PROPERTY, token_trees
+
+from specinfer import Auto
+from specinfer.adapt import PLAIN_AGAIN, SIZES, WAITS, Average, Calibration, Line
+from specinfer.errors import PolicyError
+from specinfer.tree import DenseSource, Draw, Kind, TokenTree, merge
+
+P = np.array([0.6, 0.2, 0.1, 0.05, 0.05])  # the target's law everywhere
+VOCAB = 10  # the second half is never right
+GOOD = [*np.log(P), *[-np.inf] * 5]
+BAD = [*[-np.inf] * 5, *np.log(P)]
+
+
+class World:
+    """A target that draws from P, and drafts with a law each.
+
+    Args:
+        drafts: (V,) log-probabilities per draft.
+        target: seconds of a pass over n drafted nodes.
+        level: seconds of a draft's level.
+    """
+
+    def __init__(self, drafts, target, level, rows=1, policy=None):
+        self.laws, self.target, self.level, self.rows = list(drafts), target, level, rows
+        self.policy = policy or Auto()
+        self.chance = np.random.default_rng(0)
+        self.trees, self.levels = [], []  # per step: what was scored in row 0; levels of each draft
+        self.policy.start(len(self.laws), coupled=False)
+
+    def run(self, steps):
+        """Decode so many steps."""
+        for _ in range(steps):
+            sources = [self.source(draft) for draft in range(len(self.laws))]
+            grown = [self.policy.grow(source, 8).trees([0] * self.rows, source.draft) for source in sources]
+            trees = self.policy.fit([merge(own) for own in zip(*grown, strict=True)])
+            self.trees.append(trees[0])
+            self.levels.append([source.asked for source in sources])
+            paths, tokens = zip(*map(self.verify, trees), strict=True)
+            proposing = [self.level * source.asked or 1e-9 for source in sources]
+            nodes = max(tree.num_drafted for tree in trees)
+            self.policy.observe(trees, paths, tokens, proposing, self.target(nodes) + sum(proposing))
+        return self
+
+    def verify(self, tree):
+        """Return accepted nodes and emitted tokens."""
+        node, path, tokens = 0, [], []
+        while node is not None:
+            tokens.append(int(self.chance.choice(5, p=P)))
+            node = tree.child(node, tokens[-1])
+            path += [] if node is None else [node]
+        return path, tokens
+
+    def source(self, draft):
+        """Return what a draft says, everywhere the same; it counts its levels."""
+        law = torch.tensor(self.laws[draft])
+
+        def log_probs(frontier):
+            source.asked += 1
+            return law.expand(*frontier.tokens.shape, VOCAB)
+
+        source = DenseSource(log_probs, self.rows, draft=draft)
+        source.asked = 0
+        return source
+
+    def nodes(self, last):
+        """Return the nodes that were scored in the last steps."""
+        return [tree.num_drafted for tree in self.trees[-last:]]
+
+    def asked(self, draft, last):
+        """Return how often a draft was asked in the last steps."""
+        return sum(levels[draft] > 0 for levels in self.levels[-last:])
+
+
+def flat(seconds, node=0.0):
+    """A pass that costs so much, whatever it scores."""
+    return lambda nodes: seconds + node * nodes
+
+
+# ---- sizes ----
+
+
+def test_the_first_steps_explore_sizes():
+    world = World([GOOD], flat(0.1), 0.001).run(len(SIZES))
+    assert tuple(world.nodes(len(SIZES))) == SIZES
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_an_expensive_target_and_a_good_draft_make_large_trees(rows):
+    world = World([GOOD], flat(0.1, 0.0001), 0.001, rows).run(100)
+    assert np.mean(world.nodes(50)) > 30
+    assert np.mean([levels for (levels,) in world.levels[-50:]]) > 4
+
+
+def test_nodes_that_cost_much_make_small_trees():
+    large = World([GOOD], flat(0.1, 0.0005), 0.001).run(100)
+    small = World([GOOD], flat(0.1, 0.02), 0.001).run(100)
+    assert 0 < np.mean(small.nodes(50)) < 6 < np.mean(large.nodes(50))
+
+
+def test_levels_that_cost_much_make_shallow_trees():
+    deep = World([GOOD], flat(0.1), 0.001).run(100)
+    shallow = World([GOOD], flat(0.1), 0.06).run(100)
+    assert 1 <= np.mean([levels for (levels,) in shallow.levels[-50:]]) < 2.5
+    assert np.mean([levels for (levels,) in deep.levels[-50:]]) > 5
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_target_as_cheap_as_its_draft_decodes_plainly(rows):
+    world = World([GOOD], flat(0.01), 0.02, rows).run(200)
+    assert world.nodes(100).count(0) >= 85
+    assert world.asked(0, 100) <= 15
+
+
+def test_nodes_that_cost_more_than_they_gain_are_not_scored():
+    """One token more, at best, for twice the seconds: the draft is idle, too."""
+    world = World([GOOD], lambda nodes: 0.1 if nodes == 0 else 0.4, 0.0001).run(200)
+    assert world.nodes(100).count(0) >= 85
+
+
+def test_rows_share_one_number_of_nodes():
+    policy = Auto()
+    world = World([GOOD], flat(0.1, 0.002), 0.001, rows=3, policy=policy).run(40)
+    sizes = [len(tree) for tree in policy.fit([source_tree(world, row) for row in range(3)])]
+    assert len(set(sizes)) == 1
+
+
+def source_tree(world, row):
+    return world.policy.grow(world.source(0), 8).trees([0] * world.rows)[row]
+
+
+def test_plain_steps_are_measured_again():
+    world = World([GOOD], flat(0.1), 0.001).run(2 * PLAIN_AGAIN + 40)
+    assert world.nodes(2 * PLAIN_AGAIN).count(0) == 2
+
+
+# ---- which drafts work ----
+
+
+def test_a_draft_that_is_never_right_idles_and_is_tried_again():
+    world = World([BAD], flat(0.1), 0.02).run(400)
+    tried = [step for step, levels in enumerate(world.levels) if levels[0] and step > len(SIZES)]
+    gaps = [gap for gap in np.diff(tried) if gap > 1]
+    assert gaps[0] == WAITS[0] + 1
+    assert sorted(gaps) == gaps
+    assert gaps[-1] == WAITS[1] + 1
+    assert world.asked(0, 300) < 20
+
+
+def test_a_draft_that_becomes_good_is_noticed():
+    world = World([BAD], flat(0.1), 0.02).run(200)
+    world.laws[0] = GOOD
+    assert world.run(200).asked(0, 50) >= 48
+
+
+def test_a_new_text_gives_every_draft_a_trial():
+    world = World([BAD], flat(0.1), 0.02).run(300)
+    world.policy.start(1, coupled=False)
+    assert world.run(2).asked(0, 2) == 2
+
+
+def test_the_good_draft_works_and_the_bad_one_idles():
+    world = World([BAD, GOOD], flat(0.1), 0.01).run(300)
+    assert world.asked(1, 100) >= 98
+    assert world.asked(0, 100) <= 15
+
+
+def test_of_equal_drafts_one_works():
+    world = World([GOOD, GOOD], flat(0.1), 0.02).run(300)
+    assert min(world.asked(draft, 200) for draft in (0, 1)) <= 20
+    assert sum(world.asked(draft, 200) for draft in (0, 1)) >= 198
+
+
+def test_drafts_that_cover_different_tokens_work_together():
+    first, rest = np.array([0.6, *[0] * 9]), np.array([0, *P[1:], *[0] * 5])
+    world = World([np.log(law / law.sum() + 1e-9) for law in (first, rest)], flat(0.1), 0.0001).run(200)
+    assert min(world.asked(draft, 100) for draft in (0, 1)) >= 98
+
+
+def test_reasons_name_costs_and_idle_drafts():
+    world = World([GOOD, BAD], flat(0.1, 0.001), 0.01).run(200)
+    text = world.policy.reasons(["head", "ngram"], rows=1)
+    assert text.startswith("a plain step costs 100.0 ms, one with trees ")
+    assert "a level of head 10.0 ms, a level of ngram 10.0 ms" in text
+    assert text.endswith("ngram is idle") or world.levels[-1][1]
+
+
+def test_an_observer_of_nothing_is_calm():
+    """No drafts at all: plain steps, and notes without a draft."""
+    policy = Auto()
+    policy.start(0, coupled=True)
+    for _ in range(20):
+        trees = policy.fit([TokenTree.root_only(3)])
+        policy.observe(trees, [()], [(5,)], [], 0.1)
+    assert policy.reasons([], 1).startswith("a plain step costs 100.0 ms")
+
+
+# ---- which nodes ----
+
+
+def family(parents, scores, tokens=None, draft=0):
+    tokens = tokens or list(range(len(parents)))
+    return TokenTree.from_nodes(9, tokens, parents, scores, [[Draw(draft, 0)] for _ in parents])
+
+
+@PROPERTY
+@given(token_trees(kind=Kind.RANKED), st.integers(0, 8))
+def test_best_is_the_best_of_all_closed_sets(tree, count):
+    """Brute force over every set of nodes that holds its own ancestors."""
+    worth = np.exp(tree.scores)
+    kept = tree.best(count, worth)
+    assert kept.num_drafted == min(count, tree.num_drafted)
+    paths = {tuple(tree.path(node)): worth[node] for node in range(1, len(tree))}
+    gained = sum(paths[tuple(kept.path(node))] for node in range(1, len(kept)))
+    nodes = range(1, len(tree))
+    closed = [some for some in combinations(nodes, kept.num_drafted) if {*tree.parents[list(some)]} <= {0, *some}]
+    assert gained == pytest.approx(max(worth[list(some)].sum() for some in closed))
+
+
+@pytest.mark.parametrize(("base", "node"), [(0.02, 0.001), (0.05, 0.01), (0.01, 0.03), (0.2, 0.05)])
+def test_fit_maximises_tokens_less_the_price_of_seconds(base, node):
+    """Brute force over the number of nodes, with a price and costs that are given."""
+    chance = np.random.default_rng(3)
+    policy = Auto()
+    policy.steps = 100
+    policy.paces[2].plain.add(0.05)
+    for nodes in (2, 5, 9, 14):
+        policy.line.add(2 * (nodes + 1), base + node * 2 * (nodes + 1))
+    trees = [family([-1, -1, 0, 0, 1], np.log(chance.uniform(0.1, 0.9, 5)) - [0, 0, 3, 3, 3]) for _ in range(2)]
+    price = 2 / 0.05
+    gains = np.sort(np.exp([tree.scores[1:] for tree in trees]), 1)[:, ::-1].sum(0)
+    values = [gains[:n].sum() - price * (policy.line.at(2 * (n + 1)) if n else 0.05) for n in range(6)]
+    assert [tree.num_drafted for tree in policy.fit(trees)] == [int(np.argmax(values))] * 2
+
+
+def test_nodes_that_several_drafts_propose_are_trusted_by_experience():
+    """Two drafts of the same claims: what both say turns out right, what one says wrong."""
+    calibration = Calibration()
+    both = merge([family([-1], [-1.0], [1], draft=0), family([-1, -1], [-1.0, -1.0], [1, 2], draft=1)])
+    for _ in range(50):
+        calibration.observe(both, [1])
+    accepted = dict(zip(both.tokens.tolist(), calibration.path(both), strict=True))
+    assert accepted[1] > 0.9
+    assert accepted[2] < 0.1
+    edges = calibration.edges(1, 1, np.array([[-1.0]]))
+    assert edges == pytest.approx(0.5, abs=0.05)  # of draft 1, whoever agrees
+
+
+# ---- what is learnt ----
+
+
+@pytest.mark.parametrize("truth", [lambda q: q, lambda q: q**2, lambda q: q**0.5, lambda q: 0.5 * q])
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_calibration_recovers_a_known_map(truth, depth):
+    """Tokens of probability q that are accepted with probability truth(q)."""
+    chance, calibration = np.random.default_rng(1), Calibration()
+    for q in chance.uniform(0.05, 0.98, 3000):
+        chain = family(list(range(-1, depth - 1)), [-0.0] * (depth - 1) + [np.log(q)])
+        right = chance.random() < truth(q)
+        calibration.observe(chain, [*range(depth - 1), depth - 1 if right else 8])
+    q = np.linspace(0.1, 0.95, 12)
+    assert calibration.edges(0, depth, np.log(q)) == pytest.approx(truth(q), abs=0.1)
+
+
+def test_without_experience_a_probability_is_taken_at_its_word():
+    q = np.array([1e-6, 0.01, 0.3, 0.99, 1.0])
+    assert Calibration().edges(0, 1, np.log(q)) == pytest.approx(q)
+    tree = family([-1, 0, 1], np.log([0.5, 0.25, 0.2]))
+    assert Calibration().path(tree) == pytest.approx([1, 0.5, 0.25, 0.2])
+
+
+def test_nodes_that_were_not_scored_teach_too():
+    """The token that the target chose is known, whether its node was in the pass or not."""
+    calibration = Calibration()
+    tree = family([-1, -1], np.log([0.5, 0.3]))
+    for _ in range(30):
+        calibration.observe(tree, [1])  # as after a plain step
+    assert calibration.path(tree)[1] < 0.1
+    assert calibration.path(tree)[2] > 0.8
+
+
+def test_greedy_and_coupled_texts_are_learnt_apart():
+    world = World([GOOD], flat(0.1), 0.001).run(50)
+    world.policy.start(1, coupled=True)
+    assert not world.policy.habits.calibration.counts
+    world.policy.start(1, coupled=False)
+    assert world.policy.habits.calibration.counts
+
+
+def test_lines_are_recovered_whatever_interrupts():
+    line = Line()
+    for turn in range(200):
+        nodes = (turn * 7) % 30
+        line.add(nodes, (0.04 + 0.001 * nodes) * (50 if turn % 40 == 39 else 1))
+    assert line.at(0) == pytest.approx(0.04, rel=0.1)
+    assert line.at(30) == pytest.approx(0.07, rel=0.1)
+
+
+def test_lines_of_one_size_are_flat_and_finite():
+    line = Line()
+    for _ in range(50):
+        line.add(16, 0.03)
+    assert line.at(16) == pytest.approx(0.03)
+    assert np.isfinite(line.at(64))
+
+
+def test_averages_forget_and_are_not_impressed():
+    average = Average(most=2.0)
+    for figure in [1.0] * 20 + [1000.0] + [1.0] * 3:
+        average.add(figure)
+    assert average.value < 1.1
+    for _ in range(100):
+        average.add(3.0)
+    assert average.value == pytest.approx(3.0, rel=0.05)
+
+
+def test_off_the_host_levels_go_by_averages():
+    """The frontier is not looked at: `expected` knows depths only."""
+    world = World([GOOD], flat(0.1), 0.001).run(100)
+    reached = [world.policy.expected(0, depth, rows=2) for depth in range(4)]
+    assert reached[0] == 2
+    assert sorted(reached, reverse=True) == reached
+    assert world.policy.another_level(0, 1, 2, reached[1])
+    assert not world.policy.another_level(0, 1, 2, 1e-6)
+
+
+@pytest.mark.parametrize("sizes", [{"max_nodes": -1}, {"max_depth": 1.5}, {"max_nodes": True}])
+def test_sizes_that_are_none_are_refused(sizes):
+    with pytest.raises(PolicyError, match="whole number"):
+        Auto(**sizes)
