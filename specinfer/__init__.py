@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from specinfer.certification import Certificate, certify, certify_verifier
     from specinfer.decoder import SpeculativeDecoder
     from specinfer.draft import Draft, ModelDraft
+    from specinfer.heads import FeatureDraft
     from specinfer.ngram import NGramDraft
     from specinfer.plugin import custom_generate
     from specinfer.results import Result, Stats, Step
@@ -33,6 +34,7 @@ _HOME = {
     "specinfer.certification": ("Certificate", "certify", "certify_verifier"),
     "specinfer.decoder": ("SpeculativeDecoder",),
     "specinfer.draft": ("Draft", "ModelDraft"),
+    "specinfer.heads": ("FeatureDraft",),
     "specinfer.ngram": ("NGramDraft",),
     "specinfer.plugin": ("custom_generate",),
     "specinfer.results": ("Result", "Stats", "Step"),
@@ -48,6 +50,7 @@ __all__ = [
     "Certificate",
     "Chain",
     "Draft",
+    "FeatureDraft",
     "ModelCheck",
     "ModelDraft",
     "MultiStep",

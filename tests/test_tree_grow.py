@@ -301,6 +301,18 @@ def test_top_candidates_of_a_real_vocabulary_with_ties() -> None:
         assert torch.equal(got[1], values[..., :k])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("vocab", "k"), [(7, 7), (300, 64), (65536, 5), (65537, 5)])
+def test_top_candidates_of_16_bit_values_break_ties_by_place(dtype: torch.dtype, vocab: int, k: int) -> None:
+    torch.manual_seed(vocab)
+    log_probs = (torch.randn(2, 3, vocab) * 4).round().to(dtype) / 2
+    log_probs[0, 0, :3] = torch.tensor([-0.0, 0.0, -torch.inf])
+    values, tokens = log_probs.sort(dim=-1, descending=True, stable=True)
+    got = top_candidates(log_probs, k)
+    assert torch.equal(got[0], tokens[..., :k])
+    assert torch.equal(got[1], values[..., :k])
+
+
 @PROPERTY
 @given(st.integers(1, 70), st.integers(1, 9), st.sampled_from([1, 2, 3, 8]), st.integers(0, 9999))
 def test_top_candidates_is_a_stable_sort(vocab: int, k: int, block: int, seed: int) -> None:

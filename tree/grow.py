@@ -404,6 +404,8 @@ def top_candidates(log_probs: Tensor, k: int, block: int | None = None) -> tuple
         values: (..., min(k, V)).
     """
     vocab = log_probs.shape[-1]
+    if log_probs.element_size() == 2 and vocab <= 1 << 16:
+        return _top_of_16_bits(log_probs, min(k, vocab))
     block = block or max(1, isqrt(vocab // max(1, k)))  # vocab / block maxima and k * block values are sorted
     if vocab <= 2 * k * block:
         values, tokens = log_probs.sort(dim=-1, descending=True, stable=True)
@@ -416,6 +418,15 @@ def top_candidates(log_probs: Tensor, k: int, block: int | None = None) -> tuple
     found = log_probs.gather(-1, ids.clamp(max=vocab - 1)).masked_fill_(ids >= vocab, -inf)
     values, places = found.sort(dim=-1, descending=True, stable=True)
     return ids.gather(-1, places[..., :k]), values[..., :k]
+
+
+def _top_of_16_bits(log_probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`top_candidates` of 16-bit floats: value and place together fit 32 bits, so one top-k of these is exact."""
+    bits = (log_probs + 0).view(torch.int16).int()  # -0 becomes 0
+    ranks = bits ^ (bits >> 31 & 0x7FFF)  # integers in the order of the floats
+    places = torch.arange(0xFFFF, 0xFFFF - log_probs.shape[-1], -1, dtype=torch.int32, device=log_probs.device)
+    tokens = 0xFFFF - (ranks << 16 | places).topk(k, -1).values.long().bitwise_and_(0xFFFF)
+    return tokens, log_probs.gather(-1, tokens)
 
 
 def draw_candidates(

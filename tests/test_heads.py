@@ -1,0 +1,143 @@
+"""Feature heads: what they draft equals a plain pass over the path, training sees what drafting sees, and whose they are."""
+
+import copy
+import json
+
+import pytest
+import torch
+from conftest import PROMPTS, VOCAB, byte_tokenizer, tiny_llama
+from torch.nn import functional
+from transformers import DynamicCache
+
+from specinfer import BestFirst, Chain, NGramDraft, Sampled, SpeculativeDecoder, Widths
+from specinfer.distill.train import _chained_mask
+from specinfer.errors import ModelError, TokenizerMismatch
+from specinfer.heads import FeatureDraft, FeatureHead, head_config, target_fingerprint
+
+TAPS = (1, 2)
+
+
+def tiny_head(seed=0, ids=range(0, VOCAB, 2), **options):
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    rest = {"max_position_embeddings": 256, "vocab_size": len(ids), "rms_norm_eps": 1e-6, "taps": list(TAPS)}
+    config = head_config(**{**sizes, "num_hidden_layers": 1, **rest, **options})
+    return FeatureHead(config, torch.tensor(list(ids))).double()
+
+
+def draft_for(target, name="head", **options):
+    return FeatureDraft(tiny_head(**options), target_fingerprint(target, byte_tokenizer()), name)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_llama()
+
+
+def states_of(target, ids):
+    """The target's tapped states that chose each token: zeros for the first, (1, n, K, H)."""
+    with torch.no_grad():
+        hidden = target(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    chosen = torch.stack([hidden[tap] for tap in TAPS], 2)
+    return torch.cat([torch.zeros_like(chosen[:, :1]), chosen[:, :-1]], 1)
+
+
+def unrolled(head, ids, states, steps):
+    """Logits of chained training steps, each (1, n, V')."""
+    columns, cache, own, found = torch.arange(len(ids)), DynamicCache(), None, []
+    with torch.no_grad():
+        for step in range(steps):
+            mask = _chained_mask(columns, step)[None, None]
+            given = {"target_states": states} if own is None else {"own_states": own}
+            output = head(torch.tensor([ids]), mask, columns[None], cache, **given)
+            found.append(output.logits)
+            own = functional.pad(output.hidden_states[0][:, :-1], (0, 0, 1, 0))
+    return found
+
+
+def test_drafting_along_the_text_equals_the_chained_training_steps(target):
+    """A tree's edge at depth d is what training step d computed with the path as the text."""
+    draft = draft_for(target, ids=range(VOCAB))
+    decoder = SpeculativeDecoder(target, None, [draft], Widths((2, 1, 1)))
+    checked = 0
+    for run in (decoder.open(prompt, max_new_tokens=9) for prompt in PROMPTS):
+        for ((row, step),) in run:
+            ids = row.ids[: len(row.ids) - len(step.tokens)]
+            for node in range(1, len(step.tree)):
+                text = [*ids, *step.tree.path(node)]
+                depth = int(step.tree.depths[node])
+                logits = unrolled(draft.head, text, states_of(target, text), depth)[-1][0, -2].log_softmax(-1)
+                parent = int(step.tree.parents[node])
+                edge = float(step.tree.scores[node] - step.tree.scores[parent])
+                assert edge == pytest.approx(float(logits[text[-1]]), abs=1e-5)
+                checked += 1
+    assert checked > 50
+
+
+@pytest.mark.parametrize("tree", [BestFirst(12, 4), Widths((3, 2)), Chain(4), "auto"], ids=str)
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_ids_do_not_depend_on_heads(target, tree, temperature):
+    options = {"max_new_tokens": 24, "temperature": temperature, "seed": [3, 4, 5, 6]}
+    wanted = SpeculativeDecoder(target, None, [], None).generate(PROMPTS, **options)
+    drafts = [draft_for(target, "a"), draft_for(target, "b", seed=1), NGramDraft()]
+    found = SpeculativeDecoder(target, None, drafts, tree).generate(PROMPTS, **options)
+    assert [row.token_ids for row in found] == [row.token_ids for row in wanted]
+
+
+def test_sampled_trees_draw_tokens_of_the_heads_vocabulary(target):
+    run = SpeculativeDecoder(target, None, [draft_for(target)], Sampled((3, 2))).generate([5, 6], seed=1, temperature=1)
+    drawn = {int(token) for step in run.steps for token in step.tree.tokens[1:]}
+    assert drawn
+    assert all(token % 2 == 0 for token in drawn)
+
+
+def test_saved_and_loaded_heads_draft_alike(target, tmp_path):
+    draft = draft_for(target)
+    draft.save(tmp_path / "head")
+    loaded = FeatureDraft.load(tmp_path / "head")
+    assert (loaded.name, loaded.taps, loaded.fingerprint) == (draft.name, TAPS, draft.fingerprint)
+    for name, weight in draft.head.state_dict().items():
+        wanted = weight.to(torch.bfloat16) if weight.is_floating_point() else weight
+        assert torch.equal(loaded.head.state_dict()[name].double(), wanted.double())
+
+
+@pytest.mark.parametrize("damage", ["nothing", "config", "weights", "other"])
+def test_a_folder_that_holds_no_head_is_named(target, tmp_path, damage):
+    folder = tmp_path / "head"
+    draft_for(target).save(folder)
+    if damage == "nothing":
+        folder = tmp_path / "none"
+    elif damage == "config":
+        (folder / "config.json").write_text("{")
+    elif damage == "weights":
+        (folder / "model.safetensors").write_bytes(b"short")
+    else:
+        (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ModelError, match=str(folder)):
+        FeatureDraft.load(folder)
+
+
+def test_two_precisions_of_one_target_take_the_same_head(target):
+    """Coarse weights, as a quantised file has them, are near enough."""
+    coarse = copy.deepcopy(target)
+    with torch.no_grad():
+        for weight in coarse.parameters():
+            scale = weight.abs().max() / 8
+            weight.copy_((weight / scale).round() * scale)
+    for version in (coarse, copy.deepcopy(target).to(torch.bfloat16)):
+        SpeculativeDecoder(version, byte_tokenizer(), [draft_for(target)])
+
+
+def test_heads_of_other_targets_are_refused_before_anything_runs(target):
+    draft = draft_for(target)
+    with pytest.raises(ModelError, match="other weights"):
+        SpeculativeDecoder(tiny_llama(seed=7), byte_tokenizer(), [draft])
+    with pytest.raises(ModelError, match="layers 2, not 3"):
+        SpeculativeDecoder(tiny_llama(num_hidden_layers=3), byte_tokenizer(), [draft])
+    with pytest.raises(TokenizerMismatch, match="other tokens"):
+        SpeculativeDecoder(target, byte_tokenizer(eos_token="<end>"), [draft])
+
+
+def test_a_head_alone_cannot_draft(target):
+    with pytest.raises(ModelError, match="attach"):
+        draft_for(target).open(None)
