@@ -372,7 +372,17 @@ def run(target, monkeypatch, capsys, prompts):
 
 def test_the_command(run, tmp_path, trained):
     """Options reach the text and the training; the result is a table or JSON."""
-    options = ["--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "out", "--samples", 8, "--epochs", 0.5]
+    options = [
+        "--prompts",
+        tmp_path / "prompts.jsonl",
+        "--out",
+        tmp_path / "out",
+        "--samples",
+        8,
+        "--epochs",
+        "--learning-rate",
+        0.5,
+    ]
     options += ["--temperatures", "0,1", "--seed", 3, "--vocabulary", 99, "--loss", "token", "--drafts", 1]
     code, out, err = run(*options, "--json")
     assert (code, err) == (0, "")
@@ -439,7 +449,7 @@ def test_the_command_has_exactly_these_options(run, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     shown = re.sub(r"\x1b\[[0-9;]*m", "", run("--help")[1])
     listed = set(re.findall(r"^\W*--([a-z][a-z-]*)", shown, re.MULTILINE)) - {"help"}
-    wanted = "arch device drafts dtype epochs json loss new-tokens out prompts samples seed target temperatures text"
+    wanted = "arch device drafts dtype epochs json learning-rate loss new-tokens out prompts samples seed target temperatures text"
     assert sorted(listed) == [*wanted.split(), "vocabulary"]
 
 

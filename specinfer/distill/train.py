@@ -119,7 +119,7 @@ class SoftCrossEntropy(torch.autograd.Function):
         values = logits.float()
         total = values.logsumexp(-1, keepdim=True)
         expected = torch.linalg.vecdot(values, law)
-        ctx.save_for_backward(values.sub_(total).exp_().sub_(law).to(logits.dtype))
+        ctx.save_for_backward((values - total).exp_().sub_(law).to(logits.dtype))
         return total[:, 0] - expected
 
     @staticmethod

@@ -1,0 +1,141 @@
+"""Training drafts: losses against autograd, chained steps, boost weights, checkpoints, and a loss that is no number."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import VOCAB, byte_tokenizer, tiny_llama
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from specinfer.distill import train
+from specinfer.distill.data import Texts
+from specinfer.distill.train import EarlierDrafts, Settings, SoftCrossEntropy, train_causal_lm, train_head
+from specinfer.errors import NumericalError
+from specinfer.heads import FeatureDraft
+
+TAPS = (1, 2)
+SETTINGS = Settings(
+    epochs=2.0, tokens_per_batch=128, vocabulary=64, held_out=0.1, checkpoint_every=4, learning_rate=5e-3, unroll=2
+)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_llama(spread=0.5).float()
+
+
+@pytest.fixture(scope="module")
+def shards(target, tmp_path_factory):
+    """Texts that the target writes greedily, with the states that chose each token."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(0, VOCAB, (40, 4), generator=generator)
+    ids = target.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=20, do_sample=False)
+    with torch.no_grad():
+        hidden = target(ids, output_hidden_states=True).hidden_states
+    states = torch.stack([hidden[tap] for tap in TAPS], 2)
+    states = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], 1)
+    rows, length = ids.shape
+    columns = {"ids": ids.flatten().int(), "states": states.flatten(0, 1).contiguous()}
+    lengths = {"lengths": torch.full((rows,), length), "prompt_lengths": torch.full((rows,), 4)}
+    path = tmp_path_factory.mktemp("text") / "00000.safetensors"
+    save_file(columns | lengths, path)
+    return [path]
+
+
+def trained(target, shards, out, settings=SETTINGS, earlier=(), progress=lambda *_: None):
+    return train_head(target, byte_tokenizer(), shards, TAPS, out, settings, earlier, progress)
+
+
+def test_the_gradient_made_on_the_way_forward_is_autograds():
+    torch.manual_seed(0)
+    logits, weights = torch.randn(5, 9, requires_grad=True), torch.rand(5)
+    law = torch.randn(5, 9).softmax(-1)
+    (SoftCrossEntropy.apply(logits, law) * weights).sum().backward()
+    found, logits.grad = logits.grad, None
+    loss = -(law * logits.log_softmax(-1)).sum(-1)
+    (loss * weights).sum().backward()
+    torch.testing.assert_close(found, logits.grad)
+    torch.testing.assert_close(SoftCrossEntropy.apply(logits, law), loss)
+
+
+def test_a_chained_step_sees_older_target_states_and_its_own_chain():
+    """Step 2 at token 3: the target-fed tokens 0 and 1, step 1's own at 2, step 2's own at 3."""
+    row = train._chained_mask(torch.arange(4), 2)[3].view(3, 4).int().tolist()
+    assert row == [[1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+
+
+def test_training_learns_and_says_how_well(target, shards, tmp_path):
+    seen = []
+    figures = trained(
+        target, shards, tmp_path / "1", replace(SETTINGS, epochs=12.0), progress=lambda *a: seen.append(a)
+    )
+    assert [done for done, _, _ in seen] == list(range(1, figures["steps"] + 1))
+    assert len(figures["hits"]) == SETTINGS.unroll
+    for rates in figures["hits"]:
+        assert rates == sorted(rates)
+    first, last = figures["history"][0], figures["history"][-1]
+    assert last["loss"] < first["loss"]
+    assert last["held_out"][0][0] > 2 / VOCAB
+    assert 0 < figures["coverage"] <= 1
+    draft = FeatureDraft.load(tmp_path / "1")
+    assert len(draft.head.token_ids) == SETTINGS.vocabulary
+
+
+def test_a_killed_training_goes_on_and_ends_as_if_it_had_not_been(target, shards, tmp_path):
+    whole = trained(target, shards, tmp_path / "whole")
+
+    def kill(done, *_):
+        if done == 6:  # two steps after a checkpoint
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(target, shards, tmp_path / "killed", progress=kill)
+    again = []
+    figures = trained(target, shards, tmp_path / "killed", progress=lambda done, *_: again.append(done))
+    assert again[0] == 5
+    assert figures["history"] == whole["history"]
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed")]
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weight, weights[1][name])
+
+
+def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(target, shards, tmp_path, monkeypatch):
+    steps = []
+    judged = EarlierDrafts.weights
+
+    def poisoned(self, batch):
+        steps.append(batch)
+        return judged(self, batch) * (float("nan") if len(steps) == 7 else 1)
+
+    monkeypatch.setattr(EarlierDrafts, "weights", poisoned)
+    with pytest.raises(NumericalError, match=r"step 7.*smaller learning rate"):
+        trained(target, shards, tmp_path / "1")
+    kept = load_file(tmp_path / "1.checkpoint" / "state.safetensors")
+    assert all(torch.isfinite(weight).all() for weight in kept.values())
+    assert not (tmp_path / "1").exists()
+
+
+def test_tokens_that_an_earlier_draft_proposes_first_weigh_less(target, shards, tmp_path):
+    trained(target, shards, tmp_path / "1", replace(SETTINGS, epochs=30.0))
+    texts = Texts(shards, SETTINGS.held_out)
+    batch = texts.load(texts.train)
+    weights = EarlierDrafts([tmp_path / "1"], target, SETTINGS).weights(batch)
+    head = FeatureDraft.load(tmp_path / "1").head.to(target.dtype).bind(target)
+    _, hits = train.Unrolled(head, SETTINGS)(*batch, torch.ones_like(weights))
+    assert 0 < int(hits[0, 0]) == int((weights != 1).sum()) < len(weights)
+    assert set(weights[weights != 1].tolist()) == {torch.tensor(SETTINGS.boost).item()}
+    second = trained(target, shards, tmp_path / "2", earlier=[tmp_path / "1"])
+    assert second["steps"] > 0
+
+
+def test_a_small_language_model_is_the_targets_outer_layers_and_anybodys_to_load(shards, tmp_path):
+    target = tiny_llama(spread=0.5, num_hidden_layers=4).float()
+    cut = train._cut(target, 2)
+    for own, layer in zip(cut.model.layers, (target.model.layers[0], target.model.layers[3]), strict=True):
+        for name, weight in own.state_dict().items():
+            assert torch.equal(weight, layer.state_dict()[name])
+    figures = train_causal_lm(target, byte_tokenizer(), shards, tmp_path / "lm", replace(SETTINGS, layers=2))
+    assert len(figures["hits"]) == 1
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "lm", dtype=torch.float32)
+    assert torch.equal(model.get_input_embeddings().weight, target.get_input_embeddings().weight.bfloat16().float())
