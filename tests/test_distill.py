@@ -380,7 +380,6 @@ def test_the_command(run, tmp_path, trained):
         "--samples",
         8,
         "--epochs",
-        "--learning-rate",
         0.5,
     ]
     options += ["--temperatures", "0,1", "--seed", 3, "--vocabulary", 99, "--loss", "token", "--drafts", 1]
@@ -449,8 +448,8 @@ def test_the_command_has_exactly_these_options(run, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     shown = re.sub(r"\x1b\[[0-9;]*m", "", run("--help")[1])
     listed = set(re.findall(r"^\W*--([a-z][a-z-]*)", shown, re.MULTILINE)) - {"help"}
-    wanted = "arch device drafts dtype epochs json learning-rate loss new-tokens out prompts samples seed target temperatures text"
-    assert sorted(listed) == [*wanted.split(), "vocabulary"]
+    wanted = "arch device drafts dtype epochs json learning-rate loss new-tokens out prompts samples seed target"
+    assert sorted(listed) == [*wanted.split(), "temperatures", "text", "vocabulary"]
 
 
 @pytest.mark.parametrize("broken", ["config.json", "model.safetensors", None])

@@ -1,4 +1,4 @@
-"""Feature heads: what they draft equals a plain pass over the path, training sees what drafting sees, and whose they are."""
+"""Feature heads: drafting equals what training saw, ids do not depend on them, and whose they are."""
 
 import copy
 import json
