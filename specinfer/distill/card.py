@@ -60,9 +60,9 @@ decoder = SpeculativeDecoder.from_pretrained("{target}", drafts=["path/to/this/f
 
 ## Measured acceptance
 
-How often the target's own choice was among the draft's k likeliest tokens, on held-out texts (a share of
-{held_out:.1%} of the texts above, of the same kind as these). In step s the draft has read s - 1 tokens of its own
-proposal, as on level s of a tree.
+How often the target's own choice was among the draft's k likeliest tokens, on held-out texts ({held_out:.1%} of the
+texts above; other texts of the same prompts may have been trained on). In step s the draft has read s - 1 tokens of its
+own proposal, as on level s of a tree.
 
 | step | {ranks} |
 |---|{rules}|
