@@ -31,10 +31,11 @@ from specinfer.tree import BestFirst, Frontier, Growth, Kind, Source, TokenTree,
 MAX_NODES, MAX_DEPTH = 48, 8
 SIZES = (16, 16, 0, 32, 4)  # nodes of the first steps, by which costs become known; the first one is not timed
 EXPLORE = 12  # steps after which sizes are chosen, even if trees were never that large
-MEMORY = 16  # steps that averages look back on, about
+MEMORY = 48  # steps that averages look back on, about
 PLAIN_AGAIN = 128  # steps after which a plain one is due: its cost drifts, too
+MARGIN = 1.03  # drafting must promise to be so much faster than not drafting: averages err
 TRIAL = 2  # steps for which an idle draft is tried again ...
-WAITS = 8, 64  # ... after so many idle ones at first, doubled with every failure, and so many at most
+WAITS = 8, 256  # ... after so many idle ones at first, doubled with every failure, and so many at most
 LEVEL_PRICE = 0.1  # tokens that a level must gain while its cost is unknown
 LEAST = 0.001, 0.05  # bounds of the path probability below which nothing is drafted
 
@@ -255,22 +256,26 @@ class Auto:
         self.waits: list[int] = []  # by draft, steps that it will be idle next time
         self.due: list[int] = []  # by draft, the step from which it is tried again
         self.learnt: defaultdict[bool, Habits] = defaultdict(lambda: Habits(max_depth))
+        self.asked = self.working = -1
+        self.habits = self.learnt[False]
         self.start(drafts=0, coupled=False)
 
     def __repr__(self) -> str:
         return f"Auto(max_nodes={self.max_nodes}, max_depth={self.max_depth})"
 
     def start(self, drafts: int, coupled: bool) -> None:
-        """Begin a text: every draft gets a trial, however idle it was.
+        """Begin a text, in the knowledge of earlier ones.
 
         Args:
             drafts: how many there are.
             coupled: whether drafts rank by the target's noise.
         """
-        self.waits, self.due = [WAITS[0]] * drafts, [self.steps] * drafts
-        self.habits = self.learnt[coupled]
-        self.asked = -1  # the drafts to ask in the next step, a bit mask: all
-        self.working = (1 << drafts) - 1  # those that paid when they were judged last
+        habits = self.learnt[coupled]
+        if len(self.due) != drafts or habits is not self.habits:  # every draft gets a trial
+            self.waits, self.due = [WAITS[0]] * drafts, [self.steps] * drafts
+            self.asked = -1  # the drafts to ask in the next step, a bit mask: all
+            self.working = (1 << drafts) - 1  # those that paid when they were judged last
+        self.habits = habits
         self.levels: defaultdict[int, int] = defaultdict(int)  # asked for in this step, by draft
         self.grown: Sequence[TokenTree] = ()  # this step's, before `fit`
 
@@ -367,6 +372,7 @@ class Auto:
         coalition, plain = self.habits.coalitions[asked, drafts], self._seconds(rows, 0)
         seconds = plain + coalition.busy.value * (self._seconds(rows, coalition.nodes.value) - plain)
         seconds += sum(own.value for draft, own in self.asking.items() if drafts >> draft & 1)
+        seconds *= MARGIN if drafts else 1
         return rows * (1 + coalition.tokens.value) / max(seconds, 1e-9)
 
     def _least(self, rows: int) -> float:

@@ -26,7 +26,7 @@ TargetOption = Annotated[
 ]
 DraftOption = Annotated[
     list[str] | None,
-    typer.Option(help="Draft: a model, 'ngram' or 'auto'. Repeat to merge several.", show_default="auto"),
+    typer.Option(help="A model, a trained head, ngram, shipped or auto. Repeat to merge.", show_default="auto"),
 ]
 TreeOption = Annotated[str, typer.Option(help="auto, best-first, widths, chain, sampled or none.")]
 NodesOption = Annotated[

@@ -35,7 +35,8 @@ class SpeculativeDecoder:
         model: the target, a ``transformers`` causal LM.
         tokenizer: the target's; needed for text in and out.
         drafts: ``"ngram"``, `Draft` objects, or bare draft models; all propose, and their trees are merged.
-            ``"auto"``: those that come with the package for this target, if any, and n-grams.
+            ``"shipped"``: the heads that come with the package for this target, if any.  ``"auto"``: the first of
+            those and n-grams, which is what measured best.
         tree: the growth policy; None decodes without speculation, ``"auto"`` is ``Auto()``, which chooses sizes step
             by step and keeps what it learns for later calls.
         verifier: by default `Walk` for ranked trees (greedy, or sampling coupled to the seed) and `MultiStep` for
@@ -94,7 +95,9 @@ class SpeculativeDecoder:
 
         loaded = load(target, dtype, device)
         ready = [
-            draft if draft in ("auto", "ngram") or not isinstance(draft, str) else _load_draft(draft, dtype, device)
+            draft
+            if draft in ("auto", "shipped", "ngram") or not isinstance(draft, str)
+            else _load_draft(draft, dtype, device)
             for draft in _as_list(drafts)
         ]
         return cls(loaded.model, loaded.tokenizer, ready, tree, verifier, confidence_gate)
@@ -178,9 +181,11 @@ class SpeculativeDecoder:
         return Run(self, rows, prompts.single)
 
     def _ready(self, drafts: list[Any]) -> list[Draft]:
-        """Return drafts in the order given, "auto" spelt out."""
-        shipped = shipped_drafts(self.target.model, self.tokenizer) if "auto" in drafts else []
-        spelt = [own for draft in drafts for own in ([*shipped, "ngram"] if draft == "auto" else [draft])]
+        """Return drafts in the order given, "auto" and "shipped" spelt out."""
+        names = [draft for draft in drafts if isinstance(draft, str)]
+        shipped = shipped_drafts(self.target.model, self.tokenizer) if {"auto", "shipped"} & set(names) else []
+        words: dict[str, list[Any]] = {"auto": [*shipped[:1], "ngram"], "shipped": list(shipped)}
+        spelt = [own for draft in drafts for own in (words.get(draft, [draft]) if isinstance(draft, str) else [draft])]
         return [_as_draft(draft) for draft in spelt]
 
     def _supported_policy(self, policy: Policy) -> Policy:

@@ -146,25 +146,28 @@ def test_plain_steps_are_measured_again():
 
 
 def test_a_draft_that_is_never_right_idles_and_is_tried_again():
-    world = World([BAD], flat(0.1), 0.02).run(400)
+    world = World([BAD], flat(0.1), 0.02).run(1200)
     tried = [step for step, levels in enumerate(world.levels) if levels[0] and step > len(SIZES)]
     gaps = [gap for gap in np.diff(tried) if gap > 1]
     assert gaps[0] == WAITS[0] + 1
     assert sorted(gaps) == gaps
     assert gaps[-1] == WAITS[1] + 1
-    assert world.asked(0, 300) < 20
+    assert world.asked(0, 300) < 6
 
 
 def test_a_draft_that_becomes_good_is_noticed():
     world = World([BAD], flat(0.1), 0.02).run(200)
     world.laws[0] = GOOD
-    assert world.run(200).asked(0, 50) >= 48
+    assert world.run(600).asked(0, 50) >= 48
 
 
-def test_a_new_text_gives_every_draft_a_trial():
+def test_a_new_text_goes_on_with_what_is_known_and_new_drafts_get_a_trial():
     world = World([BAD], flat(0.1), 0.02).run(300)
     world.policy.start(1, coupled=False)
-    assert world.run(2).asked(0, 2) == 2
+    assert world.run(2).asked(0, 2) == 0
+    world.laws = [BAD, BAD]
+    world.policy.start(2, coupled=False)
+    assert world.run(1).asked(1, 1) == 1
 
 
 def test_the_good_draft_works_and_the_bad_one_idles():
@@ -317,7 +320,7 @@ def test_averages_forget_and_are_not_impressed():
     for figure in [1.0] * 20 + [1000.0] + [1.0] * 3:
         average.add(figure)
     assert average.value < 1.1
-    for _ in range(100):
+    for _ in range(300):
         average.add(3.0)
     assert average.value == pytest.approx(3.0, rel=0.05)
 

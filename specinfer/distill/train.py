@@ -326,6 +326,7 @@ def _optimise(
     done, history = checkpoint.load(model, optimizer)
     wrapped, optimizer = accelerator.prepare(model, optimizer)
     batches = endless(texts, settings.tokens_per_batch, settings.seed, done * share)
+    losses: list[float] = []  # since the last checkpoint
     for step in range(done, steps):
         batch = [next(batches) for _ in range(share)][accelerator.process_index]
         for group in optimizer.param_groups:
@@ -336,10 +337,11 @@ def _optimise(
                 f"the loss is {figures['loss']} in step {step + 1}: the last good checkpoint stays in "
                 f"{checkpoint.folder}; go on from there with a smaller learning rate than {settings.learning_rate:g}"
             )
-        last = step + 1 == steps
-        if last or (step + 1) % settings.checkpoint_every == 0:
-            figures["held_out"] = evaluate(model, texts, settings)
+        losses.append(figures["loss"])
+        if step + 1 == steps or (step + 1) % settings.checkpoint_every == 0:
+            figures |= {"loss": sum(losses) / len(losses), "held_out": evaluate(model, texts, settings)}
             history.append({"step": step + 1, **figures})
+            losses.clear()
             if accelerator.is_main_process:
                 with storing(checkpoint.folder):
                     checkpoint.save(model, optimizer, step + 1, history)
