@@ -28,14 +28,14 @@ from torch import Tensor
 from specinfer.results import reach
 from specinfer.tree import BestFirst, Frontier, Growth, Kind, Source, TokenTree, grow_best_first
 
-MAX_NODES, MAX_DEPTH = 48, 8
-SIZES = (16, 16, 0, 32, 4)  # nodes of the first steps, by which costs become known; the first one is not timed
+MAX_NODES, MAX_DEPTH = 24, 8
+SIZES = (16, 16, 0, 24, 4)  # nodes of the first steps, by which costs become known; the first one is not timed
 EXPLORE = 12  # steps after which sizes are chosen, even if trees were never that large
-MEMORY = 48  # steps that averages look back on, about
+MEMORY = 24  # steps that averages look back on, about
 PLAIN_AGAIN = 128  # steps after which a plain one is due: its cost drifts, too
 MARGIN = 1.03  # drafting must promise to be so much faster than not drafting: averages err
 TRIAL = 2  # steps for which an idle draft is tried again ...
-WAITS = 8, 256  # ... after so many idle ones at first, doubled with every failure, and so many at most
+WAITS = 8, 64  # ... after so many idle ones at first, doubled with every failure, and so many at most
 LEVEL_PRICE = 0.1  # tokens that a level must gain while its cost is unknown
 LEAST = 0.001, 0.05  # bounds of the path probability below which nothing is drafted
 
@@ -256,26 +256,23 @@ class Auto:
         self.waits: list[int] = []  # by draft, steps that it will be idle next time
         self.due: list[int] = []  # by draft, the step from which it is tried again
         self.learnt: defaultdict[bool, Habits] = defaultdict(lambda: Habits(max_depth))
-        self.asked = self.working = -1
-        self.habits = self.learnt[False]
         self.start(drafts=0, coupled=False)
 
     def __repr__(self) -> str:
         return f"Auto(max_nodes={self.max_nodes}, max_depth={self.max_depth})"
 
     def start(self, drafts: int, coupled: bool) -> None:
-        """Begin a text, in the knowledge of earlier ones.
+        """Begin a text: every draft gets a trial, however idle it was, for texts differ.
 
         Args:
             drafts: how many there are.
             coupled: whether drafts rank by the target's noise.
         """
-        habits = self.learnt[coupled]
-        if len(self.due) != drafts or habits is not self.habits:  # every draft gets a trial
-            self.waits, self.due = [WAITS[0]] * drafts, [self.steps] * drafts
-            self.asked = -1  # the drafts to ask in the next step, a bit mask: all
-            self.working = (1 << drafts) - 1  # those that paid when they were judged last
-        self.habits = habits
+        self.waits, self.due = [WAITS[0]] * drafts, [self.steps] * drafts
+        self.habits = self.learnt[coupled]
+        self.asked = -1  # the drafts to ask in the next step, a bit mask: all
+        self.working = (1 << drafts) - 1  # those that paid when they were judged last
+        self.warm = 0  # those asked in the step before: the others have to read what they missed first
         self.levels: defaultdict[int, int] = defaultdict(int)  # asked for in this step, by draft
         self.grown: Sequence[TokenTree] = ()  # this step's, before `fit`
 
@@ -376,8 +373,8 @@ class Auto:
         return rows * (1 + coalition.tokens.value) / max(seconds, 1e-9)
 
     def _least(self, rows: int) -> float:
-        """Return the path probability that is not worth drafting: a quarter of what a node costs, for q may be low."""
-        return float(np.clip((self._price(rows) or 0.0) * self.line.slope / 4, *LEAST))
+        """Return the path probability that is not worth drafting: half of what a node costs, for q may be low."""
+        return float(np.clip((self._price(rows) or 0.0) * self.line.slope / 2, *LEAST))
 
     # ---- what is learnt ----
 
@@ -408,6 +405,7 @@ class Auto:
             self._credit(trees, paths, asked)
         self.levels.clear()
         self.grown = ()
+        self.warm = asked
         self.asked = self._choose(asked, rows)
 
     def _time(self, rows: int, nodes: int, tokens: int, proposing: Sequence[float], seconds: float) -> None:
@@ -421,7 +419,7 @@ class Auto:
         else:
             pace.plain.add(rest)
         for draft, spent in enumerate(proposing):
-            if spent and self.asked >> draft & 1:
+            if spent and self.asked & self.warm >> draft & 1:
                 self.asking[draft].add(spent)
                 self.asking_level[draft].add(spent / (self.levels[draft] or 1))
 

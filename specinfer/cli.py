@@ -33,7 +33,7 @@ NodesOption = Annotated[
     int | None,
     typer.Option(
         help="Drafted nodes per tree at most (auto; best-first, where paths below 5 % are left out).",
-        show_default="48 auto, 16 best-first",
+        show_default="24 auto, 16 best-first",
     ),
 ]
 DepthOption = Annotated[int, typer.Option(help="Levels per tree at most (auto, best-first), or exactly (chain).")]

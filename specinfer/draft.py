@@ -23,7 +23,7 @@ from specinfer.noise import COUPLING, DRAFT, gumbel, key
 from specinfer.sampling import Law
 from specinfer.tree import Frontier, Policy, TokenTree, draw_candidates, top_candidates
 
-CANDIDATES = 256  # tokens per node that warpers and coupling noise see when a draft ranks
+CANDIDATES = 128  # tokens per node that warpers and coupling noise see when a draft ranks
 CATCH_UP = 32  # committed tokens beyond which a draft prefills instead of feeding them with the root
 
 

@@ -1,0 +1,63 @@
+"""What a target pass costs by the number of nodes, with plain and with packed weights, next to the bound of memory.
+
+    python benchmarks/passes.py [--target DIR] [--prefix 200] [--rounds 9]
+
+The bound is the bytes of the weights that a pass reads over the bandwidth measured by summing an array that no cache
+holds.  Plain and packed passes alternate; figures are medians, in milliseconds.
+"""
+
+import argparse
+from contextlib import nullcontext
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from specinfer.attention import TreeModel, lay_out_chains, running
+from specinfer.models import load
+
+NODES = (0, 4, 8, 12, 16, 24, 32)
+
+
+def bandwidth() -> float:
+    """Return bytes per second."""
+    data = torch.ones(2**29, dtype=torch.int32)
+    seconds = []
+    for _ in range(5):
+        started = perf_counter()
+        data.sum()
+        seconds.append(perf_counter() - started)
+    return data.nbytes / min(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target")
+    parser.add_argument("--prefix", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args()
+
+    model = load(args.target).model
+    target = TreeModel(model)
+    session = target.session(1, args.prefix + max(NODES) + 1)
+    session.prefill([list(range(10, 10 + args.prefix))])
+    seconds: dict[tuple[int, str], list[float]] = {(nodes, kind): [] for nodes in NODES for kind in ("plain", "packed")}
+    for _ in range(args.rounds + 1):  # the first round warms up
+        for nodes, kind in seconds:
+            layout = lay_out_chains([list(range(nodes + 1))], target.device)
+            with running(target) if kind == "packed" else nullcontext():
+                started = perf_counter()
+                session.append(layout)
+                seconds[nodes, kind].append(perf_counter() - started)
+            session.commit([()])
+    weights = sum(parameter.nbytes for parameter in set(model.parameters()))
+    rate = bandwidth()
+    print(f"{weights / 1e6:.0f} MB of weights at {rate / 1e9:.1f} GB/s: {1e3 * weights / rate:.1f} ms")
+    print("nodes  plain  packed")
+    for nodes in NODES:
+        plain, packed = (1e3 * median(seconds[nodes, kind][1:]) for kind in ("plain", "packed"))
+        print(f"{nodes:5}  {plain:5.1f}  {packed:6.1f}")
+
+
+if __name__ == "__main__":
+    main()
