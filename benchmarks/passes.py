@@ -21,7 +21,7 @@ NODES = (0, 4, 8, 12, 16, 24, 32)
 
 def bandwidth() -> float:
     """Return bytes per second."""
-    data = torch.ones(2**29, dtype=torch.int32)
+    data = torch.ones(2**29)
     seconds = []
     for _ in range(5):
         started = perf_counter()
