@@ -96,7 +96,7 @@ def test_the_first_steps_explore_sizes():
 @pytest.mark.parametrize("rows", [1, 4])
 def test_an_expensive_target_and_a_good_draft_make_large_trees(rows):
     world = World([GOOD], flat(0.1, 0.0001), 0.001, rows).run(100)
-    assert np.mean(world.nodes(50)) > 30
+    assert np.mean(world.nodes(50)) > 20
     assert np.mean([levels for (levels,) in world.levels[-50:]]) > 4
 
 
@@ -110,7 +110,7 @@ def test_levels_that_cost_much_make_shallow_trees():
     deep = World([GOOD], flat(0.1), 0.001).run(100)
     shallow = World([GOOD], flat(0.1), 0.06).run(100)
     assert 0 < np.mean([levels for (levels,) in shallow.levels[-50:]]) < 2.5
-    assert np.mean([levels for (levels,) in deep.levels[-50:]]) > 5
+    assert np.mean([levels for (levels,) in deep.levels[-50:]]) > 4
 
 
 @pytest.mark.parametrize("rows", [1, 3])
