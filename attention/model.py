@@ -207,6 +207,11 @@ class TreeSession:
             inputs["output_hidden_states"] = True
         output = model.model(**inputs)
         if self.taps:
+            if getattr(output, "hidden_states", None) is None:
+                raise UnsupportedModel(
+                    f"{model.name} hands out no hidden states, which a feature head reads: draft with a language "
+                    "model or n-grams"
+                )
             self.tapped.append(torch.stack([output.hidden_states[tap] for tap in self.taps], 2))
         logits = output.logits
         return logits if columns is None or model.takes_logits_to_keep else logits[:, columns]

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import wraps
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers import DynamicCache
 
 from specinfer import BestFirst, Chain, NGramDraft, Sampled, SpeculativeDecoder, Widths
 from specinfer.distill.train import _chained_mask
-from specinfer.errors import ModelError, TokenizerMismatch
+from specinfer.errors import ModelError, TokenizerMismatch, UnsupportedModel
 from specinfer.heads import FeatureDraft, FeatureHead, head_config, target_fingerprint
 
 TAPS = (1, 2)
@@ -136,6 +137,18 @@ def test_heads_of_other_targets_are_refused_before_anything_runs(target):
         SpeculativeDecoder(tiny_llama(num_hidden_layers=3), byte_tokenizer(), [draft])
     with pytest.raises(TokenizerMismatch, match="other tokens"):
         SpeculativeDecoder(target, byte_tokenizer(eos_token="<end>"), [draft])
+
+
+def test_a_target_that_hides_its_states_is_named(target, monkeypatch):
+    forward = target.forward
+
+    @wraps(forward)
+    def silent(*args, output_hidden_states=False, **options):
+        return forward(*args, **options)
+
+    monkeypatch.setattr(target, "forward", silent)
+    with pytest.raises(UnsupportedModel, match="hands out no hidden states"):
+        SpeculativeDecoder(target, None, [draft_for(target)], Chain(2)).generate([5, 9, 6], max_new_tokens=4)
 
 
 def test_a_head_alone_cannot_draft(target):
