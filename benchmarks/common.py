@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from specinfer import BestFirst, Chain, ModelDraft, SpeculativeDecoder, Widths, bench
-from specinfer.decoder import DEFAULT_TREE
+from specinfer.decoder import DEFAULT_TREE, WORDS
 from specinfer.models import load
 
 
@@ -15,7 +15,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options that all scripts take."""
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--target", help="hub name or folder; default SmolLM2-135M-Instruct")
-    p.add_argument("--draft", action="append", default=[], help="'ngram' or a model; repeat to merge")
+    p.add_argument("--draft", action="append", default=[], help="a model, ngram, shipped or auto; repeat to merge")
     p.add_argument("--prompts", nargs="+", type=Path, required=True, help='JSON lines with "prompt" and "split"')
     p.add_argument("--count", type=int, default=20, help="prompts in all, split evenly between the files")
     p.add_argument("--max-new-tokens", type=int, default=64)
@@ -33,16 +33,14 @@ def read_prompts(files: list[Path], count: int) -> list[str]:
 def load_models(args: argparse.Namespace, dtype: str) -> tuple[Any, Any, list[Any]]:
     """Return target model, its tokenizer and the drafts."""
     target = load(args.target, dtype)
-    drafts = []
-    for name in args.draft or ["ngram"]:
-        drafts.append("ngram" if name == "ngram" else ModelDraft(*load(name, dtype)))
+    drafts = [name if name in WORDS else ModelDraft(*load(name, dtype)) for name in args.draft or ["auto"]]
     return target.model, target.tokenizer, drafts
 
 
 def policies(nodes: int, depth: int) -> dict[str, Any]:
     """Return the tree policies that are compared."""
     best_first = BestFirst(nodes, depth, DEFAULT_TREE.min_probability)
-    return {"best-first": best_first, "widths": Widths((2, 2, 1)), "chain": Chain(depth)}
+    return {"auto": "auto", "best-first": best_first, "widths": Widths((2, 2, 1)), "chain": Chain(depth)}
 
 
 def difference(a: list[int], b: list[int]) -> int | None:

@@ -25,6 +25,7 @@ from specinfer.shipped import shipped_drafts
 from specinfer.tree import BestFirst, Chain, Kind, Policy
 from specinfer.verify import MultiStep, Verifier, Walk
 
+WORDS = ("auto", "shipped", "ngram")  # drafts that are no models' names
 DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8, min_probability=0.05)
 
 
@@ -95,9 +96,7 @@ class SpeculativeDecoder:
 
         loaded = load(target, dtype, device)
         ready = [
-            draft
-            if draft in ("auto", "shipped", "ngram") or not isinstance(draft, str)
-            else _load_draft(draft, dtype, device)
+            _load_draft(draft, dtype, device) if isinstance(draft, str) and draft not in WORDS else draft
             for draft in _as_list(drafts)
         ]
         return cls(loaded.model, loaded.tokenizer, ready, tree, verifier, confidence_gate)

@@ -43,20 +43,8 @@ class Opening:
     states: Sequence[Tensor | None] = ()  # per row (n - 1, taps, H): the target's, at all prompt tokens but the root
 
 
-class DraftSession(Protocol):
-    """One draft at work on one batch of rows."""
-
-    @property
-    def passes(self) -> int:
-        """Forward passes so far, prefill excluded."""
-
-    @property
-    def seconds(self) -> float:
-        """Wall-clock seconds in those passes."""
-
-    @property
-    def prefill_seconds(self) -> float:
-        """Wall-clock seconds in prefill passes."""
+class Proposer(Protocol):
+    """What the decode loop needs of a draft at work on one batch of rows."""
 
     def propose(self, policy: Policy, max_depth: int) -> list[TokenTree]:
         """Grow one tree per row below its last committed token, no deeper than ``max_depth``."""
@@ -69,6 +57,22 @@ class DraftSession(Protocol):
             states: per row (n, taps, H), the target's hidden states from which those n tokens were chosen; for
                 drafts with `taps`.
         """
+
+
+class DraftSession(Proposer, Protocol):
+    """One draft at work on one batch of rows, with its clocks."""
+
+    @property
+    def passes(self) -> int:
+        """Forward passes so far, prefill excluded."""
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds in those passes."""
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Wall-clock seconds in prefill passes."""
 
 
 class Draft(Protocol):

@@ -44,7 +44,7 @@ HEAD_FIELDS = (
 )
 SKETCH_ROWS = 32  # embedding rows that stand for a target in its fingerprint
 SKETCH_WIDTH = 8  # ... and entries of each
-SAME_TARGET = 0.9  # least cosine of two fingerprints: quantised weights stay above .99, other weights are near 0
+SAME_TARGET = 0.9  # least cosine of two fingerprints: coarsely quantised weights stay above, others are far below
 
 
 def head_config(**fields: Any) -> LlamaConfig:

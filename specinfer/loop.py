@@ -6,7 +6,7 @@ Knows: the order of things.  Does not know: how trees grow, how attention works,
 from collections.abc import Iterator, Sequence
 
 from specinfer.attention import TreeSession
-from specinfer.draft import DraftSession
+from specinfer.draft import Proposer
 from specinfer.results import Step
 from specinfer.row import Row
 from specinfer.tree import Policy, TokenTree, merge
@@ -15,7 +15,7 @@ from specinfer.verify import Verifier
 
 def decode(
     target: TreeSession,
-    drafts: Sequence[DraftSession],
+    drafts: Sequence[Proposer],
     policy: Policy,
     verifier: Verifier,
     rows: Sequence[Row],
@@ -46,7 +46,7 @@ def decode(
         rows = [row for row in rows if not row.finished]
 
 
-def propose(drafts: Sequence[DraftSession], policy: Policy, rows: Sequence[Row]) -> list[TokenTree]:
+def propose(drafts: Sequence[Proposer], policy: Policy, rows: Sequence[Row]) -> list[TokenTree]:
     """Return one tree per row: the drafts' trees, merged, no deeper than what the row may still emit.
 
     Rows that are not confident of their last token get bare roots; drafts are not asked for those alone.

@@ -33,21 +33,6 @@ class Timed:
     session: DraftSession
     proposing: float = 0.0  # seconds
 
-    @property
-    def passes(self) -> int:
-        """As the session's."""
-        return self.session.passes
-
-    @property
-    def seconds(self) -> float:
-        """As the session's."""
-        return self.session.seconds
-
-    @property
-    def prefill_seconds(self) -> float:
-        """As the session's."""
-        return self.session.prefill_seconds
-
     def propose(self, policy: Policy, max_depth: int) -> list[TokenTree]:
         """Propose as the session does."""
         started = perf_counter() - self.session.prefill_seconds
@@ -132,11 +117,11 @@ class Run:
         before, proposed = self.seconds, [seconds for _, seconds in self.drafting]
         self.seconds = Seconds(
             total=perf_counter() - started,
-            prefill=target.prefill_seconds + sum(draft.prefill_seconds for draft in drafts),
+            prefill=target.prefill_seconds + sum(draft.session.prefill_seconds for draft in drafts),
             target=target.seconds,
-            draft=sum(draft.seconds for draft in drafts),
+            draft=sum(draft.session.seconds for draft in drafts),
         )
-        self.drafting = [(draft.passes, draft.proposing) for draft in drafts]
+        self.drafting = [(draft.session.passes, draft.proposing) for draft in drafts]
         if steps and isinstance(self.decoder.policy, Auto):
             self.decoder.policy.observe(
                 trees=[step.tree for step in steps],

@@ -184,7 +184,8 @@ def _hit_lines(group: dict[str, Any]) -> list[str]:
         return []
     named = [(f"{row['draft']}, {row['positions']} positions", row["rates"]) for row in group["hits"]]
     if "specinfer_table_1" in group:
-        named.append(("SpecInfer's Table 1, LLaMA-68M for 7B", group["specinfer_table_1"]))
+        how = ", by multi-step sampling" if group["temperature"] else ""
+        named.append((f"SpecInfer's Table 1, LLaMA-68M for 7B{how}", group["specinfer_table_1"]))
     header = ["target's choice among the draft's", *(f"top {k}" for k in range(1, 1 + len(named[0][1])))]
     return _aligned([header, *([name, *(f"{rate:.2f}" for rate in rates)] for name, rates in named)])
 

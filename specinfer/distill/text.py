@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from specinfer.attention import TreeModel, evaluating
+from specinfer.attention import TreeModel, running
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.distill.files import pin, write_whole
 from specinfer.draft import Opening
@@ -286,7 +286,7 @@ def _follow(
     """Let the target read given text; return ids and states."""
     ids = [job.ids for job in batch]
     session = decoder.target.session(len(ids), max(map(len, ids)), taps=recorder.taps)
-    with evaluating(decoder.target.model):
+    with running(decoder.target):
         states = session.prefill([row[:-1] for row in ids])
     return ids, [row for row in states if row is not None]
 
