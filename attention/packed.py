@@ -4,8 +4,8 @@ Knows: oneDNN's packed weights for bfloat16 on CPUs.  Does not know: models' arc
 
 On a CPU, `torch.nn.Linear` reads its weight as it lies, and in bfloat16 each product rearranges it again.  Packed once
 (what `torch.compile` calls freezing), a pass of SmolLM2-135M over 12 nodes took 42 instead of 60 ms on two cores of an
-AMD EPYC with AVX512-BF16 (``benchmarks/passes.py``).  The packed copy takes as much memory as the weights, so models that
-would fill the machine are left alone.  Between passes the model is as it was.
+AMD EPYC with AVX512-BF16 (``benchmarks/passes.py``).  The packed copy takes as much memory as the weights, so models
+that would fill the machine are left alone.  Between passes the model is as it was.
 """
 
 from collections.abc import Callable
