@@ -6,35 +6,11 @@ Everything countable is derived from the steps, so a result cannot disagree with
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import takewhile
 from typing import Any
 
 from specinfer.tree import TokenTree
-
-
-@dataclass(frozen=True)
-class Step:
-    """One decode step of one row: one token tree, verified in one target pass."""
-
-    tree: TokenTree
-    path: tuple[int, ...]  # accepted nodes, root excluded, before any cut
-    tokens: tuple[int, ...]  # tokens emitted: the accepted path, then the bonus token, cut where the text ended
-    drafted_by: tuple[tuple[str, ...], ...]  # per emitted token: the drafts that proposed it, () = the target's own
-
-    @property
-    def bonus(self) -> int | None:
-        """The target's own token after the accepted path; None if the text was cut before it."""
-        return self.tokens[-1] if len(self.tokens) > len(self.path) else None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready dict."""
-        return {
-            "tree": self.tree.to_dict(),
-            "path": list(self.path),
-            "tokens": list(self.tokens),
-            "drafted_by": [list(names) for names in self.drafted_by],
-        }
 
 
 @dataclass(frozen=True)
@@ -56,9 +32,39 @@ class Seconds:
         """Everything that is not a forward pass: n-gram look-ups, growing, sampling, verification, pruning."""
         return max(0.0, self.total - self.prefill - self.target - self.draft)
 
+    def __sub__(self, earlier: "Seconds") -> "Seconds":
+        """Return what was spent since an earlier reading of the same clocks."""
+        return Seconds(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
+
     def to_dict(self) -> dict[str, float]:
         """Return a JSON-ready dict, bookkeeping included."""
         return {name: getattr(self, name) for name in ("total", "prefill", "target", "draft", "bookkeeping")}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decode step of one row: one token tree, verified in one target pass."""
+
+    tree: TokenTree
+    path: tuple[int, ...]  # accepted nodes, root excluded, before any cut
+    tokens: tuple[int, ...]  # tokens emitted: the accepted path, then the bonus token, cut where the text ended
+    drafted_by: tuple[tuple[str, ...], ...]  # per emitted token: the drafts that proposed it, () = the target's own
+    seconds: Seconds = Seconds()  # what the step took; in a batch, of all rows together
+
+    @property
+    def bonus(self) -> int | None:
+        """The target's own token after the accepted path; None if the text was cut before it."""
+        return self.tokens[-1] if len(self.tokens) > len(self.path) else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        return {
+            "tree": self.tree.to_dict(),
+            "path": list(self.path),
+            "tokens": list(self.tokens),
+            "drafted_by": [list(names) for names in self.drafted_by],
+            "seconds": self.seconds.to_dict(),
+        }
 
 
 @dataclass(frozen=True)
@@ -168,6 +174,7 @@ class Result:
         finish_reason: "eos", "stop" (a stop string or stopping criterion), "length", or "unfinished".
         seed: what reproduces it when sampling; None when greedy.
         steps: one `Step` per target pass.
+        tokenizer: the decoder's, with which the result shows its tokens.
     """
 
     text: str
@@ -177,6 +184,7 @@ class Result:
     seed: int | None
     stats: Stats
     steps: list[Step] = field(repr=False)
+    tokenizer: Any = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         """Return the text."""

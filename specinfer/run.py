@@ -4,7 +4,7 @@ Knows: sessions, rows, seconds, the tokenizer's way from ids to text.  Does not 
 """
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -105,15 +105,18 @@ class Run:
                 emitted = next(steps, None)
             if emitted is None:
                 return
+            spent = self._clock(started, target, drafts, [step for _, step in emitted])
+            emitted = [(row, replace(step, seconds=spent)) for row, step in emitted]
             for row, step in emitted:
                 self.steps[row.index].append(step)
-            self._clock(started, target, drafts, [step for _, step in emitted])
             paused = perf_counter()
             yield emitted
             started += perf_counter() - paused  # the caller's time is not ours
 
-    def _clock(self, started: float, target: TreeSession, drafts: Sequence[Timed], steps: Sequence[Step] = ()) -> None:
-        """Read the clocks; a policy that adapts is told the outcome of the steps, and their seconds."""
+    def _clock(
+        self, started: float, target: TreeSession, drafts: Sequence[Timed], steps: Sequence[Step] = ()
+    ) -> Seconds:
+        """Read the clocks, tell a policy that adapts what came of the steps; return the seconds since last time."""
         before, proposed = self.seconds, [seconds for _, seconds in self.drafting]
         self.seconds = Seconds(
             total=perf_counter() - started,
@@ -128,8 +131,9 @@ class Run:
                 paths=[step.path for step in steps],
                 tokens=[step.tokens for step in steps],
                 proposing=[draft.proposing - old for draft, old in zip(drafts, proposed, strict=True)],
-                seconds=self.seconds.decoding - before.decoding,
+                seconds=(self.seconds - before).decoding,
             )
+        return self.seconds - before
 
     def _open_sessions(self) -> tuple[TreeSession, list[Timed]]:
         decoder, rows = self.decoder, self.rows
@@ -180,6 +184,7 @@ class Run:
             seed=row.seed if row.sampling else None,
             stats=stats,
             steps=steps,
+            tokenizer=tokenizer,
         )
 
     def _adapted(self, choices: Choices) -> list[str]:
