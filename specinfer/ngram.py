@@ -110,8 +110,10 @@ class NGramDraftSession:
 
     def propose(self, policy: Policy, max_depth: int) -> list[TokenTree]:
         """Grow one tree per row below its last committed token."""
-        self.paths = [[] for _ in self.texts]
         roots = [text.ids[-1] for text in self.texts]
+        if not any(text.matches(()) for text in self.texts):
+            return [TokenTree.root_only(root, policy.kind) for root in roots]
+        self.paths = [[] for _ in self.texts]
         return policy.grow(self, max_depth).trees(roots, self.opening.draft)
 
     def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from specinfer.attention.packed import PackedLinears, packed
+from specinfer.attention.packed import PackedLinears, Shared, packed
 
 torch_packs = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 pytestmark = pytest.mark.skipif(not torch_packs, reason="oneDNN multiplies no bfloat16 on this CPU")
@@ -83,3 +83,50 @@ def test_only_plain_bfloat16_layers_are_packed() -> None:
 def test_models_that_would_fill_the_machine_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specinfer.attention.packed._free_bytes", lambda: 1.0)
     assert PackedLinears(layers()).layers == []
+
+
+class Attention(nn.Module):
+    """Three layers on the same states, under the names that models give them."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(48, n, bias=bias) for n in (32, 16, 16))
+        self.to(torch.bfloat16)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values."""
+        return torch.cat([self.q_proj(states), self.k_proj(states), self.v_proj(states.clone())], -1)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_that_share_their_input_are_one_product(bias: bool) -> None:
+    torch.manual_seed(0)
+    model, inputs = Attention(bias), torch.randn(2, 5, 48)
+    plain = outputs(model, inputs)
+    with using(model):
+        assert packed(model).groups == [[model.q_proj, model.k_proj, model.v_proj]]
+        for _ in range(2):  # the last layer's input is another tensor, so it is multiplied for itself
+            torch.testing.assert_close(outputs(model, inputs), plain, rtol=2e-2, atol=2e-2)
+
+
+def test_a_shared_product_belongs_to_its_input_and_is_let_go() -> None:
+    asked: list[torch.Tensor] = []
+    weight, one, two = torch.randn(6, 8), *torch.randn(2, 3, 8)
+
+    def multiply(states: torch.Tensor) -> torch.Tensor:
+        asked.append(states)
+        return states @ weight.T
+
+    shared = Shared(multiply, [4, 2])
+    first, second = shared.forwards
+    assert torch.equal(first(one), one @ weight[:4].T)
+    assert torch.equal(second(two), two @ weight[4:].T)
+    assert torch.equal(first(two), two @ weight[:4].T)
+    assert [id(states) for states in asked] == [id(one), id(two)]
+    assert (shared.states, shared.parts) == (None, {})
+
+
+def test_layers_of_which_only_some_have_a_bias_stay_apart() -> None:
+    model = Attention()
+    model.k_proj.bias = None
+    assert len(PackedLinears(model).groups) == 3

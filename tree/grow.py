@@ -404,7 +404,7 @@ def top_candidates(log_probs: Tensor, k: int, block: int | None = None) -> tuple
         values: (..., min(k, V)).
     """
     vocab = log_probs.shape[-1]
-    if log_probs.element_size() == 2 and vocab <= 1 << 16:
+    if log_probs.dtype == torch.bfloat16 and vocab <= 1 << 16:
         return _top_of_16_bits(log_probs, min(k, vocab))
     block = block or max(1, isqrt(vocab // max(1, k)))  # vocab / block maxima and k * block values are sorted
     if vocab <= 2 * k * block:
@@ -421,11 +421,11 @@ def top_candidates(log_probs: Tensor, k: int, block: int | None = None) -> tuple
 
 
 def _top_of_16_bits(log_probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`top_candidates` of 16-bit floats: value and place together fit 32 bits, so one top-k of these is exact."""
-    bits = (log_probs + 0).view(torch.int16).int()  # -0 becomes 0
-    ranks = bits ^ (bits >> 31 & 0x7FFF)  # integers in the order of the floats
-    places = torch.arange(0xFFFF, 0xFFFF - log_probs.shape[-1], -1, dtype=torch.int32, device=log_probs.device)
-    tokens = 0xFFFF - (ranks << 16 | places).topk(k, -1).values.long().bitwise_and_(0xFFFF)
+    """`top_candidates` of bfloat16: value and place together fit 32 bits, so one top-k of these is exact."""
+    ranks = log_probs.float().add_(0.0).view(torch.int32)  # -0 becomes 0; the lower 16 bits are free
+    ranks ^= (ranks >> 31).bitwise_and_(0x7FFF0000)  # integers in the order of the floats
+    ranks |= torch.arange(0xFFFF, 0xFFFF - log_probs.shape[-1], -1, dtype=torch.int32, device=log_probs.device)
+    tokens = ranks.topk(k, -1).values.long().bitwise_and_(0xFFFF).bitwise_xor_(0xFFFF)
     return tokens, log_probs.gather(-1, tokens)
 
 
