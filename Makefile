@@ -65,7 +65,7 @@ install: $(VENV)/.dev
 # Type checkers cannot follow package-dir: show them the packages as they are installed.
 types:
 	@rm -rf .types && mkdir -p .types/specinfer
-	@ln -s $(foreach file,$(wildcard specinfer/*.py specinfer/py.typed) specinfer/bench specinfer/distill tree attention,../../$(file)) .types/specinfer/
+	@ln -s $(foreach file,$(wildcard specinfer/*.py specinfer/py.typed) $(patsubst %/__init__.py,%,$(wildcard specinfer/*/__init__.py)) tree attention,../../$(file)) .types/specinfer/
 
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)

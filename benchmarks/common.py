@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from specinfer import BestFirst, Chain, ModelDraft, SpeculativeDecoder, Widths, bench
+from specinfer import BestFirst, Chain, ModelDraft, SpeculativeDecoder, Widths
+from specinfer.comparison.files import read_prompts as rows_of
+from specinfer.comparison.methods import common_prefix
 from specinfer.decoder import DEFAULT_TREE, WORDS
 from specinfer.models import load
 
@@ -27,7 +27,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def read_prompts(files: list[Path], count: int) -> list[str]:
     """Return the first `dev` prompts of each file, ``count`` in all."""
     each = -(-count // len(files))
-    return [prompt for file in files for _, prompt in bench.read_prompts(file, "dev")[:each]][:count]
+    return [prompt for file in files for _, prompt in rows_of(file, "dev")[:each]][:count]
 
 
 def load_models(args: argparse.Namespace, dtype: str) -> tuple[Any, Any, list[Any]]:
@@ -45,14 +45,7 @@ def policies(nodes: int, depth: int) -> dict[str, Any]:
 
 def difference(a: list[int], b: list[int]) -> int | None:
     """Return where two lists of ids first differ, None if they do not."""
-    return None if a == b else bench.common_prefix(a, b)
-
-
-@torch.inference_mode()
-def top2_gap(model: Any, ids: list[int]) -> float:
-    """Return the gap between the two largest logits after ``ids`` in a plain pass, in logits."""
-    first, second = model(input_ids=torch.tensor([ids], device=model.device)).logits[0, -1].float().topk(2).values
-    return float(first - second)
+    return None if a == b else common_prefix(a, b)
 
 
 def decoder(model: Any, tokenizer: Any, drafts: list[Any], tree: Any) -> SpeculativeDecoder:

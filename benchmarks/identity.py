@@ -13,8 +13,10 @@ import sys
 from typing import Any
 
 import torch
-from common import decoder, difference, load_models, parser, policies, read_prompts, top2_gap
+from common import decoder, difference, load_models, parser, policies, read_prompts
 from tqdm import tqdm
+
+from specinfer.comparison.methods import top2_gap
 
 LAWS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},

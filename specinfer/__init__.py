@@ -16,13 +16,16 @@ if TYPE_CHECKING:
     from specinfer.adapt import Auto
     from specinfer.attention import ModelCheck, check_model
     from specinfer.certification import Certificate, certify, certify_verifier
+    from specinfer.comparison import Comparison, compare
     from specinfer.decoder import SpeculativeDecoder
     from specinfer.draft import Draft, ModelDraft
     from specinfer.heads import FeatureDraft
+    from specinfer.inspection import Inspection, StepInspection, inspect
     from specinfer.ngram import NGramDraft
     from specinfer.plugin import custom_generate
     from specinfer.results import Result, Stats, Step
     from specinfer.run import Run, TextStream
+    from specinfer.traces import PaperTables, Replay, Trace, paper_tables, record, replay
     from specinfer.tree import BestFirst, Chain, Sampled, TokenTree, Widths, merge
     from specinfer.verify import MultiStep, Verdict, Verifier, Walk
 
@@ -32,13 +35,16 @@ _HOME = {
     "specinfer.adapt": ("Auto",),
     "specinfer.attention": ("ModelCheck", "check_model"),
     "specinfer.certification": ("Certificate", "certify", "certify_verifier"),
+    "specinfer.comparison": ("Comparison", "compare"),
     "specinfer.decoder": ("SpeculativeDecoder",),
     "specinfer.draft": ("Draft", "ModelDraft"),
     "specinfer.heads": ("FeatureDraft",),
+    "specinfer.inspection": ("Inspection", "StepInspection", "inspect"),
     "specinfer.ngram": ("NGramDraft",),
     "specinfer.plugin": ("custom_generate",),
     "specinfer.results": ("Result", "Stats", "Step"),
     "specinfer.run": ("Run", "TextStream"),
+    "specinfer.traces": ("PaperTables", "Replay", "Trace", "paper_tables", "record", "replay"),
     "specinfer.tree": ("BestFirst", "Chain", "Sampled", "TokenTree", "Widths", "merge"),
     "specinfer.verify": ("MultiStep", "Verdict", "Verifier", "Walk"),
 }
@@ -49,12 +55,16 @@ __all__ = [
     "BestFirst",
     "Certificate",
     "Chain",
+    "Comparison",
     "Draft",
     "FeatureDraft",
+    "Inspection",
     "ModelCheck",
     "ModelDraft",
     "MultiStep",
     "NGramDraft",
+    "PaperTables",
+    "Replay",
     "Result",
     "Run",
     "Sampled",
@@ -62,8 +72,10 @@ __all__ = [
     "SpeculativeDecoder",
     "Stats",
     "Step",
+    "StepInspection",
     "TextStream",
     "TokenTree",
+    "Trace",
     "Verdict",
     "Verifier",
     "Walk",
@@ -71,8 +83,13 @@ __all__ = [
     "certify",
     "certify_verifier",
     "check_model",
+    "compare",
     "custom_generate",
+    "inspect",
     "merge",
+    "paper_tables",
+    "record",
+    "replay",
 ]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specinfer.draft import Opening, coupling_noise, draw_rows, row_generators
+from specinfer.draft import CANDIDATES, Opening, coupling_noise, draw_rows, row_generators
 from specinfer.errors import InputError
 from specinfer.tree import Frontier, Policy, TokenTree
 
@@ -131,8 +131,9 @@ class NGramDraftSession:
         Coupled: a token of probability q and noise g is the target's choice with probability
         ``exp(-(1 - q) / q * exp(-g))``, the chance that no other token's noise beats it (Gumbel-max, were q right).
         """
+        count = max(k, CANDIDATES) if self.opening.coupled else k
         ranked = [
-            [sorted(law.items(), key=lambda item: (-item[1], item[0]))[:k] for law in row]
+            [sorted(law.items(), key=lambda item: (-item[1], item[0]))[:count] for law in row]
             for row in self._laws(frontier)
         ]
         width = max((len(node) for row in ranked for node in row), default=0) or 1
@@ -143,7 +144,7 @@ class NGramDraftSession:
             return tokens, q.log()
         noise = coupling_noise(self.seeds, self._lengths(), frontier.depth, tokens)
         chosen, order = (-(1 - q) / q * (-noise).exp()).sort(dim=-1, descending=True, stable=True)
-        return tokens.gather(2, order), chosen
+        return tokens.gather(2, order)[..., :k], chosen[..., :k]
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Draw k children per node from the normalised successor law; nodes without successors have none."""

@@ -5,12 +5,14 @@ Knows: trees, paths, tokens, seconds.  Does not know: models or how anything was
 Everything countable is derived from the steps, so a result cannot disagree with itself.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
 from itertools import takewhile
 from typing import Any
 
-from specinfer.tree import TokenTree
+from specinfer.shown import Shown
+from specinfer.tree import Kind, TokenTree
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,18 @@ class Seconds:
         return {name: getattr(self, name) for name in ("total", "prefill", "target", "draft", "bookkeeping")}
 
 
+class State(StrEnum):
+    """What became of a node."""
+
+    ROOT = "root"
+    ACCEPTED = "accepted"
+    CUT = "cut"  # accepted, but the text ended above it
+    REJECTED = "rejected"
+    UNREACHED = "unreached"  # below a rejected node, or drawn after the one that a coin accepted
+
+
 @dataclass(frozen=True)
-class Step:
+class Step(Shown):
     """One decode step of one row: one token tree, verified in one target pass."""
 
     tree: TokenTree
@@ -55,6 +67,14 @@ class Step:
     def bonus(self) -> int | None:
         """The target's own token after the accepted path; None if the text was cut before it."""
         return self.tokens[-1] if len(self.tokens) > len(self.path) else None
+
+    @property
+    def states(self) -> list[State]:
+        """What became of each node of the tree.
+
+        In a sampled tree whose accepted token was drawn twice, what was drawn in between counts as not tried.
+        """
+        return states(self.tree, self.path, len(self.tokens), tried(self.tree, self.path))
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
@@ -164,7 +184,7 @@ class Stats:
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(Shown):
     """One prompt's continuation.
 
     Attributes:
@@ -201,8 +221,37 @@ class Result:
         }
 
 
+def states(tree: TokenTree, path: Sequence[int], kept: int, tried: Container[int]) -> list[State]:
+    """Return what became of each node of a tree.
+
+    Args:
+        tree: of N nodes.
+        path: the accepted ones, root excluded.
+        kept: how many of their tokens the text had room for.
+        tried: the nodes that verification asked about.
+    """
+    on_path = {node: State.ACCEPTED if depth < kept else State.CUT for depth, node in enumerate(path)}
+    others = {True: State.REJECTED, False: State.UNREACHED}
+    return [State.ROOT, *(on_path.get(node) or others[node in tried] for node in range(1, len(tree)))]
+
+
+def tried(tree: TokenTree, path: Sequence[int]) -> set[int]:
+    """Return the nodes that verification asked about: all children along the path, or all drawn until one passed."""
+    nodes: set[int] = set()
+    for node, accepted in zip((0, *path), (*path, None), strict=True):
+        drawn = [child for _, child in tree.draws_under(node)]
+        until = drawn.index(accepted) + 1 if accepted is not None and tree.kind is not Kind.RANKED else len(drawn)
+        nodes.update(drawn[:until])
+    return nodes
+
+
 def acceptance_by_depth(steps: list[Step]) -> tuple[float, ...]:
     """Return, per depth 1, 2, ..., the share of steps accepted there among those whose accepted path had children."""
+    return tuple(accepted / tried for accepted, tried in counts_by_depth(steps))
+
+
+def counts_by_depth(steps: Iterable[Step]) -> list[tuple[int, int]]:
+    """Return, per depth 1, 2, ..., how many steps accepted a node there, of how many that had one to accept."""
     tried: list[int] = []
     accepted: list[int] = []
     for step in steps:
@@ -214,7 +263,7 @@ def acceptance_by_depth(steps: list[Step]) -> tuple[float, ...]:
                 accepted.append(0)
             tried[depth] += 1
             accepted[depth] += depth < len(step.path)
-    return tuple(a / t for a, t in zip(accepted, tried, strict=True))
+    return list(zip(accepted, tried, strict=True))
 
 
 def contribution(steps: Iterable[Step], draft: int, name: str, passes: int, seconds: float) -> Contribution:

@@ -98,23 +98,27 @@ class RowView:
         The noise depends on seed and position only, so the choice does not depend on the tree, the batch or
         whether there was any speculation (coupled sampling, arXiv 2408.07978).
         """
-        scores = self._scores(node)
-        if self.row.sampling:
-            position = self.base + int(self.tree.depths[node])
-            keys = torch.tensor(key(self.row.seed, COUPLING, position), device=scores.device)
-            scores = scores + gumbel(keys, torch.arange(len(scores), device=scores.device))
-        return int(scores.argmax())
+        scores, noise = self.scores(node), self.noise(node)
+        return int((scores if noise is None else scores + noise).argmax())
+
+    def noise(self, node: int) -> Tensor | None:
+        """Return the Gumbel noise (V,) that is added to the scores after a node; None when greedy."""
+        if not self.row.sampling:
+            return None
+        position = self.base + int(self.tree.depths[node])
+        keys = torch.tensor(key(self.row.seed, COUPLING, position), device=self.logits.device)
+        return gumbel(keys, torch.arange(self.logits.shape[1], device=self.logits.device))
 
     def law(self, node: int) -> Probabilities:
         """Return the target's law after a node, float64 (V,)."""
-        scores = self._scores(node)
+        scores = self.scores(node)
         if not self.row.sampling:
             return np.eye(1, len(scores), int(scores.argmax()))[0]
         return scores.double().softmax(-1).cpu().numpy()
 
     def probability(self, node: int, token: int) -> float:
         """Return the target's probability of a token after a node; greedy decoding has one, too."""
-        return float(self._scores(node).softmax(-1)[token])
+        return float(self.scores(node).softmax(-1)[token])
 
     def accepts(self, probability: float) -> bool:
         """Toss a coin from the row's own stream."""
@@ -128,7 +132,12 @@ class RowView:
         token = np.searchsorted(cumulative, uniform(self.coins, self.tosses) * cumulative[-1], side="right")
         return int(min(token, law.nonzero()[0][-1]))
 
-    def _scores(self, node: int) -> Tensor:
+    def scores(self, node: int) -> Tensor:
+        """Return the processed scores (V,) after a node: the logarithm of the target's law but for a constant.
+
+        Raises:
+            NumericalError: nothing can be chosen from them.
+        """
         row = self.row
         paths = [[*row.ids, *self.tree.path(node)]] if row.law.reads_path else []
         scores = row.law.scores(self.logits[node : node + 1], paths)[0]

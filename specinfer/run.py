@@ -92,12 +92,16 @@ class Run:
         """Return one result per row, of what was decoded so far."""
         return [self._result(row) for row in self.rows]
 
+    def models(self) -> list[TreeModel]:
+        """Return every model that runs: the target and those of the drafts."""
+        owned = (getattr(draft, "model", None) for draft in self.decoder.drafts)
+        return [self.decoder.target, *(model for model in owned if isinstance(model, TreeModel))]
+
     def _run(self) -> Generator[list[tuple[Row, Step]]]:
         started = perf_counter()
-        owned = (getattr(draft, "model", None) for draft in self.decoder.drafts)
-        models = [self.decoder.target, *(model for model in owned if isinstance(model, TreeModel))]
+        models = self.models()
         with running(*models):  # only while passes run: a paused run leaves the models as they were
-            target, drafts = self._open_sessions()
+            target, drafts = self.open_sessions()
         self._clock(started, target, drafts)
         steps = decode(target, drafts, self.decoder.policy, self.decoder.verifier, self.rows)
         while True:
@@ -135,7 +139,8 @@ class Run:
             )
         return self.seconds - before
 
-    def _open_sessions(self) -> tuple[TreeSession, list[Timed]]:
+    def open_sessions(self) -> tuple[TreeSession, list[Timed]]:
+        """Read what the rows hold so far into a session of the target and one of each draft, ready for a step."""
         decoder, rows = self.decoder, self.rows
         prompts = [list(row.ids) for row in rows]
         policy, longest = decoder.policy, max(map(len, prompts))

@@ -54,6 +54,33 @@ def byte_tokenizer(**options: Any) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{**special, **options})
 
 
+class HostileTokenizer:
+    """A tokenizer whose every token would be markup, if it were let: ids cycle through `TEXTS`."""
+
+    TEXTS = (
+        "<script>window.hacked = 1</script>",
+        "</script><script>window.hacked = 2</script>",
+        "<img src=x onerror='window.hacked = 3'>",
+        "<!--",
+        "]]>",
+        "\"'`${window.hacked = 4}",
+        "&lt;b&gt;",
+        "\u2028\u2029\u202e",
+        " a\n",
+        "\\",
+        "$title",
+        "\x00\x1b",
+    )
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        """Return the ids' texts, joined."""
+        return "".join(self.TEXTS[i % len(self.TEXTS)] for i in ids)
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        """Return how the token is written."""
+        return self.decode([token])
+
+
 def plain(model: Any, prompt: Sequence[int], new: int | None = 24, **options: Any) -> list[int]:
     """The new ids of transformers' own greedy `generate`; options that are None are left out."""
     ids = torch.tensor([list(prompt)])

@@ -277,7 +277,7 @@ def test_an_interrupt_is_not_a_traceback(run, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "prepare", interrupt)
+    monkeypatch.setattr(cli.text, "prepare", interrupt)
     assert run("generate", "hi")[0] == 130
 
 

@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 import specinfer.models
-from specinfer import BestFirst, SpeculativeDecoder, cli
+from specinfer import BestFirst, SpeculativeDecoder, cli, files
 from specinfer.attention import TreeModel
-from specinfer.distill import Recipe, Settings, TextSettings, distill, files, read_documents, read_prompts, text, train
+from specinfer.distill import Recipe, Settings, TextSettings, distill, read_documents, read_prompts, text, train
 from specinfer.distill.card import Data, write_card
 from specinfer.errors import InputError, ModelError, SpecinferError
 from specinfer.models import Loaded

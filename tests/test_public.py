@@ -13,7 +13,7 @@ import pytest
 import specinfer
 import specinfer.attention
 import specinfer.tree
-from specinfer import errors
+from specinfer import errors, shown
 
 PACKAGES = [specinfer, specinfer.tree, specinfer.attention]
 
@@ -119,9 +119,9 @@ def test_the_version_is_the_distributions():
 
 
 def test_imports_point_one_way():
-    """tree knows nothing of attention or the engine; attention nothing of the engine; errors imports nothing."""
+    """tree knows nothing of attention or the engine; attention nothing of the engine; errors and shown import nothing."""
     allowed = {
-        "specinfer.tree": ("specinfer.errors", "specinfer.tree"),
+        "specinfer.tree": ("specinfer.errors", "specinfer.shown", "specinfer.tree"),
         "specinfer.attention": ("specinfer.errors", "specinfer.tree", "specinfer.attention"),
     }
     for package in (specinfer.tree, specinfer.attention):
@@ -129,5 +129,7 @@ def test_imports_point_one_way():
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("specinfer"):
                     assert node.module.startswith(allowed[package.__name__]), f"{path.name}: {node.module}"
-    source = inspect.getsource(errors)
-    assert not [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Import | ast.ImportFrom)]
+    assert not [n for n in ast.walk(ast.parse(inspect.getsource(errors))) if isinstance(n, ast.Import | ast.ImportFrom)]
+    at_once = [n for n in ast.parse(inspect.getsource(shown)).body if isinstance(n, ast.Import | ast.ImportFrom)]
+    assert {n.module for n in at_once if isinstance(n, ast.ImportFrom)} == {"__future__", "typing"}
+    assert len(at_once) == 2

@@ -248,3 +248,15 @@ def test_render_shows_text_verdict_and_bonus() -> None:
         "└─ ∅            30%  ✗",
     ]
     assert render(TokenTree.root_only(9), bonus="x").splitlines() == ["9", "└─ x        +"]
+
+
+def test_render_keeps_columns_where_characters_are_wide() -> None:
+    """Chinese characters and emoji take two columns of a terminal."""
+    words = {9: "The", 7: "天空", 8: "😀", 6: "a", 5: "b"}
+    assert render(small(), words.__getitem__).splitlines() == [
+        "The",
+        "├─ 天空    60%",
+        "│  ├─ 😀   80%",
+        "│  └─ a    10%",
+        "└─ b       30%",
+    ]

@@ -16,6 +16,7 @@ from .grow import (
 )
 from .merge import merge
 from .render import render
+from .tidy import tidy
 from .token_tree import Draw, Kind, TokenTree
 
 __all__ = [
@@ -35,5 +36,6 @@ __all__ = [
     "grow_best_first",
     "merge",
     "render",
+    "tidy",
     "top_candidates",
 ]

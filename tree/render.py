@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+from unicodedata import east_asian_width
 
 if TYPE_CHECKING:
     from .token_tree import TokenTree
@@ -41,13 +42,14 @@ def render(
             parent = int(tree.parents[node])
             last = node == tree.children(parent)[-1]
             mark = "" if path is None else ACCEPTED if node in path else REJECTED
-            rows.append((indent[parent] + ("└─ " if last else "├─ ") + name, f"{_percent(tree, node)}  {mark}"))
+            branch = indent[parent] + ("└─ " if last else "├─ ")
+            rows.append((branch + name, f"{percent(tree.probability(node)):>4}  {mark}"))
             indent[node] = indent[parent] + ("   " if last else "│  ")
         if node == end and bonus is not None:
             branch = "├─ " if tree.children(node) else "└─ "
             rows.append((indent[node] + branch + visible(bonus), f"{'':4}  {BONUS}"))
-    width = max(len(left) for left, _ in rows)
-    return "\n".join(f"{left:<{width}}  {right}".rstrip() for left, right in rows)
+    width = max(columns(left) for left, _ in rows)
+    return "\n".join(f"{left}{' ' * (width - columns(left))}  {right}".rstrip() for left, right in rows)
 
 
 def visible(text: str) -> str:
@@ -56,7 +58,11 @@ def visible(text: str) -> str:
     return "".join(shown) or "∅"
 
 
-def _percent(tree: TokenTree, node: int) -> str:
-    """Return the draft's probability of the node given its parent in four characters, such as ' 62%'."""
-    percent = 100 * tree.probability(node)
-    return " <1%" if percent < 0.5 else f"{percent:3.0f}%"
+def columns(text: str) -> int:
+    """Return how many columns of a terminal a text takes: Chinese characters and emoji take two."""
+    return sum(1 + (east_asian_width(character) in "WF") for character in text)
+
+
+def percent(probability: float) -> str:
+    """Return a probability in at most four characters, such as 62%; <1% where it would round to 0 and is not."""
+    return "<1%" if 0 < probability < 0.005 else f"{probability:.0%}"

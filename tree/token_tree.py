@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from specinfer.errors import TreeError
+from specinfer.shown import Shown
 
 from .render import render
 
@@ -45,7 +46,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TokenTree:
+class TokenTree(Shown):
     """An immutable token tree of N nodes in depth-first pre-order; siblings by score descending, then id.
 
     The order is canonical: two trees with the same nodes are equal array by array.  Use `from_nodes` to build
@@ -274,6 +275,9 @@ class TokenTree:
 
     def __str__(self) -> str:
         return render(self)
+
+    def _repr_svg_(self) -> str:
+        return self.to_svg()
 
 
 class _Merged(NamedTuple):

@@ -16,7 +16,6 @@ from typing import Any
 from specinfer.attention import TreeModel
 from specinfer.distill import train
 from specinfer.distill.card import Data, write_card
-from specinfer.distill.files import pin, read_json, storing, write_json
 from specinfer.distill.text import (
     Prompt,
     TextSettings,
@@ -30,6 +29,7 @@ from specinfer.distill.text import (
 )
 from specinfer.distill.train import Settings
 from specinfer.errors import InputError
+from specinfer.files import pin, read_json, storing, write_json
 
 __all__ = ["Recipe", "Settings", "TextSettings", "distill", "read_documents", "read_prompts"]
 

@@ -10,9 +10,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from specinfer.distill.files import write_whole
 from specinfer.distill.text import Prompt, TextSettings
 from specinfer.distill.train import Settings
+from specinfer.files import write_whole
 
 LOSS_ROWS = 12  # of the loss curve in the card
 PLOT = "loss.png"

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from specinfer.attention import TreeModel, running
 from specinfer.decoder import SpeculativeDecoder
-from specinfer.distill.files import pin, write_whole
 from specinfer.draft import Opening
 from specinfer.errors import InputError
+from specinfer.files import pin, write_whole
 from specinfer.heads import target_fingerprint
 from specinfer.noise import key
 from specinfer.prompts import check_ids, encode

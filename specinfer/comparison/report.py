@@ -1,4 +1,4 @@
-"""What the records of `bench` amount to: per set and over all, with bootstrap intervals, as a dict or as tables.
+"""What the records of a comparison amount to: per set and over all, with bootstrap intervals, as a dict or as text.
 
 Knows: counts and seconds.  Does not know: models, or how anything was measured.
 
@@ -10,49 +10,25 @@ from typing import Any
 
 import numpy as np
 
+from specinfer.published import SPECINFER_TABLE_1
+
 Record = dict[str, Any]
 
-BASELINES = ("generate", "assisted", "prompt-lookup", "plain")  # whose tokens per second others are divided by
+BASELINES = ("incremental", "generate", "assisted", "prompt-lookup")  # whose tokens per second others are divided by
 STAGES = ("prefill", "target", "draft", "bookkeeping")
 RESAMPLES = 2000
 
-# How often LLaMA-68M ranks the choice of LLaMA-7B among its k = 1 ... 5 likeliest tokens (greedy), and how often
-# verification accepts one of k (stochastic, at T = 1): SpecInfer, arXiv 2305.09781v4, Table 1.
-SPECINFER_TABLE_1 = {
-    0.0: {
-        "alpaca": (0.68, 0.77, 0.81, 0.84, 0.85),
-        "cp": (0.69, 0.79, 0.83, 0.86, 0.87),
-        "webqa": (0.62, 0.72, 0.77, 0.80, 0.82),
-        "cip": (0.70, 0.81, 0.85, 0.88, 0.89),
-        "piqa": (0.63, 0.75, 0.79, 0.83, 0.85),
-    },
-    1.0: {
-        "alpaca": (0.54, 0.81, 0.91, 0.95, 0.97),
-        "cp": (0.56, 0.82, 0.92, 0.95, 0.97),
-        "webqa": (0.52, 0.80, 0.90, 0.94, 0.96),
-        "cip": (0.57, 0.84, 0.92, 0.95, 0.97),
-        "piqa": (0.55, 0.82, 0.91, 0.95, 0.97),
-    },
-}
-
 
 def summarise(settings: dict[str, Any], records: Sequence[Record]) -> dict[str, Any]:
-    """Return settings, the number of records, and one entry per temperature and set, before them all sets together.
-
-    An entry's methods each have: ``tokens_per_pass`` and, by baseline, ``ratio`` (of tokens per second; median over
-    prompts), both as [value, low, high] with a 95 % interval; ``worst_to_plain``, the smallest such ratio to plain
-    decoding; ``tokens_per_second`` (median); ``identical``, the share of prompts with plain decoding's ids, and
-    ``same_as_plain``, how many tokens they share from the start on average; ``ms_per_token`` by stage; ``bookkeeping``,
-    its share of the time after prefill; ``choices``, the trees' size, and ``drafts``, each one's contribution, as
-    `results.Choices` and `results.Contribution`, for all prompts.  What was not measured is left out.
-    """
+    """Return what `Comparison.summary` describes."""
     groups = []
     for temperature in dict.fromkeys(record["temperature"] for record in records):
         rows = [record for record in records if record["temperature"] == temperature]
         sets = list(dict.fromkeys(row["set"] for row in rows))
         groups += [_group("all", temperature, rows)] if len(sets) > 1 else []
         groups += [_group(name, temperature, [row for row in rows if row["set"] == name]) for name in sets]
-    return {"settings": settings, "records": len(records), "groups": groups}
+    skipped = {name: reason for record in records for name, reason in record["skipped"].items()}
+    return {"settings": settings, "records": len(records), "skipped": skipped, "groups": groups}
 
 
 def bootstrap(values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]) -> list[float]:
@@ -68,8 +44,13 @@ def bootstrap(values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray])
 
 
 def _group(name: str, temperature: float, records: Sequence[Record]) -> dict[str, Any]:
-    methods = {method: _method(method, records) for method in records[0]["methods"]}
-    group = {"set": name, "temperature": temperature, "prompts": len(records), "methods": methods}
+    names = [method for method in records[0]["methods"] if all(method in record["methods"] for record in records)]
+    records = [{**record, "methods": {method: record["methods"][method] for method in names}} for record in records]
+    methods = {method: _method(method, records) for method in names}
+    group: dict[str, Any] = {"set": name, "temperature": temperature, "prompts": len(records), "methods": methods}
+    if {"tree", "sequence"} <= methods.keys():
+        counts = np.stack([_counts(method, records) for method in ("tree", "sequence")], 1)  # (prompts, methods, 2)
+        group["tree_to_sequence"] = bootstrap(counts, lambda c: np.divide(*np.moveaxis(_tau(c), -1, 0)))
     if "hits" in records[0]:
         group["hits"] = [_hit_rates(rows) for rows in zip(*(r["hits"] for r in records), strict=True)]
     published = SPECINFER_TABLE_1.get(temperature, {}).get(name)
@@ -80,21 +61,38 @@ def _method(name: str, records: Sequence[Record]) -> dict[str, Any]:
     own = [record["methods"][name] for record in records]
     speed = _speed(name, records)
     ratios = {base: speed / _speed(base, records) for base in BASELINES if base in records[0]["methods"]}
-    counts = np.array([(row["tokens"], row["target_passes"]) for row in own])
+    counts = _counts(name, records)
     figures: dict[str, Any] = {
-        "tokens_per_pass": bootstrap(counts, lambda c: c[..., 0].sum(-1) / c[..., 1].sum(-1)),
+        "tokens_per_pass": bootstrap(counts, _tau),
         "tokens_per_second": float(np.median(speed)),
         "ratio": {base: bootstrap(r, lambda v: np.median(v, axis=-1)) for base, r in ratios.items() if base != name},
         "draft_passes_per_target_pass": sum(row["draft_passes"] for row in own) / int(counts[:, 1].sum()),
     }
-    if "plain" in ratios:
-        figures["worst_to_plain"] = float(ratios["plain"].min())
-    if "same_as_plain" in own[0]:
-        plain = [record["methods"]["plain"]["tokens"] for record in records]
-        same = [row["same_as_plain"] for row in own]
-        equal = [s == row["tokens"] == p for s, row, p in zip(same, own, plain, strict=True)]
-        figures |= {"identical": float(np.mean(equal)), "same_as_plain": float(np.mean(same))}
+    if "incremental" in ratios and name != "incremental":
+        ratio = ratios["incremental"]
+        both = np.column_stack((counts, ratio))
+        figures["worst_to_incremental"] = float(ratio.min())
+        figures["overhead"] = bootstrap(both, lambda b: _tau(b[..., :2]) / np.median(b[..., 2], axis=-1) - 1)
+    if "same_as_incremental" in own[0]:
+        reference = [record["methods"]["incremental"]["tokens"] for record in records]
+        same = [row["same_as_incremental"] for row in own]
+        equal = [s == row["tokens"] == r for s, row, r in zip(same, own, reference, strict=True)]
+        figures |= {"identical": float(np.mean(equal)), "same_as_incremental": float(np.mean(same))}
+    if gaps := [row["gap"] for row in own if "gap" in row]:
+        figures["largest_gap"] = max(gaps)
     return figures | (_stages(own) if "bookkeeping" in own[0]["seconds"] else {})
+
+
+def _counts(method: str, records: Sequence[Record]) -> np.ndarray:
+    """Return each prompt's tokens and target passes, (prompts, 2)."""
+    rows = [record["methods"][method] for record in records]
+    return np.array([(row["tokens"], row["target_passes"]) for row in rows])
+
+
+def _tau(counts: np.ndarray) -> np.ndarray:
+    """Return tokens per target pass, (resamples, ...), of counts (resamples, prompts, ..., 2)."""
+    sums = counts.sum(1)
+    return sums[..., 0] / sums[..., 1]
 
 
 def _speed(method: str, records: Sequence[Record]) -> np.ndarray:
@@ -136,39 +134,70 @@ def _hit_rates(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def tables(report: dict[str, Any]) -> str:
-    """Return a report as text."""
+    """Return a report as text: a block per set, then whether tree beats sequence, then what was left out and why."""
     settings = report["settings"]
     lines = [
         f"{settings['target']}, drafts: {settings['drafts']}, assistant: {settings['assistant']}, {settings['dtype']}, "
-        f"{settings['max_new_tokens']} new tokens, {settings['nodes']} nodes",
+        f"{settings['max_new_tokens']} new tokens, {settings['nodes']} nodes, depth {settings['depth']}",
         f"{settings['device']}, {settings['cpu']}, {settings['threads']} threads, torch {settings['torch']}, "
         f"transformers {settings['transformers']}",
         "tokens per target pass, then median ratios of tokens/s, [95 % intervals over prompts]",
         "",
     ]
     for group in report["groups"]:
-        name = "all sets" if group["set"] == "all" else group["set"]
-        lines += [f"{name}, T = {group['temperature']:g}, {group['prompts']} prompts"]
+        lines.append(f"{_title(group)}, {group['prompts']} prompts")
         blocks = (_method_lines(group["methods"]), _stage_lines(group["methods"]), _hit_lines(group))
         lines += [line for block in blocks if block for line in (*block, "")]
-    return "\n".join(lines[:-1])
+    lines += _verdict_lines([group for group in report["groups"] if "tree_to_sequence" in group])
+    lines += [f"left out: {name}: {reason}" for name, reason in report["skipped"].items()]
+    return "\n".join(lines).rstrip()
+
+
+def _title(group: dict[str, Any]) -> str:
+    return f"{'all sets' if group['set'] == 'all' else group['set']}, T = {group['temperature']:g}"
 
 
 def _method_lines(methods: dict[str, Any]) -> list[str]:
     bases = [base for base in BASELINES if base in methods]
-    ends = ("worst x plain", "same ids", "common prefix")
-    rows = [["method", "tokens/pass", "tokens/s", *(f"x {base}" for base in bases), *ends]]
+    shapes = {  # header -> field, format
+        "worst x": ("worst_to_incremental", "{:.2f}"),
+        "same ids": ("identical", "{:.0%}"),
+        "common prefix": ("same_as_incremental", "{:.1f}"),
+        "largest gap": ("largest_gap", "{:.3g}"),
+    }
+    columns = ["tokens/pass", "draft passes", "tokens/s", *(f"x {base}" for base in bases), "overhead", *shapes]
+    rows = [["method", *columns]]
     for name, figures in methods.items():
+        passes, speed = f"{figures['draft_passes_per_target_pass']:.1f}", f"{figures['tokens_per_second']:.1f}"
         ratios = [_interval(figures["ratio"].get(base)) for base in bases]
-        speed = f"{figures['tokens_per_second']:.1f}"
-        shapes = {"worst_to_plain": "{:.2f}", "identical": "{:.0%}", "same_as_plain": "{:.1f}"}
-        told = [shape.format(figures[field]) if field in figures else "" for field, shape in shapes.items()]
-        rows.append([name, _interval(figures["tokens_per_pass"]), speed, *ratios, *told])
+        told = [shape.format(figures[field]) if field in figures else "" for field, shape in shapes.values()]
+        overhead = _interval(figures.get("overhead"))
+        rows.append([name, _interval(figures["tokens_per_pass"]), passes, speed, *ratios, overhead, *told])
     return _aligned(rows)
 
 
+def _verdict_lines(groups: Sequence[dict[str, Any]]) -> list[str]:
+    """Say of each set whether tree beats sequence in tokens per target pass, and what both spent on drafting."""
+    if not groups:
+        return []
+    told, ahead, level = [], 0, 0
+    for group in groups:
+        tree, sequence = (group["methods"][name] for name in ("tree", "sequence"))
+        taus = tree["tokens_per_pass"][0], sequence["tokens_per_pass"][0]
+        passes = [figures["draft_passes_per_target_pass"] for figures in (tree, sequence)]
+        sign = ">" if taus[0] > taus[1] else "<" if taus[0] < taus[1] else "="
+        ahead, level = ahead + (sign == ">"), level + (passes[0] <= passes[1])
+        told.append(
+            f"  {_title(group)}: tree {taus[0]:.2f} {sign} sequence {taus[1]:.2f}, "
+            f"at {passes[0]:.1f} and {passes[1]:.1f} draft passes a step; x {_interval(group['tree_to_sequence'])}"
+        )
+    head = f"tree beats sequence in tokens per target pass in {ahead} of {len(groups)} rows, "
+    return [f"{head}with no more draft passes a step in {level}:", *told, ""]
+
+
 def _stage_lines(methods: dict[str, Any]) -> list[str]:
-    rows = [["ms per token", "total", *STAGES, "bookkeeping share", "nodes", "levels", "tokens by draft (only by it)"]]
+    names = ("total", "prefill", "verify", "draft", "bookkeeping", "its share", "nodes", "levels")
+    rows = [["ms per token", *names, "tokens by draft (only by it)"]]
     for name, figures in methods.items():
         if "ms_per_token" not in figures:
             continue

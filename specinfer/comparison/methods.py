@@ -1,4 +1,4 @@
-"""The methods that `bench` compares, and the probe that counts how often a draft ranks the target's choice high.
+"""The methods that are compared, and the probe that counts how often a draft ranks the target's choice high.
 
 Knows: decoders, transformers' own ways to generate, clocks.  Does not know: prompt files, what is done with the counts.
 """
@@ -7,21 +7,25 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 
+from specinfer.adapt import Auto
 from specinfer.decoder import SpeculativeDecoder
-from specinfer.draft import Draft, DraftSession, Opening
-from specinfer.tree import BestFirst, Policy, TokenTree, Widths
+from specinfer.draft import Draft, DraftSession, ModelDraft, Opening
+from specinfer.errors import InputError, SpecinferError, UnsupportedModel
+from specinfer.models import Loaded, same_tokens
+from specinfer.tree import BestFirst, Chain, Policy, TokenTree, Widths
 
-DEPTH = 8  # levels of best-first trees
 GATE = 0.5
 LOOKUP_TOKENS = 10  # of transformers' prompt lookup
 TOP = 5  # hit rates are those of the 1, 2, ... TOP likeliest tokens
 
 OURS = {
-    "plain": "our loop without speculation",
+    "incremental": "our loop without speculation",
+    "sequence": "a chain; of several drafts' chains, the one that promises most",
+    "tree": "best-first trees of all drafts, no deeper than the chain: at most as many draft passes",
     "auto": 'tree="auto"',
-    "best-first": "best-first trees of all drafts",
     "one-draft": "best-first trees of the first draft alone",
     "gate": f"best-first, where the target was sure of its last token (confidence_gate={GATE})",
 }
@@ -36,33 +40,73 @@ METHODS = OURS | THEIRS
 Method = Callable[[list[int], int, dict[str, Any]], dict[str, Any]]
 
 
+class OnePath(Chain):
+    """Sequence speculation with any number of drafts: each grows its chain, and the target scores one of them.
+
+    As `BestFirst` keeps the nodes whose path probabilities sum highest, this keeps the path whose nodes' do.
+    """
+
+    def fit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+        """Return the path of each merged tree on which most tokens are expected to be accepted."""
+        return [self._path(tree) for tree in trees]
+
+    def _path(self, tree: TokenTree) -> TokenTree:
+        paths = tree.ancestor_mask()  # (N, N): a row per path
+        best = paths[(paths[:, 1:] @ np.exp(tree.scores[1:])).argmax()]
+        return tree.best(int(best[1:].sum()), best)
+
+
 def build_methods(
-    names: Sequence[str], decoder: SpeculativeDecoder, nodes: int, assistant: Any = None
-) -> dict[str, Method]:
-    """Return the named methods on the decoder's target and drafts.
+    names: Sequence[str], decoder: SpeculativeDecoder, nodes: int, depth: int, assistant: Loaded | None = None
+) -> tuple[dict[str, Method], dict[str, str]]:
+    """Return the named methods on the decoder's target and drafts, and for those that cannot run the reason.
 
     Args:
         names: keys of `METHODS`.
         decoder: holds target, tokenizer and drafts.
         nodes: drafted nodes at most, of every fixed tree.
-        assistant: the model for assisted generation.
+        depth: levels at most, of every fixed tree and of the chain.
+        assistant: for assisted generation; None takes the first draft that is a language model.
     """
-    model, best_first = decoder.target.model, BestFirst(nodes, DEPTH)
+    model, best_first = decoder.target.model, BestFirst(nodes, depth)
 
-    def ours(drafts: Sequence[Draft] = decoder.drafts, **options: Any) -> Method:
-        return _ours(SpeculativeDecoder(model, decoder.tokenizer, drafts, **options))
+    def ours(tree: Policy | None, drafts: Sequence[Draft] = decoder.drafts, gate: float | None = None) -> Method:
+        own = SpeculativeDecoder(model, decoder.tokenizer, drafts, tree, confidence_gate=gate)
+        if tree is not None and own.policy is not tree:
+            raise UnsupportedModel(own.notes[-1].partition(": ")[2])  # why it fell back to a chain
+        return _ours(own)
+
+    def one_draft() -> Method:
+        if len(decoder.drafts) == 1:
+            raise InputError("there is one draft only: the method tree is that")
+        return ours(best_first, decoder.drafts[:1])
+
+    def assisted() -> Method:
+        own = [draft.model.model for draft in decoder.drafts if isinstance(draft, ModelDraft)]
+        if assistant is not None:
+            same_tokens(decoder.tokenizer, assistant.tokenizer)
+        elif not own:
+            raise InputError("no assistant was given, and no draft is a language model")
+        return _theirs(model, assistant_model=own[0] if assistant is None else assistant.model)
 
     makers: dict[str, Callable[[], Method]] = {
-        "plain": lambda: ours(tree=None),
-        "auto": lambda: ours(tree="auto"),
-        "best-first": lambda: ours(tree=best_first),
-        "one-draft": lambda: ours(decoder.drafts[:1], tree=best_first),
-        "gate": lambda: ours(tree=best_first, confidence_gate=GATE),
+        "incremental": lambda: ours(None),
+        "sequence": lambda: ours(OnePath(depth)),
+        "tree": lambda: ours(best_first),
+        "auto": lambda: ours(Auto()),
+        "one-draft": one_draft,
+        "gate": lambda: ours(best_first, gate=GATE),
         "generate": lambda: _theirs(model),
-        "assisted": lambda: _theirs(model, assistant_model=assistant),
+        "assisted": assisted,
         "prompt-lookup": lambda: _theirs(model, prompt_lookup_num_tokens=LOOKUP_TOKENS),
     }
-    return {name: makers[name]() for name in names}
+    methods, skipped = {}, {}
+    for name in names:
+        try:
+            methods[name] = makers[name]()
+        except SpecinferError as error:
+            skipped[name] = str(error)
+    return methods, skipped
 
 
 def generation_options(temperature: float, max_new_tokens: int) -> dict[str, Any]:
@@ -123,6 +167,21 @@ def _theirs(model: Any, **extra: Any) -> Method:
         return {"ids": new, **counts, "seconds": {"total": total}}
 
     return run
+
+
+# ---- identity ----
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many tokens two texts share from their start."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@torch.inference_mode()
+def top2_gap(model: Any, ids: Sequence[int]) -> float:
+    """Return the gap between the two largest logits after ``ids`` in a plain pass, in logits."""
+    first, second = model(input_ids=torch.tensor([list(ids)], device=model.device)).logits[0, -1].float().topk(2).values
+    return float(first - second)
 
 
 # ---- hit rates ----

@@ -1,0 +1,59 @@
+"""The command line: ``specinfer COMMAND``.
+
+Knows: which commands there are, exit codes.  Does not know: what a command does (a module each, or a few alike).
+Results go to stdout; summaries, progress and errors to stderr.  A user's error is one line and exit code 2, never a
+traceback.
+"""
+
+import sys
+from collections.abc import Callable
+
+import typer
+
+from specinfer.cli import checks, evidence, measure, text, train
+from specinfer.errors import SpecinferError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="Generate text with token trees that a small model drafts and the target verifies, exactly.",
+)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "generate": text.generate,
+    "tree": text.tree,
+    "check-model": checks.check_model,
+    "certify": checks.certify,
+    "compare": measure.compare,
+    "bench": measure.bench,
+    "record": evidence.record,
+    "replay": evidence.replay,
+    "paper-tables": evidence.paper_tables,
+    "distill": train.distill,
+}
+for _name, _command in COMMANDS.items():
+    app.command(_name)(_command)
+
+
+def main() -> None:
+    """Run the command line; turn every user's error into one line and exit code 2."""
+    try:
+        code = app(standalone_mode=False)
+    except SpecinferError as error:
+        fail(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        sys.stderr.close()
+        raise SystemExit(1) from None
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # a usage error of click, which typer may carry within itself
+            raise
+        fail(error.format_message())
+    raise SystemExit(code or 0)
+
+
+def fail(message: str) -> None:
+    """Print one line on stderr and exit with code 2."""
+    if message:  # typer's help, already printed, is an error without one
+        print(f"specinfer: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)

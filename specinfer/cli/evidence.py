@@ -1,0 +1,243 @@
+"""``specinfer record``, ``replay`` and ``paper-tables``: traces, and what verification makes of them."""
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specinfer.cli.options import (
+    DeviceOption,
+    DraftOption,
+    DtypeOption,
+    JsonOption,
+    SeedOption,
+    TargetOption,
+    TemperatureOption,
+    TokensOption,
+)
+from specinfer.cli.terminal import quieten, show
+from specinfer.cli.text import numbers
+from specinfer.errors import InputError
+
+if TYPE_CHECKING:
+    from specinfer.traces.replaying import Replay
+    from specinfer.traces.trace import Trace
+    from specinfer.tree import Policy
+
+CountOption = Annotated[int, typer.Option(help="Prompts per file at most.")]
+SplitOption = Annotated[str, typer.Option(help="The rows taken, where rows have a split.")]
+BatchOption = Annotated[int, typer.Option(help="Texts at a time.")]
+TREES = ["chain", "widths", "sampled", "best-first"]
+BUDGETS = [4, 8, 16, 32, 64]
+
+
+def record(
+    out: Annotated[Path, typer.Option(help="Folder for the trace; a killed run goes on.")],
+    prompts: Annotated[
+        list[Path] | None, typer.Option(help='JSON lines with "prompt", optionally "id" and "split". Repeat.')
+    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt. Repeat.")] = None,
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    max_new_tokens: TokensOption = 64,
+    temperature: TemperatureOption = 0.0,
+    seed: SeedOption = 0,
+    nodes: Annotated[int, typer.Option(help="Largest best-first tree that can be replayed; 0 = none.")] = 64,
+    depth: Annotated[int, typer.Option(help="Most levels that can be replayed.")] = 8,
+    top: Annotated[int, typer.Option(help="Candidates kept per node, tokens per law; 0 = whole laws.")] = 16,
+    draws: Annotated[int, typer.Option(help="Draws per node that multi-step sampling can be replayed with.")] = 5,
+    count: CountOption = 5,
+    split: SplitOption = "dev",
+    batch: BatchOption = 4,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+) -> None:
+    """Record texts of the target, and what the drafts would have proposed along them, for `replay`."""
+    from specinfer.comparison.files import read_prompts
+    from specinfer.traces.recording import record
+
+    texts = [text for path in prompts or () for _, text in read_prompts(path, split)[:count]] + (prompt or [])
+    if not texts:
+        raise InputError("there is nothing to record: give --prompts FILE or --prompt TEXT")
+    trace = record(
+        _decoder(target, draft, dtype, device),
+        texts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        nodes=nodes,
+        depth=depth,
+        top=top or None,
+        draws=draws,
+        batch=batch,
+        out=out,
+        progress=_Bar(len(texts)),
+    )
+    print(trace)
+
+
+def replay(
+    folder: Annotated[Path, typer.Argument(help="Of `specinfer record`, or a trace of `paper-tables`.")],
+    tree: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(TREES)}. Repeat.", show_default="all")] = None,
+    nodes: Annotated[
+        list[int] | None,
+        typer.Option(help="Nodes of best-first trees. Repeat.", show_default="4, 8, ... as recorded"),
+    ] = None,
+    depth: Annotated[
+        int | None, typer.Option(help="Levels of chains and best-first trees.", show_default="as recorded")
+    ] = None,
+    widths: Annotated[
+        list[str] | None,
+        typer.Option(help="Children per level (widths, sampled). Repeat.", show_default="1,1,k,1,... for k = 1 to 5"),
+    ] = None,
+    draft: Annotated[
+        list[str] | None, typer.Option(help="Which recorded drafts propose, by name. Repeat.", show_default="all")
+    ] = None,
+    costs: Annotated[
+        Path | None, typer.Option(help="Folder of `specinfer compare`: check the cost model of chains against it.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Replay a trace, without any model: tokens per target pass by tree and verifier, hits, calibration, costs."""
+    from specinfer.comparison import Comparison
+    from specinfer.traces.costs import cost_model, measured
+    from specinfer.traces.replaying import oracle
+    from specinfer.traces.statistics import calibration, hits
+    from specinfer.traces.trace import Trace
+
+    trace = Trace.load(folder)
+    names = draft or trace.drafts
+    policies = _policies(trace, tree or TREES, nodes, depth, widths)
+    replays = [own for policy in policies for own in _replays(trace, policy, names)]
+    replays += [oracle(trace, policy, drafts=names) for policy in policies if repr(policy).startswith("BestFirst")]
+    curves = [(hits(trace, name), calibration(trace, name)) for name in names]
+    model = costs and cost_model(trace, measured(Comparison.read(costs), trace.settings["temperature"]), draft=names[0])
+    if as_json:
+        told = [
+            {
+                "draft": name,
+                "hits": table.rates.tolist(),
+                "tried": table.tried.tolist(),
+                "calibration_error": curve.error,
+            }
+            for name, (table, curve) in zip(names, curves, strict=True)
+        ]
+        made = {"settings": trace.settings, "replays": [own.to_dict() for own in replays], "drafts": told}
+        print(json.dumps(made | ({"costs": model.to_dict()} if model else {})))
+        return
+    print(trace)
+    rows = []
+    for own in replays:
+        value, low, high = own.tokens_per_pass
+        row = {"tree": own.policy, "verifier": own.verifier, "drafts": ", ".join(own.drafts)}
+        rows.append({**row, "tokens/pass": f"{value:.2f} [{low:.2f}, {high:.2f}]", "how": own.how})
+    show(rows, as_json=False)
+    for name, (table, curve) in zip(names, curves, strict=True):
+        print(
+            f"\n{name}: the target's token by depth and place among its candidates; calibration error {curve.error:.3f}"
+        )
+        for level, row in enumerate(table.rates[:, :8], 1):
+            print(f"  {level}  " + "  ".join(f"{rate:.2f}" for rate in row))
+    if model:
+        print(f"\nchains of {names[0]}: {model}")
+
+
+def paper_tables(
+    prompts: Annotated[
+        list[Path], typer.Option(help='JSON lines with "prompt", optionally "id" and "split"; a set each. Repeat.')
+    ],
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    count: CountOption = 5,
+    max_new_tokens: TokensOption = 64,
+    split: SplitOption = "dev",
+    batch: BatchOption = 4,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the traces; a killed run goes on, and `replay` reads them.")
+    ] = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Print SpecInfer's Tables 1 to 3 for this pair (the first draft), beside the paper's figures."""
+    from specinfer.comparison.files import read_prompts
+    from specinfer.traces.paper import paper_tables
+
+    sets = {path.stem: [text for _, text in read_prompts(path, split)[:count]] for path in prompts}
+    if len(sets) < len(prompts):
+        raise InputError(f"two of the files {[str(path) for path in prompts]} have one name, which names the set")
+    made = paper_tables(
+        _decoder(target, draft, dtype, device),
+        sets,
+        max_new_tokens=max_new_tokens,
+        batch=batch,
+        out=out,
+        progress=_Bar(2 * sum(map(len, sets.values()))),
+    )
+    print(json.dumps(made.to_dict()) if as_json else made)
+
+
+class _Bar:
+    """One progress bar over all texts of one trace or more."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.bar: Any = None
+
+    def __call__(self, batches: list[list[int]], done: int) -> Iterator[list[int]]:
+        from tqdm import tqdm
+
+        if self.bar is None:
+            self.bar = tqdm(total=self.total, unit="text", disable=not sys.stderr.isatty())
+        self.bar.update(done)
+        for batch in batches:
+            yield batch
+            self.bar.update(len(batch))
+        if self.bar.n >= self.total:
+            self.bar.close()
+
+
+def _decoder(target: str | None, drafts: list[str] | None, dtype: str, device: str) -> Any:
+    from specinfer.decoder import DEFAULT_TREE, SpeculativeDecoder
+
+    quieten()
+    return SpeculativeDecoder.from_pretrained(target, drafts or "auto", DEFAULT_TREE, dtype=dtype, device=device)
+
+
+def _policies(
+    trace: "Trace", trees: list[str], nodes: list[int] | None, depth: int | None, widths: list[str] | None
+) -> "list[Policy]":
+    """Return the policies that the options name, by default what the trace can answer."""
+    from specinfer.tree import BestFirst, Chain, Sampled, Widths
+
+    if unknown := [name for name in trees if name not in TREES]:
+        raise InputError(f"--tree {unknown[0]!r} is unknown: choose {', '.join(TREES)}")
+    levels = depth or trace.settings["depth"]
+    budgets = nodes or [n for n in BUDGETS if n <= trace.settings["nodes"]]
+    shapes = [numbers(text) for text in widths or ()]
+    shapes = shapes or [tuple([1, 1, k, *[1] * levels][:levels]) for k in range(1, 6)]
+    makers: dict[str, Iterable[Policy]] = {
+        "chain": [Chain(levels)],
+        "widths": map(Widths, shapes),
+        "sampled": [Sampled(s, r) for s in shapes for r in (True, False)] if trace.sampling else [],
+        "best-first": [BestFirst(n, levels) for n in budgets],
+    }
+    return [policy for name in trees for policy in makers[name]]
+
+
+def _replays(trace: "Trace", policy: "Policy", drafts: list[str]) -> "list[Replay]":
+    """Replay a policy with every verifier that is exact for it."""
+    from specinfer.traces.replaying import replay
+    from specinfer.tree import Kind, Widths
+    from specinfer.verify import Walk
+
+    if policy.kind is Kind.RANKED:
+        made = [replay(trace, policy, drafts=drafts)]
+        uncoupled = trace.sampling and isinstance(policy, Widths)
+        return [*made, *([replay(trace, policy, drafts=drafts, coupled=False)] if uncoupled else [])]
+    own = [replay(trace, policy, drafts=[name]) for name in drafts]
+    naive = [replay(trace, policy, Walk(), drafts=[name]) for name in drafts] if policy.kind is Kind.IID else []
+    return own + naive

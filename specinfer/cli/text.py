@@ -1,0 +1,178 @@
+"""``specinfer generate`` and ``specinfer tree``: text, streamed, and the tree of one step."""
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from specinfer.cli.options import (
+    DepthOption,
+    DeviceOption,
+    DraftOption,
+    DtypeOption,
+    JsonOption,
+    NodesOption,
+    PromptArgument,
+    RawOption,
+    SeedOption,
+    TargetOption,
+    TemperatureOption,
+    TokensOption,
+    TopKOption,
+    TopPOption,
+    TreeOption,
+    WidthsOption,
+)
+from specinfer.cli.terminal import quieten
+from specinfer.errors import InputError
+
+
+def generate(
+    prompt: PromptArgument,
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    tree: TreeOption = "auto",
+    nodes: NodesOption = None,
+    depth: DepthOption = 8,
+    widths: WidthsOption = "3,2,1,1",
+    max_new_tokens: TokensOption = 128,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = None,
+    top_k: TopKOption = None,
+    seed: SeedOption = 0,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    confidence_gate: Annotated[
+        float | None, typer.Option(help="Draft only after tokens that the target found at least so probable.")
+    ] = None,
+    raw: RawOption = False,
+    show_tree: Annotated[bool, typer.Option("--show-tree", help="Draw the tree that gained most.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Generate text, streamed, with a summary of what speculation did."""
+    policy = build_policy(tree, nodes, depth, widths)
+    text, decoder = prepare(prompt, target, draft, policy, dtype, device, confidence_gate)
+    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    stream = decoder.stream(text, seed=seed, raw=raw, **options)
+    for piece in stream:
+        if not as_json:
+            print(piece, end="", flush=True)
+    result = stream.result
+    if as_json:
+        print(json.dumps(result.to_dict(), ensure_ascii=False))
+        return
+    print()
+    print(f"\n{result.stats}", file=sys.stderr, flush=True)
+    for contribution in result.stats.drafts if len(result.stats.drafts) > 1 else ():
+        print(contribution, file=sys.stderr)
+    for note in result.stats.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if show_tree:
+        best = max(range(len(result.steps)), key=lambda i: (len(result.steps[i].path), len(result.steps[i].tree)))
+        print(f"\n{drawn(decoder, result.steps[best], best + 1)}")
+
+
+def tree(
+    prompt: PromptArgument,
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    tree: TreeOption = "auto",
+    nodes: NodesOption = None,
+    depth: DepthOption = 8,
+    widths: WidthsOption = "3,2,1,1",
+    max_new_tokens: TokensOption = 32,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = None,
+    top_k: TopKOption = None,
+    seed: SeedOption = 0,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    raw: RawOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Draw the tree of one step: the first, within --max-new-tokens, in which anything was drafted."""
+    policy = build_policy(tree, nodes, depth, widths)
+    text, decoder = prepare(prompt, target, draft, policy, dtype, device)
+    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    run = decoder.open(text, seed=seed, raw=raw, **options)
+    for ((_, step),) in run:
+        if len(step.tree) > 1:
+            break
+    run.close()
+    number = len(run.results()[0].steps)
+    if as_json:
+        print(json.dumps({"step": number, **step.to_dict()}, ensure_ascii=False))
+    else:
+        print(drawn(decoder, step, number))
+
+
+def build_policy(tree: str, nodes: int | None, depth: int, widths: str) -> Any:
+    """Return the growth policy that the options name, or None for no speculation."""
+    from specinfer.adapt import MAX_NODES, Auto
+    from specinfer.decoder import DEFAULT_TREE
+    from specinfer.tree import BestFirst, Chain, Sampled, Widths
+
+    for name, value in (("nodes", nodes), ("depth", depth)):
+        if value is not None and value < 1:
+            raise InputError(f"--{name} {value} drafts nothing: give at least 1, or --tree none")
+    levels = numbers(widths)
+    makers = {
+        "auto": lambda: Auto(nodes or MAX_NODES, depth),
+        "best-first": lambda: BestFirst(nodes or DEFAULT_TREE.max_nodes, depth, DEFAULT_TREE.min_probability),
+        "widths": lambda: Widths(levels),
+        "chain": lambda: Chain(depth),
+        "sampled": lambda: Sampled(levels),
+        "none": lambda: None,
+    }
+    if tree not in makers:
+        raise InputError(f"--tree {tree!r} is unknown: choose {', '.join(makers)}")
+    return makers[tree]()
+
+
+def prepare(
+    prompt: str,
+    target: str | None,
+    drafts: list[str] | None,
+    policy: Any,
+    dtype: str,
+    device: str,
+    confidence_gate: float | None = None,
+) -> tuple[str, Any]:
+    """Read the prompt, then load the models; return the text and a decoder."""
+    from specinfer.decoder import SpeculativeDecoder
+
+    text = read_prompt(prompt)
+    quieten()
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "confidence_gate": confidence_gate}
+    return text, SpeculativeDecoder.from_pretrained(target, drafts or "auto", policy, **options)
+
+
+def read_prompt(prompt: str) -> str:
+    """Return the prompt, from standard input if it is "-"."""
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    if not text.strip():
+        raise InputError("the prompt is empty: there is nothing to continue")
+    return text
+
+
+def drawn(decoder: Any, step: Any, number: int) -> str:
+    """Draw one step's tree with its accepted path and bonus token."""
+    from specinfer.tree import render
+
+    text = decoder.tokenizer.decode
+    bonus = None if step.bonus is None else text([step.bonus])
+    picture = render(step.tree, lambda token: text([token]), step.path, bonus)
+    gained = f"{len(step.path)} of {step.tree.num_drafted} drafted tokens accepted on a path"
+    return f"step {number}: {gained}\n{picture}"
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Return the widths that an option lists."""
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(f"--widths {text!r} is not a list of whole numbers such as 1,1,3") from None
+    if any(number < 1 for number in found):
+        raise InputError(f"--widths {text!r}: every level needs at least one child; leave levels out to stop earlier")
+    return found

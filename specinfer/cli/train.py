@@ -1,0 +1,63 @@
+"""``specinfer distill``: drafts for a target."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specinfer.cli.options import DeviceOption, DtypeOption, JsonOption, TargetOption
+from specinfer.cli.terminal import progress_bars, quieten, show
+from specinfer.errors import InputError
+
+
+def distill(
+    prompts: Annotated[
+        list[Path], typer.Option(help='JSON lines with "prompt" (and "split": only train), or .txt by line. Repeat.')
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for drafts and text; the same command goes on after a kill.")],
+    target: TargetOption = None,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Given text to learn from as well: a document a block or line. Repeat.")
+    ] = None,
+    drafts: Annotated[int, typer.Option(help="Heads, each tuned on what the earlier ones miss.")] = 2,
+    arch: Annotated[str, typer.Option(help="head (reads the target's states) or lm (a small causal LM).")] = "head",
+    samples: Annotated[
+        int | None, typer.Option(help="Texts that the target writes.", show_default="one per prompt")
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(help="New tokens per text at most.")] = 144,
+    temperatures: Annotated[str, typer.Option(help="They take turns; 0 = greedy.")] = "0,0.7,1",
+    epochs: Annotated[float, typer.Option(help="Times that every text is seen.")] = 3.0,
+    vocabulary: Annotated[int, typer.Option(help="Tokens that a head may propose, the most frequent.")] = 12_000,
+    learning_rate: Annotated[float, typer.Option(help="Of the matrices (Muon), at its peak.")] = 4.5e-3,
+    loss: Annotated[str, typer.Option(help="kl (the target's law) or token (its choices).")] = "kl",
+    seed: Annotated[int, typer.Option(help="Of texts and training.")] = 0,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Train drafts for a target on text that the target writes."""
+    from specinfer.distill import Recipe, Settings, TextSettings, distill, read_documents, read_prompts
+    from specinfer.models import load
+
+    own = TextSettings(samples, new_tokens, _temperatures(temperatures), seed)
+    training = Settings(epochs, learning_rate=learning_rate, vocabulary=vocabulary, loss=loss, seed=seed)
+    recipe = Recipe(drafts, arch, own, training)
+    asked, given = read_prompts(prompts), read_documents(text or ())
+    quieten()
+    loaded = load(target, dtype, device)
+    made = distill(loaded.model, loaded.tokenizer, asked, out, recipe, given, loaded.name, progress_bars())
+    if as_json:
+        print(json.dumps(made))
+        return
+    rows = [{"draft": draft["folder"], "steps": draft["steps"]} for draft in made["drafts"]]
+    for row, draft in zip(rows, made["drafts"], strict=True):
+        row |= {f"top-{k}": f"{rate:.3f}" for k, rate in enumerate(draft["hits"][0], 1)}
+    show(rows, as_json=False)
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(f"--temperatures {text!r} is not a list of numbers such as 0,0.7,1") from None

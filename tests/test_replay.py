@@ -1,0 +1,534 @@
+"""Traces: a replay takes the very steps of a real run, and expectations are those of an enumeration."""
+
+import json
+from dataclasses import fields
+from functools import cache
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import PROMPTS, byte_tokenizer, like, plain, tiny_llama
+from strategies import TableSource, coarse_table
+from test_heads import draft_for
+
+import specinfer.models
+from specinfer import (
+    Auto,
+    BestFirst,
+    Chain,
+    MultiStep,
+    Sampled,
+    SpeculativeDecoder,
+    Trace,
+    Walk,
+    Widths,
+    cli,
+    paper_tables,
+    record,
+    replay,
+)
+from specinfer.certification import Pair, RandomModels, View, _emitted, _target, _trees, outcomes
+from specinfer.errors import InputError, PairingError
+from specinfer.models import Loaded
+from specinfer.traces import Costs, Text, calibration, cost_model, hits, measured, oracle
+from specinfer.traces.acceptance import accepted_without_replacement, expected_tests
+from specinfer.traces.costs import expected_tokens
+from specinfer.traces.paper import RULES, WIDTHS, expansion
+from specinfer.traces.probes import Plan, Trees
+from specinfer.traces.replaying import _best_first, _sampled, _visits
+from specinfer.traces.trace import SETTINGS, Drafted
+
+NEW = 24
+NODES, DEPTH, TOP, DRAWS = 16, 5, 6, 5
+RANKED = (
+    Chain(0),
+    Chain(3),
+    Widths((1, 1, 3, 1)),
+    BestFirst(3, 5),
+    BestFirst(4, 3),
+    BestFirst(9, 2),
+    BestFirst(12, 5, 0.05),
+    BestFirst(16, 5),
+)
+PAIRS = ("model", "model and n-grams", "two models", "head", "ends early")
+
+
+def options(temperature):
+    """The generation options that `record` means."""
+    law = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    return {"max_new_tokens": NEW, "do_sample": temperature > 0, **law}
+
+
+@cache
+def target_of(pair):
+    """The target; of "ends early" one whose greedy texts reach an end of sequence before the budget."""
+    target = tiny_llama(0)
+    if pair == "ends early":
+        target.generation_config.eos_token_id = [plain(target, prompt, NEW)[NEW // 2] for prompt in PROMPTS[:2]]
+    return target
+
+
+@cache
+def drafts_of(pair):
+    target = target_of(pair)
+    kinds = {"model and n-grams": [like(target), "ngram"], "two models": [like(target), like(target, 0.2, seed=5)]}
+    return kinds.get(pair) or ([draft_for(target)] if pair == "head" else [like(target)])
+
+
+def decoder(pair="model", tree=Chain(1)):
+    return SpeculativeDecoder(target_of(pair), byte_tokenizer(), drafts_of(pair), tree)
+
+
+@cache
+def trace_of(pair="model", temperature=0.0):
+    sizes = {"nodes": NODES, "depth": DEPTH, "top": TOP, "draws": DRAWS}
+    return record(decoder(pair), PROMPTS, max_new_tokens=NEW, temperature=temperature, batch=3, seed=7, **sizes)
+
+
+# ---- ranked trees ----
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_replay_takes_the_steps_of_a_real_run(pair, temperature):
+    """Greedy and coupled, one draft and several, up to a text's end: as many steps, as often so many accepted."""
+    trace = trace_of(pair, temperature)
+    assert pair != "ends early" or temperature or min(len(text.token_ids) for text in trace.texts) < NEW
+    for policy in RANKED:
+        own = decoder(pair, policy)
+        real = [own.generate(p, seed=7 + i, **options(temperature)) for i, p in enumerate(PROMPTS)]
+        assert [result.token_ids for result in real] == [text.token_ids for text in trace.texts]
+        made = replay(trace, policy)
+        assert made.how == "exact"
+        assert made.steps.tolist() == [len(result.steps) for result in real]
+        paths = np.array([min(len(s.path), len(s.tokens)) for result in real for s in result.steps])
+        wanted = [(paths > depth).mean() for depth in range(policy.max_depth)]
+        assert made.accepted == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_one_recorded_tree_holds_every_smaller_one(seed):
+    """Any budget and any depth, ties included."""
+    rows, nodes, depth = 3, 9, 4
+    table = coarse_table(rows, 7, 5, seed)
+    question = Trees(Plan(nodes, depth, 5, 1), [[0]] * rows, 9)
+    question.grow(TableSource(table), depth)
+    for row in range(rows):
+        names = [field.name for field in fields(Drafted)]
+        drafted = Drafted(**dict.fromkeys(names, np.zeros(0)) | question.arrays(row))
+        text = SimpleNamespace(root=lambda place: 0)
+        for n in range(1, nodes + 1):
+            for d in range(1, depth + 1):
+                policy = BestFirst(n, d)
+                (grown,) = policy.grow(TableSource(table[row : row + 1])).trees([0])
+                assert _best_first(text, drafted, 0, 0, policy, d) == grown
+
+
+def test_a_pool_and_the_candidates_along_the_text_agree():
+    """Where the text runs through the recorded tree, the node's children are the first of its candidates."""
+    trace, seen = trace_of(), 0
+    for text in trace.texts:
+        drafted = text.drafted[0]
+        for place in range(len(text.token_ids)):
+            own = slice(*drafted.first[place : place + 2])
+            tokens, parents = drafted.tree_tokens[own], drafted.tree_parents[own]
+            node = -1
+            for level in range(min(DEPTH, len(text.token_ids) - 1 - place)):
+                children = np.flatnonzero(parents == node)
+                assert tokens[children][:TOP].tolist() == drafted.tokens[place, level, : len(children)].tolist()
+                below = [child for child in children if tokens[child] == text.token_ids[place + level]]
+                if not below:
+                    break
+                node, seen = below[0], seen + 1
+    assert seen > 40
+
+
+def test_drafts_that_do_not_know_the_noise_are_right_less_often():
+    """Uncoupled widths are replayed by rank under q, counted here by hand."""
+    trace, k = trace_of(temperature=0.8), 3
+    made = replay(trace, Widths((k,)), coupled=False)
+    steps = 0
+    for text in trace.texts:
+        place = 0
+        while place < len(text.token_ids):
+            tokens = text.drafted[0].law_tokens[place, 0, :k].tolist()
+            place += 1 + (place < NEW - 1 and text.token_ids[place] in tokens)
+            steps += 1
+    assert made.steps.sum() == steps
+    assert made.steps.sum() > replay(trace, Widths((k,))).steps.sum()
+
+
+def test_the_oracle_follows_whatever_was_a_candidate():
+    """In hindsight a step ends only where the next token was no candidate, or the tree is full."""
+    trace = trace_of("two models")
+    steps = 0
+    for text in trace.texts:
+        place = 0
+        while place < len(text.token_ids):
+            known = [max(text.ranks(0)[place, j], text.ranks(1)[place, j]) >= 0 for j in range(3)]
+            place += 1 + [*known, False].index(False)
+            steps += 1
+    assert oracle(trace, BestFirst(3, 5)).steps.sum() == steps
+    assert oracle(trace, BestFirst(16, 5)).steps.sum() < replay(trace, BestFirst(16, 5)).steps.sum()
+
+
+# ---- sampled trees ----
+
+
+def enumerated(pair, models, tokens):
+    """Text -> (probability, that times the expected number of steps), by the verifier itself."""
+    law = _target(pair, models)
+
+    @cache
+    def rest(context):
+        room, found = tokens - len(context), {}
+        if room == 0:
+            return {(): (1.0, 0.0)}
+        for weight, tree in _trees(pair, models, context, room - 1):
+            for chance, emitted in outcomes(lambda c, tree=tree: _emitted(pair, View(law, context, tree, c))):
+                for tail, (p, steps) in rest(context + emitted[:room]).items():
+                    text = emitted[:room] + tail
+                    before = found.get(text, (0.0, 0.0))
+                    found[text] = (before[0] + weight * chance * p, before[1] + weight * chance * (p + steps))
+        return found
+
+    return rest(())
+
+
+@pytest.mark.parametrize("widths", [(1, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize("rule", ["MSS", "naive", "without replacement"])
+def test_expected_steps_are_those_of_the_enumeration(rule, widths):
+    """For every text of three tokens: the verifier's steps, averaged over its chance, given that it wrote this text."""
+    tokens, draws, models = 3, 6, RandomModels(3, 1)
+    replacement = rule != "without replacement"
+    pair = Pair(Sampled(widths, replacement), Walk() if rule == "naive" else MultiStep(replacement))
+
+    @cache
+    def along(context, token):
+        p, q = (torch.from_numpy(models.law(model, context)) for model in (0, 1))
+        chance = torch.Generator().manual_seed(0)
+        sampled = [accepted_without_replacement(p, q, token, draws, chance) for _ in range(1 if replacement else 600)]
+        return q[token], expected_tests(p, q, draws).numpy(), torch.stack(sampled).mean(0).numpy()
+
+    for text, (probability, steps) in enumerated(pair, models, tokens).items():
+        shape = (tokens, len(widths))
+        columns = {"probability": np.zeros(shape), "tests": np.zeros((*shape, draws))}
+        columns["without_replacement"] = np.zeros((*shape, draws))
+        for place, level in np.ndindex(shape):
+            if place + level < tokens - 1:
+                answers = along(text[: place + level], text[place + level])
+                for name, value in zip(columns, answers, strict=True):
+                    columns[name][place, level] = value
+        nothing = dict.fromkeys([field.name for field in fields(Drafted)], np.zeros(0))
+        p = np.array([models.law(0, text[:i])[token] for i, token in enumerate(text)])
+        written = Text([0], list(text), 0, np.zeros(0), np.zeros(0), p, (Drafted(**nothing | columns),))
+        found = _visits(_sampled(written, pair.policy, pair.verifier, 0)).sum()
+        assert found == pytest.approx(steps / probability, abs=1e-9 if replacement else 0.02)
+
+
+def law_after(model, ids, temperature):
+    with torch.no_grad():
+        return (model(torch.tensor([ids])).logits[0, -1] / temperature).softmax(-1)
+
+
+def test_recorded_laws_are_the_models():
+    """p, q, the draws tested and the likeliest tokens, against plain passes over the text so far."""
+    trace, (draft,) = trace_of(temperature=0.8), drafts_of("model")
+    for text in trace.texts[:2]:
+        own = text.drafted[0]
+        for place, level in ((0, 0), (3, 2), (17, 4)):
+            end = place + level
+            ids, token = text.prompt_ids + text.token_ids[:end], text.token_ids[end]
+            p, q = law_after(target_of("model"), ids, 0.8), law_after(draft, ids, 0.8)
+            assert text.probability[end] == pytest.approx(float(p[token]), rel=1e-4)
+            assert own.probability[place, level] == pytest.approx(float(q[token]), rel=1e-4)
+            assert own.tests[place, level] == pytest.approx(expected_tests(p, q, DRAWS).numpy(), rel=1e-4)
+            values, tokens = q.topk(TOP)
+            assert own.law_tokens[place, level].tolist() == tokens.tolist()
+            assert own.law_probs[place, level] == pytest.approx(values.numpy(), rel=1e-4)
+            assert text.target_probs[end] == pytest.approx(p.topk(TOP).values.numpy(), rel=1e-4)
+    last = trace.texts[0].drafted[0]
+    assert not last.probability[-1].any()  # the budget's last token is never drafted
+    assert (last.tokens[-1] == -1).all()
+
+
+def test_whole_laws_are_kept_when_asked_for():
+    """Every token has its probability, likeliest first."""
+    trace = record(decoder(), PROMPTS[:1], max_new_tokens=3, temperature=1.0, top=None, nodes=0, depth=2)
+    (text,) = trace.texts
+    for probabilities in (text.target_probs[0], text.drafted[0].law_probs[0, 1]):
+        assert probabilities.sum() == pytest.approx(1, abs=1e-5)
+        assert (np.diff(probabilities) <= 0).all()
+    assert sorted(text.drafted[0].law_tokens[0, 1]) == list(range(264))
+
+
+def test_more_draws_gain_more_and_naive_sampling_less():
+    """The order that theory says: naive <= MSS, and tokens per pass rise with the width."""
+    trace = trace_of(temperature=0.8)
+    taus = [replay(trace, Sampled((1, k, 1), True)).tokens_per_pass for k in (1, 3, 5)]
+    assert taus == sorted(taus)
+    assert all(low <= value <= high for value, low, high in taus)
+    assert replay(trace, Sampled((1, 5, 1), True), Walk()).tokens_per_pass < taus[-1]
+
+
+# ---- files ----
+
+
+def same(one, other):
+    """Two texts, array by array."""
+    arrays = [(getattr(one, name), getattr(other, name)) for name in ("target_tokens", "target_probs", "probability")]
+    for a, b in zip(one.drafted, other.drafted, strict=True):
+        arrays += [(getattr(a, field.name), getattr(b, field.name)) for field in fields(Drafted)]
+    ids = [(text.prompt_ids, text.token_ids, text.seed) for text in (one, other)]
+    return ids[0] == ids[1] and all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in arrays)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_trace_comes_back_from_its_folder(tmp_path, temperature):
+    """Settings and every array, with their types."""
+    trace = trace_of("model and n-grams", temperature)
+    trace.save(tmp_path / "trace")
+    found = Trace.load(tmp_path / "trace", decoder("model and n-grams"))
+    assert found.settings == trace.settings
+    assert len(found.texts) == len(trace.texts)
+    assert all(map(same, found.texts, trace.texts))
+    assert replay(found, BestFirst(9, 4)).to_dict() == replay(trace, BestFirst(9, 4)).to_dict()
+    assert json.dumps(replay(found, BestFirst(9, 4)).to_dict())
+
+
+def test_a_recording_goes_on_where_it_stopped(tmp_path):
+    """Only what is missing is recorded; the result is that of one go."""
+    sizes = {"max_new_tokens": 6, "nodes": 3, "depth": 2, "batch": 1, "out": tmp_path / "trace"}
+    whole, asked = record(decoder(), PROMPTS, **sizes), []
+    (tmp_path / "trace" / "00001.safetensors").unlink()
+
+    def progress(batches, done):
+        asked.extend([*batches, done])
+        return batches
+
+    again = record(decoder(), PROMPTS, progress=progress, **sizes)
+    assert asked == [[1], 3]
+    assert all(map(same, again.texts, whole.texts))
+    assert len(Trace.load(tmp_path / "trace").texts) == len(PROMPTS)
+    with pytest.raises(InputError, match=r"begun with other settings .*depth was 2, now 1"):
+        record(decoder(), PROMPTS, **{**sizes, "depth": 1})
+    with pytest.raises(InputError, match="another prompt"):
+        record(decoder(), [*PROMPTS[::-1]], **sizes)
+
+
+def test_other_models_versions_and_files_are_refused(tmp_path):
+    """A clear error each, before anything is replayed."""
+    trace = trace_of()
+    trace.save(tmp_path)
+    other = SpeculativeDecoder(tiny_llama(3), byte_tokenizer(), drafts_of("model"), Chain(1))
+    with pytest.raises(InputError, match=r"of other models: its target"):
+        Trace.load(tmp_path, other)
+    with pytest.raises(InputError, match=r"its drafts"):
+        Trace.load(tmp_path, decoder("two models"))
+    with pytest.raises(InputError, match="holds no trace"):
+        Trace.load(tmp_path / "elsewhere")
+    (tmp_path / "00002.safetensors").write_bytes(b"half")
+    with pytest.raises(InputError, match="00002"):
+        Trace.load(tmp_path)
+    settings = json.loads((tmp_path / SETTINGS).read_text())
+    (tmp_path / SETTINGS).write_text(json.dumps(settings | {"format": 99}))
+    with pytest.raises(InputError, match="format 99"):
+        Trace.load(tmp_path)
+
+
+# ---- what cannot be answered ----
+
+
+@pytest.mark.parametrize(
+    ("policy", "verifier", "asked", "message"),
+    [
+        (Auto(), None, {}, "cannot be replayed"),
+        (BestFirst(NODES + 1, 2), None, {}, "larger nodes"),
+        (Chain(DEPTH + 1), None, {}, "larger depth"),
+        (Widths((1, TOP + 1)), None, {}, "larger top"),
+        (Widths((1,)), None, {"drafts": ["none"]}, "no draft 'none'"),
+        (Sampled((1,)), None, {"drafts": [0]}, "with a temperature"),
+        (BestFirst(4, 2), None, {"coupled": False, "sampled": True}, "know the noise"),
+        (Sampled((1,)), None, {"sampled": True}, "one draft"),
+        (Sampled((2, 3), True), None, {"drafts": [0], "sampled": True}, "larger draws"),
+        (Sampled((2,)), Walk(), {"drafts": [0], "sampled": True}, "with replacement"),
+    ],
+)
+def test_what_was_not_recorded_is_refused(policy, verifier, asked, message):
+    """Each by its reason."""
+    asked = dict(asked)
+    trace = trace_of("two models", 0.8 if asked.pop("sampled", False) else 0.0)
+    with pytest.raises(InputError, match=message):
+        replay(trace, policy, verifier, **asked)
+
+
+def test_biased_pairs_are_refused():
+    """As in the decoder."""
+    with pytest.raises(PairingError):
+        replay(trace_of(), Widths((2,)), MultiStep())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"nodes": -1}, "nodes=-1"),
+        ({"depth": 0}, "depth=0"),
+        ({"max_new_tokens": 1}, "max_new_tokens=1"),
+        ({"nodes": 128}, "128 candidates"),
+        ({"temperature": -1.0}, "temperature"),
+    ],
+)
+def test_sizes_that_record_nothing_are_refused(sizes, message):
+    """Before any model runs."""
+    with pytest.raises(InputError, match=message):
+        record(decoder(), PROMPTS, **sizes)
+
+
+def test_a_decoder_without_drafts_has_nothing_to_record():
+    """Which also is what tree=None means."""
+    with pytest.raises(InputError, match="no drafts"):
+        record(decoder(tree=None), PROMPTS)
+
+
+# ---- statistics ----
+
+
+def test_hits_and_calibration_count_candidates():
+    """By hand, from the recorded arrays."""
+    trace = trace_of("two models", 0.8)
+    table, curve = hits(trace, 1), calibration(trace, 1, bins=4)
+    counts, said = np.zeros((DEPTH, TOP), int), []
+    for text in trace.texts:
+        own = text.drafted[1]
+        for place, level in np.ndindex(len(text.token_ids), DEPTH):
+            if place + level < NEW - 1:
+                for rank, token in enumerate(own.tokens[place, level].tolist()):
+                    right = token == text.token_ids[place + level]
+                    counts[level, rank] += right
+                    said.append((np.exp(own.log_probs[place, level, rank]), right))
+    assert table.counts.tolist() == counts.tolist()
+    assert table.tried.tolist() == [len(PROMPTS) * (NEW - 1 - level) for level in range(DEPTH)]
+    assert table.within[:, -1] == pytest.approx(counts.sum(1) / table.tried)
+    assert curve.count.sum() == len(said)
+    upper = [right for probability, right in said if probability >= 0.75]
+    assert curve.accepted[3] == pytest.approx(np.mean(upper))
+    gaps = [abs(np.mean([p - r for p, r in said if b / 4 <= p < (b + 1) / 4])) for b in range(4)]
+    sizes = [sum(b / 4 <= p < (b + 1) / 4 for p, _ in said) for b in range(4)]
+    assert curve.error == pytest.approx(np.average(gaps, weights=sizes), abs=1e-6)
+    assert (curve.low <= curve.accepted).all()
+    assert (curve.accepted <= curve.high).all()
+
+
+def test_the_cost_model_fits_and_predicts():
+    """b comes back from tokens that it made; a speed-up is tokens over time, in either notation."""
+    assert expected_tokens(0.5, np.array([1, 2, 3])) == pytest.approx([1.5, 1.75, 1.875])
+    model = cost_model(trace_of(), Costs(draft=0.01, target=0.1, verify=0.12), [1, 3])
+    assert model.tokens == pytest.approx([replay(trace_of(), Chain(g)).tokens_per_pass[0] for g in (1, 3)])
+    assert model.speed_up == pytest.approx(model.tokens / [(0.01 + 0.12) / 0.1, (0.03 + 0.12) / 0.1])
+    one = cost_model(trace_of(), Costs(0.01, 0.1, 0.1), [1])
+    assert one.fitted == pytest.approx(one.tokens, abs=1e-3)
+    with pytest.raises(InputError, match="lengths"):
+        cost_model(trace_of(), Costs(1, 1, 1), [])
+
+
+def test_costs_are_read_from_a_comparison():
+    """Seconds a pass, and the speed-up of decoding without prefill."""
+    sequence = {"tokens": 20, "target_passes": 10, "draft_passes": 40}
+    sequence["seconds"] = {"total": 3.0, "prefill": 1.0, "target": 1.5, "draft": 0.4}
+    incremental = {"tokens": 20, "target_passes": 20, "draft_passes": 0}
+    incremental["seconds"] = {"total": 3.5, "prefill": 0.5, "target": 2.8, "draft": 0.0}
+    records = [{"temperature": 0.0, "methods": {"sequence": sequence, "incremental": incremental}}] * 2
+    costs = measured(SimpleNamespace(records=records, settings={"depth": 4}))
+    assert costs == pytest.approx((0.01, 0.14, 0.15, 4, 1.5))
+    with pytest.raises(InputError, match="temperature 1"):
+        measured(SimpleNamespace(records=records, settings={}), 1.0)
+
+
+# ---- the paper's tables, and the command line ----
+
+
+def test_paper_tables_stand_beside_the_papers(tmp_path):
+    """Rows for every set and all of them; k rises; the traces are there for a second look."""
+    sets = {"alpaca": PROMPTS[:2], "mine": PROMPTS[2:]}
+    made = paper_tables(decoder("model and n-grams"), sets, max_new_tokens=8, out=tmp_path)
+    rows = {(row["table"], row["set"], row["rule"]): row for row in made.rows}
+    assert len(rows) == len(made.rows) == 3 * (3 + 3 + 1)
+    for (table, name, rule), row in rows.items():
+        values = [value for value, _, _ in row["ours"]]
+        assert (row["paper"] is not None) == (name == "alpaca" and rule != "coupled")
+        assert len(values) == len(row["columns"]) == (len(RULES) if table == 3 else len(WIDTHS))
+        if table == 1 or (table, rule) == (2, "MSS"):
+            assert values == sorted(values)
+    table_3 = rows[3, "all", "all"]
+    assert table_3["ours"][1] == rows[2, "all", "MSS"]["ours"][4]
+    assert table_3["ours"][0] < table_3["ours"][1]
+    assert rows[1, "alpaca", "greedy"]["paper"] == [0.68, 0.77, 0.81, 0.84, 0.85]
+    assert "draft draft," in str(made)  # the first draft alone
+    sampled = Trace.load(tmp_path / "alpaca" / "sampled")
+    assert replay(sampled, Widths(expansion(5))).tokens_per_pass == rows[3, "alpaca", "all"]["ours"][3]
+    assert json.loads(json.dumps(made.to_dict())) == made.to_dict()
+    with pytest.raises(InputError, match="at least one"):
+        paper_tables(decoder(), {"none": []})
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run a command on toy models; return exit code, standard output and standard error."""
+
+    def load(name=None, dtype="auto", device="auto"):
+        model = drafts_of("model")[0] if name == "near" else target_of("model")
+        return Loaded(model, byte_tokenizer(), str(name))
+
+    monkeypatch.setattr(specinfer.models, "load", load)
+
+    def call(*arguments):
+        monkeypatch.setattr("sys.argv", ["specinfer", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code, *capsys.readouterr()
+
+    return call
+
+
+def test_the_command_line_records_and_replays(run, tmp_path):
+    """A trace from prompts, its table, and the same as JSON."""
+    sizes = ["--max-new-tokens", 8, "--nodes", 4, "--depth", 3, "--temperature", 1]
+    code, out, _ = run("record", "--prompt", "abcabc", "--draft", "near", "--out", tmp_path, *sizes)
+    assert (code, "8 tokens" in out) == (0, True)
+    code, out, err = run("replay", tmp_path)
+    assert (code, err) == (0, "")
+    for shown in ("BestFirst(max_nodes=4", "Chain(length=3)", "MultiStep(replacement=True)", "oracle", "not coupled"):
+        assert shown in out
+    code, out, _ = run("replay", tmp_path, "--tree", "widths", "--widths", "1,2", "--json")
+    made = json.loads(out)
+    assert [own["policy"] for own in made["replays"]] == ["Widths(widths=(1, 2))"] * 2
+    assert made["replays"][0]["tokens_per_pass"] == replay(Trace.load(tmp_path), Widths((1, 2))).tokens_per_pass
+
+
+def test_the_command_line_prints_the_papers_tables(run, tmp_path):
+    """From prompt files, a set each; twice from the same folder."""
+    file = tmp_path / "cp.jsonl"
+    file.write_text('{"prompt": "abcabc"}\n{"prompt": "why, why?"}\n')
+    arguments = ["paper-tables", "--prompts", file, "--draft", "near", "--max-new-tokens", 6, "--out", tmp_path / "t"]
+    code, out, _ = run(*arguments)
+    assert code == 0
+    assert all(title in out for title in ("Table 1", "Table 2", "Table 3", "cp, MSS", "paper", "k = 5"))
+    assert run(*arguments, "--json")[0] == 0
+    assert (tmp_path / "t" / "cp" / "greedy" / SETTINGS).exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["replay", "nowhere"], "holds no trace"),
+        (["record", "--out", "x"], "nothing to record"),
+        (["paper-tables", "--prompts", "nowhere.jsonl"], "cannot read prompts"),
+    ],
+)
+def test_bad_input_is_one_line(run, arguments, message, tmp_path, monkeypatch):
+    """And exit code 2."""
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(*arguments)
+    assert (code, err.count("\n")) == (2, 1)
+    assert message in err
