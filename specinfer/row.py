@@ -5,6 +5,7 @@ Does not know: models, caches, drafts, the other rows.
 """
 
 from collections.abc import Sequence
+from math import isfinite
 
 import numpy as np
 import torch
@@ -98,8 +99,11 @@ class RowView:
         The noise depends on seed and position only, so the choice does not depend on the tree, the batch or
         whether there was any speculation (coupled sampling, arXiv 2408.07978).
         """
-        scores, noise = self.scores(node), self.noise(node)
-        return int((scores if noise is None else scores + noise).argmax())
+        scores, noise = self._processed(node), self.noise(node)
+        noisy = scores if noise is None else scores + noise
+        token = int(noisy.numpy().argmax() if noisy.device.type == "cpu" else noisy.argmax())  # numpy is 10 x as fast
+        self._check(noisy[token], node)
+        return token
 
     def noise(self, node: int) -> Tensor | None:
         """Return the Gumbel noise (V,) that is added to the scores after a node; None when greedy."""
@@ -138,13 +142,20 @@ class RowView:
         Raises:
             NumericalError: nothing can be chosen from them.
         """
+        scores = self._processed(node)
+        self._check(scores.max(), node)
+        return scores
+
+    def _processed(self, node: int) -> Tensor:
         row = self.row
         paths = [[*row.ids, *self.tree.path(node)]] if row.law.reads_path else []
-        scores = row.law.scores(self.logits[node : node + 1], paths)[0]
-        if not bool(torch.isfinite(scores.max())):  # NaN wins a maximum, so this sees NaN, +inf and all -inf
+        return row.law.scores(self.logits[node : node + 1], paths)[0]
+
+    def _check(self, largest: Tensor, node: int) -> None:
+        """Raise unless the largest score is a number: NaN wins a maximum, so this sees NaN, +inf and all -inf."""
+        if not isfinite(largest.item()):
             raise NumericalError(
-                f"row {row.index}, step {row.step}: the target's logits after "
+                f"row {self.row.index}, step {self.row.step}: the target's logits after "
                 f"{self.base + int(self.tree.depths[node])} tokens are NaN, infinite or all -inf; nothing can be "
                 "chosen from them. Check the weights, or load the model in float32"
             )
-        return scores

@@ -119,7 +119,7 @@ def test_the_version_is_the_distributions():
 
 
 def test_imports_point_one_way():
-    """tree knows nothing of attention or the engine; attention nothing of the engine; errors and shown import nothing."""
+    """tree knows nothing of attention or the engine, attention nothing of the engine; errors, shown import nothing."""
     allowed = {
         "specinfer.tree": ("specinfer.errors", "specinfer.shown", "specinfer.tree"),
         "specinfer.attention": ("specinfer.errors", "specinfer.tree", "specinfer.attention"),

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import PROMPTS, byte_tokenizer, like, plain, tiny_llama
+from conftest import PROMPTS as ALL_PROMPTS
+from conftest import byte_tokenizer, like, plain, tiny_llama
 from strategies import TableSource, coarse_table
 from test_heads import draft_for
 
@@ -39,18 +40,11 @@ from specinfer.traces.probes import Plan, Trees
 from specinfer.traces.replaying import _best_first, _sampled, _visits
 from specinfer.traces.trace import SETTINGS, Drafted
 
-NEW = 24
+PROMPTS = ALL_PROMPTS[:3]
+NEW = 16
 NODES, DEPTH, TOP, DRAWS = 16, 5, 6, 5
-RANKED = (
-    Chain(0),
-    Chain(3),
-    Widths((1, 1, 3, 1)),
-    BestFirst(3, 5),
-    BestFirst(4, 3),
-    BestFirst(9, 2),
-    BestFirst(12, 5, 0.05),
-    BestFirst(16, 5),
-)
+RANKED = (Chain(3), Widths((1, 1, 3, 1)), BestFirst(4, 3), BestFirst(12, 5, 0.05), BestFirst(16, 5))
+ANY = Chain(1)  # a recording does not use the decoder's own tree
 PAIRS = ("model", "model and n-grams", "two models", "head", "ends early")
 
 
@@ -76,14 +70,14 @@ def drafts_of(pair):
     return kinds.get(pair) or ([draft_for(target)] if pair == "head" else [like(target)])
 
 
-def decoder(pair="model", tree=Chain(1)):
+def decoder(pair="model", tree=ANY):
     return SpeculativeDecoder(target_of(pair), byte_tokenizer(), drafts_of(pair), tree)
 
 
 @cache
 def trace_of(pair="model", temperature=0.0):
     sizes = {"nodes": NODES, "depth": DEPTH, "top": TOP, "draws": DRAWS}
-    return record(decoder(pair), PROMPTS, max_new_tokens=NEW, temperature=temperature, batch=3, seed=7, **sizes)
+    return record(decoder(pair), PROMPTS, max_new_tokens=NEW, temperature=temperature, batch=2, seed=7, **sizes)
 
 
 # ---- ranked trees ----
@@ -111,7 +105,7 @@ def test_a_replay_takes_the_steps_of_a_real_run(pair, temperature):
 def test_one_recorded_tree_holds_every_smaller_one(seed):
     """Any budget and any depth, ties included."""
     rows, nodes, depth = 3, 9, 4
-    table = coarse_table(rows, 7, 5, seed)
+    table = coarse_table(rows, 7, 5, seed).float()
     question = Trees(Plan(nodes, depth, 5, 1), [[0]] * rows, 9)
     question.grow(TableSource(table), depth)
     for row in range(rows):
@@ -141,7 +135,7 @@ def test_a_pool_and_the_candidates_along_the_text_agree():
                 if not below:
                     break
                 node, seen = below[0], seen + 1
-    assert seen > 40
+    assert seen > 20
 
 
 def test_drafts_that_do_not_know_the_noise_are_right_less_often():
@@ -208,7 +202,7 @@ def test_expected_steps_are_those_of_the_enumeration(rule, widths):
     def along(context, token):
         p, q = (torch.from_numpy(models.law(model, context)) for model in (0, 1))
         chance = torch.Generator().manual_seed(0)
-        sampled = [accepted_without_replacement(p, q, token, draws, chance) for _ in range(1 if replacement else 600)]
+        sampled = [accepted_without_replacement(p, q, token, draws, chance) for _ in range(1 if replacement else 300)]
         return q[token], expected_tests(p, q, draws).numpy(), torch.stack(sampled).mean(0).numpy()
 
     for text, (probability, steps) in enumerated(pair, models, tokens).items():
@@ -224,7 +218,7 @@ def test_expected_steps_are_those_of_the_enumeration(rule, widths):
         p = np.array([models.law(0, text[:i])[token] for i, token in enumerate(text)])
         written = Text([0], list(text), 0, np.zeros(0), np.zeros(0), p, (Drafted(**nothing | columns),))
         found = _visits(_sampled(written, pair.policy, pair.verifier, 0)).sum()
-        assert found == pytest.approx(steps / probability, abs=1e-9 if replacement else 0.02)
+        assert found == pytest.approx(steps / probability, abs=1e-9 if replacement else 0.03)
 
 
 def law_after(model, ids, temperature):
@@ -237,7 +231,7 @@ def test_recorded_laws_are_the_models():
     trace, (draft,) = trace_of(temperature=0.8), drafts_of("model")
     for text in trace.texts[:2]:
         own = text.drafted[0]
-        for place, level in ((0, 0), (3, 2), (17, 4)):
+        for place, level in ((0, 0), (3, 2), (9, 4)):
             end = place + level
             ids, token = text.prompt_ids + text.token_ids[:end], text.token_ids[end]
             p, q = law_after(target_of("model"), ids, 0.8), law_after(draft, ids, 0.8)
@@ -308,7 +302,7 @@ def test_a_recording_goes_on_where_it_stopped(tmp_path):
         return batches
 
     again = record(decoder(), PROMPTS, progress=progress, **sizes)
-    assert asked == [[1], 3]
+    assert asked == [[1], len(PROMPTS) - 1]
     assert all(map(same, again.texts, whole.texts))
     assert len(Trace.load(tmp_path / "trace").texts) == len(PROMPTS)
     with pytest.raises(InputError, match=r"begun with other settings .*depth was 2, now 1"):
@@ -443,6 +437,8 @@ def test_costs_are_read_from_a_comparison():
     assert costs == pytest.approx((0.01, 0.14, 0.15, 4, 1.5))
     with pytest.raises(InputError, match="temperature 1"):
         measured(SimpleNamespace(records=records, settings={}), 1.0)
+    with pytest.raises(InputError, match=r"4\.0 passes a step for 3 levels"):
+        measured(SimpleNamespace(records=records, settings={"depth": 3}))
 
 
 # ---- the paper's tables, and the command line ----
@@ -496,6 +492,8 @@ def test_the_command_line_records_and_replays(run, tmp_path):
     sizes = ["--max-new-tokens", 8, "--nodes", 4, "--depth", 3, "--temperature", 1]
     code, out, _ = run("record", "--prompt", "abcabc", "--draft", "near", "--out", tmp_path, *sizes)
     assert (code, "8 tokens" in out) == (0, True)
+    again = run("record", "--prompt", "abcabc", "--draft", "near", "--out", tmp_path, *sizes, "--json")[1]
+    assert json.loads(again)["tokens"] == 8
     code, out, err = run("replay", tmp_path)
     assert (code, err) == (0, "")
     for shown in ("BestFirst(max_nodes=4", "Chain(length=3)", "MultiStep(replacement=True)", "oracle", "not coupled"):

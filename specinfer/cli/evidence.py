@@ -54,6 +54,7 @@ def record(
     batch: BatchOption = 4,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    as_json: JsonOption = False,
 ) -> None:
     """Record texts of the target, and what the drafts would have proposed along them, for `replay`."""
     from specinfer.comparison.files import read_prompts
@@ -76,7 +77,9 @@ def record(
         out=out,
         progress=_Bar(len(texts)),
     )
-    print(trace)
+    tokens = sum(len(text.token_ids) for text in trace.texts)
+    told = {"folder": str(out), "texts": len(trace.texts), "tokens": tokens, "settings": trace.settings}
+    print(json.dumps(told) if as_json else trace)
 
 
 def replay(

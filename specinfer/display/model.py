@@ -80,7 +80,8 @@ def draft_names(thing: Any) -> list[str]:
     if isinstance(thing, StepInspection):
         return thing.draft_names
     if isinstance(thing, Result | Inspection):
-        return [draft.draft for draft in getattr(thing, "result", thing).stats.drafts]
+        result = thing.result if isinstance(thing, Inspection) else thing
+        return [draft.draft for draft in result.stats.drafts]
     ids = [draw.draft for view in views(thing) for draws in view.tree.draws for draw in draws]
     return [f"draft {i}" for i in range(max(ids, default=-1) + 1)]
 

@@ -4,24 +4,24 @@
 // it.  All names are local, and what is drawn lives in a shadow root, so displays do not meet one another.
 
 const SHAPES = ["●", "▲", "■", "◆", "★", "✚"];   // of drafts, by id
-const BY_HAND = "✎";
+const BY_HAND = "by hand";                        // who drafted a node that the user added
 const MARKS = { accepted: "✓", cut: "✓", rejected: "✗", bonus: "+" };
 const LEAST = [0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3];   // thresholds of path probability
-const ROW = 34, GAP = 24, TOP = 22, CHAR = 7.6, LONGEST = 18;   // of the tree, in pixels and characters
-const LEAST_GAP = 12;   // between columns, where they are many
-const STEP_MS = 1100;   // while playing
+const ROW = 34, TOP = 22, CHARACTER = 7.6;        // of the tree, in pixels
+const GAP = 24, LEAST_GAP = 12, PADDING = 14;     // between columns; the same where they are many; around the tree
+const LONGEST = 18;                               // characters of a token in a chip
+const STEP_MS = 1100;                             // of a round, while playing
 const SVG = "http://www.w3.org/2000/svg";
 
 // ---- small tools ----
 
 // An element with attributes (functions become listeners) and children; strings become text nodes.
 function el(tag, attributes = {}, ...children) {
-  const [name, isSvg] = tag.startsWith("svg:") ? [tag.slice(4), true] : [tag, false];
-  const made = isSvg ? document.createElementNS(SVG, name) : document.createElement(name);
+  const [, svg, name] = tag.match(/^(svg:)?(.*)$/);
+  const made = svg ? document.createElementNS(SVG, name) : document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
-    if (value === null || value === undefined || value === false) continue;
     if (typeof value === "function") made.addEventListener(key, value);
-    else made.setAttribute(key, value === true ? "" : value);
+    else if (value !== null && value !== undefined) made.setAttribute(key, value);
   }
   made.append(...children.flat(Infinity).filter(child => child || child === 0));
   return made;
@@ -33,27 +33,50 @@ function spaced(text) {
   return text.split(/([␠⏎⇥])/).filter(part => part).map(part => ("␠⏎⇥".includes(part) ? sign(part) : part));
 }
 
+// How many characters wide a text is; Chinese characters and emoji count twice.
+function cells(text) {
+  const wide = /[\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\uff00-\uff60]|\p{Emoji_Presentation}/gu;
+  return [...text].length + (text.match(wide) ?? []).length;
+}
+
 function percent(p) {
   if (p === null || p === undefined) return "–";
   const value = 100 * p;
-  return value === 0 ? "0 %" : value < 0.1 ? "<0.1 %" : `${value < 10 ? value.toFixed(1) : value.toFixed(0)} %`;
-}
-
-// How many characters wide a text is; Chinese characters and emoji count twice.
-function cells(text) {
-  return [...text].length + (text.match(/[\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\uff00-\uff60]|\p{Emoji_Presentation}/gu) ?? []).length;
+  return value === 0 ? "0 %" : value < 0.1 ? "<0.1 %" : `${value.toFixed(value < 10 ? 1 : 0)} %`;
 }
 
 const number = (x, digits = 2) => (x === null || x === undefined ? "–" : x.toFixed(digits).replace("-", "−"));
 const plural = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
-const ordinal = n => `${n}${["th", "st", "nd", "rd"][n % 100 > 10 && n % 100 < 14 ? 0 : n % 10] ?? "th"}`;
+const threshold = least => `${Number((100 * least).toPrecision(2))} %`;
 const unique = list => [...new Set(list)];
+const sum = list => list.reduce((total, x) => total + x, 0);
+
+function ordinal(n) {
+  const ending = n % 100 > 10 && n % 100 < 14 ? "th" : ["th", "st", "nd", "rd"][n % 10] ?? "th";
+  return `${n}${ending}`;
+}
+
+function icon(path) {
+  return el("svg:svg", { class: "icon", viewBox: "0 0 14 14", "aria-hidden": "true" }, el("svg:path", { d: path }));
+}
+
+// An event that was ours: neither the page nor a notebook around it shall act on it, too.
+function taken(event) {
+  event.preventDefault();
+  event.stopPropagation();
+}
+
+// Give one element of a group the focus; it is the group's only tab stop from then on.
+function moveFocus(group, element) {
+  for (const other of group) other.setAttribute("tabindex", other === element ? 0 : -1);
+  element.focus();
+}
 
 // ---- what the model's columns mean ----
 
-// A step as an object that knows its shape.
+// A step that knows its tree's shape.
 class Step {
-  constructor(data, model) {
+  constructor(data, texts) {
     Object.assign(this, data);
     this.size = data.tokens.length;
     this.kids = data.tokens.map(() => []);
@@ -65,45 +88,41 @@ class Step {
       this.depths[i] = this.depths[parent] + 1;
       this.mass[i] = this.mass[parent] * (data.q[i] ?? 1);
     }
-    this.end = data.path.length ? data.path[data.path.length - 1] : 0;
+    this.end = data.path[data.path.length - 1] ?? 0;   // what the bonus token follows
     this.onPath = new Set(data.path);
     this.inspected = "p" in data;
-    this.text = token => model.texts[token] ?? String(token);
+    this.text = token => texts[token] ?? String(token);
   }
 
-  // The nodes from the root to a node.
-  line(node) {
-    const nodes = [node];
-    while (nodes[0] > 0) nodes.unshift(this.parents[nodes[0]]);
-    return nodes;
-  }
+  textOf(node) { return this.text(this.tokens[node]); }
+  state(node) { return this.states ? this.states[node] : node === 0 ? "root" : "drafted"; }
 
-  state(node) {
-    return this.states ? this.states[node] : node === 0 ? "root" : "drafted";
-  }
-
-  // The drafts that proposed a node; of an emitted token, none if it is the target's own.
+  // The drafts that proposed a node, or the k-th emitted token: none if it is the target's own.
   authors(node) { return unique(this.draws[node].map(draw => draw[0])); }
   authorsOfEmitted(k) { return k < this.path.length ? this.authors(this.path[k]) : []; }
 
-  // The nodes below a node, itself excluded.
-  below(node) { return this.kids[node].reduce((sum, kid) => sum + 1 + this.below(kid), 0); }
+  // The nodes from the root to a node.
+  line(node) { return node > 0 ? [...this.line(this.parents[node]), node] : [0]; }
+
+  // How many nodes are below a node.
+  below(node) { return sum(this.kids[node].map(kid => 1 + this.below(kid))); }
 }
 
 // Where everything stands: one column a depth, a parent beside its first child, subtrees as close as they fit.
+// Items are nodes, the target's own token ("bonus"), and what stands for nodes that are hidden ("more").
 function layout(step, least, expanded) {
-  const items = [];
-
   // Place a subtree from row 0 on; return its item, its items, and the first and last row it takes at each depth.
   function place(node, parent, depth) {
     const item = { kind: "node", node, parent, depth, row: 0 };
     const hides = kid => step.mass[kid] < least && !step.onPath.has(kid) && !expanded.has(node);
-    const leaf = extra => ({ item: extra, all: [extra], first: [0], last: [0] });
+    const leaf = own => {
+      const made = { node, parent: item, depth: depth + 1, row: 0, ...own };
+      return { item: made, all: [made], first: [0], last: [0] };
+    };
     const parts = step.kids[node].filter(kid => !hides(kid)).map(kid => place(kid, item, depth + 1));
-    const extra = { node, parent: item, depth: depth + 1, row: 0 };
-    if (step.bonus !== null && node === step.end) parts.push(leaf({ ...extra, kind: "bonus" }));
-    const count = step.kids[node].filter(hides).reduce((sum, kid) => sum + 1 + step.below(kid), 0);
-    if (count) parts.push(leaf({ ...extra, kind: "more", count }));
+    if (step.bonus !== null && node === step.end) parts.push(leaf({ kind: "bonus" }));
+    const count = sum(step.kids[node].filter(hides).map(kid => 1 + step.below(kid)));
+    if (count) parts.push(leaf({ kind: "more", count }));
     const all = [item], first = [], last = [];
     for (const part of parts) {
       const shift = Math.max(0, ...part.first.map((row, level) => (last[level] ?? -1) + 1 - row));
@@ -120,152 +139,49 @@ function layout(step, least, expanded) {
   return { items: all, rows: 1 + Math.max(...last) };
 }
 
-// ---- one display ----
+// ---- one display: which round and which item are shown ----
 
 class Display {
   constructor(host, style, model) {
     this.model = model;
-    this.steps = model.steps.map(data => new Step(data, model));
+    this.steps = model.steps.map(data => new Step(data, model.texts));
     this.round = this.best();
-    this.selected = null;   // an item of the tree, or null for the round itself
-    this.pinned = null;     // ... that stays when the pointer leaves
-    this.least = 0;
-    this.expanded = new Set();
+    this.pinned = null;   // the item that stays selected when the pointer leaves; null = the round itself
     this.timer = null;
     this.root = el("div", { class: "root", tabindex: -1, keydown: event => this.key(event) });
     host.textContent = "";
     host.attachShadow({ mode: "open" }).append(el("style", {}, style), this.root);
-    this.build();
+    const result = Boolean(model.prompt), several = this.steps.length > 1;
+    this.answer = result ? new Answer(this) : null;
+    this.scrubber = several ? new Scrubber(this) : null;
+    this.tree = new Tree(this);
+    this.facts = new Facts(this);
+    this.mask = new Mask(this);
+    const stage = el("div", { class: "stage" }, this.tree.element, this.facts.element, this.mask.element);
+    this.root.append(...[
+      result ? figures(model) : null, this.answer?.element, this.scrubber?.element, stage, notes(model),
+    ].filter(part => part));
     this.draw();
     followTheme(host);
   }
 
   // The round that gained most is the one to begin with.
   best() {
-    return this.steps.reduce((best, step, i) => step.path.length > this.steps[best].path.length ? i : best, 0);
+    const gains = this.steps.map(step => step.path.length);
+    return gains.indexOf(Math.max(...gains));
   }
 
   get step() { return this.steps[this.round]; }
-  shape(draft) { return this.model.drafts[draft] === undefined || this.model.drafts[draft] === "by hand" ? BY_HAND : SHAPES[draft % SHAPES.length]; }
-  name(draft) { return this.model.drafts[draft] ?? "by hand"; }
-  authorClass(authors) { return authors.length ? `by${authors[0] % 6}${authors.length > 1 ? " many" : ""}` : "target"; }
 
-  // ---- what is built once ----
-
-  build() {
-    this.treeBox = el("div", { class: "tree", role: "tree", "aria-label": "token tree" });
-    this.summary = el("p");
-    this.key_ = el("div", { class: "key" });
-    this.facts = el("div", { class: "panel facts" });
-    this.maskBox = el("div", { class: "scroll" });
-    const treeScroll = el("div", { class: "scroll" }, this.treeBox);
-    const tree = el("section", { class: "panel grown" },
-      el("div", { class: "head" }, this.summary, this.threshold()), treeScroll, this.key_);
-    const mask = el("section", { class: "panel mask" },
-      el("h3", {}, "Attention mask"), el("p", {}, "Each row is a token of the pass; it sees the text so far and the marked columns: its ancestors and itself."),
-      this.maskBox);
-    this.root.append(...[
-      this.figures(), this.answer(), this.scrubber(), el("div", { class: "stage" }, tree, this.facts, mask), this.notes(),
-    ].filter(part => part));
-    const rows = Math.max(...this.steps.map(step => layout(step, 0, this.expanded).rows));
-    treeScroll.style.minHeight = `${Math.min(300, TOP + 18 + ROW * rows)}px`;   // so that playing does not move the page
-  }
-
-  figures() {
-    const { stats, rule, seed } = this.model;
-    if (!stats) return null;
-    const pairs = [
-      [String(stats.new_tokens), "tokens"],
-      [String(stats.target_passes), "target passes"],
-      [number(stats.tokens_per_target_pass), "tokens per pass"],
-      ...(stats.seconds.total ? [[number(stats.seconds.total), "seconds"]] : []),
-      [seed === null ? "greedy" : `seed ${seed}`, seed === null ? "" : rule === "coins" ? "multi-step sampling" : rule === "coupled" ? "coupled sampling" : "sampled"],
-    ];
-    return el("dl", { class: "figures" }, pairs.map(([figure, unit]) => el("div", {}, el("dt", {}, unit), el("dd", {}, figure))));
-  }
-
-  // Prompt, the answer's tokens by who wrote them, and what the lines under them mean.
-  answer() {
-    if (!this.model.prompt) return null;
-    this.words = [];
-    const line = el("div", { class: "answer", role: "group", "aria-label": "the answer, token by token" });
-    this.steps.forEach((step, round) => step.emitted.forEach((token, k) => {
-      const text = step.text(token), authors = step.authorsOfEmitted(k);
-      const by = authors.length ? authors.map(a => this.name(a)).join(" and ") : "the target";
-      const word = el("span", {
-        class: `word ${this.authorClass(authors)}`, role: "button", tabindex: this.words.length ? -1 : 0,
-        "aria-label": `${text}, by ${by}, round ${round + 1}`, title: `by ${by}, round ${round + 1}`,
-        click: () => this.go(round), keydown: event => this.wordKey(event, word),
-      }, spaced(text));
-      this.words.push({ element: word, round });
-      line.append(word, ...(text.endsWith("⏎") ? [el("br")] : []), "\u200b");
-    }));
-    const { prompt } = this.model;
-    return el("section", {},
-      el("details", { class: "prompt" }, el("summary", {}, `Prompt, ${plural(prompt.tokens, "token")}`), el("pre", {}, prompt.text)),
-      line, this.legend());
-  }
-
-  legend() {
-    const counts = new Map();
-    for (const step of this.steps) step.emitted.forEach((_, k) => {
-      const key = step.authorsOfEmitted(k).join();
-      counts.set(key, (counts.get(key) ?? 0) + 1);
-    });
-    const entries = [...counts].sort((a, b) => b[1] - a[1]).map(([key, count]) => {
-      const authors = key ? key.split(",").map(Number) : [];
-      const who = authors.length ? authors.map(a => `${this.shape(a)} ${this.name(a)}`).join(" and ") : "the target itself";
-      return el("li", {}, el("span", { class: `word ${this.authorClass(authors)}` }, who), ` ${count}`);
-    });
-    return el("ul", { class: "legend", "aria-label": "who wrote how many tokens" }, entries);
-  }
-
-  // Play, bars of what each round emitted, and a slider under them.
-  scrubber() {
-    if (this.steps.length < 2) return null;
-    const last = this.steps.length - 1, most = Math.max(...this.steps.map(step => step.emitted.length));
-    const unit = Math.min(8, (46 - most) / most), width = `min(14px, ${(70 / this.steps.length).toFixed(2)}%)`;
-    this.bars = this.steps.map((step, round) => el("div", {
-      class: "bar", title: `round ${round + 1}: ${plural(step.emitted.length, "token")}`,
-      style: `left: ${100 * round / last}%; width: ${width}`, click: () => this.go(round),
-    }, step.emitted.map((_, k) => el("i", { class: this.authorClass(step.authorsOfEmitted(k)), style: `height: ${unit}px` }))));
-    this.slider = el("input", {
-      type: "range", min: 0, max: last, value: this.round, "aria-label": "round", input: () => this.go(Number(this.slider.value)),
-    });
-    this.playButton = el("button", { type: "button", click: () => this.play(!this.timer) });
-    this.where = el("div", { class: "where", "aria-live": "polite" });
-    const arrow = (label, by, path) => el("button", { type: "button", "aria-label": label, title: label, click: () => this.go(this.round + by) }, icon(path));
-    return el("section", { class: "rounds" }, this.playButton,
-      arrow("previous round", -1, "M10 1 3 7l7 6z"), arrow("next round", 1, "M4 1l7 6-7 6z"),
-      el("div", { class: "track" }, el("div", { class: "bars" }, this.bars), this.slider), this.where);
-  }
-
-  threshold() {
-    const output = el("output", {}, "none");
-    const slider = el("input", {
-      type: "range", min: 0, max: LEAST.length - 1, value: 0, "aria-label": "hide paths less likely than",
-      input: () => {
-        this.least = LEAST[Number(slider.value)];
-        this.expanded = new Set();
-        const words = this.least ? `under ${100 * this.least} %` : "none";
-        output.textContent = words;
-        slider.setAttribute("aria-valuetext", words);
-        this.draw();
-      },
-    });
-    return el("label", {}, "hide paths", slider, output);
-  }
-
-  notes() {
-    const notes = this.model.notes ?? [];
-    return notes.length ? el("ul", { class: "notes" }, notes.map(note => el("li", {}, spaced(note)))) : null;
-  }
-
-  // ---- moving ----
+  // What drafts are called and look like.
+  name(draft) { return this.model.drafts[draft] ?? BY_HAND; }
+  shape(draft) { return this.name(draft) === BY_HAND ? "✎" : SHAPES[draft % SHAPES.length]; }
+  names(authors) { return authors.map(draft => this.name(draft)).join(" and "); }
+  look(authors) { return authors.length ? `by${authors[0] % 6}${authors.length > 1 ? " many" : ""}` : "target"; }
 
   go(round) {
     this.round = Math.max(0, Math.min(this.steps.length - 1, round));
-    this.expanded = new Set();
+    this.tree.expanded.clear();
     this.draw();
   }
 
@@ -281,49 +197,24 @@ class Display {
       }, STEP_MS);
     }
     this.root.classList.toggle("playing", on);
-    this.drawScrubber();
+    this.scrubber.draw();
   }
 
+  // Arrows go from round to round wherever the focus is, but for sliders, words and nodes, which have their own.
   key(event) {
     const moves = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };
-    const own = event.target.closest?.("summary, button");
-    if (event.target === this.slider || event.target.matches?.("input") || this.steps.length < 2) return;
+    if (this.steps.length < 2 || event.target.matches("input")) return;
     if (event.key in moves) this.go(this.round + moves[event.key]);
-    else if (event.key === " " && !own) this.play(!this.timer);
+    else if (event.key === " " && !event.target.closest("summary, button")) this.play(!this.timer);
     else return;
-    event.preventDefault();
-    event.stopPropagation();
+    taken(event);
   }
 
-  // In the answer, arrows walk along the tokens.
-  wordKey(event, element) {
-    const place = this.words.findIndex(word => word.element === element);
-    const to = { ArrowLeft: place - 1, ArrowRight: place + 1, Home: 0, End: this.words.length - 1 }[event.key];
-    if (event.key === "Enter" || event.key === " ") this.go(this.words[place].round);
-    else if (this.words[to]) this.moveFocus(this.words.map(word => word.element), this.words[to].element);
-    else return;
-    event.preventDefault();
-    event.stopPropagation();
-  }
-
-  // In the tree, arrows walk from node to node: right to a child, left to the parent, up and down along the rows.
-  chipKey(event, item) {
-    const rows = this.items.filter(other => other.depth === item.depth).sort((a, b) => a.row - b.row);
-    const to = {
-      ArrowRight: this.items.find(other => other.parent === item), ArrowLeft: item.parent,
-      ArrowUp: rows[rows.indexOf(item) - 1], ArrowDown: rows[rows.indexOf(item) + 1],
-    };
-    if (event.key === "Escape") this.pin(null);
-    else if (!(event.key in to)) return;
-    else if (to[event.key]) this.moveFocus(this.items.map(other => other.chip), to[event.key].chip);
-    event.preventDefault();
-    event.stopPropagation();
-  }
-
-  // One element of a group is a tab stop, the one that had the focus last.
-  moveFocus(group, element) {
-    for (const other of group) other.setAttribute("tabindex", other === element ? 0 : -1);
-    element.focus();
+  // Show an item's figures, and light it up with its ancestors; null shows the round's.
+  select(item) {
+    this.tree.light(item);
+    this.mask.light(item);
+    this.facts.draw(item);
   }
 
   pin(item) {
@@ -331,247 +222,433 @@ class Display {
     this.select(item);
   }
 
-  // ---- what is drawn anew ----
-
   draw() {
-    this.selected = this.pinned = null;
-    const focused = this.treeBox.contains(this.root.getRootNode().activeElement);
-    this.drawScrubber();
-    this.drawWords();
-    this.drawTree();
-    this.drawMask();
-    this.drawFacts();
+    const focused = this.tree.box.contains(this.root.getRootNode().activeElement);
+    this.pinned = null;
+    for (const part of [this.scrubber, this.answer, this.tree, this.mask, this.facts]) part?.draw();
+    this.tree.scrollToEnd();
     if (focused) this.root.focus({ preventScroll: true });   // what had it is gone, but keys shall go on working
   }
+}
 
-  drawScrubber() {
-    if (!this.slider) return;
-    this.slider.value = this.round;
-    this.slider.setAttribute("aria-valuetext", `round ${this.round + 1} of ${this.steps.length}`);
-    this.bars.forEach((bar, round) => bar.classList.toggle("now", round === this.round));
-    this.where.replaceChildren("round ", el("b", {}, String(this.round + 1)), ` of ${this.steps.length}`);
-    const label = this.timer ? "pause" : "play";
-    this.playButton.setAttribute("aria-label", label);
-    this.playButton.setAttribute("title", label);
-    this.playButton.replaceChildren(icon(this.timer ? "M3 1h3v12H3zM8 1h3v12H8z" : "M3 1l10 6-10 6z"));
+function figures({ stats, rule, seed }) {
+  const sampling = { coins: "multi-step sampling", coupled: "coupled sampling" }[rule] ?? "sampled";
+  const pairs = [
+    [String(stats.new_tokens), "tokens"],
+    [String(stats.target_passes), "target passes"],
+    [number(stats.tokens_per_target_pass), "tokens per pass"],
+    [number(stats.seconds.total), "seconds"],
+    seed === null ? ["greedy", ""] : [`seed ${seed}`, sampling],
+  ];
+  const shown = pairs.map(([figure, unit]) => el("div", {}, el("dt", {}, unit), el("dd", {}, figure)));
+  return el("dl", { class: "figures" }, shown);
+}
+
+function notes(model) {
+  const lines = (model.notes ?? []).map(note => el("li", {}, spaced(note)));
+  return lines.length ? el("ul", { class: "notes" }, lines) : null;
+}
+
+// ---- the answer: prompt, words by who wrote them, and what the lines under them mean ----
+
+class Answer {
+  constructor(display) {
+    this.display = display;
+    this.words = [];
+    this.rounds = [];   // of the words
+    const line = el("div", { class: "answer", role: "group", "aria-label": "the answer, token by token" });
+    display.steps.forEach((step, round) => step.emitted.forEach((token, k) => {
+      const text = step.text(token), word = this.word(text, step.authorsOfEmitted(k), round);
+      this.words.push(word);
+      this.rounds.push(round);
+      line.append(word, ...(text.endsWith("⏎") ? [el("br")] : []), "\u200b");   // a line may break here
+    }));
+    this.words[0]?.setAttribute("tabindex", 0);
+    const { prompt } = display.model;
+    const asked = el("details", { class: "prompt" },
+      el("summary", {}, `Prompt, ${plural(prompt.tokens, "token")}`), el("pre", {}, prompt.text));
+    this.element = el("section", {}, asked, line, this.legend());
   }
 
-  drawWords() {
-    for (const { element, round } of this.words ?? []) {
-      element.classList.toggle("now", round === this.round && this.steps.length > 1);
-      element.classList.toggle("later", round > this.round);
+  word(text, authors, round) {
+    const by = `by ${authors.length ? this.display.names(authors) : "the target"}, round ${round + 1}`;
+    const word = el("span", {
+      class: `word ${this.display.look(authors)}`, role: "button", tabindex: -1,
+      title: by, "aria-label": `${text}, ${by}`,
+      click: () => this.display.go(round), keydown: event => this.key(event, word),
+    }, spaced(text));
+    return word;
+  }
+
+  legend() {
+    const counts = new Map();
+    for (const step of this.display.steps) {
+      step.emitted.forEach((_, k) => {
+        const key = step.authorsOfEmitted(k).join();
+        counts.set(key, (counts.get(key) ?? 0) + 1);
+      });
     }
+    const entries = [...counts].sort((a, b) => b[1] - a[1]).map(([key, count]) => {
+      const authors = key ? key.split(",").map(Number) : [];
+      const names = authors.map(draft => `${this.display.shape(draft)} ${this.display.name(draft)}`).join(" and ");
+      const who = el("span", { class: `word ${this.display.look(authors)}` }, names || "the target itself");
+      return el("li", {}, who, ` ${count}`);
+    });
+    return el("ul", { class: "legend", "aria-label": "who wrote how many tokens" }, entries);
   }
 
-  drawTree() {
-    const step = this.step, { items, rows } = layout(step, this.least, this.expanded);
+  // Arrows walk along the words; enter goes to a word's round.
+  key(event, word) {
+    const place = this.words.indexOf(word);
+    const to = { ArrowLeft: place - 1, ArrowRight: place + 1, Home: 0, End: this.words.length - 1 }[event.key];
+    if (event.key === "Enter" || event.key === " ") this.display.go(this.rounds[place]);
+    else if (this.words[to]) moveFocus(this.words, this.words[to]);
+    else return;
+    taken(event);
+  }
+
+  draw() {
+    const { round, steps } = this.display;
+    this.words.forEach((word, i) => {
+      word.classList.toggle("now", this.rounds[i] === round && steps.length > 1);
+      word.classList.toggle("later", this.rounds[i] > round);
+    });
+  }
+}
+
+// ---- the scrubber: play, bars of what each round emitted, and a slider under them ----
+
+class Scrubber {
+  constructor(display) {
+    this.display = display;
+    const { steps } = display, last = steps.length - 1;
+    const most = Math.max(...steps.map(step => step.emitted.length)), unit = Math.min(8, (46 - most) / most);
+    this.bars = steps.map((step, round) => {
+      const parts = step.emitted.map((_, k) =>
+        el("i", { class: display.look(step.authorsOfEmitted(k)), style: `height: ${unit}px` }));
+      return el("div", {
+        class: "bar", title: `round ${round + 1}: ${plural(step.emitted.length, "token")}`,
+        click: () => display.go(round),
+        style: `left: ${100 * round / last}%; width: min(14px, ${(70 / steps.length).toFixed(2)}%)`,
+      }, parts);
+    });
+    this.slider = el("input", {
+      type: "range", min: 0, max: last, "aria-label": "round", input: () => display.go(Number(this.slider.value)),
+    });
+    this.play = el("button", { type: "button", click: () => display.play(!display.timer) });
+    this.where = el("div", { class: "where", "aria-live": "polite" });
+    this.element = el("section", { class: "rounds" },
+      this.play, this.arrow("previous round", -1, "M10 1 3 7l7 6z"), this.arrow("next round", 1, "M4 1l7 6-7 6z"),
+      el("div", { class: "track" }, el("div", { class: "bars" }, this.bars), this.slider), this.where);
+  }
+
+  arrow(label, by, path) {
+    const click = () => this.display.go(this.display.round + by);
+    return el("button", { type: "button", "aria-label": label, title: label, click }, icon(path));
+  }
+
+  draw() {
+    const { round, steps, timer } = this.display, label = timer ? "pause" : "play";
+    this.slider.value = round;
+    this.slider.setAttribute("aria-valuetext", `round ${round + 1} of ${steps.length}`);
+    this.bars.forEach((bar, i) => bar.classList.toggle("now", i === round));
+    this.where.replaceChildren("round ", el("b", {}, String(round + 1)), ` of ${steps.length}`);
+    this.play.setAttribute("aria-label", label);
+    this.play.setAttribute("title", label);
+    this.play.replaceChildren(icon(timer ? "M3 1h3v12H3zM8 1h3v12H8z" : "M3 1l10 6-10 6z"));
+  }
+}
+
+// ---- the tree: chips and the lines between them ----
+
+class Tree {
+  constructor(display) {
+    this.display = display;
+    this.least = 0;              // paths less likely than this are hidden
+    this.expanded = new Set();   // nodes whose hidden children are shown all the same
+    this.items = [];
+    this.box = el("div", { class: "tree", role: "tree", "aria-label": "token tree" });
+    this.summary = el("p");
+    this.key = el("div", { class: "key" });
+    this.scroll = el("div", { class: "scroll" }, this.box);
+    this.element = el("section", { class: "panel grown" },
+      el("div", { class: "head" }, this.summary, this.threshold()), this.scroll, this.key);
+    const rows = Math.max(...display.steps.map(step => layout(step, 0, this.expanded).rows));
+    this.scroll.style.minHeight = `${Math.min(300, TOP + 18 + ROW * rows)}px`;   // so that playing moves nothing
+  }
+
+  threshold() {
+    const output = el("output", {}, "none");
+    const slider = el("input", {
+      type: "range", min: 0, max: LEAST.length - 1, value: 0, "aria-label": "hide paths less likely than",
+      input: () => {
+        this.least = LEAST[Number(slider.value)];
+        output.textContent = this.least ? `under ${threshold(this.least)}` : "none";
+        slider.setAttribute("aria-valuetext", output.textContent);
+        this.display.go(this.display.round);
+      },
+    });
+    return el("label", {}, "hide paths", slider, output);
+  }
+
+  draw() {
+    const { step } = this.display, { items, rows } = layout(step, this.least, this.expanded);
     this.items = items;
-    for (const item of items) this.makeChip(item);
     const widths = [];
-    for (const item of items) widths[item.depth] = Math.max(widths[item.depth] ?? 0, item.width);
-    const spare = (this.treeBox.parentElement.clientWidth || Infinity) - 28 - widths.reduce((sum, width) => sum + width);
-    const gap = Math.max(LEAST_GAP, Math.min(GAP, spare / Math.max(1, widths.length - 1)));
-    const lefts = widths.map((_, depth) => widths.slice(0, depth).reduce((sum, width) => sum + width + gap, 0));
-    const width = lefts[lefts.length - 1] + widths[widths.length - 1], height = TOP + rows * ROW;
+    for (const item of items) {
+      this.makeChip(item);
+      widths[item.depth] = Math.max(widths[item.depth] ?? 0, item.width);
+    }
+    const room = (this.scroll.clientWidth || Infinity) - 2 * PADDING - sum(widths);
+    const gap = Math.max(LEAST_GAP, Math.min(GAP, room / Math.max(1, widths.length - 1)));
+    const lefts = widths.map((_, depth) => sum(widths.slice(0, depth)) + depth * gap);
+    const width = sum(widths) + (widths.length - 1) * gap, height = TOP + rows * ROW;
     const edges = el("svg:svg", { width, height, "aria-hidden": "true" });
     for (const item of items) {
-      item.x = lefts[item.depth];
-      item.y = TOP + item.row * ROW;
+      [item.x, item.y] = [lefts[item.depth], TOP + item.row * ROW];
       item.chip.style.cssText = `left: ${item.x}px; top: ${item.y}px; width: ${item.width}px`;
       if (item.parent) edges.append(item.edge = this.edge(item));
     }
-    const depths = widths.map((_, depth) => el("span", { class: "depth", style: `left: ${lefts[depth]}px` },
-      step.position === null ? ["root", "depth 1"][depth] ?? `${depth}` : depth ? `${step.position + depth}` : `position ${step.position}`));
-    this.treeBox.style.cssText = `width: ${width}px; height: ${height}px`;
-    this.treeBox.replaceChildren(edges, ...depths, ...items.map(item => item.chip));
+    const depths = lefts.map((left, depth) =>
+      el("span", { class: "depth", style: `left: ${left}px` }, this.depth(depth)));
+    this.box.style.cssText = `width: ${width}px; height: ${height}px`;
+    this.box.replaceChildren(edges, ...depths, ...items.map(item => item.chip));
     this.summary.replaceChildren(...this.summaryOf(step));
-    this.key_.replaceChildren(...this.keyOf(step));
+    this.key.replaceChildren(...this.keyOf(step));
   }
 
-  edge(item) {
-    const { parent } = item, x = parent.x + parent.width, y = parent.y + 13, toY = item.y + 13, half = (item.x - x) / 2;
-    const kind = item.kind === "node" ? this.step.state(item.node) : item.kind;
-    const by = this.authorClass(item.kind === "node" ? this.step.authors(item.node) : []);
-    const drafted = kind === "rejected" || kind === "unreached" || kind === "drafted";
+  // What stands above a column: the position of its tokens in the text, if that is known.
+  depth(depth) {
+    const { position } = this.display.step;
+    if (position === null) return ["root", "depth 1"][depth] ?? String(depth);
+    return depth ? String(position + depth) : `position ${position}`;
+  }
+
+  edge({ kind, node, parent, x, y }) {
+    const { step, look } = this.display, state = kind === "node" ? step.state(node) : kind;
+    const fromX = parent.x + parent.width, fromY = parent.y + 14, toY = y + 14, half = (x - fromX) / 2;
     return el("svg:path", {
-      class: `edge ${kind} ${by}`, d: `M${x} ${y}C${x + half} ${y} ${x + half} ${toY} ${item.x} ${toY}`,
-      "stroke-width": drafted ? 1 + 1.5 * (this.step.q[item.node] ?? 1) : null,
+      class: `edge ${state} ${look(kind === "node" ? step.authors(node) : [])}`,
+      d: `M${fromX} ${fromY}C${fromX + half} ${fromY} ${fromX + half} ${toY} ${x} ${toY}`,
+      "stroke-width": kind === "node" ? 1 + 1.5 * (step.q[node] ?? 1) : 1,   // of paths that count, the style says more
     });
   }
 
   makeChip(item) {
-    const { node, kind } = item, step = this.step;
-    const token = kind === "bonus" ? step.bonus : step.tokens[node];
-    const text = kind === "more" ? `+${item.count}` : step.text(token);
-    const state = kind === "node" ? step.state(node) : kind;
-    const authors = kind === "node" ? step.authors(node) : [];
-    const mark = MARKS[state], bars = kind === "node" && node > 0;
-    item.width = Math.round(Math.min(cells(text), LONGEST) * CHAR) + 16 + (authors.length ? 5 + 8 * authors.length : 0) + (mark ? 16 : 0);
-    item.width = Math.max(item.width, kind === "more" ? 36 : node === 0 && kind === "node" ? 78 : 46);
+    const { kind, node } = item, { step } = this.display, more = kind === "more";
+    const authors = kind === "node" ? step.authors(node) : [], state = kind === "node" ? step.state(node) : kind;
+    const text = more ? `+${item.count}` : kind === "bonus" ? step.text(step.bonus) : step.textOf(node);
+    const mark = MARKS[state], shapes = authors.map(draft => this.display.shape(draft)).join("");
+    const least = more ? 36 : state === "root" ? 78 : 46;
+    const words = CHARACTER * Math.min(cells(text), LONGEST) + (shapes ? 5 + 8 * authors.length : 0) + (mark ? 16 : 0);
+    item.width = Math.max(least, Math.round(16 + words));
     item.chip = el("div", {
-      class: `chip ${state} ${this.authorClass(authors)}`, role: "treeitem", tabindex: node === 0 && kind === "node" ? 0 : -1,
-      "aria-level": item.depth + 1, "aria-label": this.describe(item, text, state, authors), "data-node": kind === "node" ? node : kind,
-      mouseenter: () => this.select(item), mouseleave: () => this.select(this.pinned), focus: () => this.pin(item),
-      click: () => (kind === "more" ? this.expand(node) : this.moveFocus(this.items.map(other => other.chip), item.chip)),
-      keydown: event => (kind === "more" && (event.key === "Enter" || event.key === " ") ? (event.preventDefault(), event.stopPropagation(), this.expand(node)) : this.chipKey(event, item)),
+      class: `chip ${state} ${this.display.look(authors)}`, "data-node": kind === "node" ? node : kind,
+      role: "treeitem", tabindex: state === "root" ? 0 : -1, "aria-level": item.depth + 1,
+      "aria-label": this.describe(item, text, state, authors),
+      mouseenter: () => this.display.select(item), mouseleave: () => this.display.select(this.display.pinned),
+      focus: () => this.display.pin(item), click: () => (more ? this.expand(node) : this.focus(item)),
+      keydown: event => this.chipKey(event, item),
     },
-      authors.length ? el("span", { class: "who" }, authors.map(a => this.shape(a)).join("")) : null,
-      el("span", { class: "text" }, spaced(text)),
-      mark ? el("span", { class: "fate" }, mark) : null,
-      bars && step.q[node] !== null && el("span", { class: "part q" }, el("i", { style: `width: ${100 * step.q[node]}%` })),
-      bars && step.inspected && el("span", { class: "part p" }, el("i", { style: `width: ${100 * step.p[node]}%` })));
+      shapes && el("span", { class: "who" }, shapes), el("span", { class: "text" }, spaced(text)),
+      mark && el("span", { class: "fate" }, mark),
+      kind === "node" && node > 0 && [bar("q", step.q[node]), step.inspected && bar("p", step.p[node])]);
   }
 
   // A chip in words, for those who do not see it.
   describe({ kind, node, count }, text, state, authors) {
-    const step = this.step;
-    if (kind === "more") return `${plural(count, "node")} less likely than ${100 * this.least} %, hidden; press to show`;
+    const { step } = this.display;
+    if (kind === "more") return `${plural(count, "node")} less likely than ${threshold(this.least)}: press to show`;
     if (kind === "bonus") return `${text}, the target's own token`;
     if (node === 0) return `${text}, the root`;
-    const figures = [step.q[node] === null ? "" : `, draft ${percent(step.q[node])}`, step.inspected ? `, target ${percent(step.p[node])}` : ""];
-    return `${text}, ${state}, by ${authors.map(a => this.name(a)).join(" and ")}${figures.join("")}`;
+    const draft = step.q[node] === null ? "" : `, draft ${percent(step.q[node])}`;
+    const target = step.inspected ? `, target ${percent(step.p[node])}` : "";
+    return `${text}, ${state}, by ${this.display.names(authors)}${draft}${target}`;
   }
 
+  focus(item) { moveFocus(this.items.map(other => other.chip), item.chip); }
+
+  // Show what one "more" stands for.
   expand(node) {
     this.expanded.add(node);
-    this.drawTree();
-    const child = this.items.find(item => item.kind === "node" && item.parent?.node === node);
-    if (child) this.moveFocus(this.items.map(item => item.chip), child.chip);
+    this.draw();
+    this.focus(this.items.find(item => item.kind === "node" && item.parent?.node === node));
   }
 
-  summaryOf(step) {
-    const size = `${plural(step.size - 1, "node")} in ${plural(Math.max(...step.depths), "level")}`;
-    const change = step.change && step.change !== "as decoded" ? [" · ", ...spaced(step.change)] : [];
-    if (!step.states) return [size];
-    return [el("b", {}, `${step.path.length} accepted`), step.bonus === null ? "" : " + 1 of the target's own", ` · ${size}`, ...change];
+  // Arrows walk from item to item: right to a child, left to the parent, up and down within a column.
+  chipKey(event, item) {
+    const column = this.items.filter(other => other.depth === item.depth).sort((a, b) => a.row - b.row);
+    const place = column.indexOf(item);
+    const to = {
+      ArrowRight: this.items.find(other => other.parent === item), ArrowLeft: item.parent,
+      ArrowUp: column[place - 1], ArrowDown: column[place + 1],
+    };
+    if (event.key === "Escape") this.display.pin(null);
+    else if (item.kind === "more" && (event.key === "Enter" || event.key === " ")) this.expand(item.node);
+    else if (!(event.key in to)) return;
+    else if (to[event.key]) this.focus(to[event.key]);
+    taken(event);
   }
 
-  keyOf(step) {
-    const entries = step.states
-      ? [["✓", "accepted"], ["✗", "rejected"], ["┄", "not reached"], ["+", "the target's own"]] : [];
-    const drafts = unique(step.draws.flat().map(draw => draw[0])).sort().map(draft => [this.shape(draft), this.name(draft)]);
-    const bars = step.size < 2 ? [] : [["▁", step.inspected ? "bars: draft q above target p" : "bar: draft q"]];
-    return [...drafts, ...entries, ...bars].map(([sign, word]) => el("span", {}, el("b", {}, sign), ` ${word}`));
-  }
-
-  // The mask: what each node's token sees. Rows light up with their nodes.
-  drawMask() {
-    const step = this.step, n = step.size, cell = n <= 26 ? 12 : n <= 60 ? 8 : 5, named = cell > 6;
-    const label = named ? 80 : 0, prefix = 44, left = label + prefix + 4, top = 14;
-    this.maskRows = [];
-    const svg = el("svg:svg", { width: left + n * cell + 2, height: top + n * cell + 2, role: "img", "aria-label": `attention mask of ${plural(n, "node")}` },
-      el("svg:text", { x: label, y: 9 }, "prefix"), el("svg:text", { x: left + 1, y: 9 }, "tree"));
-    for (let i = 0; i < n; i++) {
-      const text = [...step.text(step.tokens[i])], short = (text.length > 10 ? [...text.slice(0, 9), "…"] : text).join("").replaceAll("␠", "␣");
-      const y = top + i * cell;
-      const row = el("svg:g", { class: this.authorClass(step.authors(i)), mouseenter: () => this.select(this.itemOf(i)), mouseleave: () => this.select(this.pinned) },
-        named && el("svg:text", { x: label - 6, y: y + cell - 2, "text-anchor": "end" }, short) || null,
-        el("svg:rect", { class: "prefix", x: label, y: y + 1, width: prefix, height: cell - 2 }),
-        step.line(i).map(j => el("svg:rect", { class: "cell", x: left + j * cell + 1, y: y + 1, width: cell - 2, height: cell - 2 })),
-        el("svg:rect", { class: "hit", x: 0, y, width: left + n * cell, height: cell }));
-      this.maskRows.push(row);
-      svg.append(row);
-    }
-    this.maskBox.replaceChildren(svg);
-  }
-
-  // A node's item in the tree; of a hidden one, the item that stands for it.
-  itemOf(node) {
-    for (const ancestor of this.step.line(node).reverse()) {
-      const item = this.items.find(other => other.kind === "node" && other.node === ancestor);
-      if (item) return ancestor === node ? item : this.items.find(other => other.kind === "more" && other.node === ancestor);
-    }
-    return null;
-  }
-
-  // Show one item's figures; light it up with its ancestors, here and in the mask.
-  select(item) {
-    this.selected = item;
+  light(item) {
     const lit = new Set();
     for (let above = item; above; above = above.parent) lit.add(above);
     for (const other of this.items) {
       other.chip.classList.toggle("lit", lit.has(other));
       other.edge?.classList.toggle("lit", lit.has(other));
     }
-    const nodes = new Set([...lit].filter(other => other.kind === "node").map(other => other.node));
-    this.maskRows.forEach((row, i) => {
-      row.classList.toggle("lit", item?.kind === "node" && item.node === i);
-      row.classList.toggle("own", nodes.has(i));
+  }
+
+  // A node's item; of a hidden one, the item that stands for it.
+  itemOf(node) {
+    const line = this.display.step.line(node).reverse();
+    const seen = line.find(above => this.items.some(item => item.kind === "node" && item.node === above));
+    const kind = seen === node ? "node" : "more";
+    return this.items.find(item => item.kind === kind && item.node === seen);
+  }
+
+  // Bring the end of the accepted path into sight, without moving the page.
+  scrollToEnd() {
+    const end = this.items.find(item => item.kind === "bonus") ?? this.items[0];
+    this.scroll.scrollTop = end.y + 2 * ROW - this.scroll.clientHeight;
+    this.scroll.scrollLeft = end.x + end.width + PADDING + 6 - this.scroll.clientWidth;
+  }
+
+  summaryOf(step) {
+    const size = `${plural(step.size - 1, "node")} in ${plural(Math.max(...step.depths), "level")}`;
+    if (!step.states) return [size];
+    const own = step.bonus === null ? "" : " + 1 of the target's own";
+    const change = step.change && step.change !== "as decoded" ? [" · ", ...spaced(step.change)] : [];
+    return [el("b", {}, `${step.path.length} accepted`), `${own} · ${size}`, ...change];
+  }
+
+  keyOf(step) {
+    const drafts = unique(step.draws.flat().map(draw => draw[0])).sort();
+    const states = [["✓", "accepted"], ["✗", "rejected"], ["┄", "not reached"], ["+", "the target's own"]];
+    const entries = [
+      ...drafts.map(draft => [this.display.shape(draft), this.display.name(draft)]),
+      ...(step.states ? states : []),
+      ...(step.size < 2 ? [] : [["▁", step.inspected ? "bars: draft q above target p" : "bar: draft q"]]),
+    ];
+    return entries.map(([sign, word]) => el("span", {}, el("b", {}, sign), ` ${word}`));
+  }
+}
+
+// A probability as a line at the foot of a chip; nothing if there is none.
+function bar(name, p) {
+  return p === null ? null : el("span", { class: `part ${name}` }, el("i", { style: `width: ${100 * p}%` }));
+}
+
+// ---- the mask: what each node's token sees ----
+
+class Mask {
+  constructor(display) {
+    this.display = display;
+    this.scroll = el("div", { class: "scroll" });
+    const words = "A row is a token of the pass. It sees the prefix and the marked columns: its ancestors and itself.";
+    this.element = el("section", { class: "panel mask" },
+      el("h3", {}, "Attention mask"), el("p", {}, words), this.scroll);
+  }
+
+  draw() {
+    const { step } = this.display, n = step.size, cell = n <= 26 ? 12 : n <= 60 ? 8 : 5;
+    const label = cell > 6 ? 80 : 0, prefix = 44, left = label + prefix + 4, top = 14;   // pixels
+    this.rows = step.tokens.map((_, node) => this.row(node, { cell, label, prefix, left, y: top + node * cell }));
+    this.scroll.replaceChildren(el("svg:svg", {
+      width: left + n * cell + 2, height: top + n * cell + 2, role: "img",
+      "aria-label": `attention mask of ${plural(n, "node")}`,
+    }, el("svg:text", { x: label, y: 9 }, "prefix"), el("svg:text", { x: left + 1, y: 9 }, "tree"), this.rows));
+  }
+
+  row(node, { cell, label, prefix, left, y }) {
+    const { display } = this, { step } = display, text = [...step.textOf(node)];
+    const short = (text.length > 10 ? [...text.slice(0, 9), "…"] : text).join("").replaceAll("␠", "␣");
+    const rect = (name, x, width) =>
+      el("svg:rect", { class: name, x, y: y + 1, width, height: name === "hit" ? cell : cell - 2 });
+    return el("svg:g", {
+      class: display.look(step.authors(node)),
+      mouseenter: () => display.select(display.tree.itemOf(node)), mouseleave: () => display.select(display.pinned),
+    },
+      label > 0 && el("svg:text", { x: label - 6, y: y + cell - 2, "text-anchor": "end" }, short),
+      rect("prefix", label, prefix), step.line(node).map(seen => rect("cell", left + seen * cell + 1, cell - 2)),
+      rect("hit", 0, left + step.size * cell));
+  }
+
+  light(item) {
+    const line = item && item.kind === "node" ? this.display.step.line(item.node) : [];
+    this.rows.forEach((row, node) => {
+      row.classList.toggle("lit", node === line[line.length - 1]);
+      row.classList.toggle("own", line.includes(node));
     });
-    this.drawFacts();
+  }
+}
+
+// ---- the figures of what is selected ----
+
+class Facts {
+  constructor(display) {
+    this.display = display;
+    this.element = el("div", { class: "panel facts" });
   }
 
-  // ---- figures of what is selected ----
-
-  drawFacts() {
-    const item = this.selected;
-    this.facts.replaceChildren(...(!item ? this.roundFacts() : item.kind === "node" ? this.nodeFacts(item.node) : item.kind === "bonus" ? this.bonusFacts() : this.moreFacts(item)).filter(part => part));
+  draw(item = null) {
+    const shown = {
+      round: () => this.round(), node: () => this.node(item.node),
+      bonus: () => this.bonus(), more: () => this.more(item),
+    }[item ? item.kind : "round"]();
+    this.element.replaceChildren(...shown.filter(part => part));
   }
 
-  list(pairs) {
-    return el("dl", {}, pairs.filter(pair => pair).map(([term, value]) => [el("dt", {}, term), el("dd", {}, ...[value].flat())]));
-  }
-
-  title(text) { return el("h2", { class: "mono" }, spaced(text)); }
-
-  roundFacts() {
-    const step = this.step, ms = name => `${number(1000 * step.seconds[name], 1)} ms`;
-    const heading = this.steps.length > 1 ? `Round ${this.round + 1}` : "The tree";
-    const accepted = step.path.map(node => step.text(step.tokens[node])).join(" ");
+  round() {
+    const { step, steps, round } = this.display, ms = name => `${number(1000 * step.seconds[name], 1)} ms`;
+    const [first, last] = [step.position + 1, step.position + step.emitted.length];
+    const mono = text => el("span", { class: "mono" }, spaced(text));
+    const accepted = step.path.map(node => step.textOf(node)).join(" ");
+    const hint = "inspect(decoder, result) adds what the target thought of every node.";
     return [
-      el("h2", {}, heading),
+      el("h2", {}, steps.length > 1 ? `Round ${round + 1}` : "The tree"),
       el("p", {}, "Point at a token, or walk the tree with Tab and the arrow keys."),
-      this.list([
-        ["drafted", `${plural(step.size - 1, "node")}`],
-        step.states && ["accepted", accepted ? el("span", { class: "mono" }, spaced(accepted)) : "none"],
-        step.bonus !== null && ["target's own", el("span", { class: "mono" }, spaced(step.text(step.bonus)))],
-        step.position !== null && this.positions(step),
-        step.seconds?.total && ["time", ms("total")],
-        step.seconds?.total && ["target", ms("target")],
-        step.seconds?.total && ["drafts", ms("draft")],
+      list([
+        ["drafted", plural(step.size - 1, "node")],
+        step.states && ["accepted", accepted ? mono(accepted) : "none"],
+        step.bonus !== null && ["target's own", mono(step.text(step.bonus))],
+        step.position !== null && (last > first ? ["positions", `${first} to ${last}`] : ["position", String(first)]),
+        ...(step.seconds?.total ? [["time", ms("total")], ["target", ms("target")], ["drafts", ms("draft")]] : []),
       ]),
-      step.inspected || !step.states ? null : el("p", { class: "hint" }, "inspect(decoder, result) adds what the target thought of every node."),
+      step.states && !step.inspected && el("p", { class: "hint" }, hint),
     ];
   }
 
-  positions({ position, emitted }) {
-    const [first, last] = [position + 1, position + emitted.length];
-    return last > first ? ["positions", `${first} to ${last}`] : ["position", `${first}`];
-  }
-
-  nodeFacts(node) {
-    const step = this.step, at = step.position === null ? null : step.position + step.depths[node];
-    const moved = ["root", "accepted"].includes(step.state(node));
-    const coupled = this.model.rule === "coupled";
+  node(node) {
+    const { step, model } = this.display, coupled = model.rule === "coupled", known = step.inspected;
+    const own = node > 0 ? [
+      ["drafted by", this.drawsOf(node)],
+      known && ["target p", percent(step.p[node])],
+      [coupled ? "draft q, given g" : "draft q", percent(step.q[node])],
+      known && !coupled && ["p / q", number(step.ratio?.[node])],
+      ["path", percent(step.mass[node])],
+      ...(known ? this.chance(node) : []),
+    ] : [];
     return [
-      this.title(step.text(step.tokens[node])),
-      el("p", {}, step.why ? spaced(step.why[node]) : step.states ? step.state(node) : node ? "" : "the root"),
-      this.list([
-        node > 0 && ["drafted by", this.drawsOf(node)],
-        node > 0 && step.inspected && ["target p", percent(step.p[node])],
-        node > 0 && [coupled ? "draft q, given g" : "draft q", percent(step.q[node])],
-        node > 0 && step.inspected && !coupled && ["p / q", number(step.ratio?.[node])],
-        node > 0 && ["path", percent(step.mass[node])],
-        ...(step.inspected && node > 0 ? this.chance(node) : []),
-        at !== null && ["position", String(at)],
-        at !== null && ["cache slot", `${step.position + node}${moved && step.position + node !== at ? `, then ${at}` : ""}`],
-        ["token id", String(step.tokens[node])],
-      ]),
+      title(step.textOf(node)),
+      el("p", {}, step.why ? spaced(step.why[node]) : step.states ? step.state(node) : node ? "drafted" : "the root"),
+      list([...own, ...this.places(node), ["token id", String(step.tokens[node])]]),
       ...this.alternatives(node),
     ];
   }
 
   drawsOf(node) {
-    const byDraft = unique(this.step.draws[node].map(draw => draw[0]));
-    return byDraft.map(draft => {
-      const orders = this.step.draws[node].filter(draw => draw[0] === draft).map(draw => ordinal(draw[1] + 1));
-      return `${this.shape(draft)} ${this.name(draft)}${this.name(draft) === "by hand" ? "" : `, ${orders.join(" and ")}`}`;
+    const { step } = this.display;
+    return step.authors(node).map(draft => {
+      const orders = step.draws[node].filter(draw => draw[0] === draft).map(draw => ordinal(draw[1] + 1));
+      const name = this.display.name(draft);
+      return `${this.display.shape(draft)} ${name}${name === BY_HAND ? "" : `, ${orders.join(" and ")}`}`;
     }).join("; ");
   }
 
   // Noise, margin and coins, whichever decided.
   chance(node) {
-    const step = this.step, noise = step.noise?.[node] ?? null, margin = step.margin?.[node] ?? null;
+    const { step } = this.display, noise = step.noise?.[node] ?? null, margin = step.margin?.[node] ?? null;
     const tests = (step.tests?.[node] ?? []).map(([coin, ratio]) => `${number(coin, 3)} against ${number(ratio, 3)}`);
     return [
       noise !== null && ["noise g", number(noise)],
@@ -581,29 +658,38 @@ class Display {
     ];
   }
 
+  places(node) {
+    const { position, depths } = this.display.step;
+    if (position === null) return [];
+    const at = position + depths[node], slot = position + node;
+    const moves = this.display.step.state(node) === "accepted" && slot !== at;
+    return [["position", String(at)], ["cache slot", moves ? `${slot}, then ${at}` : String(slot)]];
+  }
+
+  // What the target nearly said after a node.
   alternatives(node) {
-    const step = this.step;
+    const { step, model } = this.display;
     if (!step.inspected) return [];
     const rows = step.top[node].map(([token, p], place) => {
-      const chosen = place === 0 && this.model.rule !== "coins";
+      const chosen = place === 0 && model.rule !== "coins";
       return [
         el("span", { class: `mono${chosen ? " chosen" : ""}` }, chosen ? "→ " : "  ", spaced(step.text(token))),
         el("span", { class: "part" }, el("i", { style: `width: ${100 * p}%` })),
         el("span", { class: "figure" }, percent(p)),
       ];
     });
-    const words = this.model.rule === "coupled" ? "The target after it, by log p + g" : "The target after it, by p";
-    return [el("h3", {}, words), el("div", { class: "rank" }, rows)];
+    const order = model.rule === "coupled" ? "log p + g" : "p";
+    return [el("h3", {}, `The target after it, by ${order}`), el("div", { class: "rank" }, rows)];
   }
 
-  bonusFacts() {
-    const step = this.step, known = step.top?.[step.end].find(([token]) => token === step.bonus);
+  bonus() {
+    const { step } = this.display, [, p, noise] = step.top?.[step.end].find(([token]) => token === step.bonus) ?? [];
     return [
-      this.title(step.text(step.bonus)),
+      title(step.text(step.bonus)),
       el("p", {}, "the target's own token after the accepted path; the root of the next tree"),
-      this.list([
-        known && ["target p", percent(known[1])],
-        known?.[2] !== undefined && ["noise g", number(known[2])],
+      list([
+        p !== undefined && ["target p", percent(p)],
+        noise !== undefined && ["noise g", number(noise)],
         step.position !== null && ["position", String(step.position + step.path.length + 1)],
         ["cache slot", "none yet"],
         ["token id", String(step.bonus)],
@@ -612,13 +698,19 @@ class Display {
     ];
   }
 
-  moreFacts({ count }) {
-    return [el("h2", {}, plural(count, "hidden node")), el("p", {}, `Each path is less likely than ${100 * this.least} %. Press to show them.`)];
+  more({ count }) {
+    const least = threshold(this.display.tree.least);
+    return [
+      el("h2", {}, plural(count, "hidden node")),
+      el("p", {}, `Each path is less likely than ${least}. Press to show them.`),
+    ];
   }
 }
 
-function icon(path) {
-  return el("svg:svg", { class: "icon", viewBox: "0 0 14 14", "aria-hidden": "true" }, el("svg:path", { d: path }));
+function title(text) { return el("h2", { class: "mono" }, spaced(text)); }
+
+function list(pairs) {
+  return el("dl", {}, pairs.filter(pair => pair).map(([term, value]) => [el("dt", {}, term), el("dd", {}, value)]));
 }
 
 // ---- light or dark ----
@@ -626,10 +718,12 @@ function icon(path) {
 // What the page around says: the notebook's theme, else the colour behind the display, else the system's wish.
 function isDark(host) {
   const { body, documentElement: html } = document;
-  const said = [body.dataset.jpThemeLight, body.dataset.vscodeThemeKind, html.getAttribute("theme"), html.dataset.theme, body.className];
-  if (said[0]) return said[0] === "false";
-  if (said.some(word => /\bdark\b|vscode-dark/.test(word ?? ""))) return true;
-  if (said.some(word => /\blight\b|vscode-light/.test(word ?? ""))) return false;
+  if (body.dataset.jpThemeLight) return body.dataset.jpThemeLight === "false";
+  const said = [body.dataset.vscodeThemeKind, html.getAttribute("theme"), html.dataset.theme, body.className];
+  for (const word of said) {
+    if (/\bdark\b/.test(word ?? "")) return true;
+    if (/\blight\b/.test(word ?? "")) return false;
+  }
   for (let above = host.parentElement; above; above = above.parentElement) {
     const colour = getComputedStyle(above).backgroundColor;
     const [r, g, b, a = 1] = colour.startsWith("rgb") ? colour.match(/[\d.]+/g).map(Number) : [0, 0, 0, 0];
@@ -650,7 +744,7 @@ function followTheme(host) {
 function fillAll(id, style, model) {
   for (const host of document.querySelectorAll(`[id="${id}"]`)) {
     if (host.shadowRoot) continue;
-    host.setAttribute("data-lm-suppress-shortcuts", "true");   // arrow keys are ours while the focus is inside
+    host.setAttribute("data-lm-suppress-shortcuts", "true");   // to JupyterLab: keys are ours while the focus is inside
     new Display(host, style, model);
   }
 }

@@ -93,7 +93,8 @@ def svg(thing: Any, tokenizer: Any = None) -> str:
 
 def _chips(view: View, tokenizer: Any) -> list[Chip]:
     """Return what is drawn: the nodes, then the target's own token if there is one."""
-    tree, states = view.tree, view.states or [State.ROOT, *["drafted"] * (len(view.tree) - 1)]
+    tree = view.tree
+    states: Sequence[str] = view.states or [State.ROOT, *["drafted"] * (len(tree) - 1)]
     chips = []
     for node, (token, state) in enumerate(zip(tree.tokens.tolist(), states, strict=True)):
         drafts = list(dict.fromkeys(draw.draft for draw in tree.draws[node]))

@@ -114,7 +114,7 @@ def measured(comparison: Comparison, temperature: float = 0.0) -> Costs:
     """Return the costs that a comparison of "sequence" and "incremental" measured, over all its prompts.
 
     Raises:
-        InputError: it holds no records of both at this temperature, or the draft made no passes.
+        InputError: it holds no records of both at this temperature, or not of one draft that makes passes.
     """
     own = [record["methods"] for record in comparison.records if record["temperature"] == temperature]
     own = [methods for methods in own if {"sequence", "incremental"} <= methods.keys()]
@@ -129,8 +129,12 @@ def measured(comparison: Comparison, temperature: float = 0.0) -> Costs:
             found = [row[name] for row in found]
         return float(np.sum(found))
 
-    if not total("sequence", "draft_passes"):
-        raise InputError("the comparison's drafts made no passes, so a draft pass has no cost")
+    passes = total("sequence", "draft_passes") / total("sequence", "target_passes")
+    if not 0 < passes <= comparison.settings["depth"]:
+        raise InputError(
+            f"the comparison's drafts made {passes:.1f} passes a step for {comparison.settings['depth']} levels, and "
+            "the cost model is one draft's, a pass a level: compare with one draft that is a model"
+        )
 
     def per_token(method: str) -> float:
         return (total(method, "seconds", "total") - total(method, "seconds", "prefill")) / total(method, "tokens")

@@ -124,7 +124,7 @@ def tables(traces: Mapping[str, Sequence[Trace]]) -> PaperTables:
     """Return the tables of recorded traces: set -> (greedy, sampled), at least 8 levels deep and 5 wide."""
     first = next(iter(traces.values()))[0].settings
     settings = {
-        "target": first["target"]["name"],
+        "target": first["model"],
         "draft": first["drafts"][0]["name"],
         **{name: first[name] for name in ("dtype", "max_new_tokens", "versions")},
         "prompts": {name: len(greedy.texts) for name, (greedy, _) in traces.items()},

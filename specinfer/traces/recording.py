@@ -24,7 +24,18 @@ from specinfer.errors import InputError, UnsupportedModel
 from specinfer.prompts import Prompt, encode
 from specinfer.row import RowView
 from specinfer.traces.probes import TOP, Candidates, Laws, Plan, Probe, Question, Trees, law_arrays
-from specinfer.traces.trace import FORMAT, Drafted, Text, Trace, begin, model_settings, read_text, versions, write_text
+from specinfer.traces.trace import (
+    FORMAT,
+    Drafted,
+    Text,
+    Trace,
+    begin,
+    model_name,
+    model_settings,
+    read_text,
+    versions,
+    write_text,
+)
 from specinfer.tree import BestFirst, TokenTree
 from specinfer.verify import TargetView, Verdict, Walk
 
@@ -79,6 +90,7 @@ def record(
     seeds = [seed + number for number in range(len(rows))]
     settings = {
         "format": FORMAT,
+        "model": model_name(decoder.target),
         **model_settings(decoder),
         **plan._asdict(),
         "max_new_tokens": max_new_tokens,

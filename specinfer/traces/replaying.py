@@ -27,6 +27,7 @@ from specinfer.verify import MultiStep, Verifier, Walk
 
 EXACT = "exact"
 EXPECTED = "teacher-forced expectation"
+BOUND = "bound in hindsight"
 
 # what would happen to a step at each position of a text: (n, D + 1), the probability that it accepts 0 ... D tokens
 Lengths = Callable[[Text], Floats]
@@ -39,7 +40,7 @@ class Replay:
     policy: str
     verifier: str
     drafts: tuple[str, ...]
-    how: str  # EXACT: what a run would do; EXPECTED: the mean over what runs would do, given the recorded texts
+    how: str  # EXACT: what a run would do; EXPECTED: the mean of what runs would do, given the recorded texts; BOUND
     tokens: np.ndarray  # (texts,) new tokens
     steps: np.ndarray  # (texts,) target passes, or their expectation
     accepted: np.ndarray  # (depth,) the share of steps that accept 1, 2, ... tokens or more
@@ -132,7 +133,7 @@ def oracle(trace: Trace, policy: Policy, *, drafts: Sequence[int | str] | None =
         found = np.any([text.ranks(place) >= 0 for place in places], axis=0)[:, :reach]
         return _certain(found.cumprod(1).sum(1), reach)
 
-    return _replayed(trace, repr(policy), "oracle", places, EXACT, lengths)
+    return _replayed(trace, repr(policy), "oracle", places, BOUND, lengths)
 
 
 # ---- steps over a text ----

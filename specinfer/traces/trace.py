@@ -106,7 +106,8 @@ class Text:
         arrays = {name: getattr(self, name) for name in ("target_tokens", "target_probs", "probability")}
         arrays |= {name: np.array(getattr(self, name), np.int32) for name in ("prompt_ids", "token_ids")}
         arrays |= {f"{i}.{f.name}": getattr(d, f.name) for i, d in enumerate(self.drafted) for f in fields(Drafted)}
-        return save(arrays, {"seed": str(self.seed)})
+        # a view with gaps would be written wrong
+        return save({name: np.ascontiguousarray(a) for name, a in arrays.items()}, {"seed": str(self.seed)})
 
     @classmethod
     def from_file(cls, path: Path, drafts: int) -> "Text":
@@ -255,11 +256,17 @@ def model_settings(decoder: SpeculativeDecoder) -> dict[str, Any]:
     """Return what identifies the target, its tokens, the drafts and the arithmetic."""
     target, tokenizer = decoder.target, decoder.tokenizer
     return {
-        "target": {"name": target.name, "weights": _fingerprint(target.model)},
+        "target": {"class": target.name, "weights": _fingerprint(target.model)},
         "tokenizer": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
         "drafts": [_draft_settings(draft) for draft in decoder.drafts],
         "dtype": str(target.dtype).removeprefix("torch."),
     }
+
+
+def model_name(model: TreeModel) -> str:
+    """Return what a model is called, without the folders before it."""
+    full = str(getattr(model.model.config, "_name_or_path", "")) or model.name
+    return full.rstrip("/").split("/")[-1]
 
 
 def versions() -> dict[str, str]:

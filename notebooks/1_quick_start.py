@@ -1,0 +1,92 @@
+# %% [markdown]
+# # 1. Quick start
+#
+# Small drafts grow a **token tree**, the target scores all of it in **one** forward pass, and what it agrees with is
+# kept. The text is the target's own. This notebook runs on two CPU cores in about a minute.
+
+# %%
+from specinfer import BestFirst, SpeculativeDecoder
+
+decoder = SpeculativeDecoder.from_pretrained(dtype="float32", tree=BestFirst(max_nodes=16, max_depth=8))
+
+# %% [markdown]
+# `from_pretrained()` alone is the default: bfloat16 where the processor has it, and trees of the size that pays, by the
+# clock. Both are set here so that you see what we saw, to the last token.
+#
+# ## Generate
+
+# %%
+result = decoder.generate("Name the days of the week, then name them again.", max_new_tokens=48)
+print(result.text)
+print()
+print(f"{result.stats.new_tokens} tokens in {result.stats.target_passes} target passes")
+
+# %% [markdown]
+# One step of it, the one that gained most. Each box is a token that a draft proposed, percentages are the draft's. One
+# target pass accepted the green path and added a token of its own.
+
+# %%
+from specinfer.plots import plot_tree
+
+best = max(result.steps, key=lambda step: len(step.path))
+plot_tree(best, decoder.tokenizer, drafts=[draft.draft for draft in result.stats.drafts]);
+
+# %% [markdown]
+# A result shows itself: step through the rounds, click nodes, see who wrote which token. It needs scripts, so on GitHub
+# you see the text only; `result.to_html("result.html")` writes the same page.
+
+# %%
+result
+
+# %% [markdown]
+# ## Stream
+
+# %%
+stream = decoder.stream("Why is the sky blue? Answer in two sentences.", max_new_tokens=40)
+for piece in stream:
+    print(piece, end="|")
+print(f"\n\n{stream.result.stats.tokens_per_target_pass:.2f} tokens per target pass")
+
+# %% [markdown]
+# A bar is a piece as it came: where a step gained several tokens, they come together.
+#
+# ## A batch
+#
+# Rows have lengths, trees and ends of their own, and each is what it would be alone.
+
+# %%
+prompts = [
+    "Say hello in French.",
+    "List three fruits. Then list the same three fruits again.",
+    "Write a Python function that adds two numbers, then one that subtracts them.",
+]
+batch = decoder.generate(prompts, max_new_tokens=32)
+for prompt, row in zip(prompts, batch, strict=True):
+    print(f"{row.stats.tokens_per_target_pass:.2f} tokens per pass  {row.text!r}")
+    assert row.token_ids == decoder.generate(prompt, max_new_tokens=32).token_ids
+
+# %% [markdown]
+# ## The same text for a seed, with and without speculation
+#
+# Sampling is coupled to the seed. The tree has no say in what is written, only in how many passes it takes.
+
+# %%
+plain = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, tree=None)
+for seed in range(3):
+    options = {"max_new_tokens": 40, "temperature": 0.7, "seed": seed}
+    fast, slow = (own.generate("Tell me about a lighthouse in one sentence.", **options) for own in (decoder, plain))
+    assert fast.token_ids == slow.token_ids
+    print(f"seed {seed}: {fast.stats.target_passes} passes instead of {slow.stats.target_passes}: {fast.text}")
+
+# %% [markdown]
+# ## Where the time went
+#
+# Per step, on the machine that ran this.
+
+# %%
+from specinfer.plots import plot_timeline
+
+plot_timeline(result);
+
+# %% [markdown]
+# Next: [token trees](2_token_trees.ipynb), up close.

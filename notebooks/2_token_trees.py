@@ -1,0 +1,157 @@
+# %% [markdown]
+# # 2. Token trees
+#
+# Grow one by hand, merge two, draw them, see the mask; then take a real step apart in the debugger.
+#
+# ## From a made-up draft
+#
+# A growth policy knows distributions, not models. Here is a draft of six words: what may follow which.
+
+# %%
+import torch
+
+from specinfer import BestFirst, Chain, Widths, merge
+from specinfer.tree import DenseSource, render
+
+words = ["the", "cat", "dog", "sat", "ran", "away"]
+
+
+class Words:
+    """All that drawing needs of a tokenizer."""
+
+    def convert_ids_to_tokens(self, token):
+        return words[token]
+
+    def decode(self, ids):
+        return " ".join(words[token] for token in ids)
+
+
+def draft(number, follows):
+    """A source for growth policies: the chances of the next word, given the last one."""
+    table = torch.tensor([[follows[word].get(after, 0.0) for after in words] for word in words])
+    return DenseSource(lambda level: table[level.tokens.clamp(min=0)].log(), batch=1, draft=number)
+
+
+first = draft(0, {
+    "the": {"cat": 0.6, "dog": 0.4},
+    "cat": {"sat": 0.7, "ran": 0.3},
+    "dog": {"ran": 0.8, "sat": 0.2},
+    "sat": {"away": 0.1, "the": 0.9},
+    "ran": {"away": 0.9, "the": 0.1},
+    "away": {"the": 1.0},
+})  # fmt: skip
+
+
+def grow(policy, source):
+    return policy.grow(source).trees([words.index("the")], source.draft)[0]
+
+
+tree = grow(BestFirst(max_nodes=7, max_depth=4), first)
+print(render(tree, words.__getitem__))
+
+# %% [markdown]
+# `BestFirst` finds the likeliest *paths*: "the dog ran away" is in, "the cat ran" is not. The policies side by side, with
+# the likeliest sibling on top:
+
+# %%
+import matplotlib.pyplot as plt
+
+from specinfer.plots import plot_mask, plot_tree
+
+policies = [Chain(4), Widths((2, 2, 1)), BestFirst(7, 4)]
+figure, axes = plt.subplots(3, 1, figsize=(8, 6.5), height_ratios=(1, 3, 3), layout="constrained")
+for ax, policy in zip(axes, policies, strict=True):
+    plot_tree(grow(policy, first), Words(), ax=ax).set_title(str(policy), loc="left")
+
+# %% [markdown]
+# ## Two drafts, one tree
+#
+# A second draft thinks otherwise. `merge` takes the union and keeps who proposed what; `fit` cuts it to one budget.
+
+# %%
+second = draft(1, {
+    "the": {"dog": 0.9, "cat": 0.1},
+    "cat": {"sat": 1.0},
+    "dog": {"sat": 0.6, "ran": 0.4},
+    "sat": {"the": 0.5, "away": 0.5},
+    "ran": {"away": 1.0},
+    "away": {"the": 1.0},
+})  # fmt: skip
+policy = BestFirst(7, 4)
+merged = merge([tree, grow(policy, second)])
+(cut,) = policy.fit([merged])
+print(f"{tree.num_drafted} + {grow(policy, second).num_drafted} nodes merge into {merged.num_drafted}; {cut.num_drafted} are kept")
+plot_tree(cut, Words(), drafts=["first", "second"]);
+
+# %% [markdown]
+# ## The mask
+#
+# The target reads all nodes in one pass. Each sees the committed text, its ancestors and itself: as if it were alone.
+
+# %%
+plot_mask(cut, Words(), prefix=12);
+
+# %% [markdown]
+# ## A real step
+#
+# The same with a model. Its drafts are a head that reads the target's states, and n-grams of the text so far.
+
+# %%
+from specinfer import SpeculativeDecoder, inspect
+
+decoder = SpeculativeDecoder.from_pretrained(dtype="float32", tree=BestFirst(max_nodes=12, max_depth=6))
+result = decoder.generate("List five fruits. Then list the same five fruits again, in reverse order.", max_new_tokens=32)
+print(result.text)
+
+# %%
+inspection = inspect(decoder, result)
+print(inspection)
+
+# %% [markdown]
+# `inspect` asks the target again, one pass a step, and knows what it thought of every node. Take one step.
+
+# %%
+number = max(range(len(inspection.steps)), key=lambda i: len(result.steps[i].path))
+step = inspection.step(number)
+plot_tree(step);
+
+# %%
+plot_mask(step);
+
+# %% [markdown]
+# ## The debugger: what if?
+#
+# Why was a node rejected? What would another tree have given in this place? Each question costs one target pass.
+
+# %%
+rejected = next(node.node for node in step.nodes if node.state == "rejected")
+print(f"node {rejected}:", step.why(rejected))
+print()
+print(step.compare(step.with_budget(3)))
+
+# %% [markdown]
+# Cut the accepted path off, and the step gains nothing. Put the same words back by hand, and it gains them again.
+
+# %%
+path = step.tree.path(step.path[-1])
+without = step.without(step.path[0])
+by_hand = without.with_branch(0, path)
+print(without.compare(by_hand))
+plot_tree(by_hand);
+
+# %% [markdown]
+# Another policy grows its tree there, with the drafts of the decoder.
+
+# %%
+print(step.compare(step.with_policy(Chain(6))))
+print(step.compare(step.with_policy(Widths((3, 2, 1, 1)))))
+
+# %% [markdown]
+# An inspection shows itself, too: hover over a node for the draft's and the target's probability, its position and cache
+# slot (with scripts; on GitHub you see tokens only).
+
+# %%
+step
+
+# %% [markdown]
+# Next: [tree against sequence](3_tree_against_sequence.ipynb), in figures.
