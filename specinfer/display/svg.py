@@ -12,6 +12,7 @@ from html import escape
 from itertools import accumulate
 from typing import Any
 
+from specinfer.rescoring import BY_HAND
 from specinfer.results import State
 from specinfer.shown import token_text
 from specinfer.tree import tidy
@@ -71,10 +72,11 @@ def svg(thing: Any, tokenizer: Any = None) -> str:
     """
     view = max(views(thing), key=lambda view: len(view.path))
     names = draft_names(thing)
-    chips = _chips(view, tokenizer or tokenizer_of(thing))
+    shapes = ["✎" if name == BY_HAND else SHAPES[draft % len(SHAPES)] for draft, name in enumerate(names)]
+    chips = _chips(view, tokenizer or tokenizer_of(thing), shapes)
     bottom = _place(chips, view)
     right = max(chip.x + chip.width for chip in chips) + MARGIN
-    words = _words(view, names)
+    words = _words(view, names, shapes)
     width, height = max(right, 2 * MARGIN + CHARACTER * columns(words)), bottom + ROW + MARGIN
     title = f"token tree of {len(view.tree) - 1} drafted nodes, {len(view.path)} accepted"
     parts = [_box("paper", 0, 0, width, height, 10), *(_edge(chips, i) for i in range(1, len(chips)))]
@@ -91,7 +93,7 @@ def svg(thing: Any, tokenizer: Any = None) -> str:
     )
 
 
-def _chips(view: View, tokenizer: Any) -> list[Chip]:
+def _chips(view: View, tokenizer: Any, shapes: Sequence[str]) -> list[Chip]:
     """Return what is drawn: the nodes, then the target's own token if there is one."""
     tree = view.tree
     states: Sequence[str] = view.states or [State.ROOT, *["drafted"] * (len(tree) - 1)]
@@ -100,9 +102,10 @@ def _chips(view: View, tokenizer: Any) -> list[Chip]:
         drafts = list(dict.fromkeys(draw.draft for draw in tree.draws[node]))
         chip = Chip(_label(tokenizer, token), state, int(tree.parents[node]))
         if node > 0:
-            chip.shapes = "".join(SHAPES[draft % len(SHAPES)] for draft in drafts)
+            chip.shapes = "".join(shapes[draft] for draft in drafts)
             chip.colour = f"by{drafts[0] % 6}"
-            chip.figure = percent(tree.probability(node))
+            by_hand = view.inspection is not None and view.inspection.nodes[node].q is None
+            chip.figure = "" if by_hand else percent(tree.probability(node))
         chips.append(chip)
     if view.bonus is not None:
         chips.append(Chip(_label(tokenizer, view.bonus), "bonus", view.end))
@@ -210,10 +213,10 @@ def _dashed(dashes: str) -> str:
     return f' stroke-dasharray="{dashes}"' if dashes else ""
 
 
-def _words(view: View, names: Sequence[str]) -> str:
+def _words(view: View, names: Sequence[str], shapes: Sequence[str]) -> str:
     """Return the legend."""
     drafts = sorted({draw.draft for draws in view.tree.draws for draw in draws})
-    words = [f"{SHAPES[draft % len(SHAPES)]} {names[draft]}" for draft in drafts]
+    words = [f"{shapes[draft]} {names[draft]}" for draft in drafts]
     if view.states is not None:
         words += [f"{ACCEPTED} accepted", f"{REJECTED} rejected", f"{BONUS} the target's own"]
     return "   ".join([*words, "% by the draft"] if drafts else words)
