@@ -74,8 +74,9 @@ class PackedLinears:
 @torch.inference_mode()
 def _packed(layers: Sequence[nn.Linear]) -> list[Callable[[Tensor], Tensor]]:
     """Return what the layers, which share their input, are to run instead of their own ``forward``."""
-    weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat([*(layer.weight for layer in layers)]), ROWS)
-    biases = [layer.bias for layer in layers if layer.bias is not None]
+    weights = tuple(layer.weight for layer in layers)
+    biases = tuple(layer.bias for layer in layers if layer.bias is not None)
+    weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights), ROWS)
     multiply = partial(_product, weight, torch.cat(biases) if biases else None)
     if len(layers) == 1:
         return [multiply]

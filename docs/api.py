@@ -1,6 +1,6 @@
 """Write docs/api.md, the reference of what `import specinfer` offers, from signatures and docstrings.
 
-    python docs/api.py
+python docs/api.py
 """
 
 import inspect

@@ -7,6 +7,7 @@ there, and left as it was otherwise.
 """
 
 import shutil
+from base64 import b64decode
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
-from specinfer import BestFirst, Chain, Result, SpeculativeDecoder, Trace, Widths, inspect, record, replay
+from specinfer import BestFirst, Chain, SpeculativeDecoder, Trace, Widths, inspect, record, replay
 from specinfer.plots import plot_acceptance, plot_calibration, plot_mask, plot_timeline
 from specinfer.traces import calibration, hits, oracle
 
@@ -29,7 +30,6 @@ PROMPTS = [
     "A baker sells 12 loaves in the morning and twice as many in the afternoon. How many in all?",
     "Name three capitals of Europe, and one thing that each is known for.",
 ]
-FRUITS = PROMPTS[1]
 BUDGETS = {
     "chain": ([Chain(length) for length in (1, 2, 4, 6, 8)], "s--"),
     "widths <1, 1, k, 1, ...>": ([Widths((1, 1, k, 1, 1, 1, 1, 1)) for k in (1, 2, 3, 4, 5)], "^:"),
@@ -41,23 +41,20 @@ def main() -> None:
     """Make all of them."""
     mpl.rcParams["svg.hashsalt"] = "specinfer"  # the same names inside, whenever it is made
     PICTURES.mkdir(exist_ok=True)
-    decoder = SpeculativeDecoder.from_pretrained(dtype="float32", tree=BestFirst(16, 8, min_probability=0.05))
-    decoder.generate(PROMPTS[0], max_new_tokens=64).to_svg(PICTURES / "tree.svg")
-    result = decoder.generate(FRUITS, max_new_tokens=32)
-    save(plot_mask(best(result).tree, decoder.tokenizer, prefix=40), "mask")
-    page(inspect(decoder, result))
-    timed = SpeculativeDecoder.from_pretrained()
-    timed.generate(PROMPTS[0], max_new_tokens=96)  # it learns what passes cost
-    save(plot_timeline(timed.generate(PROMPTS[0], max_new_tokens=64)), "timeline")
+    tree = BestFirst(16, 8, min_probability=0.05)
+    decoder = SpeculativeDecoder.from_pretrained(dtype="float32", tree=tree)
+    result = decoder.generate(PROMPTS[0], max_new_tokens=64)
+    result.to_svg(PICTURES / "tree.svg")
+    best = max(result.steps, key=lambda step: len(step.path))
+    save(plot_mask(best, decoder.tokenizer, prefix=len(result.prompt_ids)), "mask")
+    photograph(inspect(decoder, result))
+    timed = SpeculativeDecoder.from_pretrained(tree=tree)
+    timed.generate(PROMPTS[0], max_new_tokens=16)  # the first call takes longer
+    save(plot_timeline(timed.generate(PROMPTS[0], max_new_tokens=48)), "timeline")
     trace = record(decoder, PROMPTS, max_new_tokens=48, nodes=32, depth=8, top=8)
     save(plot_acceptance(hits(trace)), "acceptance")
     save(plot_calibration([calibration(trace, name) for name in trace.drafts]), "calibration")
     save(budgets(trace), "budgets")
-
-
-def best(result: Result) -> Any:
-    """Return the step that gained most."""
-    return max(result.steps, key=lambda step: len(step.path))
 
 
 def budgets(trace: Trace) -> Any:
@@ -71,7 +68,7 @@ def budgets(trace: Trace) -> Any:
     ax.set(xscale="log", xlabel="drafted nodes", ylabel="tokens per target pass", ylim=(1, None))
     ax.set_xticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"], minor=False)
     ax.minorticks_off()
-    ax.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, 0.93))
+    ax.legend(frameon=False, loc="lower right")
     ax.spines[["top", "right"]].set_visible(False)
     return ax
 
@@ -82,9 +79,10 @@ def save(ax: Any, name: str) -> None:
     plt.close(ax.figure)
 
 
-def page(inspection: Any) -> None:
-    """Photograph the interactive page, which opens at the round that gained most, with the pointer on a rejected node."""
+def photograph(inspection: Any) -> None:
+    """Keep what the interactive page shows at first, the round that gained most, with the pointer on a rejected node."""
     from selenium import webdriver
+    from selenium.webdriver.common.action_chains import ActionChains
 
     chromium, driver = (shutil.which(name) for name in ("chromium", "chromedriver"))
     if not (chromium and driver):
@@ -92,24 +90,24 @@ def page(inspection: Any) -> None:
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
     with TemporaryDirectory() as folder:
-        flags = ("headless", "no-sandbox", "disable-gpu", "hide-scrollbars", "window-size=1000,800")
-        for flag in (*flags, f"user-data-dir={folder}"):
+        for flag in (
+            "headless",
+            "no-sandbox",
+            "disable-gpu",
+            "window-size=1100,900",
+            f"user-data-dir={folder}/profile",
+        ):
             options.add_argument(f"--{flag}")
         browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-        photograph(browser, inspection, Path(folder, "page.html"))
+        inspection.to_html(Path(folder, "page.html"))
+        browser.get(Path(folder, "page.html").as_uri())
+        root = browser.find_element("css selector", ".specinfer").shadow_root
+        ActionChains(browser).move_to_element(root.find_element("css selector", ".chip.rejected")).perform()
+        width, height = browser.execute_script("const e = document.body; return [e.clientWidth, e.scrollHeight]")
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        shot = browser.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip, "captureBeyondViewport": True})
+        (PICTURES / "page.png").write_bytes(b64decode(shot["data"]))
         browser.quit()
-
-
-def photograph(browser: Any, inspection: Any, path: Path) -> None:
-    """Open an inspection's page in a browser, and keep what it shows."""
-    from selenium.webdriver.common.action_chains import ActionChains
-
-    inspection.to_html(path)
-    browser.get(path.as_uri())
-    browser.set_window_size(1000, browser.execute_script("return document.documentElement.scrollHeight"))
-    root = browser.find_element("css selector", ".specinfer").shadow_root
-    ActionChains(browser).move_to_element(root.find_element("css selector", ".chip.rejected")).perform()
-    browser.save_screenshot(str(PICTURES / "page.png"))
 
 
 if __name__ == "__main__":
