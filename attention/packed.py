@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 ROWS = 16  # the number of rows that packing is tuned for
 SPARE = 2.0  # free memory that packing asks for, in bytes per byte of weights
 SHARING = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers of one module that read the same states
+
+Forward = Callable[[Tensor], Tensor]  # a layer's
 
 _MADE: WeakKeyDictionary[nn.Module, "PackedLinears"] = WeakKeyDictionary()
 
@@ -47,7 +49,7 @@ class PackedLinears:
         if sum(layer.weight.nbytes for layer in self.layers) * SPARE > _free_bytes():
             self.groups = []
         self.stamps: list[tuple[int, int]] = []  # of the weights as they were packed
-        self.forwards: list[tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = []  # layers' attributes, and theirs
+        self.forwards: list[tuple[dict[str, object], Forward]] = []  # layers' attributes, and theirs
 
     @property
     def layers(self) -> list[nn.Linear]:
@@ -66,18 +68,18 @@ class PackedLinears:
         for attributes, forward in self.forwards:  # none before `refresh`
             attributes["forward"] = forward
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_error: object) -> None:
         for attributes, _ in self.forwards:
             attributes.pop("forward", None)
 
 
 @torch.inference_mode()
-def _packed(layers: Sequence[nn.Linear]) -> list[Callable[[Tensor], Tensor]]:
+def _packed(layers: Sequence[nn.Linear]) -> list[Forward]:
     """Return what the layers, which share their input, are to run instead of their own ``forward``."""
     weights = tuple(layer.weight for layer in layers)
     biases = tuple(layer.bias for layer in layers if layer.bias is not None)
     weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights), ROWS)
-    multiply = partial(_product, weight, torch.cat(biases) if biases else None)
+    multiply: Forward = partial(_product, weight, torch.cat(biases) if biases else None)
     if len(layers) == 1:
         return [multiply]
     return Shared(multiply, [layer.out_features for layer in layers]).forwards
@@ -95,9 +97,9 @@ class Shared:
         sizes: of the layers' outputs.
     """
 
-    def __init__(self, multiply: Callable[[Tensor], Tensor], sizes: list[int]) -> None:
+    def __init__(self, multiply: Forward, sizes: list[int]) -> None:
         self.multiply, self.sizes = multiply, sizes
-        self.forwards = [partial(self._part, place) for place in range(len(sizes))]
+        self.forwards: list[Forward] = [partial(self._part, place) for place in range(len(sizes))]
         self.states: Tensor | None = None  # what the parts were made of
         self.parts: dict[int, Tensor] = {}  # that were not asked for yet
 
