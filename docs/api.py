@@ -1,9 +1,10 @@
-"""Write docs/api.md, the reference of what `import specinfer` offers, from signatures and docstrings.
+"""Write docs/api.md, the reference of what `import specinfer` and its larger parts offer: python docs/api.py
 
-python docs/api.py
+Signatures and docstrings are all that it knows.
 """
 
 import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,29 +12,48 @@ from typing import Any
 from griffe import Docstring, DocstringSection
 
 import specinfer
+from specinfer import plots, shown, traces
 
 PAGE = Path(__file__).with_name("api.md")
 OPENING = """\
 # API reference
 
-What `import specinfer` offers, written by `docs/api.py` from signatures and docstrings: do not edit it by hand.
+What `import specinfer` offers, then `specinfer.traces`, `specinfer.plots` and how things show themselves; written by
+`docs/api.py` from signatures and docstrings: do not edit it by hand.
 Shapes use B rows, N nodes, T tokens of a pass, V tokens of the vocabulary.
 """
 
 
 def page() -> str:
     """Return the whole page."""
-    homes: dict[str, list[str]] = {}
-    for name in sorted(specinfer.__all__, key=lambda name: name != "SpeculativeDecoder"):  # what readers come for
-        homes.setdefault(getattr(specinfer, name).__module__, []).append(name)
-    contents = [f"- `{home}`: {', '.join(f'[{n}](#{n.lower()})' for n in names)}" for home, names in homes.items()]
-    entries = [line for names in homes.values() for name in names for line in entry(name, getattr(specinfer, name))]
+    homes = public()
+    links = anchors([name for names in homes.values() for name in names])
+    contents = [f"- `{home}`: {', '.join(f'[{n}](#{links[n]})' for n in names)}" for home, names in homes.items()]
+    entries = [line for names in homes.values() for name, thing in names.items() for line in entry(name, thing)]
     return "\n".join([OPENING, *contents, "", *entries]).rstrip() + "\n"
+
+
+def anchors(names: list[str]) -> dict[str, str]:
+    """Return what each heading is linked by: in small letters, numbered where that is taken."""
+    lower = [name.lower() for name in names]
+    earlier = [lower[:place].count(own) for place, own in enumerate(lower)]
+    return {name: f"{own}-{n}" if n else own for name, own, n in zip(names, lower, earlier, strict=True)}
+
+
+def public() -> dict[str, dict[str, Any]]:
+    """Return everything by module and name."""
+    homes: dict[str, dict[str, Any]] = {}
+    for name in sorted(specinfer.__all__, key=lambda name: name != "SpeculativeDecoder"):  # what readers come for
+        thing = getattr(specinfer, name)
+        homes.setdefault(thing.__module__, {})[name] = thing
+    for module, names in ((traces, traces.__all__), (plots, plots.__all__), (shown, ["Shown"])):
+        homes[module.__name__] = {name: getattr(module, name) for name in names if name not in specinfer.__all__}
+    return homes
 
 
 def entry(name: str, thing: Any) -> Iterator[str]:
     """Yield the lines about one public name, a class's own public methods and properties included."""
-    yield from (f"## {name}", "", "```python", shown(name, thing), "```", "", *documented(thing))
+    yield from (f"## {name}", "", "```py", call(name, thing), "```", "", *documented(thing))
     for own, member in vars(thing).items() if inspect.isclass(thing) else ():
         function = getattr(member, "__func__", getattr(member, "fget", member))
         if own.startswith("_") or not inspect.isfunction(function) or not function.__doc__:
@@ -41,16 +61,16 @@ def entry(name: str, thing: Any) -> Iterator[str]:
         if isinstance(member, property):
             yield from (f"**`{name}.{own}`** " + " ".join(documented(function)).strip(), "")
         else:
-            yield from (f"**`{shown(f'{name}.{own}', function)}`**", "", *documented(function))
+            yield from (f"**`{call(f'{name}.{own}', function)}`**", "", *documented(function))
 
 
-def shown(name: str, thing: Any) -> str:
+def call(name: str, thing: Any) -> str:
     """Return a call as a reader would write it, without annotations' quotes and modules."""
     if inspect.isclass(thing) and (issubclass(thing, BaseException) or getattr(thing, "_is_protocol", False)):
         return f"class {name}"
     parameters = [p for p in inspect.signature(thing).parameters.values() if p.name not in ("self", "cls")]
-    call = ", ".join(str(p.replace(annotation=p.empty)) for p in parameters)
-    return f"{name}({call})"
+    told = ", ".join(str(p.replace(annotation=p.empty)) for p in parameters)
+    return f"{name}({re.sub('<function .*?>+ at 0x[0-9a-f]+>', '...', told)})"
 
 
 def documented(thing: Any) -> Iterator[str]:

@@ -80,7 +80,7 @@ def save(ax: Any, name: str) -> None:
 
 
 def photograph(inspection: Any) -> None:
-    """Keep what the interactive page shows at first, the round that gained most, with the pointer on a rejected node."""
+    """Keep what the interactive page shows at first, the round that gained most; the pointer is on a rejected node."""
     from selenium import webdriver
     from selenium.webdriver.common.action_chains import ActionChains
 
@@ -94,7 +94,7 @@ def photograph(inspection: Any) -> None:
             "headless",
             "no-sandbox",
             "disable-gpu",
-            "window-size=1100,900",
+            "window-size=1240,900",
             f"user-data-dir={folder}/profile",
         ):
             options.add_argument(f"--{flag}")

@@ -2,7 +2,7 @@
 # # 1. Quick start
 #
 # Small drafts grow a **token tree**, the target scores all of it in **one** forward pass, and what it agrees with is
-# kept. The text is the target's own. This notebook runs on two CPU cores in about a minute.
+# kept. The text is the target's own. Two CPU cores run this notebook in a minute; `make notebooks` runs all five.
 
 # %%
 from specinfer import BestFirst, SpeculativeDecoder
@@ -29,11 +29,11 @@ print(f"{result.stats.new_tokens} tokens in {result.stats.target_passes} target 
 from specinfer.plots import plot_tree
 
 best = max(result.steps, key=lambda step: len(step.path))
-plot_tree(best, decoder.tokenizer, drafts=[draft.draft for draft in result.stats.drafts]);
+ax = plot_tree(best, decoder.tokenizer, drafts=[draft.draft for draft in result.stats.drafts])
 
 # %% [markdown]
-# A result shows itself: step through the rounds, click nodes, see who wrote which token. It needs scripts, so on GitHub
-# you see the text only; `result.to_html("result.html")` writes the same page.
+# A result shows itself: step through the rounds, point at nodes, see who wrote which token. That takes a script, so on
+# GitHub you see the text only. `result.to_html("result.html")` writes the same page.
 
 # %%
 result
@@ -81,12 +81,12 @@ for seed in range(3):
 # %% [markdown]
 # ## Where the time went
 #
-# Per step, on the machine that ran this.
+# By step, on the machine that ran this.
 
 # %%
 from specinfer.plots import plot_timeline
 
-plot_timeline(result);
+ax = plot_timeline(result)
 
 # %% [markdown]
 # Next: [token trees](2_token_trees.ipynb), up close.

@@ -32,14 +32,17 @@ def draft(number, follows):
     return DenseSource(lambda level: table[level.tokens.clamp(min=0)].log(), batch=1, draft=number)
 
 
-first = draft(0, {
-    "the": {"cat": 0.6, "dog": 0.4},
-    "cat": {"sat": 0.7, "ran": 0.3},
-    "dog": {"ran": 0.8, "sat": 0.2},
-    "sat": {"away": 0.1, "the": 0.9},
-    "ran": {"away": 0.9, "the": 0.1},
-    "away": {"the": 1.0},
-})  # fmt: skip
+first = draft(
+    0,
+    {
+        "the": {"cat": 0.6, "dog": 0.4},
+        "cat": {"sat": 0.7, "ran": 0.3},
+        "dog": {"ran": 0.8, "sat": 0.2},
+        "sat": {"the": 0.9, "away": 0.1},
+        "ran": {"away": 0.9, "the": 0.1},
+        "away": {"the": 1.0},
+    },
+)
 
 
 def grow(policy, source):
@@ -50,8 +53,8 @@ tree = grow(BestFirst(max_nodes=7, max_depth=4), first)
 print(render(tree, words.__getitem__))
 
 # %% [markdown]
-# `BestFirst` finds the likeliest *paths*: "the dog ran away" is in, "the cat ran" is not. The policies side by side, with
-# the likeliest sibling on top:
+# `BestFirst` finds the likeliest *paths*: "the dog ran away" is in, "the cat ran" is not. Three policies, each with the
+# likeliest sibling on top:
 
 # %%
 import matplotlib.pyplot as plt
@@ -59,9 +62,10 @@ import matplotlib.pyplot as plt
 from specinfer.plots import plot_mask, plot_tree
 
 policies = [Chain(4), Widths((2, 2, 1)), BestFirst(7, 4)]
-figure, axes = plt.subplots(3, 1, figsize=(8, 6.5), height_ratios=(1, 3, 3), layout="constrained")
+figure, axes = plt.subplots(3, 1, figsize=(6.5, 4.5), height_ratios=(1, 4, 2), layout="constrained")
 for ax, policy in zip(axes, policies, strict=True):
-    plot_tree(grow(policy, first), Words(), ax=ax).set_title(str(policy), loc="left")
+    plot_tree(grow(policy, first), Words(), ax=ax).set_title(str(policy), loc="left", fontsize="medium")
+    ax.get_legend().remove()
 
 # %% [markdown]
 # ## Two drafts, one tree
@@ -69,19 +73,22 @@ for ax, policy in zip(axes, policies, strict=True):
 # A second draft thinks otherwise. `merge` takes the union and keeps who proposed what; `fit` cuts it to one budget.
 
 # %%
-second = draft(1, {
-    "the": {"dog": 0.9, "cat": 0.1},
-    "cat": {"sat": 1.0},
-    "dog": {"sat": 0.6, "ran": 0.4},
-    "sat": {"the": 0.5, "away": 0.5},
-    "ran": {"away": 1.0},
-    "away": {"the": 1.0},
-})  # fmt: skip
+second = draft(
+    1,
+    {
+        "the": {"dog": 0.9, "cat": 0.1},
+        "cat": {"sat": 1.0},
+        "dog": {"sat": 0.6, "ran": 0.4},
+        "sat": {"the": 0.5, "away": 0.5},
+        "ran": {"away": 1.0},
+        "away": {"the": 1.0},
+    },
+)
 policy = BestFirst(7, 4)
 merged = merge([tree, grow(policy, second)])
 (cut,) = policy.fit([merged])
-print(f"{tree.num_drafted} + {grow(policy, second).num_drafted} nodes merge into {merged.num_drafted}; {cut.num_drafted} are kept")
-plot_tree(cut, Words(), drafts=["first", "second"]);
+print(f"7 nodes and 7 nodes are {merged.num_drafted} together, of which {cut.num_drafted} are kept")
+ax = plot_tree(cut, Words(), drafts=["first", "second"])
 
 # %% [markdown]
 # ## The mask
@@ -89,7 +96,7 @@ plot_tree(cut, Words(), drafts=["first", "second"]);
 # The target reads all nodes in one pass. Each sees the committed text, its ancestors and itself: as if it were alone.
 
 # %%
-plot_mask(cut, Words(), prefix=12);
+ax = plot_mask(cut, Words(), prefix=12)
 
 # %% [markdown]
 # ## A real step
@@ -100,7 +107,9 @@ plot_mask(cut, Words(), prefix=12);
 from specinfer import SpeculativeDecoder, inspect
 
 decoder = SpeculativeDecoder.from_pretrained(dtype="float32", tree=BestFirst(max_nodes=12, max_depth=6))
-result = decoder.generate("List five fruits. Then list the same five fruits again, in reverse order.", max_new_tokens=32)
+result = decoder.generate(
+    "List five fruits. Then list the same five fruits again, in reverse order.", max_new_tokens=32
+)
 print(result.text)
 
 # %%
@@ -113,10 +122,10 @@ print(inspection)
 # %%
 number = max(range(len(inspection.steps)), key=lambda i: len(result.steps[i].path))
 step = inspection.step(number)
-plot_tree(step);
+ax = plot_tree(step)
 
 # %%
-plot_mask(step);
+ax = plot_mask(step)
 
 # %% [markdown]
 # ## The debugger: what if?
@@ -137,7 +146,7 @@ path = step.tree.path(step.path[-1])
 without = step.without(step.path[0])
 by_hand = without.with_branch(0, path)
 print(without.compare(by_hand))
-plot_tree(by_hand);
+ax = plot_tree(by_hand)
 
 # %% [markdown]
 # Another policy grows its tree there, with the drafts of the decoder.
@@ -147,8 +156,8 @@ print(step.compare(step.with_policy(Chain(6))))
 print(step.compare(step.with_policy(Widths((3, 2, 1, 1)))))
 
 # %% [markdown]
-# An inspection shows itself, too: hover over a node for the draft's and the target's probability, its position and cache
-# slot (with scripts; on GitHub you see tokens only).
+# An inspection shows itself, too: point at a node for the draft's and the target's probability, its position and cache
+# slot. On GitHub, where no scripts run, you see the tokens.
 
 # %%
 step

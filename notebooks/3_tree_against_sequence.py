@@ -5,7 +5,7 @@
 #
 # ## Compare
 #
-# Every method on every prompt, interleaved. The tree and the sequence have the same drafts and the same number of levels.
+# Every method on every prompt, interleaved. Tree and sequence have the same drafts, and as many levels.
 
 # %%
 from specinfer import compare
@@ -36,14 +36,14 @@ ax = comparison.plot()
 from specinfer import SpeculativeDecoder, record
 
 decoder = SpeculativeDecoder.from_pretrained()
-trace = record(decoder, prompts, max_new_tokens=40, nodes=32, depth=8)
+trace = record(decoder, prompts, max_new_tokens=40, nodes=32, depth=8, top=8)
 trace
 
 # %% [markdown]
 # ## Replay
 #
-# Chains of any length, SpecInfer's widths <1, 1, k, 1, ...>, best-first trees of any budget; no model runs. The text does
-# not depend on the tree, so these are exactly the passes that a run would take.
+# Chains of any length, SpecInfer's widths <1, 1, k, 1, ...>, best-first trees of any budget, here with one of the two
+# drafts. No model runs: the text does not depend on the tree, so these are the passes that a run would take.
 
 # %%
 import matplotlib.pyplot as plt
@@ -56,15 +56,17 @@ families = {
     "widths <1, 1, k, 1, ...>": [Widths((1, 1, k, 1, 1, 1, 1, 1)) for k in (1, 2, 3, 4, 5)],
     "best-first": [BestFirst(n, 8) for n in (1, 2, 4, 8, 16, 32)],
 }
-figure, ax = plt.subplots(figsize=(6, 4), layout="constrained")
+head = decoder.drafts[0].name
+figure, ax = plt.subplots(figsize=(6, 3.8), layout="constrained")
 for (name, policies), style in zip(families.items(), ("s--", "^:", "o-"), strict=True):
-    values = [replay(trace, policy).tokens_per_pass[0] for policy in policies]
+    values = [replay(trace, policy, drafts=[head]).tokens_per_pass[0] for policy in policies]
     ax.plot([policy.max_nodes for policy in policies], values, style, label=name)
-bound = oracle(trace, BestFirst(32, 8)).tokens_per_pass[0]
-ax.axhline(bound, color="gray", lw=1, label="oracle: the right path among the candidates")
-ax.set(xscale="log", xlabel="drafted nodes per draft", ylabel="tokens per target pass")
-ax.set_xticks([1, 2, 4, 8, 16, 32], [1, 2, 4, 8, 16, 32])
-ax.legend(frameon=False)
+bound = oracle(trace, BestFirst(32, 8), drafts=[head]).tokens_per_pass[0]
+ax.axhline(bound, color="gray", lw=1, label="oracle: the right path, if it was among the candidates")
+ax.set(xscale="log", xlabel="drafted nodes", ylabel="tokens per target pass", ylim=(1, None))
+ax.set_xticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
+ax.minorticks_off()
+legend = ax.legend(frameon=False, loc="lower right")
 
 # %% [markdown]
 # ## What the drafts know
@@ -75,7 +77,7 @@ ax.legend(frameon=False)
 from specinfer.plots import plot_acceptance, plot_calibration
 from specinfer.traces import calibration, hits
 
-ax = plot_acceptance(hits(trace, decoder.drafts[0].name))
+ax = plot_acceptance(hits(trace, head))
 
 # %% [markdown]
 # And whether its probabilities mean what they say, which is what best-first ranks by:
@@ -90,19 +92,18 @@ ax = plot_calibration([calibration(trace, draft.name) for draft in decoder.draft
 # texts, so their figures are expectations given this one; each line says which it is.
 
 # %%
-from specinfer import Sampled, Walk
+from specinfer import MultiStep, Sampled, Walk
 
-sampled = record(decoder, prompts, max_new_tokens=40, temperature=1.0, nodes=0, depth=8)
-widths, head = (1, 1, 5, 1, 1, 1, 1, 1), [decoder.drafts[0].name]
-rules = {
-    "naive": (Sampled(widths, replacement=True), Walk()),
-    "multi-step": (Sampled(widths, replacement=True), None),
-    "multi-step, without replacement": (Sampled(widths), None),
-    "coupled, the default": (Widths(widths), None),
-}
-for name, (policy, verifier) in rules.items():
-    made = replay(sampled, policy, verifier, drafts=head)
-    print(f"{name:32} {made.tokens_per_pass[0]:.2f} tokens per target pass ({made.how})")
+sampled = record(decoder, prompts, max_new_tokens=40, temperature=1.0, nodes=0, depth=8, top=8)
+widths = (1, 1, 5, 1, 1, 1, 1, 1)
+rules = [
+    (Sampled(widths, replacement=True), Walk()),  # naive
+    (Sampled(widths, replacement=True), MultiStep(replacement=True)),
+    (Sampled(widths), MultiStep()),
+    (Widths(widths), Walk()),  # coupled, the default
+]
+for policy, verifier in rules:
+    print(replay(sampled, policy, verifier, drafts=[head]))
 
 # %% [markdown]
 # Four prompts are a taste, not a measurement: the intervals above say how little they prove. `specinfer compare`,

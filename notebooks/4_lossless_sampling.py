@@ -30,8 +30,8 @@ for tree in (None, BestFirst(8, 4), Widths((3, 2, 1))):
 # %% [markdown]
 # ## Multi-step speculative sampling
 #
-# SpecInfer's way draws the children from the draft's law q and tosses a coin for each. The law is right as well, but the
-# text depends on the tree.
+# SpecInfer draws children from the draft's law q and tosses a coin for each. The law is right as well, but the text
+# depends on the tree.
 
 # %%
 for tree in (Sampled((2, 2, 1)), Sampled((1, 1, 1))):
@@ -40,7 +40,7 @@ for tree in (Sampled((2, 2, 1)), Sampled((1, 1, 1))):
     print(f"{result.stats.target_passes:2} passes, {tree}:\n  {result.text}")
 
 # %% [markdown]
-# The default gives the same text in each case above; multi-step sampling gives two texts, each as likely as it should be.
+# Coupled, one seed is one text. Multi-step sampling gives two texts, each as likely as it should be.
 #
 # ## Certificates
 #
@@ -48,15 +48,15 @@ for tree in (Sampled((2, 2, 1)), Sampled((1, 1, 1))):
 # made-up target and draft of four tokens, with the very policies and verifiers that the engine runs. Zero means zero.
 
 # %%
-from specinfer import Walk
-from specinfer.certification import Pair, RandomModels, certify, likeliest, output_law, target_law
+from specinfer import Walk, certify
+from specinfer.certification import Pair, likeliest
 
 pairs = {
     "best-first, walk": Pair(BestFirst(5, 3), Walk()),
     "drawn with replacement, multi-step": Pair(Sampled((2,), replacement=True), MultiStep(replacement=True)),
     "drawn without, multi-step renormalised": Pair(Sampled((2,)), MultiStep()),
     "drawn without, not renormalised": Pair(Sampled((2,)), MultiStep(replacement=True)),
-    "top 2, tested as if they were drawn": Pair(Sampled((2,)), MultiStep(), (likeliest,)),
+    "the likeliest two, tested as if drawn": Pair(Sampled((2,)), MultiStep(), (likeliest,)),
 }
 for name, certificate in zip(pairs, certify(pairs.values()), strict=True):
     verdict = "lossless" if certificate.lossless else "biased"
@@ -65,39 +65,60 @@ for name, certificate in zip(pairs, certify(pairs.values()), strict=True):
 # %% [markdown]
 # ## What a wrong pair does to the text
 #
-# The last line is a mistake that published code makes: take the draft's likeliest tokens, and test them with the rule
-# for drawn ones. How often each token then comes first:
+# The last line is a mistake of published code: it takes the draft's likeliest tokens, and tests them with the rule for
+# drawn ones. How often each of the four tokens then comes first:
 
 # %%
 import matplotlib.pyplot as plt
 import numpy as np
 
-models, mixed = RandomModels(vocabulary=4, seed=0), pairs["top 2, tested as if they were drawn"]
-right = pairs["drawn without, multi-step renormalised"]
-laws = {
-    "the target's law": target_law(right, models, 2).sum(1),
-    "drawn children, multi-step": output_law(right, models, 2).sum(1),
-    "top 2, the same rule": output_law(mixed, models, 2).sum(1),
+from specinfer.certification import RandomModels, output_law, target_law
+
+models = RandomModels(vocabulary=4, seed=0)
+right, wrong = pairs["drawn without, multi-step renormalised"], pairs["the likeliest two, tested as if drawn"]
+first = {
+    "the target's law": target_law(right, models, tokens=2).sum(1),
+    "drawn children": output_law(right, models, tokens=2).sum(1),
+    "the likeliest two, same rule": output_law(wrong, models, tokens=2).sum(1),
 }
 figure, ax = plt.subplots(figsize=(6, 3.2), layout="constrained")
 looks = (("#E6E6E6", ""), ("#009E73", "///"), ("#D55E00", "xx"))
-for place, ((name, law), (colour, hatch)) in enumerate(zip(laws.items(), looks, strict=True)):
+for place, ((name, law), (colour, hatch)) in enumerate(zip(first.items(), looks, strict=True)):
     ax.bar(np.arange(4) + 0.27 * (place - 1), law, 0.27, label=name, color=colour, hatch=hatch, ec="black", lw=0.6)
 ax.set(xlabel="token", ylabel="probability of coming first", xticks=range(4))
 legend = ax.legend(frameon=False)
 
 # %% [markdown]
-# And all mistakes that are known here, by how far they take the law away. `specinfer certify` prints the list.
+# Two tokens never come. Other mistakes, by how far they take the law away; `specinfer certify` knows more.
 
 # %%
-from specinfer.certification import broken_pairs
+from specinfer import certification as known
+from specinfer.certification import Choices
 
-mistakes = sorted(certify(broken_pairs()), key=lambda certificate: certificate.total_variation)
-figure, ax = plt.subplots(figsize=(9, 4.2), layout="constrained")
-names = [f"{c.tree} | {c.verifier}".replace("replacement=", "") for c in mistakes]
-ax.barh(names, [c.total_variation for c in mistakes], color="#D55E00", ec="black", lw=0.6)
-ax.set(xlabel="total variation distance from the target's law, over three tokens")
-ax.tick_params(axis="y", labelsize=7)
+once, two, three, chain = Sampled((1,), replacement=True), Sampled((2,)), Sampled((3,)), Sampled((1, 1))
+mistakes = {
+    "the same noise at every position": Pair(Widths((2, 2)), Walk(), (known.favours,), Choices.REUSED),
+    "the likeliest two, tested as if drawn": wrong,
+    "three drawn, the likeliest two kept": Pair(three, MultiStep(), edit=known.likeliest_two_kept),
+    "two drafts, one mean q": Pair(
+        once, MultiStep(replacement=True), (known.honest,) * 2, edit=known.mean_law_for_all_drafts
+    ),
+    "bonus token from p after a rejection": Pair(chain, known.NoResidual()),
+    "drawn at another temperature than q says": Pair(chain, MultiStep(), (known.sharpened,)),
+    "unlikely draws dropped": Pair(Sampled((1,)), MultiStep(), edit=known.unlikely_dropped),
+    "draws tried likeliest first": Pair(two, MultiStep(), edit=known.tried_likeliest_first),
+    "q not renormalised": pairs["drawn without, not renormalised"],
+    "duplicates tried once": Pair(
+        Sampled((2,), replacement=True), MultiStep(replacement=True), edit=known.duplicates_tried_once
+    ),
+}
+figure, ax = plt.subplots(figsize=(7, 3.4), layout="constrained")
+distances = [certificate.total_variation for certificate in certify(mistakes.values())]
+ax.barh(list(mistakes), distances, color="#D55E00", ec="black", lw=0.6)
+ax.bar_label(ax.containers[0], fmt="{:.2f}", padding=3)
+ax.invert_yaxis()
+ax.set_xlim(0, 0.7)
+text = ax.set_xlabel("total variation distance from the target's law")
 
 # %% [markdown]
 # So a wrong pair is an error when the decoder is built, not a bias in what it writes.
@@ -114,7 +135,7 @@ except PairingError as error:
 # Anything with `verify(tree, target)` can be certified.
 
 # %%
-from specinfer import Chain, certify_verifier
+from specinfer import certify_verifier
 from specinfer.verify import Verdict
 
 
@@ -128,7 +149,7 @@ class AcceptLikely:
         return Verdict((), target.draw(target.law(0)))
 
 
-print(certify_verifier(AcceptLikely(), Chain(1)).total_variation)
+print(certify_verifier(AcceptLikely(), BestFirst(3, 2)).total_variation)
 
 # %% [markdown]
 # Next: [your own draft](5_your_own_draft.ipynb).

@@ -2,7 +2,7 @@
 
     python notebooks/make.py [notebooks/1_quick_start.py ...]
 
-The texts are Python with cells (jupytext's py:percent).  A notebook runs in an empty folder; an error in a cell stops.
+The texts are Python in cells (jupytext's py:percent).  A notebook runs in an empty folder; an error in a cell ends all.
 """
 
 import sys
@@ -12,31 +12,38 @@ from typing import Any
 
 import jupytext
 import nbformat
-from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parent
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 SECONDS = 600  # for one cell
 
 
-def made(source: Path) -> Any:
-    """Return the notebook of a text, run."""
+def read(source: Path) -> Any:
+    """Return the notebook of a text, not run yet: the same whoever reads it."""
     notebook = jupytext.read(source)
     notebook.metadata = {"kernelspec": KERNEL, "language_info": {"name": "python"}}
     for number, cell in enumerate(notebook.cells):
         cell.id, cell.metadata = f"cell-{number}", {}
+    return notebook
+
+
+def run(notebook: Any) -> Any:
+    """Run a notebook's cells, and return it with what they show; progress bars and warnings are left out."""
+    from nbclient import NotebookClient
+
+    metadata = dict(notebook.metadata)
     with TemporaryDirectory() as folder:
-        NotebookClient(
-            notebook, timeout=SECONDS, record_timing=False, resources={"metadata": {"path": folder}}
-        ).execute()
-    notebook.metadata["language_info"] = {"name": "python"}  # without the version that ran it
+        place = {"metadata": {"path": folder}}
+        options = {"timeout": SECONDS, "record_timing": False, "coalesce_streams": True}
+        NotebookClient(notebook, resources=place, **options).execute()
+    notebook.metadata = metadata  # without the versions that ran it
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]  # progress bars
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     return notebook
 
 
 if __name__ == "__main__":
     for source in map(Path, sys.argv[1:]) if sys.argv[1:] else sorted(FOLDER.glob("[0-9]*.py")):
         print(source.stem, flush=True)
-        nbformat.write(made(source), source.with_suffix(".ipynb"))
+        nbformat.write(run(read(source)), source.with_suffix(".ipynb"))

@@ -37,6 +37,14 @@ def test_relative_links_lead_to_files(page):
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+def test_pictures_are_made_here_small_and_shown():
+    """Each has its name in `docs/figures.py` and its place on a page; together they are no burden."""
+    pictures = list((ROOT / "docs" / "pictures").iterdir())
+    texts, script = "".join(page.read_text() for page in PAGES), (ROOT / "docs" / "figures.py").read_text()
+    assert [path.name for path in pictures if f"pictures/{path.name})" not in texts or path.stem not in script] == []
+    assert sum(path.stat().st_size for path in pictures) < 600_000
+
+
 @needs_weights
 @pytest.mark.parametrize("block", BLOCKS)
 def test_python_blocks_run(block, capsys):

@@ -108,11 +108,16 @@ def legend(ax: Axes, handles: Sequence[Any], below: bool = False, ncols: int = 0
     return -(-len(handles) // ncols)
 
 
-def shown(text: str, longest: int = LONGEST) -> str:
-    """Return text as it can be drawn: with visible white space, in characters that a font has, and short."""
+def shown(text: str) -> str:
+    """Return a token's text as it can be drawn: with visible white space, in characters that a font has, and short."""
+    return drawable(visible(text), LONGEST)
+
+
+def drawable(text: str, longest: int) -> str:
+    """Return text in characters that a font has, and short."""
     fonts = _fonts()
     shown = ""
-    for character in visible(text):
+    for character in text:
         known = any(font.get_char_index(ord(character)) for font in fonts)
         piece = character if known else "␣" if character == "␠" else character.encode("unicode_escape").decode()
         if columns(shown + piece) > longest:

@@ -29,10 +29,10 @@ from specinfer.plots.axes import (
     YELLOW,
     Look,
     axes_of,
+    drawable,
     legend,
     lower_part,
     open_frame,
-    shown,
 )
 from specinfer.results import Result, counts_by_depth
 from specinfer.tree.render import percent
@@ -95,7 +95,7 @@ def _acceptance_by_rank(hits: Any, ax: Axes | None) -> Axes:
     ax.set_xticks(range(1, ranks + 1))
     ax.set_yticks(range(1, depths + 1), [f"{d}  (n = {n})" for d, n in enumerate(hits.tried.tolist(), start=1)])
     ax.set(ylim=(depths + 0.5, 0.5), xlabel="rank among siblings", ylabel="depth")
-    ax.set_title(f"hits of {shown(hits.draft, 40)}", fontsize="medium", **PLAIN)
+    ax.set_title(f"hits of {drawable(hits.draft, 40)}", fontsize="medium", **PLAIN)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     return ax
@@ -181,7 +181,7 @@ def _draw_method(
 
 
 def _group_name(group: dict[str, Any], warm: bool) -> str:
-    lines = ["all sets" if group["set"] == "all" else shown(group["set"], 20), f"n = {group['prompts']}"]
+    lines = ["all sets" if group["set"] == "all" else drawable(group["set"], 20), f"n = {group['prompts']}"]
     return "\n".join([*lines, f"T = {group['temperature']:g}"] if warm else lines)
 
 
@@ -261,7 +261,7 @@ def _draw_curve(ax: Axes, lower: Axes, curve: Any, number: int, place: float, wi
     seen = curve.count > 0
     x, y, low, high = (getattr(curve, name)[seen] for name in ("probability", "accepted", "low", "high"))
     colour, mark, style, hatch = DRAFTS[number % len(DRAFTS)]
-    label = f"{shown(curve.draft, 30)}: ECE {curve.error:.3f}, n = {curve.count.sum()}"
+    label = f"{drawable(curve.draft, 30)}: ECE {curve.error:.3f}, n = {curve.count.sum()}"
     (line,) = ax.plot(x, y, style, marker=mark, color=colour, ms=5, lw=1.2, label=label, gid=f"curve-{number}")
     ax.vlines(x, low, high, color=colour, lw=1)
     bars = lower.bar(x + place, curve.count[seen], width, color=colour, hatch=hatch, ec=BLACK, lw=0.4)

@@ -28,6 +28,7 @@ from specinfer.plots.axes import (
     WIDEST,
     Look,
     axes_of,
+    drawable,
     families,
     legend,
     scale_of,
@@ -197,7 +198,7 @@ def _draft_handles(present: Sequence[int], names: Sequence[str]) -> list[Any]:
     handles = []
     for draft in present:
         colour, mark, *_ = DRAFTS[draft % len(DRAFTS)]
-        name = shown(names[draft], 24) if draft < len(names) else f"draft {draft}"
+        name = drawable(names[draft], 24) if draft < len(names) else f"draft {draft}"
         handles.append(Line2D([], [], color=colour, marker=mark, ls="", label=name))
     return handles
 
