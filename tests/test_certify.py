@@ -129,6 +129,22 @@ class Careless(LikeWalk):
         return Verdict((1,), target.choice(1))
 
 
+class AcceptLikely(LikeWalk):
+    """Accepts a drafted token if the target finds it likely; where it does not, nothing shows."""
+
+    def verify(self, tree, target):
+        """Verify."""
+        if len(tree) > 1 and target.law(0)[tree.tokens[1]] > 0.3:
+            return Verdict((1,), target.choice(1))
+        return Verdict((), target.choice(0))
+
+
+def test_a_mistake_that_one_made_up_target_hides_is_found_by_another():
+    pair = module.Pair(Chain(2), AcceptLikely(), (module.honest,))
+    assert module._certificate(pair, module.RandomModels(4, 0), 2).lossless
+    assert not module.certify_verifier(AcceptLikely(), Chain(2), tokens=2).lossless
+
+
 def test_a_verifier_of_ones_own():
     good = module.certify_verifier(LikeWalk(), Widths((2, 1)), drafts=2, vocabulary=3)
     assert (good.lossless, good.passed, good.drafts, good.vocabulary, good.tokens) == (True, True, 2, 3, 3)
