@@ -68,7 +68,7 @@ def budgets(trace: Trace) -> Any:
     ax.set(xscale="log", xlabel="drafted nodes", ylabel="tokens per target pass", ylim=(1, None))
     ax.set_xticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"], minor=False)
     ax.minorticks_off()
-    ax.legend(frameon=False, loc="lower right")
+    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(0.02, 0.72))
     ax.spines[["top", "right"]].set_visible(False)
     return ax
 

@@ -66,7 +66,7 @@ ax.axhline(bound, color="gray", lw=1, label="oracle: the right path, if it was a
 ax.set(xscale="log", xlabel="drafted nodes", ylabel="tokens per target pass", ylim=(1, None))
 ax.set_xticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
 ax.minorticks_off()
-legend = ax.legend(frameon=False, loc="lower right")
+legend = ax.legend(frameon=False, loc="center left", bbox_to_anchor=(0.02, 0.72))
 
 # %% [markdown]
 # ## What the drafts know
