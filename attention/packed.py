@@ -3,10 +3,10 @@
 Knows: oneDNN's packed weights for bfloat16 on CPUs.  Does not know: models' architectures, trees, caches.
 
 On a CPU, `torch.nn.Linear` reads its weight as it lies, and in bfloat16 each product rearranges it again.  Packed once
-(what `torch.compile` calls freezing), a pass of SmolLM2-135M over 12 nodes took 42 instead of 60 ms on two cores of an
+(what `torch.compile` calls freezing), a pass of SmolLM2-135M over 12 nodes took 38 instead of 49 ms on two cores of an
 AMD EPYC with AVX512-BF16 (``benchmarks/passes.py``).  The packed copy takes as much memory as the weights, so models
 that would fill the machine are left alone.  Layers that read the same states (queries, keys and values; gate and up)
-become one product, for each costs two cores some 20 microseconds before it begins.  Between passes the model is as it
+become one product, for each has a cost of its own.  Between passes the model is as it
 was.
 """
 

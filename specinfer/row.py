@@ -101,7 +101,7 @@ class RowView:
         """
         scores, noise = self._processed(node), self.noise(node)
         noisy = scores if noise is None else scores + noise
-        token = int(noisy.numpy().argmax() if noisy.device.type == "cpu" else noisy.argmax())  # numpy is 10 x as fast
+        token = int(noisy.numpy().argmax() if noisy.device.type == "cpu" else noisy.argmax())  # torch's is slow on CPUs
         self._check(noisy[token], node)
         return token
 

@@ -129,15 +129,16 @@ class Run:
             draft=sum(draft.session.seconds for draft in drafts),
         )
         self.drafting = [(draft.session.passes, draft.proposing) for draft in drafts]
+        spent = self.seconds - before
         if steps and isinstance(self.decoder.policy, Auto):
             self.decoder.policy.observe(
                 trees=[step.tree for step in steps],
                 paths=[step.path for step in steps],
                 tokens=[step.tokens for step in steps],
                 proposing=[draft.proposing - old for draft, old in zip(drafts, proposed, strict=True)],
-                seconds=(self.seconds - before).decoding,
+                seconds=spent.decoding,
             )
-        return self.seconds - before
+        return spent
 
     def open_sessions(self) -> tuple[TreeSession, list[Timed]]:
         """Read what the rows hold so far into a session of the target and one of each draft, ready for a step."""

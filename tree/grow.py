@@ -405,7 +405,7 @@ def top_candidates(log_probs: Tensor, k: int, block: int | None = None) -> tuple
     """
     vocab = log_probs.shape[-1]
     if log_probs.dtype == torch.bfloat16 and vocab <= 1 << 16:
-        return _top_of_16_bits(log_probs, min(k, vocab))
+        return _top_of_bfloat16(log_probs, min(k, vocab))
     block = block or max(1, isqrt(vocab // max(1, k)))  # vocab / block maxima and k * block values are sorted
     if vocab <= 2 * k * block:
         values, tokens = log_probs.sort(dim=-1, descending=True, stable=True)
@@ -420,7 +420,7 @@ def top_candidates(log_probs: Tensor, k: int, block: int | None = None) -> tuple
     return ids.gather(-1, places[..., :k]), values[..., :k]
 
 
-def _top_of_16_bits(log_probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _top_of_bfloat16(log_probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """`top_candidates` of bfloat16: value and place together fit 32 bits, so one top-k of these is exact."""
     ranks = log_probs.float().add_(0.0).view(torch.int32)  # -0 becomes 0; the lower 16 bits are free
     ranks ^= (ranks >> 31).bitwise_and_(0x7FFF0000)  # integers in the order of the floats

@@ -120,32 +120,27 @@ def replay(
     model = costs and cost_model(trace, measured(Comparison.read(costs), trace.settings["temperature"]), draft=names[0])
     if as_json:
         told = [
-            {
-                "draft": name,
-                "hits": table.rates.tolist(),
-                "tried": table.tried.tolist(),
-                "calibration_error": curve.error,
-            }
-            for name, (table, curve) in zip(names, curves, strict=True)
+            {"draft": name, "hits": t.rates.tolist(), "tried": t.tried.tolist(), "calibration_error": c.error}
+            for name, (t, c) in zip(names, curves, strict=True)
         ]
         made = {"settings": trace.settings, "replays": [own.to_dict() for own in replays], "drafts": told}
         print(json.dumps(made | ({"costs": model.to_dict()} if model else {})))
         return
     print(trace)
-    rows = []
-    for own in replays:
-        value, low, high = own.tokens_per_pass
-        row = {"tree": own.policy, "verifier": own.verifier, "drafts": ", ".join(own.drafts)}
-        rows.append({**row, "tokens/pass": f"{value:.2f} [{low:.2f}, {high:.2f}]", "how": own.how})
-    show(rows, as_json=False)
+    show([_row(own) for own in replays], as_json=False)
     for name, (table, curve) in zip(names, curves, strict=True):
-        print(
-            f"\n{name}: the target's token by depth and place among its candidates; calibration error {curve.error:.3f}"
-        )
+        print(f"\n{name}: the target's token by depth and place among candidates; calibration error {curve.error:.3f}")
         for level, row in enumerate(table.rates[:, :8], 1):
             print(f"  {level}  " + "  ".join(f"{rate:.2f}" for rate in row))
     if model:
         print(f"\nchains of {names[0]}: {model}")
+
+
+def _row(own: "Replay") -> dict[str, str]:
+    """Return a line of the table of replays."""
+    value, low, high = own.tokens_per_pass
+    told = {"tree": own.policy, "verifier": own.verifier, "drafts": ", ".join(own.drafts)}
+    return {**told, "tokens/pass": f"{value:.2f} [{low:.2f}, {high:.2f}]", "how": own.how}
 
 
 def paper_tables(
