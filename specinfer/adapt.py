@@ -17,7 +17,7 @@ Trees depend on time, token ids do not: trees are ranked, and the walk is exact 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import reduce
-from math import inf, isinf
+from math import inf, isinf, prod
 from operator import or_
 from typing import ClassVar
 
@@ -31,12 +31,15 @@ from specinfer.tree import BestFirst, Frontier, Growth, Kind, Source, TokenTree,
 MAX_NODES, MAX_DEPTH = 24, 8
 SIZES = (16, 16, 0, 24, 4)  # nodes of the first steps, by which costs become known; the first one is not timed
 EXPLORE = 12  # steps after which sizes are chosen, even if trees were never that large
+KNEES = 0, 4, 8, 16  # tokens fed up to which a pass may cost what one token costs
 MEMORY = 24  # steps that averages look back on, about
 PLAIN_AGAIN = 128  # steps after which a plain one is due: its cost drifts, too
 MARGIN = 1.03  # drafting must promise to be so much faster than not drafting: averages err
 TRIAL = 2  # steps for which an idle draft is tried again ...
 WAITS = 8, 64  # ... after so many idle ones at first, doubled with every failure, and so many at most
 LEVEL_PRICE = 0.1  # tokens that a level must gain while its cost is unknown
+NODE_SHARE = 1 / 32  # of a level's cost, is what it costs to ask about one node more
+USUAL = 8  # nodes of a usual tree
 LEAST = 0.001, 0.05  # bounds of the path probability below which nothing is drafted
 
 Floats = NDArray[np.float64]
@@ -61,34 +64,46 @@ class Average:
         self.value += (figure - self.value) / min(self.count, MEMORY)
 
 
-class Line:
-    """Seconds as a linear function of tokens fed: least squares, the older the lighter, interruptions clipped."""
+class Hinge:
+    """Seconds as a function of a size: flat up to a knee (memory bounds a pass), then linear (arithmetic does).
 
-    def __init__(self) -> None:
-        self.sums = np.zeros(5)  # of 1, n, n * n, seconds, n * seconds
+    Least squares for every knee, the older the lighter, interruptions clipped; the knee that fits best counts.
+
+    Args:
+        knees: sizes where the slope may begin.
+        ridge: sizes count as if their variance were so much larger, so that equal ones make a flat line.
+    """
+
+    def __init__(self, knees: Sequence[int] = (0,), ridge: float = 1.0) -> None:
+        self.knees, self.ridge = np.array(knees, float), ridge
+        self.sums = np.zeros((6, len(knees)))  # of 1, n, n * n, seconds, n * seconds, seconds ** 2; n beyond the knee
         self.count = 0
-        self.base = self.slope = 0.0
+        self.knee = self.base = self.slope = 0.0
 
     @property
     def known(self) -> bool:
         """Whether there were enough figures to draw a line."""
         return self.count >= 3
 
-    def at(self, tokens: float) -> float:
-        """Return the seconds of a pass over so many tokens."""
-        return self.base + self.slope * tokens
+    def at(self, size: float) -> float:
+        """Return the seconds that a size takes."""
+        return self.base + self.slope * max(0.0, size - self.knee)
 
-    def add(self, tokens: int, seconds: float) -> None:
-        """Take a pass into account."""
+    def add(self, size: int, seconds: float, weight: float = 1.0) -> None:
+        """Take a measurement into account, as so many."""
         if self.known:
-            seconds = min(seconds, 2 * self.at(tokens))
-        figures = np.array([1.0, tokens, tokens * tokens, seconds, tokens * seconds])
-        self.sums = self.sums * (1 - 1 / (4 * MEMORY)) + figures
-        self.count += 1
-        weight, n, nn, s, ns = self.sums.tolist()
-        spread, together = nn - n * n / weight, ns - n * s / weight
-        self.slope = max(0.0, together / (spread + weight))  # as if sizes varied by one token more, so never 0 / 0
-        self.base = max(0.0, (s - self.slope * n) / weight)
+            seconds = min(seconds, 2 * self.at(size))
+        beyond, one = (size - self.knees).clip(0), np.ones(len(self.knees))
+        figures = np.array([one, beyond, beyond * beyond, seconds * one, seconds * beyond, seconds * seconds * one])
+        self.sums = self.sums * (1 - weight / (4 * MEMORY)) + weight * figures
+        self.count += weight == 1
+        total, n, nn, s, ns, ss = self.sums
+        spread, together = nn - n * n / total, ns - n * s / total
+        slopes = (together / (spread + self.ridge * total)).clip(0)
+        errors = ss - s * s / total - slopes * (2 * together - slopes * spread)
+        best = int(errors.argmin())
+        self.knee, self.slope = float(self.knees[best]), float(slopes[best])
+        self.base = max(0.0, float((s - slopes * n)[best] / total[best]))
 
 
 class Calibration:
@@ -201,12 +216,11 @@ class Coalition:
 class Habits:
     """What was learnt about drafts under one way of choosing tokens: greedy, or coupled to the noise."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self) -> None:
         self.calibration = Calibration()
         # by the drafts asked, and some of them, both bit masks
         self.coalitions: defaultdict[tuple[int, int], Coalition] = defaultdict(Coalition)
-        # of each draft, by depth: how often one of its nodes was accepted where it had any
-        self.hits: defaultdict[int, list[Average]] = defaultdict(lambda: [Average(0.5, 2) for _ in range(depth)])
+        self.ranks: defaultdict[int, Ranks] = defaultdict(Ranks)  # by draft
 
     def observe(self, trees: Sequence[TokenTree], tokens: Sequence[Sequence[int]]) -> None:
         """Compare what was drafted with what each row emitted."""
@@ -216,9 +230,51 @@ class Habits:
             proposers = tree.proposers()
             for depth, children, right in walked(tree, emitted):
                 tried = reduce(or_, (proposers[child] for child in children), 0)
+                chosen = dict(tree.draws[right]) if right else {}  # rank by draft
                 for draft in range(tried.bit_length()):
                     if tried >> draft & 1:
-                        self.hits[draft][depth].add(right is not None and proposers[right] >> draft & 1)
+                        self.ranks[draft].observe(depth, chosen.get(draft))
+
+
+class Ranks:
+    """How often the k-th child of an accepted node was accepted, by the node's depth; averages that forget.
+
+    Before anything is known, each child takes half of what the ones before it left, up to half.
+    """
+
+    WIDTH = 8  # ranks told apart
+    DEPTHS = 3  # the root, 1, 2 and deeper
+    MEMORY = 4 * MEMORY
+
+    def __init__(self) -> None:
+        self.rates = np.tile(0.25 * 0.5 ** np.arange(self.WIDTH), (self.DEPTHS, 1))
+        self.counts = [2] * self.DEPTHS
+
+    def observe(self, depth: int, rank: int | None) -> None:
+        """Take a family into account whose parent, of that depth, was accepted: which child was, None for none."""
+        place = min(depth, self.DEPTHS - 1)
+        self.counts[place] = min(self.counts[place] + 1, self.MEMORY)
+        self.rates[place] *= 1 - 1 / self.counts[place]
+        if rank is not None and rank < self.WIDTH:
+            self.rates[place, rank] += 1 / self.counts[place]
+        # depths that are never asked about are taken to be like the one above, little by little
+        self.rates[place + 1 :] += (self.rates[place] - self.rates[place + 1 :]) / (4 * self.MEMORY)
+
+    def expected(self, depth: int) -> float:
+        """Return how many nodes of a depth are accepted on average."""
+        hits = self.rates.sum(1).tolist()
+        return prod(hits[min(place, self.DEPTHS - 1)] for place in range(depth))
+
+    def surplus(self, depth: int, accepted: Floats, price: float) -> Floats:
+        """Return the tokens that the children of each node are expected to gain beyond what they cost.
+
+        Args:
+            depth: of the nodes.
+            accepted: their probabilities of acceptance, of any shape.
+            price: tokens that a child must gain to pay for itself.
+        """
+        gains: Floats = (np.multiply.outer(accepted, self.rates[min(depth, self.DEPTHS - 1)]) - price).clip(0).sum(-1)
+        return gains
 
 
 class Pace:
@@ -249,13 +305,13 @@ class Auto:
         bounds = BestFirst(max_nodes, max_depth)  # which checks them
         self.max_nodes, self.max_depth = bounds.max_nodes, bounds.max_depth
         self.steps = self.explored = 0  # steps observed; sizes of `SIZES` tried
-        self.line = Line()  # seconds of a step over its tokens fed, drafts excluded
+        self.line = Hinge(KNEES)  # seconds of a step over its tokens fed, drafts excluded
         self.paces: defaultdict[int, Pace] = defaultdict(Pace)  # by rows
         self.asking: defaultdict[int, Average] = defaultdict(lambda: Average(most=2.0))  # seconds a step, by draft
-        self.asking_level: defaultdict[int, Average] = defaultdict(lambda: Average(most=2.0))  # ... a level
+        self.asking_levels: defaultdict[int, Hinge] = defaultdict(lambda: Hinge(ridge=1e-3))  # ... over levels
         self.waits: list[int] = []  # by draft, steps that it will be idle next time
         self.due: list[int] = []  # by draft, the step from which it is tried again
-        self.learnt: defaultdict[bool, Habits] = defaultdict(lambda: Habits(max_depth))
+        self.learnt: defaultdict[bool, Habits] = defaultdict(Habits)
         self.start(drafts=0, coupled=False)
 
     def __repr__(self) -> str:
@@ -284,7 +340,8 @@ class Auto:
         if not self.asked >> source.draft & 1:
             depth = 0
         self.levels[source.draft] = min(depth, 1)
-        return grow_best_first(source, self.max_nodes, depth, self._least(source.batch), _Levels(self, source))
+        least = float(np.clip(self._node_price(source.batch) / 2, *LEAST))  # half of a node's price, for q may be low
+        return grow_best_first(source, self.max_nodes, depth, least, _Levels(self, source))
 
     def fit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         """Return each tree's nodes that are worth their part of the target's pass; as many in all rows, or none."""
@@ -293,21 +350,20 @@ class Auto:
         size = self._size(paths)
         return [tree.best(size, np.array(path)) for tree, path in zip(trees, paths, strict=True)]
 
-    def another_level(self, draft: int, depth: int, rows: int, reached: float) -> bool:
-        """Say whether a draft is asked for children of nodes at a depth.
+    def another_level(self, draft: int, depth: int, accepted: Floats) -> int:
+        """Return about how many nodes of each row a draft is asked: none unless they gain more than the level costs.
 
         Args:
             draft, depth: which, and of which nodes.
-            rows: of the batch.
-            reached: how many of those nodes the target is expected to accept, over all rows.
+            accepted: probabilities (rows, nodes) that the target accepts those nodes, the likelier first.
         """
-        seconds, price = self.asking_level[draft], self._price(rows)
-        cost = seconds.value * price if seconds.count and price else LEVEL_PRICE * rows
-        return reached * self.habits.hits[draft][depth].value > cost
-
-    def expected(self, draft: int, depth: int, rows: int) -> float:
-        """Return how many nodes of a depth have been accepted on average, over so many rows: no tree is looked at."""
-        return rows * float(np.prod([hit.value for hit in self.habits.hits[draft][:depth]]))
+        rows = len(accepted)
+        levels, price = self.asking_levels[draft], self._price(rows)
+        cost = levels.slope * price if levels.known and price else LEVEL_PRICE * rows
+        gains = self.habits.ranks[draft].surplus(depth, accepted, self._node_price(rows))
+        if gains.sum() <= cost:
+            return 0
+        return 1 + int((gains > NODE_SHARE * cost).any(0).nonzero()[0].max(initial=0))
 
     def _size(self, paths: Sequence[Sequence[float]]) -> int:
         """Return how many nodes the target scores in each row, from each row's probabilities of acceptance."""
@@ -372,9 +428,10 @@ class Auto:
         seconds *= MARGIN if drafts else 1
         return rows * (1 + coalition.tokens.value) / max(seconds, 1e-9)
 
-    def _least(self, rows: int) -> float:
-        """Return the path probability that is not worth drafting: half of what a node costs, for q may be low."""
-        return float(np.clip((self._price(rows) or 0.0) * self.line.slope / 2, *LEAST))
+    def _node_price(self, rows: int) -> float:
+        """Return the tokens that a node must gain to pay for itself in a tree of usual size; 0 before it is known."""
+        seconds = self.line.at(rows * (1 + USUAL)) - self.line.at(rows)
+        return (self._price(rows) or 0.0) * seconds / (rows * USUAL)
 
     # ---- what is learnt ----
 
@@ -421,7 +478,8 @@ class Auto:
         for draft, spent in enumerate(proposing):
             if spent and self.asked & self.warm >> draft & 1:
                 self.asking[draft].add(spent)
-                self.asking_level[draft].add(spent / (self.levels[draft] or 1))
+                self.asking_levels[draft].add(self.levels[draft], spent)
+                self.asking_levels[draft].add(0, 0.0, weight=0.1)  # so that equal ones make a line through nothing
 
     def _credit(self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], asked: int) -> None:
         """Credit every coalition of the drafts that were asked with what it would have done alone."""
@@ -437,40 +495,43 @@ class Auto:
         if plain := self._seconds(rows, 0):
             parts.append(f"a plain step costs {1e3 * plain:.1f} ms")
         if self.line.known:
-            base, slope = 1e3 * self.line.at(rows), 1e3 * self.line.slope * rows
-            parts.append(f"one with trees {base:.1f} ms + {slope:.2f} ms a node")
+            few, many = (1e3 * self.line.at(rows * (1 + nodes)) for nodes in (USUAL / 2, 2 * USUAL))
+            parts.append(f"one with trees {few:.1f} ms ({USUAL // 2} nodes) to {many:.1f} ms ({2 * USUAL} nodes)")
         for draft, name in enumerate(names):
-            parts.append(f"a level of {name} {1e3 * self.asking_level[draft].value:.1f} ms")
+            levels = self.asking_levels[draft]
+            parts.append(f"a level of {name} {1e3 * levels.at(1):.1f} ms, each further one {1e3 * levels.slope:.1f} ms")
         parts += [f"{name} is idle" for draft, name in enumerate(names) if not self.asked >> draft & 1]
         return ", ".join(parts)
 
 
 class _Levels:
-    """Whether one draft is asked about its next level, from the calibrated probabilities of the nodes there.
+    """How many nodes of its next level one draft is asked about, from the calibrated probabilities of the nodes there.
 
     Where tensors are not on the host it goes by averages instead: to look at the nodes would be to wait for them.
     """
 
     def __init__(self, auto: Auto, source: Source) -> None:
         self.auto, self.draft, self.rows = auto, source.draft, source.batch
-        self.scores = np.zeros((source.batch, 1))  # of all frontier nodes so far
+        self.scores = np.zeros((source.batch, 1))  # of all nodes asked about so far
         self.accepted = np.ones((source.batch, 1))  # their probabilities of acceptance
 
-    def __call__(self, frontier: Frontier, scores: Tensor) -> bool:
-        auto = self.auto
+    def __call__(self, frontier: Frontier, scores: Tensor) -> int:
+        auto, width = self.auto, frontier.tokens.shape[1]
         if frontier.tokens.device.type == "cpu":
-            reached = self._reached(frontier, scores)
+            own, accepted = self._accepted(frontier, scores)
+            width = auto.another_level(self.draft, frontier.depth, accepted)
+            self.scores = np.append(self.scores, own[:, :width], 1)
+            self.accepted = np.append(self.accepted, accepted[:, :width], 1)
         else:
-            reached = auto.expected(self.draft, frontier.depth, self.rows)
-        goes_on = auto.another_level(self.draft, frontier.depth, self.rows, reached)
-        auto.levels[self.draft] += goes_on
-        return goes_on
+            average = np.full((self.rows, 1), auto.habits.ranks[self.draft].expected(frontier.depth))
+            width *= auto.another_level(self.draft, frontier.depth, average)
+        auto.levels[self.draft] += width > 0
+        return width
 
-    def _reached(self, frontier: Frontier, scores: Tensor) -> float:
+    def _accepted(self, frontier: Frontier, scores: Tensor) -> tuple[Floats, Floats]:
+        """Return scores and the probabilities that the nodes are accepted, both (B, W); padding has hardly any."""
         valid, parents, own = frontier.valid.numpy(), frontier.parents.numpy(), scores.numpy().astype(np.float64)
         own = np.where(valid, own, -50.0)
         edges = own - np.take_along_axis(self.scores, parents, 1)
         accepted = self.auto.habits.calibration.edges(self.draft, frontier.depth, edges) * valid
-        accepted *= np.take_along_axis(self.accepted, parents, 1)
-        self.scores, self.accepted = np.append(self.scores, own, 1), np.append(self.accepted, accepted, 1)
-        return float(accepted.sum())
+        return own, accepted * np.take_along_axis(self.accepted, parents, 1)

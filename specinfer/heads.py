@@ -14,7 +14,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,12 +21,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from specinfer.attention import TreeModel, lay_out_level
 from specinfer.draft import ModelDraftSession, Opening
 from specinfer.errors import ModelError, TokenizerMismatch
+from specinfer.feature_head import FeatureHead, head_config
 from specinfer.tree import Frontier
 
 MODEL_TYPE = "specinfer_feature_head"  # in config.json
@@ -45,105 +43,6 @@ HEAD_FIELDS = (
 SKETCH_ROWS = 32  # embedding rows that stand for a target in its fingerprint
 SKETCH_WIDTH = 8  # ... and entries of each
 SAME_TARGET = 0.9  # least cosine of two fingerprints: coarsely quantised weights stay above, others are far below
-
-
-def head_config(**fields: Any) -> LlamaConfig:
-    """Return a head's configuration from `HEAD_FIELDS`."""
-    return LlamaConfig(**{**fields, "attn_implementation": "sdpa"})
-
-
-class FeatureHead(nn.Module):
-    """The trainable part, with the forward signature of a ``transformers`` causal LM, so that it runs behind a mask.
-
-    Args:
-        config: a Llama configuration of the layer's size (``hidden_size`` is the target's), with ``taps``, the hidden
-            states it reads.
-        token_ids: (V',) int64 ascending, the target's ids that the head may propose.
-    """
-
-    def __init__(self, config: LlamaConfig, token_ids: Tensor) -> None:
-        super().__init__()
-        self.config = config
-        size, taps = config.hidden_size, len(config.taps)
-        self.fuse = nn.Linear(taps * size, size, bias=False)  # the target's states -> one
-        self.mix = nn.Linear(2 * size, size, bias=False)  # embedding and state -> the layer's input
-        self.layers = nn.ModuleList(LlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
-        self.rotary = LlamaRotaryEmbedding(config)
-        self.token_ids: Tensor
-        self.register_buffer("token_ids", token_ids)
-        self.embedding: Tensor | None = None  # (V, H), the target's
-        self.output: nn.Linear | None = None  # rows of the target's, (V', H)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The floating type of the weights."""
-        return self.mix.weight.dtype
-
-    def bind(self, target: Any) -> "FeatureHead":
-        """Borrow a target's embedding and output matrices; return self on the target's device."""
-        self.to(target.device)
-        self.embedding = target.get_input_embeddings().weight.detach()
-        rows = target.get_output_embeddings().weight.detach()[self.token_ids].to(self.dtype)
-        self.output = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
-        self.output.weight = nn.Parameter(rows, requires_grad=False)
-        return self
-
-    def get_input_embeddings(self) -> Any:
-        """Return what holds the borrowed embedding, as transformers' models do."""
-        return SimpleNamespace(weight=self.embedding)
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        target_states: Tensor | None = None,
-        own_states: Tensor | None = None,
-        logits_to_keep: int | Tensor = 0,
-        **_: Any,
-    ) -> SimpleNamespace:
-        """Return ``logits`` (B, T or kept, V') and ``hidden_states``, one (B, T, H), of what follows each token.
-
-        Args:
-            input_ids: (B, T) ids of the target.
-            attention_mask: (B, 1, T, L), as the attention implementation takes it.
-            position_ids: (B, T).
-            past_key_values: a cache of `LlamaDecoderLayer`'s keys and values.
-            target_states: (B, T, K, H) the target's states that chose the tokens; or else
-            own_states: (B, T, H) the head's own states that did.
-            logits_to_keep: columns whose logits are wanted; 0 = all.
-        """
-        assert self.embedding is not None, "bind the head to a target first"
-        embedded = functional.embedding(input_ids, self.embedding).to(self.dtype)
-        if own_states is None:
-            assert target_states is not None
-            own_states = self.fuse(_normalised(target_states.to(self.dtype)).flatten(2))
-        hidden = self.mix(torch.cat((_normalised(embedded), own_states), -1))
-        angles = self.rotary(hidden, position_ids)
-        for layer in self.layers:
-            hidden = layer(
-                hidden,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                use_cache=past_key_values is not None,
-                position_embeddings=angles,
-            )
-        hidden = self.norm(hidden)
-        kept = hidden if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep]
-        return SimpleNamespace(logits=self.logits(kept), hidden_states=(hidden,))
-
-    def logits(self, states: Tensor) -> Tensor:
-        """Return logits (..., V') over the head's vocabulary of final states (..., H), its own or the target's."""
-        assert self.output is not None, "bind the head to a target first"
-        return self.output(states.to(self.output.weight.dtype))
-
-
-def _normalised(states: Tensor) -> Tensor:
-    """Return states with a root mean square of 1: layers differ a thousandfold in scale."""
-    return functional.rms_norm(states, states.shape[-1:])
 
 
 class FeatureDraft:

@@ -185,19 +185,22 @@ def grow_best_first(
     max_nodes: int,
     max_depth: int,
     min_probability: float = 0.0,
-    goes_on: Callable[[Frontier, Tensor], bool] | None = None,
+    wanted: Callable[[Frontier, Tensor], int] | None = None,
 ) -> Growth:
     """Grow as `BestFirst` does, and no further than wanted.
 
     Args:
         source: what is asked, at most `max_depth` times.
         max_nodes, max_depth, min_probability: as `BestFirst`.
-        goes_on: told a level's nodes and their scores, both (B, W), says whether the source is asked about them.
+        wanted: told a level's nodes, best first, and their scores, both (B, W), says how many of each row's the
+            source is asked about.
     """
     pool = _Pool(source, max_nodes, log(min_probability) if min_probability else -inf)
     for depth in range(min(max_depth, max_nodes)):
         frontier = pool.newest(depth) if depth else _root(source)
-        if frontier.tokens.shape[1] == 0 or (depth and goes_on and not goes_on(frontier, pool.front[1])):
+        if depth and wanted and frontier.tokens.shape[1]:
+            frontier = pool.narrowed(frontier, wanted(frontier, pool.front[1]))
+        if frontier.tokens.shape[1] == 0:
             break
         # a path of `depth` nodes leaves room for max_nodes - depth children
         pool.admit(frontier, *source.top(frontier, max_nodes - depth))
@@ -252,6 +255,12 @@ class _Pool:
         k = len(self.order[-1]) // (self.sent - self.above)
         parents = place.div(k, rounding_mode="floor") + self.above
         return Frontier(self.tokens[-1].gather(1, place), parents, young.gather(1, slots), depth)
+
+    def narrowed(self, frontier: Frontier, width: int) -> Frontier:
+        """Return the newest level's best nodes."""
+        numbers, scores = self.front
+        self.front = numbers[:, :width], scores[:, :width]
+        return Frontier(*(column[:, :width] for column in frontier[:3]), frontier.depth)
 
     def growth(self) -> Growth:
         """Return the pool as trees."""

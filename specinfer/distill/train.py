@@ -28,8 +28,9 @@ from transformers import DynamicCache, LlamaConfig
 
 from specinfer.distill.data import Batch, Texts, endless
 from specinfer.errors import NumericalError
+from specinfer.feature_head import FeatureHead, head_config
 from specinfer.files import storing
-from specinfer.heads import FeatureDraft, FeatureHead, head_config, target_fingerprint
+from specinfer.heads import FeatureDraft, target_fingerprint
 
 RANKS = 5  # hit rates are measured for the 1, 2, ... RANKS first proposals
 RATES = 1.0, 1 / 3  # of the optimisers: shares of the learning rate
@@ -296,10 +297,14 @@ def _head_config(target: Any, taps: Sequence[int], layers: int, vocabulary: int)
 
 
 def _start_from(head: FeatureHead, target: Any, earlier: Sequence[Path]) -> None:
-    """Start from the first draft's weights; that one starts from the target's last layers where they fit."""
+    """Start from the first draft's weights, layers that it lacks as the identity; the first from the target's last."""
     if earlier:
         weights = load_file(earlier[0] / "model.safetensors")
         head.load_state_dict({name: w.float() for name, w in weights.items() if name != "token_ids"}, strict=False)
+        for index, layer in enumerate(head.layers):
+            if f"layers.{index}.mlp.down_proj.weight" not in weights:
+                nn.init.zeros_(layer.self_attn.o_proj.weight)
+                nn.init.zeros_(layer.mlp.down_proj.weight)
         return
     layers = getattr(getattr(target, "model", None), "layers", None)
     for layer, own in zip(reversed(layers or ()), reversed(head.layers), strict=False):

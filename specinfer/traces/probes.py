@@ -197,11 +197,11 @@ class Trees(Question):
         """See `Question`."""
         levels: list[list[_Nodes]] = []  # by level, then by row
 
-        def note(frontier: Frontier, scores: Tensor) -> bool:
+        def note(frontier: Frontier, scores: Tensor) -> int:
             levels.append(_by_row(frontier.tokens, frontier.parents, frontier.valid, scores))
-            return True
+            return frontier.tokens.shape[1]
 
-        growth = grow_best_first(source, self.plan.nodes + 1, depth, goes_on=note)
+        growth = grow_best_first(source, self.plan.nodes + 1, depth, wanted=note)
         grown = _by_row(growth.tokens, growth.parents, growth.valid, growth.scores)
         for place, row in enumerate(self.rows):
             nodes = _union([level[place] for level in levels], grown[place][: self.plan.nodes])
