@@ -91,7 +91,6 @@ class TreeModel:
 
         ``taps`` are the hidden states to hand out on commit: 0 = embeddings, i = after layer i, as transformers counts.
         """
-        packed(self.model).refresh()
         return TreeSession(self, TreeCache(rows, capacity, max_capacity), taps)
 
 

@@ -50,27 +50,33 @@ class PackedLinears:
             self.groups = []
         self.stamps: list[tuple[int, int]] = []  # of the weights as they were packed
         self.forwards: list[tuple[dict[str, object], Forward]] = []  # layers' attributes, and theirs
+        self.users = 0  # `with` blocks under way: the model is packed in the outermost
 
     @property
     def layers(self) -> list[nn.Linear]:
         """The layers that are packed."""
         return [layer for group in self.groups for layer in group]
 
-    def refresh(self) -> None:
+    def __enter__(self) -> None:
+        if not self.users:
+            self._refresh()
+            for attributes, forward in self.forwards:
+                attributes["forward"] = forward
+        self.users += 1
+
+    def __exit__(self, *_error: object) -> None:
+        self.users -= 1
+        if not self.users:
+            for attributes, _ in self.forwards:
+                attributes.pop("forward", None)
+
+    def _refresh(self) -> None:
         """Pack layers whose weights are new or have changed since."""
         if [_stamp(layer.weight) for layer in self.layers] != self.stamps:
             self.groups = [group for group in self.groups if all(map(_is_plain, group))]  # not moved, not cast
             forwards = [forward for group in self.groups for forward in _packed(group)]
             self.forwards = [(layer.__dict__, own) for layer, own in zip(self.layers, forwards, strict=True)]
             self.stamps = [_stamp(layer.weight) for layer in self.layers]
-
-    def __enter__(self) -> None:  # once a step, so it is quick
-        for attributes, forward in self.forwards:  # none before `refresh`
-            attributes["forward"] = forward
-
-    def __exit__(self, *_error: object) -> None:
-        for attributes, _ in self.forwards:
-            attributes.pop("forward", None)
 
 
 @torch.inference_mode()

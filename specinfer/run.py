@@ -78,9 +78,10 @@ class Run:
         if streamer is not None:
             streamer.put(torch.tensor([self.rows[0].ids]))
         try:
-            for emitted in self:
-                if streamer is not None:
-                    streamer.put(torch.tensor(emitted[0][1].tokens))
+            with running(*self.models()):  # once, not once a step
+                for emitted in self:
+                    if streamer is not None:
+                        streamer.put(torch.tensor(emitted[0][1].tokens))
         except SpecinferError as error:
             error.partial = tuple(self.results())
             raise

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from strategies import PROPERTY, token_trees
 
 from specinfer import Auto
-from specinfer.adapt import PLAIN_AGAIN, SIZES, WAITS, Average, Calibration, Hinge
+from specinfer.adapt import PLAIN_AGAIN, SIZES, WAITS
 from specinfer.errors import PolicyError
+from specinfer.learnt import Average, Calibration, Hinge
 from specinfer.tree import DenseSource, Draw, Kind, TokenTree, merge
 
 P = np.array([0.6, 0.2, 0.1, 0.05, 0.05])  # the target's law everywhere
@@ -262,8 +263,7 @@ def test_nodes_that_several_drafts_propose_are_trusted_by_experience():
     accepted = dict(zip(both.tokens.tolist(), calibration.path(both), strict=True))
     assert accepted[1] > 0.9
     assert accepted[2] < 0.1
-    edges = calibration.edges(1, 1, np.array([[-1.0]]))
-    assert edges == pytest.approx(0.5, abs=0.05)  # of draft 1, whoever agrees
+    assert calibration.edge(1, 1, -1.0) == pytest.approx(0.5, abs=0.05)  # of draft 1, whoever agrees
 
 
 # ---- what is learnt ----
@@ -279,12 +279,12 @@ def test_calibration_recovers_a_known_map(truth, depth):
         right = chance.random() < truth(q)
         calibration.observe(chain, [*range(depth - 1), depth - 1 if right else 8])
     q = np.linspace(0.1, 0.95, 12)
-    assert calibration.edges(0, depth, np.log(q)) == pytest.approx(truth(q), abs=0.1)
+    assert [calibration.edge(0, depth, np.log(each)) for each in q] == pytest.approx(truth(q), abs=0.1)
 
 
 def test_without_experience_a_probability_is_taken_at_its_word():
     q = np.array([1e-6, 0.01, 0.3, 0.99, 1.0])
-    assert Calibration().edges(0, 1, np.log(q)) == pytest.approx(q)
+    assert [Calibration().edge(0, 1, np.log(each)) for each in q] == pytest.approx(q)
     tree = family([-1, 0, 1], np.log([0.5, 0.25, 0.2]))
     assert Calibration().path(tree) == pytest.approx([1, 0.5, 0.25, 0.2])
 
@@ -340,8 +340,8 @@ def test_off_the_host_levels_go_by_averages():
     reached = [world.policy.habits.ranks[0].expected(depth) for depth in range(4)]
     assert reached[0] == 1
     assert sorted(reached, reverse=True) == reached
-    assert world.policy.another_level(0, 1, np.full((2, 1), reached[1]))
-    assert not world.policy.another_level(0, 1, np.full((2, 1), 1e-6))
+    assert world.policy.another_level(0, 1, [[reached[1]]] * 2)
+    assert not world.policy.another_level(0, 1, [[1e-6]] * 2)
 
 
 @pytest.mark.parametrize("sizes", [{"max_nodes": -1}, {"max_depth": 1.5}, {"max_nodes": True}])

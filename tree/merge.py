@@ -28,14 +28,15 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
         TreeError: roots or kinds differ, or two trees hold draws of the same draft.
     """
     _check_mergeable(trees)
-    if len(trees) == 1:
-        return trees[0]
+    grown = [tree for tree in trees if tree.num_drafted] or trees[:1]
+    if len(grown) == 1:
+        return grown[0]
     tokens: list[int] = []
     parents: list[int] = []
     scores: list[float] = []
     draws: list[Sequence[Draw]] = []
     laws: dict[tuple[int, int], np.ndarray] = {}
-    for tree in trees:
+    for tree in grown:
         shift = len(tokens) - 1  # node 1 of this tree goes to the end of the list; node 0 is -1
         place = [-1, *range(shift + 1, shift + len(tree))]
         tokens += tree.tokens[1:].tolist()

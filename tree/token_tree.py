@@ -205,15 +205,10 @@ class TokenTree(Shown):
         values, parents = np.asarray(worth, np.float64).tolist(), self.parents.tolist()
         for node in range(1, len(self)):
             values[node] = min(values[node], values[parents[node]])
-        keep = sorted(sorted(range(1, len(self)), key=lambda node: -values[node])[:count])
-        place = {node: i for i, node in enumerate([0, *keep], start=-1)}
-        return TokenTree.from_nodes(
-            int(self.tokens[0]),
-            self.tokens[keep].tolist(),
-            [place[parents[node]] for node in keep],
-            self.scores[keep].tolist(),
-            [self.draws[node] for node in keep],
-        )
+        keep = [0, *sorted(sorted(range(1, len(self)), key=lambda node: -values[node])[:count])]
+        place = {node: i for i, node in enumerate(keep)}
+        kept = [-1, *(place[parents[node]] for node in keep[1:])]
+        return TokenTree(self.tokens[keep], np.array(kept), self.scores[keep], _renumbered(kept, self.draws, keep))
 
     def proposers(self) -> list[int]:
         """Return per node, as a bit mask, the drafts that drew it: bit d for draft d, 0 at the root."""
@@ -352,6 +347,16 @@ def _family(
         if i not in child.listed:
             child.listed.append(i)
     return sorted(family.values(), key=lambda child: (-child.score, child.token))
+
+
+def _renumbered(parents: list[int], draws: Sequence[tuple[Draw, ...]], keep: list[int]) -> tuple[tuple[Draw, ...], ...]:
+    """Return the draws of the nodes that are kept, whose parents are given, numbered 0, 1, ... again."""
+    found: list[list[Draw]] = [[] for _ in keep]
+    turns: dict[tuple[int, int], int] = {}  # by parent and draft, how many so far
+    for parent, draft, _, node in sorted((parents[i], *draw, i) for i, old in enumerate(keep) for draw in draws[old]):
+        turn = turns[parent, draft] = turns.get((parent, draft), -1) + 1
+        found[node].append(Draw(draft, turn))
+    return tuple(map(tuple, found))
 
 
 def _checked_root(tree: TokenTree) -> tuple[list[int], list[int], list[float]]:

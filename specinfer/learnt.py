@@ -1,0 +1,253 @@
+"""What adaptive trees learn from steps: averages that forget, costs by size, chances of acceptance.
+
+Knows: figures, trees, the tokens that rows emitted.  Does not know: what is chosen by it (`adapt`), clocks, models.
+
+Everything here is a few dozen numbers, told and asked several times a step: plain Python is quicker than arrays.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from math import exp, expm1, inf, isinf, log, prod
+from operator import or_
+
+from specinfer.tree import TokenTree
+
+MEMORY = 24  # steps that averages look back on, about
+
+
+class Average:
+    """A running average that forgets; it starts as the mean of what it is told.
+
+    Args:
+        value, count: what it was told before, so to speak.
+        most: a figure larger than so many averages is an interruption, and counts as that many.
+    """
+
+    def __init__(self, value: float = 0.0, count: int = 0, most: float = inf) -> None:
+        self.value, self.count, self.most = value, count, most
+
+    def add(self, figure: float) -> None:
+        """Take a figure into account."""
+        if self.count and not isinf(self.most):
+            figure = min(figure, self.most * self.value)
+        self.count += 1
+        self.value += (figure - self.value) / min(self.count, MEMORY)
+
+
+class Hinge:
+    """Seconds as a function of a size: flat up to a knee (memory bounds a pass), then linear (arithmetic does).
+
+    Least squares for every knee, the older the lighter, interruptions clipped; the knee that fits best counts.
+
+    Args:
+        knees: sizes where the slope may begin.
+        ridge: sizes count as if their variance were so much larger, so that equal ones make a flat line.
+    """
+
+    def __init__(self, knees: Sequence[int] = (0,), ridge: float = 1.0) -> None:
+        self.ridge = ridge
+        self.sums = {knee: [0.0] * 6 for knee in knees}  # of 1, n, n * n, seconds, n * seconds, seconds ** 2
+        self.count = 0
+        self.knee = 0
+        self.base = self.slope = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether there were enough figures to draw a line."""
+        return self.count >= 3
+
+    def at(self, size: float) -> float:
+        """Return the seconds that a size takes."""
+        return self.base + self.slope * max(0.0, size - self.knee)
+
+    def add(self, size: int, seconds: float, weight: float = 1.0) -> None:
+        """Take a measurement into account, as so many."""
+        if self.known:
+            seconds = min(seconds, 2 * self.at(size))
+        self.count += weight == 1
+        least = inf
+        for knee, sums in self.sums.items():
+            n = max(0, size - knee)  # beyond the knee
+            figures = (1.0, n, n * n, seconds, n * seconds, seconds * seconds)
+            fade = 1 - weight / (4 * MEMORY)
+            sums[:] = [old * fade + weight * new for old, new in zip(sums, figures, strict=True)]
+            error, slope, base = self._fit(*sums)
+            if error < least:
+                least, self.knee, self.slope, self.base = error, knee, slope, max(0.0, base)
+
+    def _fit(self, total: float, n: float, nn: float, s: float, ns: float, ss: float) -> tuple[float, float, float]:
+        """Return the squared error, slope and base of the line through figures with these sums."""
+        spread, together = nn - n * n / total, ns - n * s / total
+        slope = max(0.0, together / (spread + self.ridge * total))
+        return ss - s * s / total - slope * (2 * together - slope * spread), slope, (s - slope * n) / total
+
+
+class Calibration:
+    """Observed acceptance of drafted tokens whose parent was accepted, by who proposed them, depth and probability.
+
+    Within a bin of the logit, a probability is multiplied by accepted / expected, both counted with forgetting, and
+    with `PRIOR` tokens accepted as often as expected.
+    """
+
+    PRIOR = 4.0
+    FORGET = 0.995  # a step
+    DEPTHS = 3  # 1, 2, 3 and deeper
+    CENTRES = tuple(1 / (1 + exp(-logit)) for logit in range(-6, 7))  # of the bins, as probabilities
+
+    def __init__(self) -> None:
+        # by proposers, a bit mask, depth and bin: how many were expected to be accepted, and were
+        self.counts: dict[tuple[int, int, int], tuple[float, float]] = {}
+
+    def observe(self, tree: TokenTree, tokens: Sequence[int]) -> None:
+        """Take into account which drafted tokens the target's own would have accepted.
+
+        Args:
+            tree: all that was drafted, whether the target scored it or not.
+            tokens: what the row emitted; every child along them was right or wrong.
+        """
+        proposers, scores = tree.proposers(), tree.scores.tolist()
+        node = 0  # the children's parent
+        for depth, family, right in walked(tree, tokens):
+            for child in family:
+                edge = scores[child] - scores[node]
+                place = proposers[child], min(depth + 1, self.DEPTHS), _bin(edge)
+                expected, accepted = self.counts.get(place, (0.0, 0.0))
+                self.counts[place] = expected + exp(edge), accepted + (child == right)
+            node = right or 0
+
+    def forget(self) -> None:
+        """Let everything observed so far weigh a little less."""
+        for place, (expected, accepted) in self.counts.items():
+            self.counts[place] = expected * self.FORGET, accepted * self.FORGET
+
+    def path(self, tree: TokenTree) -> list[float]:
+        """Return for each node of a merged tree the probability that its path is accepted; 1 at the root."""
+        scores, columns = tree.scores.tolist(), zip(tree.parents.tolist(), tree.depths.tolist(), strict=True)
+        reached = [1.0]
+        for node, ((parent, depth), mask) in enumerate(zip(columns, tree.proposers(), strict=True)):
+            if node:
+                edge = scores[node] - scores[parent]
+                counts = self.counts.get((mask, min(depth, self.DEPTHS), _bin(edge)), (0.0, 0.0))
+                reached.append(reached[parent] * self._corrected(edge, counts))
+        return reached
+
+    def edge(self, draft: int, depth: int, log_prob: float) -> float:
+        """Return the probability that a token of one draft is accepted, whether others propose it or not.
+
+        Args:
+            draft: its id.
+            depth: of the token, 1 or more.
+            log_prob: the draft's.
+        """
+        place = min(depth, self.DEPTHS), _bin(log_prob)
+        masks = {mask for mask, *_ in self.counts if mask >> draft & 1}
+        found = [self.counts.get((mask, *place), (0.0, 0.0)) for mask in masks]
+        return self._corrected(log_prob, (sum(e for e, _ in found), sum(a for _, a in found)))
+
+    def _corrected(self, log_prob: float, counts: tuple[float, float]) -> float:
+        """Return a draft's probability as what was expected of its like, and accepted, makes it."""
+        prior = self.PRIOR * self.CENTRES[_bin(log_prob)]
+        return min(1.0, exp(log_prob) * (counts[1] + prior) / (counts[0] + prior))
+
+
+def _bin(log_prob: float) -> int:
+    """Return the place of a probability among `Calibration.CENTRES`."""
+    log_prob = min(max(log_prob, -50.0), -1e-9)
+    return min(max(round(log_prob - log(-expm1(log_prob))), -6), 6) + 6
+
+
+class Ranks:
+    """How often the k-th child of an accepted node was accepted, by the node's depth; averages that forget.
+
+    Before anything is known, each child takes half of what the ones before it left, up to half.
+    """
+
+    WIDTH = 8  # ranks told apart
+    DEPTHS = 3  # the root, 1, 2 and deeper
+    MEMORY = 4 * MEMORY
+
+    def __init__(self) -> None:
+        self.rates = [[0.25 * 0.5**rank for rank in range(self.WIDTH)] for _ in range(self.DEPTHS)]
+        self.counts = [2] * self.DEPTHS
+
+    def observe(self, depth: int, rank: int | None) -> None:
+        """Take a family into account whose parent, of that depth, was accepted: which child was, None for none."""
+        place = min(depth, self.DEPTHS - 1)
+        self.counts[place] = min(self.counts[place] + 1, self.MEMORY)
+        share, rates = 1 / self.counts[place], self.rates[place]
+        rates[:] = [rate + share * ((turn == rank) - rate) for turn, rate in enumerate(rates)]
+        for below in self.rates[place + 1 :]:  # what is never asked about is taken to be alike, little by little
+            below[:] = [low + (rate - low) / (4 * self.MEMORY) for low, rate in zip(below, rates, strict=True)]
+
+    def expected(self, depth: int) -> float:
+        """Return how many nodes of a depth are accepted on average."""
+        return prod(sum(self.rates[min(place, self.DEPTHS - 1)]) for place in range(depth))
+
+    def surplus(self, depth: int, accepted: float, price: float) -> float:
+        """Return the tokens that the children of a node are expected to gain beyond what they cost.
+
+        Args:
+            depth: of the node.
+            accepted: its probability of acceptance.
+            price: tokens that a child must gain to pay for itself.
+        """
+        rates = self.rates[min(depth, self.DEPTHS - 1)]
+        return sum(accepted * rate - price for rate in rates if accepted * rate > price)
+
+
+def walked(tree: TokenTree, tokens: Sequence[int]) -> Iterator[tuple[int, list[int], int | None]]:
+    """Follow emitted tokens through a tree: yield depth and children of each node, and which child was right."""
+    node: int | None = 0
+    for depth, token in enumerate(tokens):
+        if node is None:
+            return
+        right = tree.child(node, token)
+        yield depth, tree.children(node), right
+        node = right
+
+
+def subsets(drafts: int) -> Iterator[int]:
+    """Yield every subset of a set of drafts, itself first and none last; all are bit masks."""
+    some = drafts
+    while some:
+        yield some
+        some = (some - 1) & drafts
+    yield 0
+
+
+class Coalition:
+    """What some of the drafts asked would have done without the others: averages over the steps that asked those."""
+
+    def __init__(self) -> None:
+        self.tokens, self.nodes, self.busy = Average(), Average(), Average()
+
+    def add(self, tokens: float, nodes: int) -> None:
+        """Take a step into account: accepted tokens a row, and nodes the target scored."""
+        self.tokens.add(tokens)
+        self.busy.add(nodes > 0)
+        if nodes:
+            self.nodes.add(nodes)
+
+
+class Habits:
+    """What was learnt about drafts under one way of choosing tokens: greedy, or coupled to the noise."""
+
+    def __init__(self) -> None:
+        self.calibration = Calibration()
+        # by the drafts asked, and some of them, both bit masks
+        self.coalitions: defaultdict[tuple[int, int], Coalition] = defaultdict(Coalition)
+        self.ranks: defaultdict[int, Ranks] = defaultdict(Ranks)  # by draft
+
+    def observe(self, trees: Sequence[TokenTree], tokens: Sequence[Sequence[int]]) -> None:
+        """Compare what was drafted with what each row emitted."""
+        self.calibration.forget()
+        for tree, emitted in zip(trees, tokens, strict=True):
+            self.calibration.observe(tree, emitted)
+            proposers = tree.proposers()
+            for depth, children, right in walked(tree, emitted):
+                tried = reduce(or_, (proposers[child] for child in children), 0)
+                chosen = dict(tree.draws[right]) if right else {}  # rank by draft
+                for draft in range(tried.bit_length()):
+                    if tried >> draft & 1:
+                        self.ranks[draft].observe(depth, chosen.get(draft))
