@@ -90,6 +90,7 @@ class Auto:
         """
         self.waits, self.due = [WAITS[0]] * drafts, [self.steps] * drafts
         self.habits = self.learnt[coupled]
+        self.habits.coalitions.clear()
         self.asked = -1  # the drafts to ask in the next step, a bit mask: all
         self.working = (1 << drafts) - 1  # those that paid when they were judged last
         self.warm = 0  # those asked in the step before: the others have to read what they missed first

@@ -202,7 +202,7 @@ class ModelDraftSession:
         tokens = self._to_target(tokens)
         warped = self.opening.law.scores(values.flatten(0, 1), ()).view_as(values)
         noise = coupling_noise(self.seeds, self.lengths, frontier.depth, tokens)
-        ranked, order = (warped.log_softmax(-1) + noise).log_softmax(-1).sort(dim=-1, descending=True, stable=True)
+        ranked, order = (warped + noise).log_softmax(-1).sort(dim=-1, descending=True, stable=True)
         return tokens.gather(2, order)[..., :k], ranked[..., :k]
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:

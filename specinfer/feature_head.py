@@ -120,13 +120,19 @@ class HeadLayer(nn.Module):
         super().__init__()
         size, inner = config.hidden_size, config.intermediate_size
         self.index, self.queries, self.dim = index, config.num_attention_heads, size // config.num_attention_heads
-        shared = config.num_key_value_heads * self.dim
+        shared = (config.num_key_value_heads or self.queries) * self.dim
         self.input_layernorm = Norm(size, eps=config.rms_norm_eps)
         self.self_attn = _linears(
             q_proj=(size, size), k_proj=(size, shared), v_proj=(size, shared), o_proj=(size, size)
         )
         self.post_attention_layernorm = Norm(size, eps=config.rms_norm_eps)
         self.mlp = _linears(gate_proj=(size, inner), up_proj=(size, inner), down_proj=(inner, size))
+
+    def start_as_identity(self) -> None:
+        """Make the layer return what it is given, until it is trained."""
+        for output in (self.self_attn["o_proj"], self.mlp["down_proj"]):
+            assert isinstance(output, nn.Linear)
+            nn.init.zeros_(output.weight)
 
     def forward(self, hidden: Tensor, mask: Tensor | None, rotation: Rotation, cache: Any) -> Tensor:
         """Return the states (B, T, H) after the layer.

@@ -7,6 +7,7 @@ The mixer is SplitMix64's finaliser (Steele, Lea, Flood, "Fast splittable pseudo
 2014) over ``key + (counter + 1) * golden``, which is exactly the SplitMix64 sequence started at ``key``.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,16 +36,38 @@ def gumbel(keys: Tensor, counters: Tensor) -> Tensor:
     ``-log(E)`` with ``E = -log(1 - w)`` exponential and ``w`` uniform: small ``E``, which win an argmax, keep full
     relative precision because 53-bit ``w`` is rounded to float32 only after scaling towards zero.
     """
-    state = (counters + 1) * _signed(_GOLDEN) + keys  # int64 arithmetic wraps, as intended; from here on in place
+    fraction = _bits(keys, counters).to(torch.float32).add_(0.5).mul_(2.0**-53).clamp_(max=1.0 - 2.0**-24)
+    return fraction.neg_().log1p_().neg_().log_().neg_()
+
+
+def _bits(keys: Tensor, counters: Tensor) -> Tensor:
+    """Return 53 random bits for each of the counters, int64."""
+    state = (counters + 1) * _signed(_GOLDEN) + keys  # int64 arithmetic wraps, as intended
+    return _mixed_on_host(state) if state.device.type == "cpu" else _mixed(state)
+
+
+def _mixed(state: Tensor) -> Tensor:
+    """Return the upper 53 bits of mixed states; works in place."""
     _xor_shifted(state, 30)
     state *= _signed(_MIX1)
     _xor_shifted(state, 27)
     state *= _signed(_MIX2)
     _xor_shifted(state, 31)
     state >>= 11
-    state &= (1 << 53) - 1  # 53 random bits
-    fraction = state.to(torch.float32).add_(0.5).mul_(2.0**-53).clamp_(max=1.0 - 2.0**-24)
-    return fraction.neg_().log1p_().neg_().log_().neg_()
+    state &= (1 << 53) - 1
+    return state
+
+
+def _mixed_on_host(state: Tensor) -> Tensor:
+    """`_mixed` in half the operations: numpy has unsigned numbers, whose shifts are logical."""
+    numbers = state.numpy().view(np.uint64)
+    shifted = np.empty_like(numbers)
+    for bits, factor in ((30, _MIX1), (27, _MIX2), (31, None)):
+        numbers ^= np.right_shift(numbers, np.uint64(bits), out=shifted)
+        if factor is not None:
+            numbers *= np.uint64(factor)
+    numbers >>= np.uint64(11)
+    return state
 
 
 def _mix(state: int) -> int:

@@ -5,6 +5,7 @@ Does not know: models, caches, drafts, the other rows.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import isfinite
 
 import numpy as np
@@ -111,7 +112,7 @@ class RowView:
             return None
         position = self.base + int(self.tree.depths[node])
         keys = torch.tensor(key(self.row.seed, COUPLING, position), device=self.logits.device)
-        return gumbel(keys, torch.arange(self.logits.shape[1], device=self.logits.device))
+        return gumbel(keys, _ids(self.logits.shape[1], self.logits.device))
 
     def law(self, node: int) -> Probabilities:
         """Return the target's law after a node, float64 (V,)."""
@@ -159,3 +160,9 @@ class RowView:
                 f"{self.base + int(self.tree.depths[node])} tokens are NaN, infinite or all -inf; nothing can be "
                 "chosen from them. Check the weights, or load the model in float32"
             )
+
+
+@lru_cache(maxsize=8)
+def _ids(count: int, device: torch.device) -> Tensor:
+    """Return all token ids, (count,)."""
+    return torch.arange(count, device=device)

@@ -316,6 +316,17 @@ def test_lines_are_recovered_whatever_interrupts():
     assert line.at(30) == pytest.approx(0.07, rel=0.1)
 
 
+@pytest.mark.parametrize("knee", [0, 4, 16])
+def test_knees_are_found(knee):
+    line = Hinge((0, 4, 8, 16))
+    for turn in range(200):
+        size = (turn * 7) % 30
+        line.add(size, 0.04 + 0.001 * max(0, size - knee))
+    assert [line.at(size) for size in (2, 10, 30)] == pytest.approx(
+        [0.04 + 0.001 * max(0, size - knee) for size in (2, 10, 30)], rel=0.03
+    )
+
+
 def test_lines_of_one_size_are_flat_and_finite():
     line = Hinge()
     for _ in range(50):

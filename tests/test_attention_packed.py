@@ -45,6 +45,15 @@ def test_products_are_those_of_the_layers(rows: int) -> None:
     assert torch.equal(outputs(model, inputs), plain)
 
 
+def test_a_model_stays_packed_until_the_outermost_use_ends() -> None:
+    model = layers()
+    with using(model):
+        with using(model):
+            pass
+        assert "forward" in model[0].__dict__
+    assert "forward" not in model[0].__dict__
+
+
 def test_weights_changed_in_place_are_packed_again() -> None:
     model, inputs = layers(), torch.randn(3, 48)
     with using(model):

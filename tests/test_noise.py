@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency, chisquare, gumbel_r, kstest
 
-from specinfer.noise import COIN, COUPLING, DRAFT, gumbel, key, uniform
+from specinfer.noise import COIN, COUPLING, DRAFT, _mixed, _mixed_on_host, gumbel, key, uniform
 
 FALSE_ALARM = 1e-4
 MASK = 2**64 - 1
@@ -76,6 +76,11 @@ def test_tensors_are_the_reference(start):
     bits = np.array([splitmix64(start & MASK, i) >> 11 for i in range(200)], dtype=np.float64)
     wanted = -np.log(-np.log1p(-(bits + 0.5) / 2**53))
     assert draws(start, 200) == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+
+
+def test_hosts_and_devices_mix_alike():
+    state = torch.randint(-(2**63), 2**63 - 1, (1000,))
+    assert torch.equal(_mixed(state.clone()), _mixed_on_host(state.clone()))
 
 
 def test_large_counters_and_shapes():

@@ -12,6 +12,7 @@ from specinfer.distill import train
 from specinfer.distill.data import Texts
 from specinfer.distill.train import EarlierDrafts, Settings, SoftCrossEntropy, train_causal_lm, train_head
 from specinfer.errors import NumericalError
+from specinfer.feature_head import FeatureHead
 from specinfer.heads import FeatureDraft
 
 TAPS = (1, 2)
@@ -127,6 +128,18 @@ def test_tokens_that_an_earlier_draft_proposes_first_weigh_less(target, shards, 
     assert set(weights[weights != 1].tolist()) == {torch.tensor(SETTINGS.boost).item()}
     second = trained(target, shards, tmp_path / "2", earlier=[tmp_path / "1"])
     assert second["steps"] > 0
+
+
+def test_a_deeper_draft_starts_as_the_earlier_one(target, shards, tmp_path):
+    trained(target, shards, tmp_path / "1")
+    earlier = FeatureDraft.load(tmp_path / "1").head.to(target.dtype).bind(target)
+    config = train._head_config(target, earlier.config.taps, 2, SETTINGS.vocabulary)
+    deeper = FeatureHead(config, earlier.token_ids).to(target.dtype).bind(target)
+    train._start_from(deeper, target, [tmp_path / "1"])
+    batch = (texts := Texts(shards, SETTINGS.held_out)).load(texts.train)
+    weights = torch.ones(int(batch.learn.sum()))
+    losses = [train.Unrolled(head, SETTINGS)(*batch, weights)[0] for head in (earlier, deeper)]
+    assert torch.allclose(*losses)
 
 
 def test_a_small_language_model_is_the_targets_outer_layers_and_anybodys_to_load(shards, tmp_path):

@@ -107,6 +107,24 @@ def test_min_probability_leaves_out_the_unlikely_paths_and_nothing_else(route: s
         BestFirst(4, 2, min_probability=1.5)
 
 
+def test_only_as_many_nodes_of_a_level_are_asked_about_as_are_wanted(route: str) -> None:
+    """Nodes beyond the wanted ones stay leaves; the rest of the tree is the heap's of what was asked."""
+    table = coarse_table(30, 11, 6, seed=6)
+    source = TableSource(table)
+    growth = grow.grow_best_first(source, 12, 4, wanted=lambda frontier, _: 2 if frontier.depth < 3 else 0)
+    assert [frontier.tokens.shape[1] for frontier in source.frontiers] == [1, 2, 2]
+    for nodes, row in zip(rows(growth), table.tolist(), strict=True):
+        parents = {parent for _, parent, *_ in nodes}
+        depth = [0] * len(nodes)
+        for place, (_, parent, *_) in enumerate(nodes):
+            depth[place] = depth[parent] + 1 if parent >= 0 else 1
+        inner = [place for place in parents if place >= 0]
+        assert all(sum(depth[place] == level for place in inner) <= 2 for level in (1, 2))
+        assert max(depth) <= 3
+        expected = heap_tree(row, 12, 1)
+        assert [node for node in nodes if node[1] == -1] == expected[: sum(node[1] == -1 for node in nodes)]
+
+
 def test_best_first_scores_only_nodes_that_can_have_children_in_the_tree(route: str) -> None:
     """Frontiers fit their static bound, hold real ids even as padding, and on the host no needless column."""
     source = TableSource(coarse_table(40, 11, 6, seed=4))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from math import inf, isqrt, log
 from operator import mul
@@ -260,7 +261,8 @@ class _Pool:
         """Return the newest level's best nodes."""
         numbers, scores = self.front
         self.front = numbers[:, :width], scores[:, :width]
-        return Frontier(*(column[:, :width] for column in frontier[:3]), frontier.depth)
+        tokens, parents, valid, depth = frontier
+        return Frontier(tokens[:, :width], parents[:, :width], valid[:, :width], depth)
 
     def growth(self) -> Growth:
         """Return the pool as trees."""
@@ -431,11 +433,17 @@ def top_candidates(log_probs: Tensor, k: int, block: int | None = None) -> tuple
 
 def _top_of_bfloat16(log_probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """`top_candidates` of bfloat16: value and place together fit 32 bits, so one top-k of these is exact."""
-    ranks = log_probs.float().add_(0.0).view(torch.int32)  # -0 becomes 0; the lower 16 bits are free
-    ranks ^= (ranks >> 31).bitwise_and_(0x7FFF0000)  # integers in the order of the floats
-    ranks |= torch.arange(0xFFFF, 0xFFFF - log_probs.shape[-1], -1, dtype=torch.int32, device=log_probs.device)
+    values = (log_probs + 0.0).view(torch.int16)  # -0 becomes 0
+    values ^= (values >> 15).bitwise_and_(0x7FFF)  # integers in the order of the floats
+    ranks = values.int().bitwise_left_shift_(16).bitwise_or_(_countdown(log_probs.shape[-1], log_probs.device))
     tokens = ranks.topk(k, -1).values.long().bitwise_and_(0xFFFF).bitwise_xor_(0xFFFF)
     return tokens, log_probs.gather(-1, tokens)
+
+
+@lru_cache(maxsize=8)
+def _countdown(count: int, device: torch.device) -> Tensor:
+    """Return (count,) int32: of 16 bits, the largest number first."""
+    return torch.arange(0xFFFF, 0xFFFF - count, -1, dtype=torch.int32, device=device)
 
 
 def draw_candidates(
