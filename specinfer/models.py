@@ -85,7 +85,8 @@ def resolve_device(device: str) -> torch.device:
     import torch
 
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        own = os.environ.get("LOCAL_RANK", "0")  # which of a machine's devices a launcher means this process to take
+        return torch.device(f"cuda:{own}" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError):

@@ -3,7 +3,10 @@
 import builtins
 import errno
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -448,7 +451,7 @@ def test_the_command_has_exactly_these_options(run, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     shown = re.sub(r"\x1b\[[0-9;]*m", "", run("--help")[1])
     listed = set(re.findall(r"^\W*--([a-z][a-z-]*)", shown, re.MULTILINE)) - {"help"}
-    wanted = "arch device drafts dtype epochs json learning-rate loss new-tokens out prompts samples seed target"
+    wanted = "arch device drafts dtype epochs json layers learning-rate loss new-tokens out prompts samples seed target"
     assert sorted(listed) == [*wanted.split(), "temperatures", "text", "vocabulary"]
 
 
@@ -466,3 +469,24 @@ def test_a_bad_draft_folder_is_one_line(target, tokenizer, tmp_path, monkeypatch
     with pytest.raises(ModelError, match=str(tmp_path)) as caught:
         SpeculativeDecoder.from_pretrained("tiny", [str(tmp_path)])
     assert "\n" not in str(caught.value)
+
+
+def test_processes_of_a_launcher_share_the_steps(tmp_path):
+    """Two of them need half the steps for as many epochs, and one of them speaks."""
+    tiny_llama(spread=0.5).float().save_pretrained(tmp_path / "target")
+    byte_tokenizer().save_pretrained(tmp_path / "target")
+    (tmp_path / "prompts.txt").write_text("\n".join(WORDS) + "\n")
+    launch = (
+        "-m torch.distributed.run --standalone --nproc_per_node 2 -m specinfer distill --json --out made --drafts 1"
+    )
+    options = f"--target target --prompts prompts.txt --vocabulary 64 --epochs 12 --new-tokens {NEW} --device cpu"
+    done = subprocess.run(
+        [sys.executable, *f"{launch} {options}".split()],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (made,) = map(json.loads, done.stdout.splitlines())
+    assert [draft["steps"] for draft in made["drafts"]] == [6]

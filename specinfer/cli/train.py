@@ -28,6 +28,7 @@ def distill(
     new_tokens: Annotated[int, typer.Option(help="New tokens per text at most.")] = 144,
     temperatures: Annotated[str, typer.Option(help="They take turns; 0 = greedy.")] = "0,0.7,1",
     epochs: Annotated[float, typer.Option(help="Times that every text is seen.")] = 3.0,
+    layers: Annotated[int, typer.Option(help="Of a head, or of the small causal LM.")] = 1,
     vocabulary: Annotated[int, typer.Option(help="Tokens that a head may propose, the most frequent.")] = 12_000,
     learning_rate: Annotated[float, typer.Option(help="Of the matrices (Muon), at its peak.")] = 4.5e-3,
     loss: Annotated[str, typer.Option(help="kl (the target's law) or token (its choices).")] = "kl",
@@ -37,16 +38,20 @@ def distill(
     as_json: JsonOption = False,
 ) -> None:
     """Train drafts for a target on text that the target writes."""
-    from specinfer.distill import Recipe, Settings, TextSettings, distill, read_documents, read_prompts
+    from specinfer.distill import Recipe, Settings, TextSettings, distill, processes, read_documents, read_prompts
     from specinfer.models import load
 
     own = TextSettings(samples, new_tokens, _temperatures(temperatures), seed)
-    training = Settings(epochs, learning_rate=learning_rate, vocabulary=vocabulary, loss=loss, seed=seed)
+    training = Settings(epochs, learning_rate=learning_rate, vocabulary=vocabulary, layers=layers, loss=loss, seed=seed)
     recipe = Recipe(drafts, arch, own, training)
     asked, given = read_prompts(prompts), read_documents(text or ())
     quieten()
     loaded = load(target, dtype, device)
-    made = distill(loaded.model, loaded.tokenizer, asked, out, recipe, given, loaded.name, progress_bars())
+    first = processes(loaded.model.device).is_main_process
+    progress = progress_bars() if first else lambda *_: None
+    made = distill(loaded.model, loaded.tokenizer, asked, out, recipe, given, loaded.name, progress)
+    if not first:
+        return
     if as_json:
         print(json.dumps(made))
         return

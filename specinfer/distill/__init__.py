@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from specinfer.attention import TreeModel
 from specinfer.distill import train
 from specinfer.distill.card import Data, write_card
@@ -31,7 +33,7 @@ from specinfer.distill.train import Settings
 from specinfer.errors import InputError
 from specinfer.files import pin, read_json, storing, write_json
 
-__all__ = ["Recipe", "Settings", "TextSettings", "distill", "read_documents", "read_prompts"]
+__all__ = ["Recipe", "Settings", "TextSettings", "distill", "processes", "read_documents", "read_prompts"]
 
 ARCHITECTURES = ("head", "lm")  # a feature head; a plain small causal LM
 LOSSES = ("kl", "token")
@@ -56,7 +58,7 @@ class Recipe:
                 raise InputError(f"{name} {value!r} is unknown: choose {' or '.join(known)}")
         if self.arch == "lm" and self.drafts > 1:
             raise InputError("only feature heads are boost-tuned, so further lm drafts would be the same: drafts=1")
-        for name in ("epochs", "learning_rate", "vocabulary"):
+        for name in ("epochs", "learning_rate", "vocabulary", "layers"):
             if not getattr(self.training, name) > 0:
                 raise InputError(f"{name}={getattr(self.training, name)} trains nothing: give a number above 0")
 
@@ -92,11 +94,7 @@ def distill(
         NumericalError: a loss that is not a number; the last good checkpoint stays.
         SpecinferError: a full disk; what was finished stays.
     """
-    if find_spec("accelerate") is None:
-        raise InputError("training needs accelerate: pip install 'specinfer[distill]'")
-    from accelerate import PartialState
-
-    process = PartialState()
+    process = processes(model.device)
     taps = default_taps(model)
     batches = plan_text(TreeModel(model), tokenizer, prompts, documents, recipe.text)
     pin_text(model, tokenizer, out / "text", batches, taps, recipe.text)
@@ -127,6 +125,22 @@ def distill(
         process.wait_for_everyone()
         trained.append({"folder": str(folder), **figures})
     return {"out": str(out), "texts": texts, "tokens": tokens, "drafts": trained}
+
+
+def processes(device: torch.device) -> Any:
+    """Return the processes that train together on such devices: this one, and those that a launcher started with it.
+
+    Returns:
+        accelerate's ``PartialState``.
+
+    Raises:
+        InputError: accelerate is not installed.
+    """
+    if find_spec("accelerate") is None:
+        raise InputError("training needs accelerate: pip install 'specinfer[distill]'")
+    from accelerate import PartialState
+
+    return PartialState(cpu=device.type == "cpu")
 
 
 def _train(

@@ -318,7 +318,7 @@ def _optimise(
     """Run the training loop from the newest checkpoint to the end; return losses and held-out hit rates."""
     from accelerate import Accelerator
 
-    accelerator = Accelerator(mixed_precision="bf16")
+    accelerator = Accelerator(mixed_precision="bf16", cpu=next(model.parameters()).device.type == "cpu")
     optimizers = _optimizers(model)
     per_epoch = len(texts.batches(texts.train, settings.tokens_per_batch, None))
     share = accelerator.num_processes
