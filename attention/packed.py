@@ -6,8 +6,8 @@ On a CPU, `torch.nn.Linear` reads its weight as it lies, and in bfloat16 each pr
 (what `torch.compile` calls freezing), a pass of SmolLM2-135M over 12 nodes took 38 instead of 49 ms on two cores of an
 AMD EPYC with AVX512-BF16 (``benchmarks/passes.py``).  The packed copy takes as much memory as the weights, so models
 that would fill the machine are left alone.  Layers that read the same states (queries, keys and values; gate and up)
-become one product, for each has a cost of its own.  Between passes the model is as it
-was.
+become one product, for each has a cost of its own, and whole decoder layers one function where their kind is known
+(`streamlined`).  Between passes the model is as it was.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +19,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+
+from specinfer.attention.streamlined import FAMILY, streamlined
 
 ROWS = 16  # the number of rows that packing is tuned for
 SPARE = 2.0  # free memory that packing asks for, in bytes per byte of weights
@@ -48,8 +50,9 @@ class PackedLinears:
         self.groups = list(_groups(model)) if _supported() else []
         if sum(layer.weight.nbytes for layer in self.layers) * SPARE > _free_bytes():
             self.groups = []
+        self.decoders = [module for module in model.modules() if type(module) in FAMILY]
         self.stamps: list[tuple[int, int]] = []  # of the weights as they were packed
-        self.forwards: list[tuple[dict[str, object], Forward]] = []  # layers' attributes, and theirs
+        self.forwards: list[tuple[dict[str, object], Callable[..., Tensor]]] = []  # modules' attributes, and theirs
         self.users = 0  # `with` blocks under way: the model is packed in the outermost
 
     @property
@@ -74,21 +77,26 @@ class PackedLinears:
         """Pack layers whose weights are new or have changed since."""
         if [_stamp(layer.weight) for layer in self.layers] != self.stamps:
             self.groups = [group for group in self.groups if all(map(_is_plain, group))]  # not moved, not cast
-            forwards = [forward for group in self.groups for forward in _packed(group)]
+            products: dict[nn.Module, Forward] = {group[0]: _packed(group) for group in self.groups}
+            forwards = [forward for group in self.groups for forward in _forwards(group, products[group[0]])]
             self.forwards = [(layer.__dict__, own) for layer, own in zip(self.layers, forwards, strict=True)]
+            quicker = [(decoder.__dict__, streamlined(decoder, products)) for decoder in self.decoders]
+            self.forwards += [(attributes, forward) for attributes, forward in quicker if forward is not None]
             self.stamps = [_stamp(layer.weight) for layer in self.layers]
 
 
 @torch.inference_mode()
-def _packed(layers: Sequence[nn.Linear]) -> list[Forward]:
-    """Return what the layers, which share their input, are to run instead of their own ``forward``."""
+def _packed(layers: Sequence[nn.Linear]) -> Forward:
+    """Return the product of layers that share their input, side by side."""
     weights = tuple(layer.weight for layer in layers)
     biases = tuple(layer.bias for layer in layers if layer.bias is not None)
     weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights), ROWS)
-    multiply: Forward = partial(_product, weight, torch.cat(biases) if biases else None)
-    if len(layers) == 1:
-        return [multiply]
-    return Shared(multiply, [layer.out_features for layer in layers]).forwards
+    return partial(_product, weight, torch.cat(biases) if biases else None)
+
+
+def _forwards(layers: Sequence[nn.Linear], multiply: Forward) -> list[Forward]:
+    """Return what each of the layers is to run instead of its own ``forward``."""
+    return [multiply] if len(layers) == 1 else Shared(multiply, [layer.out_features for layer in layers]).forwards
 
 
 def _product(weight: Tensor, bias: Tensor | None, states: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import torch
 from conftest import PROMPTS, VOCAB, byte_tokenizer, tiny_llama
 from torch.nn import functional
 from transformers import DynamicCache
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from specinfer import BestFirst, Chain, NGramDraft, Sampled, SpeculativeDecoder, Widths
 from specinfer.distill.train import _chained_mask
@@ -75,20 +74,6 @@ def test_drafting_along_the_text_equals_the_chained_training_steps(target):
                 assert edge == pytest.approx(float(logits[text[-1]]), abs=1e-5)
                 checked += 1
     assert checked > 50
-
-
-def test_a_layer_computes_what_transformers_layer_does():
-    head = tiny_head()
-    (layer,) = head.layers
-    theirs = LlamaDecoderLayer(head.config, 0).double()
-    theirs.load_state_dict(layer.state_dict())
-    states, mask = torch.randn(2, 7, 32, dtype=torch.double), torch.ones(7, 7).tril().bool()[None, None]
-    positions = torch.tensor([[3, 4, 5, 6, 6, 7, 40], [0, 1, 2, 3, 4, 5, 6]])
-    head.bind(tiny_llama())
-    rotation = tuple(part[positions] for part in head.rotations)
-    angles = LlamaRotaryEmbedding(head.config)(states, positions)
-    expected = theirs(states, mask, position_embeddings=angles)
-    assert torch.allclose(layer(states, mask, rotation, None), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("tree", [BestFirst(12, 4), Widths((3, 2)), Chain(4), "auto"], ids=str)

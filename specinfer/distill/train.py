@@ -28,7 +28,7 @@ from transformers import DynamicCache, LlamaConfig
 
 from specinfer.distill.data import Batch, Texts, endless
 from specinfer.errors import NumericalError
-from specinfer.feature_head import FeatureHead, HeadLayer, head_config
+from specinfer.feature_head import FeatureHead, head_config
 from specinfer.files import storing
 from specinfer.heads import FeatureDraft, target_fingerprint
 
@@ -302,8 +302,9 @@ def _start_from(head: FeatureHead, target: Any, earlier: Sequence[Path]) -> None
         weights = load_file(earlier[0] / "model.safetensors")
         head.load_state_dict({name: w.float() for name, w in weights.items() if name != "token_ids"}, strict=False)
         for index, layer in enumerate(head.layers):
-            if isinstance(layer, HeadLayer) and f"layers.{index}.mlp.down_proj.weight" not in weights:
-                layer.start_as_identity()
+            if f"layers.{index}.mlp.down_proj.weight" not in weights:
+                for name in ("self_attn.o_proj", "mlp.down_proj"):
+                    nn.init.zeros_(layer.get_parameter(f"{name}.weight"))
         return
     layers = getattr(getattr(target, "model", None), "layers", None)
     for layer, own in zip(reversed(layers or ()), reversed(head.layers), strict=False):
