@@ -22,7 +22,7 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
-from specinfer.learnt import MEMORY, Average, Habits, Hinge, subsets
+from specinfer.learnt import MEMORY, SPIKE, Average, Habits, Hinge, subsets
 from specinfer.results import reach
 from specinfer.tree import BestFirst, Frontier, Growth, Kind, Source, TokenTree, grow_best_first
 
@@ -32,6 +32,7 @@ EXPLORE = 16  # steps after which sizes are chosen, even if trees were never tha
 KNEES = 0, 4, 8, 16  # tokens fed up to which a pass may cost what one token costs
 PLAIN_AGAIN = 128  # steps after which a plain one is due: its cost drifts, too
 MARGIN = 1.03  # drafting must promise to be so much faster than not drafting: averages err
+JUDGED = 8  # steps of a text before a draft may be idle
 TRIAL = 2  # steps for which an idle draft is tried again ...
 WAITS = 8, 64  # ... after so many idle ones at first, doubled with every failure, and so many at most
 NODE_SHARE = 1 / 32  # of a level's cost, is what it costs to ask about one node more
@@ -44,7 +45,7 @@ class Pace:
     """What batches of one size cost, and how fast they were."""
 
     def __init__(self) -> None:
-        self.plain = Average(most=1.5)  # seconds of a step that drafted nothing
+        self.plain = Average(most=SPIKE)  # seconds of a step that drafted nothing
         self.since_plain = 0  # steps
         self.tokens = self.seconds = 0.0  # of the last steps
 
@@ -71,7 +72,7 @@ class Auto:
         self.met: set[tuple[int, int]] = set()  # rows and nodes of steps so far: the first of its kind is not timed
         self.line = Hinge(KNEES)  # seconds of a step over its tokens fed, drafts excluded
         self.paces: defaultdict[int, Pace] = defaultdict(Pace)  # by rows
-        self.asking: defaultdict[int, Average] = defaultdict(lambda: Average(most=2.0))  # seconds a step, by draft
+        self.asking: defaultdict[int, Average] = defaultdict(lambda: Average(most=SPIKE))  # seconds a step, by draft
         self.asking_levels: defaultdict[int, Hinge] = defaultdict(lambda: Hinge(ridge=1e-3))  # ... over levels
         self.waits: list[int] = []  # by draft, steps that it will be idle next time
         self.due: list[int] = []  # by draft, the step from which it is tried again
@@ -90,7 +91,7 @@ class Auto:
         """
         self.waits, self.due = [WAITS[0]] * drafts, [self.steps] * drafts
         self.habits = self.learnt[coupled]
-        self.habits.coalitions.clear()
+        self.habits.coalitions.clear()  # what drafts were worth to another text
         self.asked = -1  # the drafts to ask in the next step, a bit mask: all
         self.working = (1 << drafts) - 1  # those that paid when they were judged last
         self.warm = 0  # those asked in the step before: the others have to read what they missed first
@@ -153,7 +154,7 @@ class Auto:
         if self._exploring:
             return everyone if SIZES[self.explored] else 0
         if asked:
-            few = self.habits.coalitions[asked, asked].tokens.count < 2 * TRIAL
+            few = self.habits.coalitions[asked, asked].tokens.count < JUDGED
             self.working = asked if few else max(subsets(asked), key=lambda drafts: self._rate(asked, drafts, rows))
         trials = 0
         for draft, due in enumerate(self.due):

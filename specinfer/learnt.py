@@ -14,6 +14,7 @@ from operator import or_
 from specinfer.tree import TokenTree
 
 MEMORY = 24  # steps that averages look back on, about
+SPIKE = 1.25  # seconds beyond so many times what was expected are an interruption, and count as that many times
 
 
 class Average:
@@ -64,7 +65,7 @@ class Hinge:
     def add(self, size: int, seconds: float, weight: float = 1.0) -> None:
         """Take a measurement into account, as so many."""
         if self.known:
-            seconds = min(seconds, 2 * self.at(size))
+            seconds = min(seconds, SPIKE * self.at(size))
         self.count += weight == 1
         least = inf
         for knee, sums in self.sums.items():
@@ -160,16 +161,17 @@ def _bin(log_prob: float) -> int:
 class Ranks:
     """How often the k-th child of an accepted node was accepted, by the node's depth; averages that forget.
 
-    Before anything is known, each child takes half of what the ones before it left, up to half.
+    A depth that was hardly seen is taken to be like the one above.
     """
 
     WIDTH = 8  # ranks told apart
     DEPTHS = 3  # the root, 1, 2 and deeper
     MEMORY = 4 * MEMORY
+    SEEN = 8  # families from which on a depth speaks for itself
 
     def __init__(self) -> None:
         self.rates = [[0.25 * 0.5**rank for rank in range(self.WIDTH)] for _ in range(self.DEPTHS)]
-        self.counts = [2] * self.DEPTHS
+        self.counts = [0] * self.DEPTHS
 
     def observe(self, depth: int, rank: int | None) -> None:
         """Take a family into account whose parent, of that depth, was accepted: which child was, None for none."""
@@ -177,12 +179,19 @@ class Ranks:
         self.counts[place] = min(self.counts[place] + 1, self.MEMORY)
         share, rates = 1 / self.counts[place], self.rates[place]
         rates[:] = [rate + share * ((turn == rank) - rate) for turn, rate in enumerate(rates)]
-        for below in self.rates[place + 1 :]:  # what is never asked about is taken to be alike, little by little
+        for below in self.rates[place + 1 :]:  # what is not asked about any more: little by little
             below[:] = [low + (rate - low) / (4 * self.MEMORY) for low, rate in zip(below, rates, strict=True)]
+
+    def at(self, depth: int) -> list[float]:
+        """Return how often the children of an accepted node of a depth are accepted, by rank."""
+        place = min(depth, self.DEPTHS - 1)
+        while place and self.counts[place] < self.SEEN:
+            place -= 1
+        return self.rates[place]
 
     def expected(self, depth: int) -> float:
         """Return how many nodes of a depth are accepted on average."""
-        return prod(sum(self.rates[min(place, self.DEPTHS - 1)]) for place in range(depth))
+        return prod(min(1.0, sum(self.at(above))) for above in range(depth))
 
     def surplus(self, depth: int, accepted: float, price: float) -> float:
         """Return the tokens that the children of a node are expected to gain beyond what they cost.
@@ -192,8 +201,7 @@ class Ranks:
             accepted: its probability of acceptance.
             price: tokens that a child must gain to pay for itself.
         """
-        rates = self.rates[min(depth, self.DEPTHS - 1)]
-        return sum(accepted * rate - price for rate in rates if accepted * rate > price)
+        return sum(accepted * rate - price for rate in self.at(depth) if accepted * rate > price)
 
 
 def walked(tree: TokenTree, tokens: Sequence[int]) -> Iterator[tuple[int, list[int], int | None]]:
