@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specinfer.attention.layout import Layout
 from specinfer.errors import UnsupportedModel
@@ -81,6 +82,8 @@ def attention_mask(spec: AttentionSpec, layout: Layout, lengths: Sequence[int], 
 
 def _visible(layout: Layout, prefix: Sequence[int], window: int | None) -> Tensor:
     """Return (B, T, L) bool: which of the L = longest prefix + S columns each node attends to."""
+    if window is None and len(set(prefix)) == 1:  # one row, above all
+        return pad(layout.visible, (prefix[0], 0), value=True)
     pending, device = layout.visible.shape[2], layout.visible.device
     lengths = torch.tensor(prefix, device=device)
     columns = torch.arange(max(prefix) + pending, device=device)
