@@ -106,9 +106,8 @@ class Auto:
         if not self.asked >> source.draft & 1:
             depth = 0
         self.levels[source.draft] = min(depth, 1)
-        least = min(
-            max(self._node_price(source.batch) / 2, LEAST[0]), LEAST[1]
-        )  # half of a node's price, for q may be low
+        half = self._node_price(source.batch) / 2  # for q may be low
+        least = min(max(half, LEAST[0]), LEAST[1])
         return grow_best_first(source, self.max_nodes, depth, least, _Levels(self, source))
 
     def fit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
