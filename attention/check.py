@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specinfer.attention.model import TreeModel, evaluating
+from specinfer.attention.packed import packed
 from specinfer.errors import UnsupportedModel
 from specinfer.tree import Draw, TokenTree
 
@@ -61,7 +62,7 @@ def check_model(model: Any) -> ModelCheck:
     implementation = str(config._attn_implementation or "eager")
     key = (type(model), model.dtype, model.device.type, implementation, repr(model.config))
     if key not in _checked:
-        with evaluating(model):
+        with evaluating(model), packed(model):
             support, reason, error = _classify(model)
         dtype = str(model.dtype).removeprefix("torch.")
         check = ModelCheck(type(model).__name__, dtype, implementation, support, reason, error)

@@ -30,7 +30,9 @@ def streamlined(layer: Any, products: Mapping[nn.Module, Product]) -> Callable[.
         layer: any module.
         products: by the first of the linear layers they stand for: queries, keys and values are one, gate and up, too.
     """
-    if type(layer) not in FAMILY or not all(_is_plain(module) for module in layer.modules() if module is not layer):
+    if type(layer) not in FAMILY or "forward" in layer.__dict__:
+        return None
+    if not all(_is_plain(module) for module in layer.modules() if module is not layer):  # its own hooks run anyway
         return None
     attention, mlp = layer.self_attn, layer.mlp
     parts = (attention, mlp, layer.input_layernorm, layer.post_attention_layernorm)

@@ -22,14 +22,14 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
-from specinfer.learnt import MEMORY, SPIKE, Average, Habits, Hinge, subsets
+from specinfer.learnt import MEMORY, SPIKE, Average, Coalition, Habits, Hinge, subsets
 from specinfer.results import reach
 from specinfer.tree import BestFirst, Frontier, Growth, Kind, Source, TokenTree, grow_best_first
 
-MAX_NODES, MAX_DEPTH = 23, 8
-SIZES = (15, 15, 4, 4, 0, 0, 9, 9)  # nodes of the first steps, by which costs become known
+MAX_NODES, MAX_DEPTH = 23, 8  # with the root, 24 tokens: a rung (`_is_rung`)
+SIZES = (15, 15, 4, 4, 0, 0, 9, 9)  # nodes of the first steps, by which costs become known; of two, one is timed
 EXPLORE = 16  # steps after which sizes are chosen, even if trees were never that large
-KNEES = 0, 4, 8, 16  # tokens fed up to which a pass may cost what one token costs
+KNEES = 0, 4, 8, 16, 32, 64  # tokens fed up to which a pass may cost what one token costs
 PLAIN_AGAIN = 128  # steps after which a plain one is due: its cost drifts, too
 MARGIN = 1.03  # drafting must promise to be so much faster than not drafting: averages err
 JUDGED = 8  # steps of a text before a draft may be idle
@@ -69,7 +69,7 @@ class Auto:
         bounds = BestFirst(max_nodes, max_depth)  # which checks them
         self.max_nodes, self.max_depth = bounds.max_nodes, bounds.max_depth
         self.steps = self.explored = 0  # steps observed; sizes of `SIZES` tried
-        self.met: set[tuple[int, int]] = set()  # rows and nodes of steps so far: the first of its kind is not timed
+        self.met: set[int] = set()  # sizes of the target's passes so far: the first of its kind is not timed
         self.line = Hinge(KNEES)  # seconds of a step over its tokens fed, drafts excluded
         self.paces: defaultdict[int, Pace] = defaultdict(Pace)  # by rows
         self.asking: defaultdict[int, Average] = defaultdict(lambda: Average(most=SPIKE))  # seconds a step, by draft
@@ -91,7 +91,8 @@ class Auto:
         """
         self.waits, self.due = [WAITS[0]] * drafts, [self.steps] * drafts
         self.habits = self.learnt[coupled]
-        self.habits.coalitions.clear()  # what drafts were worth to another text
+        # of this text, by the drafts asked, and some of them, both bit masks
+        self.coalitions: defaultdict[tuple[int, int], Coalition] = defaultdict(Coalition)
         self.asked = -1  # the drafts to ask in the next step, a bit mask: all
         self.working = (1 << drafts) - 1  # those that paid when they were judged last
         self.warm = 0  # those asked in the step before: the others have to read what they missed first
@@ -117,12 +118,12 @@ class Auto:
         size = self._size(paths)
         return [tree.best(size, np.array(path)) for tree, path in zip(trees, paths, strict=True)]
 
-    def another_level(self, draft: int, depth: int, accepted: Sequence[Sequence[float]]) -> int:
+    def wanted_nodes(self, draft: int, depth: int, accepted: Sequence[Sequence[float]]) -> int:
         """Return about how many nodes of each row a draft is asked: none unless they gain more than the level costs.
 
         Args:
             draft, depth: which, and of which nodes.
-            accepted: per row, the probabilities that the target accepts those nodes, the likelier first.
+            accepted: per row, the probabilities that the target accepts those nodes, in the draft's order.
         """
         rows, ranks = len(accepted), self.habits.ranks[draft]
         levels, price = self.asking_levels[draft], self._price(rows)
@@ -131,8 +132,8 @@ class Auto:
         gains = [[ranks.surplus(depth, chance, node) for chance in row] for row in accepted]
         if sum(map(sum, gains)) <= cost:
             return 0
-        wanted = [place + 1 for row in gains for place, gain in enumerate(row) if gain > NODE_SHARE * cost]
-        return next(filter(_is_rung, count(max(wanted, default=0))))
+        wanted = [place + 1 for row in gains for place, gain in enumerate(row) if gain * rows > NODE_SHARE * cost]
+        return next(filter(_is_rung, count(max(wanted, default=1))))
 
     def _size(self, paths: Sequence[Sequence[float]]) -> int:
         """Return how many nodes the target scores in each row, from each row's probabilities of acceptance."""
@@ -144,7 +145,7 @@ class Auto:
         if price is None:
             return min(SIZES[0], most)
         best = [sorted(path[1:], reverse=True) for path in paths]
-        sizes = [nodes for nodes in range(most + 1) if _is_rung(nodes + 1)]
+        sizes = [nodes for nodes in range(most + 1) if _is_rung(nodes + 1) or nodes == self.max_nodes]
         return max(sizes, key=lambda n: sum(sum(row[:n]) for row in best) - price * self._seconds(rows, n))
 
     def _choose(self, asked: int, rows: int) -> int:
@@ -153,7 +154,7 @@ class Auto:
         if self._exploring:
             return everyone if SIZES[self.explored] else 0
         if asked:
-            few = self.habits.coalitions[asked, asked].tokens.count < JUDGED
+            few = self.coalitions[asked, asked].tokens.count < JUDGED
             self.working = asked if few else max(subsets(asked), key=lambda drafts: self._rate(asked, drafts, rows))
         trials = 0
         for draft, due in enumerate(self.due):
@@ -188,7 +189,7 @@ class Auto:
 
     def _rate(self, asked: int, drafts: int, rows: int) -> float:
         """Return the tokens per second that some of the drafts asked are expected to make."""
-        coalition, plain = self.habits.coalitions[asked, drafts], self._seconds(rows, 0)
+        coalition, plain = self.coalitions[asked, drafts], self._seconds(rows, 0)
         seconds = plain + coalition.busy.value * (self._seconds(rows, coalition.nodes.value) - plain)
         seconds += sum(own.value for draft, own in self.asking.items() if drafts >> draft & 1)
         seconds *= MARGIN if drafts else 1
@@ -214,14 +215,14 @@ class Auto:
             trees: what the target scored, one per row.
             paths: accepted nodes, root excluded.
             tokens: what each row emitted.
-            proposing: seconds of each draft; 0 where none was asked.
+            proposing: seconds of each draft; next to nothing where it was not asked.
             seconds: of the whole step, drafts included.
         """
         self.steps += 1
         rows, nodes = len(trees), max(tree.num_drafted for tree in trees)
-        if (rows, nodes) in self.met:  # kernels are slow the first time they meet a size
+        if rows * (nodes + 1) in self.met:  # kernels are slow the first time they meet a size
             self._time(rows, nodes, sum(map(len, tokens)), proposing, seconds)
-        self.met.add((rows, nodes))
+        self.met.add(rows * (nodes + 1))
         self.habits.observe(self.grown, tokens)
         asked = sum(1 << draft for draft, spent in enumerate(proposing) if spent and self.asked >> draft & 1)
         if not self._exploring:
@@ -242,10 +243,11 @@ class Auto:
         else:
             pace.plain.add(rest)
         for draft, spent in enumerate(proposing):
-            if spent and self.asked & self.warm >> draft & 1:
+            if spent and (self.asked & self.warm) >> draft & 1:
                 self.asking[draft].add(spent)
-                self.asking_levels[draft].add(self.levels[draft], spent)
-                self.asking_levels[draft].add(0, 0.0, weight=0.1)  # so that equal ones make a line through nothing
+                if self.levels[draft]:
+                    self.asking_levels[draft].add(self.levels[draft], spent)
+                    self.asking_levels[draft].add(0, 0.0, weight=0.1)  # so equal ones make a line through nothing
 
     def _credit(self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], asked: int) -> None:
         """Credit every coalition of the drafts that were asked with what it would have done alone."""
@@ -253,7 +255,7 @@ class Auto:
         for drafts in subsets(asked):
             tokens = [reach((proposers[node] for node in path), drafts) for proposers, path in rows]
             nodes = max(sum(1 for mask in proposers if mask & drafts) for proposers, _ in rows)
-            self.habits.coalitions[asked, drafts].add(sum(tokens) / len(rows), nodes)
+            self.coalitions[asked, drafts].add(sum(tokens) / len(rows), nodes)
 
     def reasons(self, names: Sequence[str], rows: int) -> str:
         """Return what choices rest on, in words; names are the drafts'."""
@@ -289,12 +291,12 @@ class _Levels:
         auto, width = self.auto, frontier.tokens.shape[1]
         if frontier.tokens.device.type == "cpu":
             level = self._level(frontier, scores)
-            width = auto.another_level(self.draft, frontier.depth, [[chance for _, chance in row] for row in level])
+            width = auto.wanted_nodes(self.draft, frontier.depth, [[chance for _, chance in row] for row in level])
             for known, row in zip(self.known, level, strict=True):
                 known += row[:width]
         else:
             average = auto.habits.ranks[self.draft].expected(frontier.depth)
-            width *= auto.another_level(self.draft, frontier.depth, [[average]] * len(self.known))
+            width *= auto.wanted_nodes(self.draft, frontier.depth, [[average]] * len(self.known))
         auto.levels[self.draft] += width > 0
         return width
 

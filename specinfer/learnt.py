@@ -14,24 +14,39 @@ from operator import or_
 from specinfer.tree import TokenTree
 
 MEMORY = 24  # steps that averages look back on, about
-SPIKE = 1.25  # seconds beyond so many times what was expected are an interruption, and count as that many times
+SPIKE = 1.25  # times what was expected, beyond which seconds are taken for an interruption
+
+
+class Clip:
+    """Takes interruptions for what they are: a figure larger than so many times the expected one counts as that many.
+
+    Not if it lasts: from the third in a row on, large figures are believed.
+    """
+
+    def __init__(self, most: float) -> None:
+        self.most, self.clipped = most, 0
+
+    def __call__(self, figure: float, expected: float) -> float:
+        """Return what a figure counts as."""
+        large = not isinf(self.most) and figure > self.most * expected
+        self.clipped = self.clipped + 1 if large else 0
+        return self.most * expected if large and self.clipped < 3 else figure
 
 
 class Average:
     """A running average that forgets; it starts as the mean of what it is told.
 
     Args:
-        value, count: what it was told before, so to speak.
         most: a figure larger than so many averages is an interruption, and counts as that many.
     """
 
-    def __init__(self, value: float = 0.0, count: int = 0, most: float = inf) -> None:
-        self.value, self.count, self.most = value, count, most
+    def __init__(self, most: float = inf) -> None:
+        self.value, self.count, self.clip = 0.0, 0, Clip(most)
 
     def add(self, figure: float) -> None:
         """Take a figure into account."""
-        if self.count and not isinf(self.most):
-            figure = min(figure, self.most * self.value)
+        if self.count:
+            figure = self.clip(figure, self.value)
         self.count += 1
         self.value += (figure - self.value) / min(self.count, MEMORY)
 
@@ -47,7 +62,7 @@ class Hinge:
     """
 
     def __init__(self, knees: Sequence[int] = (0,), ridge: float = 1.0) -> None:
-        self.ridge = ridge
+        self.ridge, self.clip = ridge, Clip(SPIKE)
         self.sums = {knee: [0.0] * 6 for knee in knees}  # of 1, n, n * n, seconds, n * seconds, seconds ** 2
         self.count = 0
         self.knee = 0
@@ -64,8 +79,8 @@ class Hinge:
 
     def add(self, size: int, seconds: float, weight: float = 1.0) -> None:
         """Take a measurement into account, as so many."""
-        if self.known:
-            seconds = min(seconds, SPIKE * self.at(size))
+        if self.known and weight == 1:
+            seconds = self.clip(seconds, self.at(size))
         self.count += weight == 1
         least = inf
         for knee, sums in self.sums.items():
@@ -99,6 +114,7 @@ class Calibration:
     def __init__(self) -> None:
         # by proposers, a bit mask, depth and bin: how many were expected to be accepted, and were
         self.counts: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self.masks: set[int] = set()  # of proposers seen
 
     def observe(self, tree: TokenTree, tokens: Sequence[int]) -> None:
         """Take into account which drafted tokens the target's own would have accepted.
@@ -108,6 +124,7 @@ class Calibration:
             tokens: what the row emitted; every child along them was right or wrong.
         """
         proposers, scores = tree.proposers(), tree.scores.tolist()
+        self.masks.update(proposers)
         node = 0  # the children's parent
         for depth, family, right in walked(tree, tokens):
             for child in family:
@@ -142,8 +159,7 @@ class Calibration:
             log_prob: the draft's.
         """
         place = min(depth, self.DEPTHS), _bin(log_prob)
-        masks = {mask for mask, *_ in self.counts if mask >> draft & 1}
-        found = [self.counts.get((mask, *place), (0.0, 0.0)) for mask in masks]
+        found = [self.counts.get((mask, *place), (0.0, 0.0)) for mask in self.masks if mask >> draft & 1]
         return self._corrected(log_prob, (sum(e for e, _ in found), sum(a for _, a in found)))
 
     def _corrected(self, log_prob: float, counts: tuple[float, float]) -> float:
@@ -167,11 +183,12 @@ class Ranks:
     WIDTH = 8  # ranks told apart
     DEPTHS = 3  # the root, 1, 2 and deeper
     MEMORY = 4 * MEMORY
-    SEEN = 8  # families from which on a depth speaks for itself
+    PRIOR = 4  # families that the rates to begin with count as
+    SEEN = 12  # families, those included, from which on a depth speaks for itself
 
     def __init__(self) -> None:
         self.rates = [[0.25 * 0.5**rank for rank in range(self.WIDTH)] for _ in range(self.DEPTHS)]
-        self.counts = [0] * self.DEPTHS
+        self.counts = [self.PRIOR] * self.DEPTHS
 
     def observe(self, depth: int, rank: int | None) -> None:
         """Take a family into account whose parent, of that depth, was accepted: which child was, None for none."""
@@ -243,8 +260,6 @@ class Habits:
 
     def __init__(self) -> None:
         self.calibration = Calibration()
-        # by the drafts asked, and some of them, both bit masks
-        self.coalitions: defaultdict[tuple[int, int], Coalition] = defaultdict(Coalition)
         self.ranks: defaultdict[int, Ranks] = defaultdict(Ranks)  # by draft
 
     def observe(self, trees: Sequence[TokenTree], tokens: Sequence[Sequence[int]]) -> None:

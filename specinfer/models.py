@@ -85,8 +85,10 @@ def resolve_device(device: str) -> torch.device:
     import torch
 
     if device == "auto":
-        own = os.environ.get("LOCAL_RANK", "0")  # which of a machine's devices a launcher means this process to take
-        return torch.device(f"cuda:{own}" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        own = int(os.environ.get("LOCAL_RANK") or 0)  # which of a machine's devices a launcher means for this process
+        device = f"cuda:{own if own < torch.cuda.device_count() else 0}"
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError):

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from strategies import PROPERTY, token_trees
 
 from specinfer import Auto
-from specinfer.adapt import PLAIN_AGAIN, SIZES, WAITS
+from specinfer.adapt import PLAIN_AGAIN, SIZES, WAITS, _Levels
 from specinfer.errors import PolicyError
 from specinfer.learnt import Average, Calibration, Hinge
-from specinfer.tree import DenseSource, Draw, Kind, TokenTree, merge
+from specinfer.tree import DenseSource, Draw, Frontier, Kind, TokenTree, merge
 
 P = np.array([0.6, 0.2, 0.1, 0.05, 0.05])  # the target's law everywhere
 VOCAB = 10  # the second half is never right
@@ -335,6 +335,24 @@ def test_lines_of_one_size_are_flat_and_finite():
     assert np.isfinite(line.at(64))
 
 
+def test_costs_that_stay_high_are_believed():
+    line = Hinge()
+    for seconds in [0.01] * 30 + [0.03] * 60:
+        line.add(5, seconds)
+    assert line.at(5) > 0.02
+
+
+def test_a_draft_is_timed_while_another_is_idle_and_not_after_its_own_end():
+    policy = Auto()
+    policy.start(2, coupled=False)
+    policy.asked, policy.warm, policy.levels[1] = 0b10, 0b10, 1
+    policy._time(1, 4, 1, [1e-6, 0.004], 0.05)
+    assert (policy.asking[0].count, policy.asking[1].count) == (0, 1)
+    policy.asked = 0
+    policy._time(1, 4, 1, [1e-6, 1e-6], 0.05)
+    assert policy.asking[1].value == 0.004
+
+
 def test_averages_forget_and_are_not_impressed():
     average = Average(most=2.0)
     for figure in [1.0] * 20 + [1000.0] + [1.0] * 3:
@@ -346,13 +364,16 @@ def test_averages_forget_and_are_not_impressed():
 
 
 def test_off_the_host_levels_go_by_averages():
-    """The frontier is not looked at: `expected` knows depths only."""
-    world = World([GOOD], flat(0.1), 0.001).run(100)
+    """The frontier is not looked at: its tensors have no values here."""
+    world = World([GOOD], flat(0.1), 0.001, rows=2).run(100)
     reached = [world.policy.habits.ranks[0].expected(depth) for depth in range(4)]
     assert reached[0] == 1
     assert sorted(reached, reverse=True) == reached
-    assert world.policy.another_level(0, 1, [[reached[1]]] * 2)
-    assert not world.policy.another_level(0, 1, [[1e-6]] * 2)
+    nothing = torch.zeros(2, 3, dtype=torch.long, device="meta")
+    frontier = Frontier(nothing, nothing, nothing.bool(), 1)
+    assert _Levels(world.policy, world.source(0))(frontier, nothing) == 3
+    dear = World([GOOD], flat(0.1), 0.5, rows=2).run(100)
+    assert _Levels(dear.policy, dear.source(0))(frontier, nothing) == 0
 
 
 @pytest.mark.parametrize("sizes", [{"max_nodes": -1}, {"max_depth": 1.5}, {"max_nodes": True}])

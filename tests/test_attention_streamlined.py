@@ -148,3 +148,18 @@ def test_packed_models_are_streamlined_while_passes_run() -> None:
             quick = model(ids).logits
     assert "forward" not in layer.__dict__
     assert (quick - plain).abs().mean() < 0.02 * plain.abs().mean()
+
+
+def test_what_is_changed_between_passes_is_honoured() -> None:
+    """A hook, or a forward of one's own, put in after the model was packed once."""
+    model, seen = model_of(LlamaConfig(**SIZES)).to(torch.bfloat16), []
+    first, second = model.model.layers
+    with packed(model):
+        pass
+    first.self_attn.register_forward_hook(lambda *_: seen.append("hook"))
+    own = second.forward
+    second.forward = lambda *args, **options: seen.append("own") or own(*args, **options)
+    with packed(model), torch.inference_mode():
+        model(torch.arange(5)[None])
+    assert seen == ["hook", "own"]
+    assert second.__dict__["forward"] is not own

@@ -200,7 +200,17 @@ def test_auto_dtype_where_torch_cannot_tell_is_float32(monkeypatch):
 def test_auto_device_is_cuda_where_there_is_one(monkeypatch):
     for there, expected in ((True, "cuda"), (False, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        monkeypatch.setattr(torch.cuda, "device_count", int(there).__int__)
         assert models.resolve_device("auto").type == expected
+
+
+def test_processes_of_a_launcher_take_a_device_each(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert models.resolve_device("auto") == models.resolve_device("cuda") == torch.device("cuda:3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # each process sees its own alone
+    assert models.resolve_device("auto") == torch.device("cuda:0")
 
 
 # ---- the hub ----

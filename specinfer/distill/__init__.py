@@ -9,6 +9,7 @@ Knows: the order of things, and what was finished before.  Does not know: how te
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ __all__ = ["Recipe", "Settings", "TextSettings", "distill", "processes", "read_d
 
 ARCHITECTURES = ("head", "lm")  # a feature head; a plain small causal LM
 LOSSES = ("kl", "token")
+PATIENCE = timedelta(days=7)  # of processes that wait for the one that writes the text
 
 Progress = Callable[[str, int, int, dict[str, Any]], None]  # stage, units done, units in all, figures
 
@@ -96,19 +98,19 @@ def distill(
     """
     process = processes(model.device)
     taps = default_taps(model)
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if recipe.arch == "lm" and recipe.training.layers > layers:
+        raise InputError(f"layers={recipe.training.layers} of an lm are more than the target's {layers}: give fewer")
     batches = plan_text(TreeModel(model), tokenizer, prompts, documents, recipe.text)
-    pin_text(model, tokenizer, out / "text", batches, taps, recipe.text)
     folders = [out / str(number) for number in range(1, recipe.drafts + 1)]
-    for folder in folders:
-        advice = f"take the old settings, or remove {folder} and {folder}.checkpoint to train it anew on the same text"
-        pinned = {"arch": recipe.arch, **asdict(recipe.training)}
-        del pinned["learning_rate"], pinned["checkpoint_every"]  # training may go on with others
-        pin(folder / "settings.json", pinned, advice)
 
     def in_text(done: int, total: int, figures: dict[str, Any]) -> None:
         progress("text", done, total, figures)
 
     with process.main_process_first():  # the others find the text made
+        pin_text(model, tokenizer, out / "text", batches, taps, recipe.text)
+        for folder in folders:
+            _pin_training(folder, recipe)
         shards = write_text(model, tokenizer, batches, out / "text", taps, recipe.text.new_tokens, in_text)
     texts, tokens = count(shards)
     data = Data.of(prompts, documents, texts, tokens, recipe.text)
@@ -127,6 +129,13 @@ def distill(
     return {"out": str(out), "texts": texts, "tokens": tokens, "drafts": trained}
 
 
+def _pin_training(folder: Path, recipe: Recipe) -> None:
+    pinned = {"arch": recipe.arch, **asdict(recipe.training)}
+    del pinned["learning_rate"], pinned["checkpoint_every"]  # training may go on with others
+    advice = f"take the old settings, or remove {folder} and {folder}.checkpoint to train it anew on the same text"
+    pin(folder / "settings.json", pinned, advice)
+
+
 def processes(device: torch.device) -> Any:
     """Return the processes that train together on such devices: this one, and those that a launcher started with it.
 
@@ -140,7 +149,7 @@ def processes(device: torch.device) -> Any:
         raise InputError("training needs accelerate: pip install 'specinfer[distill]'")
     from accelerate import PartialState
 
-    return PartialState(cpu=device.type == "cpu")
+    return PartialState(cpu=device.type == "cpu", timeout=PATIENCE)
 
 
 def _train(
