@@ -1,6 +1,6 @@
-"""The feature head: a draft of one decoder layer that reads the target's hidden states.
+"""The feature head: a draft of a decoder layer or two that reads the target's hidden states.
 
-Knows: a small transformer layer, which hidden states of the target it reads, which of the target's tokens it speaks.
+Knows: which hidden states of the target it reads, which of the target's tokens it speaks, whose it is.
 Does not know: how trees grow, verification, how it was trained (`distill`).
 
 A language model that drafts must work out the context by itself.  A head need not: the target has just read it, and
