@@ -2,9 +2,9 @@
 
 Knows: how such a layer computes, and when one is plain enough.  Does not know: packing, trees, caches' insides.
 
-A pass over a few tokens of a small model spends as long on small operations (normalisation step by step, products asked
-for one by one, keys repeated for grouped queries) and on getting from module to module as on reading weights.  Here a
-layer is one function of some twenty operations.  It computes the same, but rounds in other places.
+A pass over a few tokens of a small model spends much of its time on small operations (normalisation step by step,
+products asked for one by one, keys repeated for grouped queries) and on getting from module to module.  Here a layer is
+one function of some twenty operations.  It computes the same, but rounds in other places.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,9 +1,9 @@
-"""What a target pass costs by the number of nodes, with plain and with packed weights, next to the bound of memory.
+"""What a target pass costs by the number of nodes, as the model is and as the engine runs it, next to the bound of memory.
 
     python benchmarks/passes.py [--target DIR] [--prefix 200] [--rounds 9]
 
 The bound is the bytes of the weights that a pass reads over the bandwidth measured by summing an array that no cache
-holds.  Plain and packed passes alternate; figures are medians, in milliseconds.
+holds.  Plain passes and the engine's (packed and streamlined) alternate; figures are medians, in milliseconds.
 """
 
 import argparse
@@ -41,11 +41,11 @@ def main() -> None:
     target = TreeModel(model)
     session = target.session(1, args.prefix + max(NODES) + 1)
     session.prefill([list(range(10, 10 + args.prefix))])
-    seconds: dict[tuple[int, str], list[float]] = {(nodes, kind): [] for nodes in NODES for kind in ("plain", "packed")}
+    seconds: dict[tuple[int, str], list[float]] = {(nodes, kind): [] for nodes in NODES for kind in ("plain", "engine")}
     for _ in range(args.rounds + 1):  # the first round warms up
         for nodes, kind in seconds:
             layout = lay_out_chains([list(range(nodes + 1))], target.device)
-            with running(target) if kind == "packed" else nullcontext():
+            with running(target) if kind == "engine" else nullcontext():
                 started = perf_counter()
                 session.append(layout)
                 seconds[nodes, kind].append(perf_counter() - started)
@@ -53,10 +53,10 @@ def main() -> None:
     weights = sum(parameter.nbytes for parameter in set(model.parameters()))
     rate = bandwidth()
     print(f"{weights / 1e6:.0f} MB of weights at {rate / 1e9:.1f} GB/s: {1e3 * weights / rate:.1f} ms")
-    print("nodes  plain  packed")
+    print("nodes  plain  engine")
     for nodes in NODES:
-        plain, packed = (1e3 * median(seconds[nodes, kind][1:]) for kind in ("plain", "packed"))
-        print(f"{nodes:5}  {plain:5.1f}  {packed:6.1f}")
+        plain, engine = (1e3 * median(seconds[nodes, kind][1:]) for kind in ("plain", "engine"))
+        print(f"{nodes:5}  {plain:5.1f}  {engine:6.1f}")
 
 
 if __name__ == "__main__":
