@@ -1,4 +1,4 @@
-"""What a target pass costs by the number of nodes, as the model is and as the engine runs it, next to the bound of memory.
+"""What a target pass costs by the number of nodes, as the model is and as the engine runs it, next to memory's bound.
 
     python benchmarks/passes.py [--target DIR] [--prefix 200] [--rounds 9]
 
