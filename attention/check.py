@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specinfer.attention.model import TreeModel, evaluating
-from specinfer.attention.packed import packed
+from specinfer.attention.model import TreeModel, running
 from specinfer.errors import UnsupportedModel
 from specinfer.tree import Draw, TokenTree
 
@@ -62,8 +61,7 @@ def check_model(model: Any) -> ModelCheck:
     implementation = str(config._attn_implementation or "eager")
     key = (type(model), model.dtype, model.device.type, implementation, repr(model.config))
     if key not in _checked:
-        with evaluating(model), packed(model):
-            support, reason, error = _classify(model)
+        support, reason, error = _classify(model)
         dtype = str(model.dtype).removeprefix("torch.")
         check = ModelCheck(type(model).__name__, dtype, implementation, support, reason, error)
         if support is Support.UNSUPPORTED:  # perhaps for these weights only
@@ -73,18 +71,22 @@ def check_model(model: Any) -> ModelCheck:
 
 
 def _classify(model: Any) -> tuple[Support, str, float]:
-    nan = float("nan")
     try:
         tree_model = TreeModel(model)
     except UnsupportedModel as error:
-        return Support.UNSUPPORTED, str(error), nan
-    chain_reason = _why_chain_only(tree_model)
+        return Support.UNSUPPORTED, str(error), float("nan")
+    with running(tree_model):  # what is checked is what will run
+        return _judge(tree_model)
+
+
+def _judge(model: TreeModel) -> tuple[Support, str, float]:
+    nan, chain_reason = float("nan"), _why_chain_only(model)
     try:
-        tree_error = nan if chain_reason else _error(tree_model, TREE_PARENTS, kept=(3, 4))
+        tree_error = nan if chain_reason else _error(model, TREE_PARENTS, kept=(3, 4))
         tolerance = TOLERANCE.get(model.dtype, 1e-3)
         if tree_error <= tolerance:
             return Support.EXACT, f"every node within {tree_error:.1e} of a plain pass over its path", tree_error
-        chain_error = _error(tree_model, CHAIN_PARENTS, kept=(1, 2))
+        chain_error = _error(model, CHAIN_PARENTS, kept=(1, 2))
         if chain_error <= tolerance:
             reason = chain_reason or f"a branching tree is off by {tree_error:.1e}, a chain by {chain_error:.1e}"
             return Support.CHAIN_ONLY, reason, chain_error

@@ -4,7 +4,7 @@ Knows: oneDNN's packed weights for bfloat16 on CPUs, which layers read the same 
 
 On a CPU, `torch.nn.Linear` reads its weight as it lies, and in bfloat16 each product rearranges it again.  Packed once
 (what `torch.compile` calls freezing), a pass over a few tokens takes three quarters of the time or less
-(``benchmarks/passes.py``, which times packing and `streamlined` together).  The packed copy takes as much memory as the
+(``docs/performance.md``, which counts packing and `streamlined` together).  The packed copy takes as much memory as the
 weights, so models that would fill the machine are left alone.  Layers that read the same states (queries, keys and
 values; gate and up) become one product, for each has a cost of its own, and whole decoder layers one function where
 their kind is known (`streamlined`).  Between passes the model is as it was.

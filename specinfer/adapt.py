@@ -16,7 +16,7 @@ Trees depend on time, token ids do not: trees are ranked, and the walk is exact 
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import count
+from itertools import accumulate, count, zip_longest
 from typing import ClassVar
 
 import numpy as np
@@ -144,9 +144,10 @@ class Auto:
         price = self._price(rows)
         if price is None:
             return min(SIZES[0], most)
-        best = [sorted(path[1:], reverse=True) for path in paths]
+        best = [sorted(path[1:], reverse=True) for path in paths]  # each row's, the likeliest first
+        gains = [0.0, *accumulate(map(sum, zip_longest(*best, fillvalue=0.0)))]  # of so many nodes in every row
         sizes = [nodes for nodes in range(most + 1) if _is_rung(nodes + 1) or nodes == self.max_nodes]
-        return max(sizes, key=lambda n: sum(sum(row[:n]) for row in best) - price * self._seconds(rows, n))
+        return max(sizes, key=lambda nodes: gains[nodes] - price * self._seconds(rows, nodes))
 
     def _choose(self, asked: int, rows: int) -> int:
         """Return the drafts to ask in the next step, after a step that asked some; both are bit masks."""

@@ -8,7 +8,7 @@ Everything here is a few dozen numbers, told and asked several times a step: pla
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import reduce
-from math import exp, expm1, inf, isinf, log, prod
+from math import exp, expm1, inf, log, prod
 from operator import or_
 
 from specinfer.tree import TokenTree
@@ -28,7 +28,7 @@ class Clip:
 
     def __call__(self, figure: float, expected: float) -> float:
         """Return what a figure counts as."""
-        large = not isinf(self.most) and figure > self.most * expected
+        large = figure > self.most * expected
         self.clipped = self.clipped + 1 if large else 0
         return self.most * expected if large and self.clipped < 3 else figure
 
