@@ -85,7 +85,7 @@ class Shown:
     @property
     def round(self):
         """The round that is shown, from 0."""
-        return int(self.one(".where b").text) - 1
+        return int(self.texts(".where b")[0]) - 1  # in one go: while it plays, elements are made anew
 
     def facts(self):
         """The figures shown, by name."""
