@@ -111,7 +111,7 @@ def evaluating(*models: Any) -> Iterator[None]:
 @contextmanager
 def running(*models: TreeModel) -> Iterator[None]:
     """Make models ready for passes: evaluating, layers packed and streamlined; afterwards they are as they were."""
-    with evaluating(*(model.model for model in models)), ExitStack() as stack:
+    with torch.inference_mode(), evaluating(*(model.model for model in models)), ExitStack() as stack:
         for model in models:
             stack.enter_context(packed(model.model))
         yield

@@ -77,9 +77,11 @@ class _Layer:
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.index)
         causal = attention_mask is None and query.shape[2] > 1
+        if query.shape[2] == 1:  # the queries that share a key are one product: a third of the time on CPUs
+            query = query.unflatten(1, (self.shared, -1)).squeeze(3)
         mixed = functional.scaled_dot_product_attention(
             query, key, value, attention_mask, is_causal=causal, scale=self.scale, enable_gqa=True
-        )
+        ).view(*hidden_states.shape[:1], self.queries, *hidden_states.shape[1:2], self.dim)
         hidden = hidden_states + self.output(mixed.transpose(1, 2).flatten(2))
         gate, up = self.widen(_normalised(hidden, self.norms[1])).chunk(2, -1)
         return hidden + self.narrow(functional.silu(gate) * up)

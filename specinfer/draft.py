@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level
 from specinfer.errors import NumericalError, TreeError
-from specinfer.noise import COUPLING, DRAFT, gumbel, key
+from specinfer.noise import DRAFT, Coupling, key
 from specinfer.sampling import Law
 from specinfer.tree import Frontier, Policy, TokenTree, draw_candidates, top_candidates
 
@@ -38,7 +38,7 @@ class Opening:
     draft: int  # this draft's id in the trees
     law: Law  # the target's law without its prefix-reading processors
     seeds: Sequence[int]  # per row
-    coupled: bool  # rank by the target's own noise: the target chooses by argmax(log p + noise)
+    couplings: Sequence[Coupling] = ()  # per row, the target's own noise: it chooses by argmax(log p + noise); or none
     taps: Sequence[int] = ()  # hidden states that the target hands out, as transformers counts layers
     states: Sequence[Tensor | None] = ()  # per row (n - 1, taps, H): the target's, at all prompt tokens but the root
 
@@ -114,6 +114,8 @@ class ModelDraftSession:
     for go into the first pass of the next step together; each further level is one pass over all rows.
     """
 
+    sharpness = 1.0  # of the law against the target's noise, see `top`
+
     def __init__(self, model: TreeModel, opening: Opening) -> None:
         rows = len(opening.prompts)
         self.opening = opening
@@ -121,6 +123,7 @@ class ModelDraftSession:
         self.lacking = [list(prompt) for prompt in opening.prompts]  # committed but not in the cache; root last
         self.lengths = [len(prompt) for prompt in opening.prompts]  # committed tokens
         self.seeds = list(opening.seeds)
+        self.couplings = list(opening.couplings)
         self.level: Layout | None = None  # layout of the newest level fed
         self.fed: list[Frontier] = []  # levels fed this step, as pending columns, root excluded
         self.vocab_size = min(model.vocab_size, opening.vocab_size)
@@ -183,26 +186,27 @@ class ModelDraftSession:
             # nothing fed this step (a bare root, say): what was lacking is lacking still
             self.lacking[i] = new[len(path) :] if not self.lacking[i] else self.lacking[i] + new
             self.lengths[i] += len(new)
-        per_row: tuple[list[Any], ...] = (self.lacking, self.lengths, self.seeds)
-        for values in per_row:
-            values[:] = [values[i] for i in survivors]
+        self._keep_rows(survivors)
         self.fed = []
 
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
         """Return each node's k likeliest choices of the target and their log-probabilities, both (B, W, k).
 
-        Greedy: by q.  Coupled: the target will emit argmax(log p + g), so candidates are ranked by log q + g with
-        the same Gumbel noise g, and a softmax of those sums estimates which of them it will be.
+        Greedy: by q.  Coupled: the target will emit argmax(log p + g), so candidates are ranked by s log q + g with
+        the same Gumbel noise g, and a softmax of those sums estimates which of them it will be.  The sharpness s is 1
+        for q = p; but where q errs, g finds the tokens that it overrates, so the more it errs the more s exceeds 1.
         """
         logits = self._logits(frontier)
-        if not self.opening.coupled:
+        if not self.couplings:
             tokens, values = top_candidates(logits, k)
             return self._to_target(tokens), values.float() - logits.float().logsumexp(-1, keepdim=True)
         tokens, values = top_candidates(logits, max(k, CANDIDATES))
         tokens = self._to_target(tokens)
         warped = self.opening.law.scores(values.flatten(0, 1), ()).view_as(values)
-        noise = coupling_noise(self.seeds, self.lengths, frontier.depth, tokens)
-        ranked, order = (warped + noise).log_softmax(-1).sort(dim=-1, descending=True, stable=True)
+        noise = coupling_noise(
+            self.couplings, [length + frontier.depth for length in self.lengths], tokens, self.opening.vocab_size
+        )
+        ranked, order = (self.sharpness * warped + noise).log_softmax(-1).sort(dim=-1, descending=True, stable=True)
         return tokens.gather(2, order)[..., :k], ranked[..., :k]
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -216,6 +220,12 @@ class ModelDraftSession:
         everywhere = scores.new_full((*scores.shape[:2], self.opening.vocab_size), -inf)
         everywhere[..., self.token_ids] = scores
         return draw_rows(everywhere, k, replacement, chance)
+
+    def _keep_rows(self, survivors: Sequence[int], *more: list[Any]) -> None:
+        """Forget the rows that were retired, in other lists too."""
+        per_row: tuple[list[Any], ...] = (self.lacking, self.lengths, self.seeds, self.couplings, *more)
+        for values in per_row:
+            values[:] = [values[i] for i in survivors if values]
 
     def _to_target(self, tokens: Tensor) -> Tensor:
         return tokens if self.token_ids is None else self.token_ids[tokens]
@@ -255,10 +265,10 @@ class ModelDraftSession:
         return torch.stack([logits[row, columns.index(len(chain) - 1)] for row, chain in enumerate(chains)])[:, None]
 
 
-def coupling_noise(seeds: Sequence[int], lengths: Sequence[int], depth: int, tokens: Tensor) -> Tensor:
-    """Return the target's own Gumbel noise for candidate tokens (B, W, k) that follow nodes at this depth."""
-    keys = [key(seed, COUPLING, length + depth) for seed, length in zip(seeds, lengths, strict=True)]
-    return gumbel(torch.tensor(keys, device=tokens.device)[:, None, None], tokens)
+def coupling_noise(couplings: Sequence[Coupling], positions: Sequence[int], tokens: Tensor, vocab_size: int) -> Tensor:
+    """Return the target's own Gumbel noise for candidate tokens (B, W, k) at a position of each row."""
+    rows = [own.look(place, vocab_size, tokens.device) for own, place in zip(couplings, positions, strict=True)]
+    return torch.stack([noise[own] for noise, own in zip(rows, tokens, strict=True)])
 
 
 def row_generators(

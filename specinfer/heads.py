@@ -52,10 +52,13 @@ class FeatureDraft:
         head: the trained head.
         fingerprint: of the target it was trained for (`target_fingerprint`) and of its tokenizer.
         name: shown in results.
+        sharpness: of its law against the target's noise (`ModelDraftSession.top`).
     """
 
-    def __init__(self, head: FeatureHead, fingerprint: dict[str, Any], name: str = "head") -> None:
-        self.head, self.fingerprint, self.name = head.eval(), fingerprint, name
+    def __init__(
+        self, head: FeatureHead, fingerprint: dict[str, Any], name: str = "head", sharpness: float = 1.0
+    ) -> None:
+        self.head, self.fingerprint, self.name, self.sharpness = head.eval(), fingerprint, name, sharpness
         self.taps: tuple[int, ...] = tuple(head.config.taps)
         self.model: TreeModel | None = None
 
@@ -72,7 +75,7 @@ class FeatureDraft:
             weights = load_file(folder / "model.safetensors")
             head = FeatureHead(head_config(**record["head"]), weights["token_ids"].long())
             head.load_state_dict({name: w.to(head.state_dict()[name].dtype) for name, w in weights.items()})
-            return cls(head, record["fingerprint"], record["name"])
+            return cls(head, record["fingerprint"], record["name"], float(record["sharpness"]))
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             raise _unreadable(folder, error) from error
 
@@ -80,7 +83,13 @@ class FeatureDraft:
         """Write ``config.json`` and ``model.safetensors``, in bfloat16, without the borrowed matrices."""
         folder.mkdir(parents=True, exist_ok=True)
         config = {name: getattr(self.head.config, name) for name in HEAD_FIELDS}
-        record = {"model_type": MODEL_TYPE, "name": self.name, "head": config, "fingerprint": self.fingerprint}
+        record = {
+            "model_type": MODEL_TYPE,
+            "name": self.name,
+            "sharpness": self.sharpness,
+            "head": config,
+            "fingerprint": self.fingerprint,
+        }
         weights = {
             name: weight.to(torch.bfloat16 if weight.is_floating_point() else torch.int32).contiguous()
             for name, weight in self.head.state_dict().items()
@@ -104,7 +113,7 @@ class FeatureDraft:
         """Start drafting for a batch of rows."""
         if self.model is None:
             raise ModelError(f"draft {self.name} reads a target's states: attach it to one, or give it to a decoder")
-        return FeatureDraftSession(self.model, self.taps, opening)
+        return FeatureDraftSession(self.model, self.taps, self.sharpness, opening)
 
 
 class FeatureDraftSession(ModelDraftSession):
@@ -114,8 +123,9 @@ class FeatureDraftSession(ModelDraftSession):
     states and always forgotten.
     """
 
-    def __init__(self, model: TreeModel, taps: Sequence[int], opening: Opening) -> None:
+    def __init__(self, model: TreeModel, taps: Sequence[int], sharpness: float, opening: Opening) -> None:
         super().__init__(model, opening)
+        self.sharpness = sharpness
         self.session = model.session(len(opening.prompts), opening.capacity, opening.max_capacity, taps=(0,))
         self.token_ids = model.model.token_ids
         self.vocab_size = len(self.token_ids)
@@ -128,12 +138,14 @@ class FeatureDraftSession(ModelDraftSession):
     def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
         """Forget the tree; the committed tokens and the target's states that chose them are lacking."""
         self.session.commit([None if new is None else () for new in tokens])
-        rows = list(zip(tokens, states, self.lacking, self.lengths, self.seeds, self.states, strict=True))
-        survivors = [(new, s, *row) for new, s, *row in rows if new is not None and s is not None]
-        self.lacking = [[*lacking, *new] for new, _, lacking, *_ in survivors]
-        self.lengths = [length + len(new) for new, _, _, length, *_ in survivors]
-        self.seeds = [seed for *_, seed, _ in survivors]
-        self.states = [[*old, s[:, self.places]] for _, s, *_, old in survivors]
+        survivors = []
+        for i, (new, chose) in enumerate(zip(tokens, states, strict=True)):
+            if new is not None and chose is not None:
+                survivors.append(i)
+                self.lacking[i] = [*self.lacking[i], *new]
+                self.lengths[i] += len(new)
+                self.states[i].append(chose[:, self.places])
+        self._keep_rows(survivors, self.states)
 
     def _logits(self, frontier: Frontier) -> Tensor:
         """Return logits (B, W, V') after each frontier node, feeding them to the head."""

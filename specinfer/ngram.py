@@ -96,6 +96,7 @@ class NGramDraftSession:
         self.opening = opening
         self.texts = [_Text(prompt, max_ngram) for prompt in opening.prompts]
         self.seeds = list(opening.seeds)
+        self.couplings = list(opening.couplings)
         self.paths: list[list[tuple[int, ...]]] = []  # per row: path of every frontier node so far, root first
 
     @property
@@ -121,9 +122,9 @@ class NGramDraftSession:
         survivors = [i for i, new in enumerate(tokens) if new is not None]
         for i in survivors:
             self.texts[i].extend(tokens[i] or ())
-        per_row: tuple[list[Any], ...] = (self.texts, self.seeds)
+        per_row: tuple[list[Any], ...] = (self.texts, self.seeds, self.couplings)
         for values in per_row:
-            values[:] = [values[i] for i in survivors]
+            values[:] = [values[i] for i in survivors if values]
 
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
         """Return each node's k likeliest successors and their log-probabilities, both (B, W, at most k).
@@ -131,7 +132,7 @@ class NGramDraftSession:
         Coupled: a token of probability q and noise g is the target's choice with probability
         ``exp(-(1 - q) / q * exp(-g))``, the chance that no other token's noise beats it (Gumbel-max, were q right).
         """
-        count = max(k, CANDIDATES) if self.opening.coupled else k
+        count = max(k, CANDIDATES) if self.couplings else k
         ranked = [
             [sorted(law.items(), key=lambda item: (-item[1], item[0]))[:count] for law in row]
             for row in self._laws(frontier)
@@ -140,9 +141,10 @@ class NGramDraftSession:
         padded = [[[*node, *[(0, 0.0)] * (width - len(node))] for node in row] for row in ranked]
         table = torch.tensor(padded, dtype=torch.float64).view(self.batch, len(ranked[0]), width, 2)
         tokens, q = table[..., 0].long(), table[..., 1].float()
-        if not self.opening.coupled:
+        if not self.couplings:
             return tokens, q.log()
-        noise = coupling_noise(self.seeds, self._lengths(), frontier.depth, tokens)
+        positions = [length + frontier.depth for length in self._lengths()]
+        noise = coupling_noise(self.couplings, positions, tokens, self.opening.vocab_size)
         chosen, order = (-(1 - q) / q * (-noise).exp()).sort(dim=-1, descending=True, stable=True)
         return tokens.gather(2, order)[..., :k], chosen[..., :k]
 

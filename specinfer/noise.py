@@ -7,6 +7,8 @@ The mixer is SplitMix64's finaliser (Steele, Lea, Flood, "Fast splittable pseudo
 2014) over ``key + (counter + 1) * golden``, which is exactly the SplitMix64 sequence started at ``key``.
 """
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch import Tensor
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
 
+CPU = torch.device("cpu")
 COUPLING, COIN, DRAFT = 1, 2, 3  # streams: target choices, acceptance coins and residual draws, draft draws
 
 
@@ -30,20 +33,47 @@ def uniform(key_: int, counter: int) -> float:
     return (_mix(((key_ & _MASK) + counter * _GOLDEN) & _MASK) >> 11) * 2.0**-53
 
 
-def gumbel(keys: Tensor, counters: Tensor) -> Tensor:
-    """Standard Gumbel numbers, float32, for int64 keys and counters of broadcastable shapes.
+def gumbel(key_: int, count: int, device: torch.device = CPU) -> Tensor:
+    """Return ``count`` standard Gumbel numbers of a key, float32 (count,).
 
     ``-log(E)`` with ``E = -log(1 - w)`` exponential and ``w`` uniform: small ``E``, which win an argmax, keep full
     relative precision because 53-bit ``w`` is rounded to float32 only after scaling towards zero.
     """
-    fraction = _bits(keys, counters).to(torch.float32).add_(0.5).mul_(2.0**-53).clamp_(max=1.0 - 2.0**-24)
+    state = _strides(count, device) + key_  # int64 arithmetic wraps, as intended
+    mixed = _mixed_on_host(state) if device.type == "cpu" else _mixed(state)
+    fraction = mixed.to(torch.float32).add_(0.5).mul_(2.0**-53).clamp_(max=1.0 - 2.0**-24)
     return fraction.neg_().log1p_().neg_().log_().neg_()
 
 
-def _bits(keys: Tensor, counters: Tensor) -> Tensor:
-    """Return 53 random bits for each of the counters, int64."""
-    state = (counters + 1) * _signed(_GOLDEN) + keys  # int64 arithmetic wraps, as intended
-    return _mixed_on_host(state) if state.device.type == "cpu" else _mixed(state)
+class Coupling:
+    """The Gumbel noise that a row's choices are made by: a vector a position, made once for its drafts and its target.
+
+    Args:
+        seed: the row's.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._ahead: dict[tuple[int, torch.device], Tensor] = {}  # of positions that were looked at, but not chosen for
+
+    def look(self, position: int, count: int, device: torch.device) -> Tensor:
+        """Return the noise (count,) of all tokens at a position."""
+        place = position, device
+        if place not in self._ahead:
+            self._ahead[place] = gumbel(key(self.seed, COUPLING, position), count, device)
+        return self._ahead[place]
+
+    def take(self, position: int, count: int, device: torch.device) -> Tensor:
+        """Return it as `look` does, to choose by: the noise of this position and earlier ones is not kept."""
+        noise = self._ahead.get((position, device))
+        self._ahead = {place: ahead for place, ahead in self._ahead.items() if place[0] > position}
+        return gumbel(key(self.seed, COUPLING, position), count, device) if noise is None else noise
+
+
+@lru_cache(maxsize=8)
+def _strides(count: int, device: torch.device) -> Tensor:
+    """Return what the counters 0, 1, ... add to a key, int64 (count,)."""
+    return torch.arange(1, count + 1, device=device) * _signed(_GOLDEN)
 
 
 def _mixed(state: Tensor) -> Tensor:

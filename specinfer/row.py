@@ -5,15 +5,13 @@ Does not know: models, caches, drafts, the other rows.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from math import isfinite
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from specinfer.errors import NumericalError
-from specinfer.noise import COIN, COUPLING, gumbel, key, uniform
+from specinfer.noise import COIN, Coupling, key, uniform
 from specinfer.results import Step
 from specinfer.sampling import Law, Stopping
 from specinfer.tree import TokenTree
@@ -46,6 +44,7 @@ class Row:
         gate: float | None = None,
     ) -> None:
         self.index, self.seed, self.sampling = index, seed, sampling
+        self.coupling = Coupling(seed)
         self.law, self.stopping, self.draft_names = law, stopping, draft_names
         self.ids = list(prompt)
         self.prompt_length = len(prompt)
@@ -111,8 +110,7 @@ class RowView:
         if not self.row.sampling:
             return None
         position = self.base + int(self.tree.depths[node])
-        keys = torch.tensor(key(self.row.seed, COUPLING, position), device=self.logits.device)
-        return gumbel(keys, _ids(self.logits.shape[1], self.logits.device))
+        return self.row.coupling.take(position, self.logits.shape[1], self.logits.device)
 
     def law(self, node: int) -> Probabilities:
         """Return the target's law after a node, float64 (V,)."""
@@ -160,9 +158,3 @@ class RowView:
                 f"{self.base + int(self.tree.depths[node])} tokens are NaN, infinite or all -inf; nothing can be "
                 "chosen from them. Check the weights, or load the model in float32"
             )
-
-
-@lru_cache(maxsize=8)
-def _ids(count: int, device: torch.device) -> Tensor:
-    """Return all token ids, (count,)."""
-    return torch.arange(count, device=device)

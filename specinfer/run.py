@@ -155,11 +155,12 @@ class Run:
         states = target.prefill([prompt[:-1] for prompt in prompts])
         law = rows[0].law.without_prefix_readers()
         coupled = rows[0].sampling and isinstance(decoder.verifier, Walk)
+        couplings = [row.coupling for row in rows] if coupled else ()
         drafts = []
         for number, draft in enumerate(decoder.drafts):
             seeds = [row.seed for row in rows]
             vocab_size = decoder.target.vocab_size
-            opening = Opening(prompts, first + fed, most + fed, vocab_size, number, law, seeds, coupled, taps, states)
+            opening = Opening(prompts, first + fed, most + fed, vocab_size, number, law, seeds, couplings, taps, states)
             drafts.append(Timed(draft.open(opening)))
         if isinstance(policy, Auto):
             policy.start(len(drafts), coupled)

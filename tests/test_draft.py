@@ -8,7 +8,7 @@ from conftest import PROMPTS, VOCAB, counted, like, plain, tiny_llama
 
 from specinfer import BestFirst, Chain, ModelDraft, NGramDraft, Sampled, SpeculativeDecoder, Widths
 from specinfer.draft import CATCH_UP, ModelDraftSession, Opening
-from specinfer.noise import COUPLING, gumbel, key
+from specinfer.noise import COUPLING, Coupling, gumbel, key
 from specinfer.sampling import Law, resolve
 
 
@@ -16,9 +16,9 @@ def opening(prompts, vocab=VOCAB, coupled=False, draft=0, **options):
     from transformers import GenerationConfig
 
     law = Law.of(resolve(GenerationConfig(), max_new_tokens=64, **options), 1, torch.device("cpu"))
-    return Opening(
-        prompts, 400, 400, vocab, draft, law.without_prefix_readers(), [9 + i for i in range(len(prompts))], coupled
-    )
+    seeds = [9 + i for i in range(len(prompts))]
+    couplings = [Coupling(seed) for seed in seeds] if coupled else ()
+    return Opening(prompts, 400, 400, vocab, draft, law.without_prefix_readers(), seeds, couplings)
 
 
 def fresh(model, ids):
@@ -154,7 +154,7 @@ def test_coupled_candidates_are_ranked_by_the_targets_own_noise(far):
     session = ModelDraft(far).open(opening([ids], coupled=True, temperature=1.0, top_k=0))
     tree = session.propose(Chain(3), 3)[0]
     for token in tree.path(len(tree) - 1):
-        noise = gumbel(torch.tensor(key(9, COUPLING, len(ids))), torch.arange(VOCAB))
+        noise = gumbel(key(9, COUPLING, len(ids)), VOCAB)
         assert token == int((fresh(far, ids) + noise).argmax())
         ids.append(int(token))
 

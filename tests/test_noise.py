@@ -3,14 +3,13 @@
 The statistical tests have fixed keys; each would raise a false alarm for 1 in 10,000 choices of them.
 """
 
-import itertools
 
 import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2_contingency, chisquare, gumbel_r, kstest
 
-from specinfer.noise import COIN, COUPLING, DRAFT, _mixed, _mixed_on_host, gumbel, key, uniform
+from specinfer.noise import COIN, COUPLING, DRAFT, Coupling, _mixed, _mixed_on_host, gumbel, key, uniform
 
 FALSE_ALARM = 1e-4
 MASK = 2**64 - 1
@@ -30,7 +29,7 @@ def splitmix64(state, index):
 
 
 def draws(own_key, count=20_000):
-    return gumbel(torch.tensor(own_key), torch.arange(count)).numpy()
+    return gumbel(int(own_key), count).numpy()
 
 
 # ---- pinned: a seed keeps its text from release to release ----
@@ -83,19 +82,28 @@ def test_hosts_and_devices_mix_alike():
     assert torch.equal(_mixed(state.clone()), _mixed_on_host(state.clone()))
 
 
-def test_large_counters_and_shapes():
-    """Counters of a large vocabulary, and keys and counters that broadcast."""
-    keys, counters = torch.tensor([[3], [4]]), torch.tensor([[0, 151_935, 2**40]])
-    noise = gumbel(keys, counters)
-    assert noise.shape == (2, 3)
+def test_every_count_has_the_same_numbers():
+    """More of them are the same ones first, up to a large vocabulary."""
+    noise = gumbel(3, 151_936)
     assert noise.dtype == torch.float32
-    for (i, k), (j, c) in itertools.product(enumerate([3, 4]), enumerate([0, 151_935, 2**40])):
-        assert noise[i, j] == gumbel(torch.tensor(k), torch.tensor(c))
+    for count in (1, 7, 49_152):
+        assert torch.equal(gumbel(3, count), noise[:count])
+
+
+def test_a_row_sees_the_same_noise_before_and_after_it_chooses():
+    """What a draft looked at is what the target takes; what was passed is not kept."""
+    coupling, cpu = Coupling(5), torch.device("cpu")
+    ahead = [coupling.look(position, 9, cpu) for position in (3, 4, 5)]
+    assert coupling.look(4, 9, cpu) is ahead[1]
+    assert coupling.take(4, 9, cpu) is ahead[1]
+    assert list(coupling._ahead) == [(5, cpu)]
+    for position in (3, 4, 5, 6):
+        assert torch.equal(coupling.take(position, 9, cpu), gumbel(key(5, COUPLING, position), 9))
 
 
 def test_gumbel_numbers_are_finite():
     """Neither end of the uniform numbers becomes an infinity, over a million counters."""
-    noise = gumbel(torch.tensor(9), torch.arange(1_000_000))
+    noise = gumbel(9, 1_000_000)
     assert torch.isfinite(noise).all()
     assert noise.min() < -2.4
     assert noise.max() > 12
@@ -125,7 +133,7 @@ def test_the_winner_of_the_race_follows_the_law():
     """argmax(log p + g) over consecutive positions is distributed as p, rare tokens too."""
     p = np.array([0.5, 0.25, 0.15, 0.08, 0.015, 0.005])
     keys = torch.tensor([key(4, COUPLING, position) for position in range(20_000)])
-    winners = (torch.tensor(p).log() + gumbel(keys[:, None], torch.arange(6))).argmax(1)
+    winners = (torch.tensor(p).log() + torch.stack([gumbel(int(own), 6) for own in keys])).argmax(1)
     assert chisquare(np.bincount(winners, minlength=6), p * 20_000).pvalue > FALSE_ALARM
 
 
@@ -143,8 +151,8 @@ NEIGHBOURS = {
 @pytest.mark.parametrize("counters", [(0, 0), (0, 1), (5, 4)], ids=str)
 def test_neighbouring_keys_are_independent(pair, counters):
     """A 6 by 6 table of the numbers of neighbouring keys shows no association."""
-    pairs = torch.tensor([pair(i) for i in range(1, 8001)])
-    a, b = (gumbel(pairs[:, side], torch.tensor(counters[side])).numpy() for side in (0, 1))
+    pairs = [pair(i) for i in range(1, 8001)]
+    a, b = (np.array([draws(own[side], 6)[counters[side]] for own in pairs]) for side in (0, 1))
     cuts = gumbel_r.ppf(np.arange(1, 6) / 6)
     table = np.histogram2d(np.digitize(a, cuts), np.digitize(b, cuts), bins=6)[0]
     assert chi2_contingency(table).pvalue > FALSE_ALARM
@@ -175,5 +183,5 @@ def test_the_order_of_counters_matters():
 def test_coins_and_gumbels_of_one_row_share_nothing():
     """The streams of one seed and position are uncorrelated, so coins do not know the choices."""
     coins = np.array([uniform(key(3, COIN, i), 1) for i in range(8000)])
-    noise = gumbel(torch.tensor([key(3, COUPLING, i) for i in range(8000)]), torch.tensor(1)).numpy()
+    noise = np.array([draws(key(3, COUPLING, i), 2)[1] for i in range(8000)])
     assert abs(np.corrcoef(coins, noise)[0, 1]) < 4 / np.sqrt(8000)

@@ -48,7 +48,7 @@ def by_hand(model, prompt, seed, new, **options):
         context = torch.tensor([ids])
         with torch.no_grad():
             scores = processors(context, model(context).logits[:, -1])[0]
-        noise = gumbel(torch.tensor(key(seed, COUPLING, len(ids))), torch.arange(len(scores)))
+        noise = gumbel(key(seed, COUPLING, len(ids)), len(scores))
         ids.append(int((scores + noise).argmax()))
     return ids[len(prompt) :]
 
