@@ -6,7 +6,8 @@ Knows token trees and models; does not know drafting, verification, sampling or 
 
 from specinfer.attention.cache import TreeCache
 from specinfer.attention.check import ModelCheck, Support, check_model
-from specinfer.attention.layout import Layout, lay_out_chains, lay_out_level, lay_out_trees
+from specinfer.attention.graphs import rung
+from specinfer.attention.layout import Layout, lay_out_chains, lay_out_level, lay_out_trees, on_device
 from specinfer.attention.mask import AttentionSpec, attention_mask
 from specinfer.attention.model import TreeModel, TreeSession, evaluating, running
 
@@ -24,5 +25,7 @@ __all__ = [
     "lay_out_chains",
     "lay_out_level",
     "lay_out_trees",
+    "on_device",
+    "rung",
     "running",
 ]

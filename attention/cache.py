@@ -14,12 +14,15 @@ It implements transformers' cache interface (``Cache.update``), so unmodified mo
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from specinfer.attention.graphs import rung
+from specinfer.attention.layout import on_device
 from specinfer.errors import CacheError
 
 
@@ -87,12 +90,14 @@ class TreeCache(Cache):
         rows: sequences in the batch.
         capacity: slots per row allocated at first; doubles when a pass needs more.
         max_capacity: slots per row never exceeded; beyond it ``stage`` raises `CacheError`.
+        fixed: let passes attend to few different numbers of slots, and tell where to write by `slots` alone, so that a
+            pass over one number of them is the same work whatever the lengths: a graph.
 
     Memory is ``2 * layers * rows * kv_heads * capacity * head_dim`` elements (see `nbytes`).  Rows are copied by
     `keep` alone, and by the rare doubling.
     """
 
-    def __init__(self, rows: int, capacity: int, max_capacity: int | None = None) -> None:
+    def __init__(self, rows: int, capacity: int, max_capacity: int | None = None, fixed: bool = False) -> None:
         super().__init__(layers=[])
         self.layers: list[TreeLayer] = []  # type: ignore[assignment]  # a narrower type than the base class's
         if rows < 1 or capacity < 1:
@@ -101,10 +106,11 @@ class TreeCache(Cache):
         self.capacity = capacity
         self.max_capacity = max(capacity, max_capacity or 0)
         self.lengths: list[int] = [0] * rows  # committed slots of each row
+        self.fixed = fixed
         self.pending = 0  # slots written since the last `keep`, the same count in every row
         self.extent = 0  # columns that the pass under way attends over
         self._start: int | None = 0  # first staged slot, when it is the same in every row ...
-        self._slots: tuple[Tensor, Tensor] | None = None  # ... else (row, slot) indices, (rows, 1) and (rows, T)
+        self.slots: Tensor | None = None  # ... else all of them, (rows, T)
 
     @property
     def nbytes(self) -> int:
@@ -120,11 +126,11 @@ class TreeCache(Cache):
         first = [length + self.pending for length in self.lengths]
         self._reserve(max(first) + count)
         self.extent = max(first) + count
-        self._start = first[0] if len(set(first)) == 1 else None
+        self._start = first[0] if len(set(first)) == 1 and not self.fixed else None
         if self._start is None:
-            starts = torch.tensor(first, device=device)[:, None]
-            rows = torch.arange(self.rows, device=device)[:, None]
-            self._slots = rows, starts + torch.arange(count, device=device)
+            self.slots = on_device(first, device)[:, None] + torch.arange(count, device=device)
+        if self.fixed:
+            self.extent = min(rung(self.extent), self.capacity)
         self.pending += count
 
     def write(self, buffer: Tensor, states: Tensor) -> None:
@@ -132,9 +138,8 @@ class TreeCache(Cache):
         if self._start is not None:
             buffer[: self.rows, :, self._start : self._start + states.shape[2]] = states
         else:
-            assert self._slots is not None
-            rows, slots = self._slots
-            buffer[rows, :, slots] = states.transpose(1, 2)
+            assert self.slots is not None
+            buffer[_all_rows(self.rows, self.slots.device), :, self.slots] = states.transpose(1, 2)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -202,7 +207,7 @@ class TreeCache(Cache):
 
     def _move_slots(self, moves: list[tuple[int, int, int]]) -> None:
         """Copy (row, source, target) slots.  On flat buffers that is two kernels each, in any batch."""
-        rows, *slots = torch.tensor(moves, device=self.layers[0].buffers[0].device).T[:, :, None]
+        rows, *slots = on_device(moves, self.layers[0].buffers[0].device).T[:, :, None]
         places: dict[int, list[Tensor]] = {}  # heads -> sources and targets in (rows * heads * capacity, dim)
         for layer in self.layers:
             for buffer in layer.buffers:
@@ -222,3 +227,9 @@ class TreeCache(Cache):
                         buffer[target, :, : self.lengths[source]] = buffer[source, :, : self.lengths[source]]
         self.lengths = [self.lengths[row] for row in survivors]
         self.rows = len(survivors)
+
+
+@lru_cache(maxsize=None)  # graphs read them where they are
+def _all_rows(count: int, device: torch.device) -> Tensor:
+    """Return (count, 1) row numbers."""
+    return torch.arange(count, device=device)[:, None]

@@ -9,11 +9,12 @@ to every node, so it need not be stored.  Padding nodes see themselves only, whi
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specinfer.tree import Frontier, TokenTree
 
@@ -30,6 +31,19 @@ class Layout(NamedTuple):
         """T, the nodes fed per row."""
         return self.tokens.shape[1]
 
+    def padded(self, more: int) -> "Layout":
+        """Return the layout of a step's only pass, T = S, with more nodes of padding."""
+        if not more:
+            return self
+        tokens, depths = pad(self.tokens, (0, more)), pad(self.depths, (0, more))
+        own = torch.eye(self.width + more, dtype=torch.bool, device=tokens.device)
+        return Layout(tokens, depths, pad(self.visible, (0, more, 0, more)) | own)
+
+
+def on_device(values: Any, device: torch.device) -> Tensor:
+    """Return numbers as a tensor, without waiting for the device."""
+    return torch.as_tensor(values).to(device, non_blocking=True)
+
 
 def lay_out_trees(trees: Sequence[TokenTree], device: torch.device) -> Layout:
     """Lay out one whole tree per row, depth first, root included: T = S = the largest tree."""
@@ -42,14 +56,14 @@ def lay_out_trees(trees: Sequence[TokenTree], device: torch.device) -> Layout:
         tokens[row, :size] = tree.tokens
         depths[row, :size] = tree.depths
         visible[row, :size, :size] = tree.ancestor_mask()
-    return Layout(*(torch.from_numpy(array).to(device) for array in (tokens, depths, visible)))
+    return Layout(*(on_device(array, device) for array in (tokens, depths, visible)))
 
 
 def lay_out_chains(chains: Sequence[Sequence[int]], device: torch.device) -> Layout:
     """Lay out one chain of tokens per row, padded on the right: T = S = the longest chain."""
     width = max(len(chain) for chain in chains)
-    tokens = torch.tensor([[*chain, *[0] * (width - len(chain))] for chain in chains], device=device)
-    lengths = torch.tensor([len(chain) for chain in chains], device=device)
+    tokens = on_device([[*chain, *[0] * (width - len(chain))] for chain in chains], device)
+    lengths = on_device([len(chain) for chain in chains], device)
     columns = torch.arange(width, device=device)
     real = columns < lengths[:, None]  # (B, T)
     causal = columns[:, None] >= columns  # (T, S)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specinfer.attention.layout import Layout
+from specinfer.attention.layout import Layout, on_device
 from specinfer.errors import UnsupportedModel
 
 IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention")
@@ -61,7 +61,7 @@ class AttentionSpec(NamedTuple):
         return cls(implementation, {name: known[name] for name in types})
 
 
-def attention_mask(spec: AttentionSpec, layout: Layout, lengths: Sequence[int], dtype: torch.dtype) -> Any:
+def attention_mask(spec: AttentionSpec, layout: Layout, lengths: Sequence[int], dtype: torch.dtype, extent: int) -> Any:
     """Build the mask of one pass over the committed prefix and the pending columns.
 
     Args:
@@ -69,24 +69,26 @@ def attention_mask(spec: AttentionSpec, layout: Layout, lengths: Sequence[int], 
         layout: the pass's nodes; S pending columns.
         lengths: committed slots of each of the B rows.
         dtype: the model's floating type, for additive masks.
+        extent: L, the columns of the pass; those beyond the longest row's S pending ones are free.
 
     Returns:
         What the model's ``attention_mask`` argument takes: one mask, or a dict of masks by layer type.
     """
     masks = {
-        name: _converted(spec.implementation, _visible(layout, lengths, window), dtype)
+        name: _converted(spec.implementation, _visible(layout, lengths, window, extent), dtype)
         for name, window in spec.windows.items()
     }
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def _visible(layout: Layout, prefix: Sequence[int], window: int | None) -> Tensor:
-    """Return (B, T, L) bool: which of the L = longest prefix + S columns each node attends to."""
-    if window is None and len(set(prefix)) == 1:  # one row, above all
-        return pad(layout.visible, (prefix[0], 0), value=True)
+def _visible(layout: Layout, prefix: Sequence[int], window: int | None, extent: int) -> Tensor:
+    """Return (B, T, L) bool: which of the L columns each node attends to."""
     pending, device = layout.visible.shape[2], layout.visible.device
-    lengths = torch.tensor(prefix, device=device)
-    columns = torch.arange(max(prefix) + pending, device=device)
+    if window is None and len(set(prefix)) == 1:  # one row, above all
+        visible = pad(layout.visible, (prefix[0], 0), value=True)
+        return pad(visible, (0, extent - visible.shape[2])) if extent > visible.shape[2] else visible
+    lengths = on_device(prefix, device)
+    columns = torch.arange(extent, device=device)
     relative = columns - lengths[:, None]  # (B, L): < 0 committed, 0 <= .. < S pending, beyond: free
     index = relative.clamp(0, pending - 1)
     own = layout.visible.gather(2, index[:, None].expand(-1, layout.width, -1))  # (B, T, L)

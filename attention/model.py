@@ -7,20 +7,25 @@ Does not know: drafting, verification, sampling, text.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specinfer.attention.cache import TreeCache
-from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees
+from specinfer.attention.graphs import Graphs, rung
+from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees, on_device
 from specinfer.attention.mask import AttentionSpec, attention_mask
 from specinfer.attention.packed import packed
 from specinfer.errors import UnsupportedModel
 from specinfer.tree import TokenTree
+
+Inputs = dict[str, Any]  # of the model's forward
+Outputs = tuple[Tensor, ...]
 
 PREFILL_CHUNK = 512  # prompt tokens per pass: bounds the memory of a pass over a long prompt
 
@@ -30,13 +35,14 @@ class TreeModel:
 
     Args:
         model: a ``transformers`` causal LM, already on its device.  It is never modified.
+        graphs: whether its passes over a few tokens are replayed as CUDA graphs, on a GPU.
 
     Raises:
         UnsupportedModel: flash attention, recurrent or convolutional layers, an encoder-decoder, no KV cache, or
             weights on several devices.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, graphs: bool = False) -> None:
         self.model = model
         self.name = type(model).__name__
         config = model.config.get_text_config(decoder=True)
@@ -58,6 +64,8 @@ class TreeModel:
         self.spec = AttentionSpec.of(model)
         self.takes_positions = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
+
+        self.graphs = graphs and self.device.type == "cuda"
 
     @property
     def device(self) -> torch.device:
@@ -91,7 +99,7 @@ class TreeModel:
 
         ``taps`` are the hidden states to hand out on commit: 0 = embeddings, i = after layer i, as transformers counts.
         """
-        return TreeSession(self, TreeCache(rows, capacity, max_capacity), taps)
+        return TreeSession(self, TreeCache(rows, capacity, max_capacity, fixed=self.graphs), taps)
 
 
 @contextmanager
@@ -133,6 +141,7 @@ class TreeSession:
         self.cache = cache
         self.taps = tuple(taps)
         self.tapped: list[Tensor] = []
+        self.graphs = Graphs(self._run_placed) if cache.fixed else None
         self.passes = 0
         self.seconds = 0.0
         self.prefill_seconds = 0.0
@@ -149,10 +158,16 @@ class TreeSession:
             logits (B, C, V) in the model's dtype.
         """
         started = perf_counter()
-        logits = self._forward(layout, columns, inputs)
+        logits = self._forward(layout, columns, inputs, self._replay)
         self.passes += 1
         self.seconds += perf_counter() - started
         return logits
+
+    def append_last(self, layout: Layout, columns: Tensor | None = None, **inputs: Tensor) -> Tensor:
+        """`append` a step's only pass, which may be padded: logits (B, T or more, V)."""
+        more = rung(layout.width) - layout.width if self.graphs else 0
+        padded = {name: pad(value, (*[0, 0] * (value.ndim - 2), 0, more)) for name, value in inputs.items()}
+        return self.append(layout.padded(more), columns, **padded)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[Tensor | None]:
         """Commit a ragged batch of token lists (possibly empty), `PREFILL_CHUNK` tokens a pass; see `commit`."""
@@ -161,7 +176,7 @@ class TreeSession:
         for start in range(0, max(len(prompt) for prompt in prompts), PREFILL_CHUNK):
             chunks = [prompt[start : start + PREFILL_CHUNK] for prompt in prompts]
             layout = lay_out_chains(chunks, self.model.device)
-            self._forward(layout, torch.zeros(1, dtype=torch.long, device=self.model.device), {})
+            self._forward(layout, torch.zeros(1, dtype=torch.long, device=self.model.device), {}, self._run)
             for row, states in zip(kept, self.commit([range(len(chunk)) for chunk in chunks]), strict=True):
                 row += [] if states is None else [states]
         self.prefill_seconds += perf_counter() - started
@@ -172,7 +187,7 @@ class TreeSession:
 
         ``logits[b, i]`` follow node i of tree b; rows beyond a smaller tree's size are padding.
         """
-        return self.append(lay_out_trees(trees, self.model.device))
+        return self.append_last(lay_out_trees(trees, self.model.device))
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> list[Tensor | None]:
         """Keep the pending slots named per row, forget the others, retire rows given None (`TreeCache.keep`).
@@ -187,36 +202,51 @@ class TreeSession:
         return [None if path is None or states is None else states[row, list(path)] for row, path in enumerate(paths)]
 
     @torch.inference_mode()
-    def _forward(self, layout: Layout, columns: Tensor | None, extra: dict[str, Tensor]) -> Tensor:
+    def _forward(
+        self, layout: Layout, columns: Tensor | None, extra: dict[str, Tensor], run: Callable[[Inputs], Outputs]
+    ) -> Tensor:
         model, cache = self.model, self.cache
         cache.stage(layout.width, layout.tokens.device)
-        inputs: dict[str, Any] = {
+        inputs: Inputs = {
             "input_ids": layout.tokens,
-            "attention_mask": attention_mask(model.spec, layout, cache.lengths, model.dtype),
-            "past_key_values": cache,
-            "use_cache": True,
-            "return_dict": True,
+            "attention_mask": attention_mask(model.spec, layout, cache.lengths, model.dtype, cache.extent),
             **extra,
         }
         if model.takes_positions:
             inputs["position_ids"] = self._positions(layout)
         if columns is not None and model.takes_logits_to_keep:
             inputs["logits_to_keep"] = columns
-        if self.taps:
-            inputs["output_hidden_states"] = True
-        output = model.model(**inputs)
-        if self.taps:
-            if getattr(output, "hidden_states", None) is None:
-                raise UnsupportedModel(
-                    f"{model.name} hands out no hidden states, which a feature head reads: draft with a language "
-                    "model or n-grams"
-                )
-            self.tapped.append(torch.stack([output.hidden_states[tap] for tap in self.taps], 2))
-        logits = output.logits
+        logits, *tapped = run(inputs)
+        self.tapped += tapped
         return logits if columns is None or model.takes_logits_to_keep else logits[:, columns]
+
+    def _run(self, inputs: Inputs) -> Outputs:
+        """Run the model: logits, and the tapped states (B, T, K, H) if there are taps."""
+        taps = {"output_hidden_states": True} if self.taps else {}
+        output = self.model.model(**inputs, **taps, past_key_values=self.cache, use_cache=True, return_dict=True)
+        if not self.taps:
+            return (output.logits,)
+        if getattr(output, "hidden_states", None) is None:
+            raise UnsupportedModel(
+                f"{self.model.name} hands out no hidden states, which a feature head reads: draft with a language "
+                "model or n-grams"
+            )
+        return output.logits, torch.stack([output.hidden_states[tap] for tap in self.taps], 2)
+
+    def _replay(self, inputs: Inputs) -> Outputs:
+        """`_run`, from a graph where there is one for inputs of these shapes."""
+        if self.graphs is None or not isinstance(inputs["attention_mask"], Tensor):  # a mask for each kind of layer
+            return self._run(inputs)
+        assert self.cache.slots is not None
+        return self.graphs({**inputs, "slots": self.cache.slots}, self.cache.capacity)
+
+    def _run_placed(self, inputs: Inputs) -> Outputs:
+        """`_run`, writing to the slots among the inputs."""
+        self.cache.slots = inputs["slots"]
+        return self._run({name: value for name, value in inputs.items() if name != "slots"})
 
     def _positions(self, layout: Layout) -> Tensor:
         """Return (B, T) positions, committed length + depth; beyond the context they are clamped (cut later)."""
-        lengths = torch.tensor(self.cache.lengths, device=layout.tokens.device)
+        lengths = on_device(self.cache.lengths, layout.tokens.device)
         positions = lengths[:, None] + layout.depths[:, -layout.width :]
         return positions if self.model.max_positions is None else positions.clamp(max=self.model.max_positions - 1)

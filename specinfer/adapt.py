@@ -16,17 +16,18 @@ Trees depend on time, token ids do not: trees are ranked, and the walk is exact 
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import accumulate, count, zip_longest
+from itertools import accumulate, zip_longest
 from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
 
+from specinfer.attention import rung
 from specinfer.learnt import MEMORY, SPIKE, Average, Coalition, Habits, Hinge, subsets
 from specinfer.results import reach
 from specinfer.tree import BestFirst, Frontier, Growth, Kind, Source, TokenTree, grow_best_first
 
-MAX_NODES, MAX_DEPTH = 23, 8  # with the root, 24 tokens: a rung (`_is_rung`)
+MAX_NODES, MAX_DEPTH = 23, 8  # with the root, 24 tokens: a `rung`
 SIZES = (15, 15, 4, 4, 0, 0, 9, 9)  # nodes of the first steps, by which costs become known; of two, one is timed
 EXPLORE = 16  # steps after which sizes are chosen, even if trees were never that large
 KNEES = 0, 4, 8, 16, 32, 64  # tokens fed up to which a pass may cost what one token costs
@@ -133,7 +134,7 @@ class Auto:
         if sum(map(sum, gains)) <= cost:
             return 0
         wanted = [place + 1 for row in gains for place, gain in enumerate(row) if gain * rows > NODE_SHARE * cost]
-        return next(filter(_is_rung, count(max(wanted, default=1))))
+        return rung(max(wanted, default=1))
 
     def _size(self, paths: Sequence[Sequence[float]]) -> int:
         """Return how many nodes the target scores in each row, from each row's probabilities of acceptance."""
@@ -146,7 +147,7 @@ class Auto:
             return min(SIZES[0], most)
         best = [sorted(path[1:], reverse=True) for path in paths]  # each row's, the likeliest first
         gains = [0.0, *accumulate(map(sum, zip_longest(*best, fillvalue=0.0)))]  # of so many nodes in every row
-        sizes = [nodes for nodes in range(most + 1) if _is_rung(nodes + 1) or nodes == self.max_nodes]
+        sizes = [nodes for nodes in range(most + 1) if rung(nodes + 1) == nodes + 1 or nodes == self.max_nodes]
         return max(sizes, key=lambda nodes: gains[nodes] - price * self._seconds(rows, nodes))
 
     def _choose(self, asked: int, rows: int) -> int:
@@ -271,11 +272,6 @@ class Auto:
             parts.append(f"a level of {name} {1e3 * levels.at(1):.1f} ms, each further one {1e3 * levels.slope:.1f} ms")
         parts += [f"{name} is idle" for draft, name in enumerate(names) if not self.asked >> draft & 1]
         return ", ".join(parts)
-
-
-def _is_rung(size: int) -> bool:
-    """Whether a pass may have this size: four in every octave, for kernels are slow the first time they meet one."""
-    return size % (1 << max(0, size.bit_length() - 3)) == 0
 
 
 class _Levels:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level
+from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level, on_device
 from specinfer.errors import NumericalError, TreeError
 from specinfer.noise import DRAFT, Coupling, key
 from specinfer.sampling import Law
@@ -258,8 +258,8 @@ class ModelDraftSession:
     def _feed(self, chains: Sequence[Sequence[int]], **inputs: Tensor) -> Tensor:
         """Feed and commit what every row lacked; return the logits after the roots, (B, 1, V)."""
         columns = sorted({len(chain) - 1 for chain in chains})  # the roots'
-        places = torch.tensor(columns, device=self.device)
-        logits = self.session.append(lay_out_chains(chains, self.device), places, **inputs)
+        places = on_device(columns, self.device)
+        logits = self.session.append_last(lay_out_chains(chains, self.device), places, **inputs)
         self.own_states = self.session.commit([range(len(chain)) for chain in chains])
         self.lacking = [[] for _ in chains]
         return torch.stack([logits[row, columns.index(len(chain) - 1)] for row, chain in enumerate(chains)])[:, None]

@@ -3,7 +3,6 @@
 The statistical tests have fixed keys; each would raise a false alarm for 1 in 10,000 choices of them.
 """
 
-
 import numpy as np
 import pytest
 import torch

@@ -1,0 +1,71 @@
+"""Passes that come again in the same shapes: captured as CUDA graphs, and replayed.
+
+Knows: which shapes were met, tensors that must lie where a graph reads them.  Does not know: trees, models, caches.
+
+A GPU is done with the many small kernels of a pass over a few tokens before a CPU has launched them; a graph launches
+them all at once.  It holds for one set of shapes, so passes come in few: a pass's tokens and the slots it attends to
+are rounded up to a `rung`.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+
+import torch
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+Pass = Callable[[Tensors], tuple[Tensor, ...]]
+Capture = Callable[[Pass, Tensors], Callable[[], tuple[Tensor, ...]]]
+
+SEEN = 2  # passes of a shape before it is captured: they warm kernels up, and few shapes come but once
+
+
+def rung(size: int) -> int:
+    """Return the least of the sizes that passes may have, four in every octave, that is no smaller."""
+    step = 1 << max(0, (size - 1).bit_length() - 3)
+    return -(-size // step) * step
+
+
+class Graphs:
+    """A pass, captured once for every set of shapes.
+
+    Args:
+        run: the pass: a function of its tensors alone, and of memory that stays where it is.
+        capture: records the pass over tensors, and returns what runs it again over whatever they hold then.
+    """
+
+    def __init__(self, run: Pass, capture: "Capture | None" = None) -> None:
+        self.run, self.capture = run, capture or cuda_graph
+        self.seen: Counter[Hashable] = Counter()
+        self.made: dict[Hashable, tuple[Tensors, Callable[[], tuple[Tensor, ...]]]] = {}
+        self.memory: Hashable = None  # what `made` was captured over
+
+    def __call__(self, tensors: Mapping[str, Tensor], memory: Hashable) -> tuple[Tensor, ...]:
+        """Run the pass; graphs that were captured while ``memory`` was another are dropped."""
+        if memory != self.memory:
+            self.made.clear()
+            self.memory = memory
+        shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
+        self.seen[shapes] += 1
+        if self.seen[shapes] <= SEEN:
+            return self.run(dict(tensors))
+        if shapes not in self.made:
+            places = {name: tensor.clone() for name, tensor in tensors.items()}
+            self.made[shapes] = places, self.capture(self.run, places)
+        places, replay = self.made[shapes]
+        for name, tensor in tensors.items():
+            places[name].copy_(tensor)
+        return tuple(output.clone() for output in replay())  # the next replay overwrites them
+
+
+def cuda_graph(run: Pass, places: Tensors) -> Callable[[], tuple[Tensor, ...]]:
+    """Capture a pass on a GPU (`torch.cuda.CUDAGraph`)."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = run(places)
+
+    def replay() -> tuple[Tensor, ...]:
+        graph.replay()
+        return outputs
+
+    return replay

@@ -1,0 +1,105 @@
+"""Passes at fixed shapes: that a recorded pass, run again over other inputs, is the pass itself.
+
+A CUDA graph bakes in whatever a pass does not read from its tensors: numbers of Python, views, addresses.  On a CPU a
+trace does the same (`torch.fx`'s ``make_fx``: operators over the same memory, numbers as they were), so it stands in.
+"""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from specinfer import BestFirst, SpeculativeDecoder, Widths
+from specinfer.attention import TreeCache, TreeSession, graphs, rung
+from specinfer.attention.graphs import SEEN, Graphs
+
+from .conftest import PROMPTS, plain
+
+TREES = {"best-first": BestFirst(7, 3), "widths": Widths((2, 2))}
+
+
+def traced(run, places):
+    """Capture as a CUDA graph does, but by tracing; what replays it."""
+    trace = make_fx(lambda *values: run(dict(zip(places, values, strict=True))))(*places.values())
+    return lambda: trace(*places.values())
+
+
+# ---- sizes ----
+
+
+def test_rungs():
+    """Four sizes in every octave; never smaller than what was asked, nor larger by more than a quarter."""
+    sizes = sorted({rung(size) for size in range(1, 1025)})
+    assert sizes[:16] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32]
+    assert len(sizes) == 8 + 4 * 7
+    for size in range(1, 1025):
+        assert size <= rung(size) <= 1.25 * size
+        assert rung(rung(size)) == rung(size)
+
+
+# ---- what is captured ----
+
+
+def test_a_shape_is_captured_when_it_comes_again():
+    runs, replays = [], []
+
+    def capture(run, places):
+        def replay():
+            replays.append(1)
+            return run(places)
+
+        return replay
+
+    def double(tensors):
+        runs.append(tensors["x"].shape)
+        return (2 * tensors["x"],)
+
+    passes = Graphs(double, capture)
+    for turn in range(SEEN + 3):
+        (result,) = passes({"x": torch.full((2,), float(turn))}, memory=1)
+        assert result.tolist() == [2.0 * turn] * 2
+    assert len(replays) == 3
+    passes({"x": torch.ones(3)}, memory=1)
+    assert len(replays) == 3
+    passes({"x": torch.ones(2)}, memory=2)  # the memory has moved: captured anew
+    assert len(replays) == 4
+    assert len(passes.made) == 1
+
+
+def test_results_outlive_the_next_replay():
+    passes = Graphs(lambda tensors: (tensors["x"],), lambda run, places: lambda: run(places))
+    results = [passes({"x": torch.full((1,), float(turn))}, None)[0] for turn in range(SEEN + 3)]
+    assert torch.cat(results).tolist() == list(range(SEEN + 3))
+
+
+# ---- whole texts ----
+
+
+@pytest.fixture
+def replaying(monkeypatch):
+    """Models whose passes are traced and replayed; how many replays there were."""
+    count = []
+
+    def capture(run, places):
+        replay = traced(run, places)
+        return lambda: (count.append(1), replay())[1]
+
+    monkeypatch.setattr(graphs, "cuda_graph", capture)
+    monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # whose tensors cannot be traced
+    for owner, name in ((TreeSession, "_forward"), (TreeCache, "keep")):
+        monkeypatch.setattr(owner, name, torch.no_grad()(getattr(owner, name).__wrapped__))
+    return count
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.8, "seed": 3}], ids=str)
+def test_replayed_texts_are_the_texts(replaying, target, near, tree, options):
+    """Rows of different lengths, drafts and target replayed, caches that grow."""
+    wanted = [plain(target, prompt, 90) for prompt in PROMPTS] if not options["temperature"] else None
+    decoder = SpeculativeDecoder(target, drafts=[near], tree=tree)
+    decoder.target.graphs = decoder.drafts[0].model.graphs = True
+    results = decoder.generate(PROMPTS, max_new_tokens=90, **options)
+    assert len(replaying) > 20  # of passes
+    decoder.target.graphs = decoder.drafts[0].model.graphs = False
+    again = decoder.generate(PROMPTS, max_new_tokens=90, **options)
+    assert [r.token_ids for r in results] == [r.token_ids for r in again]
+    assert wanted is None or [r.token_ids for r in results] == wanted
