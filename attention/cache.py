@@ -14,7 +14,7 @@ It implements transformers' cache interface (``Cache.update``), so unmodified mo
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -229,7 +229,7 @@ class TreeCache(Cache):
         self.rows = len(survivors)
 
 
-@lru_cache(maxsize=None)  # graphs read them where they are
+@cache  # graphs read them where they are
 def _all_rows(count: int, device: torch.device) -> Tensor:
     """Return (count, 1) row numbers."""
     return torch.arange(count, device=device)[:, None]

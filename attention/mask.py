@@ -61,7 +61,9 @@ class AttentionSpec(NamedTuple):
         return cls(implementation, {name: known[name] for name in types})
 
 
-def attention_mask(spec: AttentionSpec, layout: Layout, lengths: Sequence[int], dtype: torch.dtype, extent: int) -> Any:
+def attention_mask(
+    spec: AttentionSpec, layout: Layout, lengths: Sequence[int], dtype: torch.dtype, extent: int | None = None
+) -> Any:
     """Build the mask of one pass over the committed prefix and the pending columns.
 
     Args:
@@ -69,11 +71,12 @@ def attention_mask(spec: AttentionSpec, layout: Layout, lengths: Sequence[int], 
         layout: the pass's nodes; S pending columns.
         lengths: committed slots of each of the B rows.
         dtype: the model's floating type, for additive masks.
-        extent: L, the columns of the pass; those beyond the longest row's S pending ones are free.
+        extent: L, the columns of the pass; those beyond the longest row's S pending ones, its default, are free.
 
     Returns:
         What the model's ``attention_mask`` argument takes: one mask, or a dict of masks by layer type.
     """
+    extent = extent or max(lengths) + layout.visible.shape[2]
     masks = {
         name: _converted(spec.implementation, _visible(layout, lengths, window, extent), dtype)
         for name, window in spec.windows.items()

@@ -35,14 +35,13 @@ class TreeModel:
 
     Args:
         model: a ``transformers`` causal LM, already on its device.  It is never modified.
-        graphs: whether its passes over a few tokens are replayed as CUDA graphs, on a GPU.
 
     Raises:
         UnsupportedModel: flash attention, recurrent or convolutional layers, an encoder-decoder, no KV cache, or
             weights on several devices.
     """
 
-    def __init__(self, model: Any, graphs: bool = False) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
         self.name = type(model).__name__
         config = model.config.get_text_config(decoder=True)
@@ -64,8 +63,6 @@ class TreeModel:
         self.spec = AttentionSpec.of(model)
         self.takes_positions = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
-
-        self.graphs = graphs and self.device.type == "cuda"
 
     @property
     def device(self) -> torch.device:
@@ -93,13 +90,21 @@ class TreeModel:
         return self.max_positions
 
     def session(
-        self, rows: int, capacity: int, max_capacity: int | None = None, taps: Sequence[int] = ()
+        self,
+        rows: int,
+        capacity: int,
+        max_capacity: int | None = None,
+        taps: Sequence[int] = (),
+        graphs: bool = False,
     ) -> "TreeSession":
         """Open a batch of ``rows`` empty sequences with a cache of ``capacity`` slots each.
 
-        ``taps`` are the hidden states to hand out on commit: 0 = embeddings, i = after layer i, as transformers counts.
+        Args:
+            rows, capacity, max_capacity: as `TreeCache`.
+            taps: the hidden states to hand out on commit: 0 = embeddings, i = after layer i, as transformers counts.
+            graphs: replay passes over a few tokens as CUDA graphs.
         """
-        return TreeSession(self, TreeCache(rows, capacity, max_capacity, fixed=self.graphs), taps)
+        return TreeSession(self, TreeCache(rows, capacity, max_capacity, fixed=graphs), taps)
 
 
 @contextmanager

@@ -44,9 +44,11 @@ class SpeculativeDecoder:
             sampled ones.
         confidence_gate: between 0 and 1; nothing is drafted after a token of its own to which the target gave a
             smaller probability.  A published trick, for comparison; None, the default, is no gate.
+        graphs: replay passes over a few tokens as CUDA graphs (`attention.graphs`).  It has not run on a GPU yet, so
+            compare texts with and without.
 
     Raises:
-        InputError: what cannot be a draft, a tree or a gate.
+        InputError: what cannot be a draft, a tree or a gate; graphs without a GPU.
         UnsupportedModel: a model cannot score trees, by name and with the reason.
         TokenizerMismatch: a draft has other tokens than the target.
         PairingError: the verifier would be biased on this policy's trees.
@@ -60,11 +62,17 @@ class SpeculativeDecoder:
         tree: Policy | str | None = "auto",
         verifier: Verifier | None = None,
         confidence_gate: float | None = None,
+        graphs: bool = False,
     ) -> None:
         self.notes: list[str] = []
         self.target = TreeModel(model)
         self.tokenizer = tokenizer
         self.confidence_gate = _checked_gate(confidence_gate)
+        self.graphs = graphs
+        if graphs and self.target.device.type != "cuda":
+            raise InputError(
+                f"graphs=True is for GPUs, and the target is on the {self.target.device.type}: leave it out"
+            )
         policy = _as_policy(tree)
         self.drafts = self._ready(_as_list(drafts)) if tree is not None else []
         self.verifier = verifier or (Walk() if policy.kind is Kind.RANKED else MultiStep(policy.kind is Kind.IID))
@@ -86,6 +94,7 @@ class SpeculativeDecoder:
         dtype: str = "auto",
         device: str = "auto",
         confidence_gate: float | None = None,
+        graphs: bool = False,
     ) -> "SpeculativeDecoder":
         """Load target and drafts by name or path; None is the default target (SmolLM2-135M-Instruct).
 
@@ -99,7 +108,7 @@ class SpeculativeDecoder:
             _load_draft(draft, dtype, device) if isinstance(draft, str) and draft not in WORDS else draft
             for draft in _as_list(drafts)
         ]
-        return cls(loaded.model, loaded.tokenizer, ready, tree, verifier, confidence_gate)
+        return cls(loaded.model, loaded.tokenizer, ready, tree, verifier, confidence_gate, graphs)
 
     def generate(self, prompt: Prompt, *, streamer: Any = None, **options: Any) -> Any:
         """Generate to the end.

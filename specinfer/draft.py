@@ -41,6 +41,7 @@ class Opening:
     couplings: Sequence[Coupling] = ()  # per row, the target's own noise: it chooses by argmax(log p + noise); or none
     taps: Sequence[int] = ()  # hidden states that the target hands out, as transformers counts layers
     states: Sequence[Tensor | None] = ()  # per row (n - 1, taps, H): the target's, at all prompt tokens but the root
+    graphs: bool = False  # replay passes as CUDA graphs
 
 
 class Proposer(Protocol):
@@ -119,7 +120,7 @@ class ModelDraftSession:
     def __init__(self, model: TreeModel, opening: Opening) -> None:
         rows = len(opening.prompts)
         self.opening = opening
-        self.session = model.session(rows, opening.capacity, opening.max_capacity)
+        self.session = model.session(rows, opening.capacity, opening.max_capacity, graphs=opening.graphs)
         self.lacking = [list(prompt) for prompt in opening.prompts]  # committed but not in the cache; root last
         self.lengths = [len(prompt) for prompt in opening.prompts]  # committed tokens
         self.seeds = list(opening.seeds)
@@ -267,7 +268,7 @@ class ModelDraftSession:
 
 def coupling_noise(couplings: Sequence[Coupling], positions: Sequence[int], tokens: Tensor, vocab_size: int) -> Tensor:
     """Return the target's own Gumbel noise for candidate tokens (B, W, k) at a position of each row."""
-    rows = [own.look(place, vocab_size, tokens.device) for own, place in zip(couplings, positions, strict=True)]
+    rows = [own.at(place, vocab_size, tokens.device) for own, place in zip(couplings, positions, strict=True)]
     return torch.stack([noise[own] for noise, own in zip(rows, tokens, strict=True)])
 
 

@@ -75,7 +75,7 @@ class FeatureDraft:
             weights = load_file(folder / "model.safetensors")
             head = FeatureHead(head_config(**record["head"]), weights["token_ids"].long())
             head.load_state_dict({name: w.to(head.state_dict()[name].dtype) for name, w in weights.items()})
-            return cls(head, record["fingerprint"], record["name"], float(record["sharpness"]))
+            return cls(head, record["fingerprint"], record["name"], float(record.get("sharpness", 1.0)))
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             raise _unreadable(folder, error) from error
 
@@ -126,7 +126,7 @@ class FeatureDraftSession(ModelDraftSession):
     def __init__(self, model: TreeModel, taps: Sequence[int], sharpness: float, opening: Opening) -> None:
         super().__init__(model, opening)
         self.sharpness = sharpness
-        self.session = model.session(len(opening.prompts), opening.capacity, opening.max_capacity, taps=(0,))
+        self.session = model.session(len(opening.prompts), opening.capacity, opening.max_capacity, (0,), opening.graphs)
         self.token_ids = model.model.token_ids
         self.vocab_size = len(self.token_ids)
         self.places = [list(opening.taps).index(tap) for tap in taps]

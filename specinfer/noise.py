@@ -54,20 +54,18 @@ class Coupling:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self._ahead: dict[tuple[int, torch.device], Tensor] = {}  # of positions that were looked at, but not chosen for
+        self._made: dict[tuple[int, torch.device], Tensor] = {}
 
-    def look(self, position: int, count: int, device: torch.device) -> Tensor:
+    def at(self, position: int, count: int, device: torch.device) -> Tensor:
         """Return the noise (count,) of all tokens at a position."""
         place = position, device
-        if place not in self._ahead:
-            self._ahead[place] = gumbel(key(self.seed, COUPLING, position), count, device)
-        return self._ahead[place]
+        if place not in self._made:
+            self._made[place] = gumbel(key(self.seed, COUPLING, position), count, device)
+        return self._made[place]
 
-    def take(self, position: int, count: int, device: torch.device) -> Tensor:
-        """Return it as `look` does, to choose by: the noise of this position and earlier ones is not kept."""
-        noise = self._ahead.get((position, device))
-        self._ahead = {place: ahead for place, ahead in self._ahead.items() if place[0] > position}
-        return gumbel(key(self.seed, COUPLING, position), count, device) if noise is None else noise
+    def forget(self, end: int) -> None:
+        """Keep no noise of positions before the end."""
+        self._made = {place: noise for place, noise in self._made.items() if place[0] >= end}
 
 
 @lru_cache(maxsize=8)

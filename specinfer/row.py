@@ -5,11 +5,14 @@ Does not know: models, caches, drafts, the other rows.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from math import isfinite
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from specinfer.attention import on_device
 from specinfer.errors import NumericalError
 from specinfer.noise import COIN, Coupling, key, uniform
 from specinfer.results import Step
@@ -74,6 +77,7 @@ class Row:
             self.finished = self.stopping.reason(self.ids, len(self.ids) - self.prompt_length)
             if self.finished:
                 break
+        self.coupling.forget(len(self.ids))
         drafted_by = [
             tuple(dict.fromkeys(self.draft_names[draw.draft] for draw in tree.draws[i])) for i in verdict.path
         ]
@@ -84,7 +88,8 @@ class Row:
 class RowView:
     """A `TargetView` on one row's logits: each node is processed when it is asked for, and only then.
 
-    Verification visits a handful of a tree's nodes, so warping the others would be wasted work.
+    Verification visits a handful of a tree's nodes, so warping the others would be wasted work on a CPU; a GPU does
+    them all at once rather than wait for each.
     """
 
     def __init__(self, row: Row, tree: TokenTree, logits: Tensor) -> None:
@@ -99,18 +104,38 @@ class RowView:
         The noise depends on seed and position only, so the choice does not depend on the tree, the batch or
         whether there was any speculation (coupled sampling, arXiv 2408.07978).
         """
-        scores, noise = self._processed(node), self.noise(node)
-        noisy = scores if noise is None else scores + noise
-        token = int(noisy.numpy().argmax() if noisy.device.type == "cpu" else noisy.argmax())  # torch's is slow on CPUs
-        self._check(noisy[token], node)
+        if self.logits.device.type != "cpu":
+            token, largest = self.choices[node]
+        else:
+            scores, noise = self._processed(node), self.noise(node)
+            noisy = scores if noise is None else scores + noise
+            token = int(noisy.numpy().argmax())  # torch's is slow on CPUs
+            largest = float(noisy[token])
+        self._check(largest, node)
         return token
+
+    @cached_property
+    def choices(self) -> list[tuple[int, float]]:
+        """The `choice` after every node, and its score: made together, and brought to the host at once."""
+        depths = self.tree.depths.tolist()
+        paths = (
+            [[*self.row.ids, *self.tree.path(node)] for node in range(len(depths))] if self.row.law.reads_path else []
+        )
+        noisy = self.row.law.scores(self.logits[: len(depths)], paths)
+        if self.row.sampling:
+            places = range(self.base, self.base + max(depths) + 1)
+            noise = torch.stack([self.row.coupling.at(place, noisy.shape[1], noisy.device) for place in places])
+            noisy = noisy + noise[on_device(depths, noisy.device)]
+        largest, tokens = noisy.max(-1)
+        scores, ids = torch.stack([largest.double(), tokens.double()]).tolist()
+        return list(zip(map(int, ids), scores, strict=True))
 
     def noise(self, node: int) -> Tensor | None:
         """Return the Gumbel noise (V,) that is added to the scores after a node; None when greedy."""
         if not self.row.sampling:
             return None
         position = self.base + int(self.tree.depths[node])
-        return self.row.coupling.take(position, self.logits.shape[1], self.logits.device)
+        return self.row.coupling.at(position, self.logits.shape[1], self.logits.device)
 
     def law(self, node: int) -> Probabilities:
         """Return the target's law after a node, float64 (V,)."""
@@ -142,7 +167,7 @@ class RowView:
             NumericalError: nothing can be chosen from them.
         """
         scores = self._processed(node)
-        self._check(scores.max(), node)
+        self._check(float(scores.max()), node)
         return scores
 
     def _processed(self, node: int) -> Tensor:
@@ -150,9 +175,9 @@ class RowView:
         paths = [[*row.ids, *self.tree.path(node)]] if row.law.reads_path else []
         return row.law.scores(self.logits[node : node + 1], paths)[0]
 
-    def _check(self, largest: Tensor, node: int) -> None:
+    def _check(self, largest: float, node: int) -> None:
         """Raise unless the largest score is a number: NaN wins a maximum, so this sees NaN, +inf and all -inf."""
-        if not isfinite(largest.item()):
+        if not isfinite(largest):
             raise NumericalError(
                 f"row {self.row.index}, step {self.row.step}: the target's logits after "
                 f"{self.base + int(self.tree.depths[node])} tokens are NaN, infinite or all -inf; nothing can be "

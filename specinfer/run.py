@@ -151,16 +151,26 @@ class Run:
         nodes = rung(1 + policy.max_nodes * max(1, len(decoder.drafts)))
         fed = rung(1 + policy.max_nodes * max(1, policy.max_depth))  # best-first feeds drafts nodes that it drops later
         taps = sorted({tap for draft in decoder.drafts for tap in getattr(draft, "taps", ())})
-        target = decoder.target.session(len(rows), first + nodes, most + nodes, taps)
+        target = decoder.target.session(len(rows), first + nodes, most + nodes, taps, decoder.graphs)
         states = target.prefill([prompt[:-1] for prompt in prompts])
         law = rows[0].law.without_prefix_readers()
         coupled = rows[0].sampling and isinstance(decoder.verifier, Walk)
         couplings = [row.coupling for row in rows] if coupled else ()
         drafts = []
         for number, draft in enumerate(decoder.drafts):
-            seeds = [row.seed for row in rows]
-            vocab_size = decoder.target.vocab_size
-            opening = Opening(prompts, first + fed, most + fed, vocab_size, number, law, seeds, couplings, taps, states)
+            opening = Opening(
+                prompts=prompts,
+                capacity=first + fed,
+                max_capacity=most + fed,
+                vocab_size=decoder.target.vocab_size,
+                draft=number,
+                law=law,
+                seeds=[row.seed for row in rows],
+                couplings=couplings,
+                taps=taps,
+                states=states,
+                graphs=decoder.graphs,
+            )
             drafts.append(Timed(draft.open(opening)))
         if isinstance(policy, Auto):
             policy.start(len(drafts), coupled)

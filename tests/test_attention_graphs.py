@@ -4,16 +4,19 @@ A CUDA graph bakes in whatever a pass does not read from its tensors: numbers of
 trace does the same (`torch.fx`'s ``make_fx``: operators over the same memory, numbers as they were), so it stands in.
 """
 
+import copy
+
 import pytest
 import torch
+from conftest import PROMPTS, plain
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from specinfer import BestFirst, SpeculativeDecoder, Widths
 from specinfer.attention import TreeCache, TreeSession, graphs, rung
 from specinfer.attention.graphs import SEEN, Graphs
+from specinfer.errors import InputError
 
-from .conftest import PROMPTS, plain
-
+NEW = 44  # tokens: every shape comes several times
 TREES = {"best-first": BestFirst(7, 3), "widths": Widths((2, 2))}
 
 
@@ -94,12 +97,30 @@ def replaying(monkeypatch):
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.8, "seed": 3}], ids=str)
 def test_replayed_texts_are_the_texts(replaying, target, near, tree, options):
     """Rows of different lengths, drafts and target replayed, caches that grow."""
-    wanted = [plain(target, prompt, 90) for prompt in PROMPTS] if not options["temperature"] else None
+    wanted = [plain(target, prompt, NEW) for prompt in PROMPTS] if not options["temperature"] else None
     decoder = SpeculativeDecoder(target, drafts=[near], tree=tree)
-    decoder.target.graphs = decoder.drafts[0].model.graphs = True
-    results = decoder.generate(PROMPTS, max_new_tokens=90, **options)
-    assert len(replaying) > 20  # of passes
-    decoder.target.graphs = decoder.drafts[0].model.graphs = False
-    again = decoder.generate(PROMPTS, max_new_tokens=90, **options)
+    decoder.graphs = True  # which asks for a GPU when it is made
+    results = decoder.generate(PROMPTS, max_new_tokens=NEW, **options)
+    assert len(replaying) > 10  # of passes
+    decoder.graphs = False
+    again = decoder.generate(PROMPTS, max_new_tokens=NEW, **options)
     assert [r.token_ids for r in results] == [r.token_ids for r in again]
     assert wanted is None or [r.token_ids for r in results] == wanted
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.8, "seed": 3}], ids=str)
+def test_graphs_on_a_gpu_write_the_same_texts(target, near, tree, options):
+    models = [copy.deepcopy(model).to("cuda") for model in (target, near)]
+    texts = []
+    for replay in (False, True):
+        decoder = SpeculativeDecoder(models[0], drafts=[models[1]], tree=tree, graphs=replay)
+        texts.append([result.token_ids for result in decoder.generate(PROMPTS, max_new_tokens=NEW, **options)])
+    assert texts[0] == texts[1]
+
+
+def test_graphs_need_a_gpu(target):
+    with pytest.raises(InputError, match="graphs=True is for GPUs, and the target is on the cpu"):
+        SpeculativeDecoder(target, drafts="ngram", graphs=True)

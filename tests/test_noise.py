@@ -89,15 +89,15 @@ def test_every_count_has_the_same_numbers():
         assert torch.equal(gumbel(3, count), noise[:count])
 
 
-def test_a_row_sees_the_same_noise_before_and_after_it_chooses():
-    """What a draft looked at is what the target takes; what was passed is not kept."""
+def test_noise_is_made_once_a_position():
+    """What a draft looked at is what the target chooses by; what was passed is not kept, and made again it is equal."""
     coupling, cpu = Coupling(5), torch.device("cpu")
-    ahead = [coupling.look(position, 9, cpu) for position in (3, 4, 5)]
-    assert coupling.look(4, 9, cpu) is ahead[1]
-    assert coupling.take(4, 9, cpu) is ahead[1]
-    assert list(coupling._ahead) == [(5, cpu)]
+    made = [coupling.at(position, 9, cpu) for position in (3, 4, 5)]
+    assert coupling.at(4, 9, cpu) is made[1]
+    coupling.forget(5)
+    assert list(coupling._made) == [(5, cpu)]
     for position in (3, 4, 5, 6):
-        assert torch.equal(coupling.take(position, 9, cpu), gumbel(key(5, COUPLING, position), 9))
+        assert torch.equal(coupling.at(position, 9, cpu), gumbel(key(5, COUPLING, position), 9))
 
 
 def test_gumbel_numbers_are_finite():

@@ -18,6 +18,7 @@ from transformers import (
 from specinfer import BestFirst, Chain, MultiStep, Sampled, SpeculativeDecoder, Verdict, Verifier, Walk, Widths
 from specinfer.errors import SamplingError
 from specinfer.noise import COUPLING, gumbel, key
+from specinfer.row import Row
 from specinfer.sampling import DEFAULT_MAX_NEW_TOKENS, Law, resolve
 from specinfer.tree import Kind
 
@@ -694,3 +695,26 @@ def test_an_end_of_text_token_ends_the_text_and_is_not_part_of_it(target, near):
     options = {"logits_processor": [following(script, 1)], "eos_token_id": EOS_TEXT, "max_new_tokens": 9}
     result = decoder.generate([1], **options)
     assert (result.text, result.token_ids) == ("yes", script)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "repetition_penalty": 1.3, "top_p": 0.9}], ids=str)
+def test_choices_made_together_are_those_made_one_by_one(monkeypatch, target, options):
+    """What a GPU is asked for at once, against what a CPU is asked node by node."""
+    seen = []
+    view = Row.view
+
+    def watched(row, tree, logits):
+        seen.append(made := view(row, tree, logits))
+        nodes = range(len(tree))
+        assert [token for token, _ in made.choices] == [made.choice(node) for node in nodes]
+        assert [score for _, score in made.choices] == pytest.approx([_largest(made, node) for node in nodes])
+        return made
+
+    monkeypatch.setattr(Row, "view", watched)
+    SpeculativeDecoder(target, drafts="ngram", tree=BestFirst(6, 3)).generate(PROMPTS, max_new_tokens=12, **options)
+    assert max(len(made.tree) for made in seen) > 3
+
+
+def _largest(view, node):
+    noise = view.noise(node)
+    return float((view.scores(node) + (0 if noise is None else noise)).max())

@@ -30,7 +30,7 @@ def compare(
         str | None,
         typer.Option(help="Small model for transformers' assisted generation.", show_default="the draft, if it is one"),
     ] = None,
-    methods: Annotated[str, typer.Option(help=f"Of {ALL_METHODS.replace(',', ', ')}.")] = METHODS,
+    methods: Annotated[str, typer.Option(help=f"Of {ALL_METHODS.replace(',', ', ')}, and on a GPU graphs.")] = METHODS,
     temperature: Annotated[list[float], typer.Option(help="0 = greedy. Repeat.")] = GREEDY,
     nodes: Annotated[int, typer.Option(help="Drafted nodes at most, of every fixed tree.")] = 16,
     depth: Annotated[int, typer.Option(help="Levels at most, of every fixed tree and of the sequence.")] = 8,

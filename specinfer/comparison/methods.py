@@ -26,6 +26,7 @@ OURS = {
     "sequence": "a chain; of several drafts' chains, the one that promises most",
     "tree": "best-first trees of all drafts, no deeper than the chain: at most as many draft passes",
     "auto": 'tree="auto"',
+    "graphs": 'tree="auto", passes replayed as CUDA graphs',
     "one-draft": "best-first trees of the first draft alone",
     "gate": f"best-first, where the target was sure of its last token (confidence_gate={GATE})",
 }
@@ -70,8 +71,8 @@ def build_methods(
     """
     model, best_first = decoder.target.model, BestFirst(nodes, depth)
 
-    def ours(tree: Policy | None, drafts: Sequence[Draft] = decoder.drafts, gate: float | None = None) -> Method:
-        own = SpeculativeDecoder(model, decoder.tokenizer, drafts, tree, confidence_gate=gate)
+    def ours(tree: Policy | None, drafts: Sequence[Draft] = decoder.drafts, **options: Any) -> Method:
+        own = SpeculativeDecoder(model, decoder.tokenizer, drafts, tree, **options)
         if tree is not None and own.policy is not tree:
             raise UnsupportedModel(own.notes[-1].partition(": ")[2])  # why it fell back to a chain
         return _ours(own)
@@ -95,7 +96,8 @@ def build_methods(
         "tree": lambda: ours(best_first),
         "auto": lambda: ours(Auto()),
         "one-draft": one_draft,
-        "gate": lambda: ours(best_first, gate=GATE),
+        "graphs": lambda: ours(Auto(), graphs=True),
+        "gate": lambda: ours(best_first, confidence_gate=GATE),
         "generate": lambda: _theirs(model),
         "assisted": assisted,
         "prompt-lookup": lambda: _theirs(model, prompt_lookup_num_tokens=LOOKUP_TOKENS),
