@@ -9,7 +9,7 @@ from specinfer.attention.check import ModelCheck, Support, check_model
 from specinfer.attention.graphs import rung
 from specinfer.attention.layout import Layout, lay_out_chains, lay_out_level, lay_out_trees, on_device
 from specinfer.attention.mask import AttentionSpec, attention_mask
-from specinfer.attention.model import TreeModel, TreeSession, evaluating, running
+from specinfer.attention.model import TreeModel, TreeSession, evaluating, resumed, running
 
 __all__ = [
     "AttentionSpec",
@@ -26,6 +26,7 @@ __all__ = [
     "lay_out_level",
     "lay_out_trees",
     "on_device",
+    "resumed",
     "rung",
     "running",
 ]

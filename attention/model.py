@@ -124,6 +124,15 @@ def evaluating(*models: Any) -> Iterator[None]:
 @contextmanager
 def running(*models: TreeModel) -> Iterator[None]:
     """Make models ready for passes: evaluating, layers packed and streamlined; afterwards they are as they were."""
+    for model in models:
+        packed(model.model).refresh()
+    with resumed(*models):
+        yield
+
+
+@contextmanager
+def resumed(*models: TreeModel) -> Iterator[None]:
+    """`running`, for models that ran before in this call: whether they changed since then is not looked at."""
     with torch.inference_mode(), evaluating(*(model.model for model in models)), ExitStack() as stack:
         for model in models:
             stack.enter_context(packed(model.model))

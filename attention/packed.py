@@ -12,9 +12,10 @@ their kind is known (`streamlined`).  Between passes the model is as it was.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from math import inf
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -53,8 +54,7 @@ class PackedLinears:
         self.decoders = [module for module in model.modules() if type(module) in FAMILY]
         self.stamps: list[tuple[int, int]] = []  # of weights and biases as they were packed
         self.products: dict[nn.Module, Forward] = {}  # by the first layer of a group
-        self.forwards: list[tuple[nn.Module, Forward]] = []  # the linear layers'
-        self.replaced: list[nn.Module] = []  # modules whose ``forward`` is not their own now
+        self.forwards: list[tuple[nn.Module, Callable[..., Any]]] = []  # what modules run inside
         self.users = 0  # `with` blocks under way: the model is packed in the outermost
 
     @property
@@ -64,29 +64,29 @@ class PackedLinears:
 
     def __enter__(self) -> None:
         if not self.users:
-            self._refresh()
-            whole = [(decoder, streamlined(decoder, self.products)) for decoder in self.decoders]
-            self.replaced = []
-            for module, forward in (*whole, *self.forwards):
-                if forward is not None and "forward" not in module.__dict__:
-                    module.__dict__["forward"] = forward
-                    self.replaced.append(module)
+            for module, forward in self.forwards:
+                module.__dict__.setdefault("forward", forward)
         self.users += 1
 
     def __exit__(self, *_error: object) -> None:
         self.users -= 1
         if not self.users:
-            for module in self.replaced:
-                module.__dict__.pop("forward", None)
+            for module, forward in self.forwards:
+                if module.__dict__.get("forward") is forward:
+                    del module.__dict__["forward"]
 
-    def _refresh(self) -> None:
-        """Pack layers whose weights are new or have changed since."""
+    def refresh(self) -> None:
+        """Pack layers whose weights are new or have changed, and look which modules still do what their class says."""
+        if self.users:
+            return
         if self._stamps() != self.stamps:
             self.groups = [group for group in self.groups if all(map(_is_plain, group))]  # not moved, not cast
             self.products = {group[0]: _packed(group) for group in self.groups}
-            forwards = [forward for group in self.groups for forward in _forwards(group, self.products[group[0]])]
-            self.forwards = list(zip(self.layers, forwards, strict=True))
             self.stamps = self._stamps()
+        parts = ((group, _forwards(group, self.products[group[0]])) for group in self.groups)
+        layers = chain.from_iterable(zip(group, forwards, strict=True) for group, forwards in parts)
+        whole = ((decoder, streamlined(decoder, self.products)) for decoder in self.decoders)
+        self.forwards = [(m, own) for m, own in (*whole, *layers) if own is not None and "forward" not in m.__dict__]
 
     def _stamps(self) -> list[tuple[int, int]]:
         return [_stamp(each) for layer in self.layers for each in (layer.weight, layer.bias) if each is not None]

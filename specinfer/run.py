@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specinfer.adapt import Auto
-from specinfer.attention import TreeModel, TreeSession, rung, running
+from specinfer.attention import TreeModel, TreeSession, resumed, rung, running
 from specinfer.draft import DraftSession, Opening
 from specinfer.errors import InputError, SpecinferError
 from specinfer.loop import decode
@@ -101,12 +101,12 @@ class Run:
     def _run(self) -> Generator[list[tuple[Row, Step]]]:
         started = perf_counter()
         models = self.models()
-        with running(*models):  # only while passes run: a paused run leaves the models as they were
+        with running(*models):  # only while passes run: between steps the models are as they were
             target, drafts = self.open_sessions()
         self._clock(started, target, drafts)
         steps = decode(target, drafts, self.decoder.policy, self.decoder.verifier, self.rows)
         while True:
-            with running(*models):
+            with resumed(*models):
                 emitted = next(steps, None)
             if emitted is None:
                 return

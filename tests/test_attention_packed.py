@@ -25,6 +25,7 @@ def layers() -> nn.Sequential:
 
 @contextmanager
 def using(model: nn.Module) -> Iterator[None]:
+    packed(model).refresh()
     with packed(model):
         yield
 

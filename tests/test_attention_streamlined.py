@@ -141,6 +141,7 @@ def test_packed_models_are_streamlined_while_passes_run() -> None:
     layer, ids = model.model.layers[0], torch.arange(20)[None]
     with torch.inference_mode():
         plain = model(ids).logits
+        packed(model).refresh()
         with packed(model):
             if not packed(model).forwards:
                 pytest.skip("oneDNN multiplies no bfloat16 on this CPU")
@@ -154,11 +155,13 @@ def test_what_is_changed_between_passes_is_honoured() -> None:
     """A hook, or a forward of one's own, put in after the model was packed once."""
     model, seen = model_of(LlamaConfig(**SIZES)).to(torch.bfloat16), []
     first, second = model.model.layers
+    packed(model).refresh()
     with packed(model):
         pass
     first.self_attn.register_forward_hook(lambda *_: seen.append("hook"))
     own = second.forward
     second.forward = lambda *args, **options: seen.append("own") or own(*args, **options)
+    packed(model).refresh()
     with packed(model), torch.inference_mode():
         model(torch.arange(5)[None])
     assert seen == ["hook", "own"]
