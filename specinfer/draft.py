@@ -195,7 +195,7 @@ class ModelDraftSession:
 
         Greedy: by q.  Coupled: the target will emit argmax(log p + g), so candidates are ranked by s log q + g with
         the same Gumbel noise g, and a softmax of those sums estimates which of them it will be.  The sharpness s is 1
-        for q = p; but where q errs, g finds the tokens that it overrates, so the more it errs the more s exceeds 1.
+        for q = p; but a draft that does not know p learns the mean of what p may be, which is flatter.
         """
         logits = self._logits(frontier)
         if not self.couplings:

@@ -148,14 +148,16 @@ def test_sampled_laws_are_the_warped_law_of_a_fresh_pass(far):
         assert law.dtype == "float64"
 
 
-def test_coupled_candidates_are_ranked_by_the_targets_own_noise(far):
-    """The first child is argmax(log q + g) with the noise of the position it would have."""
+@pytest.mark.parametrize("sharpness", [1.0, 1.5])
+def test_coupled_candidates_are_ranked_by_the_targets_own_noise(far, sharpness):
+    """The first child is argmax(s log q + g) with the noise of the position it would have."""
     ids = list(PROMPTS[0])
     session = ModelDraft(far).open(opening([ids], coupled=True, temperature=1.0, top_k=0))
+    session.sharpness = sharpness
     tree = session.propose(Chain(3), 3)[0]
     for token in tree.path(len(tree) - 1):
         noise = gumbel(key(9, COUPLING, len(ids)), VOCAB)
-        assert token == int((fresh(far, ids) + noise).argmax())
+        assert token == int((sharpness * fresh(far, ids) + noise).argmax())
         ids.append(int(token))
 
 

@@ -130,6 +130,21 @@ def test_tokens_that_an_earlier_draft_proposes_first_weigh_less(target, shards, 
     assert second["steps"] > 0
 
 
+def test_sharpness_is_what_flat_laws_lack(target, shards, tmp_path, monkeypatch):
+    """1 where the head knows the target's law; as much as its logits are smaller, where they are."""
+    trained(target, shards, tmp_path / "1")
+    draft = FeatureDraft.load(tmp_path / "1")
+    assert draft.sharpness in train.SHARPNESS
+    head, texts = draft.head.to(target.dtype).bind(target), Texts(shards, 0.5)
+    for flatness in (1, 1.4):
+        monkeypatch.setattr(
+            train,
+            "_first_logits",
+            lambda own, batch, flatness=flatness: own.logits(batch.states[:, 1:, -1][batch.learn]) / flatness,
+        )
+        assert train.fit_sharpness(head, texts, SETTINGS) == pytest.approx(flatness, abs=0.11)
+
+
 def test_a_deeper_draft_starts_as_the_earlier_one(target, shards, tmp_path):
     trained(target, shards, tmp_path / "1")
     earlier = FeatureDraft.load(tmp_path / "1").head.to(target.dtype).bind(target)

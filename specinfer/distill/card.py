@@ -125,7 +125,7 @@ def write_card(
         data: what it was trained on.
         training: how.
         figures: what training returned: ``history`` (dicts of step, loss, held_out), ``hits[step][k - 1]`` and, for a
-            trimmed vocabulary, ``coverage``.
+            trimmed vocabulary, ``coverage`` and ``sharpness``.
         earlier: folders of the drafts that it complements.
 
     Raises:
@@ -191,7 +191,10 @@ def _loss_rows(history: Sequence[dict[str, Any]]) -> list[str]:
 def _coverage(figures: dict[str, Any]) -> str:
     if "coverage" not in figures:
         return ""
-    return f"\nIts vocabulary covers {figures['coverage']:.1%} of the tokens that it was trained on.\n"
+    return (
+        f"\nIts vocabulary covers {figures['coverage']:.1%} of the tokens that it was trained on. Its sharpness is "
+        f"{figures['sharpness']:g}: by so much its law counts for more than noise that it shares with the target.\n"
+    )
 
 
 def _by_file(prompts: Sequence[Prompt]) -> dict[str, int]:

@@ -62,7 +62,7 @@ class TextSettings:
 
     samples: int | None = None  # texts; None: one per prompt
     new_tokens: int = 144
-    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)  # take turns over prompts
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)  # take turns over prompts; no top_k, top_p: text like any law's
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -273,7 +273,8 @@ def _continue(
 ) -> tuple[list[list[int]], list[Tensor]]:
     """Let the target continue prompts; return ids and states of whole texts."""
     prompts, seeds = [job.ids for job in batch], [job.seed or 0 for job in batch]
-    run = decoder.open(prompts, max_new_tokens=new_tokens, temperature=batch[0].temperature, seed=seeds)
+    law: dict[str, Any] = {"temperature": batch[0].temperature} | ({"top_k": 0, "top_p": 1.0} if batch[0].temperature else {})
+    run = decoder.open(prompts, max_new_tokens=new_tokens, seed=seeds, **law)
     for row in run.rows:
         row.stopping = OneLate(row.stopping)
     run.finish()

@@ -27,6 +27,7 @@ from torch.nn import functional
 from transformers import DynamicCache, LlamaConfig
 
 from specinfer.distill.data import Batch, Texts, endless
+from specinfer.draft import CANDIDATES
 from specinfer.errors import NumericalError
 from specinfer.feature_head import FeatureHead, head_config
 from specinfer.files import storing
@@ -34,6 +35,8 @@ from specinfer.heads import FeatureDraft, target_fingerprint
 
 RANKS = 5  # hit rates are measured for the 1, 2, ... RANKS first proposals
 RATES = 1.0, 1 / 3  # of the optimisers: shares of the learning rate
+SHARPNESS = [1 + step / 20 for step in range(21)]  # tried for a head, see `fit_sharpness`
+SHARPNESS_BATCHES = 8  # of held-out text that it is tried on
 Progress = Callable[[int, int, dict[str, Any]], None]  # steps done, steps in all, figures
 
 
@@ -182,18 +185,23 @@ class EarlierDrafts:
         """Return the weight (N,) of every token to learn: small where an earlier draft proposes it first."""
         tokens = batch.ids[:, 1:][batch.learn]
         weights = torch.ones(len(tokens), device=tokens.device)
-        columns = torch.arange(batch.ids.shape[1] - 1, device=tokens.device)
         for head in self.heads:
-            output = head(
-                batch.ids[:, :-1],
-                (columns[:, None] >= columns)[None, None],
-                columns.expand(len(batch.ids), -1),
-                target_states=batch.states[:, :-1],
-                logits_to_keep=columns[:0],
-            )
-            first = head.token_ids[head.logits(output.hidden_states[0][batch.learn]).argmax(-1)]
+            first = head.token_ids[_first_logits(head, batch).argmax(-1)]
             weights[first == tokens] = self.settings.boost
         return weights
+
+
+def _first_logits(head: FeatureHead, batch: Batch) -> Tensor:
+    """Return a head's logits (N, V') of the N tokens to learn, fed with the target's states."""
+    columns = torch.arange(batch.ids.shape[1] - 1, device=batch.ids.device)
+    output = head(
+        batch.ids[:, :-1],
+        (columns[:, None] >= columns)[None, None],
+        columns.expand(len(batch.ids), -1),
+        target_states=batch.states[:, :-1],
+        logits_to_keep=columns[:0],
+    )
+    return head.logits(output.hidden_states[0][batch.learn])
 
 
 def train_head(
@@ -230,9 +238,33 @@ def train_head(
     judges = EarlierDrafts(earlier, target, settings)
     figures = _optimise(Unrolled(head.bind(target), settings), texts, judges, out, settings, progress)
     figures["coverage"] = counts[token_ids].sum().item() / counts.sum().item()
+    figures["sharpness"] = fit_sharpness(head, texts, settings)
     if _writes():
-        FeatureDraft(head, target_fingerprint(target, tokenizer), out.name).save(out)
+        FeatureDraft(head, target_fingerprint(target, tokenizer), out.name, figures["sharpness"]).save(out)
     return figures
+
+
+@torch.no_grad()
+def fit_sharpness(head: FeatureHead, texts: Texts, settings: Settings) -> float:
+    """Return the sharpness under which a head best foretells choices by noise that it shares.
+
+    At held-out places, tokens are chosen anew by the target's law and Gumbel noise.  Of `SHARPNESS`, that one is
+    returned with which the head's first candidate is right most often (see `ModelDraftSession.top`).
+    """
+    device = head.mix.weight.device
+    chance = torch.Generator(device).manual_seed(settings.seed)
+    sharpness = torch.tensor(SHARPNESS, device=device)
+    hits = torch.zeros_like(sharpness)
+    for chosen in texts.batches(texts.held_out, settings.tokens_per_batch, None)[:SHARPNESS_BATCHES]:
+        batch = Batch(*(column.to(device) for column in texts.load(chosen)))
+        with torch.autocast(device.type, torch.bfloat16):
+            q, p = _first_logits(head, batch).float(), head.logits(batch.states[:, 1:, -1][batch.learn]).float()
+        noise = -torch.empty_like(p).exponential_(generator=chance).log()
+        values, tokens = q.topk(min(CANDIDATES, q.shape[1]))
+        right = tokens == (p + noise).argmax(-1, keepdim=True)
+        first = (sharpness[:, None, None] * values + noise.gather(1, tokens)).argmax(-1)  # (S, N)
+        hits += right.gather(1, first.T).sum(0)
+    return round(float(sharpness[hits.argmax()]), 2)
 
 
 def train_causal_lm(
