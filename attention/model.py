@@ -213,7 +213,10 @@ class TreeSession:
         if not self.taps:
             return [None] * len(paths)
         states, self.tapped = torch.cat(self.tapped, 1) if self.tapped else None, []
-        return [None if path is None or states is None else states[row, list(path)] for row, path in enumerate(paths)]
+        return [
+            None if path is None or states is None else states[row].index_select(0, on_device([*path], states.device))
+            for row, path in enumerate(paths)
+        ]
 
     @torch.inference_mode()
     def _forward(

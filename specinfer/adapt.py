@@ -129,7 +129,7 @@ class Auto:
         rows, ranks = len(accepted), self.habits.ranks[draft]
         levels, price = self.asking_levels[draft], self._price(rows)
         cost = levels.slope * price if levels.known and price else LEVEL_PRICE * rows
-        node = self._node_price(rows)
+        node = (price or 0.0) * self.line.slope
         gains = [[ranks.surplus(depth, chance, node) for chance in row] for row in accepted]
         if sum(map(sum, gains)) <= cost:
             return 0
@@ -253,7 +253,7 @@ class Auto:
 
     def _credit(self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], asked: int) -> None:
         """Credit every coalition of the drafts that were asked with what it would have done alone."""
-        rows = [(tree.proposers(), path) for tree, path in zip(trees, paths, strict=True)]
+        rows = [(tree.proposers, path) for tree, path in zip(trees, paths, strict=True)]
         for drafts in subsets(asked):
             tokens = [reach((proposers[node] for node in path), drafts) for proposers, path in rows]
             nodes = max(sum(1 for mask in proposers if mask & drafts) for proposers, _ in rows)

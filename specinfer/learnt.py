@@ -123,7 +123,7 @@ class Calibration:
             tree: all that was drafted, whether the target scored it or not.
             tokens: what the row emitted; every child along them was right or wrong.
         """
-        proposers, scores = tree.proposers(), tree.scores.tolist()
+        proposers, scores = tree.proposers, tree.scores.tolist()
         self.masks.update(proposers)
         node = 0  # the children's parent
         for depth, family, right in walked(tree, tokens):
@@ -143,7 +143,7 @@ class Calibration:
         """Return for each node of a merged tree the probability that its path is accepted; 1 at the root."""
         scores, columns = tree.scores.tolist(), zip(tree.parents.tolist(), tree.depths.tolist(), strict=True)
         reached = [1.0]
-        for node, ((parent, depth), mask) in enumerate(zip(columns, tree.proposers(), strict=True)):
+        for node, ((parent, depth), mask) in enumerate(zip(columns, tree.proposers, strict=True)):
             if node:
                 edge = scores[node] - scores[parent]
                 counts = self.counts.get((mask, min(depth, self.DEPTHS), _bin(edge)), (0.0, 0.0))
@@ -267,7 +267,7 @@ class Habits:
         self.calibration.forget()
         for tree, emitted in zip(trees, tokens, strict=True):
             self.calibration.observe(tree, emitted)
-            proposers = tree.proposers()
+            proposers = tree.proposers
             for depth, children, right in walked(tree, emitted):
                 tried = reduce(or_, (proposers[child] for child in children), 0)
                 chosen = dict(tree.draws[right]) if right else {}  # rank by draft

@@ -270,7 +270,7 @@ def contribution(steps: Iterable[Step], draft: int, name: str, passes: int, seco
     """Return what the draft with this id did in the steps, of one row or of several."""
     tokens = only = 0
     for step in steps:
-        proposers = step.tree.proposers()
+        proposers = step.tree.proposers
         path = [proposers[node] for node in step.path[: len(step.tokens)]]
         tokens += sum(mask >> draft & 1 for mask in path)
         only += len(path) - reach(path, ~(1 << draft))

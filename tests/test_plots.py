@@ -187,7 +187,7 @@ def test_every_node_is_drawn_once(tree: TokenTree) -> None:
     assert len(drawn(ax, "probability-")) == tree.num_drafted
     assert sum(len(edges.get_segments()) for edges in drawn(ax, "edges")) == tree.num_drafted
     marks = sum(len(marks.get_offsets()) for marks in drawn(ax, "draft-"))
-    assert marks == sum(mask.bit_count() for mask in tree.proposers())
+    assert marks == sum(mask.bit_count() for mask in tree.proposers)
     plt.close("all")
 
 

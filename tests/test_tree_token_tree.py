@@ -125,7 +125,7 @@ def test_best_of_a_sampled_tree_is_refused() -> None:
 
 def test_proposers_are_bit_masks() -> None:
     tree = TokenTree.from_nodes(1, [4, 2], [-1, -1], [-1.0, -2.0], [[Draw(0, 0), Draw(2, 0)], [Draw(0, 1)]])
-    assert tree.proposers() == [0, 0b101, 0b001]
+    assert tree.proposers == [0, 0b101, 0b001]
 
 
 def test_draws_under_a_node_drawn_twice_come_one_frontier_entry_after_the_other() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from math import exp, inf, isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -210,8 +211,9 @@ class TokenTree(Shown):
         kept = [-1, *(place[parents[node]] for node in keep[1:])]
         return TokenTree(self.tokens[keep], np.array(kept), self.scores[keep], _renumbered(kept, self.draws, keep))
 
+    @cached_property
     def proposers(self) -> list[int]:
-        """Return per node, as a bit mask, the drafts that drew it: bit d for draft d, 0 at the root."""
+        """Per node, as a bit mask, the drafts that drew it: bit d for draft d, 0 at the root."""
         return [sum(1 << draft for draft in {draw.draft for draw in draws}) for draws in self.draws]
 
     def without_laws(self) -> TokenTree:

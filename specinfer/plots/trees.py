@@ -153,7 +153,7 @@ def _draw_node(ax: Axes, place: tuple[float, float], label: str, role: str, scal
 
 def _draw_proposers(ax: Axes, tree: TokenTree, places: Sequence[tuple[float, float]], scale: float) -> list[int]:
     """Mark the nodes with the drafts that proposed them; return the drafts that proposed any."""
-    proposers = tree.proposers()
+    proposers = tree.proposers
     present = [draft for draft in range(max(proposers).bit_length()) if any(mask >> draft & 1 for mask in proposers)]
     for draft in present:
         nodes = [node for node, mask in enumerate(proposers) if mask >> draft & 1]
