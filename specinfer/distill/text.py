@@ -273,10 +273,9 @@ def _continue(
 ) -> tuple[list[list[int]], list[Tensor]]:
     """Let the target continue prompts; return ids and states of whole texts."""
     prompts, seeds = [job.ids for job in batch], [job.seed or 0 for job in batch]
-    law: dict[str, Any] = {"temperature": batch[0].temperature} | (
-        {"top_k": 0, "top_p": 1.0} if batch[0].temperature else {}
-    )
-    run = decoder.open(prompts, max_new_tokens=new_tokens, seed=seeds, **law)
+    temperature = batch[0].temperature
+    whole: dict[str, Any] = {"top_k": 0, "top_p": 1.0} if temperature else {}
+    run = decoder.open(prompts, max_new_tokens=new_tokens, temperature=temperature, seed=seeds, **whole)
     for row in run.rows:
         row.stopping = OneLate(row.stopping)
     run.finish()
