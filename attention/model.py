@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -214,7 +215,7 @@ class TreeSession:
             return [None] * len(paths)
         states, self.tapped = torch.cat(self.tapped, 1) if self.tapped else None, []
         return [
-            None if path is None or states is None else states[row].index_select(0, on_device([*path], states.device))
+            None if path is None or states is None else states[row, on_device(np.array(path, np.int64), states.device)]
             for row, path in enumerate(paths)
         ]
 
