@@ -3,15 +3,18 @@
 Knows: which shapes were met, tensors that must lie where a graph reads them.  Does not know: trees, models, caches.
 
 A GPU is done with the many small kernels of a pass over a few tokens before a CPU has launched them; a graph launches
-them all at once.  It holds for one set of shapes, so passes come in few: a pass's tokens and the slots it attends to
-are rounded up to a `rung`.
+them all at once.  It holds for one set of shapes, so passes come in few: the slots that a pass attends to are rounded
+up to a `rung`, and so are its tokens where nothing follows it in its step; levels of a tree have sizes of their own.
 """
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from specinfer.errors import UnsupportedModel
 
 Tensors = dict[str, Tensor]
 Pass = Callable[[Tensors], tuple[Tensor, ...]]
@@ -34,8 +37,8 @@ class Graphs:
         capture: records the pass over tensors, and returns what runs it again over whatever they hold then.
     """
 
-    def __init__(self, run: Pass, capture: "Capture | None" = None) -> None:
-        self.run, self.capture = run, capture or cuda_graph
+    def __init__(self, run: Pass, capture: Capture | None = None) -> None:
+        self.run, self.capture = run, capture or CudaCapture()
         self.seen: Counter[Hashable] = Counter()
         self.made: dict[Hashable, tuple[Tensors, Callable[[], tuple[Tensor, ...]]]] = {}
         self.memory: Hashable = None  # what `made` was captured over
@@ -58,14 +61,31 @@ class Graphs:
         return tuple(output.clone() for output in replay())  # the next replay overwrites them
 
 
-def cuda_graph(run: Pass, places: Tensors) -> Callable[[], tuple[Tensor, ...]]:
-    """Capture a pass on a GPU (`torch.cuda.CUDAGraph`)."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = run(places)
+class CudaCapture:
+    """Captures passes on a GPU (`torch.cuda.CUDAGraph`), all in one pool of memory: they never run side by side."""
 
-    def replay() -> tuple[Tensor, ...]:
-        graph.replay()
-        return outputs
+    def __init__(self) -> None:
+        self.pool: Any = None
 
-    return replay
+    def __call__(self, run: Pass, places: Tensors) -> Callable[[], tuple[Tensor, ...]]:
+        """Capture a pass.
+
+        Raises:
+            UnsupportedModel: it waits for the device, or does what else a graph cannot hold.
+        """
+        device = next(iter(places.values())).device
+        with torch.cuda.device(device):
+            self.pool = self.pool or torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph, self.pool, torch.cuda.Stream(device)):
+                    outputs = run(places)
+            except RuntimeError as error:
+                reason = str(error).splitlines()[0]
+                raise UnsupportedModel(f"a pass cannot be captured ({reason}): leave out graphs") from error
+
+        def replay() -> tuple[Tensor, ...]:
+            graph.replay()
+            return outputs
+
+        return replay

@@ -41,7 +41,7 @@ class Layout(NamedTuple):
 
 
 def on_device(values: Any, device: torch.device) -> Tensor:
-    """Return numbers as a tensor, without waiting for the device."""
+    """Return numbers as a tensor on a device, without asking to wait for its work."""
     return torch.as_tensor(values).to(device, non_blocking=True)
 
 

@@ -81,7 +81,7 @@ class _Layer:
             query = query.unflatten(1, (self.shared, -1)).squeeze(3)
         mixed = functional.scaled_dot_product_attention(
             query, key, value, attention_mask, is_causal=causal, scale=self.scale, enable_gqa=True
-        ).view(*hidden_states.shape[:1], self.queries, *hidden_states.shape[1:2], self.dim)
+        ).reshape(*hidden_states.shape[:1], self.queries, *hidden_states.shape[1:2], self.dim)
         hidden = hidden_states + self.output(mixed.transpose(1, 2).flatten(2))
         gate, up = self.widen(_normalised(hidden, self.norms[1])).chunk(2, -1)
         return hidden + self.narrow(functional.silu(gate) * up)

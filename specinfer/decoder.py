@@ -44,8 +44,8 @@ class SpeculativeDecoder:
             sampled ones.
         confidence_gate: between 0 and 1; nothing is drafted after a token of its own to which the target gave a
             smaller probability.  A published trick, for comparison; None, the default, is no gate.
-        graphs: replay passes over a few tokens as CUDA graphs (`attention.graphs`).  It has not run on a GPU yet, so
-            compare texts with and without.
+        graphs: replay passes over a few tokens as CUDA graphs (`attention.graphs`), captured anew in every call, so for
+            long texts.  It has not run on a GPU yet: compare texts with and without.
 
     Raises:
         InputError: what cannot be a draft, a tree or a gate; graphs without a GPU.
@@ -69,10 +69,6 @@ class SpeculativeDecoder:
         self.tokenizer = tokenizer
         self.confidence_gate = _checked_gate(confidence_gate)
         self.graphs = graphs
-        if graphs and self.target.device.type != "cuda":
-            raise InputError(
-                f"graphs=True is for GPUs, and the target is on the {self.target.device.type}: leave it out"
-            )
         policy = _as_policy(tree)
         self.drafts = self._ready(_as_list(drafts)) if tree is not None else []
         self.verifier = verifier or (Walk() if policy.kind is Kind.RANKED else MultiStep(policy.kind is Kind.IID))
@@ -81,6 +77,8 @@ class SpeculativeDecoder:
         for draft in self.drafts:
             if hasattr(draft, "attach"):
                 draft.attach(self.target, tokenizer)
+        if graphs and (elsewhere := {model.device.type for model in self.networks} - {"cuda"}):
+            raise InputError(f"graphs=True is for GPUs, and a model is on the {', '.join(elsewhere)}: leave it out")
         self.policy = self._supported_policy(policy)
         self.verifier.check(self.policy.kind)
 
@@ -109,6 +107,12 @@ class SpeculativeDecoder:
             for draft in _as_list(drafts)
         ]
         return cls(loaded.model, loaded.tokenizer, ready, tree, verifier, confidence_gate, graphs)
+
+    @property
+    def networks(self) -> list[TreeModel]:
+        """All that runs passes: the target, and drafts that are models or heads."""
+        owned = (getattr(draft, "model", None) for draft in self.drafts)
+        return [self.target, *(model for model in owned if isinstance(model, TreeModel))]
 
     def generate(self, prompt: Prompt, *, streamer: Any = None, **options: Any) -> Any:
         """Generate to the end.

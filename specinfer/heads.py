@@ -13,6 +13,7 @@ the latter cut to the rows of the head's own vocabulary (FR-Spec, arXiv 2502.148
 import hashlib
 import json
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from specinfer.attention import TreeModel, lay_out_level
+from specinfer.attention import TreeModel, lay_out_level, on_device
 from specinfer.draft import ModelDraftSession, Opening
 from specinfer.errors import ModelError, TokenizerMismatch
 from specinfer.feature_head import FeatureHead, head_config
@@ -75,7 +76,10 @@ class FeatureDraft:
             weights = load_file(folder / "model.safetensors")
             head = FeatureHead(head_config(**record["head"]), weights["token_ids"].long())
             head.load_state_dict({name: w.to(head.state_dict()[name].dtype) for name, w in weights.items()})
-            return cls(head, record["fingerprint"], record["name"], float(record.get("sharpness", 1.0)))
+            sharpness = float(record.get("sharpness", 1.0))
+            if not 0 < sharpness < inf:
+                raise ValueError(f"its sharpness is {sharpness}")
+            return cls(head, record["fingerprint"], record["name"], sharpness)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             raise _unreadable(folder, error) from error
 
@@ -129,7 +133,7 @@ class FeatureDraftSession(ModelDraftSession):
         self.session = model.session(len(opening.prompts), opening.capacity, opening.max_capacity, (0,), opening.graphs)
         self.token_ids = model.model.token_ids
         self.vocab_size = len(self.token_ids)
-        self.places = [list(opening.taps).index(tap) for tap in taps]
+        self.places = on_device([list(opening.taps).index(tap) for tap in taps], self.device)
         nothing = torch.zeros(1, len(taps), model.model.config.hidden_size, dtype=model.dtype, device=model.device)
         self.states = [  # per row, the target's states that chose the tokens it lacks; none chose the first
             [nothing] if states is None else [nothing, states[:, self.places]] for states in opening.states

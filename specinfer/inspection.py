@@ -382,10 +382,10 @@ class _Prefix:
         decoder.policy = policy
         row = self.witness.row(self.number)
         run = Run(decoder, [row], single=True)
-        with running(*run.models()):
+        with running(*run.decoder.networks):
             _, drafts = run.open_sessions()
             tree = propose(drafts, policy, [row])[0]
-        _check_branches(decoder.models(), tree)
+        _check_branches(decoder.networks(), tree)
         return tree
 
 

@@ -54,16 +54,16 @@ class Coupling:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self._made: dict[tuple[int, torch.device], Tensor] = {}
+        self._made: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def at(self, position: int, count: int, device: torch.device) -> Tensor:
         """Return the noise (count,) of all tokens at a position."""
-        place = position, device
+        place = position, count, device
         if place not in self._made:
             self._made[place] = gumbel(key(self.seed, COUPLING, position), count, device)
         return self._made[place]
 
-    def forget(self, end: int) -> None:
+    def forget(self, end: float) -> None:
         """Keep no noise of positions before the end."""
         self._made = {place: noise for place, noise in self._made.items() if place[0] >= end}
 

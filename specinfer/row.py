@@ -6,7 +6,7 @@ Does not know: models, caches, drafts, the other rows.
 
 from collections.abc import Sequence
 from functools import cached_property
-from math import isfinite
+from math import inf, isfinite
 
 import numpy as np
 import torch
@@ -77,7 +77,7 @@ class Row:
             self.finished = self.stopping.reason(self.ids, len(self.ids) - self.prompt_length)
             if self.finished:
                 break
-        self.coupling.forget(len(self.ids))
+        self.coupling.forget(inf if self.finished else len(self.ids))
         drafted_by = [
             tuple(dict.fromkeys(self.draft_names[draw.draft] for draw in tree.draws[i])) for i in verdict.path
         ]
@@ -127,7 +127,7 @@ class RowView:
             noise = torch.stack([self.row.coupling.at(place, noisy.shape[1], noisy.device) for place in places])
             noisy = noisy + noise[on_device(depths, noisy.device)]
         largest, tokens = noisy.max(-1)
-        scores, ids = torch.stack([largest.double(), tokens.double()]).tolist()
+        scores, ids = torch.stack([largest, tokens.to(largest.dtype)]).tolist()
         return list(zip(map(int, ids), scores, strict=True))
 
     def noise(self, node: int) -> Tensor | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specinfer.adapt import Auto
-from specinfer.attention import TreeModel, TreeSession, resumed, rung, running
+from specinfer.attention import TreeSession, resumed, rung, running
 from specinfer.draft import DraftSession, Opening
 from specinfer.errors import InputError, SpecinferError
 from specinfer.loop import decode
@@ -78,10 +78,11 @@ class Run:
         if streamer is not None:
             streamer.put(torch.tensor([self.rows[0].ids]))
         try:
-            with running(*self.models()):  # once, not once a step
+            with running(*self.decoder.networks):  # once, not once a step
                 for emitted in self:
                     if streamer is not None:
-                        streamer.put(torch.tensor(emitted[0][1].tokens))
+                        with torch.inference_mode(False):
+                            streamer.put(torch.tensor(emitted[0][1].tokens))
         except SpecinferError as error:
             error.partial = tuple(self.results())
             raise
@@ -93,14 +94,9 @@ class Run:
         """Return one result per row, of what was decoded so far."""
         return [self._result(row) for row in self.rows]
 
-    def models(self) -> list[TreeModel]:
-        """Return every model that runs: the target and those of the drafts."""
-        owned = (getattr(draft, "model", None) for draft in self.decoder.drafts)
-        return [self.decoder.target, *(model for model in owned if isinstance(model, TreeModel))]
-
     def _run(self) -> Generator[list[tuple[Row, Step]]]:
         started = perf_counter()
-        models = self.models()
+        models = self.decoder.networks
         with running(*models):  # only while passes run: between steps the models are as they were
             target, drafts = self.open_sessions()
         self._clock(started, target, drafts)

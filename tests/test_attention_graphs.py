@@ -86,7 +86,7 @@ def replaying(monkeypatch):
         replay = traced(run, places)
         return lambda: (count.append(1), replay())[1]
 
-    monkeypatch.setattr(graphs, "cuda_graph", capture)
+    monkeypatch.setattr(graphs, "CudaCapture", lambda: capture)
     monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # whose tensors cannot be traced
     for owner, name in ((TreeSession, "_forward"), (TreeCache, "keep")):
         monkeypatch.setattr(owner, name, torch.no_grad()(getattr(owner, name).__wrapped__))
@@ -122,5 +122,5 @@ def test_graphs_on_a_gpu_write_the_same_texts(target, near, tree, options):
 
 
 def test_graphs_need_a_gpu(target):
-    with pytest.raises(InputError, match="graphs=True is for GPUs, and the target is on the cpu"):
+    with pytest.raises(InputError, match="graphs=True is for GPUs, and a model is on the cpu"):
         SpeculativeDecoder(target, drafts="ngram", graphs=True)

@@ -95,7 +95,7 @@ def test_noise_is_made_once_a_position():
     made = [coupling.at(position, 9, cpu) for position in (3, 4, 5)]
     assert coupling.at(4, 9, cpu) is made[1]
     coupling.forget(5)
-    assert list(coupling._made) == [(5, cpu)]
+    assert list(coupling._made) == [(5, 9, cpu)]
     for position in (3, 4, 5, 6):
         assert torch.equal(coupling.at(position, 9, cpu), gumbel(key(5, COUPLING, position), 9))
 

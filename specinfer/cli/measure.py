@@ -15,7 +15,7 @@ from specinfer.cli.terminal import quieten
 
 GREEDY = [0.0]
 METHODS = "incremental,sequence,tree,assisted,prompt-lookup"
-ALL_METHODS = "incremental,sequence,tree,auto,one-draft,gate,generate,assisted,prompt-lookup"
+BENCH_METHODS = "incremental,sequence,tree,auto,one-draft,gate,generate,assisted,prompt-lookup"
 
 
 def compare(
@@ -30,7 +30,7 @@ def compare(
         str | None,
         typer.Option(help="Small model for transformers' assisted generation.", show_default="the draft, if it is one"),
     ] = None,
-    methods: Annotated[str, typer.Option(help=f"Of {ALL_METHODS.replace(',', ', ')}, and on a GPU graphs.")] = METHODS,
+    methods: Annotated[str, typer.Option(help=f"Of {BENCH_METHODS.replace(',', ', ')}, graphs (GPU).")] = METHODS,
     temperature: Annotated[list[float], typer.Option(help="0 = greedy. Repeat.")] = GREEDY,
     nodes: Annotated[int, typer.Option(help="Drafted nodes at most, of every fixed tree.")] = 16,
     depth: Annotated[int, typer.Option(help="Levels at most, of every fixed tree and of the sequence.")] = 8,
@@ -92,7 +92,7 @@ def _preset(command: Callable[..., None], doc: str, **defaults: Any) -> Callable
 bench = _preset(
     compare,
     "Compare all methods, greedy and sampling, with hit rates: `compare` with a benchmark's defaults.",
-    methods=ALL_METHODS,
+    methods=BENCH_METHODS,
     temperature=[0.0, 1.0],
     nodes=32,
     max_new_tokens=128,

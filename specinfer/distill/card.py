@@ -146,7 +146,7 @@ def write_card(
         ranks=" | ".join(f"top-{k}" for k in range(1, len(hits[0]) + 1)),
         rules="|".join(["---"] * len(hits[0])),
         hits="\n".join(f"| {i} | {' | '.join(f'{rate:.3f}' for rate in row)} |" for i, row in enumerate(hits, 1)),
-        coverage=_coverage(figures),
+        coverage=_vocabulary(figures),
     )
     write_whole(folder / "README.md", text)
 
@@ -188,12 +188,12 @@ def _loss_rows(history: Sequence[dict[str, Any]]) -> list[str]:
     return [f"| {entry['step']} | {entry['loss']:.4f} | {entry['held_out'][0][0]:.3f} |" for entry in chosen]
 
 
-def _coverage(figures: dict[str, Any]) -> str:
+def _vocabulary(figures: dict[str, Any]) -> str:
     if "coverage" not in figures:
         return ""
     return (
-        f"\nIts vocabulary covers {figures['coverage']:.1%} of the tokens that it was trained on. Its sharpness is "
-        f"{figures['sharpness']:g}: by so much its law counts for more than noise that it shares with the target.\n"
+        f"\nIts vocabulary covers {figures['coverage']:.1%} of the tokens that it was trained on. When sampling, its "
+        f"log-probabilities are multiplied by {figures['sharpness']:g} before noise is added that the target shares.\n"
     )
 
 

@@ -62,7 +62,7 @@ class TextSettings:
 
     samples: int | None = None  # texts; None: one per prompt
     new_tokens: int = 144
-    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)  # take turns over prompts; no top_k, top_p: text like any law's
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)  # take turns over prompts; the whole law: no top-k, no top-p
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -223,6 +223,7 @@ def pin_text(
         "target": target_fingerprint(model, tokenizer),
         "dtype": str(model.dtype).removeprefix("torch."),
         "taps": taps,
+        "law": "whole",
         **asdict(settings),
         "batches": len(batches),
         "texts": hashlib.sha256(json.dumps(batches).encode()).hexdigest(),  # prompts, given text, temperatures, seeds
