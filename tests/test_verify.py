@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from specinfer.certification import NoResidual
 from specinfer.draft import draw_rows, row_generators
 from specinfer.errors import PairingError
-from specinfer.noise import key
+from specinfer.noise import Coupling, key
 from specinfer.row import Row, RowView
 from specinfer.sampling import Law, Stopping, resolve
 from specinfer.tree import Draw, Kind, TokenTree
@@ -233,7 +233,7 @@ def base():
 
 def view(base, tree, laws, seed, kind=RowView):
     """The engine's view of one row at a tree whose nodes have these target laws."""
-    base.seed = seed
+    base.seed, base.coupling = seed, Coupling(seed)
     return kind(base, tree, torch.from_numpy(np.array(laws)).log())
 
 
