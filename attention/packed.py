@@ -12,7 +12,6 @@ their kind is known (`streamlined`).  Between passes the model is as it was.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from math import inf
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -54,6 +53,7 @@ class PackedLinears:
         self.decoders = [module for module in model.modules() if type(module) in FAMILY]
         self.stamps: list[tuple[int, int]] = []  # of weights and biases as they were packed
         self.products: dict[nn.Module, Forward] = {}  # by the first layer of a group
+        self.linears: list[tuple[nn.Module, Forward]] = []  # what packed layers run
         self.forwards: list[tuple[nn.Module, Callable[..., Any]]] = []  # what modules run inside
         self.users = 0  # `with` blocks under way: the model is packed in the outermost
 
@@ -82,11 +82,12 @@ class PackedLinears:
         if self._stamps() != self.stamps:
             self.groups = [group for group in self.groups if all(map(_is_plain, group))]  # not moved, not cast
             self.products = {group[0]: _packed(group) for group in self.groups}
+            parts = ((group, _forwards(group, self.products[group[0]])) for group in self.groups)
+            self.linears = [pair for group, forwards in parts for pair in zip(group, forwards, strict=True)]
             self.stamps = self._stamps()
-        parts = ((group, _forwards(group, self.products[group[0]])) for group in self.groups)
-        layers = chain.from_iterable(zip(group, forwards, strict=True) for group, forwards in parts)
         whole = ((decoder, streamlined(decoder, self.products)) for decoder in self.decoders)
-        self.forwards = [(m, own) for m, own in (*whole, *layers) if own is not None and "forward" not in m.__dict__]
+        every = (*whole, *self.linears)
+        self.forwards = [(m, own) for m, own in every if own is not None and "forward" not in m.__dict__]
 
     def _stamps(self) -> list[tuple[int, int]]:
         return [_stamp(each) for layer in self.layers for each in (layer.weight, layer.bias) if each is not None]

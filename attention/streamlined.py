@@ -77,7 +77,7 @@ class _Layer:
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.index)
         causal = attention_mask is None and query.shape[2] > 1
-        if query.shape[2] == 1:  # the queries that share a key are one product: a third of the time on CPUs
+        if query.shape[2] == 1:  # the queries that share a key are one product
             query = query.unflatten(1, (self.shared, -1)).squeeze(3)
         mixed = functional.scaled_dot_product_attention(
             query, key, value, attention_mask, is_causal=causal, scale=self.scale, enable_gqa=True

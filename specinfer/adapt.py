@@ -108,7 +108,7 @@ class Auto:
         if not self.asked >> source.draft & 1:
             depth = 0
         self.levels[source.draft] = min(depth, 1)
-        half = self._node_price(source.batch) / 2  # for q may be low
+        half = self._node_price(self._price(source.batch)) / 2  # for q may be low
         least = min(max(half, LEAST[0]), LEAST[1])
         return grow_best_first(source, self.max_nodes, depth, least, _Levels(self, source))
 
@@ -129,7 +129,7 @@ class Auto:
         rows, ranks = len(accepted), self.habits.ranks[draft]
         levels, price = self.asking_levels[draft], self._price(rows)
         cost = levels.slope * price if levels.known and price else LEVEL_PRICE * rows
-        node = (price or 0.0) * self.line.slope
+        node = self._node_price(price)
         gains = [[ranks.surplus(depth, chance, node) for chance in row] for row in accepted]
         if sum(map(sum, gains)) <= cost:
             return 0
@@ -197,9 +197,9 @@ class Auto:
         seconds *= MARGIN if drafts else 1
         return rows * (1 + coalition.tokens.value) / max(seconds, 1e-9)
 
-    def _node_price(self, rows: int) -> float:
+    def _node_price(self, price: float | None) -> float:
         """Return the tokens that one node more must gain to pay for itself, beyond the knee; 0 before it is known."""
-        return (self._price(rows) or 0.0) * self.line.slope
+        return (price or 0.0) * self.line.slope
 
     # ---- what is learnt ----
 

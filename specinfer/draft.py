@@ -116,11 +116,12 @@ class ModelDraftSession:
     """
 
     sharpness = 1.0  # of the law against the target's noise, see `top`
+    own_taps: tuple[int, ...] = ()  # hidden states of this model that the session needs
 
     def __init__(self, model: TreeModel, opening: Opening) -> None:
         rows = len(opening.prompts)
         self.opening = opening
-        self.session = model.session(rows, opening.capacity, opening.max_capacity, graphs=opening.graphs)
+        self.session = model.session(rows, opening.capacity, opening.max_capacity, self.own_taps, opening.graphs)
         self.lacking = [list(prompt) for prompt in opening.prompts]  # committed but not in the cache; root last
         self.lengths = [len(prompt) for prompt in opening.prompts]  # committed tokens
         self.seeds = list(opening.seeds)
@@ -204,9 +205,7 @@ class ModelDraftSession:
         tokens, values = top_candidates(logits, max(k, CANDIDATES))
         tokens = self._to_target(tokens)
         warped = self.opening.law.scores(values.flatten(0, 1), ()).view_as(values)
-        noise = coupling_noise(
-            self.couplings, [length + frontier.depth for length in self.lengths], tokens, self.opening.vocab_size
-        )
+        noise = coupling_noise(self.couplings, self.lengths, frontier.depth, tokens, self.opening.vocab_size)
         ranked, order = (self.sharpness * warped + noise).log_softmax(-1).sort(dim=-1, descending=True, stable=True)
         return tokens.gather(2, order)[..., :k], ranked[..., :k]
 
@@ -266,10 +265,12 @@ class ModelDraftSession:
         return torch.stack([logits[row, columns.index(len(chain) - 1)] for row, chain in enumerate(chains)])[:, None]
 
 
-def coupling_noise(couplings: Sequence[Coupling], positions: Sequence[int], tokens: Tensor, vocab_size: int) -> Tensor:
-    """Return the target's own Gumbel noise for candidate tokens (B, W, k) at a position of each row."""
-    rows = [own.at(place, vocab_size, tokens.device) for own, place in zip(couplings, positions, strict=True)]
-    return torch.stack([noise[own] for noise, own in zip(rows, tokens, strict=True)])
+def coupling_noise(
+    couplings: Sequence[Coupling], lengths: Sequence[int], depth: int, tokens: Tensor, vocab_size: int
+) -> Tensor:
+    """Return the target's own Gumbel noise for candidate tokens (B, W, k) that follow nodes at this depth."""
+    rows = zip(couplings, lengths, tokens, strict=True)
+    return torch.stack([noise.at(length + depth, vocab_size, own.device)[own] for noise, length, own in rows])
 
 
 def row_generators(

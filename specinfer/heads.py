@@ -127,10 +127,11 @@ class FeatureDraftSession(ModelDraftSession):
     states and always forgotten.
     """
 
+    own_taps = (0,)
+
     def __init__(self, model: TreeModel, taps: Sequence[int], sharpness: float, opening: Opening) -> None:
         super().__init__(model, opening)
         self.sharpness = sharpness
-        self.session = model.session(len(opening.prompts), opening.capacity, opening.max_capacity, (0,), opening.graphs)
         self.token_ids = model.model.token_ids
         self.vocab_size = len(self.token_ids)
         self.places = on_device([list(opening.taps).index(tap) for tap in taps], self.device)

@@ -143,8 +143,7 @@ class NGramDraftSession:
         tokens, q = table[..., 0].long(), table[..., 1].float()
         if not self.couplings:
             return tokens, q.log()
-        positions = [length + frontier.depth for length in self._lengths()]
-        noise = coupling_noise(self.couplings, positions, tokens, self.opening.vocab_size)
+        noise = coupling_noise(self.couplings, self._lengths(), frontier.depth, tokens, self.opening.vocab_size)
         chosen, order = (-(1 - q) / q * (-noise).exp()).sort(dim=-1, descending=True, stable=True)
         return tokens.gather(2, order)[..., :k], chosen[..., :k]
 

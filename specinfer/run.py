@@ -78,11 +78,9 @@ class Run:
         if streamer is not None:
             streamer.put(torch.tensor([self.rows[0].ids]))
         try:
-            with running(*self.decoder.networks):  # once, not once a step
-                for emitted in self:
-                    if streamer is not None:
-                        with torch.inference_mode(False):
-                            streamer.put(torch.tensor(emitted[0][1].tokens))
+            for emitted in self:
+                if streamer is not None:
+                    streamer.put(torch.tensor(emitted[0][1].tokens))
         except SpecinferError as error:
             error.partial = tuple(self.results())
             raise

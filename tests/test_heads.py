@@ -103,6 +103,22 @@ def test_saved_and_loaded_heads_draft_alike(target, tmp_path):
         assert torch.equal(loaded.head.state_dict()[name].double(), wanted.double())
 
 
+def test_sharpness_is_kept_and_checked(target, tmp_path):
+    """What was saved is loaded; heads of before have 1; what is no factor is refused."""
+    draft = draft_for(target)
+    draft.sharpness = 1.3
+    draft.save(tmp_path)
+    assert FeatureDraft.load(tmp_path).sharpness == 1.3
+    record = json.loads((tmp_path / "config.json").read_text())
+    for value in (0, -1, float("nan"), float("inf")):
+        (tmp_path / "config.json").write_text(json.dumps({**record, "sharpness": value}))
+        with pytest.raises(ModelError, match="sharpness"):
+            FeatureDraft.load(tmp_path)
+    del record["sharpness"]
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    assert FeatureDraft.load(tmp_path).sharpness == 1
+
+
 @pytest.mark.parametrize("damage", ["nothing", "config", "weights", "other"])
 def test_a_folder_that_holds_no_head_is_named(target, tmp_path, damage):
     folder = tmp_path / "head"
