@@ -15,6 +15,7 @@ It implements transformers' cache interface (``Cache.update``), so unmodified mo
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,26 +27,63 @@ from specinfer.attention.layout import on_device
 from specinfer.errors import CacheError
 
 
+class Stack:
+    """Buffers of several layers in one tensor, (layers, rows, heads, capacity, dim): what moves, moves in all at once.
+
+    Zeroed, because a masked slot still counts as 0 times its value, and 0 times garbage may be NaN.
+    """
+
+    def __init__(self, layers: int, states: Tensor, rows: int, capacity: int) -> None:
+        self.data = states.new_zeros(layers, rows, states.shape[1], capacity, states.shape[3])
+        self.taken = 0
+
+    def fits(self, states: Tensor) -> bool:
+        """Whether there is room for a layer of such states, (rows, heads, T, dim)."""
+        same = (self.data.dtype, self.data.device) == (states.dtype, states.device)
+        sizes = (self.data.shape[2], self.data.shape[4]) == (states.shape[1], states.shape[3])
+        return same and sizes and self.taken < len(self.data)
+
+    def grow(self, capacity: int, used: int) -> None:
+        """Move the buffers into larger ones."""
+        layers, rows, heads, _, dim = self.data.shape
+        new = self.data.new_zeros(layers, rows, heads, capacity, dim)
+        new[:, :, :, :used] = self.data[:, :, :, :used]
+        self.data = new
+
+    def move_slots(self, rows: Tensor, sources: Tensor, targets: Tensor) -> None:
+        """Copy slots of rows, (n,) each."""
+        layers, all_rows, heads, capacity, dim = self.data.shape
+        planes = torch.arange(layers * all_rows * heads, device=rows.device).view(layers, all_rows, heads)
+        first = planes[:, rows] * capacity  # (layers, n, heads): slot 0 among all
+        flat = self.data.view(-1, dim)
+        found = flat.index_select(0, (first + sources[:, None]).flatten())  # before anything is written
+        flat.index_copy_(0, (first + targets[:, None]).flatten(), found)
+
+    def move_row(self, source: int, target: int, length: int) -> None:
+        """Copy the first slots of a row to another."""
+        self.data[:, target, :, :length] = self.data[:, source, :, :length]
+
+
 class TreeLayer(CacheLayerMixin):
-    """Keys and values of one attention layer, each (rows, kv heads, capacity, head dim)."""
+    """Keys and values of one attention layer: views (rows, kv heads, capacity, head dim) of the cache's stacks."""
 
     is_sliding = False
 
     def __init__(self, cache: "TreeCache") -> None:
         super().__init__()
         self.cache = cache
+        self.places: list[tuple[Stack, int]] = []  # of keys, and of values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate both buffers in the shape, dtype and device of the first states, (rows, heads, T, dim).
-
-        Zeroed, because a masked slot still counts as 0 times its value, and 0 times garbage may be NaN.
-        """
+        """Take buffers for states like the first ones, (rows, heads, T, dim)."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = (
-            states.new_zeros(self.cache.rows, states.shape[1], self.cache.capacity, states.shape[3])
-            for states in (key_states, value_states)
-        )
+        self.places = [self.cache.place(states, kind) for kind, states in enumerate((key_states, value_states))]
         self.is_initialized = True
+        self.look()
+
+    def look(self) -> None:
+        """Take the buffers as they are now."""
+        self.keys, self.values = (stack.data[index] for stack, index in self.places)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write (rows, heads, T, dim) states into the staged slots; return views of all slots in use."""
@@ -62,13 +100,6 @@ class TreeLayer(CacheLayerMixin):
         assert self.keys is not None
         assert self.values is not None
         return self.keys, self.values
-
-    def grow(self, capacity: int, used: int) -> None:
-        """Move both buffers into larger ones, (rows, heads, capacity, dim)."""
-        for name, old in zip(("keys", "values"), self.buffers, strict=True):
-            new = old.new_zeros(old.shape[0], old.shape[1], capacity, old.shape[3])
-            new[:, :, :used] = old[:, :, :used]
-            setattr(self, name, new)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return (key length, key offset); only consulted by models when they get no 4-D mask."""
@@ -90,6 +121,7 @@ class TreeCache(Cache):
         rows: sequences in the batch.
         capacity: slots per row allocated at first; doubles when a pass needs more.
         max_capacity: slots per row never exceeded; beyond it ``stage`` raises `CacheError`.
+        depth: layers of one shape, as far as is known; their buffers lie side by side.
         fixed: let passes attend to few different numbers of slots, and tell where to write by `slots` alone, so that a
             pass over one number of them is the same work whatever the lengths: a graph.
 
@@ -97,7 +129,9 @@ class TreeCache(Cache):
     `keep` alone, and by the rare doubling.
     """
 
-    def __init__(self, rows: int, capacity: int, max_capacity: int | None = None, fixed: bool = False) -> None:
+    def __init__(
+        self, rows: int, capacity: int, max_capacity: int | None = None, depth: int = 1, fixed: bool = False
+    ) -> None:
         super().__init__(layers=[])
         self.layers: list[TreeLayer] = []  # type: ignore[assignment]  # a narrower type than the base class's
         if rows < 1 or capacity < 1:
@@ -106,6 +140,8 @@ class TreeCache(Cache):
         self.capacity = capacity
         self.max_capacity = max(capacity, max_capacity or 0)
         self.lengths: list[int] = [0] * rows  # committed slots of each row
+        self.depth = depth
+        self.stacks: tuple[list[Stack], list[Stack]] = [], []  # of keys, and of values
         self.fixed = fixed
         self.pending = 0  # slots written since the last `keep`, the same count in every row
         self.extent = 0  # columns that the pass under way attends over
@@ -115,7 +151,7 @@ class TreeCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes held by all buffers."""
-        return sum(t.numel() * t.element_size() for layer in self.layers for t in layer.buffers)
+        return sum(stack.data.nbytes for kind in self.stacks for stack in kind)
 
     def stage(self, count: int, device: torch.device) -> None:
         """Reserve the next ``count`` slots of every row for the pass that follows.
@@ -140,6 +176,14 @@ class TreeCache(Cache):
         else:
             assert self.slots is not None
             buffer[_all_rows(self.rows, self.slots.device), :, self.slots] = states.transpose(1, 2)
+
+    def place(self, states: Tensor, kind: int) -> tuple[Stack, int]:
+        """Return the buffer of one more layer whose first keys (kind 0) or values (1) these are: a stack, and where."""
+        stacks = self.stacks[kind]
+        if not (stacks and stacks[-1].fits(states)):
+            stacks.append(Stack(max(1, self.depth - len(self.layers) + 1), states, self.rows, self.capacity))
+        stacks[-1].taken += 1
+        return stacks[-1], stacks[-1].taken - 1
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -194,8 +238,10 @@ class TreeCache(Cache):
             )
         used = max(self.lengths) + self.pending
         self.capacity = min(max(2 * self.capacity, needed), self.max_capacity)
+        for stack in chain(*self.stacks):
+            stack.grow(self.capacity, used)
         for layer in self.layers:
-            layer.grow(self.capacity, used)
+            layer.look()
 
     def _check_paths(self, paths: Sequence[Sequence[int] | None]) -> None:
         if len(paths) != self.rows:
@@ -206,25 +252,15 @@ class TreeCache(Cache):
                 raise CacheError(f"row {row}: path {list(path)} is not ascending within {self.pending} slots")
 
     def _move_slots(self, moves: list[tuple[int, int, int]]) -> None:
-        """Copy (row, source, target) slots.  On flat buffers that is two kernels each, in any batch."""
-        rows, *slots = on_device(moves, self.layers[0].buffers[0].device).T[:, :, None]
-        places: dict[int, list[Tensor]] = {}  # heads -> sources and targets in (rows * heads * capacity, dim)
-        for layer in self.layers:
-            for buffer in layer.buffers:
-                heads = buffer.shape[1]
-                if heads not in places:
-                    first = (rows * heads + torch.arange(heads, device=rows.device)) * self.capacity
-                    places[heads] = [(first + slot).flatten() for slot in slots]
-                sources, targets = places[heads]
-                flat = buffer.view(-1, buffer.shape[3])
-                flat.index_copy_(0, targets, flat.index_select(0, sources))  # selected first: no aliasing
+        """Copy (row, source, target) slots."""
+        for stack in chain(*self.stacks):
+            stack.move_slots(*on_device(moves, stack.data.device).T)
 
     def _move_rows(self, survivors: list[int]) -> None:
         for target, source in enumerate(survivors):
             if target != source:
-                for layer in self.layers:
-                    for buffer in layer.buffers:
-                        buffer[target, :, : self.lengths[source]] = buffer[source, :, : self.lengths[source]]
+                for stack in chain(*self.stacks):
+                    stack.move_row(source, target, self.lengths[source])
         self.lengths = [self.lengths[row] for row in survivors]
         self.rows = len(survivors)
 

@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -62,6 +61,8 @@ class TreeModel:
                 "it on one device"
             )
         self.spec = AttentionSpec.of(model)
+        own_keys = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
+        self.depth = own_keys if len(self.spec.windows) == 1 else 1  # layers whose keys have one shape, surely
         self.takes_positions = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
 
@@ -105,7 +106,7 @@ class TreeModel:
             taps: the hidden states to hand out on commit: 0 = embeddings, i = after layer i, as transformers counts.
             graphs: replay passes over a few tokens as CUDA graphs.
         """
-        return TreeSession(self, TreeCache(rows, capacity, max_capacity, fixed=graphs), taps)
+        return TreeSession(self, TreeCache(rows, capacity, max_capacity, self.depth, fixed=graphs), taps)
 
 
 @contextmanager
@@ -211,13 +212,11 @@ class TreeSession:
             Per row, the tapped hidden states (n, K, H) of the n slots kept; None for a retired row or without taps.
         """
         self.cache.keep(paths)
-        if not self.taps:
+        tapped, self.tapped = self.tapped, []
+        if not tapped:
             return [None] * len(paths)
-        states, self.tapped = torch.cat(self.tapped, 1) if self.tapped else None, []
-        return [
-            None if path is None or states is None else states[row, on_device(np.array(path, np.int64), states.device)]
-            for row, path in enumerate(paths)
-        ]
+        states = torch.cat(tapped, 1) if len(tapped) > 1 else tapped[0]
+        return [None if path is None else _chosen(states[row], path) for row, path in enumerate(paths)]
 
     @torch.inference_mode()
     def _forward(
@@ -268,3 +267,10 @@ class TreeSession:
         lengths = on_device(self.cache.lengths, layout.tokens.device)
         positions = lengths[:, None] + layout.depths[:, -layout.width :]
         return positions if self.model.max_positions is None else positions.clamp(max=self.model.max_positions - 1)
+
+
+def _chosen(states: Tensor, places: Sequence[int]) -> Tensor:
+    """Return (n, ...) of states (S, ...), at ascending places: a view, if those are the first."""
+    if not places or places[-1] == len(places) - 1:
+        return states[: len(places)]
+    return states[on_device(list(places), states.device)]

@@ -21,9 +21,8 @@ from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level
 from specinfer.errors import NumericalError, TreeError
 from specinfer.noise import DRAFT, Coupling, key
 from specinfer.sampling import Law
-from specinfer.tree import Frontier, Policy, TokenTree, draw_candidates, top_candidates
+from specinfer.tree import Frontier, Policy, TokenTree, draw_candidates
 
-CANDIDATES = 128  # tokens per node that warpers and coupling noise see when a draft ranks
 CATCH_UP = 32  # committed tokens beyond which a draft prefills instead of feeding them with the root
 
 
@@ -198,16 +197,16 @@ class ModelDraftSession:
         the same Gumbel noise g, and a softmax of those sums estimates which of them it will be.  The sharpness s is 1
         for q = p; but a draft that does not know p learns the mean of what p may be, which is flatter.
         """
-        logits = self._logits(frontier)
-        if not self.couplings:
-            tokens, values = top_candidates(logits, k)
-            return self._to_target(tokens), values.float() - logits.float().logsumexp(-1, keepdim=True)
-        tokens, values = top_candidates(logits, max(k, CANDIDATES))
-        tokens = self._to_target(tokens)
-        warped = self.opening.law.scores(values.flatten(0, 1), ()).view_as(values)
-        noise = coupling_noise(self.couplings, self.lengths, frontier.depth, tokens, self.opening.vocab_size)
-        ranked, order = (self.sharpness * warped + noise).log_softmax(-1).sort(dim=-1, descending=True, stable=True)
-        return tokens.gather(2, order)[..., :k], ranked[..., :k]
+        scores = self._logits(frontier).float()
+        if self.couplings:
+            scores = self.opening.law.scores(scores.flatten(0, 1), ()).view_as(scores) * self.sharpness
+            noise = coupling_noise(self.couplings, self.lengths, frontier.depth, self.opening.vocab_size, self.device)
+            own = noise[:, : self.vocab_size] if self.token_ids is None else noise[:, self.token_ids]
+            scores = scores + own[:, None]
+        values, tokens = scores.topk(min(k, self.vocab_size))
+        best = values[..., :1]
+        rest = (scores - best).exp_().sum(-1, keepdim=True).log_()
+        return tokens if self.token_ids is None else self.token_ids[tokens], values - best - rest
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Draw k children per node from q, the draft's law after the target's warpers (`tree.draw_candidates`)."""
@@ -226,9 +225,6 @@ class ModelDraftSession:
         per_row: tuple[list[Any], ...] = (self.lacking, self.lengths, self.seeds, self.couplings, *more)
         for values in per_row:
             values[:] = [values[i] for i in survivors if values]
-
-    def _to_target(self, tokens: Tensor) -> Tensor:
-        return tokens if self.token_ids is None else self.token_ids[tokens]
 
     def _room(self) -> int:
         """Return how many levels the draft's context has room for below the longest row."""
@@ -266,11 +262,11 @@ class ModelDraftSession:
 
 
 def coupling_noise(
-    couplings: Sequence[Coupling], lengths: Sequence[int], depth: int, tokens: Tensor, vocab_size: int
+    couplings: Sequence[Coupling], lengths: Sequence[int], depth: int, vocab_size: int, device: torch.device
 ) -> Tensor:
-    """Return the target's own Gumbel noise for candidate tokens (B, W, k) that follow nodes at this depth."""
-    rows = zip(couplings, lengths, tokens, strict=True)
-    return torch.stack([noise.at(length + depth, vocab_size, own.device)[own] for noise, length, own in rows])
+    """Return the target's own Gumbel noise (B, V) of what follows nodes at this depth."""
+    rows = zip(couplings, lengths, strict=True)
+    return torch.stack([noise.at(length + depth, vocab_size, device) for noise, length in rows])
 
 
 def row_generators(

@@ -134,7 +134,9 @@ class FeatureDraftSession(ModelDraftSession):
         self.sharpness = sharpness
         self.token_ids = model.model.token_ids
         self.vocab_size = len(self.token_ids)
-        self.places = on_device([list(opening.taps).index(tap) for tap in taps], self.device)
+        places = [list(opening.taps).index(tap) for tap in taps]
+        own = places == list(range(len(opening.taps)))  # the states are handed out for this head alone
+        self.places = slice(None) if own else on_device(places, self.device)
         nothing = torch.zeros(1, len(taps), model.model.config.hidden_size, dtype=model.dtype, device=model.device)
         self.states = [  # per row, the target's states that chose the tokens it lacks; none chose the first
             [nothing] if states is None else [nothing, states[:, self.places]] for states in opening.states

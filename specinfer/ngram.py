@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specinfer.draft import CANDIDATES, Opening, coupling_noise, draw_rows, row_generators
+from specinfer.draft import Opening, coupling_noise, draw_rows, row_generators
 from specinfer.errors import InputError
 from specinfer.tree import Frontier, Policy, TokenTree
 
@@ -132,7 +132,7 @@ class NGramDraftSession:
         Coupled: a token of probability q and noise g is the target's choice with probability
         ``exp(-(1 - q) / q * exp(-g))``, the chance that no other token's noise beats it (Gumbel-max, were q right).
         """
-        count = max(k, CANDIDATES) if self.couplings else k
+        count = None if self.couplings else k
         ranked = [
             [sorted(law.items(), key=lambda item: (-item[1], item[0]))[:count] for law in row]
             for row in self._laws(frontier)
@@ -143,7 +143,8 @@ class NGramDraftSession:
         tokens, q = table[..., 0].long(), table[..., 1].float()
         if not self.couplings:
             return tokens, q.log()
-        noise = coupling_noise(self.couplings, self._lengths(), frontier.depth, tokens, self.opening.vocab_size)
+        every = coupling_noise(self.couplings, self._lengths(), frontier.depth, self.opening.vocab_size, self.device)
+        noise = every.gather(1, tokens.flatten(1)).view_as(tokens)
         chosen, order = (-(1 - q) / q * (-noise).exp()).sort(dim=-1, descending=True, stable=True)
         return tokens.gather(2, order)[..., :k], chosen[..., :k]
 

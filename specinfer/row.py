@@ -108,8 +108,8 @@ class RowView:
             token, largest = self.choices[node]
         else:
             scores, noise = self._processed(node), self.noise(node)
-            noisy = scores if noise is None else scores + noise
-            token = int(noisy.numpy().argmax())  # torch's is slow on CPUs
+            noisy = (scores if noise is None else scores + noise).numpy()
+            token = int(noisy.argmax())  # torch's is slow on CPUs
             largest = float(noisy[token])
         self._check(largest, node)
         return token

@@ -220,9 +220,11 @@ class Law:
     def scores(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Process logits (N, V) of N nodes whose ids so far are ``paths``; return float32 (or wider) scores (N, V).
 
-        ``paths`` may be empty when `reads_path` is False.
+        ``paths`` may be empty when `reads_path` is False.  Where nothing is to be done, the logits may be returned.
         """
-        scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=bool(self.processors))
+        if not self.processors:
+            return scores
         nothing = torch.zeros(len(logits), 0, dtype=torch.long, device=logits.device)
         for processor, reads in self.processors:
             scores = self._by_path(processor, scores, paths) if reads else processor(nothing, scores)

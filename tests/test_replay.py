@@ -369,7 +369,6 @@ def test_biased_pairs_are_refused():
         ({"nodes": -1}, "nodes=-1"),
         ({"depth": 0}, "depth=0"),
         ({"max_new_tokens": 1}, "max_new_tokens=1"),
-        ({"nodes": 128}, "128 candidates"),
         ({"temperature": -1.0}, "temperature"),
     ],
 )

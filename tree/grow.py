@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import accumulate
 from math import inf, isqrt, log
 from operator import mul
@@ -53,7 +52,7 @@ class Source(Protocol):
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
         """Return the k likeliest tokens and their log-probabilities, both (B, W, min(k, V)).
 
-        Descending, ties by the smaller id: see `top_candidates`.
+        Descending; where equals stand, and which of them come last, is the source's affair.
         """
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -415,8 +414,6 @@ def top_candidates(log_probs: Tensor, k: int, block: int | None = None) -> tuple
         values: (..., min(k, V)).
     """
     vocab = log_probs.shape[-1]
-    if log_probs.dtype == torch.bfloat16 and vocab <= 1 << 16:
-        return _top_of_bfloat16(log_probs, min(k, vocab))
     block = block or max(1, isqrt(vocab // max(1, k)))  # vocab / block maxima and k * block values are sorted
     if vocab <= 2 * k * block:
         values, tokens = log_probs.sort(dim=-1, descending=True, stable=True)
@@ -429,21 +426,6 @@ def top_candidates(log_probs: Tensor, k: int, block: int | None = None) -> tuple
     found = log_probs.gather(-1, ids.clamp(max=vocab - 1)).masked_fill_(ids >= vocab, -inf)
     values, places = found.sort(dim=-1, descending=True, stable=True)
     return ids.gather(-1, places[..., :k]), values[..., :k]
-
-
-def _top_of_bfloat16(log_probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`top_candidates` of bfloat16: value and place together fit 32 bits, so one top-k of these is exact."""
-    values = (log_probs + 0.0).view(torch.int16)  # -0 becomes 0
-    values ^= (values >> 15).bitwise_and_(0x7FFF)  # integers in the order of the floats
-    ranks = values.int().bitwise_left_shift_(16).bitwise_or_(_countdown(log_probs.shape[-1], log_probs.device))
-    tokens = ranks.topk(k, -1).values.long().bitwise_and_(0xFFFF).bitwise_xor_(0xFFFF)
-    return tokens, log_probs.gather(-1, tokens)
-
-
-@lru_cache(maxsize=8)
-def _countdown(count: int, device: torch.device) -> Tensor:
-    """Return (count,) int32: of 16 bits, the largest number first."""
-    return torch.arange(0xFFFF, 0xFFFF - count, -1, dtype=torch.int32, device=device)
 
 
 def draw_candidates(

@@ -27,7 +27,6 @@ from torch.nn import functional
 from transformers import DynamicCache, LlamaConfig
 
 from specinfer.distill.data import Batch, Texts, endless
-from specinfer.draft import CANDIDATES
 from specinfer.errors import NumericalError
 from specinfer.feature_head import FeatureHead, head_config
 from specinfer.files import storing
@@ -260,10 +259,8 @@ def fit_sharpness(head: FeatureHead, texts: Texts, settings: Settings) -> float:
         with torch.autocast(device.type, torch.bfloat16):
             q, p = _first_logits(head, batch).float(), head.logits(batch.states[:, 1:, -1][batch.learn]).float()
         noise = -torch.empty_like(p).exponential_(generator=chance).log()
-        values, tokens = q.topk(min(CANDIDATES, q.shape[1]))
-        right = tokens == (p + noise).argmax(-1, keepdim=True)
-        first = (sharpness[:, None, None] * values + noise.gather(1, tokens)).argmax(-1)  # (S, N)
-        hits += right.gather(1, first.T).sum(0)
+        right = (p + noise).argmax(-1)
+        hits += torch.stack([((s * q + noise).argmax(-1) == right).sum() for s in sharpness])
     return round(float(sharpness[hits.argmax()]), 2)
 
 

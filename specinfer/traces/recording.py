@@ -19,7 +19,6 @@ from torch import Tensor
 
 from specinfer.attention import Support, check_model
 from specinfer.decoder import SpeculativeDecoder
-from specinfer.draft import CANDIDATES
 from specinfer.errors import InputError, UnsupportedModel
 from specinfer.prompts import Prompt, encode
 from specinfer.row import RowView
@@ -121,9 +120,6 @@ def _check(decoder: SpeculativeDecoder, plan: Plan, max_new_tokens: int, tempera
         value = sizes[name]
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise InputError(f"{name}={value!r} leaves nothing to record: give a whole number, at least {least}")
-    for name in ("nodes", "top"):
-        if (sizes[name] or 0) >= CANDIDATES:
-            raise InputError(f"{name}={sizes[name]}: drafts rank {CANDIDATES} candidates at most, so give fewer")
     if not 0 <= temperature < inf:
         raise InputError(f"temperature={temperature}: 0 is greedy, others must be positive and finite")
     if not decoder.drafts:
