@@ -19,6 +19,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specinfer.errors import PolicyError, TreeError
 
@@ -202,59 +203,56 @@ def grow_best_first(
             frontier = pool.narrowed(frontier, wanted(frontier, pool.front[1]))
         if frontier.tokens.shape[1] == 0:
             break
-        # a path of `depth` nodes leaves room for max_nodes - depth children
-        pool.admit(frontier, *source.top(frontier, max_nodes - depth))
+        pool.admit(*source.top(frontier, max_nodes))
     return pool.growth()
 
 
 class _Pool:
     """The N best nodes so far of each row, best first.
 
-    Candidates are numbered in the order offered.  The pool holds numbers and scores; what else is known of a
-    candidate stays in lists, one entry per level, that a number indexes once they are joined.
+    Candidates are numbered: the i-th child of the n-th frontier node is n N + i.  The pool holds numbers and scores;
+    tokens stay in lists, one entry per level, that a number indexes once they are joined.
     """
 
     def __init__(self, source: Source, size: int, least: float) -> None:
+        self.size = size  # N
         self.least = least  # the smallest score that is let in
-        self.scores = torch.full((source.batch, size), -inf, device=source.device)  # (B, N) descending
-        self.numbers = torch.full_like(self.scores, -1, dtype=torch.int64)  # (B, N); -1 = an empty slot
+        self.scores = torch.full((source.batch, size), -inf, device=source.device)  # (B, N) descending; -inf = empty
+        self.numbers = torch.zeros_like(self.scores, dtype=torch.int64)  # (B, N)
+        # of the newest frontier, numbers and scores; the root's number is nobody's
         self.front = self.numbers.new_full((source.batch, 1), -1), self.scores.new_zeros(source.batch, 1)
-        self.tokens: list[Tensor] = []  # (B, W * k)
-        self.parents: list[Tensor] = []  # (B, W * k) numbers; -1 = the root
-        self.order: list[Tensor] = []  # (W * k,)
-        self.first = self.offered = 0  # the number of the newest level's first candidate, and of the next one
-        self.above = self.sent = 0  # the same for frontier nodes: where the newest level's parents begin, end
+        self.tokens: list[Tensor] = []  # (B, W N)
+        self.fronts: list[Tensor] = []  # (B, W) numbers
+        self.first = self.sent = 0  # frontier nodes before the newest level's parents, and in all
 
-    def admit(self, frontier: Frontier, tokens: Tensor, log_probs: Tensor) -> None:
-        """Let the candidates of the frontier, both (B, W, k), compete for the pool."""
-        rows, width, k = tokens.shape
+    def admit(self, tokens: Tensor, log_probs: Tensor) -> None:
+        """Let the candidates of the frontier, both (B, W, N at most), compete for the pool."""
         numbers, scores = self.front
-        self.first, self.offered = self.offered, self.offered + width * k
-        self.above, self.sent = self.sent, self.sent + width
-        arrivals = torch.arange(self.first, self.offered, device=tokens.device)  # (W * k,)
+        if missing := self.size - tokens.shape[2]:
+            tokens, log_probs = pad(tokens, (0, missing)), pad(log_probs, (0, missing), value=-inf)
         self.tokens.append(tokens.flatten(1))
-        self.parents.append(numbers.repeat_interleave(k, 1))
-        self.order.append((arrivals - self.first) % k)
+        self.fronts.append(numbers)
+        self.first, self.sent = self.sent, self.sent + tokens.shape[1]
+        arrivals = torch.arange(self.first * self.size, self.sent * self.size, device=tokens.device)
+        paths = _path_scores(scores, log_probs)
+        if self.least > -inf:
+            paths.masked_fill_(paths < self.least, -inf)
         # The pool comes first and parents stand in pool order, so a stable sort breaks ties as the heap does.
-        paths = _path_scores(frontier, scores, log_probs)
-        scores = torch.cat((self.scores, paths.masked_fill_(paths < self.least, -inf)), 1)
-        numbers = torch.cat((self.numbers, arrivals.expand(rows, -1)), 1)
-        scores, best = scores.sort(dim=1, descending=True, stable=True)
-        size = self.scores.shape[1]
-        self.scores = scores[:, :size]
-        self.numbers = numbers.gather(1, best[:, :size]).masked_fill_(self.scores == -inf, -1)
+        scores, best = torch.cat((self.scores, paths), 1).sort(dim=1, descending=True, stable=True)
+        numbers = torch.cat((self.numbers, arrivals.expand(len(tokens), -1)), 1)
+        self.scores, self.numbers = scores[:, : self.size], numbers.gather(1, best[:, : self.size])
 
     def newest(self, depth: int) -> Frontier:
         """Return the newest level's nodes that may have children in the pool: any but the last slot's."""
-        young = self.numbers[:, :-1] >= self.first
-        width = int(young.sum(1).max()) if _on_host(young) else self.numbers.shape[1] - depth
-        slots = young.byte().argsort(dim=1, descending=True, stable=True)[:, :width]
-        numbers = self.numbers.gather(1, slots)
-        self.front = numbers, self.scores.gather(1, slots)
-        place = (numbers - self.first).clamp_(min=0)  # among the newest candidates; padding takes the first
-        k = len(self.order[-1]) // (self.sent - self.above)
-        parents = place.div(k, rounding_mode="floor") + self.above
-        return Frontier(self.tokens[-1].gather(1, place), parents, young.gather(1, slots), depth)
+        numbers, scores = self.numbers[:, :-1], self.scores[:, :-1]
+        young = (numbers >= self.first * self.size).logical_and_(scores != -inf)
+        width = int(young.sum(1).max()) if _on_host(young) else self.size - depth
+        valid, slots = (part[:, :width] for part in young.sort(dim=1, descending=True, stable=True))
+        numbers = numbers.gather(1, slots)
+        self.front = numbers, scores.gather(1, slots).masked_fill_(~valid, -inf)
+        place = (numbers - self.first * self.size).clamp_(min=0)  # padding takes the first
+        parents = numbers.div(self.size, rounding_mode="floor")
+        return Frontier(self.tokens[-1].gather(1, place), parents, valid, depth)
 
     def narrowed(self, frontier: Frontier, width: int) -> Frontier:
         """Return the newest level's best nodes."""
@@ -267,15 +265,15 @@ class _Pool:
         """Return the pool as trees."""
         if not self.tokens:
             return _bare(self.scores, BestFirst.kind)
-        place = self.numbers.clamp(min=0)
-        above = torch.cat(self.parents, 1).gather(1, place)  # (B, N) numbers of the parents
+        place = self.numbers.div(self.size, rounding_mode="floor")
+        above = torch.cat(self.fronts, 1).gather(1, place)  # (B, N) numbers of the parents
         slots = (above[:, :, None] == self.numbers[:, None, :]).byte().argmax(2)  # where those stand in the pool
         return Growth(
-            torch.cat(self.tokens, 1).gather(1, place),
+            torch.cat(self.tokens, 1).gather(1, self.numbers),
             slots.masked_fill_(above < 0, -1),
             self.scores,
-            torch.cat(self.order)[place],
-            self.numbers >= 0,
+            self.numbers - place * self.size,
+            self.scores != -inf,  # not a number is one: it is to be seen
             BestFirst.kind,
         )
 
@@ -322,7 +320,7 @@ class Widths:
             tokens, log_probs, *law = self._ask(source, frontier, width)
             laws += law
             rows, sent, k = tokens.shape
-            scores = _path_scores(frontier, scores, log_probs)  # (B, W * k)
+            scores = _path_scores(scores, log_probs)  # (B, W * k)
             parents = torch.arange(above, above + sent, device=tokens.device).repeat_interleave(k).expand(rows, -1)
             order = torch.arange(k, device=tokens.device).repeat(sent).expand(rows, -1)
             frontier = Frontier(tokens.flatten(1), parents, scores != -inf, depth)
@@ -471,13 +469,12 @@ def _root(source: Source) -> Frontier:
     return Frontier(unknown, unknown, torch.ones_like(unknown, dtype=torch.bool), 0)
 
 
-def _path_scores(frontier: Frontier, scores: Tensor, log_probs: Tensor) -> Tensor:
-    """Return the scores (B, W * k) of the candidates of frontier nodes (B, W); -inf = no candidate.
+def _path_scores(scores: Tensor, log_probs: Tensor) -> Tensor:
+    """Return the scores (B, W * k) of the candidates of frontier nodes (B, W); -inf = no node, or no candidate.
 
     A log-probability that rounding lifted above 0 counts as 0, so that no child outranks its parent.
     """
-    paths = scores[:, :, None] + log_probs.clamp(max=0)
-    return paths.masked_fill_(~frontier.valid[:, :, None], -inf).flatten(1)
+    return (scores[:, :, None] + log_probs.clamp(max=0)).flatten(1)
 
 
 def _bare(scores: Tensor, kind: Kind) -> Growth:
