@@ -14,7 +14,7 @@ from specinfer.attention import TreeCache
 from specinfer.errors import CacheError
 
 CPU = torch.device("cpu")
-SHAPES = ((2, 3, 3), (1, 4, 2), (2, 2, 5))  # per layer: heads, key dim, value dim
+SHAPES = ((2, 3, 3), (2, 3, 3), (1, 4, 2), (2, 2, 5), (2, 3, 3))  # per layer: heads, key dim, value dim
 MOVES = ((0, 2), (3, 5), (0, 1, 4), (), (1, 2, 3), (5,))
 
 
@@ -83,12 +83,12 @@ def rounds(draw: st.DrawFn) -> tuple[int, list[tuple[list[int], list[list[int] |
 
 
 @settings(deadline=None, max_examples=150)
-@given(rounds(), st.integers(1, 60))
+@given(rounds(), st.integers(1, 60), st.sampled_from([1, 2, len(SHAPES)]))
 def test_rows_stay_bit_equal_to_a_plain_gather(
-    script: tuple[int, list[tuple[list[int], list[list[int] | None]]]], capacity: int
+    script: tuple[int, list[tuple[list[int], list[list[int] | None]]]], capacity: int, depth: int
 ) -> None:
     rows, steps = script
-    cache, reference = TreeCache(rows, capacity, 60), Reference(rows)
+    cache, reference = TreeCache(rows, capacity, 60, depth), Reference(rows)
     for number, (counts, paths) in enumerate(steps):
         for index, count in enumerate(counts):
             seen = feed(cache, count, 10 * number + index, reference)
@@ -130,6 +130,16 @@ def test_all_rows_can_retire() -> None:
     cache.keep([None, None])
     cache.check_integrity()
     assert (cache.rows, cache.lengths, cache.get_seq_length()) == (0, [], 0)
+
+
+def test_layers_of_one_shape_lie_side_by_side_and_move_together() -> None:
+    cache = TreeCache(2, 8, depth=3)
+    cache.stage(2, CPU)
+    with torch.inference_mode():
+        for layer in range(3):
+            cache.update(torch.ones(2, 1, 2, 4), torch.ones(2, 1, 2, 4), layer)
+    assert [len(stacks) for stacks in cache.stacks] == [1, 1]
+    assert cache.nbytes == 3 * 2 * 2 * 8 * 4 * 4
 
 
 def test_nothing_moves_below_capacity_and_doubling_copies_everything() -> None:
