@@ -3,8 +3,8 @@
 Knows: layouts, committed lengths, window sizes, the mask conventions of transformers.
 Does not know: caches, weights, tokens' meaning.
 
-    sdpa              bool (B, 1, T, L), True = attend
-    eager             additive float (B, 1, T, L); a bool mask would be added as 0/1 and be silently wrong
+    sdpa, eager       additive float (B, 1, T, L): 0 = attend; a bool mask is silently wrong for eager, which would add
+                      0/1, and sdpa would make it additive in every layer anew
     flex_attention    BlockMask
     flash_attention_* takes no tree mask: refused by name
     several layer types (gemma2, gemma3, gpt-oss ...): a dict, one mask per type
@@ -104,9 +104,7 @@ def _visible(layout: Layout, prefix: Sequence[int], window: int | None, extent: 
 
 
 def _converted(implementation: str, visible: Tensor, dtype: torch.dtype) -> Any:
-    if implementation == "sdpa":
-        return visible[:, None]
-    if implementation == "eager":
+    if implementation != "flex_attention":
         return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
     from torch.nn.attention.flex_attention import create_block_mask
 
