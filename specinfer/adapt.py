@@ -246,7 +246,8 @@ class Auto:
             pace.plain.add(rest)
         for draft, spent in enumerate(proposing):
             if spent and (self.asked & self.warm) >> draft & 1:
-                self.asking[draft].add(spent)
+                if not self._exploring:  # those trees were larger than what is chosen will be
+                    self.asking[draft].add(spent)
                 if self.levels[draft]:
                     self.asking_levels[draft].add(self.levels[draft], spent)
                     self.asking_levels[draft].add(0, 0.0, weight=0.1)  # so equal ones make a line through nothing

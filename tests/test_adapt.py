@@ -171,6 +171,7 @@ def test_a_new_text_gives_every_draft_a_trial():
 def test_reading_what_was_missed_is_no_part_of_a_drafts_cost():
     """The first time a draft is asked again it is slow; only then."""
     policy = Auto()
+    policy.explored = len(SIZES)
     policy.start(1, coupled=False)
     for step in range(12):
         policy.asked = 1
@@ -178,6 +179,15 @@ def test_reading_what_was_missed_is_no_part_of_a_drafts_cost():
         policy.grown = [tree]
         policy.observe([tree], [(1,)], [(1, 2)], [9.0 if step == 0 else 1.0], 10.0)
     assert policy.asking[0].value == pytest.approx(1.0)
+
+
+def test_what_the_large_first_trees_cost_is_not_what_a_draft_costs():
+    """Or it would be idle until that is forgotten."""
+    world = World([GOOD], flat(0.1), 0.04).run(len(SIZES) + 12)
+    deep = max(levels for (levels,) in world.levels[: len(SIZES)])
+    chosen = [levels for (levels,) in world.levels[len(SIZES) :] if levels]
+    assert deep > max(chosen)
+    assert world.policy.asking[0].value == pytest.approx(0.04 * np.mean(chosen), rel=0.1)
 
 
 def test_the_good_draft_works_and_the_bad_one_idles():
@@ -344,6 +354,7 @@ def test_costs_that_stay_high_are_believed():
 
 def test_a_draft_is_timed_while_another_is_idle_and_not_after_its_own_end():
     policy = Auto()
+    policy.explored = len(SIZES)
     policy.start(2, coupled=False)
     policy.asked, policy.warm, policy.levels[1] = 0b10, 0b10, 1
     policy._time(1, 4, 1, [1e-6, 0.004], 0.05)
