@@ -244,10 +244,11 @@ class Auto:
             self.line.add(rows * (nodes + 1), rest)
         else:
             pace.plain.add(rest)
+        if self._exploring:  # larger trees than will be chosen, by kernels that are new to their sizes
+            return
         for draft, spent in enumerate(proposing):
             if spent and (self.asked & self.warm) >> draft & 1:
-                if not self._exploring:  # those trees were larger than what is chosen will be
-                    self.asking[draft].add(spent)
+                self.asking[draft].add(spent)
                 if self.levels[draft]:
                     self.asking_levels[draft].add(self.levels[draft], spent)
                     self.asking_levels[draft].add(0, 0.0, weight=0.1)  # so equal ones make a line through nothing
