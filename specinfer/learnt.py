@@ -112,8 +112,9 @@ class Calibration:
     CENTRES = tuple(1 / (1 + exp(-logit)) for logit in range(-6, 7))  # of the bins, as probabilities
 
     def __init__(self) -> None:
-        # by proposers, a bit mask, depth and bin: how many were expected to be accepted, and were
+        # by proposers, a bit mask, depth and bin: how many were expected to be accepted, and were, in units
         self.counts: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self.unit = 1.0  # what one of now counts; it grows, so what is older counts for less
         self.masks: set[int] = set()  # of proposers seen
 
     def observe(self, tree: TokenTree, tokens: Sequence[int]) -> None:
@@ -131,13 +132,15 @@ class Calibration:
                 edge = scores[child] - scores[node]
                 place = proposers[child], min(depth + 1, self.DEPTHS), _bin(edge)
                 expected, accepted = self.counts.get(place, (0.0, 0.0))
-                self.counts[place] = expected + exp(edge), accepted + (child == right)
+                self.counts[place] = expected + self.unit * exp(edge), accepted + self.unit * (child == right)
             node = right or 0
 
     def forget(self) -> None:
         """Let everything observed so far weigh a little less."""
-        for place, (expected, accepted) in self.counts.items():
-            self.counts[place] = expected * self.FORGET, accepted * self.FORGET
+        self.unit /= self.FORGET
+        if self.unit > 1e100:
+            self.counts = {place: (e / self.unit, a / self.unit) for place, (e, a) in self.counts.items()}
+            self.unit = 1.0
 
     def path(self, tree: TokenTree) -> list[float]:
         """Return for each node of a merged tree the probability that its path is accepted; 1 at the root."""
@@ -164,7 +167,7 @@ class Calibration:
 
     def _corrected(self, log_prob: float, counts: tuple[float, float]) -> float:
         """Return a draft's probability as what was expected of its like, and accepted, makes it."""
-        prior = self.PRIOR * self.CENTRES[_bin(log_prob)]
+        prior = self.PRIOR * self.CENTRES[_bin(log_prob)] * self.unit
         return min(1.0, exp(log_prob) * (counts[1] + prior) / (counts[0] + prior))
 
 

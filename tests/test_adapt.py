@@ -300,6 +300,20 @@ def test_without_experience_a_probability_is_taken_at_its_word():
     assert Calibration().path(tree) == pytest.approx([1, 0.5, 0.25, 0.2])
 
 
+def test_what_was_observed_is_forgotten_and_figures_stay_finite():
+    calibration, tree = Calibration(), family([-1], np.log([0.5]))
+    for _ in range(50):
+        calibration.observe(tree, [8])
+    assert calibration.edge(0, 1, np.log(0.5)) < 0.1
+    for _ in range(138):  # half is left of a half-life
+        calibration.forget()
+    expected, prior = 25 * 0.5, Calibration.PRIOR * 0.5
+    assert calibration.edge(0, 1, np.log(0.5)) == pytest.approx(0.5 * prior / (expected + prior), rel=0.02)
+    for _ in range(100_000):
+        calibration.forget()
+    assert calibration.edge(0, 1, np.log(0.5)) == pytest.approx(0.5)
+
+
 def test_nodes_that_were_not_scored_teach_too():
     """The token that the target chose is known, whether its node was in the pass or not."""
     calibration = Calibration()

@@ -111,6 +111,8 @@ class Growth(NamedTuple):
         """
         if len(roots) != len(self.tokens):
             raise TreeError(f"{len(roots)} roots for {len(self.tokens)} grown trees")
+        if not self.tokens.shape[1]:
+            return [TokenTree.root_only(root, self.kind) for root in roots]
         bits = torch.int64 if self.scores.dtype == torch.float64 else torch.int32
         columns = (self.tokens, self.parents, self.order, self.valid, self.scores.view(bits))
         packed = torch.stack([column.long() for column in columns]).cpu()  # (5, B, M), the one transfer
@@ -196,6 +198,8 @@ def grow_best_first(
         wanted: told a level's nodes, best first, and their scores, both (B, W), says how many of each row's the
             source is asked about.
     """
+    if not (max_nodes and max_depth):
+        return _bare(source, BestFirst.kind)
     pool = _Pool(source, max_nodes, log(min_probability) if min_probability else -inf)
     for depth in range(min(max_depth, max_nodes)):
         frontier = pool.newest(depth) if depth else _root(source)
@@ -263,8 +267,6 @@ class _Pool:
 
     def growth(self) -> Growth:
         """Return the pool as trees."""
-        if not self.tokens:
-            return _bare(self.scores, BestFirst.kind)
         place = self.numbers.div(self.size, rounding_mode="floor")
         above = torch.cat(self.fronts, 1).gather(1, place)  # (B, N) numbers of the parents
         slots = (above[:, :, None] == self.numbers[:, None, :]).byte().argmax(2)  # where those stand in the pool
@@ -329,7 +331,7 @@ class Widths:
             if _on_host(scores) and not frontier.valid.any():
                 break
         if not levels:
-            return _bare(scores, self.kind)
+            return _bare(source, self.kind)
         tokens, parents, scores, order, valid = (torch.cat(c, 1) for c in zip(*levels, strict=True))
         return Growth(tokens, parents, scores, order, valid, self.kind, tuple(laws))
 
@@ -477,9 +479,9 @@ def _path_scores(scores: Tensor, log_probs: Tensor) -> Tensor:
     return (scores[:, :, None] + log_probs.clamp(max=0)).flatten(1)
 
 
-def _bare(scores: Tensor, kind: Kind) -> Growth:
-    """Return bare roots: no nodes on as many rows as `scores` has."""
-    none = scores.new_zeros(len(scores), 0, dtype=torch.int64)
+def _bare(source: Source, kind: Kind) -> Growth:
+    """Return bare roots."""
+    none = torch.empty(source.batch, 0, dtype=torch.int64, device=source.device)
     return Growth(none, none, none.float(), none, none.bool(), kind)
 
 
