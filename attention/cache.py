@@ -14,7 +14,7 @@ It implements transformers' cache interface (``Cache.update``), so unmodified mo
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import chain
 from typing import Any
 
@@ -53,8 +53,7 @@ class Stack:
     def move_slots(self, rows: Tensor, sources: Tensor, targets: Tensor) -> None:
         """Copy slots of rows, (n,) each."""
         layers, all_rows, heads, capacity, dim = self.data.shape
-        planes = torch.arange(layers * all_rows * heads, device=rows.device).view(layers, all_rows, heads)
-        first = planes[:, rows] * capacity  # (layers, n, heads): slot 0 among all
+        first = _planes(layers, all_rows, heads, rows.device)[:, rows] * capacity  # (layers, n, heads): slot 0
         flat = self.data.view(-1, dim)
         found = flat.index_select(0, (first + sources[:, None]).flatten())  # before anything is written
         flat.index_copy_(0, (first + targets[:, None]).flatten(), found)
@@ -121,16 +120,16 @@ class TreeCache(Cache):
         rows: sequences in the batch.
         capacity: slots per row allocated at first; doubles when a pass needs more.
         max_capacity: slots per row never exceeded; beyond it ``stage`` raises `CacheError`.
-        depth: layers of one shape, as far as is known; their buffers lie side by side.
+        alike: layers of the first one's shape, as far as is known: there is room for so many, side by side.
         fixed: let passes attend to few different numbers of slots, and tell where to write by `slots` alone, so that a
             pass over one number of them is the same work whatever the lengths: a graph.
 
-    Memory is ``2 * layers * rows * kv_heads * capacity * head_dim`` elements (see `nbytes`).  Rows are copied by
-    `keep` alone, and by the rare doubling.
+    Memory is ``2 * layers * rows * kv_heads * capacity * head_dim`` elements (see `nbytes`), and two and a half times
+    that while it doubles.  Rows are copied by `keep` alone, and by the rare doubling.
     """
 
     def __init__(
-        self, rows: int, capacity: int, max_capacity: int | None = None, depth: int = 1, fixed: bool = False
+        self, rows: int, capacity: int, max_capacity: int | None = None, alike: int = 1, fixed: bool = False
     ) -> None:
         super().__init__(layers=[])
         self.layers: list[TreeLayer] = []  # type: ignore[assignment]  # a narrower type than the base class's
@@ -140,7 +139,7 @@ class TreeCache(Cache):
         self.capacity = capacity
         self.max_capacity = max(capacity, max_capacity or 0)
         self.lengths: list[int] = [0] * rows  # committed slots of each row
-        self.depth = depth
+        self.alike = alike
         self.stacks: tuple[list[Stack], list[Stack]] = [], []  # of keys, and of values
         self.fixed = fixed
         self.pending = 0  # slots written since the last `keep`, the same count in every row
@@ -180,10 +179,12 @@ class TreeCache(Cache):
     def place(self, states: Tensor, kind: int) -> tuple[Stack, int]:
         """Return the buffer of one more layer whose first keys (kind 0) or values (1) these are: a stack, and where."""
         stacks = self.stacks[kind]
-        if not (stacks and stacks[-1].fits(states)):
-            stacks.append(Stack(max(1, self.depth - len(self.layers) + 1), states, self.rows, self.capacity))
-        stacks[-1].taken += 1
-        return stacks[-1], stacks[-1].taken - 1
+        stack = next((stack for stack in stacks if stack.fits(states)), None)
+        if stack is None:
+            stack = Stack(1 if stacks else self.alike, states, self.rows, self.capacity)
+            stacks.append(stack)
+        stack.taken += 1
+        return stack, stack.taken - 1
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -238,6 +239,8 @@ class TreeCache(Cache):
             )
         used = max(self.lengths) + self.pending
         self.capacity = min(max(2 * self.capacity, needed), self.max_capacity)
+        for layer in self.layers:
+            layer.keys = layer.values = None  # views, which would keep every old stack until all have grown
         for stack in chain(*self.stacks):
             stack.grow(self.capacity, used)
         for layer in self.layers:
@@ -253,8 +256,10 @@ class TreeCache(Cache):
 
     def _move_slots(self, moves: list[tuple[int, int, int]]) -> None:
         """Copy (row, source, target) slots."""
-        for stack in chain(*self.stacks):
-            stack.move_slots(*on_device(moves, stack.data.device).T)
+        stacks = list(chain(*self.stacks))
+        slots = on_device(moves, stacks[0].data.device).T
+        for stack in stacks:
+            stack.move_slots(*slots)
 
     def _move_rows(self, survivors: list[int]) -> None:
         for target, source in enumerate(survivors):
@@ -263,6 +268,12 @@ class TreeCache(Cache):
                     stack.move_row(source, target, self.lengths[source])
         self.lengths = [self.lengths[row] for row in survivors]
         self.rows = len(survivors)
+
+
+@lru_cache(maxsize=16)
+def _planes(layers: int, rows: int, heads: int, device: torch.device) -> Tensor:
+    """Return the numbers of the (slots, dim) planes of a stack, (layers, rows, heads)."""
+    return torch.arange(layers * rows * heads, device=device).view(layers, rows, heads)
 
 
 @cache  # graphs read them where they are

@@ -61,8 +61,7 @@ class TreeModel:
                 "it on one device"
             )
         self.spec = AttentionSpec.of(model)
-        own_keys = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
-        self.depth = own_keys if len(self.spec.windows) == 1 else 1  # layers whose keys have one shape, surely
+        self.alike = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)  # layers with keys, likely
         self.takes_positions = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
 
@@ -106,7 +105,7 @@ class TreeModel:
             taps: the hidden states to hand out on commit: 0 = embeddings, i = after layer i, as transformers counts.
             graphs: replay passes over a few tokens as CUDA graphs.
         """
-        return TreeSession(self, TreeCache(rows, capacity, max_capacity, self.depth, fixed=graphs), taps)
+        return TreeSession(self, TreeCache(rows, capacity, max_capacity, self.alike, fixed=graphs), taps)
 
 
 @contextmanager
@@ -270,7 +269,7 @@ class TreeSession:
 
 
 def _chosen(states: Tensor, places: Sequence[int]) -> Tensor:
-    """Return (n, ...) of states (S, ...), at ascending places: a view, if those are the first."""
+    """Return (n, ...) of states (S, ...), at ascending places: a copy, which does not keep the pass."""
     if not places or places[-1] == len(places) - 1:
-        return states[: len(places)]
+        return states[: len(places)].clone()
     return states[on_device(list(places), states.device)]

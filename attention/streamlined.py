@@ -88,7 +88,7 @@ class _Layer:
 
 
 class _Norm:
-    """RMS norm as the layer norm of (x, -x), whose mean is 0: on CPUs that is one operation, an RMS norm eight."""
+    """RMS norm as the layer norm of (x, -x), whose mean is 0: on CPUs three operations, where an RMS norm is eight."""
 
     def __init__(self, norm: Any) -> None:
         self.weight = torch.cat((norm.weight, norm.weight)).detach()

@@ -99,6 +99,7 @@ class Auto:
         self.warm = 0  # those asked in the step before: the others have to read what they missed first
         self.levels: defaultdict[int, int] = defaultdict(int)  # asked for in this step, by draft
         self.grown: Sequence[TokenTree] = ()  # this step's, before `fit`
+        self.explores = self._exploring  # whether its size is one of `SIZES`
 
     # ---- choices ----
 
@@ -114,7 +115,7 @@ class Auto:
 
     def fit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         """Return each tree's nodes that are worth their part of the target's pass; as many in all rows, or none."""
-        self.grown = trees
+        self.grown, self.explores = trees, self._exploring
         paths = [self.habits.calibration.path(tree) for tree in trees]
         size = self._size(paths)
         return [tree.best(size, np.array(path)) for tree, path in zip(trees, paths, strict=True)]
@@ -227,7 +228,7 @@ class Auto:
         self.met.add(rows * (nodes + 1))
         self.habits.observe(self.grown, tokens)
         asked = sum(1 << draft for draft, spent in enumerate(proposing) if spent and self.asked >> draft & 1)
-        if not self._exploring:
+        if not self.explores:
             self._credit(trees, paths, asked)
         self.levels.clear()
         self.grown = ()
@@ -244,7 +245,7 @@ class Auto:
             self.line.add(rows * (nodes + 1), rest)
         else:
             pace.plain.add(rest)
-        if self._exploring:  # larger trees than will be chosen, by kernels that are new to their sizes
+        if self.explores:  # larger trees than will be chosen, by kernels that are new to their sizes
             return
         for draft, spent in enumerate(proposing):
             if spent and (self.asked & self.warm) >> draft & 1:

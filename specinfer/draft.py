@@ -23,6 +23,7 @@ from specinfer.noise import DRAFT, Coupling, key
 from specinfer.sampling import Law
 from specinfer.tree import Frontier, Policy, TokenTree, draw_candidates
 
+CANDIDATES = 128  # tokens per node that processors and noise see when a draft ranks under a law with processors
 CATCH_UP = 32  # committed tokens beyond which a draft prefills instead of feeding them with the root
 
 
@@ -197,15 +198,17 @@ class ModelDraftSession:
         the same Gumbel noise g, and a softmax of those sums estimates which of them it will be.  The sharpness s is 1
         for q = p; but a draft that does not know p learns the mean of what p may be, which is flatter.
         """
-        scores = self._logits(frontier).float()
-        if self.couplings:
-            scores = self.opening.law.scores(scores.flatten(0, 1), ()).view_as(scores) * self.sharpness
-            noise = coupling_noise(self.couplings, self.lengths, frontier.depth, self.opening.vocab_size, self.device)
-            own = noise[:, : self.vocab_size] if self.token_ids is None else noise[:, self.token_ids]
-            scores = scores + own[:, None]
+        logits, likeliest = self._logits(frontier), None
+        if self.couplings and self.opening.law.processors:  # some, as top-p, would sort all tokens at every node
+            logits, likeliest = logits.topk(min(max(k, CANDIDATES), self.vocab_size))
+            logits = self.opening.law.scores(logits.flatten(0, 1), ()).view(*logits.shape)
+        scores = self._noisy(logits, likeliest, frontier.depth) if self.couplings else logits.float()
         values, tokens = scores.topk(min(k, self.vocab_size))
+        if not self.couplings:  # in 16 bits many are equal
+            values, tokens = _in_order(values, tokens)
         best = values[..., :1]
         rest = (scores - best).exp_().sum(-1, keepdim=True).log_()
+        tokens = tokens if likeliest is None else likeliest.gather(2, tokens)
         return tokens if self.token_ids is None else self.token_ids[tokens], values - best - rest
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -219,6 +222,15 @@ class ModelDraftSession:
         everywhere = scores.new_full((*scores.shape[:2], self.opening.vocab_size), -inf)
         everywhere[..., self.token_ids] = scores
         return draw_rows(everywhere, k, replacement, chance)
+
+    def _noisy(self, logits: Tensor, likeliest: Tensor | None, depth: int) -> Tensor:
+        """Return s log q + g but for a constant, float32, of the likeliest tokens (B, W, C), or of all (B, W, V')."""
+        noise = coupling_noise(self.couplings, self.lengths, depth, self.opening.vocab_size, self.device)
+        noise = noise[:, : self.vocab_size] if self.token_ids is None else noise[:, self.token_ids]
+        own = noise[:, None]
+        if likeliest is not None:
+            own = own.expand(-1, likeliest.shape[1], -1).gather(2, likeliest)
+        return torch.add(own, logits, alpha=self.sharpness)
 
     def _keep_rows(self, survivors: Sequence[int], *more: list[Any]) -> None:
         """Forget the rows that were retired, in other lists too."""
@@ -259,6 +271,13 @@ class ModelDraftSession:
         self.own_states = self.session.commit([range(len(chain)) for chain in chains])
         self.lacking = [[] for _ in chains]
         return torch.stack([logits[row, columns.index(len(chain) - 1)] for row, chain in enumerate(chains)])[:, None]
+
+
+def _in_order(values: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values (.., k), descending, and their tokens, of equals the smaller first: `torch.topk` promises none."""
+    tokens, places = tokens.sort(-1)
+    values, order = values.gather(-1, places).sort(dim=-1, descending=True, stable=True)
+    return values, tokens.gather(-1, order)
 
 
 def coupling_noise(

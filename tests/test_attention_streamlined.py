@@ -62,8 +62,9 @@ def states_of(model: nn.Module, masked: bool) -> list[torch.Tensor]:
         cache.stage(len(tokens), torch.device("cpu"))
         mask = torch.ones(cache.extent, cache.extent).tril().bool()
         mask &= (torch.arange(cache.extent) % 2 == 0) | torch.eye(cache.extent).bool()
+        added = torch.zeros(mask.shape, dtype=model.dtype).masked_fill(~mask, torch.finfo(model.dtype).min)
         first = tokens[0]
-        given = {"attention_mask": mask[None, None, -len(tokens) :]} if masked else {}
+        given = {"attention_mask": added[None, None, -len(tokens) :]} if masked else {}
         positions = torch.arange(first, first + len(tokens))[None]
         found.append(model(torch.tensor([tokens]), position_ids=positions, past_key_values=cache, **given).logits)
         cache.keep([range(len(tokens))])

@@ -7,7 +7,7 @@ import torch
 from conftest import PROMPTS, VOCAB, counted, like, plain, tiny_llama
 
 from specinfer import BestFirst, Chain, ModelDraft, NGramDraft, Sampled, SpeculativeDecoder, Widths
-from specinfer.draft import CATCH_UP, ModelDraftSession, Opening
+from specinfer.draft import CATCH_UP, ModelDraftSession, Opening, _in_order
 from specinfer.noise import COUPLING, Coupling, gumbel, key
 from specinfer.sampling import Law, resolve
 
@@ -192,3 +192,9 @@ def test_names(far):
     assert ModelDraft(named).name == "small-model"
     assert NGramDraft().name == "ngram"
     assert isinstance(ModelDraft(far).open(opening([[1]])), ModelDraftSession)
+
+
+def test_of_equal_tokens_the_smaller_comes_first():
+    values, tokens = _in_order(torch.tensor([[3.0, 3.0, 2.0, 2.0, 2.0]]), torch.tensor([[7, 2, 9, 5, 6]]))
+    assert tokens.tolist() == [[2, 7, 5, 6, 9]]
+    assert values.tolist() == [[3, 3, 2, 2, 2]]

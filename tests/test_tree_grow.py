@@ -320,7 +320,7 @@ def test_top_candidates_of_a_real_vocabulary_with_ties() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("vocab", "k"), [(7, 7), (300, 64), (65536, 5), (65537, 5)])
+@pytest.mark.parametrize(("vocab", "k"), [(7, 7), (300, 64), (65537, 5)])
 def test_top_candidates_of_16_bit_values_break_ties_by_place(dtype: torch.dtype, vocab: int, k: int) -> None:
     torch.manual_seed(vocab)
     log_probs = (torch.randn(2, 3, vocab) * 4).round().to(dtype) / 2

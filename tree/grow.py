@@ -53,7 +53,8 @@ class Source(Protocol):
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
         """Return the k likeliest tokens and their log-probabilities, both (B, W, min(k, V)).
 
-        Descending; where equals stand, and which of them come last, is the source's affair.
+        Descending, ties by the smaller id; which of the equals at the end are left out is the source's affair.  At
+        padding anything but NaN.
         """
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
