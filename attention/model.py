@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from specinfer.attention.cache import TreeCache
 from specinfer.attention.graphs import Graphs, rung
@@ -184,14 +185,21 @@ class TreeSession:
         padded = {name: pad(value, (*[0, 0] * (value.ndim - 2), 0, more)) for name, value in inputs.items()}
         return self.append(layout.padded(more), columns, **padded)
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> list[Tensor | None]:
-        """Commit a ragged batch of token lists (possibly empty), `PREFILL_CHUNK` tokens a pass; see `commit`."""
+    def prefill(self, prompts: Sequence[Sequence[int]], **inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Commit a ragged batch of token lists (possibly empty), `PREFILL_CHUNK` tokens a pass; see `commit`.
+
+        Args:
+            prompts: token ids per row.
+            **inputs: what else the model's forward takes, per row one entry per token.
+        """
         started = perf_counter()
         kept: list[list[Tensor]] = [[] for _ in prompts]
         for start in range(0, max(len(prompt) for prompt in prompts), PREFILL_CHUNK):
-            chunks = [prompt[start : start + PREFILL_CHUNK] for prompt in prompts]
+            part = slice(start, start + PREFILL_CHUNK)
+            chunks = [prompt[part] for prompt in prompts]
             layout = lay_out_chains(chunks, self.model.device)
-            self._forward(layout, torch.zeros(1, dtype=torch.long, device=self.model.device), {}, self._run)
+            more = {name: pad_sequence([row[part] for row in rows], True) for name, rows in inputs.items()}
+            self._forward(layout, torch.zeros(1, dtype=torch.long, device=self.model.device), more, self._run)
             for row, states in zip(kept, self.commit([range(len(chunk)) for chunk in chunks]), strict=True):
                 row += [] if states is None else [states]
         self.prefill_seconds += perf_counter() - started

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 5. Your own draft
 #
-# A draft is trained on what its target writes. This run is tiny, a minute instead of an hour, so that you see every
-# part of it: 32 texts, where the heads that come with the package saw 4,000.
+# A draft is trained on what its target writes. This run is tiny, a minute instead of hours, so that you see every
+# part of it: 32 texts, where the heads that come with the package saw over 14,000.
 #
 # ## Text
 

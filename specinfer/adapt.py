@@ -301,12 +301,17 @@ class _Levels:
         return width
 
     def _level(self, frontier: Frontier, scores: Tensor) -> list[list[tuple[float, float]]]:
-        """Return every node's score and the probability that it is accepted, by row; padding has none."""
+        """Return every node's score and the probability that it is accepted, by row.
+
+        Padding has none, and no-number scores neither: they are refused where trees are made.
+        """
         calibration = self.auto.habits.calibration
         rows = zip(self.known, scores.tolist(), frontier.parents.tolist(), frontier.valid.tolist(), strict=True)
         return [
             [
-                (score, real and known[p][1] * calibration.edge(self.draft, frontier.depth, score - known[p][0]))
+                (score, known[p][1] * calibration.edge(self.draft, frontier.depth, score - known[p][0]))
+                if real and score == score
+                else (score, 0.0)
                 for score, p, real in zip(*row, strict=True)
             ]
             for known, *row in rows

@@ -114,6 +114,11 @@ class SpeculativeDecoder:
         owned = (getattr(draft, "model", None) for draft in self.drafts)
         return [self.target, *(model for model in owned if isinstance(model, TreeModel))]
 
+    @property
+    def language_models(self) -> list[TreeModel]:
+        """The target, and drafts that are language models: what reads text by itself."""
+        return [self.target, *(draft.model for draft in self.drafts if isinstance(draft, ModelDraft))]
+
     def generate(self, prompt: Prompt, *, streamer: Any = None, **options: Any) -> Any:
         """Generate to the end.
 
@@ -171,10 +176,7 @@ class SpeculativeDecoder:
         prompts = encode(prompt, self.tokenizer, raw)
         check_ids(prompts.rows, self.target.vocab_size)
         budgets = [settings.budget(len(row)) for row in prompts.rows]
-        limit = self.target.position_limit()
-        if limit is not None and not self.target.takes_positions:
-            limit -= self.policy.max_nodes  # it counts positions by cache columns, padding included
-        check_context(prompts.rows, budgets, limit)
+        self.check_lengths(prompts.rows, budgets)
         seeds = row_seeds(seed, len(prompts.rows))
         device, names = self.target.device, [draft.name for draft in self.drafts]
         rows = [
@@ -192,6 +194,17 @@ class SpeculativeDecoder:
         ]
         return Run(self, rows, prompts.single)
 
+    def check_lengths(self, rows: Sequence[Sequence[int]], budgets: Sequence[int]) -> None:
+        """Check that prompts and as many new tokens fit the target's context.
+
+        Raises:
+            InputError: they do not.
+        """
+        limit = self.target.position_limit()
+        if limit is not None and not self.target.takes_positions:
+            limit -= self.policy.max_nodes  # it counts positions by cache columns, padding included
+        check_context(rows, budgets, limit)
+
     def _ready(self, drafts: list[Any]) -> list[Draft]:
         """Return drafts in the order given, "auto" and "shipped" spelt out."""
         names = [draft for draft in drafts if isinstance(draft, str)]
@@ -202,7 +215,7 @@ class SpeculativeDecoder:
 
     def _supported_policy(self, policy: Policy) -> Policy:
         """Check all models; fall back to a chain where one cannot branch."""
-        for model in self.models():
+        for model in self.language_models:
             check = check_model(model.model)
             if check.support is Support.UNSUPPORTED:
                 raise UnsupportedModel(f"{check.model} cannot score token trees: {check.reason}")
@@ -217,10 +230,6 @@ class SpeculativeDecoder:
                 policy = Chain(policy.max_depth)
                 self.notes.append(f"tree={policy}: {check.model} can score chains only ({check.reason})")
         return policy
-
-    def models(self) -> list[TreeModel]:
-        """Return the target and every draft that is a model."""
-        return [self.target, *(draft.model for draft in self.drafts if isinstance(draft, ModelDraft))]
 
     def _check_tokenizers(self) -> None:
         from specinfer.models import same_tokens

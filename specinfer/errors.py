@@ -65,4 +65,4 @@ class CacheError(SpecinferError):
 
 
 class NumericalError(SpecinferError, ArithmeticError):
-    """The target's logits hold NaN or nothing finite; the message names the row and the step."""
+    """Logits or a loss that are no numbers; the message says whose, and of the target's the row and the step."""

@@ -51,7 +51,8 @@ class FeatureHead(nn.Module):
         self.to(target.device)
         self.embedding = target.get_input_embeddings().weight.detach()
         rows = target.get_output_embeddings().weight.detach()[self.token_ids].to(self.dtype)
-        self.output = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+        if self.output is None:  # once: packed layers are found by module, changed weights in them
+            self.output = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
         self.output.weight = nn.Parameter(rows, requires_grad=False)
         positions = torch.arange(self.config.max_position_embeddings, device=rows.device)
         cosines, sines = LlamaRotaryEmbedding(self.config).to(rows.device)(rows, positions[None])

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from specinfer.attention import TreeModel, lay_out_level, on_device
-from specinfer.draft import ModelDraftSession, Opening
+from specinfer.draft import CATCH_UP, ModelDraftSession, Opening
 from specinfer.errors import ModelError, TokenizerMismatch
 from specinfer.feature_head import FeatureHead, head_config
 from specinfer.tree import Frontier
@@ -41,6 +42,7 @@ HEAD_FIELDS = (
     "rms_norm_eps",
     "taps",
 )
+FINGERPRINT = {"tokenizer", "layers", "hidden_size", "vocab_size", "sketch"}
 SKETCH_ROWS = 32  # embedding rows that stand for a target in its fingerprint
 SKETCH_WIDTH = 8  # ... and entries of each
 SAME_TARGET = 0.9  # least cosine of two fingerprints: coarsely quantised weights stay above, others are far below
@@ -166,9 +168,12 @@ class FeatureDraftSession(ModelDraftSession):
 
     def _feed_lacking(self) -> Tensor:
         """Feed and commit the tokens each row lacks, the root last; return the logits after the root, (B, 1, V')."""
-        states = nn.utils.rnn.pad_sequence([torch.cat(row) for row in self.states], batch_first=True)
+        states = [torch.cat(row) for row in self.states]
+        if max(map(len, self.lacking)) > CATCH_UP:
+            self.session.prefill([tokens[:-1] for tokens in self.lacking], target_states=[row[:-1] for row in states])
+            self.lacking, states = [tokens[-1:] for tokens in self.lacking], [row[-1:] for row in states]
         self.states = [[] for _ in self.states]
-        return self._feed(self.lacking, target_states=states)
+        return self._feed(self.lacking, target_states=pad_sequence(states, batch_first=True))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -181,7 +186,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         record: dict[str, Any] = json.loads((folder / "config.json").read_text())
         if record.get("model_type") != MODEL_TYPE:
             raise ValueError(f"its model_type is {record.get('model_type')!r}, not {MODEL_TYPE!r}")
-    except (OSError, ValueError, AttributeError) as error:
+        if missing := FINGERPRINT - set(record["fingerprint"]):
+            raise ValueError(f"its fingerprint lacks {', '.join(sorted(missing))}")
+        if _as_sketch(record["fingerprint"]["sketch"]).shape != (SKETCH_ROWS * SKETCH_WIDTH,):
+            raise ValueError("its fingerprint's sketch is not one")
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         raise _unreadable(folder, error) from error
     return record
 
@@ -225,9 +234,13 @@ def check_fingerprint(name: str, wanted: dict[str, Any], model: Any, tokenizer: 
     for what, found in _sizes(model).items():
         if found != wanted[what]:
             raise ModelError(f"draft {name} was trained for a target with {what} {wanted[what]}, not {found}: {advice}")
-    sketch = torch.tensor([float(value) for value in wanted["sketch"].split()])
-    if functional.cosine_similarity(sketch, _sketch(model), dim=0) < SAME_TARGET:
+    if functional.cosine_similarity(_as_sketch(wanted["sketch"]), _sketch(model), dim=0) < SAME_TARGET:
         raise ModelError(f"draft {name} was trained for other weights than this target's: {advice}")
+
+
+def _as_sketch(text: str) -> Tensor:
+    """Return a fingerprint's sketch as numbers."""
+    return torch.tensor([float(value) for value in text.split()])
 
 
 def _sizes(model: Any) -> dict[str, int]:

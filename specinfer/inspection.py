@@ -385,7 +385,7 @@ class _Prefix:
         with running(*run.decoder.networks):
             _, drafts = run.open_sessions()
             tree = propose(drafts, policy, [row])[0]
-        _check_branches(decoder.models(), tree)
+        _check_branches(decoder.language_models, tree)
         return tree
 
 

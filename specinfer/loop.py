@@ -30,7 +30,7 @@ def decode(
         rows: the sequences, in the order of the sessions' rows.
 
     Raises:
-        NumericalError: the target's logits are not numbers.
+        NumericalError: the target's logits, or a draft's, are not numbers.
     """
     while rows:
         trees = propose(drafts, policy, rows)

@@ -14,7 +14,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, PrefixConstrained
 
 from specinfer.decoder import SpeculativeDecoder, row_seeds
 from specinfer.errors import InputError
-from specinfer.prompts import check_context, check_ids
+from specinfer.prompts import check_ids
 from specinfer.results import Result
 from specinfer.row import Row
 from specinfer.run import Run
@@ -84,7 +84,7 @@ def custom_generate(
     mask = model_inputs.get("attention_mask")  # named as a parameter, transformers would pass it twice
     prompts = _without_padding(input_ids, mask)
     check_ids([prompt for _, prompt in prompts], decoder.target.vocab_size)
-    check_context([prompt for _, prompt in prompts], [budget] * len(prompts), decoder.target.position_limit())
+    decoder.check_lengths([prompt for _, prompt in prompts], [budget] * len(prompts))
     rows = [
         Row(
             index=index,

@@ -4,12 +4,47 @@ Knows: the tokenizer and its chat template, the size of the vocabulary and of th
 Does not know: models, decoding.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from specinfer.errors import InputError
 
 Prompt = Any  # str | list[int] | list[{"role", "content"}]; see `encode`
+
+
+def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield line numbers, from 1, and objects of a file of JSON lines with "prompt"; blank lines are left out.
+
+    Raises:
+        InputError: the file cannot be read, or a line is no such object.
+    """
+    for number, line in read_lines(path):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{path}, line {number} is not JSON ({error}): give one object a line") from error
+        prompt = row.get("prompt") if isinstance(row, dict) else None
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise InputError(
+                f'{path}, line {number} has no "prompt" with text in it: give one object a line, each with one'
+            )
+        yield number, row
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield line numbers, from 1, and lines; text may hold other line ends than the newline.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    try:
+        yield from enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path} ({getattr(error, 'strerror', None) or error})") from error
 
 
 class Prompts(NamedTuple):

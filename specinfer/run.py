@@ -155,7 +155,7 @@ class Run:
             opening = Opening(
                 prompts=prompts,
                 capacity=first + fed,
-                max_capacity=most + fed,
+                max_capacity=2 * most + fed,  # one row may lack what another has, and all get as many slots
                 vocab_size=decoder.target.vocab_size,
                 draft=number,
                 law=law,

@@ -35,7 +35,11 @@ STEP = [[0, 1, 2, 3, 4, 5], [6, 7], [8, 9, 10]]  # tokens of three passes
 
 def model_of(config: PretrainedConfig) -> nn.Module:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa").double().eval()
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa").double().eval()
+    for name, weight in model.named_parameters():
+        if "norm" in name:  # all 1 after initialisation, as if there were none
+            nn.init.uniform_(weight, 0.5, 1.5)
+    return model
 
 
 def products_of(layer: nn.Module) -> dict[nn.Module, object]:
@@ -142,7 +146,7 @@ def test_packed_models_are_streamlined_while_passes_run() -> None:
     model = model_of(LlamaConfig(**SIZES)).to(torch.bfloat16)
     layer, ids = model.model.layers[0], torch.arange(20)[None]
     with torch.inference_mode():
-        plain = model(ids).logits
+        exact, plain = copy.deepcopy(model).float()(ids).logits, model(ids).logits
         packed(model).refresh()
         with packed(model):
             if not packed(model).forwards:
@@ -150,7 +154,7 @@ def test_packed_models_are_streamlined_while_passes_run() -> None:
             assert "forward" in layer.__dict__
             quick = model(ids).logits
     assert "forward" not in layer.__dict__
-    assert (quick - plain).abs().mean() < 0.02 * plain.abs().mean()
+    assert (quick - exact).abs().mean() < 1.2 * (plain - exact).abs().mean()  # as near as 16 bits come
 
 
 def test_what_is_changed_between_calls_is_honoured() -> None:

@@ -248,6 +248,19 @@ def test_errors_are_one_line_and_exit_code_two(run, arguments, message):
     assert err.endswith("\n")
 
 
+def test_text_of_another_encoding_is_one_line(run, monkeypatch):
+    """Standard input that is no UTF-8."""
+
+    class Latin:
+        def read(self):
+            return b"\xff".decode()
+
+    monkeypatch.setattr(io, "StringIO", lambda _: Latin())
+    code, out, err = run("generate", "-")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "encoding" in err
+
+
 @pytest.mark.parametrize("option", ["--dtype", "--device"])
 def test_words_that_the_loader_does_not_know(monkeypatch, capsys, option):
     """The real loader refuses them by name before it looks for a model."""

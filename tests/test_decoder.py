@@ -49,7 +49,6 @@ from specinfer.errors import (
     NumericalError,
     PairingError,
     SamplingError,
-    SpecinferError,
     TokenizerMismatch,
     UnsupportedModel,
 )
@@ -552,13 +551,14 @@ def test_nan_weights_are_an_error(near):
         decoder.generate([1, 2], max_new_tokens=4)
 
 
-def test_a_draft_that_yields_nan_is_a_clear_error(target):
+@pytest.mark.parametrize("tree", [BestFirst(4, 2), "auto"], ids=str)
+def test_a_draft_that_yields_nan_is_a_clear_error(target, tree):
     """NaN from a draft is an error that says it was the draft."""
     broken = like(target)
-    decoder = SpeculativeDecoder(target, drafts=[broken], tree=BestFirst(4, 2))
+    decoder = SpeculativeDecoder(target, drafts=[broken], tree=tree)
     with torch.no_grad():
         broken.lm_head.weight[7] = torch.nan
-    with pytest.raises(SpecinferError, match="draft"):
+    with pytest.raises(NumericalError, match="draft 0"):
         decoder.generate([1, 2], max_new_tokens=4)
 
 

@@ -217,6 +217,11 @@ def test_prompts_and_documents_are_read(tmp_path, prompts, documents):
     assert [prompt.text for prompt in found] == ["x", "y", "one", "two"]
     assert [document.text.split()[0] for document in documents] == ["First", "long"]
     assert [document.line for document in documents] == [1, 4]
+    (tmp_path / "c.jsonl").write_text('{"prompt": "a\u2028b"}\n\n{"prompt": "c"}\n', encoding="utf-8")
+    assert [(prompt.text, prompt.line) for prompt in read_prompts([tmp_path / "c.jsonl"])] == [
+        ("a\u2028b", 1),
+        ("c", 3),
+    ]
     lines = read_documents([tmp_path / "b.txt"])
     assert [(line.text, line.line) for line in lines] == [("one", 1), ("two", 2)]
 
@@ -403,11 +408,10 @@ def test_the_command(run, tmp_path, trained):
 
 
 BAD_FILES = {
-    "not JSON": ("p.jsonl", '{"prompt": "x"}\nprompt\n', "p.jsonl, line 2: not JSON"),
-    "no prompt": ("p.jsonl", '{"text": "x"}\n', 'p.jsonl, line 1: no "prompt"'),
-    "no text": ("p.jsonl", '{"prompt": ["x"]}\n', 'p.jsonl, line 1: no "prompt"'),
-    "an empty prompt": ("p.jsonl", '{"prompt": "x"}\n{"prompt": " "}\n', "p.jsonl, line 2: the prompt is empty"),
-    "an empty line": ("p.txt", "x\n\ny\n", "p.txt, line 2: the prompt is empty"),
+    "not JSON": ("p.jsonl", '{"prompt": "x"}\nprompt\n', "p.jsonl, line 2 is not JSON"),
+    "no prompt": ("p.jsonl", '{"text": "x"}\n', 'p.jsonl, line 1 has no "prompt"'),
+    "no text": ("p.jsonl", '{"prompt": ["x"]}\n', 'p.jsonl, line 1 has no "prompt"'),
+    "an empty prompt": ("p.jsonl", '{"prompt": "x"}\n{"prompt": " "}\n', 'p.jsonl, line 2 has no "prompt" with text'),
     "nothing to train on": ("p.jsonl", '{"prompt": "x", "split": "dev"}\n', "no prompts to train on"),
     "an empty file": ("p.txt", "", "no prompts to train on"),
     "no UTF-8": ("p.txt", b"\xff\xfe", "cannot read"),
@@ -433,6 +437,8 @@ BAD_OPTIONS = {
     "not a folder": (["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/prompts.jsonl"], "cannot write"),
     "no numbers": (["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--temperatures", "hot"], "'hot'"),
     "no draft": (["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--drafts", "0"], "drafts=0"),
+    "one text": (["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--samples", "1"], "one text is held out"),
+    "few tokens": (["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--vocabulary", "4"], "vocabulary=4"),
     "no such arch": (["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--arch", "rnn"], "'rnn'"),
     "no such text": (["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--text", "{tmp}/no"], "No such file"),
 }

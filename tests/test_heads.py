@@ -11,6 +11,7 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from specinfer import BestFirst, Chain, NGramDraft, Sampled, SpeculativeDecoder, Widths
+from specinfer.attention import TreeModel
 from specinfer.distill.train import _chained_mask
 from specinfer.errors import ModelError, TokenizerMismatch, UnsupportedModel
 from specinfer.feature_head import FeatureHead, head_config
@@ -117,6 +118,48 @@ def test_sharpness_is_kept_and_checked(target, tmp_path):
     del record["sharpness"]
     (tmp_path / "config.json").write_text(json.dumps(record))
     assert FeatureDraft.load(tmp_path).sharpness == 1
+
+
+def test_a_head_bound_again_is_the_same_module_with_new_weights(target):
+    """Packed layers are found by module: a new one would stay unpacked, and the old one's copy alive."""
+    draft = draft_for(target)
+    draft.attach(TreeModel(target), byte_tokenizer())
+    output, rows = draft.head.output, draft.head.output.weight
+    SpeculativeDecoder(target, None, [draft])
+    assert draft.head.output is output
+    assert draft.head.output.weight is not rows
+    assert torch.equal(draft.head.output.weight, rows)
+
+
+def test_a_long_prompt_is_read_in_prefill_passes(target, monkeypatch):
+    """They are not passes over trees, and no longer than others; what is drafted stays the same."""
+    draft, prompts = draft_for(target, ids=range(VOCAB)), [list(range(1, 60)), [3, 1, 4]]
+    options = {"max_new_tokens": 9, "temperature": 0}
+    decoder = SpeculativeDecoder(target, None, [draft], Chain(3))
+    runs = []
+    for chunk, catch_up in ((512, 10**6), (16, 32)):
+        monkeypatch.setattr("specinfer.attention.model.PREFILL_CHUNK", chunk)
+        monkeypatch.setattr("specinfer.heads.CATCH_UP", catch_up)
+        runs.append(decoder.generate(prompts, **options))
+    trees = [[step.tree.tokens.tolist() for row in run for step in row.steps] for run in runs]
+    assert trees[0] == trees[1]
+    at_once, apart = (run[0].stats for run in runs)
+    assert at_once.draft_passes == apart.draft_passes
+    assert apart.drafts[0].passes == at_once.drafts[0].passes
+
+
+@pytest.mark.parametrize("field", ["tokenizer", "layers", "sketch", "short"])
+def test_a_fingerprint_that_is_none_is_named(target, tmp_path, field):
+    """Before it is compared with a target's."""
+    draft_for(target).save(tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    if field == "short":
+        record["fingerprint"]["sketch"] = "0.5 1"
+    else:
+        del record["fingerprint"][field]
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    with pytest.raises(ModelError, match="sketch" if field == "short" else field):
+        FeatureDraft.load(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["nothing", "config", "weights", "other"])

@@ -500,6 +500,10 @@ def test_the_command_line_records_and_replays(run, tmp_path):
     code, out, _ = run("replay", tmp_path, "--tree", "widths", "--widths", "1,2", "--json")
     made = json.loads(out)
     assert [own["policy"] for own in made["replays"]] == ["Widths(widths=(1, 2))"] * 2
+    greedy = tmp_path / "greedy"
+    assert run("record", "--prompt", "abcabc", "--draft", "near", "--out", greedy, "--max-new-tokens", 4)[0] == 0
+    code, out, err = run("replay", greedy, "--tree", "sampled")
+    assert (code, out, err.count("\n")) == (2, "", 1)
     assert made["replays"][0]["tokens_per_pass"] == replay(Trace.load(tmp_path), Widths((1, 2))).tokens_per_pass
 
 
@@ -520,7 +524,8 @@ def test_the_command_line_prints_the_papers_tables(run, tmp_path):
     [
         (["replay", "nowhere"], "holds no trace"),
         (["record", "--out", "x"], "nothing to record"),
-        (["paper-tables", "--prompts", "nowhere.jsonl"], "cannot read prompts"),
+        (["paper-tables", "--prompts", "nowhere.jsonl"], "cannot read"),
+        (["record", "--prompts", "nowhere.jsonl", "--out", "x", "--count", "-1"], "--count"),
     ],
 )
 def test_bad_input_is_one_line(run, arguments, message, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from specinfer.distill import train
 from specinfer.distill.data import Texts
 from specinfer.distill.train import EarlierDrafts, Settings, SoftCrossEntropy, train_causal_lm, train_head
-from specinfer.errors import NumericalError
+from specinfer.errors import InputError, NumericalError
 from specinfer.feature_head import FeatureHead
 from specinfer.heads import FeatureDraft
 
@@ -128,6 +128,18 @@ def test_tokens_that_an_earlier_draft_proposes_first_weigh_less(target, shards, 
     assert set(weights[weights != 1].tolist()) == {torch.tensor(SETTINGS.boost).item()}
     second = trained(target, shards, tmp_path / "2", earlier=[tmp_path / "1"])
     assert second["steps"] > 0
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_too_few_texts_are_refused(shards, tmp_path, rows):
+    """One is held out, so one alone leaves nothing to train on."""
+    whole = load_file(shards[0])
+    tokens = int(whole["lengths"][:rows].sum())
+    per_text, per_token = ("lengths", "prompt_lengths"), ("ids", "states")
+    few = {n: whole[n][:rows] for n in per_text} | {n: whole[n][:tokens] for n in per_token}
+    save_file(few, tmp_path / "few.safetensors")
+    with pytest.raises(InputError, match="at least 2"):
+        Texts([tmp_path / "few.safetensors"])
 
 
 def test_sharpness_is_what_flat_laws_lack(target, shards, tmp_path, monkeypatch):

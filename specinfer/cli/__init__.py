@@ -40,6 +40,8 @@ def main() -> None:
         code = app(standalone_mode=False)
     except SpecinferError as error:
         fail(str(error))
+    except UnicodeError as error:
+        fail(f"text that the terminal's encoding cannot hold ({error}): set PYTHONUTF8=1, or give text in UTF-8")
     except (KeyboardInterrupt, typer.Abort):
         raise SystemExit(130) from None
     except BrokenPipeError:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specinfer.cli.options import (
+    CountOption,
     DeviceOption,
     DraftOption,
     DtypeOption,
     JsonOption,
     SeedOption,
+    SplitOption,
     TargetOption,
     TemperatureOption,
     TokensOption,
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
     from specinfer.traces.trace import Trace
     from specinfer.tree import Policy
 
-CountOption = Annotated[int, typer.Option(help="Prompts per file at most.")]
-SplitOption = Annotated[str, typer.Option(help="The rows taken, where rows have a split.")]
 BatchOption = Annotated[int, typer.Option(help="Texts at a time.")]
 TREES = ["chain", "widths", "sampled", "best-first"]
 BUDGETS = [4, 8, 16, 32, 64]
@@ -114,6 +114,8 @@ def replay(
     trace = Trace.load(folder)
     names = draft or trace.drafts
     policies = _policies(trace, tree or TREES, nodes, depth, widths)
+    if not policies:
+        raise InputError(f"{folder} holds too little for trees of these kinds and sizes: choose others, or record anew")
     replays = [own for policy in policies for own in _replays(trace, policy, names)]
     replays += [oracle(trace, policy, drafts=names) for policy in policies if repr(policy).startswith("BestFirst")]
     curves = [(hits(trace, name), calibration(trace, name)) for name in names]

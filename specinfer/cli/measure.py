@@ -10,7 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-from specinfer.cli.options import DeviceOption, DraftOption, DtypeOption, JsonOption, TargetOption, TokensOption
+from specinfer.cli.options import (
+    CountOption,
+    DeviceOption,
+    DraftOption,
+    DtypeOption,
+    JsonOption,
+    SplitOption,
+    TargetOption,
+    TokensOption,
+)
 from specinfer.cli.terminal import quieten
 
 GREEDY = [0.0]
@@ -35,8 +44,8 @@ def compare(
     nodes: Annotated[int, typer.Option(help="Drafted nodes at most, of every fixed tree.")] = 16,
     depth: Annotated[int, typer.Option(help="Levels at most, of every fixed tree and of the sequence.")] = 8,
     max_new_tokens: TokensOption = 64,
-    count: Annotated[int, typer.Option(help="Prompts per file at most.")] = 5,
-    split: Annotated[str, typer.Option(help="The rows taken, where rows have a split.")] = "dev",
+    count: CountOption = 5,
+    split: SplitOption = "dev",
     hits: Annotated[bool, typer.Option(help="Count how often each draft ranks the target's choice high.")] = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",

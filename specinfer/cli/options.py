@@ -17,16 +17,20 @@ NodesOption = Annotated[
     int | None,
     typer.Option(
         help="Drafted nodes per tree at most (auto; best-first, where paths below 5 % are left out).",
-        show_default="24 auto, 16 best-first",
+        show_default="23 auto, 16 best-first",
     ),
 ]
 DepthOption = Annotated[int, typer.Option(help="Levels per tree at most (auto, best-first), or exactly (chain).")]
 WidthsOption = Annotated[str, typer.Option(help="Children per level (widths, sampled).")]
+CountOption = Annotated[int, typer.Option(help="Prompts per file at most.", min=1)]
+SplitOption = Annotated[str, typer.Option(help="The rows taken, where rows have a split.")]
 TokensOption = Annotated[int, typer.Option("--max-new-tokens", help="New tokens at most.")]
 TemperatureOption = Annotated[float, typer.Option(help="0 = greedy.")]
 TopPOption = Annotated[float | None, typer.Option(help="Nucleus; sampling only.", show_default="1.0")]
 TopKOption = Annotated[int | None, typer.Option(help="0 = all tokens; sampling only.", show_default="50")]
-SeedOption = Annotated[int, typer.Option(help="Same seed, same text: with any tree or none.")]
+SeedOption = Annotated[
+    int, typer.Option(help="Same seed, same text with any tree or none; in float32, and not with sampled trees.")
+]
 DtypeOption = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 RawOption = Annotated[bool, typer.Option("--raw", help="Feed the prompt as it is, without the chat template.")]

@@ -13,6 +13,7 @@ from typing import Any
 
 from specinfer.errors import InputError
 from specinfer.files import pin, read_json, storing
+from specinfer.prompts import read_rows
 
 log = logging.getLogger(__name__)
 
@@ -25,29 +26,14 @@ def read_prompts(path: Path, split: str) -> list[tuple[str, str]]:
     Raises:
         InputError: the file cannot be read, a line is not what it should be, or nothing is left.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # text may hold other line ends
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read prompts from {path}: {error}") from error
     rows = [
         (str(row.get("id", number)), row["prompt"])
-        for number, line in enumerate(lines, 1)
-        if line.strip() and (row := _prompt_row(path, number, line)).get("split", split) == split
+        for number, row in read_rows(path)
+        if row.get("split", split) == split
     ]
     if not rows:
         raise InputError(f"{path} holds no prompts of split {split!r}: choose another --split or file")
     return rows
-
-
-def _prompt_row(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}, line {number} is not JSON: {error}") from error
-    prompt = row.get("prompt") if isinstance(row, dict) else None
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise InputError(f'{path}, line {number} has no "prompt" with text in it: each line must be an object with one')
-    return row
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

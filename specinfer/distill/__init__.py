@@ -63,6 +63,8 @@ class Recipe:
         for name in ("epochs", "learning_rate", "vocabulary", "layers"):
             if not getattr(self.training, name) > 0:
                 raise InputError(f"{name}={getattr(self.training, name)} trains nothing: give a number above 0")
+        if self.arch == "head" and self.training.vocabulary < train.RANKS:
+            raise InputError(f"vocabulary={self.training.vocabulary} is too small: give at least {train.RANKS}")
 
 
 def distill(
@@ -102,6 +104,8 @@ def distill(
     if recipe.arch == "lm" and recipe.training.layers > layers:
         raise InputError(f"layers={recipe.training.layers} of an lm are more than the target's {layers}: give fewer")
     batches = plan_text(TreeModel(model), tokenizer, prompts, documents, recipe.text)
+    if sum(map(len, batches)) < 2:
+        raise InputError("one text is held out, so one alone leaves nothing to train on: give more prompts or samples")
     folders = [out / str(number) for number in range(1, recipe.drafts + 1)]
 
     def in_text(done: int, total: int, figures: dict[str, Any]) -> None:

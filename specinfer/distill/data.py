@@ -16,6 +16,8 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from specinfer.errors import InputError
+
 POOL = 50  # batches whose texts are sorted by length together, so that padding is little
 
 
@@ -44,6 +46,9 @@ class Texts:
         held_out: share of the texts that is kept for measuring, at least one text.
         seed: of the choice.
         max_length: longer texts are cut.
+
+    Raises:
+        InputError: fewer than two texts with tokens to learn.
     """
 
     def __init__(self, shards: Sequence[Path], held_out: float = 0.02, seed: int = 0, max_length: int = 1024) -> None:
@@ -57,6 +62,8 @@ class Texts:
                 texts.append(Text(number, start, min(length, max_length), prompt))
                 start += length
         texts = [text for text in texts if text.length > max(text.prompt_length, 1)]
+        if len(texts) < 2:
+            raise InputError(f"{len(texts)} texts to learn from, and one is held out: give at least 2")
         Random(seed).shuffle(texts)
         apart = max(1, round(held_out * len(texts)))
         self.held_out, self.train = texts[:apart], texts[apart:]

@@ -31,7 +31,7 @@ from specinfer.errors import InputError
 from specinfer.files import pin, write_whole
 from specinfer.heads import target_fingerprint
 from specinfer.noise import key
-from specinfer.prompts import check_ids, encode
+from specinfer.prompts import check_ids, encode, read_lines, read_rows
 from specinfer.sampling import Stopping
 from specinfer.tree import Chain
 
@@ -94,26 +94,14 @@ def read_prompts(files: Sequence[Path]) -> list[Prompt]:
     """
     found = []
     for file in files:
-        for number, line in enumerate(_read(file).splitlines(), 1):
-            where = f"{file}, line {number}"
-            text = line if Path(file).suffix == ".txt" else _from_json(line, where)
-            if text is not None and not text.strip():
-                raise InputError(f"{where}: the prompt is empty: remove the line")
-            found += [] if text is None else [Prompt(text, str(file), number)]
+        if Path(file).suffix == ".txt":
+            rows = [(number, line) for number, line in read_lines(file) if line.strip()]
+        else:
+            rows = [(number, row["prompt"]) for number, row in read_rows(file) if row.get("split", "train") == "train"]
+        found += [Prompt(text, str(file), number) for number, text in rows]
     if not found:
         raise InputError(f'no prompts to train on in {", ".join(map(str, files)) or "no file"}: give rows of "train"')
     return found
-
-
-def _from_json(line: str, where: str) -> str | None:
-    """Return the prompt of a JSON line, None if it is not for training."""
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise InputError(f"{where}: not JSON ({error}): give one object a line, or a file named .txt") from error
-    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-        raise InputError(f'{where}: no "prompt" that is text')
-    return row["prompt"] if row.get("split", "train") == "train" else None
 
 
 def read_documents(files: Sequence[Path]) -> list[Prompt]:
@@ -124,26 +112,15 @@ def read_documents(files: Sequence[Path]) -> list[Prompt]:
     """
     found: list[Prompt] = []
     for file in files:
-        lines = _read(file).strip().splitlines()
-        if not lines:
+        groups = groupby(read_lines(file), lambda numbered: bool(numbered[1].strip()))
+        blocks = [list(group) for filled, group in groups if filled]
+        if not blocks:
             raise InputError(f"{file} holds no text")
-        blank = not all(line.strip() for line in lines)
-        start = 0
-        for filled, group in groupby(lines, lambda line: bool(line.strip())):
-            block = list(group)
-            if filled and blank:
-                found.append(Prompt("\n".join(block), str(file), start + 1))
-            elif filled:
-                found += [Prompt(line, str(file), start + i) for i, line in enumerate(block, 1)]
-            start += len(block)
+        if len(blocks) == 1:  # no blank lines but at the ends
+            blocks = [[numbered] for numbered in blocks[0]]
+        for block in blocks:
+            found.append(Prompt("\n".join(line for _, line in block), str(file), block[0][0]))
     return found
-
-
-def _read(file: Path) -> str:
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {file} ({getattr(error, 'strerror', None) or error})") from error
 
 
 def plan_text(

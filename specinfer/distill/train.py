@@ -15,9 +15,10 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import cos, isfinite, pi
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -254,7 +255,7 @@ def fit_sharpness(head: FeatureHead, texts: Texts, settings: Settings) -> float:
     chance = torch.Generator(device).manual_seed(settings.seed)
     sharpness = torch.tensor(SHARPNESS, device=device)
     hits = torch.zeros_like(sharpness)
-    for chosen in texts.batches(texts.held_out, settings.tokens_per_batch, None)[:SHARPNESS_BATCHES]:
+    for chosen in texts.batches(texts.held_out, settings.tokens_per_batch, Random(settings.seed))[:SHARPNESS_BATCHES]:
         batch = Batch(*(column.to(device) for column in texts.load(chosen)))
         with torch.autocast(device.type, torch.bfloat16):
             q, p = _first_logits(head, batch).float(), head.logits(batch.states[:, 1:, -1][batch.learn]).float()
@@ -353,7 +354,7 @@ def _optimise(
     per_epoch = len(texts.batches(texts.train, settings.tokens_per_batch, None))
     share = accelerator.num_processes
     steps = max(1, round(settings.epochs * per_epoch / share))
-    checkpoint = Checkpoint(out, settings)
+    checkpoint = Checkpoint(out)
     done, history = checkpoint.load(model, optimizers)
     wrapped, *optimizers = accelerator.prepare(model, *optimizers)
     batches = endless(texts, settings.tokens_per_batch, settings.seed, done * share)
@@ -437,8 +438,8 @@ def _schedule(step: int, steps: int, warmup: float) -> float:
 class Checkpoint:
     """Weights, optimisers and history of a training under way, in safetensors and JSON; replaced as a whole."""
 
-    def __init__(self, out: Path, settings: Settings) -> None:
-        self.folder, self.settings = out.parent / f"{out.name}.checkpoint", settings
+    def __init__(self, out: Path) -> None:
+        self.folder = out.parent / f"{out.name}.checkpoint"
 
     def save(self, model: nn.Module, optimizers: Sequence[Any], step: int, history: list[Any]) -> None:
         """Write beside, then swap."""
@@ -451,8 +452,7 @@ class Checkpoint:
                 tensors |= {f"optimizer.{place}.{index}.{name}": value for name, value in state.items()}
         apart = {name: value.detach().clone().contiguous() for name, value in tensors.items()}  # tied ones, too
         save_file(apart, fresh / "state.safetensors")
-        record = {"step": step, "history": history, "settings": asdict(self.settings)}
-        (fresh / "state.json").write_text(json.dumps(record))
+        (fresh / "state.json").write_text(json.dumps({"step": step, "history": history}))
         shutil.rmtree(self.folder, ignore_errors=True)
         fresh.rename(self.folder)
 

@@ -126,7 +126,7 @@ def _check(decoder: SpeculativeDecoder, plan: Plan, max_new_tokens: int, tempera
         raise InputError(
             "this decoder has no drafts, so there is nothing to record: construct it with drafts and a tree"
         )
-    for model in decoder.models():
+    for model in decoder.language_models:
         if plan.nodes and check_model(model.model).support is Support.CHAIN_ONLY:
             raise UnsupportedModel(f"{model.name} can score chains only: record with nodes=0, which keeps no trees")
 
