@@ -17,6 +17,7 @@ _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111
 _MASK = (1 << 64) - 1
 
 CPU = torch.device("cpu")
+AHEAD = 8  # positions whose noise is made together
 COUPLING, COIN, DRAFT = 1, 2, 3  # streams: target choices, acceptance coins and residual draws, draft draws
 
 
@@ -48,6 +49,8 @@ def gumbel(key_: int, count: int, device: torch.device = CPU) -> Tensor:
 class Coupling:
     """The Gumbel noise that a row's choices are made by: a vector a position, made once for its drafts and its target.
 
+    A few positions are made together: after a pass caches are cold, and the first one costs twice what others do.
+
     Args:
         seed: the row's.
     """
@@ -60,7 +63,8 @@ class Coupling:
         """Return the noise (count,) of all tokens at a position."""
         place = position, count, device
         if place not in self._made:
-            self._made[place] = gumbel(key(self.seed, COUPLING, position), count, device)
+            for ahead in range(position, position + AHEAD):
+                self._made[ahead, count, device] = gumbel(key(self.seed, COUPLING, ahead), count, device)
         return self._made[place]
 
     def forget(self, end: float) -> None:

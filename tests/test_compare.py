@@ -746,7 +746,7 @@ ERRORS = {
     "no prompt": (["--prompts", "bare.jsonl"], "bare.jsonl, line 1"),
     "blank prompt": (["--prompts", "blank.jsonl"], "blank.jsonl, line 2"),
     "not an object": (["--prompts", "list.jsonl"], "list.jsonl, line 1"),
-    "not text": (["--prompts", "bytes.jsonl"], "cannot read prompts from bytes.jsonl"),
+    "not text": (["--prompts", "bytes.jsonl"], "cannot read bytes.jsonl"),
     "the same set twice": (["--prompts", "good.jsonl", "--prompts", "good.jsonl"], "none twice"),
     "unknown method": (["--prompts", "good.jsonl", "--methods", "tree,magic"], "'magic' is unknown"),
     "method twice": (["--prompts", "good.jsonl", "--methods", "tree,tree"], "none twice"),
