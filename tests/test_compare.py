@@ -750,7 +750,7 @@ ERRORS = {
     "the same set twice": (["--prompts", "good.jsonl", "--prompts", "good.jsonl"], "none twice"),
     "unknown method": (["--prompts", "good.jsonl", "--methods", "tree,magic"], "'magic' is unknown"),
     "method twice": (["--prompts", "good.jsonl", "--methods", "tree,tree"], "none twice"),
-    "no count": (["--prompts", "good.jsonl", "--count", "0"], "count=0"),
+    "no count": (["--prompts", "good.jsonl", "--count", "0"], "--count"),
     "no nodes": (["--prompts", "good.jsonl", "--nodes", "0"], "nodes=0"),
     "no depth": (["--prompts", "good.jsonl", "--depth", "0"], "depth=0"),
     "blank text": (["--prompt", "hi", "--prompt", " "], "prompt 2 is empty"),
