@@ -2,7 +2,7 @@
 # # 5. Your own draft
 #
 # A draft is trained on what its target writes. This run is tiny, a minute instead of hours, so that you see every
-# part of it: 32 texts, where the heads that come with the package saw over 14,000.
+# part of it: 32 texts, where the heads that come with the package saw over 20,000.
 #
 # ## Text
 
