@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from specinfer import BestFirst, Chain, NGramDraft, Sampled, SpeculativeDecoder, Widths
-from specinfer.attention import TreeModel
+from specinfer.attention import TreeModel, TreeSession
 from specinfer.distill.train import _chained_mask
 from specinfer.errors import ModelError, TokenizerMismatch, UnsupportedModel
 from specinfer.feature_head import FeatureHead, head_config
@@ -136,13 +136,22 @@ def test_a_long_prompt_is_read_in_prefill_passes(target, monkeypatch):
     draft, prompts = draft_for(target, ids=range(VOCAB)), [list(range(1, 60)), [3, 1, 4]]
     options = {"max_new_tokens": 9, "temperature": 0}
     decoder = SpeculativeDecoder(target, None, [draft], Chain(3))
-    runs = []
+    runs, read, prefill = [], [], TreeSession.prefill
+
+    def noted(self, tokens, **inputs):
+        read.extend(
+            (len(own), len(states)) for own, states in zip(tokens, inputs.get("target_states", ()), strict=False)
+        )
+        return prefill(self, tokens, **inputs)
+
+    monkeypatch.setattr(TreeSession, "prefill", noted)
     for chunk, catch_up in ((512, 10**6), (16, 32)):
         monkeypatch.setattr("specinfer.attention.model.PREFILL_CHUNK", chunk)
         monkeypatch.setattr("specinfer.heads.CATCH_UP", catch_up)
         runs.append(decoder.generate(prompts, **options))
     trees = [[step.tree.tokens.tolist() for row in run for step in row.steps] for run in runs]
     assert trees[0] == trees[1]
+    assert read == [(58, 58), (2, 2)]  # all but the roots, in the second run alone
     at_once, apart = (run[0].stats for run in runs)
     assert at_once.draft_passes == apart.draft_passes
     assert apart.drafts[0].passes == at_once.drafts[0].passes
