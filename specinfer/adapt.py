@@ -301,17 +301,12 @@ class _Levels:
         return width
 
     def _level(self, frontier: Frontier, scores: Tensor) -> list[list[tuple[float, float]]]:
-        """Return every node's score and the probability that it is accepted, by row.
-
-        Padding has none, and no-number scores neither: they are refused where trees are made.
-        """
+        """Return every node's score and the probability that it is accepted, by row; padding has none."""
         calibration = self.auto.habits.calibration
         rows = zip(self.known, scores.tolist(), frontier.parents.tolist(), frontier.valid.tolist(), strict=True)
         return [
             [
-                (score, known[p][1] * calibration.edge(self.draft, frontier.depth, score - known[p][0]))
-                if real and score == score
-                else (score, 0.0)
+                (score, real and known[p][1] * calibration.edge(self.draft, frontier.depth, score - known[p][0]))
                 for score, p, real in zip(*row, strict=True)
             ]
             for known, *row in rows

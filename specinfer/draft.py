@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level, on_device
 from specinfer.errors import NumericalError, TreeError
@@ -257,20 +258,24 @@ class ModelDraftSession:
 
     def _feed_lacking(self) -> Tensor:
         """Feed and commit the tokens each row lacks, the root last; return the logits after the root, (B, 1, V)."""
-        if max(map(len, self.lacking)) > CATCH_UP:
-            self.session.prefill([tokens[:-1] for tokens in self.lacking])
-            self.lacking = [tokens[-1:] for tokens in self.lacking]
         limit = self.session.model.vocab_size - 1
-        return self._feed([[min(token, limit) for token in tokens] for tokens in self.lacking])
-
-    def _feed(self, chains: Sequence[Sequence[int]], **inputs: Tensor) -> Tensor:
-        """Feed and commit what every row lacked; return the logits after the roots, (B, 1, V)."""
+        chains, inputs = [[min(token, limit) for token in tokens] for tokens in self.lacking], self._lacking_inputs()
+        if max(map(len, chains)) > CATCH_UP:
+            early = {name: [row[:-1] for row in rows] for name, rows in inputs.items()}
+            self.session.prefill([chain[:-1] for chain in chains], **early)
+            chains = [chain[-1:] for chain in chains]
+            inputs = {name: [row[-1:] for row in rows] for name, rows in inputs.items()}
+        padded = {name: pad_sequence(rows, batch_first=True) for name, rows in inputs.items()}
         columns = sorted({len(chain) - 1 for chain in chains})  # the roots'
         places = on_device(columns, self.device)
-        logits = self.session.append_last(lay_out_chains(chains, self.device), places, **inputs)
+        logits = self.session.append_last(lay_out_chains(chains, self.device), places, **padded)
         self.own_states = self.session.commit([range(len(chain)) for chain in chains])
         self.lacking = [[] for _ in chains]
         return torch.stack([logits[row, columns.index(len(chain) - 1)] for row, chain in enumerate(chains)])[:, None]
+
+    def _lacking_inputs(self) -> dict[str, list[Tensor]]:
+        """Return what else the model is fed with the tokens that each row lacks, one entry per token."""
+        return {}
 
 
 def _in_order(values: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,10 +22,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.utils.rnn import pad_sequence
 
 from specinfer.attention import TreeModel, lay_out_level, on_device
-from specinfer.draft import CATCH_UP, ModelDraftSession, Opening
+from specinfer.draft import ModelDraftSession, Opening
 from specinfer.errors import ModelError, TokenizerMismatch
 from specinfer.feature_head import FeatureHead, head_config
 from specinfer.tree import Frontier
@@ -166,14 +165,11 @@ class FeatureDraftSession(ModelDraftSession):
         parents = frontier.parents.clamp(min=0)[:, :, None].expand(-1, -1, own.shape[2])
         return self.session.append(self.level, own_states=own.gather(1, parents))
 
-    def _feed_lacking(self) -> Tensor:
-        """Feed and commit the tokens each row lacks, the root last; return the logits after the root, (B, 1, V')."""
+    def _lacking_inputs(self) -> dict[str, list[Tensor]]:
+        """Return the target's states that chose the tokens each row lacks, and keep none."""
         states = [torch.cat(row) for row in self.states]
-        if max(map(len, self.lacking)) > CATCH_UP:
-            self.session.prefill([tokens[:-1] for tokens in self.lacking], target_states=[row[:-1] for row in states])
-            self.lacking, states = [tokens[-1:] for tokens in self.lacking], [row[-1:] for row in states]
-        self.states = [[] for _ in self.states]
-        return self._feed(self.lacking, target_states=pad_sequence(states, batch_first=True))
+        self.states = [[] for _ in states]
+        return {"target_states": states}
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -173,7 +173,7 @@ class Calibration:
 
 def _bin(log_prob: float) -> int:
     """Return the place of a probability among `Calibration.CENTRES`."""
-    log_prob = min(max(log_prob, -50.0), -1e-9)
+    log_prob = min(max(-50.0, log_prob), -1e-9)  # of NaN -50: it is refused where trees are made
     return min(max(round(log_prob - log(-expm1(log_prob))), -6), 6) + 6
 
 

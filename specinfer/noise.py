@@ -49,7 +49,7 @@ def gumbel(key_: int, count: int, device: torch.device = CPU) -> Tensor:
 class Coupling:
     """The Gumbel noise that a row's choices are made by: a vector a position, made once for its drafts and its target.
 
-    A few positions are made together: after a pass caches are cold, and the first one costs twice what others do.
+    A few positions are made together: after a pass caches are cold, and the first one costs most.
 
     Args:
         seed: the row's.

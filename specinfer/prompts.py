@@ -1,6 +1,6 @@
 """From what a user has (text, chat messages, token ids, one or many) to rows of token ids, checked.
 
-Knows: the tokenizer and its chat template, the size of the vocabulary and of the context.
+Knows: files of prompts, the tokenizer and its chat template, the size of the vocabulary and of the context.
 Does not know: models, decoding.
 """
 
@@ -36,7 +36,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield line numbers, from 1, and lines; text may hold other line ends than the newline.
+    """Yield line numbers, from 1, and lines: what newlines part, for text may hold other line ends.
 
     Raises:
         InputError: the file cannot be read.
