@@ -13,14 +13,19 @@ FOLDER = Path(__file__).parent / "drafts"
 
 
 def shipped_drafts(target: Any, tokenizer: Any = None) -> list[FeatureDraft]:
-    """Return the drafts that come with the package for a target model, in the order they were trained; [] for others.
+    """Return the drafts that come with the package for a target model, [] for others: see `shipped_folders`."""
+    return [FeatureDraft.load(folder) for folder in shipped_folders(target, tokenizer)]
+
+
+def shipped_folders(target: Any, tokenizer: Any = None) -> list[Path]:
+    """Return the folders of the drafts for a target model, in the order they were trained.
 
     Args:
         target: a ``transformers`` causal LM.
         tokenizer: its own, compared where given.
     """
     folders = sorted(config.parent for config in FOLDER.glob("*/config.json"))
-    return [FeatureDraft.load(folder) for folder in folders if _fits(folder, target, tokenizer)]
+    return [folder for folder in folders if _fits(folder, target, tokenizer)]
 
 
 def _fits(folder: Path, target: Any, tokenizer: Any) -> bool:

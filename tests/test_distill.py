@@ -22,6 +22,8 @@ from specinfer.attention import TreeModel
 from specinfer.distill import Recipe, Settings, TextSettings, distill, read_documents, read_prompts, text, train
 from specinfer.distill.card import Data, write_card
 from specinfer.errors import InputError, ModelError, SpecinferError
+from specinfer.feature_head import FeatureHead
+from specinfer.heads import FeatureDraft, target_fingerprint
 from specinfer.models import Loaded
 
 NEW = 12
@@ -234,8 +236,9 @@ def trained(monkeypatch):
     """Training that takes no time; the calls of it."""
     calls = []
 
-    def train_head(target, tokenizer, shards, taps, out, settings, earlier=(), progress=None):
-        calls.append((out.name, [folder.name for folder in earlier], list(shards), tuple(taps)))
+    def train_head(target, tokenizer, shards, taps, out, settings, earlier=(), start=None, progress=None):
+        sizes = settings.layers, settings.vocabulary
+        calls.append((out.name, [folder.name for folder in earlier], list(shards), tuple(taps), start, *sizes))
         progress(400, 400, {"loss": 2.0, "top1": 0.3, "held_out": FIGURES["hits"]})
         return FIGURES
 
@@ -249,7 +252,7 @@ def test_drafts_are_trained_one_after_the_other(target, tokenizer, prompts, tmp_
     seen = []
     made = distill(target, tokenizer, prompts, tmp_path, recipe, progress=lambda *told: seen.append(told))
     shards = sorted((tmp_path / "text").glob("*.safetensors"))
-    assert trained == [("1", [], shards, (1, 2)), ("2", ["1"], shards, (1, 2))]
+    assert [call[:4] for call in trained] == [("1", [], shards, (1, 2)), ("2", ["1"], shards, (1, 2))]
     assert made["texts"] == len(WORDS)
     assert made["tokens"] == sum(len(ids) for ids, *_ in texts(shards))
     assert [draft["folder"] for draft in made["drafts"]] == [str(tmp_path / "1"), str(tmp_path / "2")]
@@ -284,6 +287,28 @@ def test_a_full_disk_while_training(target, tokenizer, prompts, tmp_path, monkey
     assert not (tmp_path / "1" / "figures.json").exists()
 
 
+def test_heads_are_trained_on_from_others(target, tokenizer, prompts, tmp_path, trained):
+    """Each from its own, with the sizes of that; a further draft begins anew.  What does not fit is refused at once."""
+    for name, layers in (("a", 1), ("b", 2)):
+        config = train._head_config(target, (1, 2), layers, 64)
+        head = FeatureHead(config, torch.arange(64))
+        FeatureDraft(head, target_fingerprint(target, tokenizer)).save(tmp_path / name)
+    recipe = Recipe(3, text=TextSettings(new_tokens=NEW), start=(tmp_path / "a", tmp_path / "b"))
+    distill(target, tokenizer, prompts, tmp_path / "out", recipe)
+    assert [call[4:] for call in trained] == [(tmp_path / "a", 1, 64), (tmp_path / "b", 2, 64), (None, 1, 12_000)]
+    assert "trained on from b; its weights are the mean" in (tmp_path / "out" / "2" / "README.md").read_text()
+    with counted(target) as calls:
+        for changed, complaint in (
+            ({"start": (tmp_path / "nothing",)}, "cannot load a feature head"),
+            ({"start": (tmp_path / "b", tmp_path / "a")}, r'start was "a", now "b"'),
+        ):
+            with pytest.raises(SpecinferError, match=complaint):
+                distill(target, tokenizer, prompts, tmp_path / "out", replace(recipe, **changed))
+        with pytest.raises(ModelError, match="trained for other weights"):
+            distill(tiny_llama(9), tokenizer, prompts, tmp_path / "other", recipe)
+    assert not calls
+
+
 def test_what_is_made_loads_as_a_draft(tokenizer, prompts, tmp_path, monkeypatch):
     """Real training of both architectures, in a few steps: the folders are drafts, and the text stays the target's."""
     target = tiny_llama(0).float()
@@ -304,6 +329,8 @@ def test_what_is_made_loads_as_a_draft(tokenizer, prompts, tmp_path, monkeypatch
     [
         (lambda: Recipe(drafts=0), "drafts=0"),
         (lambda: Recipe(2, "lm"), "drafts=1"),
+        (lambda: Recipe(1, start=(Path("1"), Path("2"))), "2 heads to train on from, but 1 drafts"),
+        (lambda: Recipe(1, "lm", start=(Path("1"),)), "arch='head'"),
         (lambda: Recipe(arch="tree"), "arch 'tree' is unknown: choose head or lm"),
         (lambda: Recipe(training=Settings(loss="mse")), "loss 'mse'"),
         (lambda: Recipe(training=Settings(epochs=0)), "epochs=0"),

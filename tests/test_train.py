@@ -44,8 +44,8 @@ def shards(target, tmp_path_factory):
     return [path]
 
 
-def trained(target, shards, out, settings=SETTINGS, earlier=(), progress=lambda *_: None):
-    return train_head(target, byte_tokenizer(), shards, TAPS, out, settings, earlier, progress)
+def trained(target, shards, out, settings=SETTINGS, earlier=(), start=None, progress=lambda *_: None):
+    return train_head(target, byte_tokenizer(), shards, TAPS, out, settings, earlier, start, progress)
 
 
 def test_the_gradient_made_on_the_way_forward_is_autograds():
@@ -167,6 +167,30 @@ def test_a_deeper_draft_starts_as_the_earlier_one(target, shards, tmp_path):
     weights = torch.ones(int(batch.learn.sum()))
     losses = [train.Unrolled(head, SETTINGS)(*batch, weights)[0] for head in (earlier, deeper)]
     assert torch.allclose(*losses)
+
+
+def test_a_head_that_is_trained_on_ends_half_way(target, shards, tmp_path, monkeypatch):
+    """Its weights are the mean of those it had and of those at the end of the run; sizes and vocabulary stay."""
+    judged, evaluate = [], train.evaluate
+
+    def recorded(model, *rest):
+        judged.append((model.head.mix.weight.detach().clone(), evaluate(model, *rest)))
+        return judged[-1][1]
+
+    monkeypatch.setattr(train, "evaluate", recorded)
+    trained(target, shards, tmp_path / "1", replace(SETTINGS, layers=2))
+    figures = trained(target, shards, tmp_path / "more", replace(SETTINGS, vocabulary=8), start=tmp_path / "1")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("1", "more"))
+    run = load_file(tmp_path / "more.checkpoint" / "state.safetensors")
+    assert before.keys() == after.keys()
+    for name in before.keys() - {"token_ids"}:
+        mean = ((before[name] + run[f"model.head.{name}"]) / 2).bfloat16()
+        torch.testing.assert_close(after[name], mean, rtol=0.01, atol=1e-3)
+        assert not torch.equal(after[name], before[name])
+    assert torch.equal(before["token_ids"], after["token_ids"])
+    measured, rates = judged[-1]  # the rates told are those of the weights kept
+    assert torch.equal(measured.bfloat16(), after["mix.weight"])
+    assert figures["hits"] == rates
 
 
 def test_a_small_language_model_is_the_targets_outer_layers_and_anybodys_to_load(shards, tmp_path):

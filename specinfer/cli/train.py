@@ -1,8 +1,10 @@
 """``specinfer distill``: drafts for a target."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -21,6 +23,10 @@ def distill(
         list[Path] | None, typer.Option(help="Given text to learn from as well: a document a block or line. Repeat.")
     ] = None,
     drafts: Annotated[int, typer.Option(help="Heads, each tuned on what the earlier ones miss.")] = 2,
+    start: Annotated[
+        list[str] | None,
+        typer.Option(help="Heads to train on from, sizes and all: folders, or shipped. Repeat.", show_default="none"),
+    ] = None,
     arch: Annotated[str, typer.Option(help="head (reads the target's states) or lm (a small causal LM).")] = "head",
     samples: Annotated[
         int | None, typer.Option(help="Texts that the target writes.", show_default="one per prompt")
@@ -47,6 +53,7 @@ def distill(
     asked, given = read_prompts(prompts), read_documents(text or ())
     quieten()
     loaded = load(target, dtype, device)
+    recipe = replace(recipe, start=_folders(start or (), loaded))
     first = processes(loaded.model.device).is_main_process
     progress = progress_bars() if first else lambda *_: None
     made = distill(loaded.model, loaded.tokenizer, asked, out, recipe, given, loaded.name, progress)
@@ -59,6 +66,16 @@ def distill(
     for row, draft in zip(rows, made["drafts"], strict=True):
         row |= {f"top-{k}": f"{rate:.3f}" for k, rate in enumerate(draft["hits"][0], 1)}
     show(rows, as_json=False)
+
+
+def _folders(start: Sequence[str], loaded: Any) -> tuple[Path, ...]:
+    """Return the folders of the heads to train on from, "shipped" spelt out."""
+    from specinfer.shipped import shipped_folders
+
+    shipped = shipped_folders(loaded.model, loaded.tokenizer) if "shipped" in start else []
+    if "shipped" in start and not shipped:
+        raise InputError(f"--start shipped: no heads for {loaded.name} come with the package; leave it out")
+    return tuple(folder for name in start for folder in (shipped if name == "shipped" else [Path(name)]))
 
 
 def _temperatures(text: str) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ Knows: the order of things, and what was finished before.  Does not know: how te
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +33,7 @@ from specinfer.distill.text import (
 from specinfer.distill.train import Settings
 from specinfer.errors import InputError
 from specinfer.files import pin, read_json, storing, write_json
+from specinfer.heads import FeatureDraft, check_fingerprint
 
 __all__ = ["Recipe", "Settings", "TextSettings", "distill", "processes", "read_documents", "read_prompts"]
 
@@ -51,6 +52,7 @@ class Recipe:
     arch: str = "head"  # or "lm"
     text: TextSettings = field(default_factory=TextSettings)
     training: Settings = field(default_factory=Settings)
+    start: tuple[Path, ...] = ()  # folders of heads that the first drafts are trained on from, with their sizes
 
     def __post_init__(self) -> None:
         if self.drafts < 1:
@@ -58,6 +60,11 @@ class Recipe:
         for name, value, known in (("arch", self.arch, ARCHITECTURES), ("loss", self.training.loss, LOSSES)):
             if value not in known:
                 raise InputError(f"{name} {value!r} is unknown: choose {' or '.join(known)}")
+        if self.start and (self.arch == "lm" or len(self.start) > self.drafts):
+            raise InputError(
+                f"{len(self.start)} heads to train on from, but {self.drafts} drafts of arch {self.arch!r}: "
+                "give at most one for each draft, and arch='head'"
+            )
         if self.arch == "lm" and self.drafts > 1:
             raise InputError("only feature heads are boost-tuned, so further lm drafts would be the same: drafts=1")
         for name in ("epochs", "learning_rate", "vocabulary", "layers"):
@@ -95,49 +102,97 @@ def distill(
 
     Raises:
         InputError: before the target runs: no tokenizer, a prompt too long, a folder of other settings or not writable.
+        ModelError, TokenizerMismatch: what is trained on from is no head, or one of another target.
         NumericalError: a loss that is not a number; the last good checkpoint stays.
         SpecinferError: a full disk; what was finished stays.
     """
     process = processes(model.device)
-    taps = default_taps(model)
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if recipe.arch == "lm" and recipe.training.layers > layers:
         raise InputError(f"layers={recipe.training.layers} of an lm are more than the target's {layers}: give fewer")
+    taps, jobs = _plan_training(model, tokenizer, out, recipe)
     batches = plan_text(TreeModel(model), tokenizer, prompts, documents, recipe.text)
     if sum(map(len, batches)) < 2:
         raise InputError("one text is held out, so one alone leaves nothing to train on: give more prompts or samples")
-    folders = [out / str(number) for number in range(1, recipe.drafts + 1)]
 
     def in_text(done: int, total: int, figures: dict[str, Any]) -> None:
         progress("text", done, total, figures)
 
     with process.main_process_first():  # the others find the text made
         pin_text(model, tokenizer, out / "text", batches, taps, recipe.text)
-        for folder in folders:
-            _pin_training(folder, recipe)
+        for job in jobs:
+            job.pin()
         shards = write_text(model, tokenizer, batches, out / "text", taps, recipe.text.new_tokens, in_text)
     texts, tokens = count(shards)
     data = Data.of(prompts, documents, texts, tokens, recipe.text)
     trained = []
-    for number, folder in enumerate(folders):
-        figures = read_json(folder / "figures.json")
+    for job in jobs:
+        figures = read_json(job.folder / "figures.json")
         if figures is None:
-            figures = _train(model, tokenizer, shards, taps, folders[: number + 1], recipe, progress)
+            figures = job.train(model, tokenizer, shards, taps, progress)
         if process.is_main_process:
-            write_json(folder / "figures.json", figures)
-            write_card(
-                folder, name or type(model).__name__, recipe.arch, data, recipe.training, figures, folders[:number]
-            )
+            write_json(job.folder / "figures.json", figures)
+            made_for = name or type(model).__name__
+            write_card(job.folder, made_for, job.arch, data, job.settings, figures, job.earlier, job.start)
         process.wait_for_everyone()
-        trained.append({"folder": str(folder), **figures})
+        trained.append({"folder": str(job.folder), **figures})
     return {"out": str(out), "texts": texts, "tokens": tokens, "drafts": trained}
 
 
-def _pin_training(folder: Path, recipe: Recipe) -> None:
-    pinned = {"arch": recipe.arch, **asdict(recipe.training)}
-    del pinned["learning_rate"], pinned["checkpoint_every"]  # training may go on with others
-    advice = f"take the old settings, or remove {folder} and {folder}.checkpoint to train it anew on the same text"
-    pin(folder / "settings.json", pinned, advice)
+@dataclass(frozen=True)
+class _Job:
+    """One draft to be trained."""
+
+    folder: Path
+    arch: str
+    settings: Settings
+    earlier: Sequence[Path]  # folders of those it complements
+    start: Path | None  # of the head it is trained on from
+
+    def pin(self) -> None:
+        """Pin the folder to these settings."""
+        pinned = {"arch": self.arch, "start": self.start and self.start.name, **asdict(self.settings)}
+        del pinned["learning_rate"], pinned["checkpoint_every"]  # training may go on with others
+        where = f"{self.folder} and {self.folder}.checkpoint"
+        advice = f"take the old settings, or remove {where} to train it anew on the same text"
+        pin(self.folder / "settings.json", pinned, advice)
+
+    def train(
+        self, model: Any, tokenizer: Any, shards: Sequence[Path], taps: Sequence[int], progress: Progress
+    ) -> dict[str, Any]:
+        """Train it; return its figures."""
+
+        def told(done: int, total: int, figures: dict[str, Any]) -> None:
+            progress(f"draft {self.folder.name}", done, total, figures)
+
+        with storing(self.folder):
+            if self.arch == "lm":
+                return train.train_causal_lm(model, tokenizer, shards, self.folder, self.settings, told)
+            return train.train_head(
+                model, tokenizer, shards, taps, self.folder, self.settings, self.earlier, self.start, told
+            )
+
+
+def _plan_training(model: Any, tokenizer: Any, out: Path, recipe: Recipe) -> tuple[list[int], list[_Job]]:
+    """Return the target's hidden states that drafts read, and the drafts to be trained."""
+    heads = [FeatureDraft.load(folder) for folder in recipe.start]
+    for folder, head in zip(recipe.start, heads, strict=True):
+        check_fingerprint(str(folder), head.fingerprint, model, tokenizer)
+        if head.taps != heads[0].taps:
+            raise InputError(
+                f"{folder} reads the target's states {head.taps}, {recipe.start[0]} reads {heads[0].taps}, and texts "
+                "are kept with one choice of states: train them on in two calls"
+            )
+    folders = [out / str(number) for number in range(1, recipe.drafts + 1)]
+    jobs = []
+    for number, folder in enumerate(folders):
+        start, settings = None, recipe.training
+        if number < len(heads):
+            config = heads[number].head.config
+            start = recipe.start[number]
+            settings = replace(settings, layers=config.num_hidden_layers, vocabulary=config.vocab_size)
+        jobs.append(_Job(folder, recipe.arch, settings, folders[:number], start))
+    return list(heads[0].taps if heads else default_taps(model)), jobs
 
 
 def processes(device: torch.device) -> Any:
@@ -154,24 +209,3 @@ def processes(device: torch.device) -> Any:
     from accelerate import PartialState
 
     return PartialState(cpu=device.type == "cpu", timeout=PATIENCE)
-
-
-def _train(
-    model: Any,
-    tokenizer: Any,
-    shards: Sequence[Path],
-    taps: Sequence[int],
-    folders: Sequence[Path],
-    recipe: Recipe,
-    progress: Progress,
-) -> dict[str, Any]:
-    """Train the last of the folders' drafts on what the others miss; return its figures."""
-
-    def in_training(done: int, total: int, figures: dict[str, Any]) -> None:
-        progress(f"draft {len(folders)}", done, total, figures)
-
-    *earlier, folder = folders
-    with storing(folder):
-        if recipe.arch == "lm":
-            return train.train_causal_lm(model, tokenizer, shards, folder, recipe.training, in_training)
-        return train.train_head(model, tokenizer, shards, taps, folder, recipe.training, earlier, in_training)

@@ -115,6 +115,7 @@ def write_card(
     training: Settings,
     figures: dict[str, Any],
     earlier: Sequence[Path] = (),
+    start: Path | None = None,
 ) -> None:
     """Write ``README.md`` and, where matplotlib is installed, ``loss.png``.
 
@@ -127,6 +128,7 @@ def write_card(
         figures: what training returned: ``history`` (dicts of step, loss, held_out), ``hits[step][k - 1]`` and, for a
             trimmed vocabulary, ``coverage`` and ``sharpness``.
         earlier: folders of the drafts that it complements.
+        start: folder of the draft that it was trained on from.
 
     Raises:
         SpecinferError, InputError: the disk is full, or the folder cannot be written.
@@ -138,7 +140,7 @@ def write_card(
         target=Path(target).resolve().name if Path(target).is_dir() else target,  # a machine's paths say nothing
         kind=KINDS[arch],
         data=data,
-        training=_training(figures, training, earlier),
+        training=_training(figures, training, earlier, start),
         settings="\n".join(f"| {name} | {value} |" for name, value in asdict(training).items()),
         losses="\n".join(_loss_rows(figures["history"])),
         plot=f"![Loss and held-out hit rates]({PLOT})" if plotted else NO_PLOT,
@@ -172,9 +174,11 @@ def write_plot(path: Path, history: Sequence[dict[str, Any]]) -> bool:
     return True
 
 
-def _training(figures: dict[str, Any], training: Settings, earlier: Sequence[Path]) -> str:
+def _training(figures: dict[str, Any], training: Settings, earlier: Sequence[Path], start: Path | None) -> str:
     goals = {"kl": "the target's law (forward Kullback-Leibler divergence)", "token": "the target's chosen tokens"}
     text = f"{figures['steps']:,} steps on {goals[training.loss]}."
+    if start:
+        text += f" It was trained on from {start.name}; its weights are the mean of those before and after."
     if earlier:
         names = " and ".join(folder.name for folder in earlier)
         text += f" Boost-tuned after draft {names}: a token that one of those proposes first weighs {training.boost:g}."

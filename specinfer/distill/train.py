@@ -6,8 +6,9 @@ A draft learns the target's law (Kullback-Leibler divergence, forward: cross ent
 probabilities), or the token that the target chose (SpecInfer, arXiv 2305.09781, section 3).  A head is unrolled: from
 its second step on it reads its own states, as it will below the root of a tree (EAGLE-3, arXiv 2503.01840,
 training-time test).  Boost-tuning (SpecInfer, section 3): to the next draft, tokens that an earlier one proposes first
-count little, so that together they cover more.  Matrices are optimised by Muon (Jordan 2024; its step at AdamW's root
-mean square, arXiv 2502.16982), the rest by AdamW.
+count little, so that together they cover more.  A head that is trained on ends half way: at the mean of its weights
+before and after (WiSE-FT, arXiv 2109.01903, section 3, alpha = 1/2).  Matrices are optimised by Muon (Jordan 2024; its
+step at AdamW's root mean square, arXiv 2502.16982), the rest by AdamW.
 """
 
 import json
@@ -212,6 +213,7 @@ def train_head(
     out: Path,
     settings: Settings,
     earlier: Sequence[Path] = (),
+    start: Path | None = None,
     progress: Progress = lambda *_: None,
 ) -> dict[str, Any]:
     """Train one feature head, or go on with its training; write it to ``out``; return its figures.
@@ -224,6 +226,7 @@ def train_head(
         out: folder for the head; its checkpoints go beside it.
         settings: how.
         earlier: folders of heads that this one shall complement.
+        start: folder of a head that is trained on, and whose sizes and vocabulary this one has; None begins anew.
         progress: called after every step.
 
     Raises:
@@ -232,12 +235,14 @@ def train_head(
     torch.manual_seed(settings.seed)
     texts = Texts(shards, settings.held_out, settings.seed)
     counts = texts.counts(target.get_input_embeddings().weight.shape[0])
-    token_ids = counts.argsort(descending=True, stable=True)[: settings.vocabulary].sort().values
-    head = FeatureHead(_head_config(target, taps, settings.layers, len(token_ids)), token_ids).to(target.device)
-    _start_from(head, target, earlier)
-    judges = EarlierDrafts(earlier, target, settings)
-    figures = _optimise(Unrolled(head.bind(target), settings), texts, judges, out, settings, progress)
-    figures["coverage"] = counts[token_ids].sum().item() / counts.sum().item()
+    head = FeatureDraft.load(start).head if start else _new_head(target, taps, settings, counts, earlier)
+    before = {name: weight.clone() for name, weight in head.to(target.device).named_parameters()}
+    judges, model = EarlierDrafts(earlier, target, settings), Unrolled(head.bind(target), settings)
+    figures = _optimise(model, texts, judges, out, settings, progress)
+    if start:
+        _meet_half_way(head, before)
+        figures["hits"] = evaluate(model, texts, settings)
+    figures["coverage"] = counts[head.token_ids].sum().item() / counts.sum().item()
     figures["sharpness"] = fit_sharpness(head, texts, settings)
     if _writes():
         FeatureDraft(head, target_fingerprint(target, tokenizer), out.name, figures["sharpness"]).save(out)
@@ -307,6 +312,24 @@ def _cut(target: Any, layers: int) -> Any:
     for part in (model.get_input_embeddings(), model.get_output_embeddings()):
         part.requires_grad_(False)
     return model
+
+
+def _new_head(
+    target: Any, taps: Sequence[int], settings: Settings, counts: Tensor, earlier: Sequence[Path]
+) -> FeatureHead:
+    """Return a head that may propose the most frequent tokens; counts are of all, (V,)."""
+    token_ids = counts.argsort(descending=True, stable=True)[: settings.vocabulary].sort().values
+    head = FeatureHead(_head_config(target, taps, settings.layers, len(token_ids)), token_ids)
+    _start_from(head, target, earlier)
+    return head
+
+
+@torch.no_grad()
+def _meet_half_way(head: FeatureHead, before: dict[str, Tensor]) -> None:
+    """Give a head the mean of its weights and of those it had before."""
+    for name, weight in head.named_parameters():
+        if name in before:  # borrowed weights are not
+            weight.lerp_(before[name], 0.5)
 
 
 def _head_config(target: Any, taps: Sequence[int], layers: int, vocabulary: int) -> LlamaConfig:
