@@ -13,6 +13,7 @@ appends the same number of pending slots to every row, padding included, at each
 It implements transformers' cache interface (``Cache.update``), so unmodified models write into it.
 """
 
+import weakref
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import chain
@@ -22,9 +23,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from specinfer.attention.graphs import rung
 from specinfer.attention.layout import on_device
 from specinfer.errors import CacheError
+
+FEWEST = 512  # columns that a pass attends to where these are to be of few numbers: masked ones cost little
 
 
 class Stack:
@@ -70,7 +72,7 @@ class TreeLayer(CacheLayerMixin):
 
     def __init__(self, cache: "TreeCache") -> None:
         super().__init__()
-        self.cache = cache
+        self.cache: TreeCache = weakref.proxy(cache)  # a cycle would keep the buffers until garbage is collected
         self.places: list[tuple[Stack, int]] = []  # of keys, and of values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -165,7 +167,7 @@ class TreeCache(Cache):
         if self._start is None:
             self.slots = on_device(first, device)[:, None] + torch.arange(count, device=device)
         if self.fixed:
-            self.extent = min(rung(self.extent), self.capacity)
+            self.extent = min(max(FEWEST, 1 << (self.extent - 1).bit_length()), self.capacity)
         self.pending += count
 
     def write(self, buffer: Tensor, states: Tensor) -> None:

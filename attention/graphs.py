@@ -3,8 +3,8 @@
 Knows: which shapes were met, tensors that must lie where a graph reads them.  Does not know: trees, models, caches.
 
 A GPU is done with the many small kernels of a pass over a few tokens before a CPU has launched them; a graph launches
-them all at once.  It holds for one set of shapes, so passes come in few: the slots that a pass attends to are rounded
-up to a `rung`, and so are its tokens where nothing follows it in its step; levels of a tree have sizes of their own.
+them all at once.  It holds for one set of shapes, so passes come in few: a pass attends to a power of two of slots, and
+where nothing follows it in its step its tokens are padded (`padded_width`); levels of a tree have sizes of their own.
 """
 
 from collections import Counter
@@ -20,6 +20,7 @@ Tensors = dict[str, Tensor]
 Pass = Callable[[Tensors], tuple[Tensor, ...]]
 Capture = Callable[[Pass, Tensors], Callable[[], tuple[Tensor, ...]]]
 
+NARROWEST = 8  # tokens that a padded pass has at least
 SEEN = 2  # passes of a shape before it is captured: they warm kernels up, and few shapes come but once
 
 
@@ -29,16 +30,22 @@ def rung(size: int) -> int:
     return -(-size // step) * step
 
 
+def padded_width(tokens: int) -> int:
+    """Return how many tokens a pass over so many is padded to."""
+    return rung(max(tokens, NARROWEST))
+
+
 class Graphs:
     """A pass, captured once for every set of shapes.
 
     Args:
         run: the pass: a function of its tensors alone, and of memory that stays where it is.
-        capture: records the pass over tensors, and returns what runs it again over whatever they hold then.
+        recorder: makes what records the pass over tensors, and returns what runs it again over what they hold then.
     """
 
-    def __init__(self, run: Pass, capture: Capture | None = None) -> None:
-        self.run, self.capture = run, capture or CudaCapture()
+    def __init__(self, run: Pass, recorder: Callable[[], Capture] | None = None) -> None:
+        self.run, self.recorder = run, recorder or CudaCapture
+        self.capture = self.recorder()
         self.seen: Counter[Hashable] = Counter()
         self.made: dict[Hashable, tuple[Tensors, Callable[[], tuple[Tensor, ...]]]] = {}
         self.memory: Hashable = None  # what `made` was captured over
@@ -47,7 +54,8 @@ class Graphs:
         """Run the pass; graphs that were captured while ``memory`` was another are dropped."""
         if memory != self.memory:
             self.made.clear()
-            self.memory = memory
+            self.seen.clear()  # kernels have to warm up to the new memory
+            self.memory, self.capture = memory, self.recorder()
         shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
         self.seen[shapes] += 1
         if self.seen[shapes] <= SEEN:
@@ -62,10 +70,11 @@ class Graphs:
 
 
 class CudaCapture:
-    """Captures passes on a GPU (`torch.cuda.CUDAGraph`), all in one pool of memory: they never run side by side."""
+    """Captures passes on a GPU (`torch.cuda.CUDAGraph`), on one stream and in one pool of memory: they share both."""
 
     def __init__(self) -> None:
         self.pool: Any = None
+        self.stream: Any = None
 
     def __call__(self, run: Pass, places: Tensors) -> Callable[[], tuple[Tensor, ...]]:
         """Capture a pass.
@@ -74,14 +83,15 @@ class CudaCapture:
             UnsupportedModel: it waits for the device, or does what else a graph cannot hold.
         """
         device = next(iter(places.values())).device
-        with torch.cuda.device(device):
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):  # to it a failure returns
             self.pool = self.pool or torch.cuda.graph_pool_handle()
+            self.stream = self.stream or torch.cuda.Stream(device)
             graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(graph, self.pool, torch.cuda.Stream(device)):
+                with torch.cuda.graph(graph, self.pool, self.stream):
                     outputs = run(places)
             except RuntimeError as error:
-                reason = str(error).splitlines()[0]
+                reason = str(error.__context__ or error).splitlines()[0]  # ending a capture that failed fails, too
                 raise UnsupportedModel(f"a pass cannot be captured ({reason}): leave out graphs") from error
 
         def replay() -> tuple[Tensor, ...]:

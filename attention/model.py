@@ -7,6 +7,7 @@ Does not know: drafting, verification, sampling, text.
 """
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
@@ -18,7 +19,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from specinfer.attention.cache import TreeCache
-from specinfer.attention.graphs import Graphs, rung
+from specinfer.attention.graphs import Graphs, padded_width
 from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees, on_device
 from specinfer.attention.mask import AttentionSpec, attention_mask
 from specinfer.attention.packed import packed
@@ -147,7 +148,7 @@ class TreeSession:
     Attributes:
         cache: the KV cache; ``cache.lengths`` are the committed tokens per row.
         passes: forward passes so far, prefill excluded.
-        seconds: wall-clock seconds in forward passes, prefill excluded (on CUDA: until launched).
+        seconds: wall-clock seconds in forward passes, prefill excluded (on CUDA until launched: the wait comes later).
         prefill_seconds: wall-clock seconds in prefill passes.
         tapped: hidden states of the pending slots, one (B, T, K, H) a pass for K taps; empty without taps.
     """
@@ -157,7 +158,8 @@ class TreeSession:
         self.cache = cache
         self.taps = tuple(taps)
         self.tapped: list[Tensor] = []
-        self.graphs = Graphs(self._run_placed) if cache.fixed else None
+        me = weakref.proxy(self)  # a cycle would keep the cache until garbage is collected
+        self.graphs = Graphs(lambda inputs: me._run_placed(inputs)) if cache.fixed else None
         self.passes = 0
         self.seconds = 0.0
         self.prefill_seconds = 0.0
@@ -181,7 +183,7 @@ class TreeSession:
 
     def append_last(self, layout: Layout, columns: Tensor | None = None, **inputs: Tensor) -> Tensor:
         """`append` a step's only pass, which may be padded: logits (B, T or more, V)."""
-        more = rung(layout.width) - layout.width if self.graphs else 0
+        more = padded_width(layout.width) - layout.width if self.graphs else 0
         padded = {name: pad(value, (*[0, 0] * (value.ndim - 2), 0, more)) for name, value in inputs.items()}
         return self.append(layout.padded(more), columns, **padded)
 
@@ -202,6 +204,8 @@ class TreeSession:
             self._forward(layout, torch.zeros(1, dtype=torch.long, device=self.model.device), more, self._run)
             for row, states in zip(kept, self.commit([range(len(chunk)) for chunk in chunks]), strict=True):
                 row += [] if states is None else [states]
+        if self.model.device.type == "cuda":  # else the first step's clock would wait for it
+            torch.cuda.synchronize(self.model.device)
         self.prefill_seconds += perf_counter() - started
         return [torch.cat(states) if states else None for states in kept]
 

@@ -5,6 +5,7 @@ Does not know: how a step is decoded (`loop`), how a run is kept (`run`).
 """
 
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from operator import index
 from pathlib import Path
@@ -23,7 +24,7 @@ from specinfer.run import Run, TextStream
 from specinfer.sampling import Law, Stopping, resolve
 from specinfer.shipped import shipped_drafts
 from specinfer.tree import BestFirst, Chain, Kind, Policy
-from specinfer.verify import MultiStep, Verifier, Walk
+from specinfer.verify import Verifier, usual_verifier
 
 WORDS = ("auto", "shipped", "ngram")  # drafts that are no models' names
 DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8, min_probability=0.05)
@@ -71,7 +72,7 @@ class SpeculativeDecoder:
         self.graphs = graphs
         policy = _as_policy(tree)
         self.drafts = self._ready(_as_list(drafts)) if tree is not None else []
-        self.verifier = verifier or (Walk() if policy.kind is Kind.RANKED else MultiStep(policy.kind is Kind.IID))
+        self.verifier = verifier or usual_verifier(policy.kind)
         self.verifier.check(policy.kind)
         self._check_tokenizers()
         for draft in self.drafts:
@@ -103,7 +104,7 @@ class SpeculativeDecoder:
 
         loaded = load(target, dtype, device)
         ready = [
-            _load_draft(draft, dtype, device) if isinstance(draft, str) and draft not in WORDS else draft
+            _load_draft(os.fspath(draft), dtype, device) if _is_name(draft) and draft not in WORDS else draft
             for draft in _as_list(drafts)
         ]
         return cls(loaded.model, loaded.tokenizer, ready, tree, verifier, confidence_gate, graphs)
@@ -250,7 +251,7 @@ def _as_list(drafts: Any) -> list[Any]:
 
 def _as_policy(tree: Any) -> Policy:
     policy = Chain(0) if tree is None else Auto() if tree == "auto" else tree
-    if not hasattr(policy, "grow"):
+    if not hasattr(policy, "grow") or isinstance(policy, type):
         raise InputError(
             f'tree={tree!r} is no growth policy: use "auto", BestFirst, Widths, Chain, Sampled, or None for none'
         )
@@ -266,9 +267,15 @@ def _checked_gate(gate: Any) -> float | None:
 def _as_draft(draft: Any) -> Draft:
     if draft == "ngram":
         return NGramDraft()
-    if isinstance(draft, str):
+    if _is_name(draft):
         raise InputError(f"draft {draft!r} is a name: use SpeculativeDecoder.from_pretrained, or load the model")
+    if not hasattr(draft, "open") and not hasattr(draft, "config"):
+        raise InputError(f"{draft!r:.60} is no draft: give a model, a name, or () for none")
     return draft if hasattr(draft, "open") else ModelDraft(draft)
+
+
+def _is_name(draft: Any) -> bool:
+    return isinstance(draft, str | os.PathLike)
 
 
 def _load_draft(name: str, dtype: str, device: str) -> Draft:
@@ -280,7 +287,7 @@ def _load_draft(name: str, dtype: str, device: str) -> Draft:
     from specinfer.heads import MODEL_TYPE, FeatureDraft
     from specinfer.models import load
 
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     try:
         kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
     except (OSError, ValueError, KeyError, TypeError):  # a name on the hub, or a folder that the loader will judge

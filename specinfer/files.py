@@ -3,6 +3,7 @@
 Knows: temporary names, JSON, what a full disk looks like.  Does not know: what the files are for.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from safetensors import SafetensorError
 from specinfer.errors import InputError, SpecinferError
 
 SHOWN = 60  # characters of a setting in a message
+SKETCHED = 1 << 20  # bytes of a file of weights that tell it from others
 
 
 @contextmanager
@@ -91,6 +93,15 @@ def pin(path: Path, settings: Mapping[str, Any], advice: str) -> None:
     if names:
         changes = [f"{name} was {_shown(found.get(name))}, now {_shown(settings.get(name))}" for name in names]
         raise InputError(f"{path.parent} was begun with other settings ({'; '.join(changes)}): {advice}")
+
+
+def identified(folder: Path) -> str:
+    """Return a model folder's name and a digest of its weights: sizes, and the first bytes of every file."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(SKETCHED))
+    return f"{folder.resolve().name} {digest.hexdigest()[:16]}"
 
 
 def _shown(value: Any) -> str:

@@ -23,7 +23,7 @@ from specinfer.errors import InputError, TreeError, UnsupportedModel
 from specinfer.loop import propose
 from specinfer.prompts import check_ids
 from specinfer.rescoring import Difference, NodeInspection, Opinion, Witness
-from specinfer.results import Result, State, Step
+from specinfer.results import Result, State, Step, drafted_by
 from specinfer.run import Run
 from specinfer.shown import Shown
 from specinfer.tree import Draw, Kind, Policy, TokenTree, render
@@ -161,9 +161,7 @@ class StepInspection(Shown):
     @property
     def drafted_by(self) -> tuple[tuple[str, ...], ...]:
         """Per emitted token, the drafts that proposed it; () = the target's own."""
-        drafts = [dict.fromkeys(draw.draft for draw in self.tree.draws[node]) for node in self.path]
-        names = [tuple(self.draft_names[draft] for draft in own) for own in drafts]
-        return (*names, ())[: len(self.tokens)]
+        return drafted_by(self.tree, self.path, self.draft_names, len(self.tokens))
 
     @property
     def summary(self) -> str:

@@ -106,11 +106,19 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if dtype == "auto":
-        native = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_computes_bfloat16()
+        native = _gpu_computes_bfloat16(device) if device.type == "cuda" else _cpu_computes_bfloat16()
         dtype = "bfloat16" if native else "float32"
     if dtype not in known:
         raise ModelError(f"unknown dtype {dtype!r}: choose auto, {' or '.join(known)}")
     return known[dtype]
+
+
+def _gpu_computes_bfloat16(device: torch.device) -> bool:
+    """Whether this GPU multiplies bfloat16 natively: older ones emulate it."""
+    import torch
+
+    with torch.cuda.device(device):
+        return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def _cpu_computes_bfloat16() -> bool:
@@ -160,9 +168,9 @@ def _sources(name: str, kind: torch.dtype) -> Sequence[Callable[[], _Pair]]:
             lambda: _from_package(kind),
             lambda: _from_hub(name, kind),
         ]
-    folder = Path(name).expanduser()
-    if name.strip() and folder.is_dir():
-        return [lambda: _read(str(folder), kind)]
+    folder = os.path.expanduser(name)
+    if name.strip() and os.path.isdir(folder):  # not Path's, which raises for names that no folder can have
+        return [lambda: _read(folder, kind)]
     try:
         validate_repo_id(name)
     except HFValidationError as error:

@@ -1,4 +1,6 @@
-"""Counter-based random numbers: pure functions of (seed, stream, counters), equal on every device.
+"""Counter-based random numbers: pure functions of (seed, stream, counters).
+
+Their bits are equal on every device; the logarithms in Gumbel numbers may differ in the last place.
 
 Knows: how to turn a key and a counter into a uniform or Gumbel number.  Keeps no state, so any order of asking, any
 batch and any tree see the same numbers.
@@ -18,7 +20,8 @@ _MASK = (1 << 64) - 1
 
 CPU = torch.device("cpu")
 AHEAD = 8  # positions whose noise is made together
-COUPLING, COIN, DRAFT = 1, 2, 3  # streams: target choices, acceptance coins and residual draws, draft draws
+# streams: target choices, acceptance coins and residual draws, draft draws, training, draws of recorded laws
+COUPLING, COIN, DRAFT, TRAINING, RECORDING = 1, 2, 3, 4, 5
 
 
 def key(seed: int, stream: int, *counters: int) -> int:

@@ -5,9 +5,11 @@ Does not know: models, decoding.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
 
 from specinfer.errors import InputError
 
@@ -32,6 +34,10 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise InputError(
                 f'{path}, line {number} has no "prompt" with text in it: give one object a line, each with one'
             )
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"{path}, line {number} holds half a surrogate pair, which is no text") from error
         yield number, row
 
 
@@ -111,16 +117,25 @@ def _encode_one(item: Any, tokenizer: Any, raw: bool) -> list[int]:
         if not item.strip():
             return []
         if raw or not getattr(_needed(tokenizer), "chat_template", None):
-            return list(_needed(tokenizer)(item)["input_ids"])
+            return _ids(lambda: _needed(tokenizer)(item))
         item = [{"role": "user", "content": item}]
     if isinstance(item, Sequence) and item and isinstance(item[0], Mapping):
         if not getattr(_needed(tokenizer), "chat_template", None):
             raise InputError("chat messages need a chat template, and this tokenizer has none: pass text instead")
-        encoded = tokenizer.apply_chat_template(list(item), add_generation_prompt=True, tokenize=True, return_dict=True)
-        return list(encoded["input_ids"])
+        whole = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+        return _ids(lambda: tokenizer.apply_chat_template(list(item), **whole))
     if isinstance(item, Sequence):
         return list(item)
     raise InputError(f"a prompt must be text, chat messages or token ids, not {type(item).__name__}")
+
+
+def _ids(encoding: Callable[[], Any]) -> list[int]:
+    """Return the token ids that a tokenizer makes."""
+    try:
+        return list(encoding()["input_ids"])
+    except (TypeError, UnicodeError, TemplateError) as error:  # half a surrogate pair; messages a template refuses
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"the tokenizer refuses this prompt ({reason}): give whole text, or other messages") from error
 
 
 def _needed(tokenizer: Any) -> Any:

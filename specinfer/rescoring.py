@@ -105,7 +105,7 @@ class Witness:
         if not result.steps:
             raise InputError("this result has no steps to inspect: nothing was decoded")
         self.decoder, self.result = decoder, result
-        self.options = dict(options)
+        self.options = {name: value for name, value in options.items() if name != "seed"}  # the result has it
         if not {"max_new_tokens", "max_length", "generation_config"} & self.options.keys():
             self.options["max_new_tokens"] = len(result.token_ids)
         for kind in {step.tree.kind for step in result.steps if step.tree.num_drafted}:

@@ -277,22 +277,16 @@ def contribution(steps: Iterable[Step], draft: int, name: str, passes: int, seco
     return Contribution(name, tokens, only, passes, seconds)
 
 
-def contributions(*batches: Sequence[Result]) -> list[Contribution]:
-    """Add up each draft's contributions.
+def drafted_by(tree: TokenTree, path: Sequence[int], names: Sequence[str], tokens: int) -> tuple[tuple[str, ...], ...]:
+    """Return, per emitted token, the names of the drafts that proposed it; () = the target's own.
 
     Args:
-        batches: the results of one call each, ``[result]`` for one prompt; the drafts are the same in all.
+        tree, path: what was accepted.
+        names: by draft id.
+        tokens: how many were emitted.
     """
-    return [
-        Contribution(
-            draft=first.draft,
-            tokens=sum(result.stats.drafts[i].tokens for batch in batches for result in batch),
-            only=sum(result.stats.drafts[i].only for batch in batches for result in batch),
-            passes=sum(batch[0].stats.drafts[i].passes for batch in batches),
-            seconds=sum(batch[0].stats.drafts[i].seconds for batch in batches),
-        )
-        for i, first in enumerate(batches[0][0].stats.drafts if batches else ())
-    ]
+    drafts = [dict.fromkeys(draw.draft for draw in tree.draws[node]) for node in path]
+    return (*(tuple(names[draft] for draft in own) for own in drafts), ())[:tokens]
 
 
 def reach(path: Iterable[int], drafts: int) -> int:

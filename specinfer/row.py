@@ -15,7 +15,7 @@ from torch import Tensor
 from specinfer.attention import on_device
 from specinfer.errors import NumericalError
 from specinfer.noise import COIN, Coupling, key, uniform
-from specinfer.results import Step
+from specinfer.results import Step, drafted_by
 from specinfer.sampling import Law, Stopping
 from specinfer.tree import TokenTree
 from specinfer.verify import Probabilities, Verdict
@@ -78,11 +78,9 @@ class Row:
             if self.finished:
                 break
         self.coupling.forget(inf if self.finished else len(self.ids))
-        drafted_by = [
-            tuple(dict.fromkeys(self.draft_names[draw.draft] for draw in tree.draws[i])) for i in verdict.path
-        ]
         record = tree.without_laws() if tree.laws else tree  # laws are large, and used up
-        return Step(record, verdict.path, tuple(emitted), (*drafted_by, ())[: len(emitted)])
+        proposers = drafted_by(tree, verdict.path, self.draft_names, len(emitted))
+        return Step(record, verdict.path, tuple(emitted), proposers)
 
 
 class RowView:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specinfer.adapt import Auto
-from specinfer.attention import TreeSession, resumed, rung, running
+from specinfer.attention import TreeSession, padded_width, resumed, running
 from specinfer.draft import DraftSession, Opening
 from specinfer.errors import InputError, SpecinferError
 from specinfer.loop import decode
@@ -142,8 +142,8 @@ class Run:
         policy, longest = decoder.policy, max(map(len, prompts))
         most = longest + max(row.remaining for row in rows)  # tokens in a row, at its end
         first = min(most, longest + FIRST_TOKENS)  # ... that its cache holds at first
-        nodes = rung(1 + policy.max_nodes * max(1, len(decoder.drafts)))
-        fed = rung(1 + policy.max_nodes * max(1, policy.max_depth))  # best-first feeds drafts nodes that it drops later
+        nodes = padded_width(1 + policy.max_nodes * max(1, len(decoder.drafts)))
+        fed = padded_width(1 + policy.max_nodes * max(1, policy.max_depth))  # best-first drops some of these later
         taps = sorted({tap for draft in decoder.drafts for tap in getattr(draft, "taps", ())})
         target = decoder.target.session(len(rows), first + nodes, most + nodes, taps, decoder.graphs)
         states = target.prefill([prompt[:-1] for prompt in prompts])

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specinfer.attention import on_device
 from specinfer.errors import InputError, SamplingError
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -126,6 +127,13 @@ def resolve(
     return Settings(config, _eos(config), limit, tuple(logits_processor or ()), tuple(stopping_criteria or ()))
 
 
+def whole_law(temperature: float) -> dict[str, Any]:
+    """Return the options of greedy decoding (0), or of sampling from the whole law at a temperature."""
+    if not temperature:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+
+
 def _implied_sampling(given: dict[str, Any]) -> dict[str, Any]:
     if "temperature" in given:
         return {"do_sample": given["temperature"] != 0}
@@ -234,8 +242,9 @@ class Law:
         """Apply a prefix-reading processor, all paths of one length at a time."""
         for length in sorted({len(path) for path in paths}):
             rows = [i for i, path in enumerate(paths) if len(path) == length]
-            ids = torch.tensor([[*self.padding, *paths[i]] for i in rows], device=scores.device)
-            scores[rows] = processor(ids, scores[rows])
+            ids = on_device([[*self.padding, *paths[i]] for i in rows], scores.device)
+            places = on_device(rows, scores.device)
+            scores[places] = processor(ids, scores[places])
         return scores
 
 

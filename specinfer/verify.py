@@ -157,6 +157,11 @@ class MultiStep(Verifier):
         return None, p
 
 
+def usual_verifier(kind: Kind) -> Verifier:
+    """Return the rule that trees of a kind are verified by unless another is asked for."""
+    return Walk() if kind is Kind.RANKED else MultiStep(replacement=kind is Kind.IID)
+
+
 def residual(p: Probabilities, q: Probabilities) -> Probabilities:
     """Return norm(max(p - q, 0)), the law left after a draw from q was rejected; p itself where nothing is left."""
     left = np.maximum(p - q, 0.0)

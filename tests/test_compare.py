@@ -491,6 +491,20 @@ def test_other_prompts_are_refused(run, files, tmp_path):
         run(tmp_path)
 
 
+def test_other_weights_in_the_same_folder_are_refused(models, run, tmp_path):
+    """A head that was trained anew, say; a folder that was only moved is the same one."""
+    folder, other = tmp_path / "near", tmp_path / "far"
+    for place, byte in ((folder, b"a"), (other, b"b")):
+        place.mkdir()
+        (place / "model.safetensors").write_bytes(byte)
+    models[str(folder)] = models["near"]
+    run(tmp_path / "out", drafts=(str(folder),))
+    run(tmp_path / "out", drafts=(str(folder),))
+    (folder / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
+    with pytest.raises(InputError, match="weights was"):
+        run(tmp_path / "out", drafts=(str(folder),))
+
+
 def test_a_run_killed_before_its_first_record_begins_anew(run, tmp_path):
     """With its settings written, or without."""
     wanted = run(tmp_path / "out")
@@ -746,7 +760,9 @@ ERRORS = {
     "no prompt": (["--prompts", "bare.jsonl"], "bare.jsonl, line 1"),
     "blank prompt": (["--prompts", "blank.jsonl"], "blank.jsonl, line 2"),
     "not an object": (["--prompts", "list.jsonl"], "list.jsonl, line 1"),
+    "half a character": (["--prompts", "half.jsonl"], "half.jsonl, line 1 holds half a surrogate pair"),
     "not text": (["--prompts", "bytes.jsonl"], "cannot read bytes.jsonl"),
+    "a set called all": (["--prompts", "all.jsonl"], "a set of prompts is called 'all'"),
     "the same set twice": (["--prompts", "good.jsonl", "--prompts", "good.jsonl"], "none twice"),
     "unknown method": (["--prompts", "good.jsonl", "--methods", "tree,magic"], "'magic' is unknown"),
     "method twice": (["--prompts", "good.jsonl", "--methods", "tree,tree"], "none twice"),
@@ -774,6 +790,7 @@ def test_errors_are_one_line_before_a_model_is_loaded(call, asked, tmp_path, mon
         "bare": '{"text": "hi"}\n',
         "blank": '{"prompt": "hi"}\n{"prompt": " "}\n',
         "list": "[1]\n",
+        "half": '{"prompt": "\\ud800"}\n',
     }
     for name, content in contents.items():
         Path(f"{name}.jsonl").write_text(content)

@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,7 +45,7 @@ from specinfer import (
     Walk,
     Widths,
 )
-from specinfer.attention import Support
+from specinfer.attention import Support, TreeCache
 from specinfer.errors import (
     InputError,
     NumericalError,
@@ -52,7 +54,7 @@ from specinfer.errors import (
     TokenizerMismatch,
     UnsupportedModel,
 )
-from specinfer.results import Contribution, Step, contribution, contributions
+from specinfer.results import Contribution, Step, contribution
 
 TREES = {
     "auto": "auto",
@@ -237,18 +239,16 @@ def test_contributions_are_counted_by_hand():
     assert contribution(steps, 1, "b", 6, 0.6) == Contribution("b", tokens=3, only=1, passes=6, seconds=0.6)
 
 
-def test_contributions_of_a_batch_add_up(target, near):
-    """Tokens are the rows', passes and seconds the batch's; an oracle's every token is its own."""
+def test_contributions_of_an_oracle(target, near):
+    """Its every token is its own; passes are the batch's."""
     decoder = SpeculativeDecoder(target, drafts=[near, oracle(target), oracle(target, wrong=True)], tree=Chain(3))
-    results = decoder.generate(PROMPTS, max_new_tokens=17)
-    near_one, best, wrong = contributions(results)
-    accepted = sum(len(step.tokens) - (step.bonus is not None) for result in results for step in result.steps)
-    assert best.tokens == accepted == near_one.tokens + best.only
-    assert (near_one.only, wrong.tokens, wrong.only) == (0, 0, 0)
-    assert near_one.passes == results[0].stats.draft_passes > 0 == best.passes
-    assert near_one.seconds > 0
-    assert contributions(results, results)[0].passes == 2 * near_one.passes
-    assert contributions() == []
+    for result in decoder.generate(PROMPTS, max_new_tokens=17):
+        near_one, best, wrong = result.stats.drafts
+        accepted = sum(len(step.tokens) - (step.bonus is not None) for step in result.steps)
+        assert best.tokens == accepted == near_one.tokens + best.only
+        assert (near_one.only, wrong.tokens, wrong.only) == (0, 0, 0)
+        assert near_one.passes == result.stats.draft_passes > 0 == best.passes
+        assert near_one.seconds > 0
 
 
 def test_choices_and_reasons_stand_in_the_stats(target, near):
@@ -324,7 +324,7 @@ def test_gates_that_are_no_probability_are_refused(target, gate):
         SpeculativeDecoder(target, confidence_gate=gate)
 
 
-@pytest.mark.parametrize("tree", ["best", 5, ""])
+@pytest.mark.parametrize("tree", ["best", 5, "", BestFirst])
 def test_what_is_no_tree_is_refused(target, tree):
     """With the names of what is."""
     with pytest.raises(InputError, match='"auto", BestFirst'):
@@ -351,6 +351,7 @@ BAD_PROMPTS = {
     "not a prompt": ([0.5, 1], "float"),
     "none": (None, "prompt"),
     "number": (5, "prompt"),
+    "half a surrogate pair": ("\ud800", "tokenizer refuses"),
     "one message without its list": ({"role": "user", "content": "hi"}, "message"),
 }
 
@@ -498,11 +499,38 @@ def test_recurrent_and_flash_attention_models_are_refused_by_name(target, place)
         assert not passes
 
 
-@pytest.mark.parametrize("draft", ["some-model", "n-gram"])
+@pytest.mark.parametrize("draft", ["some-model", "n-gram", Path("some-folder")])
 def test_names_of_drafts_need_from_pretrained(target, draft):
     """The constructor loads nothing."""
-    with pytest.raises(InputError, match=draft):
+    with pytest.raises(InputError, match=f"{draft}.*from_pretrained"):
         SpeculativeDecoder(target, drafts=[draft])
+
+
+@pytest.mark.parametrize("draft", [None, 42, object()])
+def test_what_is_no_draft_is_refused(target, draft):
+    with pytest.raises(InputError, match="is no draft"):
+        SpeculativeDecoder(target, drafts=[draft])
+
+
+def test_a_finished_call_keeps_no_cache(target, near):
+    """Not even until garbage is collected: on a GPU that would be memory."""
+    alive = [0]
+
+    class Counted(TreeCache):
+        def __init__(self, *sizes, **more):
+            super().__init__(*sizes, **more)
+            alive[0] += 1
+            weakref.finalize(self, lambda: alive.__setitem__(0, alive[0] - 1))
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("specinfer.attention.model.TreeCache", Counted)
+            SpeculativeDecoder(target, drafts=[near], tree=BestFirst(4, 2)).generate(PROMPTS, max_new_tokens=6)
+    finally:
+        gc.enable()
+    assert alive == [0]
 
 
 def broken_at(length, value=torch.nan, only=None):

@@ -229,6 +229,11 @@ def test_an_unknown_name_without_a_network_fails_at_once(monkeypatch):
     assert "cannot be reached" in message
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "~nobody-has-this-name/x", "a\0b"])
+def test_a_name_that_no_folder_can_have_is_refused(name):
+    assert "cannot load" in refusal(name)
+
+
 def test_a_name_that_the_hub_does_not_know_fails_with_its_reason(monkeypatch):
     class Session:
         def head(self, url, timeout):

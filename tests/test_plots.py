@@ -15,8 +15,17 @@ from hypothesis import given, settings
 from strategies import PROPERTY, token_trees
 
 from specinfer import SpeculativeDecoder
+from specinfer.comparison.methods import METHODS
 from specinfer.errors import InputError
-from specinfer.plots import plot_acceptance, plot_calibration, plot_compare, plot_mask, plot_timeline, plot_tree
+from specinfer.plots import (
+    measures,
+    plot_acceptance,
+    plot_calibration,
+    plot_compare,
+    plot_mask,
+    plot_timeline,
+    plot_tree,
+)
 from specinfer.results import Result, Seconds, Stats, Step
 from specinfer.traces.statistics import CalibrationCurve, HitTable, wilson
 from specinfer.tree import BestFirst, Draw, TokenTree
@@ -400,3 +409,9 @@ def test_wrong_data(plot: Any, arguments: tuple[Any, ...], message: str) -> None
     with pytest.raises(InputError, match=message):
         plot(*arguments)
     assert plt.get_fignums() == []
+
+
+def test_every_method_has_looks_of_its_own():
+    """In every picture the same, and no two alike."""
+    assert measures.METHODS.keys() == METHODS.keys()
+    assert len({(colour, hatch) for colour, hatch, _ in measures.METHODS.values()}) == len(METHODS)

@@ -463,8 +463,9 @@ def test_paper_tables_stand_beside_the_papers(tmp_path):
     sampled = Trace.load(tmp_path / "alpaca" / "sampled")
     assert replay(sampled, Widths(expansion(5))).tokens_per_pass == rows[3, "alpaca", "all"]["ours"][3]
     assert json.loads(json.dumps(made.to_dict())) == made.to_dict()
-    with pytest.raises(InputError, match="at least one"):
-        paper_tables(decoder(), {"none": []})
+    for sets, message in (({"none": []}, "at least one"), ({"cp": "text"}, "at least one"), ({"all": ["a"]}, "'all'")):
+        with pytest.raises(InputError, match=message):
+            paper_tables(decoder(), sets)
 
 
 @pytest.fixture
@@ -517,6 +518,33 @@ def test_the_command_line_prints_the_papers_tables(run, tmp_path):
     assert all(title in out for title in ("Table 1", "Table 2", "Table 3", "cp, MSS", "paper", "k = 5"))
     assert run(*arguments, "--json")[0] == 0
     assert (tmp_path / "t" / "cp" / "greedy" / SETTINGS).exists()
+
+
+@pytest.mark.parametrize(
+    "recorded", [{"draws": 3, "temperature": 1}, {"top": 3}, {"depth": 2}, {"max_new_tokens": 3}], ids=str
+)
+def test_every_trace_is_replayed_as_far_as_it_goes(run, tmp_path, recorded):
+    """Without options that say how far, each tree once; as JSON that others can read."""
+    sizes = {"max_new_tokens": 8, "nodes": 4, "depth": 4} | recorded
+    given = [part for name, value in sizes.items() for part in (f"--{name.replace('_', '-')}", value)]
+    assert run("record", "--prompt", "abcabc", "--draft", "near", "--out", tmp_path, *given)[0] == 0
+    code, out, err = run("replay", tmp_path, "--json")
+    assert (code, err) == (0, "")
+    made = json.loads(out, parse_constant=pytest.fail)
+    asked = [(own["policy"], own["verifier"], own["how"]) for own in made["replays"]]
+    assert len(asked) == len(set(asked)) > 2
+
+
+def test_drafts_of_one_name_are_told_apart_by_place(run, tmp_path):
+    """A name that several have names none; on the command line all propose."""
+    trace = trace_of("two models")
+    assert trace.drafts == ["draft", "draft"]
+    with pytest.raises(InputError, match="several drafts called 'draft'"):
+        hits(trace, "draft")
+    assert calibration(trace, 0).error != calibration(trace, 1).error
+    trace.save(tmp_path)
+    code, out, err = run("replay", tmp_path, "--tree", "best-first")
+    assert (code, err, out.count("draft, draft")) == (0, "", 1 + 2 * 3)  # the trace; replays and oracles of 4, 8, 16
 
 
 @pytest.mark.parametrize(

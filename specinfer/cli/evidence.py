@@ -1,6 +1,5 @@
 """``specinfer record``, ``replay`` and ``paper-tables``: traces, and what verification makes of them."""
 
-import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from specinfer.cli.options import (
     TemperatureOption,
     TokensOption,
 )
-from specinfer.cli.terminal import quieten, show
+from specinfer.cli.terminal import print_json, quieten, show
 from specinfer.cli.text import numbers
 from specinfer.errors import InputError
 
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 BatchOption = Annotated[int, typer.Option(help="Texts at a time.")]
 TREES = ["chain", "widths", "sampled", "best-first"]
 BUDGETS = [4, 8, 16, 32, 64]
+WIDEST = 5
 
 
 def record(
@@ -79,7 +79,7 @@ def record(
     )
     tokens = sum(len(text.token_ids) for text in trace.texts)
     told = {"folder": str(out), "texts": len(trace.texts), "tokens": tokens, "settings": trace.settings}
-    print(json.dumps(told) if as_json else trace)
+    print_json(told) if as_json else print(trace)
 
 
 def replay(
@@ -110,23 +110,27 @@ def replay(
     from specinfer.traces.replaying import oracle
     from specinfer.traces.statistics import calibration, hits
     from specinfer.traces.trace import Trace
+    from specinfer.tree import BestFirst
 
     trace = Trace.load(folder)
-    names = draft or trace.drafts
+    drafts = [trace.draft(name) for name in draft or range(len(trace.drafts))]
+    names = [trace.drafts[place] for place in drafts]
     policies = _policies(trace, tree or TREES, nodes, depth, widths)
     if not policies:
         raise InputError(f"{folder} holds too little for trees of these kinds and sizes: choose others, or record anew")
-    replays = [own for policy in policies for own in _replays(trace, policy, names)]
-    replays += [oracle(trace, policy, drafts=names) for policy in policies if repr(policy).startswith("BestFirst")]
-    curves = [(hits(trace, name), calibration(trace, name)) for name in names]
-    model = costs and cost_model(trace, measured(Comparison.read(costs), trace.settings["temperature"]), draft=names[0])
+    replays = [own for policy in policies for own in _replays(trace, policy, drafts)]
+    replays += [oracle(trace, policy, drafts=drafts) for policy in policies if isinstance(policy, BestFirst)]
+    curves = [(hits(trace, place), calibration(trace, place)) for place in drafts]
+    model = costs and cost_model(
+        trace, measured(Comparison.read(costs), trace.settings["temperature"]), draft=drafts[0]
+    )
     if as_json:
         told = [
             {"draft": name, "hits": t.rates.tolist(), "tried": t.tried.tolist(), "calibration_error": c.error}
             for name, (t, c) in zip(names, curves, strict=True)
         ]
         made = {"settings": trace.settings, "replays": [own.to_dict() for own in replays], "drafts": told}
-        print(json.dumps(made | ({"costs": model.to_dict()} if model else {})))
+        print_json(made | ({"costs": model.to_dict()} if model else {}))
         return
     print(trace)
     show([_row(own) for own in replays], as_json=False)
@@ -177,7 +181,7 @@ def paper_tables(
         out=out,
         progress=_Bar(2 * sum(map(len, sets.values()))),
     )
-    print(json.dumps(made.to_dict()) if as_json else made)
+    print_json(made.to_dict()) if as_json else print(made)
 
 
 class _Bar:
@@ -215,10 +219,11 @@ def _policies(
 
     if unknown := [name for name in trees if name not in TREES]:
         raise InputError(f"--tree {unknown[0]!r} is unknown: choose {', '.join(TREES)}")
-    levels = depth or trace.settings["depth"]
+    levels = trace.settings["depth"] if depth is None else depth
     budgets = nodes or [n for n in BUDGETS if n <= trace.settings["nodes"]]
     shapes = [numbers(text) for text in widths or ()]
-    shapes = shapes or [tuple([1, 1, k, *[1] * levels][:levels]) for k in range(1, 6)]
+    widest = min(WIDEST, trace.settings["top"] or WIDEST, trace.settings["draws"] if trace.sampling else WIDEST)
+    shapes = shapes or list(dict.fromkeys(tuple([1, 1, k, *[1] * levels][:levels]) for k in range(1, widest + 1)))
     makers: dict[str, Iterable[Policy]] = {
         "chain": [Chain(levels)],
         "widths": map(Widths, shapes),
@@ -228,7 +233,7 @@ def _policies(
     return [policy for name in trees for policy in makers[name]]
 
 
-def _replays(trace: "Trace", policy: "Policy", drafts: list[str]) -> "list[Replay]":
+def _replays(trace: "Trace", policy: "Policy", drafts: list[int]) -> "list[Replay]":
     """Replay a policy with every verifier that is exact for it."""
     from specinfer.traces.replaying import replay
     from specinfer.tree import Kind, Widths
@@ -238,6 +243,6 @@ def _replays(trace: "Trace", policy: "Policy", drafts: list[str]) -> "list[Repla
         made = [replay(trace, policy, drafts=drafts)]
         uncoupled = trace.sampling and isinstance(policy, Widths)
         return [*made, *([replay(trace, policy, drafts=drafts, coupled=False)] if uncoupled else [])]
-    own = [replay(trace, policy, drafts=[name]) for name in drafts]
-    naive = [replay(trace, policy, Walk(), drafts=[name]) for name in drafts] if policy.kind is Kind.IID else []
+    own = [replay(trace, policy, drafts=[place]) for place in drafts]
+    naive = [replay(trace, policy, Walk(), drafts=[place]) for place in drafts] if policy.kind is Kind.IID else []
     return own + naive

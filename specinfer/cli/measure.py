@@ -1,7 +1,6 @@
 """``specinfer compare`` and ``specinfer bench``: methods side by side, the latter with a benchmark's defaults."""
 
 import inspect
-import json
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -20,7 +19,7 @@ from specinfer.cli.options import (
     TargetOption,
     TokensOption,
 )
-from specinfer.cli.terminal import quieten
+from specinfer.cli.terminal import print_json, quieten
 
 GREEDY = [0.0]
 METHODS = "incremental,sequence,tree,assisted,prompt-lookup"
@@ -81,7 +80,7 @@ def compare(
             hits=hits,
             progress=lambda jobs, done: tqdm(jobs, initial=done, total=done + len(jobs), **bar),
         )
-    print(json.dumps(found.summary()) if as_json else found)
+    print_json(found.summary()) if as_json else print(found)
 
 
 def _preset(command: Callable[..., None], doc: str, **defaults: Any) -> Callable[..., None]:

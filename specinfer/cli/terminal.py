@@ -2,14 +2,20 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
+
+
+def print_json(value: Any) -> None:
+    """Print a value as one line of JSON; figures that are not finite, which JSON has no words for, as null."""
+    print(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, default=str))
 
 
 def show(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
     """Print rows as a table, or as a JSON list."""
     if as_json:
-        print(json.dumps(rows, ensure_ascii=False, default=str))
+        print_json(rows)
         return
     columns = list(rows[0])
     cells = [columns, *([_cell(row[column]) for column in columns] for row in rows)]
@@ -45,6 +51,14 @@ def quieten() -> None:
     logging.set_verbosity_error()
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(own) for name, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(own) for own in value]
+    return value if not isinstance(value, float) or isfinite(value) else None
 
 
 def _figure(value: Any) -> str:

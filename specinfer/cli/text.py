@@ -1,6 +1,5 @@
 """``specinfer generate`` and ``specinfer tree``: text, streamed, and the tree of one step."""
 
-import json
 import sys
 from typing import Annotated, Any
 
@@ -24,7 +23,7 @@ from specinfer.cli.options import (
     TreeOption,
     WidthsOption,
 )
-from specinfer.cli.terminal import quieten
+from specinfer.cli.terminal import print_json, quieten
 from specinfer.errors import InputError
 
 
@@ -60,7 +59,7 @@ def generate(
             print(piece, end="", flush=True)
     result = stream.result
     if as_json:
-        print(json.dumps(result.to_dict(), ensure_ascii=False))
+        print_json(result.to_dict())
         return
     print()
     print(f"\n{result.stats}", file=sys.stderr, flush=True)
@@ -102,7 +101,7 @@ def tree(
     run.close()
     number = len(run.results()[0].steps)
     if as_json:
-        print(json.dumps({"step": number, **step.to_dict()}, ensure_ascii=False))
+        print_json({"step": number, **step.to_dict()})
     else:
         print(drawn(decoder, step, number))
 

@@ -1,15 +1,15 @@
 """``specinfer distill``: drafts for a target."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
+from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from specinfer.cli.options import DeviceOption, DtypeOption, JsonOption, TargetOption
-from specinfer.cli.terminal import progress_bars, quieten, show
+from specinfer.cli.terminal import print_json, progress_bars, quieten, show
 from specinfer.errors import InputError
 
 
@@ -34,8 +34,10 @@ def distill(
     new_tokens: Annotated[int, typer.Option(help="New tokens per text at most.")] = 144,
     temperatures: Annotated[str, typer.Option(help="They take turns; 0 = greedy.")] = "0,0.7,1",
     epochs: Annotated[float, typer.Option(help="Times that every text is seen.")] = 3.0,
-    layers: Annotated[int, typer.Option(help="Of a head, or of the small causal LM.")] = 1,
-    vocabulary: Annotated[int, typer.Option(help="Tokens that a head may propose, the most frequent.")] = 12_000,
+    layers: Annotated[int, typer.Option(help="Of a head without --start, or of the small causal LM.")] = 1,
+    vocabulary: Annotated[
+        int, typer.Option(help="Most frequent tokens, which a head without --start may propose.")
+    ] = 12_000,
     learning_rate: Annotated[float, typer.Option(help="Of the matrices (Muon), at its peak.")] = 4.5e-3,
     loss: Annotated[str, typer.Option(help="kl (the target's law) or token (its choices).")] = "kl",
     seed: Annotated[int, typer.Option(help="Of texts and training.")] = 0,
@@ -60,7 +62,7 @@ def distill(
     if not first:
         return
     if as_json:
-        print(json.dumps(made))
+        print_json(made)
         return
     rows = [{"draft": draft["folder"], "steps": draft["steps"]} for draft in made["drafts"]]
     for row, draft in zip(rows, made["drafts"], strict=True):
@@ -75,7 +77,7 @@ def _folders(start: Sequence[str], loaded: Any) -> tuple[Path, ...]:
     shipped = shipped_folders(loaded.model, loaded.tokenizer) if "shipped" in start else []
     if "shipped" in start and not shipped:
         raise InputError(f"--start shipped: no heads for {loaded.name} come with the package; leave it out")
-    return tuple(folder for name in start for folder in (shipped if name == "shipped" else [Path(name)]))
+    return tuple(own for name in start for own in (shipped if name == "shipped" else [Path(expanduser(name))]))
 
 
 def _temperatures(text: str) -> tuple[float, ...]:

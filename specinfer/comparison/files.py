@@ -56,7 +56,7 @@ def begin(folder: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
         InputError: the folder cannot be written, or holds records of other settings, or of none.
     """
     path = folder / RECORDS
-    if path.exists() and not (folder / SETTINGS).exists():
+    if os.path.exists(path) and not os.path.exists(folder / SETTINGS):
         raise InputError(f"{path} is not a comparison's ({SETTINGS} is missing beside it): choose another folder")
     pin(folder / SETTINGS, settings, "repeat those, or choose another folder")
     records, whole = _parse(path)
@@ -81,7 +81,7 @@ def append(folder: Path, record: dict[str, Any]) -> None:
 def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the records of a file, if there is one, and how many of its bytes are whole."""
     try:
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        lines = path.read_bytes().splitlines(keepends=True) if os.path.exists(path) else []
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     parsed = [_parse_line(line) for line in lines]

@@ -15,6 +15,7 @@ from specinfer.decoder import SpeculativeDecoder
 from specinfer.draft import Draft, DraftSession, ModelDraft, Opening
 from specinfer.errors import InputError, SpecinferError, UnsupportedModel
 from specinfer.models import Loaded, same_tokens
+from specinfer.sampling import whole_law
 from specinfer.tree import BestFirst, Chain, Policy, TokenTree, Widths
 
 GATE = 0.5
@@ -112,11 +113,8 @@ def build_methods(
 
 
 def generation_options(temperature: float, max_new_tokens: int) -> dict[str, Any]:
-    """Return options that mean the same law to every method: greedy at 0, else the whole law at a temperature."""
-    if temperature == 0:
-        return {"max_new_tokens": max_new_tokens, "do_sample": False}
-    law = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    return {"max_new_tokens": max_new_tokens, **law}
+    """Return options that mean the same law to every method."""
+    return {"max_new_tokens": max_new_tokens, **whole_law(temperature)}
 
 
 def _ours(decoder: SpeculativeDecoder) -> Method:

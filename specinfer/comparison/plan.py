@@ -18,6 +18,8 @@ from specinfer import models
 from specinfer.comparison.files import read_prompts
 from specinfer.comparison.methods import METHODS
 from specinfer.errors import InputError
+from specinfer.files import identified
+from specinfer.published import ALL
 
 TEXTS = "texts"  # the set of prompts that were given as text
 
@@ -64,6 +66,8 @@ class Plan:
             if name not in METHODS:
                 raise InputError(f"method {name!r} is unknown: choose among {', '.join(METHODS)}")
         sets = [*(path.stem for path in self.files()), *([TEXTS] if self.texts() else [])]
+        if ALL in sets:
+            raise InputError(f"a set of prompts is called {ALL!r}, as all of them together are: rename its file")
         for name, values in (("prompts", sets), ("methods", self.methods), ("temperatures", self.temperatures)):
             if not values or len(set(values)) < len(values):
                 raise InputError(f"{name} {list(values)}: give at least one, and none twice")
@@ -89,9 +93,15 @@ class Plan:
             if not text.strip():
                 raise InputError(f"prompt {number} is empty: there is nothing to continue")
             if text.endswith(".jsonl") and len(text.split()) == 1:
-                raise InputError(f"prompt {number} is {text!r}, which looks like a file: give files as pathlib.Path")
+                raise InputError(
+                    f"prompt {number} is {text!r}, which looks like a file: give it as one (--prompts, or Path)"
+                )
         texts = [(str(number), text) for number, text in enumerate(self.texts(), 1)]
         return sets | ({TEXTS: texts} if texts else {})
+
+    def _folders(self) -> list[str]:
+        """Return the models that are folders: another one may come to lie there."""
+        return [name for name in (self.target, *self.drafts, self.assistant) if name and os.path.isdir(name)]
 
     def jobs(self) -> list[Job]:
         """Return the work in order: the first prompt of every set, then the second, so that sets fill up together."""
@@ -116,6 +126,7 @@ class Plan:
             "target": self.target or models.DEFAULT_TARGET,
             "drafts": list(self.drafts) or "default",
             "assistant": self.assistant,
+            "weights": [identified(Path(folder)) for folder in self._folders()],
             "dtype": str(models.resolve_dtype(self.dtype, device)).removeprefix("torch."),
             "methods": list(self.methods),
             "nodes": self.nodes,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from specinfer.published import SPECINFER_TABLE_1
+from specinfer.published import ALL, SPECINFER_TABLE_1
 
 Record = dict[str, Any]
 
@@ -25,7 +25,7 @@ def summarise(settings: dict[str, Any], records: Sequence[Record]) -> dict[str, 
     for temperature in dict.fromkeys(record["temperature"] for record in records):
         rows = [record for record in records if record["temperature"] == temperature]
         sets = list(dict.fromkeys(row["set"] for row in rows))
-        groups += [_group("all", temperature, rows)] if len(sets) > 1 else []
+        groups += [_group(ALL, temperature, rows)] if len(sets) > 1 else []
         groups += [_group(name, temperature, [row for row in rows if row["set"] == name]) for name in sets]
     skipped = {name: reason for record in records for name, reason in record["skipped"].items()}
     return {"settings": settings, "records": len(records), "skipped": skipped, "groups": groups}

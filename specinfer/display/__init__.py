@@ -10,6 +10,8 @@ Things show themselves through `specinfer.shown.Shown`.
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specinfer.files import write_whole
+
 from .model import json_of, model
 from .page import fragment, page
 from .svg import svg
@@ -21,7 +23,11 @@ __all__ = ["fragment", "json_of", "model", "page", "svg", "written"]
 
 
 def written(text: str, path: "str | PathLike[str] | None") -> str:
-    """Return the text, after writing it to a file if there is a path."""
+    """Return the text, after writing it to a file if there is a path.
+
+    Raises:
+        InputError: it cannot be written there.
+    """
     if path is not None:
-        Path(path).write_text(text, encoding="utf-8")
+        write_whole(Path(path), text)
     return text

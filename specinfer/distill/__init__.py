@@ -10,7 +10,9 @@ Knows: the order of things, and what was finished before.  Does not know: how te
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from specinfer.distill.text import (
 )
 from specinfer.distill.train import Settings
 from specinfer.errors import InputError
-from specinfer.files import pin, read_json, storing, write_json
+from specinfer.files import identified, pin, read_json, storing, write_json
 from specinfer.heads import FeatureDraft, check_fingerprint
 
 __all__ = ["Recipe", "Settings", "TextSettings", "distill", "processes", "read_documents", "read_prompts"]
@@ -68,8 +70,8 @@ class Recipe:
         if self.arch == "lm" and self.drafts > 1:
             raise InputError("only feature heads are boost-tuned, so further lm drafts would be the same: drafts=1")
         for name in ("epochs", "learning_rate", "vocabulary", "layers"):
-            if not getattr(self.training, name) > 0:
-                raise InputError(f"{name}={getattr(self.training, name)} trains nothing: give a number above 0")
+            if not 0 < getattr(self.training, name) < inf:
+                raise InputError(f"{name}={getattr(self.training, name)} trains nothing: give a finite number above 0")
         if self.arch == "head" and self.training.vocabulary < train.RANKS:
             raise InputError(f"vocabulary={self.training.vocabulary} is too small: give at least {train.RANKS}")
 
@@ -115,14 +117,13 @@ def distill(
     if sum(map(len, batches)) < 2:
         raise InputError("one text is held out, so one alone leaves nothing to train on: give more prompts or samples")
 
-    def in_text(done: int, total: int, figures: dict[str, Any]) -> None:
-        progress("text", done, total, figures)
-
     with process.main_process_first():  # the others find the text made
         pin_text(model, tokenizer, out / "text", batches, taps, recipe.text)
         for job in jobs:
             job.pin()
-        shards = write_text(model, tokenizer, batches, out / "text", taps, recipe.text.new_tokens, in_text)
+        shards = write_text(
+            model, tokenizer, batches, out / "text", taps, recipe.text.new_tokens, partial(progress, "text")
+        )
     texts, tokens = count(shards)
     data = Data.of(prompts, documents, texts, tokens, recipe.text)
     trained = []
@@ -151,7 +152,7 @@ class _Job:
 
     def pin(self) -> None:
         """Pin the folder to these settings."""
-        pinned = {"arch": self.arch, "start": self.start and self.start.name, **asdict(self.settings)}
+        pinned = {"arch": self.arch, "start": self.start and identified(self.start), **asdict(self.settings)}
         del pinned["learning_rate"], pinned["checkpoint_every"]  # training may go on with others
         where = f"{self.folder} and {self.folder}.checkpoint"
         advice = f"take the old settings, or remove {where} to train it anew on the same text"
@@ -161,10 +162,7 @@ class _Job:
         self, model: Any, tokenizer: Any, shards: Sequence[Path], taps: Sequence[int], progress: Progress
     ) -> dict[str, Any]:
         """Train it; return its figures."""
-
-        def told(done: int, total: int, figures: dict[str, Any]) -> None:
-            progress(f"draft {self.folder.name}", done, total, figures)
-
+        told = partial(progress, f"draft {self.folder.name}")
         with storing(self.folder):
             if self.arch == "lm":
                 return train.train_causal_lm(model, tokenizer, shards, self.folder, self.settings, told)
@@ -208,4 +206,6 @@ def processes(device: torch.device) -> Any:
         raise InputError("training needs accelerate: pip install 'specinfer[distill]'")
     from accelerate import PartialState
 
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # accelerate takes the current one
     return PartialState(cpu=device.type == "cpu", timeout=PATIENCE)

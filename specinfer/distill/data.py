@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specinfer.errors import InputError
 
+LONGEST = 1024  # tokens of a text; what is beyond is left out
 POOL = 50  # batches whose texts are sorted by length together, so that padding is little
 
 
@@ -45,13 +46,12 @@ class Texts:
         shards: files as above.
         held_out: share of the texts that is kept for measuring, at least one text.
         seed: of the choice.
-        max_length: longer texts are cut.
 
     Raises:
         InputError: fewer than two texts with tokens to learn.
     """
 
-    def __init__(self, shards: Sequence[Path], held_out: float = 0.02, seed: int = 0, max_length: int = 1024) -> None:
+    def __init__(self, shards: Sequence[Path], held_out: float = 0.02, seed: int = 0) -> None:
         self.files = [safe_open(shard, "pt") for shard in shards]
         self.ids = [file.get_tensor("ids").long() for file in self.files]
         texts = []
@@ -59,7 +59,7 @@ class Texts:
             lengths, prompts = (file.get_tensor(name).tolist() for name in ("lengths", "prompt_lengths"))
             start = 0
             for length, prompt in zip(lengths, prompts, strict=True):
-                texts.append(Text(number, start, min(length, max_length), prompt))
+                texts.append(Text(number, start, min(length, LONGEST), prompt))
                 start += length
         texts = [text for text in texts if text.length > max(text.prompt_length, 1)]
         if len(texts) < 2:

@@ -26,13 +26,14 @@ from torch import Tensor
 
 from specinfer.attention import TreeModel, running
 from specinfer.decoder import SpeculativeDecoder
+from specinfer.distill.data import LONGEST
 from specinfer.draft import Opening
 from specinfer.errors import InputError
 from specinfer.files import pin, write_whole
 from specinfer.heads import target_fingerprint
 from specinfer.noise import key
 from specinfer.prompts import check_ids, encode, read_lines, read_rows
-from specinfer.sampling import Stopping
+from specinfer.sampling import Stopping, whole_law
 from specinfer.tree import Chain
 
 BATCH = 64  # texts per shard
@@ -137,13 +138,13 @@ def plan_text(
     if tokenizer is None:
         raise InputError("the target has no tokenizer: text cannot be made without one")
     limit = target.position_limit()
-    room = (limit or inf) - settings.new_tokens
+    room = min((limit or inf) - settings.new_tokens, LONGEST - 1)  # texts are learnt from that far
     rows = [encode(prompt.text, tokenizer).rows[0] for prompt in prompts]
     for prompt, row in zip(prompts, rows, strict=True):
         if len(row) > room:
             raise InputError(
                 f"{prompt.place}: {len(row)} prompt tokens + {settings.new_tokens} new ones exceed the target's "
-                f"context of {limit}: shorten the prompt, or ask for fewer new tokens"
+                f"context of {limit}, or the {LONGEST} tokens of a text that are learnt from: shorten the prompt"
             )
     size = int(min(PIECE, limit or PIECE))
     read = [list(tokenizer(document.text)["input_ids"]) for document in documents]
@@ -251,9 +252,7 @@ def _continue(
 ) -> tuple[list[list[int]], list[Tensor]]:
     """Let the target continue prompts; return ids and states of whole texts."""
     prompts, seeds = [job.ids for job in batch], [job.seed or 0 for job in batch]
-    temperature = batch[0].temperature
-    whole: dict[str, Any] = {"top_k": 0, "top_p": 1.0} if temperature else {}
-    run = decoder.open(prompts, max_new_tokens=new_tokens, temperature=temperature, seed=seeds, **whole)
+    run = decoder.open(prompts, max_new_tokens=new_tokens, seed=seeds, **whole_law(batch[0].temperature))
     for row in run.rows:
         row.stopping = OneLate(row.stopping)
     run.finish()

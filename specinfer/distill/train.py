@@ -33,6 +33,7 @@ from specinfer.errors import NumericalError
 from specinfer.feature_head import FeatureHead, head_config
 from specinfer.files import storing
 from specinfer.heads import FeatureDraft, target_fingerprint
+from specinfer.noise import TRAINING, key
 
 RANKS = 5  # hit rates are measured for the 1, 2, ... RANKS first proposals
 RATES = 1.0, 1 / 3  # of the optimisers: shares of the learning rate
@@ -232,7 +233,7 @@ def train_head(
     Raises:
         NumericalError: the loss is not a number; the last good checkpoint stays.
     """
-    torch.manual_seed(settings.seed)
+    torch.manual_seed(key(settings.seed, TRAINING))
     texts = Texts(shards, settings.held_out, settings.seed)
     counts = texts.counts(target.get_input_embeddings().weight.shape[0])
     head = FeatureDraft.load(start).head if start else _new_head(target, taps, settings, counts, earlier)
@@ -242,7 +243,7 @@ def train_head(
     if start:
         _meet_half_way(head, before)
         figures["hits"] = evaluate(model, texts, settings)
-    figures["coverage"] = counts[head.token_ids].sum().item() / counts.sum().item()
+    figures["coverage"] = counts[head.token_ids.cpu()].sum().item() / counts.sum().item()
     figures["sharpness"] = fit_sharpness(head, texts, settings)
     if _writes():
         FeatureDraft(head, target_fingerprint(target, tokenizer), out.name, figures["sharpness"]).save(out)
@@ -257,7 +258,7 @@ def fit_sharpness(head: FeatureHead, texts: Texts, settings: Settings) -> float:
     returned with which the head's first candidate is right most often (see `ModelDraftSession.top`).
     """
     device = head.mix.weight.device
-    chance = torch.Generator(device).manual_seed(settings.seed)
+    chance = torch.Generator(device).manual_seed(key(settings.seed, TRAINING))
     sharpness = torch.tensor(SHARPNESS, device=device)
     hits = torch.zeros_like(sharpness)
     for chosen in texts.batches(texts.held_out, settings.tokens_per_batch, Random(settings.seed))[:SHARPNESS_BATCHES]:
@@ -282,7 +283,7 @@ def train_causal_lm(
 
     Its embedding and output matrices are the target's and stay as they are.  Arguments and errors as `train_head`.
     """
-    torch.manual_seed(settings.seed)
+    torch.manual_seed(key(settings.seed, TRAINING))
     texts = Texts(shards, settings.held_out, settings.seed)
     model = _cut(target, settings.layers)
     judges = EarlierDrafts((), target, settings)

@@ -34,6 +34,7 @@ from specinfer.plots.axes import (
     lower_part,
     open_frame,
 )
+from specinfer.published import ALL
 from specinfer.results import Result, counts_by_depth
 from specinfer.tree.render import percent
 
@@ -51,11 +52,14 @@ METHODS = {  # colour, hatch, mark
     "sequence": (ORANGE, "///", "s"),
     "tree": (BLUE, "", "D"),
     "auto": (GREEN, "\\\\\\", "^"),
+    "one-draft": (SKY, "++", "<"),
+    "gate": (RED, "oo", ">"),
     "assisted": (PURPLE, "...", "v"),
     "prompt-lookup": (YELLOW, "xx", "P"),
     "generate": (GREY, "--", "X"),
+    "graphs": (BLACK, "**", "*"),
 }
-OTHERS = ((SKY, "++", "<"), (RED, "oo", ">"))  # of methods that are not named above
+OTHERS = ((PALE, "++", "<"), (GREY, "oo", ">"))  # of methods that are not named above
 
 
 def plot_acceptance(hits: Any, ax: Axes | None = None) -> Axes:
@@ -181,7 +185,7 @@ def _draw_method(
 
 
 def _group_name(group: dict[str, Any], warm: bool) -> str:
-    lines = ["all sets" if group["set"] == "all" else drawable(group["set"], 20), f"n = {group['prompts']}"]
+    lines = ["all sets" if group["set"] == ALL else drawable(group["set"], 20), f"n = {group['prompts']}"]
     return "\n".join([*lines, f"T = {group['temperature']:g}"] if warm else lines)
 
 

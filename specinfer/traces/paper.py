@@ -19,7 +19,7 @@ import numpy as np
 
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.errors import InputError
-from specinfer.published import SPECINFER_TABLE_1, SPECINFER_TABLE_2, SPECINFER_TABLE_3
+from specinfer.published import ALL, SPECINFER_TABLE_1, SPECINFER_TABLE_2, SPECINFER_TABLE_3
 from specinfer.traces.recording import Progress, record
 from specinfer.traces.replaying import Replay, ratio, replay
 from specinfer.traces.trace import Trace
@@ -87,7 +87,7 @@ def paper_tables(
 
     Args:
         decoder: holds target, tokenizer and drafts.
-        sets: name -> prompts; names of `published.SETS` are compared with the paper's.
+        sets: name -> prompts; names that `published` has are compared with the paper's.
         max_new_tokens: per prompt.
         batch: texts at a time.
         out: folder of the traces, ``SET/greedy`` and ``SET/sampled``; what they hold is not recorded again.
@@ -96,8 +96,10 @@ def paper_tables(
     Raises:
         InputError: an empty set, or what `record` raises.
     """
-    if not sets or not all(sets.values()):
-        raise InputError(f"sets {dict.fromkeys(sets)}: give at least one, and each at least one prompt")
+    if not sets or not all(sets.values()) or any(isinstance(prompts, str) for prompts in sets.values()):
+        raise InputError(f"sets {list(sets)}: give at least one, and to each a list of at least one prompt")
+    if ALL in sets:
+        raise InputError(f"a set of prompts is called {ALL!r}, as all of them together are: rename it")
     own = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, decoder.drafts[:1], BestFirst(1, 1))
     traces = {
         name: tuple(
@@ -130,7 +132,7 @@ def tables(traces: Mapping[str, Sequence[Trace]]) -> PaperTables:
         "prompts": {name: len(greedy.texts) for name, (greedy, _) in traces.items()},
     }
     together = [Trace(own[0].settings, sum((t.texts for t in own), ())) for own in zip(*traces.values(), strict=True)]
-    sets = {"all": together, **traces} if len(traces) > 1 else traces
+    sets = {ALL: together, **traces} if len(traces) > 1 else traces
     makers = (_table_1, _table_2, _table_3)
     return PaperTables(settings, [row for make in makers for name, (g, s) in sets.items() for row in make(name, g, s)])
 

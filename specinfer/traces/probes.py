@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specinfer.draft import Draft, DraftSession, Opening
+from specinfer.noise import RECORDING, key
 from specinfer.traces.acceptance import accepted_without_replacement, expected_tests
 from specinfer.tree import Chain, Frontier, Growth, Kind, Policy, Source, TokenTree, grow_best_first, top_candidates
 
@@ -141,7 +142,7 @@ class Laws(Question):
     ) -> None:
         super().__init__(plan, texts, budget)
         self.laws = laws  # the target's
-        self.chance = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.chance = [torch.Generator().manual_seed(key(seed, RECORDING)) for seed in seeds]
         vocab = laws[0].shape[1]
         kept = min(plan.top or vocab, vocab)
         widths = {"law_tokens": kept, "law_probs": kept, "tests": plan.draws, "without_replacement": plan.draws}

@@ -22,6 +22,7 @@ from specinfer.decoder import SpeculativeDecoder
 from specinfer.errors import InputError, UnsupportedModel
 from specinfer.prompts import Prompt, encode
 from specinfer.row import RowView
+from specinfer.sampling import whole_law
 from specinfer.traces.probes import TOP, Candidates, Laws, Plan, Probe, Question, Trees, law_arrays
 from specinfer.traces.trace import (
     FORMAT,
@@ -136,9 +137,7 @@ def _record(
 ) -> list[Text]:
     """Record a batch of (prompt ids, seed)."""
     prompts, seeds = [prompt for prompt, _ in rows], [seed for _, seed in rows]
-    options: dict[str, Any] = {"seed": seeds, "max_new_tokens": new, "do_sample": temperature > 0}
-    if temperature > 0:
-        options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    options: dict[str, Any] = {"seed": seeds, "max_new_tokens": new, **whole_law(temperature)}
     model, tokenizer = decoder.target.model, decoder.tokenizer
     writer = _Writer(len(rows))
     results = SpeculativeDecoder(model, tokenizer, (), None, writer).generate(prompts, **options)

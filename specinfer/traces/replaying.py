@@ -23,7 +23,7 @@ from specinfer.errors import InputError
 from specinfer.traces.acceptance import Floats, multi_step, naive, survival
 from specinfer.traces.trace import Drafted, Text, Trace
 from specinfer.tree import BestFirst, Chain, Draw, Kind, Policy, Sampled, TokenTree, Widths, merge
-from specinfer.verify import MultiStep, Verifier, Walk
+from specinfer.verify import MultiStep, Verifier, Walk, usual_verifier
 
 EXACT = "exact"
 EXPECTED = "teacher-forced expectation"
@@ -99,7 +99,7 @@ def replay(
             that were not recorded.
         PairingError: the verifier would be biased on this policy's trees.
     """
-    verifier = verifier or (Walk() if policy.kind is Kind.RANKED else MultiStep(policy.kind is Kind.IID))
+    verifier = verifier or usual_verifier(policy.kind)
     verifier.check(policy.kind)
     places = [trace.draft(draft) for draft in (range(len(trace.drafts)) if drafts is None else drafts)]
     _check(trace, policy, verifier, places, coupled)

@@ -153,9 +153,11 @@ class Trace:
         """Return a draft's place, given that or its name.
 
         Raises:
-            InputError: there is no such draft.
+            InputError: there is no such draft, or several.
         """
         names = self.drafts
+        if names.count(draft) > 1:  # type: ignore[arg-type]  # a number is no name
+            raise InputError(f"the trace has several drafts called {draft!r}: name one by its place, from 0")
         if draft in names:
             return names.index(str(draft))
         if not isinstance(draft, int) or not 0 <= draft < len(names):
