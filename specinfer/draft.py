@@ -189,7 +189,7 @@ class ModelDraftSession:
             # nothing fed this step (a bare root, say): what was lacking is lacking still
             self.lacking[i] = new[len(path) :] if not self.lacking[i] else self.lacking[i] + new
             self.lengths[i] += len(new)
-        self._keep_rows(survivors)
+        keep_rows(survivors, self.lacking, self.lengths, self.seeds, self.couplings)
         self.fed = []
 
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
@@ -232,12 +232,6 @@ class ModelDraftSession:
         if likeliest is not None:
             own = own.expand(-1, likeliest.shape[1], -1).gather(2, likeliest)
         return torch.add(own, logits, alpha=self.sharpness)
-
-    def _keep_rows(self, survivors: Sequence[int], *more: list[Any]) -> None:
-        """Forget the rows that were retired, in other lists too."""
-        per_row: tuple[list[Any], ...] = (self.lacking, self.lengths, self.seeds, self.couplings, *more)
-        for values in per_row:
-            values[:] = [values[i] for i in survivors if values]
 
     def _room(self) -> int:
         """Return how many levels the draft's context has room for below the longest row."""
@@ -283,6 +277,12 @@ def _in_order(values: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     tokens, places = tokens.sort(-1)
     values, order = values.gather(-1, places).sort(dim=-1, descending=True, stable=True)
     return values, tokens.gather(-1, order)
+
+
+def keep_rows(survivors: Sequence[int], *per_row: list[Any]) -> None:
+    """Drop what belongs to rows that were retired from lists with an entry per row; empty ones stay empty."""
+    for values in per_row:
+        values[:] = [values[i] for i in survivors if values]
 
 
 def coupling_noise(

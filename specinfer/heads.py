@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specinfer.attention import TreeModel, lay_out_level, on_device
-from specinfer.draft import ModelDraftSession, Opening
+from specinfer.draft import ModelDraftSession, Opening, keep_rows
 from specinfer.errors import ModelError, TokenizerMismatch
 from specinfer.feature_head import FeatureHead, head_config
 from specinfer.tree import Frontier
@@ -153,7 +153,7 @@ class FeatureDraftSession(ModelDraftSession):
                 self.lacking[i] = [*self.lacking[i], *new]
                 self.lengths[i] += len(new)
                 self.states[i].append(chose[:, self.places])
-        self._keep_rows(survivors, self.states)
+        keep_rows(survivors, self.lacking, self.lengths, self.seeds, self.couplings, self.states)
 
     def _logits(self, frontier: Frontier) -> Tensor:
         """Return logits (B, W, V') after each frontier node, feeding them to the head."""

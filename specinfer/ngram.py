@@ -11,12 +11,11 @@ context.  Below the shortest nothing is left to say, so probabilities sum to les
 from collections import defaultdict
 from collections.abc import Sequence
 from math import inf
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from specinfer.draft import Opening, coupling_noise, draw_rows, row_generators
+from specinfer.draft import Opening, coupling_noise, draw_rows, keep_rows, row_generators
 from specinfer.errors import InputError
 from specinfer.tree import Frontier, Policy, TokenTree
 
@@ -122,9 +121,7 @@ class NGramDraftSession:
         survivors = [i for i, new in enumerate(tokens) if new is not None]
         for i in survivors:
             self.texts[i].extend(tokens[i] or ())
-        per_row: tuple[list[Any], ...] = (self.texts, self.seeds, self.couplings)
-        for values in per_row:
-            values[:] = [values[i] for i in survivors if values]
+        keep_rows(survivors, self.texts, self.seeds, self.couplings)
 
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
         """Return each node's k likeliest successors and their log-probabilities, both (B, W, at most k).

@@ -22,6 +22,7 @@ from specinfer.cli.options import (
 from specinfer.cli.terminal import print_json, quieten, show
 from specinfer.cli.text import numbers
 from specinfer.errors import InputError
+from specinfer.tables import interval
 
 if TYPE_CHECKING:
     from specinfer.traces.replaying import Replay
@@ -144,9 +145,8 @@ def replay(
 
 def _row(own: "Replay") -> dict[str, str]:
     """Return a line of the table of replays."""
-    value, low, high = own.tokens_per_pass
     told = {"tree": own.policy, "verifier": own.verifier, "drafts": ", ".join(own.drafts)}
-    return {**told, "tokens/pass": f"{value:.2f} [{low:.2f}, {high:.2f}]", "how": own.how}
+    return {**told, "tokens/pass": interval(own.tokens_per_pass), "how": own.how}
 
 
 def paper_tables(

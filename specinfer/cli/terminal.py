@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
+from specinfer.tables import aligned
+
 
 def print_json(value: Any) -> None:
     """Print a value as one line of JSON; figures that are not finite, which JSON has no words for, as null."""
@@ -18,10 +20,7 @@ def show(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
         print_json(rows)
         return
     columns = list(rows[0])
-    cells = [columns, *([_cell(row[column]) for column in columns] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    for line in cells:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    print("\n".join(aligned([columns, *([_cell(row[column]) for column in columns] for row in rows)])))
 
 
 def progress_bars() -> Any:

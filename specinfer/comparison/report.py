@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from specinfer.published import ALL, SPECINFER_TABLE_1
+from specinfer.tables import aligned, interval
 
 Record = dict[str, Any]
 
@@ -169,11 +170,11 @@ def _method_lines(methods: dict[str, Any]) -> list[str]:
     rows = [["method", *columns]]
     for name, figures in methods.items():
         passes, speed = f"{figures['draft_passes_per_target_pass']:.1f}", f"{figures['tokens_per_second']:.1f}"
-        ratios = [_interval(figures["ratio"].get(base)) for base in bases]
+        ratios = [interval(figures["ratio"].get(base)) for base in bases]
         told = [shape.format(figures[field]) if field in figures else "" for field, shape in shapes.values()]
-        overhead = _interval(figures.get("overhead"))
-        rows.append([name, _interval(figures["tokens_per_pass"]), passes, speed, *ratios, overhead, *told])
-    return _aligned(rows)
+        overhead = interval(figures.get("overhead"))
+        rows.append([name, interval(figures["tokens_per_pass"]), passes, speed, *ratios, overhead, *told])
+    return _table(rows)
 
 
 def _verdict_lines(groups: Sequence[dict[str, Any]]) -> list[str]:
@@ -189,7 +190,7 @@ def _verdict_lines(groups: Sequence[dict[str, Any]]) -> list[str]:
         ahead, level = ahead + (sign == ">"), level + (passes[0] <= passes[1])
         told.append(
             f"  {_title(group)}: tree {taus[0]:.2f} {sign} sequence {taus[1]:.2f}, "
-            f"at {passes[0]:.1f} and {passes[1]:.1f} draft passes a step; x {_interval(group['tree_to_sequence'])}"
+            f"at {passes[0]:.1f} and {passes[1]:.1f} draft passes a step; x {interval(group['tree_to_sequence'])}"
         )
     head = f"tree beats sequence in tokens per target pass in {ahead} of {len(groups)} rows, "
     return [f"{head}with no more draft passes a step in {level}:", *told, ""]
@@ -205,7 +206,7 @@ def _stage_lines(methods: dict[str, Any]) -> list[str]:
         sizes = [f"{figures['choices'][size]:.1f}" for size in ("nodes_per_step", "levels_per_step")]
         drafts = [f"{d['draft']} {d['tokens']} ({d['only']})" for d in figures["drafts"]]
         rows.append([name, *stages, f"{figures['bookkeeping']:.1%}", *sizes, ", ".join(drafts)])
-    return _aligned(rows) if len(rows) > 1 else []
+    return _table(rows) if len(rows) > 1 else []
 
 
 def _hit_lines(group: dict[str, Any]) -> list[str]:
@@ -216,17 +217,8 @@ def _hit_lines(group: dict[str, Any]) -> list[str]:
         how = ", by multi-step sampling" if group["temperature"] else ""
         named.append((f"SpecInfer's Table 1, LLaMA-68M for 7B{how}", group["specinfer_table_1"]))
     header = ["target's choice among the draft's", *(f"top {k}" for k in range(1, 1 + len(named[0][1])))]
-    return _aligned([header, *([name, *(f"{rate:.2f}" for rate in rates)] for name, rates in named)])
+    return _table([header, *([name, *(f"{rate:.2f}" for rate in rates)] for name, rates in named)])
 
 
-def _interval(values: Sequence[float] | None) -> str:
-    return "" if values is None else "{:.2f} [{:.2f}, {:.2f}]".format(*values)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = (
-        [cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
-        for row in rows
-    )
-    return ["  " + "  ".join(cells).rstrip() for cells in padded]
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"  {line}" for line in aligned(rows)]

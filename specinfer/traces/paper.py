@@ -20,6 +20,7 @@ import numpy as np
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.errors import InputError
 from specinfer.published import ALL, SPECINFER_TABLE_1, SPECINFER_TABLE_2, SPECINFER_TABLE_3
+from specinfer.tables import aligned, interval
 from specinfer.traces.recording import Progress, record
 from specinfer.traces.replaying import Replay, ratio, replay
 from specinfer.traces.trace import Trace
@@ -66,12 +67,10 @@ class PaperTables:
         lines = [["", *(column if number == 3 else f"k = {column}" for column in rows[0]["columns"])]]
         for row in rows:
             name = row["set"] if number == 3 else f"{row['set']}, {row['rule']}"
-            lines.append([name, *("{:.2f} [{:.2f}, {:.2f}]".format(*own) for own in row["ours"])])
+            lines.append([name, *map(interval, row["ours"])])
             if row["paper"]:
                 lines.append(["  paper", *("" if own is None else f"{own:.2f}" for own in row["paper"])])
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        cells = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
-        return [TITLES[number], *("  " + "  ".join(line).rstrip() for line in cells)]
+        return [TITLES[number], *(f"  {line}" for line in aligned(lines))]
 
 
 def paper_tables(

@@ -20,6 +20,7 @@ import numpy as np
 
 from specinfer.comparison.report import bootstrap
 from specinfer.errors import InputError
+from specinfer.tables import interval
 from specinfer.traces.acceptance import Floats, multi_step, naive, survival
 from specinfer.traces.trace import Drafted, Text, Trace
 from specinfer.tree import BestFirst, Chain, Draw, Kind, Policy, Sampled, TokenTree, Widths, merge
@@ -64,10 +65,7 @@ class Replay:
         }
 
     def __str__(self) -> str:
-        value, low, high = self.tokens_per_pass
-        return (
-            f"{self.policy}, {self.verifier}: {value:.2f} [{low:.2f}, {high:.2f}] tokens per target pass ({self.how})"
-        )
+        return f"{self.policy}, {self.verifier}: {interval(self.tokens_per_pass)} tokens per target pass ({self.how})"
 
 
 def ratio(above: np.ndarray, below: np.ndarray) -> list[float]:
