@@ -702,7 +702,7 @@ def test_prompts_are_texts_and_paths(run, files):
         *(("code", "a"), ("texts", "1"), ("code", "c"), ("texts", "2"), ("texts", "3"))
     ]
     assert [row["set"] for row in run(prompts="hello").records] == ["texts"]
-    for prompts, message in [([], "prompts"), (["hi", " "], "prompt 2 is empty"), ("a.jsonl", "give files as pathlib")]:
+    for prompts, message in [([], "prompts"), (["hi", " "], "prompt 2 is empty"), ("a.jsonl", "give it as pathlib")]:
         with pytest.raises(InputError, match=message):
             run(prompts=prompts)
 

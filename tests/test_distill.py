@@ -300,7 +300,7 @@ def test_heads_are_trained_on_from_others(target, tokenizer, prompts, tmp_path, 
     with counted(target) as calls:
         for changed, complaint in (
             ({"start": (tmp_path / "nothing",)}, "cannot load a feature head"),
-            ({"start": (tmp_path / "b", tmp_path / "a")}, r'start was "a", now "b"'),
+            ({"start": (tmp_path / "b", tmp_path / "a")}, r'start was "a \w+", now "b \w+"'),
         ):
             with pytest.raises(SpecinferError, match=complaint):
                 distill(target, tokenizer, prompts, tmp_path / "out", replace(recipe, **changed))
@@ -444,6 +444,7 @@ BAD_FILES = {
     "no UTF-8": ("p.txt", b"\xff\xfe", "cannot read"),
     "no file": ("p.txt", None, "No such file"),
     "too long": ("p.txt", "x" * 250, "p.txt, line 1: 250 prompt tokens + 12 new ones exceed"),
+    "half a character": ("p.jsonl", '{"prompt": "\\ud800"}\n', "p.jsonl, line 1 holds half a surrogate pair"),
 }
 
 
@@ -458,6 +459,16 @@ def test_bad_prompts_are_one_line(run, target, tmp_path, name, content, message)
     assert message in err
 
 
+def test_prompts_beyond_what_is_learnt_from_are_refused(run, target, tmp_path, monkeypatch):
+    """Before the target has continued them for nothing."""
+    monkeypatch.setattr(text, "LONGEST", 20)
+    with counted(target) as calls:
+        code, _, err = run("--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "out")
+    assert (code, calls) == (2, [])
+    assert "line 3: 22 prompt tokens" in err
+    assert "20 tokens of a text" in err
+
+
 BAD_OPTIONS = {
     "no prompts": (["--out", "{tmp}/out"], "--prompts"),
     "no folder": (["--prompts", "{tmp}/prompts.jsonl"], "--out"),
@@ -467,6 +478,15 @@ BAD_OPTIONS = {
     "one text": (["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--samples", "1"], "one text is held out"),
     "few tokens": (["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--vocabulary", "4"], "vocabulary=4"),
     "no such arch": (["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--arch", "rnn"], "'rnn'"),
+    "no end": (["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--epochs", "inf"], "epochs=inf"),
+    "nothing shipped": (
+        ["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--start", "shipped"],
+        "no heads for",
+    ),
+    "no head": (
+        ["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--start", "{tmp}/no"],
+        "cannot load a feature",
+    ),
     "no such text": (["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--text", "{tmp}/no"], "No such file"),
 }
 
@@ -486,8 +506,8 @@ def test_the_command_has_exactly_these_options(run, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     shown = re.sub(r"\x1b\[[0-9;]*m", "", run("--help")[1])
     listed = set(re.findall(r"^\W*--([a-z][a-z-]*)", shown, re.MULTILINE)) - {"help"}
-    wanted = "arch device drafts dtype epochs json layers learning-rate loss new-tokens out prompts samples seed target"
-    assert sorted(listed) == [*wanted.split(), "temperatures", "text", "vocabulary"]
+    wanted = "arch device drafts dtype epochs json layers learning-rate loss new-tokens out prompts samples seed start"
+    assert sorted(listed) == [*wanted.split(), "target", "temperatures", "text", "vocabulary"]
 
 
 @pytest.mark.parametrize("broken", ["config.json", "model.safetensors", None])

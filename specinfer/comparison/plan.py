@@ -94,7 +94,7 @@ class Plan:
                 raise InputError(f"prompt {number} is empty: there is nothing to continue")
             if text.endswith(".jsonl") and len(text.split()) == 1:
                 raise InputError(
-                    f"prompt {number} is {text!r}, which looks like a file: give it as one (--prompts, or Path)"
+                    f"prompt {number} is {text!r}, which looks like a file: give it as pathlib.Path, or --prompts"
                 )
         texts = [(str(number), text) for number, text in enumerate(self.texts(), 1)]
         return sets | ({TEXTS: texts} if texts else {})
