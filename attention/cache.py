@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from specinfer.attention.graphs import padded_extent
 from specinfer.attention.layout import on_device
 from specinfer.errors import CacheError
-
-FEWEST = 512  # columns that a pass attends to where these are to be of few numbers: masked ones cost little
 
 
 class Stack:
@@ -167,7 +166,7 @@ class TreeCache(Cache):
         if self._start is None:
             self.slots = on_device(first, device)[:, None] + torch.arange(count, device=device)
         if self.fixed:
-            self.extent = min(max(FEWEST, 1 << (self.extent - 1).bit_length()), self.capacity)
+            self.extent = min(padded_extent(self.extent), self.capacity)
         self.pending += count
 
     def write(self, buffer: Tensor, states: Tensor) -> None:

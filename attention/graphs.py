@@ -21,6 +21,7 @@ Pass = Callable[[Tensors], tuple[Tensor, ...]]
 Capture = Callable[[Pass, Tensors], Callable[[], tuple[Tensor, ...]]]
 
 NARROWEST = 8  # tokens that a padded pass has at least
+FEWEST = 512  # slots that it attends to at least: masked ones cost little
 SEEN = 2  # passes of a shape before it is captured: they warm kernels up, and few shapes come but once
 
 
@@ -33,6 +34,11 @@ def rung(size: int) -> int:
 def padded_width(tokens: int) -> int:
     """Return how many tokens a pass over so many is padded to."""
     return rung(max(tokens, NARROWEST))
+
+
+def padded_extent(slots: int) -> int:
+    """Return how many slots a pass attends to that needs so many."""
+    return max(FEWEST, 1 << (slots - 1).bit_length())
 
 
 class Graphs:

@@ -189,7 +189,7 @@ class ModelDraftSession:
             # nothing fed this step (a bare root, say): what was lacking is lacking still
             self.lacking[i] = new[len(path) :] if not self.lacking[i] else self.lacking[i] + new
             self.lengths[i] += len(new)
-        keep_rows(survivors, self.lacking, self.lengths, self.seeds, self.couplings)
+        self._keep_rows(survivors)
         self.fed = []
 
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
@@ -232,6 +232,10 @@ class ModelDraftSession:
         if likeliest is not None:
             own = own.expand(-1, likeliest.shape[1], -1).gather(2, likeliest)
         return torch.add(own, logits, alpha=self.sharpness)
+
+    def _keep_rows(self, survivors: Sequence[int]) -> None:
+        """Forget the rows that were retired."""
+        keep_rows(survivors, self.lacking, self.lengths, self.seeds, self.couplings)
 
     def _room(self) -> int:
         """Return how many levels the draft's context has room for below the longest row."""

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from specinfer.errors import InputError, SpecinferError
 
 SHOWN = 60  # characters of a setting in a message
-SKETCHED = 1 << 20  # bytes of a file of weights that tell it from others
+PLACES, SKETCHED = 32, 1 << 15  # of a file of weights that tell it from others, and bytes at each
 
 
 @contextmanager
@@ -96,11 +96,15 @@ def pin(path: Path, settings: Mapping[str, Any], advice: str) -> None:
 
 
 def identified(folder: Path) -> str:
-    """Return a model folder's name and a digest of its weights: sizes, and the first bytes of every file."""
+    """Return a model folder's name and a digest of its weights: of every file, its size and bytes all along it."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(SKETCHED))
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:  # a draft's first bytes may be its target's, which never change
+            for place in range(PLACES):
+                file.seek(size * place // PLACES)
+                digest.update(file.read(SKETCHED))
     return f"{folder.resolve().name} {digest.hexdigest()[:16]}"
 
 

@@ -153,7 +153,12 @@ class FeatureDraftSession(ModelDraftSession):
                 self.lacking[i] = [*self.lacking[i], *new]
                 self.lengths[i] += len(new)
                 self.states[i].append(chose[:, self.places])
-        keep_rows(survivors, self.lacking, self.lengths, self.seeds, self.couplings, self.states)
+        self._keep_rows(survivors)
+
+    def _keep_rows(self, survivors: Sequence[int]) -> None:
+        """Forget the rows that were retired."""
+        super()._keep_rows(survivors)
+        keep_rows(survivors, self.states)
 
     def _logits(self, frontier: Frontier) -> Tensor:
         """Return logits (B, W, V') after each frontier node, feeding them to the head."""

@@ -122,9 +122,8 @@ def replay(
     replays = [own for policy in policies for own in _replays(trace, policy, drafts)]
     replays += [oracle(trace, policy, drafts=drafts) for policy in policies if isinstance(policy, BestFirst)]
     curves = [(hits(trace, place), calibration(trace, place)) for place in drafts]
-    model = costs and cost_model(
-        trace, measured(Comparison.read(costs), trace.settings["temperature"]), draft=drafts[0]
-    )
+    times = costs and measured(Comparison.read(costs), trace.settings["temperature"])
+    model = times and cost_model(trace, times, draft=drafts[0])
     if as_json:
         told = [
             {"draft": name, "hits": t.rates.tolist(), "tried": t.tried.tolist(), "calibration_error": c.error}
@@ -136,11 +135,16 @@ def replay(
     print(trace)
     show([_row(own) for own in replays], as_json=False)
     for name, (table, curve) in zip(names, curves, strict=True):
-        print(f"\n{name}: the target's token by depth and place among candidates; calibration error {curve.error:.3f}")
-        for level, row in enumerate(table.rates[:, :8], 1):
-            print(f"  {level}  " + "  ".join(f"{rate:.2f}" for rate in row))
+        print(_known(name, table.rates, curve.error))
     if model:
         print(f"\nchains of {names[0]}: {model}")
+
+
+def _known(name: str, rates: Any, error: float) -> str:
+    """Return what a draft knows, in words: hit rates (depth, rank), and the error of its probabilities."""
+    lines = [f"\n{name}: the target's token by depth and place among candidates; calibration error {error:.3f}"]
+    levels = enumerate(rates[:, :8], 1)
+    return "\n".join([*lines, *(f"  {level}  " + "  ".join(f"{rate:.2f}" for rate in row) for level, row in levels)])
 
 
 def _row(own: "Replay") -> dict[str, str]:

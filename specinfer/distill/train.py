@@ -237,11 +237,10 @@ def train_head(
     texts = Texts(shards, settings.held_out, settings.seed)
     counts = texts.counts(target.get_input_embeddings().weight.shape[0])
     head = FeatureDraft.load(start).head if start else _new_head(target, taps, settings, counts, earlier)
-    before = {name: weight.clone() for name, weight in head.to(target.device).named_parameters()}
     judges, model = EarlierDrafts(earlier, target, settings), Unrolled(head.bind(target), settings)
     figures = _optimise(model, texts, judges, out, settings, progress)
     if start:
-        _meet_half_way(head, before)
+        _meet_half_way(head, start)
         figures["hits"] = evaluate(model, texts, settings)
     figures["coverage"] = counts[head.token_ids.cpu()].sum().item() / counts.sum().item()
     figures["sharpness"] = fit_sharpness(head, texts, settings)
@@ -326,11 +325,12 @@ def _new_head(
 
 
 @torch.no_grad()
-def _meet_half_way(head: FeatureHead, before: dict[str, Tensor]) -> None:
-    """Give a head the mean of its weights and of those it had before."""
+def _meet_half_way(head: FeatureHead, start: Path) -> None:
+    """Give a head the mean of its weights and of those it was trained on from."""
+    before = load_file(start / "model.safetensors")
     for name, weight in head.named_parameters():
         if name in before:  # borrowed weights are not
-            weight.lerp_(before[name], 0.5)
+            weight.lerp_(before[name].to(weight), 0.5)
 
 
 def _head_config(target: Any, taps: Sequence[int], layers: int, vocabulary: int) -> LlamaConfig:
