@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from specinfer.attention.streamlined import FAMILY, streamlined
+from specinfer.attention.streamlined import FAMILY, Repeated, streamlined
 
 ROWS = 16  # the number of rows that packing is tuned for
 SPARE = 2.0  # free memory that packing asks for, in bytes per byte of weights
@@ -85,7 +85,8 @@ class PackedLinears:
             parts = ((group, _forwards(group, self.products[group[0]])) for group in self.groups)
             self.linears = [pair for group, forwards in parts for pair in zip(group, forwards, strict=True)]
             self.stamps = self._stamps()
-        whole = ((decoder, streamlined(decoder, self.products)) for decoder in self.decoders)
+        masks = Repeated()
+        whole = ((decoder, streamlined(decoder, self.products, masks)) for decoder in self.decoders)
         every = (*whole, *self.linears)
         self.forwards = [(m, own) for m, own in every if own is not None and "forward" not in m.__dict__]
 

@@ -23,12 +23,28 @@ FAMILY = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer)
 Product = Callable[[Tensor], Tensor]  # of one linear layer, or of several that share their input, side by side
 
 
-def streamlined(layer: Any, products: Mapping[nn.Module, Product]) -> Callable[..., Tensor] | None:
+class Repeated:
+    """The mask of the pass under way, repeated: the first layer that asks for it makes it for all."""
+
+    def __init__(self) -> None:
+        self.made: tuple[Tensor | None, Tensor | None] = None, None  # a mask, and what was made of it
+
+    def __call__(self, mask: Tensor, times: int) -> Tensor:
+        """Return a mask (B, 1, T, L) for so many blocks of T queries, (B, 1, times T, L)."""
+        own, repeated = self.made
+        if own is not mask or repeated is None:
+            repeated = mask.repeat(1, 1, times, 1)
+            self.made = mask, repeated
+        return repeated
+
+
+def streamlined(layer: Any, products: Mapping[nn.Module, Product], masks: Repeated) -> Callable[..., Tensor] | None:
     """Return what a decoder layer can run instead of its ``forward``; None if it is of another kind, or not plain.
 
     Args:
         layer: any module.
         products: by the first of the linear layers they stand for: queries, keys and values are one, gate and up, too.
+        masks: shared by the layers of a model.
     """
     if type(layer) not in FAMILY or "forward" in layer.__dict__:
         return None
@@ -39,7 +55,7 @@ def streamlined(layer: Any, products: Mapping[nn.Module, Product]) -> Callable[.
     own = [products.get(first) for first in (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj)]
     usual = all(type(part).__module__ == type(layer).__module__ for part in parts)
     usual &= attention.config._attn_implementation == "sdpa" and attention.config.hidden_act == "silu"
-    return _Layer(layer, own) if usual and None not in own else None
+    return _Layer(layer, own, masks) if usual and None not in own else None
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -51,8 +67,8 @@ def _is_plain(module: nn.Module) -> bool:
 class _Layer:
     """A decoder layer as one function."""
 
-    def __init__(self, layer: Any, products: Sequence[Any]) -> None:
-        attention = layer.self_attn
+    def __init__(self, layer: Any, products: Sequence[Any], masks: Repeated) -> None:
+        attention, self.masks = layer.self_attn, masks
         self.project, self.output, self.widen, self.narrow = products
         self.norms = [_Norm(norm) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
         self.index, self.dim, self.scale = attention.layer_idx, attention.head_dim, attention.scaling
@@ -77,8 +93,9 @@ class _Layer:
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.index)
         causal = attention_mask is None and query.shape[2] > 1
-        if query.shape[2] == 1:  # the queries that share a key are one product
-            query = query.unflatten(1, (self.shared, -1)).squeeze(3)
+        if attention_mask is not None:  # the queries that share a key are one product
+            query = query.reshape(query.shape[0], self.shared, -1, self.dim)
+            attention_mask = self.masks(attention_mask, self.queries // self.shared)
         mixed = functional.scaled_dot_product_attention(
             query, key, value, attention_mask, is_causal=causal, scale=self.scale, enable_gqa=True
         ).reshape(*hidden_states.shape[:1], self.queries, *hidden_states.shape[1:2], self.dim)

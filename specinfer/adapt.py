@@ -31,7 +31,8 @@ MAX_NODES, MAX_DEPTH = 23, 8  # with the root, 24 tokens: a `rung`
 SIZES = (15, 15, 4, 4, 0, 0, 9, 9)  # nodes of the first steps, by which costs become known; of two, one is timed
 EXPLORE = 16  # steps after which sizes are chosen, even if trees were never that large
 KNEES = 0, 4, 8, 16, 32, 64  # tokens fed up to which a pass may cost what one token costs
-PLAIN_AGAIN = 128  # steps after which a plain one is due: its cost drifts, too
+AGAIN = 128  # steps after which a plain one is due, or one with a tree: costs drift
+STALE = 16  # steps after which a cost that was not measured is of another time
 MARGIN = 1.03  # drafting must promise to be so much faster than not drafting: averages err
 JUDGED = 8  # steps of a text before a draft may be idle
 TRIAL = 2  # steps for which an idle draft is tried again ...
@@ -47,7 +48,7 @@ class Pace:
 
     def __init__(self) -> None:
         self.plain = Average(most=SPIKE)  # seconds of a step that drafted nothing
-        self.since_plain = 0  # steps
+        self.since_plain = self.since_tree = 0  # steps
         self.tokens = self.seconds = 0.0  # of the last steps
 
 
@@ -75,6 +76,7 @@ class Auto:
         self.paces: defaultdict[int, Pace] = defaultdict(Pace)  # by rows
         self.asking: defaultdict[int, Average] = defaultdict(lambda: Average(most=SPIKE))  # seconds a step, by draft
         self.asking_levels: defaultdict[int, Hinge] = defaultdict(lambda: Hinge(ridge=1e-3))  # ... over levels
+        self.timed: defaultdict[int, int] = defaultdict(int)  # the step in which that was measured last, by draft
         self.waits: list[int] = []  # by draft, steps that it will be idle next time
         self.due: list[int] = []  # by draft, the step from which it is tried again
         self.learnt: defaultdict[bool, Habits] = defaultdict(Habits)
@@ -146,6 +148,8 @@ class Auto:
         price = self._price(rows)
         if price is None:
             return min(SIZES[0], most)
+        if self.paces[rows].since_tree >= AGAIN:
+            return min(SIZES[-1], most)
         best = [sorted(path[1:], reverse=True) for path in paths]  # each row's, the likeliest first
         gains = [0.0, *accumulate(map(sum, zip_longest(*best, fillvalue=0.0)))]  # of so many nodes in every row
         sizes = [nodes for nodes in range(most + 1) if rung(nodes + 1) == nodes + 1 or nodes == self.max_nodes]
@@ -168,7 +172,7 @@ class Auto:
                 self.waits[draft] = min(2 * self.waits[draft], WAITS[1])
             elif self.steps >= due:
                 trials |= 1 << draft
-        return 0 if self.paces[rows].since_plain >= PLAIN_AGAIN else self.working | trials
+        return 0 if self.paces[rows].since_plain >= AGAIN else self.working | trials
 
     # ---- costs, and what they buy ----
 
@@ -239,20 +243,23 @@ class Auto:
         pace = self.paces[rows]
         fade = 1 - 1 / (2 * MEMORY)
         pace.tokens, pace.seconds = pace.tokens * fade + tokens, pace.seconds * fade + seconds
-        pace.since_plain = pace.since_plain + 1 if nodes else 0
         rest = seconds - sum(proposing)
         if nodes:
-            self.line.add(rows * (nodes + 1), rest)
+            self.line.add(rows * (nodes + 1), rest, stale=pace.since_tree > STALE)
+            pace.since_plain, pace.since_tree = pace.since_plain + 1, 0
         else:
             pace.plain.add(rest)
+            pace.since_plain, pace.since_tree = 0, pace.since_tree + 1
         if self.explores:  # larger trees than will be chosen, by kernels that are new to their sizes
             return
         for draft, spent in enumerate(proposing):
             if spent and (self.asked & self.warm) >> draft & 1:
-                self.asking[draft].add(spent)
+                stale = self.steps > self.timed[draft] + STALE
+                self.timed[draft] = self.steps
                 if self.levels[draft]:
-                    self.asking_levels[draft].add(self.levels[draft], spent)
+                    self.asking[draft].value *= self.asking_levels[draft].add(self.levels[draft], spent, stale=stale)
                     self.asking_levels[draft].add(0, 0.0, weight=0.1)  # so equal ones make a line through nothing
+                self.asking[draft].add(spent)
 
     def _credit(self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], asked: int) -> None:
         """Credit every coalition of the drafts that were asked with what it would have done alone."""

@@ -77,10 +77,19 @@ class Hinge:
         """Return the seconds that a size takes."""
         return self.base + self.slope * max(0.0, size - self.knee)
 
-    def add(self, size: int, seconds: float, weight: float = 1.0) -> None:
-        """Take a measurement into account, as so many."""
+    def add(self, size: int, seconds: float, weight: float = 1.0, stale: bool = False) -> float:
+        """Take a measurement into account, as so many; where the others are stale, larger ones are scaled to it.
+
+        Returns:
+            by how much those were scaled; 1 where they were not.
+        """
+        ratio = 1.0
         if self.known and weight == 1:
-            seconds = self.clip(seconds, self.at(size))
+            expected = self.at(size)
+            seconds = self.clip(seconds, expected)
+            if stale and seconds < expected:
+                ratio = seconds / expected
+                self._scale(ratio)
         self.count += weight == 1
         least = inf
         for knee, sums in self.sums.items():
@@ -91,6 +100,12 @@ class Hinge:
             error, slope, base = self._fit(*sums)
             if error < least:
                 least, self.knee, self.slope, self.base = error, knee, slope, max(0.0, base)
+        return ratio
+
+    def _scale(self, ratio: float) -> None:
+        """Let all measurements so far have taken so many times what they took."""
+        for sums in self.sums.values():
+            sums[3:] = [sums[3] * ratio, sums[4] * ratio, sums[5] * ratio * ratio]
 
     def _fit(self, total: float, n: float, nn: float, s: float, ns: float, ss: float) -> tuple[float, float, float]:
         """Return the squared error, slope and base of the line through figures with these sums."""

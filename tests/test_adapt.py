@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from strategies import PROPERTY, token_trees
 
 from specinfer import Auto
-from specinfer.adapt import PLAIN_AGAIN, SIZES, WAITS, _Levels
+from specinfer.adapt import AGAIN, SIZES, WAITS, _Levels
 from specinfer.errors import PolicyError
 from specinfer.learnt import Average, Calibration, Hinge
 from specinfer.tree import DenseSource, Draw, Frontier, Kind, TokenTree, merge
@@ -139,8 +139,29 @@ def source_tree(world, row):
 
 
 def test_plain_steps_are_measured_again():
-    world = World([GOOD], flat(0.1), 0.001).run(2 * PLAIN_AGAIN + 40)
-    assert world.nodes(2 * PLAIN_AGAIN).count(0) == 2
+    world = World([GOOD], flat(0.1), 0.001).run(2 * AGAIN + 40)
+    assert world.nodes(2 * AGAIN).count(0) == 2
+
+
+def test_trees_are_measured_again():
+    """A machine that was busy while the first trees were timed is not for ever too slow for trees."""
+    world = World([GOOD], None, 0.003)
+    world.target = lambda nodes: 0.03 + 0.0006 * nodes + (0.06 if nodes and world.policy.steps < 40 else 0)
+    assert max(world.run(100).nodes(60)) == 0
+    assert min(sorted(world.run(AGAIN + 100).nodes(50))[2:]) > 0
+
+
+def test_trees_that_never_pay_are_hardly_measured():
+    world = World([GOOD], lambda nodes: 0.1 if nodes == 0 else 0.4, 0.0001).run(20 + 4 * AGAIN)
+    assert 1 <= np.count_nonzero(world.nodes(4 * AGAIN)) <= 8
+
+
+def test_a_draft_that_was_slow_for_a_while_works_again():
+    """While it idles it is timed seldom, so what is timed counts for all that was."""
+    world = World([GOOD], flat(0.03, 0.0006), 0.024).run(60)
+    assert world.asked(0, 20) < 8
+    world.level = 0.003
+    assert world.run(90).asked(0, 30) >= 28
 
 
 # ---- which drafts work ----

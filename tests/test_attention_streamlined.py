@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from specinfer.attention import TreeModel, lay_out_chains, running
 from specinfer.attention.cache import TreeCache
 from specinfer.attention.packed import packed
-from specinfer.attention.streamlined import FAMILY, streamlined
+from specinfer.attention.streamlined import FAMILY, Repeated, streamlined
 
 SIZES = {
     "hidden_size": 32,
@@ -84,7 +84,7 @@ def test_streamlined_layers_compute_what_the_librarys_do(config: PretrainedConfi
     expected = states_of(model, masked)
     for layer in model.model.layers:
         assert type(layer) in FAMILY
-        layer.__dict__["forward"] = streamlined(layer, products_of(layer))
+        layer.__dict__["forward"] = streamlined(layer, products_of(layer), Repeated())
     for got, wanted in zip(states_of(model, masked), expected, strict=True):
         assert torch.allclose(got, wanted, atol=1e-5)
 
@@ -93,7 +93,7 @@ def test_hidden_states_are_handed_out_as_before() -> None:
     model, ids = model_of(CONFIGS[1]), torch.arange(9)[None]
     expected = model(ids, output_hidden_states=True).hidden_states
     for layer in model.model.layers:
-        layer.__dict__["forward"] = streamlined(layer, products_of(layer))
+        layer.__dict__["forward"] = streamlined(layer, products_of(layer), Repeated())
     got = model(ids, output_hidden_states=True).hidden_states
     assert len(got) == len(expected)
     assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(got, expected, strict=True))
@@ -132,14 +132,14 @@ SPOILT = [
 def test_layers_that_are_not_plain_keep_their_forward(spoil: object) -> None:
     layer = model_of(LlamaConfig(**SIZES)).model.layers[0]
     products = products_of(layer)
-    assert streamlined(layer, products) is not None
+    assert streamlined(layer, products, Repeated()) is not None
     spoil(layer)
-    assert streamlined(layer, products) is None
+    assert streamlined(layer, products, Repeated()) is None
 
 
 def test_other_families_keep_their_forward() -> None:
     model = model_of(Phi3Config(**SIZES, pad_token_id=0))
-    assert streamlined(model.model.layers[0], {}) is None
+    assert streamlined(model.model.layers[0], {}, Repeated()) is None
 
 
 def test_packed_models_are_streamlined_while_passes_run() -> None:
