@@ -29,7 +29,8 @@ from specinfer.tree import TokenTree
 Inputs = dict[str, Any]  # of the model's forward
 Outputs = tuple[Tensor, ...]
 
-PREFILL_CHUNK = 512  # prompt tokens per pass: bounds the memory of a pass over a long prompt
+PREFILL_CHUNK = 512  # prompt tokens a row that a pass reads at most ...
+PREFILL_TOKENS = 4096  # ... and of all rows: bounds its memory, and on a CPU large passes are slower
 
 
 class TreeModel:
@@ -188,7 +189,7 @@ class TreeSession:
         return self.append(layout.padded(more), columns, **padded)
 
     def prefill(self, prompts: Sequence[Sequence[int]], **inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """Commit a ragged batch of token lists (possibly empty), `PREFILL_CHUNK` tokens a pass; see `commit`.
+        """Commit a ragged batch of token lists (possibly empty), some tokens of every row a pass; see `commit`.
 
         Args:
             prompts: token ids per row.
@@ -196,8 +197,9 @@ class TreeSession:
         """
         started = perf_counter()
         kept: list[list[Tensor]] = [[] for _ in prompts]
-        for start in range(0, max(len(prompt) for prompt in prompts), PREFILL_CHUNK):
-            part = slice(start, start + PREFILL_CHUNK)
+        chunk = max(1, min(PREFILL_CHUNK, PREFILL_TOKENS // len(prompts)))
+        for start in range(0, max(len(prompt) for prompt in prompts), chunk):
+            part = slice(start, start + chunk)
             chunks = [prompt[part] for prompt in prompts]
             layout = lay_out_chains(chunks, self.model.device)
             more = {name: pad_sequence([row[part] for row in rows], True) for name, rows in inputs.items()}
