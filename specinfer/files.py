@@ -76,15 +76,22 @@ def read_json(path: Path) -> Any:
         raise InputError(f"cannot read {path} ({error}): remove it, or choose another folder") from error
 
 
-def pin(path: Path, settings: Mapping[str, Any], advice: str) -> None:
+def pin(path: Path, settings: Mapping[str, Any], advice: str, empty: bool) -> None:
     """Record the settings under which a folder is filled, or check that they are the recorded ones.
+
+    Args:
+        path: of the record.
+        settings: JSON-ready.
+        advice: what to do where they differ.
+        empty: nothing was made under recorded ones yet, so that others may replace them.
 
     Raises:
         InputError: the folder was begun with other settings; names them and gives the advice.
     """
     settings = json.loads(json.dumps(settings))
     found = read_json(path)
-    if found is None:
+    alike = isinstance(found, dict) and found.keys() == settings.keys()  # else it may be somebody else's
+    if found is None or (empty and alike):
         write_json(path, settings)
         return
     if not isinstance(found, dict):
@@ -96,15 +103,22 @@ def pin(path: Path, settings: Mapping[str, Any], advice: str) -> None:
 
 
 def identified(folder: Path) -> str:
-    """Return a model folder's name and a digest of its weights: of every file, its size and bytes all along it."""
+    """Return a model folder's name and a digest of its weights: of every file, its size and bytes all along it.
+
+    Raises:
+        InputError: a file cannot be read.
+    """
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size} ".encode())
-        with path.open("rb") as file:  # a draft's first bytes may be its target's, which never change
-            for place in range(PLACES):
-                file.seek(size * place // PLACES)
-                digest.update(file.read(SKETCHED))
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size} ".encode())
+            with path.open("rb") as file:  # a draft's first bytes may be its target's, which never change
+                for place in range(PLACES):
+                    file.seek(size * place // PLACES)
+                    digest.update(file.read(SKETCHED))
+    except OSError as error:
+        raise InputError(f"cannot read {path} ({error.strerror}): is the model's folder whole?") from error
     return f"{folder.resolve().name} {digest.hexdigest()[:16]}"
 
 

@@ -370,9 +370,10 @@ class _Prefix:
     def grown(self, policy: Policy) -> TokenTree:
         """Return the tree that the drafts grow here.  Raises as `StepInspection.with_policy`."""
         decoder = copy.copy(self.witness.decoder)
-        if isinstance(policy, Auto):
+        if isinstance(policy, Auto) or not hasattr(policy, "grow"):
             raise InputError(
-                "Auto chooses sizes by a run's clock: give a policy of a fixed size, such as BestFirst(16, 8)"
+                f"tree={policy!r} has no size of its own (Auto's is chosen by a run's clock): give a policy of a fixed "
+                "size, such as BestFirst(16, 8)"
             )
         if not decoder.drafts:
             raise InputError("this decoder has no drafts to grow a tree: build it with some, or use with_branch")

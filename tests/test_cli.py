@@ -287,6 +287,34 @@ def test_nan_weights_are_one_line_that_names_the_step(run, models):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (MemoryError(), "memory ran out"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "memory ran out"),
+        (OSError(28, "No space left on device"), "standard output: No space left on device"),
+    ],
+)
+def test_what_the_machine_refuses_is_one_line(run, monkeypatch, error, message):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(specinfer.models, "load", fail)
+    code, out, err = run("generate", PROMPT)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+def test_other_errors_are_bugs_and_stay_visible(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(specinfer.models, "load", fail)
+    monkeypatch.setattr("sys.argv", ["specinfer", "generate", PROMPT])
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.main()
+
+
 def test_an_interrupt_is_not_a_traceback(run, monkeypatch):
     """Ctrl-C ends with the shell's code for it."""
 

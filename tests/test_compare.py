@@ -30,7 +30,7 @@ from specinfer.comparison.methods import (
     hits,
 )
 from specinfer.comparison.report import bootstrap, summarise
-from specinfer.errors import InputError, SpecinferError
+from specinfer.errors import InputError, ModelError, SpecinferError
 from specinfer.models import Loaded
 from specinfer.published import SPECINFER_TABLE_1
 from specinfer.tree import Draw
@@ -536,6 +536,26 @@ def test_other_peoples_files_are_not_touched(run, tmp_path, name):
         with pytest.raises(InputError, match="out"):
             attempt(out)
     assert [(path.name, path.read_text()) for path in out.iterdir()] == [(name, '["mine"]\n')]
+
+
+def test_settings_under_which_nothing_was_measured_are_replaced(run, tmp_path, monkeypatch):
+    """A mistake in the first command does not spoil its folder."""
+
+    def load(name, *_):
+        raise ModelError(f"no {name}")
+
+    with monkeypatch.context() as patched, pytest.raises(ModelError, match="no nowhere"):
+        patched.setattr(specinfer.models, "load", load)
+        run(tmp_path, target="nowhere")
+    assert run(tmp_path).records
+
+
+def test_a_folder_without_what_reports_need_is_no_comparison(tmp_path):
+    for settings, record in (("{}", '{"methods": {}}'), ('{"target": "x"}', '{"methods": {}}')):
+        (tmp_path / SETTINGS).write_text(settings)
+        (tmp_path / RECORDS).write_text(record + "\n")
+        with pytest.raises(InputError, match="holds no records"):
+            Comparison.read(tmp_path)
 
 
 def test_a_full_disk_keeps_what_was_finished(run, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -275,16 +276,39 @@ def test_a_draft_of_other_settings_is_refused_before_anything_runs(target, token
     assert (len(trained), calls) == (1, [])
 
 
-def test_a_full_disk_while_training(target, tokenizer, prompts, tmp_path, monkeypatch):
-    """One error; the draft does not count as finished."""
+def test_settings_under_which_nothing_was_made_are_replaced(target, tokenizer, prompts, tmp_path, monkeypatch):
+    """A mistake in the first command does not spoil its folder."""
 
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def fail(*_):
+        raise InputError("no, not so")
 
-    monkeypatch.setattr(train, "train_head", full)
-    with pytest.raises(SpecinferError, match="disk is full"):
+    with monkeypatch.context() as patched:
+        patched.setattr("specinfer.distill.write_text", fail)
+        with pytest.raises(InputError, match="not so"):
+            distill(target, tokenizer, prompts, tmp_path, Recipe(1, text=TextSettings(new_tokens=NEW + 1)))
+    monkeypatch.setattr("specinfer.distill.write_text", fail)
+    with pytest.raises(InputError, match="not so"):  # and not: begun with other settings
         distill(target, tokenizer, prompts, tmp_path, Recipe(1, text=TextSettings(new_tokens=NEW)))
-    assert not (tmp_path / "1" / "figures.json").exists()
+    manifest = json.loads((tmp_path / "text" / "manifest.json").read_text())
+    assert manifest["new_tokens"] == NEW
+
+
+def test_a_draft_depends_on_what_the_earlier_ones_were_trained_on_from(target, tokenizer, prompts, tmp_path, trained):
+    """The second is boost-tuned after the first: another first one, another second."""
+    for name, token in (("a", 0), ("b", 64)):
+        head = FeatureHead(train._head_config(target, (1, 2), 1, 64), torch.arange(token, token + 64))
+        FeatureDraft(head, target_fingerprint(target, tokenizer)).save(tmp_path / name)
+    recipe = Recipe(2, text=TextSettings(new_tokens=NEW), start=(tmp_path / "a",))
+    distill(target, tokenizer, prompts, tmp_path / "out", recipe)
+    shutil.rmtree(tmp_path / "out" / "1")
+    with pytest.raises(InputError, match=r"out/2 was begun with other settings \(earlier was \[\"a "):
+        distill(target, tokenizer, prompts, tmp_path / "out", replace(recipe, start=(tmp_path / "b",)))
+
+
+def test_a_damaged_shard_is_named(tmp_path):
+    (tmp_path / "00000.safetensors").write_bytes(b"nothing")
+    with pytest.raises(InputError, match=r"00000\.safetensors is damaged .*remove it"):
+        text.count([tmp_path / "00000.safetensors"])
 
 
 def test_heads_are_trained_on_from_others(target, tokenizer, prompts, tmp_path, trained):

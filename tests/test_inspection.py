@@ -350,6 +350,8 @@ def test_a_change_takes_one_pass_of_the_target(greedy, target):
         (lambda step: step.with_budget(-1), InputError, "budget of -1"),
         (lambda step: step.with_budget(99), InputError, "with_policy"),
         (lambda step: step.with_policy(Auto()), InputError, "clock"),
+        (lambda step: step.with_policy("auto"), InputError, "clock"),
+        (lambda step: step.with_policy(None), InputError, "fixed size"),
         (lambda step: step.why(1.5), TreeError, "there is no node 1.5"),
     ],
 )

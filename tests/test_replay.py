@@ -38,7 +38,7 @@ from specinfer.traces.costs import expected_tokens
 from specinfer.traces.paper import RULES, WIDTHS, expansion
 from specinfer.traces.probes import Plan, Trees
 from specinfer.traces.replaying import _best_first, _sampled, _visits
-from specinfer.traces.trace import SETTINGS, Drafted
+from specinfer.traces.trace import SETTINGS, Drafted, begin
 
 PROMPTS = ALL_PROMPTS[:3]
 NEW = 16
@@ -427,17 +427,19 @@ def test_the_cost_model_fits_and_predicts():
 
 def test_costs_are_read_from_a_comparison():
     """Seconds a pass, and the speed-up of decoding without prefill."""
-    sequence = {"tokens": 20, "target_passes": 10, "draft_passes": 40}
+    sequence = {"tokens": 20, "target_passes": 10, "draft_passes": 40, "drafts": [{"draft": "head"}]}
     sequence["seconds"] = {"total": 3.0, "prefill": 1.0, "target": 1.5, "draft": 0.4}
     incremental = {"tokens": 20, "target_passes": 20, "draft_passes": 0}
     incremental["seconds"] = {"total": 3.5, "prefill": 0.5, "target": 2.8, "draft": 0.0}
     records = [{"temperature": 0.0, "methods": {"sequence": sequence, "incremental": incremental}}] * 2
-    costs = measured(SimpleNamespace(records=records, settings={"depth": 4}))
+    costs = measured(SimpleNamespace(records=records, settings={"depth": 4}), "head")
     assert costs == pytest.approx((0.01, 0.14, 0.15, 4, 1.5))
     with pytest.raises(InputError, match="temperature 1"):
-        measured(SimpleNamespace(records=records, settings={}), 1.0)
+        measured(SimpleNamespace(records=records, settings={}), "head", 1.0)
+    with pytest.raises(InputError, match="timed chains of head, not of ngram"):
+        measured(SimpleNamespace(records=records, settings={"depth": 4}), "ngram")
     with pytest.raises(InputError, match=r"4\.0 passes a step for 3 levels"):
-        measured(SimpleNamespace(records=records, settings={"depth": 3}))
+        measured(SimpleNamespace(records=records, settings={"depth": 3}), "head")
 
 
 # ---- the paper's tables, and the command line ----
@@ -545,6 +547,30 @@ def test_drafts_of_one_name_are_told_apart_by_place(run, tmp_path):
     trace.save(tmp_path)
     code, out, err = run("replay", tmp_path, "--tree", "best-first")
     assert (code, err, out.count("draft, draft")) == (0, "", 1 + 2 * 3)  # the trace; replays and oracles of 4, 8, 16
+    code, _, err = run("replay", tmp_path, "--draft", "draft")
+    assert (code, "by its place, from 0" in err) == (2, True)
+    told = [
+        json.loads(run("replay", tmp_path, "--json", *options)[1])["drafts"]
+        for options in (["--draft", 1], ["--draft", 1, "--draft", 1], [])
+    ]
+    assert told[0] == told[1] == [told[2][1]] != [told[2][0]]
+
+
+def test_a_trace_that_lacks_settings_is_refused(tmp_path):
+    trace_of().save(tmp_path)
+    (tmp_path / SETTINGS).write_text('{"format": 1, "drafts": []}')
+    with pytest.raises(InputError, match="is damaged: depth, draws, max_new_tokens"):
+        Trace.load(tmp_path)
+
+
+def test_settings_under_which_nothing_was_recorded_are_replaced(tmp_path):
+    """Unless they may be somebody else's."""
+    trace = trace_of()
+    begin(tmp_path, {**trace.settings, "depth": 99})
+    begin(tmp_path, trace.settings)
+    trace.save(tmp_path)
+    with pytest.raises(InputError, match="begun with other settings"):
+        begin(tmp_path, {**trace.settings, "depth": 99})
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Training drafts: losses against autograd, chained steps, boost weights, checkpoints, and a loss that is no number."""
 
+import errno
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from specinfer.distill import train
 from specinfer.distill.data import Texts
 from specinfer.distill.train import EarlierDrafts, Settings, SoftCrossEntropy, train_causal_lm, train_head
-from specinfer.errors import InputError, NumericalError
+from specinfer.errors import InputError, NumericalError, SpecinferError
 from specinfer.feature_head import FeatureHead
 from specinfer.heads import FeatureDraft
 
@@ -115,6 +116,24 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(target, sh
     kept = load_file(tmp_path / "1.checkpoint" / "state.safetensors")
     assert all(torch.isfinite(weight).all() for weight in kept.values())
     assert not (tmp_path / "1").exists()
+
+
+def full_disk(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("moment", ["checkpoint", "end"])
+def test_a_full_disk_is_one_error_and_training_goes_on_from_the_last_checkpoint(
+    target, shards, tmp_path, monkeypatch, moment
+):
+    with monkeypatch.context() as patched:
+        name = "specinfer.files.os.replace" if moment == "checkpoint" else "specinfer.heads.save_file"
+        patched.setattr(name, full_disk)
+        with pytest.raises(SpecinferError, match="disk is full"):
+            trained(target, shards, tmp_path / "1")
+    again = []
+    trained(target, shards, tmp_path / "1", progress=lambda done, *_: again.append(done))
+    assert again[:1] == ([1] if moment == "checkpoint" else [])
 
 
 def test_tokens_that_an_earlier_draft_proposes_first_weigh_less(target, shards, tmp_path):

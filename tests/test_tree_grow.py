@@ -294,6 +294,13 @@ def test_impossible_budgets_are_refused(make) -> None:
         make()
 
 
+@pytest.mark.parametrize("make", [lambda: BestFirst(10**9, 8), lambda: Chain(10**9), lambda: Widths((3000, 3000))])
+def test_trees_that_no_target_scores_are_refused(make) -> None:
+    """Before memory runs out."""
+    with pytest.raises(PolicyError, match="more than any target scores in one pass"):
+        make()
+
+
 def test_policies_say_their_size() -> None:
     sizes = [(p.max_nodes, p.max_depth, p.kind.value) for p in POLICIES]
     assert sizes == [

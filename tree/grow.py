@@ -25,6 +25,8 @@ from specinfer.errors import PolicyError, TreeError
 
 from .token_tree import Draw, Kind, TokenTree
 
+MOST = 1 << 16  # nodes of a tree, and levels
+
 
 class Frontier(NamedTuple):
     """The nodes whose next-token distributions a policy asks for: one level of B trees."""
@@ -297,6 +299,7 @@ class Widths:
         object.__setattr__(self, "widths", tuple(self.widths))
         for depth, width in enumerate(self.widths):
             _check_size(f"widths[{depth}]", width, 1)
+        _check_size("the sum of all levels' nodes", self.max_nodes, 0)
 
     @property
     def kind(self) -> Kind:
@@ -494,6 +497,8 @@ def _limit(depth: int, max_depth: int | None) -> int:
 
 
 def _check_size(name: str, value: object, least: int) -> None:
+    if isinstance(value, int) and value > MOST:
+        raise PolicyError(f"{name}={value} is more than any target scores in one pass: give {MOST} at most")
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         what = "a positive whole number" if least else "a whole number, 0 or more"
         hint = "leave the level out to stop above it" if least else "0 drafts nothing"

@@ -47,11 +47,21 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         raise SystemExit(1) from None
+    except OSError as error:
+        fail(f"cannot read or write {error.filename or 'standard output'}: {error.strerror or error}")
     except Exception as error:
+        if _ran_out_of_memory(error):
+            fail("memory ran out: take fewer nodes or levels, a smaller batch, or a smaller model")
         if not hasattr(error, "format_message"):  # a usage error of click, which typer may carry within itself
             raise
         fail(error.format_message())
     raise SystemExit(code or 0)
+
+
+def _ran_out_of_memory(error: Exception) -> bool:
+    """Whether no memory was found: torch says so in words on CPUs, by a class of its own on GPUs."""
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
 
 
 def fail(message: str) -> None:

@@ -98,7 +98,8 @@ def replay(
         typer.Option(help="Children per level (widths, sampled). Repeat.", show_default="1,1,k,1,... for k = 1 to 5"),
     ] = None,
     draft: Annotated[
-        list[str] | None, typer.Option(help="Which recorded drafts propose, by name. Repeat.", show_default="all")
+        list[str] | None,
+        typer.Option(help="Which recorded drafts propose, by name or place (from 0). Repeat.", show_default="all"),
     ] = None,
     costs: Annotated[
         Path | None, typer.Option(help="Folder of `specinfer compare`: check the cost model of chains against it.")
@@ -114,7 +115,7 @@ def replay(
     from specinfer.tree import BestFirst
 
     trace = Trace.load(folder)
-    drafts = [trace.draft(name) for name in draft or range(len(trace.drafts))]
+    drafts = list(dict.fromkeys(_place(trace, name) for name in draft or range(len(trace.drafts))))
     names = [trace.drafts[place] for place in drafts]
     policies = _policies(trace, tree or TREES, nodes, depth, widths)
     if not policies:
@@ -122,7 +123,7 @@ def replay(
     replays = [own for policy in policies for own in _replays(trace, policy, drafts)]
     replays += [oracle(trace, policy, drafts=drafts) for policy in policies if isinstance(policy, BestFirst)]
     curves = [(hits(trace, place), calibration(trace, place)) for place in drafts]
-    times = costs and measured(Comparison.read(costs), trace.settings["temperature"])
+    times = costs and measured(Comparison.read(costs), names[0], trace.settings["temperature"])
     model = times and cost_model(trace, times, draft=drafts[0])
     if as_json:
         told = [
@@ -138,6 +139,12 @@ def replay(
         print(_known(name, table.rates, curve.error))
     if model:
         print(f"\nchains of {names[0]}: {model}")
+
+
+def _place(trace: "Trace", draft: str | int) -> int:
+    """Return a draft's place, given its name or, if none is called so, the place in digits."""
+    named = isinstance(draft, int) or (draft in trace.drafts and trace.drafts.count(draft) == 1)
+    return trace.draft(draft if named or not str(draft).isdecimal() else int(draft))
 
 
 def _known(name: str, rates: Any, error: float) -> str:

@@ -50,6 +50,8 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Generate text, streamed, with a summary of what speculation did."""
+    if as_json and show_tree:
+        raise InputError("--show-tree draws beside the text, and --json has every step's tree: leave one out")
     policy = build_policy(tree, nodes, depth, widths)
     text, decoder = prepare(prompt, target, draft, policy, dtype, device, confidence_gate)
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
@@ -90,7 +92,7 @@ def tree(
     raw: RawOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Draw the tree of one step: the first, within --max-new-tokens, in which anything was drafted."""
+    """Draw the tree of one step: the first in which anything was drafted, else the last of --max-new-tokens."""
     policy = build_policy(tree, nodes, depth, widths)
     text, decoder = prepare(prompt, target, draft, policy, dtype, device)
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}

@@ -18,6 +18,7 @@ from specinfer.prompts import read_rows
 log = logging.getLogger(__name__)
 
 SETTINGS, RECORDS = "settings.json", "records.jsonl"
+FIELDS = {"set", "place", "temperature", "methods", "skipped"}  # of every record
 
 
 def read_prompts(path: Path, split: str) -> list[tuple[str, str]]:
@@ -44,7 +45,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """
     settings = read_json(folder / SETTINGS)
     records, _ = _parse(folder / RECORDS)
-    if not isinstance(settings, dict) or not records:
+    if not isinstance(settings, dict) or not settings or not records:
         raise InputError(f"{folder} holds no records of a comparison: run one into it first")
     return settings, records
 
@@ -58,8 +59,8 @@ def begin(folder: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     path = folder / RECORDS
     if os.path.exists(path) and not os.path.exists(folder / SETTINGS):
         raise InputError(f"{path} is not a comparison's ({SETTINGS} is missing beside it): choose another folder")
-    pin(folder / SETTINGS, settings, "repeat those, or choose another folder")
     records, whole = _parse(path)
+    pin(folder / SETTINGS, settings, "repeat those, or choose another folder", empty=not records)
     with storing(path), path.open("a") as file:
         file.truncate(whole)
     return records
@@ -99,4 +100,4 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:
         return None
-    return row if isinstance(row, dict) and "methods" in row else None
+    return row if isinstance(row, dict) and row.keys() >= FIELDS else None

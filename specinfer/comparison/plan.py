@@ -101,7 +101,8 @@ class Plan:
 
     def _folders(self) -> list[str]:
         """Return the models that are folders: another one may come to lie there."""
-        return [name for name in (self.target, *self.drafts, self.assistant) if name and os.path.isdir(name)]
+        named = [os.path.expanduser(name) for name in (self.target, *self.drafts, self.assistant) if name]
+        return [name for name in named if os.path.isdir(name)]
 
     def jobs(self) -> list[Job]:
         """Return the work in order: the first prompt of every set, then the second, so that sets fill up together."""

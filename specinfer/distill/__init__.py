@@ -34,7 +34,7 @@ from specinfer.distill.text import (
 )
 from specinfer.distill.train import Settings
 from specinfer.errors import InputError
-from specinfer.files import identified, pin, read_json, storing, write_json
+from specinfer.files import identified, pin, read_json, write_json
 from specinfer.heads import FeatureDraft, check_fingerprint
 
 __all__ = ["Recipe", "Settings", "TextSettings", "distill", "processes", "read_documents", "read_prompts"]
@@ -133,7 +133,7 @@ def distill(
             figures = job.train(model, tokenizer, shards, taps, progress)
         if process.is_main_process:
             write_json(job.folder / "figures.json", figures)
-            made_for = name or type(model).__name__
+            made_for = name or model.name_or_path or type(model).__name__
             write_card(job.folder, made_for, job.arch, data, job.settings, figures, job.earlier, job.start)
         process.wait_for_everyone()
         trained.append({"folder": str(job.folder), **figures})
@@ -149,26 +149,29 @@ class _Job:
     settings: Settings
     earlier: Sequence[Path]  # folders of those it complements
     start: Path | None  # of the head it is trained on from
+    earlier_starts: Sequence[Path] = ()  # what the earlier ones are trained on from
 
     def pin(self) -> None:
         """Pin the folder to these settings."""
         pinned = {"arch": self.arch, "start": self.start and identified(self.start), **asdict(self.settings)}
+        if self.earlier_starts:
+            pinned["earlier"] = [identified(folder) for folder in self.earlier_starts]
         del pinned["learning_rate"], pinned["checkpoint_every"]  # training may go on with others
-        where = f"{self.folder} and {self.folder}.checkpoint"
-        advice = f"take the old settings, or remove {where} to train it anew on the same text"
-        pin(self.folder / "settings.json", pinned, advice)
+        begun = self.folder.with_name(f"{self.folder.name}.checkpoint")
+        advice = f"take the old settings, or remove {self.folder} and {begun} to train it anew on the same text"
+        empty = not (begun.exists() or (self.folder / "figures.json").exists())
+        pin(self.folder / "settings.json", pinned, advice, empty)
 
     def train(
         self, model: Any, tokenizer: Any, shards: Sequence[Path], taps: Sequence[int], progress: Progress
     ) -> dict[str, Any]:
         """Train it; return its figures."""
         told = partial(progress, f"draft {self.folder.name}")
-        with storing(self.folder):
-            if self.arch == "lm":
-                return train.train_causal_lm(model, tokenizer, shards, self.folder, self.settings, told)
-            return train.train_head(
-                model, tokenizer, shards, taps, self.folder, self.settings, self.earlier, self.start, told
-            )
+        if self.arch == "lm":
+            return train.train_causal_lm(model, tokenizer, shards, self.folder, self.settings, told)
+        return train.train_head(
+            model, tokenizer, shards, taps, self.folder, self.settings, self.earlier, self.start, told
+        )
 
 
 def _plan_training(model: Any, tokenizer: Any, out: Path, recipe: Recipe) -> tuple[list[int], list[_Job]]:
@@ -189,7 +192,7 @@ def _plan_training(model: Any, tokenizer: Any, out: Path, recipe: Recipe) -> tup
             config = heads[number].head.config
             start = recipe.start[number]
             settings = replace(settings, layers=config.num_hidden_layers, vocabulary=config.vocab_size)
-        jobs.append(_Job(folder, recipe.arch, settings, folders[:number], start))
+        jobs.append(_Job(folder, recipe.arch, settings, folders[:number], start, recipe.start[:number]))
     return list(heads[0].taps if heads else default_taps(model)), jobs
 
 

@@ -20,7 +20,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -206,7 +206,8 @@ def pin_text(
         "batches": len(batches),
         "texts": hashlib.sha256(json.dumps(batches).encode()).hexdigest(),  # prompts, given text, temperatures, seeds
     }
-    pin(folder / "manifest.json", manifest, "take the old settings, or choose another --out")
+    empty = not any(folder.glob("*.safetensors"))
+    pin(folder / "manifest.json", manifest, "take the old settings, or choose another --out", empty)
 
 
 def write_text(
@@ -239,11 +240,18 @@ def write_text(
 
 
 def count(shards: Sequence[Path]) -> tuple[int, int]:
-    """Return how many texts and tokens shards hold."""
+    """Return how many texts and tokens shards hold.
+
+    Raises:
+        InputError: one is damaged.
+    """
     lengths = []
     for shard in shards:
-        with safe_open(shard, "pt") as file:
-            lengths += file.get_tensor("lengths").tolist()
+        try:
+            with safe_open(shard, "pt") as file:
+                lengths += file.get_tensor("lengths").tolist()
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{shard} is damaged ({error}): remove it, and its text is made again") from error
     return len(lengths), sum(lengths)
 
 

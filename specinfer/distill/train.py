@@ -31,7 +31,7 @@ from transformers import DynamicCache, LlamaConfig
 from specinfer.distill.data import Batch, Texts, endless
 from specinfer.errors import NumericalError
 from specinfer.feature_head import FeatureHead, head_config
-from specinfer.files import storing
+from specinfer.files import storing, write_json
 from specinfer.heads import FeatureDraft, target_fingerprint
 from specinfer.noise import TRAINING, key
 
@@ -245,7 +245,8 @@ def train_head(
     figures["coverage"] = counts[head.token_ids.cpu()].sum().item() / counts.sum().item()
     figures["sharpness"] = fit_sharpness(head, texts, settings)
     if _writes():
-        FeatureDraft(head, target_fingerprint(target, tokenizer), out.name, figures["sharpness"]).save(out)
+        with storing(out):
+            FeatureDraft(head, target_fingerprint(target, tokenizer), out.name, figures["sharpness"]).save(out)
     return figures
 
 
@@ -288,8 +289,9 @@ def train_causal_lm(
     judges = EarlierDrafts((), target, settings)
     figures = _optimise(Plain(model, target, settings), texts, judges, out, settings, progress)
     if _writes():
-        model.to(torch.bfloat16).save_pretrained(out)
-        tokenizer.save_pretrained(out)
+        with storing(out):
+            model.to(torch.bfloat16).save_pretrained(out)
+            tokenizer.save_pretrained(out)
     return figures
 
 
@@ -476,7 +478,7 @@ class Checkpoint:
                 tensors |= {f"optimizer.{place}.{index}.{name}": value for name, value in state.items()}
         apart = {name: value.detach().clone().contiguous() for name, value in tensors.items()}  # tied ones, too
         save_file(apart, fresh / "state.safetensors")
-        (fresh / "state.json").write_text(json.dumps({"step": step, "history": history}))
+        write_json(fresh / "state.json", {"step": step, "history": history})  # last, and whole: what is here is good
         shutil.rmtree(self.folder, ignore_errors=True)
         fresh.rename(self.folder)
 

@@ -110,11 +110,11 @@ def cost_model(trace: Trace, costs: Costs, lengths: Sequence[int] | None = None,
     return CostModel(np.array(lengths), tokens, float(tried[errors.sum(1).argmin()]), costs)
 
 
-def measured(comparison: Comparison, temperature: float = 0.0) -> Costs:
+def measured(comparison: Comparison, draft: str, temperature: float = 0.0) -> Costs:
     """Return the costs that a comparison of "sequence" and "incremental" measured, over all its prompts.
 
     Raises:
-        InputError: it holds no records of both at this temperature, or not of one draft that makes passes.
+        InputError: it holds no records of both at this temperature, or not of this draft alone, or it makes no passes.
     """
     own = [record["methods"] for record in comparison.records if record["temperature"] == temperature]
     own = [methods for methods in own if {"sequence", "incremental"} <= methods.keys()]
@@ -129,11 +129,17 @@ def measured(comparison: Comparison, temperature: float = 0.0) -> Costs:
             found = [row[name] for row in found]
         return float(np.sum(found))
 
+    proposers = {drafted["draft"] for methods in own for drafted in methods["sequence"]["drafts"]}
+    if proposers != {draft}:
+        raise InputError(
+            f"the comparison timed chains of {', '.join(sorted(proposers)) or 'no draft'}, not of {draft}: replay that "
+            f"draft, or compare with {draft} alone"
+        )
     passes = total("sequence", "draft_passes") / total("sequence", "target_passes")
     if not 0 < passes <= comparison.settings["depth"]:
         raise InputError(
-            f"the comparison's drafts made {passes:.1f} passes a step for {comparison.settings['depth']} levels, and "
-            "the cost model is one draft's, a pass a level: compare with one draft that is a model"
+            f"{draft} made {passes:.1f} passes a step for {comparison.settings['depth']} levels, and the cost model "
+            "has a pass a level: compare with a draft that is a model"
         )
 
     def per_token(method: str) -> float:

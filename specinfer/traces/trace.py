@@ -33,6 +33,7 @@ from specinfer.heads import tokenizer_fingerprint
 
 FORMAT = 1
 SETTINGS = "trace.json"
+SHAPE = {"drafts", "depth", "nodes", "top", "draws", "max_new_tokens", "temperature"}  # settings that reading needs
 SKETCH = 16  # entries of each weight that stand for it in a fingerprint
 
 Ids = NDArray[np.int32]
@@ -199,6 +200,10 @@ class Trace:
                 f"{folder} holds a trace of format {settings['format']}, and this version reads format {FORMAT}: "
                 "record it again, or use the version that wrote it"
             )
+        if missing := SHAPE - settings.keys():
+            raise InputError(
+                f"{folder / SETTINGS} is damaged: {', '.join(sorted(missing))} is missing; record it again"
+            )
         if decoder is not None:
             check_models(folder, settings, decoder)
         paths = sorted(folder.glob("*.safetensors"))
@@ -213,7 +218,8 @@ def begin(folder: Path, settings: Mapping[str, Any]) -> None:
     Raises:
         InputError: it holds a trace of other settings, or cannot be written.
     """
-    pin(folder / SETTINGS, settings, "repeat those, or choose another folder")
+    empty = not any(folder.glob("*.safetensors"))
+    pin(folder / SETTINGS, settings, "repeat those, or choose another folder", empty)
 
 
 def write_text(folder: Path, number: int, text: Text) -> None:
