@@ -38,7 +38,7 @@ class SpeculativeDecoder:
         tokenizer: the target's; needed for text in and out.
         drafts: ``"ngram"``, `Draft` objects, or bare draft models; all propose, and their trees are merged.
             ``"shipped"``: the heads that come with the package for this target, if any.  ``"auto"``: the first of
-            those and n-grams, which is what measured best.
+            those and n-grams.
         tree: the growth policy; None decodes without speculation, ``"auto"`` is ``Auto()``, which chooses sizes step
             by step and keeps what it learns for later calls.
         verifier: by default `Walk` for ranked trees (greedy, or sampling coupled to the seed) and `MultiStep` for

@@ -411,7 +411,7 @@ def test_the_card_says_what_was_done(prompts, documents, tmp_path, monkeypatch, 
     assert "{" not in card
     assert (folder / "loss.png").exists() == plots
     assert ("(loss.png)" in card) == plots
-    assert ("specinfer[plots]" in card) != plots
+    assert ("No plot" in card) != plots
 
 
 # ---- the command line, and loading what it made ----

@@ -427,7 +427,7 @@ def test_the_cost_model_fits_and_predicts():
 
 def test_costs_are_read_from_a_comparison():
     """Seconds a pass, and the speed-up of decoding without prefill."""
-    sequence = {"tokens": 20, "target_passes": 10, "draft_passes": 40, "drafts": [{"draft": "head"}]}
+    sequence = {"tokens": 20, "target_passes": 10, "draft_passes": 40, "drafts": [{"draft": "head", "passes": 40}]}
     sequence["seconds"] = {"total": 3.0, "prefill": 1.0, "target": 1.5, "draft": 0.4}
     incremental = {"tokens": 20, "target_passes": 20, "draft_passes": 0}
     incremental["seconds"] = {"total": 3.5, "prefill": 0.5, "target": 2.8, "draft": 0.0}
@@ -436,7 +436,7 @@ def test_costs_are_read_from_a_comparison():
     assert costs == pytest.approx((0.01, 0.14, 0.15, 4, 1.5))
     with pytest.raises(InputError, match="temperature 1"):
         measured(SimpleNamespace(records=records, settings={}), "head", 1.0)
-    with pytest.raises(InputError, match="timed chains of head, not of ngram"):
+    with pytest.raises(InputError, match="timed passes of head, not of ngram"):
         measured(SimpleNamespace(records=records, settings={"depth": 4}), "ngram")
     with pytest.raises(InputError, match=r"4\.0 passes a step for 3 levels"):
         measured(SimpleNamespace(records=records, settings={"depth": 3}), "head")

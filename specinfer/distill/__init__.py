@@ -206,7 +206,7 @@ def processes(device: torch.device) -> Any:
         InputError: accelerate is not installed.
     """
     if find_spec("accelerate") is None:
-        raise InputError("training needs accelerate: pip install 'specinfer[distill]'")
+        raise InputError("training needs accelerate: pip install accelerate")
     from accelerate import PartialState
 
     if device.type == "cuda":

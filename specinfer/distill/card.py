@@ -16,7 +16,7 @@ from specinfer.files import write_whole
 
 LOSS_ROWS = 12  # of the loss curve in the card
 PLOT = "loss.png"
-NO_PLOT = "No plot: matplotlib was not installed (`pip install specinfer[plots]`)."
+NO_PLOT = "No plot: matplotlib was not installed."
 KINDS = {
     "head": "a feature head: decoder layers that read the target's hidden states and borrow its embedding and output",
     "lm": "a plain small causal language model in Hugging Face format",

@@ -1,4 +1,4 @@
-"""Pictures of token trees, their masks, and measurements, on matplotlib (``pip install specinfer[plots]``).
+"""Pictures of token trees, their masks, and measurements, on matplotlib (``pip install -e ".[plots]"``).
 
 Knows: Axes, and the data that it is handed.  Does not know: models, or how anything was measured.
 

@@ -44,7 +44,7 @@ def part(name: str) -> Any:
     try:
         return import_module(f"matplotlib.{name}")
     except ImportError:
-        raise InputError("plots need matplotlib, which is not installed: pip install specinfer[plots]") from None
+        raise InputError("plots need matplotlib, which is not installed: pip install matplotlib") from None
 
 
 def axes_of(ax: Axes | None, width: float, height: float) -> Axes:

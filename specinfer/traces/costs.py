@@ -129,11 +129,11 @@ def measured(comparison: Comparison, draft: str, temperature: float = 0.0) -> Co
             found = [row[name] for row in found]
         return float(np.sum(found))
 
-    proposers = {drafted["draft"] for methods in own for drafted in methods["sequence"]["drafts"]}
-    if proposers != {draft}:
+    models = {drafted["draft"] for methods in own for drafted in methods["sequence"]["drafts"] if drafted["passes"]}
+    if models and models != {draft}:
         raise InputError(
-            f"the comparison timed chains of {', '.join(sorted(proposers)) or 'no draft'}, not of {draft}: replay that "
-            f"draft, or compare with {draft} alone"
+            f"the comparison timed passes of {', '.join(sorted(models))}, not of {draft} alone: replay the draft that "
+            "was timed, or compare with this one"
         )
     passes = total("sequence", "draft_passes") / total("sequence", "target_passes")
     if not 0 < passes <= comparison.settings["depth"]:
