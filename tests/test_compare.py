@@ -544,9 +544,10 @@ def test_settings_under_which_nothing_was_measured_are_replaced(run, tmp_path, m
     def load(name, *_):
         raise ModelError(f"no {name}")
 
-    with monkeypatch.context() as patched, pytest.raises(ModelError, match="no nowhere"):
+    with monkeypatch.context() as patched:
         patched.setattr(specinfer.models, "load", load)
-        run(tmp_path, target="nowhere")
+        with pytest.raises(ModelError, match="no nowhere"):
+            run(tmp_path, target="nowhere")
     assert run(tmp_path).records
 
 

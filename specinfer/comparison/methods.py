@@ -12,11 +12,12 @@ import torch
 
 from specinfer.adapt import Auto
 from specinfer.decoder import SpeculativeDecoder
-from specinfer.draft import Draft, DraftSession, ModelDraft, Opening
+from specinfer.draft import Draft, ModelDraft
 from specinfer.errors import InputError, SpecinferError, UnsupportedModel
 from specinfer.models import Loaded, same_tokens
+from specinfer.probe import Probe, Question
 from specinfer.sampling import whole_law
-from specinfer.tree import BestFirst, Chain, Policy, TokenTree, Widths
+from specinfer.tree import BestFirst, Chain, Policy, Source, TokenTree, Widths
 
 GATE = 0.5
 LOOKUP_TOKENS = 10  # of transformers' prompt lookup
@@ -195,7 +196,7 @@ class HitRates:
     """
 
     def __init__(self, decoder: SpeculativeDecoder) -> None:
-        self.probes = [_Probe(draft) for draft in decoder.drafts]
+        self.probes = [Probe(draft, _FirstChoices()) for draft in decoder.drafts]
         self.decoder = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, self.probes, Widths((TOP,)))
 
     def count(self, ids: list[int], seed: int, options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -203,8 +204,12 @@ class HitRates:
 
         All positions but the last count where a text ends by its length: nothing is drafted there.
         """
+        questions = [_FirstChoices() for _ in self.probes]
+        for probe, question in zip(self.probes, questions, strict=True):
+            probe.question = question
         chosen = self.decoder.generate(ids, seed=seed, **options).token_ids
-        return [{"draft": probe.draft.name, **hits(probe.ranked, chosen)} for probe in self.probes]
+        asked = zip(self.probes, questions, strict=True)
+        return [{"draft": probe.name, **hits(question.everywhere(), chosen)} for probe, question in asked]
 
 
 def hits(ranked: Sequence[Sequence[int]], chosen: Sequence[int]) -> dict[str, Any]:
@@ -213,29 +218,17 @@ def hits(ranked: Sequence[Sequence[int]], chosen: Sequence[int]) -> dict[str, An
     return {"positions": len(places), "hits": [sum(place < k for place in places) for k in range(1, TOP + 1)]}
 
 
-class _Probe:
-    """A draft that remembers what it would have proposed first, and proposes nothing."""
+class _FirstChoices(Question):
+    """Which tokens does a draft of one row rank first?"""
 
-    def __init__(self, draft: Draft) -> None:
-        self.draft = draft
-        self.ranked: list[list[int]] = []  # of the newest run: per position, the likeliest first
+    def __init__(self) -> None:
+        super().__init__(rows=1)
+        self.ranked: dict[int, list[int]] = {}  # by place, the likeliest first
 
-    def __getattr__(self, name: str) -> Any:  # name, taps, attach: the draft's own
-        return getattr(self.draft, name)
+    def ask(self, source: Source, max_depth: int | None) -> None:
+        growth = Widths((TOP,)).grow(source, max_depth)
+        self.ranked[self.place] = growth.tokens[0, growth.valid[0]].tolist()
 
-    def open(self, opening: Opening) -> "_ProbeSession":
-        self.ranked = []
-        return _ProbeSession(self.draft.open(opening), self.ranked)
-
-
-class _ProbeSession:
-    def __init__(self, session: DraftSession, ranked: list[list[int]]) -> None:
-        self.session, self.ranked = session, ranked
-
-    def __getattr__(self, name: str) -> Any:  # commit and the counts: the session's own
-        return getattr(self.session, name)
-
-    def propose(self, _: Policy, max_depth: int) -> list[TokenTree]:
-        (tree,) = self.session.propose(Widths((TOP,)), max_depth)
-        self.ranked.append(tree.tokens[tree.children(0)].tolist())
-        return [TokenTree.root_only(int(tree.tokens[0]), tree.kind)]
+    def everywhere(self) -> list[list[int]]:
+        """Return them by place, nothing where the draft knew nothing."""
+        return [self.ranked.get(place, []) for place in range(self.wanted)]

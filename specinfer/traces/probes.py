@@ -1,10 +1,10 @@
-"""Probes: what a draft is asked at every position of given texts, through the sessions that the engine opens.
+"""What a draft is asked at every position of given texts, through the sessions that the engine opens.
 
 Knows: drafts as sources of distributions, the texts that are gone through.
 Does not know: how texts were written, how answers are kept.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specinfer.draft import Draft, DraftSession, Opening
 from specinfer.noise import RECORDING, key
+from specinfer.probe import Question
 from specinfer.traces.acceptance import accepted_without_replacement, expected_tests
-from specinfer.tree import Chain, Frontier, Growth, Kind, Policy, Source, TokenTree, grow_best_first, top_candidates
+from specinfer.tree import Frontier, Source, grow_best_first, top_candidates
 
 TOP = 16  # candidates that are kept per node
 
@@ -29,72 +29,29 @@ class Plan(NamedTuple):
     draws: int
 
 
-class Probe:
-    """A draft that is asked one question after every token, and proposes nothing."""
-
-    def __init__(self, draft: Draft, question: "Question") -> None:
-        self.draft, self.question = draft, question
-
-    def __getattr__(self, name: str) -> Any:  # name, taps, model, attach: the draft's own
-        return getattr(self.draft, name)
-
-    def open(self, opening: Opening) -> "_ProbeSession":
-        """Open the draft's own session."""
-        return _ProbeSession(self.draft.open(opening), self.question)
-
-
-class _ProbeSession:
-    def __init__(self, session: DraftSession, question: "Question") -> None:
-        self.session, self.question = session, question
-
-    def __getattr__(self, name: str) -> Any:  # the clocks: the session's own
-        return getattr(self.session, name)
-
-    def propose(self, _: Policy, max_depth: int) -> list[TokenTree]:
-        return self.session.propose(self.question, max_depth)
-
-    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
-        self.session.commit(tokens, states)
-        rows = self.question.rows
-        self.question.rows = [row for row, new in zip(rows, tokens, strict=True) if new is not None]
-        self.question.place += 1
-
-
-class Question(ABC):
-    """What a draft is asked at every position; to its session, a policy that grows bare roots."""
-
-    kind = Kind.RANKED
-    max_nodes = max_depth = 0
+class TextQuestion(Question):
+    """A question along texts that are known: what a draft is asked at every position of them."""
 
     def __init__(self, plan: Plan, texts: Sequence[Sequence[int]], budget: int) -> None:
+        super().__init__(len(texts))
         self.plan = plan
         self.texts, self.budget = texts, budget
-        self.rows, self.place = list(range(len(texts))), 0  # rows under way, and how many new tokens they have
-
-    def grow(self, source: Source, max_depth: int | None = None) -> Growth:
-        """Ask, and grow nothing."""
-        self.ask(source, min(self.plan.depth, self.plan.depth if max_depth is None else max_depth))
-        return Chain(0).grow(source)
-
-    def fit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
-        """Return the trees as they are."""
-        return list(trees)
-
-    @abstractmethod
-    def ask(self, source: Source, depth: int) -> None:
-        """Ask the rows' draft at this position."""
 
     @abstractmethod
     def arrays(self, row: int) -> dict[str, np.ndarray]:
         """Return a row's answers as columns of `Drafted`."""
 
-    def along(self, source: Source, depth: int) -> Iterator[tuple[int, Frontier, list[int]]]:
+    def levels(self, max_depth: int | None) -> int:
+        """Return how many levels are asked about."""
+        return self.plan.depth if max_depth is None else min(self.plan.depth, max_depth)
+
+    def along(self, source: Source, max_depth: int | None) -> Iterator[tuple[int, Frontier, list[int]]]:
         """Yield, level by level, the node on each row's text, and the places of rows with a token to be right about.
 
         The last token that a row's budget allows is never drafted, so it is asked for nowhere.
         """
         ahead = [self.texts[row][self.place : self.budget - 1] for row in self.rows]
-        for level in range(min(depth, max(map(len, ahead)))):
+        for level in range(min(self.levels(max_depth), max(map(len, ahead)))):
             asked = [place for place, tokens in enumerate(ahead) if level < len(tokens)]
             tokens = [[own[level - 1] if level <= len(own) else 0] for own in ahead] if level else [[-1]] * len(ahead)
             frontier = Frontier(
@@ -106,7 +63,7 @@ class Question(ABC):
             yield level, frontier, asked
 
 
-class Candidates(Question):
+class Candidates(TextQuestion):
     """What does it rank first at each node along the text?"""
 
     def __init__(self, plan: Plan, texts: Sequence[Sequence[int]], budget: int) -> None:
@@ -115,9 +72,9 @@ class Candidates(Question):
         self.tokens = [np.full((len(text), plan.depth, self.k), -1, np.int32) for text in texts]
         self.log_probs = [np.full(tokens.shape, -np.inf, np.float32) for tokens in self.tokens]
 
-    def ask(self, source: Source, depth: int) -> None:
-        """See `Question`."""
-        for level, frontier, asked in self.along(source, depth):
+    def ask(self, source: Source, max_depth: int | None) -> None:
+        """See `TextQuestion`."""
+        for level, frontier, asked in self.along(source, max_depth):
             tokens, log_probs = (answer[:, 0].cpu() for answer in source.top(frontier, self.k))
             for place in asked:
                 row, count = self.rows[place], int((log_probs[place] > -torch.inf).sum())
@@ -125,11 +82,11 @@ class Candidates(Question):
                 self.log_probs[row][self.place, level, :count] = log_probs[place, :count].clamp(max=0)
 
     def arrays(self, row: int) -> dict[str, np.ndarray]:
-        """See `Question`."""
+        """See `TextQuestion`."""
         return {"tokens": self.tokens[row], "log_probs": self.log_probs[row]}
 
 
-class Laws(Question):
+class Laws(TextQuestion):
     """Which law does it draw from at each node along the text, and would the token have been accepted?"""
 
     def __init__(
@@ -157,9 +114,9 @@ class Laws(Question):
             for text in texts
         ]
 
-    def ask(self, source: Source, depth: int) -> None:
-        """See `Question`."""
-        for level, frontier, asked in self.along(source, depth):
+    def ask(self, source: Source, max_depth: int | None) -> None:
+        """See `TextQuestion`."""
+        for level, frontier, asked in self.along(source, max_depth):
             laws = source.draw(frontier, 1, True)[2][:, 0].float().cpu()  # (B, V)
             for place in asked:
                 row, node = self.rows[place], (self.place, level)
@@ -174,7 +131,7 @@ class Laws(Question):
                     self.columns[row][name][node] = values
 
     def arrays(self, row: int) -> dict[str, np.ndarray]:
-        """See `Question`."""
+        """See `TextQuestion`."""
         return self.columns[row]
 
 
@@ -182,7 +139,7 @@ class Laws(Question):
 _Nodes = list[tuple[int, int, bool, float]]
 
 
-class Trees(Question):
+class Trees(TextQuestion):
     """Which trees does it grow, of any budget and depth up to the plan's?
 
     Equal scores are ranked by depth and by the parents' ranks, so trees are nested: the n best nodes no deeper than d
@@ -194,22 +151,22 @@ class Trees(Question):
         super().__init__(plan, texts, budget)
         self.trees: list[list[np.ndarray]] = [[np.zeros((0, 3))] * len(text) for text in texts]
 
-    def ask(self, source: Source, depth: int) -> None:
-        """See `Question`."""
+    def ask(self, source: Source, max_depth: int | None) -> None:
+        """See `TextQuestion`."""
         levels: list[list[_Nodes]] = []  # by level, then by row
 
         def note(frontier: Frontier, scores: Tensor) -> int:
             levels.append(_by_row(frontier.tokens, frontier.parents, frontier.valid, scores))
             return frontier.tokens.shape[1]
 
-        growth = grow_best_first(source, self.plan.nodes + 1, depth, wanted=note)
+        growth = grow_best_first(source, self.plan.nodes + 1, self.levels(max_depth), wanted=note)
         grown = _by_row(growth.tokens, growth.parents, growth.valid, growth.scores)
         for place, row in enumerate(self.rows):
             nodes = _union([level[place] for level in levels], grown[place][: self.plan.nodes])
             self.trees[row][self.place] = np.array(nodes, np.float64).reshape(-1, 3)
 
     def arrays(self, row: int) -> dict[str, np.ndarray]:
-        """See `Question`."""
+        """See `TextQuestion`."""
         nodes = np.concatenate(self.trees[row])
         tokens, parents = nodes[:, :2].astype(np.int32).T.copy()
         return {

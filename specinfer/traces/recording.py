@@ -20,10 +20,11 @@ from torch import Tensor
 from specinfer.attention import Support, check_model
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.errors import InputError, UnsupportedModel
+from specinfer.probe import Probe
 from specinfer.prompts import Prompt, encode
 from specinfer.row import RowView
 from specinfer.sampling import whole_law
-from specinfer.traces.probes import TOP, Candidates, Laws, Plan, Probe, Question, Trees, law_arrays
+from specinfer.traces.probes import TOP, Candidates, Laws, Plan, TextQuestion, Trees, law_arrays
 from specinfer.traces.trace import (
     FORMAT,
     Drafted,
@@ -144,7 +145,7 @@ def _record(
     texts = [result.token_ids for result in results]
     laws = [torch.stack(own) for own in writer.laws]
 
-    def questions() -> list[Question]:
+    def questions() -> list[TextQuestion]:
         asked = [Candidates(plan, texts, new), *([Trees(plan, texts, new)] if plan.nodes else [])]
         return [*asked, *([Laws(plan, texts, new, laws, seeds)] if temperature else [])]
 
@@ -165,7 +166,7 @@ def _record(
     ]
 
 
-def _drafted(questions: Sequence[Question], row: int, n: int, plan: Plan) -> Drafted:
+def _drafted(questions: Sequence[TextQuestion], row: int, n: int, plan: Plan) -> Drafted:
     """Return the answers about one text; what was not asked is empty."""
     depth = plan.depth
     nothing = {
