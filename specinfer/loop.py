@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from specinfer.attention import TreeSession
 from specinfer.draft import Proposer
 from specinfer.results import Step
-from specinfer.row import Row
+from specinfer.row import Row, look
 from specinfer.tree import Policy, TokenTree, merge
 from specinfer.verify import Verifier
 
@@ -34,8 +34,7 @@ def decode(
     """
     while rows:
         trees = propose(drafts, policy, rows)
-        logits = target.score(trees)
-        views = [row.view(tree, scores) for row, tree, scores in zip(rows, trees, logits, strict=True)]
+        views = look(rows, trees, target.score(trees))
         verdicts = [verifier.verify(tree, view) for tree, view in zip(trees, views, strict=True)]
         # each row is cut at end of sequence, stop strings and max_new_tokens, before anything is committed
         steps = [row.advance(view, verdict) for row, view, verdict in zip(rows, views, verdicts, strict=True)]

@@ -6,6 +6,7 @@ Does not know: models, caches, drafts, the other rows.
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import islice
 from math import inf, isfinite
 
 import numpy as np
@@ -60,11 +61,6 @@ class Row:
         """How many tokens the row may still emit."""
         return self.stopping.budget - (len(self.ids) - self.prompt_length)
 
-    def view(self, tree: TokenTree, logits: Tensor) -> "RowView":
-        """Return the target's answers at the nodes of this row's tree, from logits (N or more, V)."""
-        self.step += 1
-        return RowView(self, tree, logits)
-
     def advance(self, view: "RowView", verdict: Verdict) -> Step:
         """Append the verdict's tokens one by one until the text ends; return the step."""
         tree = view.tree
@@ -83,15 +79,58 @@ class Row:
         return Step(record, verdict.path, tuple(emitted), proposers)
 
 
+def look(rows: Sequence[Row], trees: Sequence[TokenTree], logits: Tensor) -> list["RowView"]:
+    """Return the target's answers at the nodes of every row's tree, from logits (B, N or more, V)."""
+    for row in rows:
+        row.step += 1
+    scored = list(zip(rows, trees, logits, strict=True))
+    answers = Answers(scored)
+    return [RowView(*own, answers, place) for place, own in enumerate(scored)]
+
+
+class Answers:
+    """What the target chooses after every node of a step's trees: all brought to the host when one is asked for.
+
+    Args:
+        scored: rows, their trees, and the logits (N or more, V) after the nodes.
+    """
+
+    def __init__(self, scored: Sequence[tuple[Row, TokenTree, Tensor]]) -> None:
+        self.scored = scored
+
+    @cached_property
+    def choices(self) -> list[list[tuple[int, float]]]:
+        """The chosen token and its score, by row and node."""
+        best = [self._noisy(*own).max(-1) for own in self.scored]
+        largest, tokens = (torch.cat(column) for column in zip(*best, strict=True))
+        scores, ids = torch.stack([largest, tokens.to(largest.dtype)]).tolist()  # the one transfer
+        found = zip(map(int, ids), scores, strict=True)
+        return [list(islice(found, len(tree))) for _, tree, _ in self.scored]
+
+    def _noisy(self, row: Row, tree: TokenTree, logits: Tensor) -> Tensor:
+        """Return scores + noise, (N, V)."""
+        depths = tree.depths.tolist()
+        paths = [[*row.ids, *tree.path(node)] for node in range(len(tree))] if row.law.reads_path else []
+        scores = row.law.scores(logits[: len(tree)], paths)
+        if not row.sampling:
+            return scores
+        places = range(len(row.ids), len(row.ids) + max(depths) + 1)
+        noise = torch.stack([row.coupling.at(place, scores.shape[1], scores.device) for place in places])
+        return scores + noise[on_device(depths, scores.device)]
+
+
 class RowView:
     """A `TargetView` on one row's logits: each node is processed when it is asked for, and only then.
 
     Verification visits a handful of a tree's nodes, so warping the others would be wasted work on a CPU; a GPU does
-    them all at once rather than wait for each.
+    them all, of all rows, at once rather than wait for each.
     """
 
-    def __init__(self, row: Row, tree: TokenTree, logits: Tensor) -> None:
+    def __init__(
+        self, row: Row, tree: TokenTree, logits: Tensor, answers: Answers | None = None, place: int = 0
+    ) -> None:
         self.row, self.tree, self.logits = row, tree, logits
+        self.answers, self.place = answers or Answers([(row, tree, logits)]), place  # of the step; the row's place
         self.base = len(row.ids)  # position of the token that follows the root
         self.coins = key(row.seed, COIN, self.base)
         self.tosses = 0
@@ -103,7 +142,7 @@ class RowView:
         whether there was any speculation (coupled sampling, arXiv 2408.07978).
         """
         if self.logits.device.type != "cpu":
-            token, largest = self.choices[node]
+            token, largest = self.answers.choices[self.place][node]
         else:
             scores, noise = self._processed(node), self.noise(node)
             noisy = (scores if noise is None else scores + noise).numpy()
@@ -111,22 +150,6 @@ class RowView:
             largest = float(noisy[token])
         self._check(largest, node)
         return token
-
-    @cached_property
-    def choices(self) -> list[tuple[int, float]]:
-        """The `choice` after every node, and its score: made together, and brought to the host at once."""
-        depths = self.tree.depths.tolist()
-        paths = (
-            [[*self.row.ids, *self.tree.path(node)] for node in range(len(depths))] if self.row.law.reads_path else []
-        )
-        noisy = self.row.law.scores(self.logits[: len(depths)], paths)
-        if self.row.sampling:
-            places = range(self.base, self.base + max(depths) + 1)
-            noise = torch.stack([self.row.coupling.at(place, noisy.shape[1], noisy.device) for place in places])
-            noisy = noisy + noise[on_device(depths, noisy.device)]
-        largest, tokens = noisy.max(-1)
-        scores, ids = torch.stack([largest, tokens.to(largest.dtype)]).tolist()
-        return list(zip(map(int, ids), scores, strict=True))
 
     def noise(self, node: int) -> Tensor | None:
         """Return the Gumbel noise (V,) that is added to the scores after a node; None when greedy."""
