@@ -24,7 +24,7 @@ Product = Callable[[Tensor], Tensor]  # of one linear layer, or of several that 
 
 
 class Repeated:
-    """The mask of the pass under way, repeated: the first layer that asks for it makes it for all."""
+    """The newest pass's mask, repeated: the first layer that asks makes it for all; it is kept until the next pass."""
 
     def __init__(self) -> None:
         self.made: tuple[Tensor | None, Tensor | None] = None, None  # a mask, and what was made of it

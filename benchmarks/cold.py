@@ -1,4 +1,4 @@
-"""What the small operations between passes cost: in a tight loop, and after as many bytes went through the caches.
+"""What the small operations between passes cost: in a tight loop, and after a pass's bytes went through the caches.
 
     python benchmarks/cold.py [--megabytes 269] [--rounds 60]
 

@@ -73,6 +73,7 @@ class Auto:
         self.steps = self.explored = 0  # steps observed; sizes of `SIZES` tried
         self.met: set[int] = set()  # sizes of the target's passes so far: the first of its kind is not timed
         self.line = Hinge(KNEES)  # seconds of a step over its tokens fed, drafts excluded
+        self.line_timed = 0  # the step in which that was measured last
         self.paces: defaultdict[int, Pace] = defaultdict(Pace)  # by rows
         self.asking: defaultdict[int, Average] = defaultdict(lambda: Average(most=SPIKE))  # seconds a step, by draft
         self.asking_levels: defaultdict[int, Hinge] = defaultdict(lambda: Hinge(ridge=1e-3))  # ... over levels
@@ -245,7 +246,8 @@ class Auto:
         pace.tokens, pace.seconds = pace.tokens * fade + tokens, pace.seconds * fade + seconds
         rest = seconds - sum(proposing)
         if nodes:
-            self.line.add(rows * (nodes + 1), rest, stale=pace.since_tree > STALE)
+            self.line.add(rows * (nodes + 1), rest, stale=self.steps > self.line_timed + STALE)
+            self.line_timed = self.steps
             pace.since_plain, pace.since_tree = pace.since_plain + 1, 0
         else:
             pace.plain.add(rest)

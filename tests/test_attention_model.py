@@ -114,16 +114,25 @@ def test_a_chunked_prefill_equals_a_whole_one(name: str, attention: str, monkeyp
     prompts = [[chance.randrange(VOCAB) for _ in range(length)] for length in (13, 1, 8, 4)]
     trees = [random_tree(chance, 5, size) for size in (6, 0, 3, 5)]
     scores = []
-    for chunk in (512, 4):
-        monkeypatch.setattr(adapter, "PREFILL_CHUNK", chunk)
-        session = TreeModel(model).session(4, capacity=32)
-        session.prefill(prompts)
+    for name_of, most, widest in (("PREFILL_CHUNK", 512, 13), ("PREFILL_CHUNK", 4, 4), ("PREFILL_TOKENS", 17, 4)):
+        with monkeypatch.context() as patched:
+            patched.setattr(adapter, name_of, most)
+            session, widths = TreeModel(model).session(4, capacity=32), []
+            run = session._run
+            patched.setattr(
+                session,
+                "_run",
+                lambda given, run=run, widths=widths: widths.append(len(given["input_ids"][0])) or run(given),
+            )
+            session.prefill(prompts)
+        assert max(widths) == widest
         assert session.cache.lengths == [13, 1, 8, 4]
         assert session.passes == 0
         scores.append(session.score(trees))
         assert_nodes_match(model, scores[-1], prompts, trees, tolerance_of(name, attention))
     for row, tree in enumerate(trees):  # padding may differ: what it sees is its own affair
-        torch.testing.assert_close(scores[0][row, : len(tree)], scores[1][row, : len(tree)], rtol=1e-5, atol=1e-6)
+        for other in scores[1:]:
+            torch.testing.assert_close(scores[0][row, : len(tree)], other[row, : len(tree)], rtol=1e-5, atol=1e-6)
 
 
 def test_a_prompt_of_one_token_has_an_empty_prefix() -> None:

@@ -82,9 +82,10 @@ def states_of(model: nn.Module, masked: bool) -> list[torch.Tensor]:
 def test_streamlined_layers_compute_what_the_librarys_do(config: PretrainedConfig, masked: bool) -> None:
     model = model_of(config)
     expected = states_of(model, masked)
+    masks = Repeated()  # shared by the layers, as they are made by the engine
     for layer in model.model.layers:
         assert type(layer) in FAMILY
-        layer.__dict__["forward"] = streamlined(layer, products_of(layer), Repeated())
+        layer.__dict__["forward"] = streamlined(layer, products_of(layer), masks)
     for got, wanted in zip(states_of(model, masked), expected, strict=True):
         assert torch.allclose(got, wanted, atol=1e-5)
 
@@ -175,7 +176,7 @@ def test_what_is_changed_between_calls_is_honoured() -> None:
 
 
 def test_one_token_a_row_is_what_the_layers_say() -> None:
-    """Queries that share a key are one product then; rows of different lengths, as a batch decodes."""
+    """Rows of different lengths, as a batch decodes."""
     model = model_of(LlamaConfig(**SIZES)).to(torch.bfloat16)
     tree_model, prompts = TreeModel(model), [list(range(9)), [3, 1], list(range(20, 25))]
 

@@ -292,7 +292,7 @@ def test_nan_weights_are_one_line_that_names_the_step(run, models):
     [
         (MemoryError(), "memory ran out"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "memory ran out"),
-        (OSError(28, "No space left on device"), "standard output: No space left on device"),
+        (OSError(28, "No space left on device"), "cannot read or write what was asked for: No space left on device"),
     ],
 )
 def test_what_the_machine_refuses_is_one_line(run, monkeypatch, error, message):

@@ -18,7 +18,7 @@ from transformers import (
 from specinfer import BestFirst, Chain, MultiStep, Sampled, SpeculativeDecoder, Verdict, Verifier, Walk, Widths
 from specinfer.errors import SamplingError
 from specinfer.noise import COUPLING, gumbel, key
-from specinfer.row import Row
+from specinfer.row import look
 from specinfer.sampling import DEFAULT_MAX_NEW_TOKENS, Law, resolve
 from specinfer.tree import Kind
 
@@ -701,18 +701,20 @@ def test_an_end_of_text_token_ends_the_text_and_is_not_part_of_it(target, near):
 def test_choices_made_together_are_those_made_one_by_one(monkeypatch, target, options):
     """What a GPU is asked for at once, against what a CPU is asked node by node."""
     seen = []
-    view = Row.view
 
-    def watched(row, tree, logits):
-        seen.append(made := view(row, tree, logits))
-        nodes = range(len(tree))
-        assert [token for token, _ in made.choices] == [made.choice(node) for node in nodes]
-        assert [score for _, score in made.choices] == pytest.approx([_largest(made, node) for node in nodes])
-        return made
+    def watched(rows, trees, logits):
+        views = look(rows, trees, logits)
+        for view, choices in zip(views, views[0].answers.choices, strict=True):
+            nodes = range(len(view.tree))
+            assert [token for token, _ in choices] == [view.choice(node) for node in nodes]
+            assert [score for _, score in choices] == pytest.approx([_largest(view, node) for node in nodes])
+        assert all(view.answers is views[0].answers for view in views)
+        seen.extend(views)
+        return views
 
-    monkeypatch.setattr(Row, "view", watched)
+    monkeypatch.setattr("specinfer.loop.look", watched)
     SpeculativeDecoder(target, drafts="ngram", tree=BestFirst(6, 3)).generate(PROMPTS, max_new_tokens=12, **options)
-    assert max(len(made.tree) for made in seen) > 3
+    assert max(len(view.tree) for view in seen) > 3
 
 
 def _largest(view, node):

@@ -17,7 +17,7 @@ from specinfer.certification import NoResidual
 from specinfer.draft import draw_rows, row_generators
 from specinfer.errors import PairingError
 from specinfer.noise import Coupling, key
-from specinfer.row import Row, RowView, look
+from specinfer.row import Row, RowView
 from specinfer.sampling import Law, Stopping, resolve
 from specinfer.tree import Draw, Kind, TokenTree
 from specinfer.verify import MultiStep, Verdict, Verifier, Walk, residual
@@ -229,26 +229,6 @@ def row(seed, sampling=True):
 @pytest.fixture(scope="module")
 def base():
     return row(0)
-
-
-@pytest.mark.parametrize("penalty", [1.0, 1.3])
-@pytest.mark.parametrize("sampling", [False, True])
-def test_the_choices_of_all_rows_are_fetched_at_once_and_are_those_of_each(sampling, penalty):
-    """What a device brings to the host in one transfer, against what a host works out node by node."""
-    settings = resolve(GenerationConfig(), do_sample=sampling, max_new_tokens=9, top_k=0, repetition_penalty=penalty)
-    law = Law.of(settings, 2, torch.device("cpu"))
-    rows = [Row(i, [1, 2], law, Stopping(settings, 9), i, sampling, ["draft"]) for i in range(3)]
-    trees = [
-        TokenTree.root_only(2),
-        TokenTree.from_nodes(2, [1, 3, 4], [-1, 0, -1], [-0.1, -0.2, -0.3], [[Draw(0, i)] for i in (0, 0, 1)]),
-        TokenTree.from_nodes(2, [5], [-1], [-0.1], [[Draw(0, 0)]]),
-    ]
-    views = look(rows, trees, torch.randn(3, 4, 12, generator=torch.Generator().manual_seed(0)))
-    assert [row.step for row in rows] == [1, 1, 1]
-    fetched = views[0].answers.choices
-    assert views[2].answers.choices is fetched
-    for own, tree, found in zip(views, trees, fetched, strict=True):
-        assert [token for token, _ in found] == [own.choice(node) for node in range(len(tree))]
 
 
 def view(base, tree, laws, seed, kind=RowView):

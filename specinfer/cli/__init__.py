@@ -48,7 +48,7 @@ def main() -> None:
         sys.stderr.close()
         raise SystemExit(1) from None
     except OSError as error:
-        fail(f"cannot read or write {error.filename or 'standard output'}: {error.strerror or error}")
+        fail(f"cannot read or write {error.filename or 'what was asked for'}: {error.strerror or error}")
     except Exception as error:
         if _ran_out_of_memory(error):
             fail("memory ran out: take fewer nodes or levels, a smaller batch, or a smaller model")

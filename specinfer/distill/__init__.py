@@ -158,8 +158,9 @@ class _Job:
             pinned["earlier"] = [identified(folder) for folder in self.earlier_starts]
         del pinned["learning_rate"], pinned["checkpoint_every"]  # training may go on with others
         begun = self.folder.with_name(f"{self.folder.name}.checkpoint")
+        half = begun.with_suffix(".new")  # left by a kill between the two halves of a checkpoint's swap
         advice = f"take the old settings, or remove {self.folder} and {begun} to train it anew on the same text"
-        empty = not (begun.exists() or (self.folder / "figures.json").exists())
+        empty = not any(path.exists() for path in (begun, half, self.folder / "figures.json"))
         pin(self.folder / "settings.json", pinned, advice, empty)
 
     def train(
