@@ -1,7 +1,7 @@
 """``specinfer record``, ``replay`` and ``paper-tables``: traces, and what verification makes of them."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +13,8 @@ from specinfer.cli.options import (
     DraftOption,
     DtypeOption,
     JsonOption,
+    PromptOption,
+    PromptsOption,
     SeedOption,
     SplitOption,
     TargetOption,
@@ -37,10 +39,8 @@ WIDEST = 5
 
 def record(
     out: Annotated[Path, typer.Option(help="Folder for the trace; a killed run goes on.")],
-    prompts: Annotated[
-        list[Path] | None, typer.Option(help='JSON lines with "prompt", optionally "id" and "split". Repeat.')
-    ] = None,
-    prompt: Annotated[list[str] | None, typer.Option(help="A prompt. Repeat.")] = None,
+    prompts: PromptsOption = None,
+    prompt: PromptOption = None,
     target: TargetOption = None,
     draft: DraftOption = None,
     max_new_tokens: TokensOption = 64,
@@ -125,26 +125,34 @@ def replay(
     curves = [(hits(trace, place), calibration(trace, place)) for place in drafts]
     times = costs and measured(Comparison.read(costs), names[0], trace.settings["temperature"])
     model = times and cost_model(trace, times, draft=drafts[0])
-    if as_json:
-        told = [
-            {"draft": name, "hits": t.rates.tolist(), "tried": t.tried.tolist(), "calibration_error": c.error}
-            for name, (t, c) in zip(names, curves, strict=True)
-        ]
-        made = {"settings": trace.settings, "replays": [own.to_dict() for own in replays], "drafts": told}
-        print_json(made | ({"costs": model.to_dict()} if model else {}))
-        return
-    print(trace)
-    show([_row(own) for own in replays], as_json=False)
-    for name, (table, curve) in zip(names, curves, strict=True):
-        print(_known(name, table.rates, curve.error))
-    if model:
-        print(f"\nchains of {names[0]}: {model}")
+    made = trace, replays, list(zip(names, curves, strict=True)), model
+    print_json(_as_dict(*made)) if as_json else _show(*made)
 
 
 def _place(trace: "Trace", draft: str | int) -> int:
     """Return a draft's place, given its name or, if none is called so, the place in digits."""
     named = isinstance(draft, int) or (draft in trace.drafts and trace.drafts.count(draft) == 1)
     return trace.draft(draft if named or not str(draft).isdecimal() else int(draft))
+
+
+def _as_dict(trace: "Trace", replays: "Sequence[Replay]", known: Sequence[Any], model: Any) -> dict[str, Any]:
+    """Return what `replay` found, JSON-ready; known is each draft's name, with its hits and its calibration."""
+    told = [
+        {"draft": name, "hits": t.rates.tolist(), "tried": t.tried.tolist(), "calibration_error": c.error}
+        for name, (t, c) in known
+    ]
+    made = {"settings": trace.settings, "replays": [own.to_dict() for own in replays], "drafts": told}
+    return made | ({"costs": model.to_dict()} if model else {})
+
+
+def _show(trace: "Trace", replays: "Sequence[Replay]", known: Sequence[Any], model: Any) -> None:
+    """Print the same as text."""
+    print(trace)
+    show([_row(own) for own in replays], as_json=False)
+    for name, (table, curve) in known:
+        print(_known(name, table.rates, curve.error))
+    if model:
+        print(f"\nchains of {known[0][0]}: {model}")
 
 
 def _known(name: str, rates: Any, error: float) -> str:

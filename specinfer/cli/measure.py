@@ -15,6 +15,8 @@ from specinfer.cli.options import (
     DraftOption,
     DtypeOption,
     JsonOption,
+    PromptOption,
+    PromptsOption,
     SplitOption,
     TargetOption,
     TokensOption,
@@ -28,10 +30,8 @@ BENCH_METHODS = "incremental,sequence,tree,auto,one-draft,gate,generate,assisted
 
 def compare(
     out: Annotated[Path, typer.Option(help="Folder for a record per finished prompt; a killed run goes on.")],
-    prompts: Annotated[
-        list[Path] | None, typer.Option(help='JSON lines with "prompt", optionally "id" and "split". Repeat for sets.')
-    ] = None,
-    prompt: Annotated[list[str] | None, typer.Option(help="A prompt. Repeat.")] = None,
+    prompts: PromptsOption = None,
+    prompt: PromptOption = None,
     target: TargetOption = None,
     draft: DraftOption = None,
     assistant: Annotated[

@@ -1,10 +1,15 @@
 """Options that several commands take, declared once: names, help, defaults as shown."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 PromptArgument = Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")]
+PromptsOption = Annotated[
+    list[Path] | None, typer.Option(help='JSON lines with "prompt", optionally "id" and "split"; a set each. Repeat.')
+]
+PromptOption = Annotated[list[str] | None, typer.Option(help="A prompt. Repeat.")]
 TargetOption = Annotated[
     str | None, typer.Option(help="Target model, hub name or folder.", show_default="SmolLM2-135M-Instruct")
 ]
