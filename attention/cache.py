@@ -147,6 +147,8 @@ class TreeCache(Cache):
         self.extent = 0  # columns that the pass under way attends over
         self._start: int | None = 0  # first staged slot, when it is the same in every row ...
         self.slots: Tensor | None = None  # ... else all of them, (rows, T)
+        self._count = 0  # T
+        self._whole: tuple[list[Tensor], list[Tensor]] | None = None  # see `buffers`
 
     @property
     def nbytes(self) -> int:
@@ -168,6 +170,28 @@ class TreeCache(Cache):
         if self.fixed:
             self.extent = min(padded_extent(self.extent), self.capacity)
         self.pending += count
+        self._count = count
+
+    def staged(self, device: torch.device) -> Tensor:
+        """Return the staged slots, (rows, T) long."""
+        if self._start is not None:
+            return torch.arange(self._start, self._start + self._count, device=device).repeat(self.rows, 1)
+        assert self.slots is not None
+        return self.slots
+
+    def open_layers(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> None:
+        """Make buffers before anything was written: per layer, heads and dimension of keys, then of values."""
+        for heads, dim, value_heads, value_dim in shapes[len(self.layers) :]:
+            layer, empty = TreeLayer(self), torch.empty(0, dtype=dtype, device=device)
+            layer.lazy_initialization(empty.view(0, heads, 0, dim), empty.view(0, value_heads, 0, value_dim))
+            self.layers.append(layer)
+
+    def buffers(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the keys and the values of all layers, (rows, heads, capacity, dim) each."""
+        if self._whole is None:
+            keys, values = zip(*(layer.buffers for layer in self.layers), strict=True)
+            self._whole = [own[: self.rows] for own in keys], [own[: self.rows] for own in values]
+        return self._whole
 
     def write(self, buffer: Tensor, states: Tensor) -> None:
         """Scatter (rows, heads, T, dim) states into the staged slots of a buffer."""
@@ -246,6 +270,7 @@ class TreeCache(Cache):
             stack.grow(self.capacity, used)
         for layer in self.layers:
             layer.look()
+        self._whole = None
 
     def _check_paths(self, paths: Sequence[Sequence[int] | None]) -> None:
         if len(paths) != self.rows:
@@ -269,6 +294,7 @@ class TreeCache(Cache):
                     stack.move_row(source, target, self.lengths[source])
         self.lengths = [self.lengths[row] for row in survivors]
         self.rows = len(survivors)
+        self._whole = None
 
 
 @lru_cache(maxsize=16)

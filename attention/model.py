@@ -9,9 +9,10 @@ Does not know: drafting, verification, sampling, text.
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from threading import Lock
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,9 +23,11 @@ from specinfer.attention.cache import TreeCache
 from specinfer.attention.graphs import Graphs, padded_width
 from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees, on_device
 from specinfer.attention.mask import AttentionSpec, attention_mask
-from specinfer.attention.packed import packed
 from specinfer.errors import UnsupportedModel
 from specinfer.tree import TokenTree
+
+if TYPE_CHECKING:
+    from specinfer.attention.compiled import CompiledPass
 
 Inputs = dict[str, Any]  # of the model's forward
 Outputs = tuple[Tensor, ...]
@@ -67,6 +70,8 @@ class TreeModel:
         self.alike = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)  # layers with keys, likely
         self.takes_positions = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
+        self.compiled: CompiledPass | None = None
+        self.plain = ""  # why its passes run plain although they are compiled, as far as was looked
 
     @property
     def device(self) -> torch.device:
@@ -100,6 +105,7 @@ class TreeModel:
         max_capacity: int | None = None,
         taps: Sequence[int] = (),
         graphs: bool = False,
+        compiled: "CompiledPass | None" = None,
     ) -> "TreeSession":
         """Open a batch of ``rows`` empty sequences with a cache of ``capacity`` slots each.
 
@@ -107,39 +113,61 @@ class TreeModel:
             rows, capacity, max_capacity: as `TreeCache`.
             taps: the hidden states to hand out on commit: 0 = embeddings, i = after layer i, as transformers counts.
             graphs: replay passes over a few tokens as CUDA graphs.
+            compiled: runs the passes in the model's place; the model's own, if they are ready, when None.
         """
-        return TreeSession(self, TreeCache(rows, capacity, max_capacity, self.alike, fixed=graphs), taps)
+        compiled = compiled or self.current
+        return TreeSession(self, TreeCache(rows, capacity, max_capacity, self.alike, fixed=graphs), taps, compiled)
+
+    @property
+    def current(self) -> "CompiledPass | None":
+        """What runs passes in the model's place, if it was ready when it was looked at last (`ready`)."""
+        return None if self.plain else self.compiled
+
+    def ready(self) -> None:
+        """Look whether compiled passes still are the model's; weights that changed are packed anew."""
+        self.plain = self.compiled.refresh() if self.compiled else ""
+
+
+_training: weakref.WeakKeyDictionary[Any, tuple[int, list[tuple[Any, bool]]]] = weakref.WeakKeyDictionary()
+_modes = Lock()
 
 
 @contextmanager
 def evaluating(*models: Any) -> Iterator[None]:
-    """Put models that train in evaluation mode for the duration; afterwards every submodule is as it was."""
-    training = [model for model in models if model.training]  # asked once a step, so it looks at the top only
-    flags = [(module, module.training) for model in training for module in model.modules()]
+    """Put models in evaluation mode for the duration; when the last thread has left, every submodule is as it was."""
+    with _modes:
+        for model in models:
+            users, flags = _training.get(model, (0, []))
+            if model.training:  # asked once a step, so it looks at the top only
+                flags = [*flags, *((module, module.training) for module in model.modules())]
+                model.eval()
+            _training[model] = users + 1, flags
     try:
-        for model in training:
-            model.eval()
         yield
     finally:
-        for module, flag in flags:
-            module.training = flag
+        with _modes:
+            for model in models:
+                users, flags = _training.pop(model)
+                if users > 1:
+                    _training[model] = users - 1, flags
+                else:
+                    for module, flag in flags:
+                        module.training = flag
 
 
 @contextmanager
 def running(*models: TreeModel) -> Iterator[None]:
-    """Make models ready for passes: evaluating, layers packed and streamlined; afterwards they are as they were."""
-    for model in models:
-        packed(model.model).refresh()
+    """Make models ready for passes: in evaluation mode, compiled passes as the weights are now."""
     with resumed(*models):
+        for model in models:
+            model.ready()
         yield
 
 
 @contextmanager
 def resumed(*models: TreeModel) -> Iterator[None]:
     """`running`, for models that ran before in this call: whether they changed since then is not looked at."""
-    with torch.inference_mode(), evaluating(*(model.model for model in models)), ExitStack() as stack:
-        for model in models:
-            stack.enter_context(packed(model.model))
+    with torch.inference_mode(), evaluating(*(model.model for model in models)):
         yield
 
 
@@ -154,10 +182,13 @@ class TreeSession:
         tapped: hidden states of the pending slots, one (B, T, K, H) a pass for K taps; empty without taps.
     """
 
-    def __init__(self, model: TreeModel, cache: TreeCache, taps: Sequence[int] = ()) -> None:
+    def __init__(
+        self, model: TreeModel, cache: TreeCache, taps: Sequence[int] = (), compiled: "CompiledPass | None" = None
+    ) -> None:
         self.model = model
         self.cache = cache
         self.taps = tuple(taps)
+        self.compiled = compiled
         self.tapped: list[Tensor] = []
         me = weakref.proxy(self)  # a cycle would keep the cache until garbage is collected
         self.graphs = Graphs(lambda inputs: me._run_placed(inputs)) if cache.fixed else None
@@ -252,6 +283,8 @@ class TreeSession:
 
     def _run(self, inputs: Inputs) -> Outputs:
         """Run the model: logits, and the tapped states (B, T, K, H) if there are taps."""
+        if self.compiled is not None:
+            return self.compiled(inputs, self.cache, self.taps)
         taps = {"output_hidden_states": True} if self.taps else {}
         output = self.model.model(**inputs, **taps, past_key_values=self.cache, use_cache=True, return_dict=True)
         if not self.taps:

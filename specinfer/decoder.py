@@ -18,6 +18,7 @@ from specinfer.attention import Support, TreeModel, check_model
 from specinfer.draft import Draft, ModelDraft
 from specinfer.errors import InputError, UnsupportedModel
 from specinfer.ngram import NGramDraft
+from specinfer.packages import attach
 from specinfer.prompts import Prompt, check_context, check_ids, encode
 from specinfer.row import Row
 from specinfer.run import Run, TextStream
@@ -47,6 +48,8 @@ class SpeculativeDecoder:
             smaller probability.  A published trick, for comparison; None, the default, is no gate.
         graphs: replay passes over a few tokens as CUDA graphs (`attention.graphs`), captured anew in every call, so for
             long texts.  It has not run on a GPU yet: compare texts with and without.
+        compile: "auto" runs passes that `specinfer compile` made for such models on this machine, if there are some;
+            True makes them, which takes minutes, once; False runs the models as they are.  `passes` says how they run.
 
     Raises:
         InputError: what cannot be a draft, a tree or a gate; graphs without a GPU.
@@ -64,6 +67,7 @@ class SpeculativeDecoder:
         verifier: Verifier | None = None,
         confidence_gate: float | None = None,
         graphs: bool = False,
+        compile: bool | str = "auto",
     ) -> None:
         self.notes: list[str] = []
         self.target = TreeModel(model)
@@ -82,6 +86,8 @@ class SpeculativeDecoder:
             raise InputError(f"graphs=True is for GPUs, and a model is on the {', '.join(elsewhere)}: leave it out")
         self.policy = self._supported_policy(policy)
         self.verifier.check(self.policy.kind)
+        self.taps = sorted({tap for draft in self.drafts for tap in getattr(draft, "taps", ())})
+        self.plain = [attach(model, self._taps_of(model), compile) for model in self.networks]
 
     @classmethod
     def from_pretrained(
@@ -94,6 +100,7 @@ class SpeculativeDecoder:
         device: str = "auto",
         confidence_gate: float | None = None,
         graphs: bool = False,
+        compile: bool | str = "auto",
     ) -> "SpeculativeDecoder":
         """Load target and drafts by name or path; None is the default target (SmolLM2-135M-Instruct).
 
@@ -107,13 +114,30 @@ class SpeculativeDecoder:
             _load_draft(os.fspath(draft), dtype, device) if _is_name(draft) and draft not in WORDS else draft
             for draft in _as_list(drafts)
         ]
-        return cls(loaded.model, loaded.tokenizer, ready, tree, verifier, confidence_gate, graphs)
+        return cls(loaded.model, loaded.tokenizer, ready, tree, verifier, confidence_gate, graphs, compile)
 
     @property
     def networks(self) -> list[TreeModel]:
         """All that runs passes: the target, and drafts that are models or heads."""
         owned = (getattr(draft, "model", None) for draft in self.drafts)
         return [self.target, *(model for model in owned if isinstance(model, TreeModel))]
+
+    @property
+    def passes(self) -> str:
+        """How the passes of target and drafts run, and why some run plain, in one line."""
+        names = [
+            "target",
+            *(draft.name for draft in self.drafts if isinstance(getattr(draft, "model", None), TreeModel)),
+        ]
+        reasons = [model.plain or reason for model, reason in zip(self.networks, self.plain, strict=True)]
+        ways = [f"plain ({reason})" if reason else "compiled" for reason in reasons]
+        if len(set(ways)) == 1:
+            return f"passes: {ways[0]}"
+        return "passes: " + ", ".join(f"{name} {way}" for name, way in zip(names, ways, strict=True))
+
+    def _taps_of(self, model: TreeModel) -> Sequence[int]:
+        """Return the hidden states that a network's passes hand out."""
+        return self.taps if model is self.target else (0,) if hasattr(model.model, "pass_inputs") else ()
 
     @property
     def language_models(self) -> list[TreeModel]:

@@ -66,3 +66,7 @@ class CacheError(SpecinferError):
 
 class NumericalError(SpecinferError, ArithmeticError):
     """Logits or a loss that are no numbers; the message says whose, and of the target's the row and the step."""
+
+
+class NotCompiled(ModelError):
+    """A model's passes cannot be compiled, or a package of them cannot be used: the plain model runs instead."""

@@ -37,9 +37,12 @@ class FeatureHead(nn.Module):
         self.norm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
         self.token_ids: Tensor
         self.register_buffer("token_ids", token_ids)
-        self.embedding: Tensor | None = None  # (V, H), the target's
+        self.embedding: Tensor | None  # (V, H), the target's
+        self.cosines: Tensor | None  # (positions, D)
+        self.sines: Tensor | None
+        for name in ("embedding", "cosines", "sines"):  # made by `bind`, and in no file
+            self.register_buffer(name, None, persistent=False)
         self.output: nn.Linear | None = None  # rows of the target's, (V', H)
-        self.angles: tuple[Tensor, Tensor] | None = None  # cosines and sines of all positions, (positions, D)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,13 +54,19 @@ class FeatureHead(nn.Module):
         self.to(target.device)
         self.embedding = target.get_input_embeddings().weight.detach()
         rows = target.get_output_embeddings().weight.detach()[self.token_ids].to(self.dtype)
-        if self.output is None:  # once: packed layers are found by module, changed weights in them
-            self.output = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+        if self.output is None:
+            self.output = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta").train(self.training)
         self.output.weight = nn.Parameter(rows, requires_grad=False)
         positions = torch.arange(self.config.max_position_embeddings, device=rows.device)
         cosines, sines = LlamaRotaryEmbedding(self.config).to(rows.device)(rows, positions[None])
-        self.angles = cosines[0], sines[0]
+        self.cosines, self.sines = cosines[0], sines[0]
         return self
+
+    @property
+    def pass_inputs(self) -> tuple[dict[str, tuple[int, ...]], ...]:
+        """The inputs that one pass or another takes beside the usual ones: name -> shape after (B, T)."""
+        size = self.config.hidden_size
+        return {"target_states": (len(self.config.taps), size)}, {"own_states": (size,)}
 
     def get_input_embeddings(self) -> Any:
         """Return what holds the borrowed embedding, as transformers' models do."""
@@ -86,14 +95,15 @@ class FeatureHead(nn.Module):
             logits_to_keep: columns whose logits are wanted; 0 = all.
         """
         assert self.embedding is not None, "bind the head to a target first"
-        assert self.angles is not None
+        assert self.cosines is not None
+        assert self.sines is not None
         assert position_ids is not None
         embedded = functional.embedding(input_ids, self.embedding).to(self.dtype)
         if own_states is None:
             assert target_states is not None
             own_states = self.fuse(_normalised(target_states.to(self.dtype)).flatten(2))
         hidden = self.mix(torch.cat((_normalised(embedded), own_states), -1))
-        cosines, sines = (part[position_ids].to(hidden.dtype) for part in self.angles)
+        cosines, sines = (part[position_ids].to(hidden.dtype) for part in (self.cosines, self.sines))
         for layer in self.layers:
             hidden = layer(
                 hidden,

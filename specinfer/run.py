@@ -144,7 +144,7 @@ class Run:
         first = min(most, longest + FIRST_TOKENS)  # ... that its cache holds at first
         nodes = padded_width(1 + policy.max_nodes * max(1, len(decoder.drafts)))
         fed = padded_width(1 + policy.max_nodes * max(1, policy.max_depth))  # best-first drops some of these later
-        taps = sorted({tap for draft in decoder.drafts for tap in getattr(draft, "taps", ())})
+        taps = decoder.taps
         target = decoder.target.session(len(rows), first + nodes, most + nodes, taps, decoder.graphs)
         states = target.prefill([prompt[:-1] for prompt in prompts])
         law = rows[0].law.without_prefix_readers()
@@ -181,7 +181,7 @@ class Run:
             draft_passes=sum(passes for passes, _ in self.drafting),
             acceptance_by_depth=acceptance_by_depth(steps),
             seconds=self.seconds,
-            notes=(*self.decoder.notes, *self._adapted(choices)),
+            notes=(*self.decoder.notes, self.decoder.passes, *self._adapted(choices)),
             choices=choices,
             drafts=tuple(
                 contribution(steps, number, draft.name, *spent)

@@ -1,0 +1,378 @@
+"""A model's passes, compiled: made once into a folder, compared with the plain model, called in the model's place.
+
+Knows: the compiler (AOTInductor), what a model is made of, packages, when one may stand for a model.
+Does not know: what the graph looks like inside (`exported`), where packages are kept (`specinfer.packages`), text.
+
+A package holds code and no weights: it gets the model's own, and linear layers' weights packed, with every call.  The
+model is only read.  A package is used while the model is what it was when it was compared: the same modules with the
+same settings, no hooks, no patched forwards; weights may be written or replaced, and are packed anew.  Otherwise the
+plain model runs, and `TreeModel.plain` says why.
+"""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from operator import attrgetter
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from specinfer.attention import exported
+from specinfer.attention.cache import TreeCache
+from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees
+from specinfer.attention.linear import free_bytes, pack, packable, teach_compiler
+from specinfer.errors import NotCompiled
+from specinfer.tree import Draw, TokenTree
+
+if TYPE_CHECKING:
+    from specinfer.attention.model import TreeModel
+
+# Largest error of a node's logits, root mean square over that of the logits, that rounding explains; a wrong mask,
+# position or weight costs 1e-2 to 1.
+ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+SPARE = 1.2  # free memory that packing asks for, in bytes per byte of weights
+RECORDERS = "transformers.utils.output_capturing"  # their hooks stay once hidden states were asked for, and sleep
+OPTIONS = {"cpp.dynamic_threads": True, "aot_inductor.precompile_headers": False}
+RECORD = "package.json"
+USUAL = {"input_ids", "position_ids", "attention_mask", "logits_to_keep", "slots"}
+
+Outputs = tuple[Tensor, ...]
+
+
+# ---- what a model is ----
+
+
+def architecture(model: nn.Module) -> list[Any]:
+    """Return what decides how a model computes, the values of its weights apart: JSON-ready."""
+    modules = [
+        (name, f"{type(module).__module__}.{type(module).__qualname__}", repr(sorted(_settings(vars(module)).items())))
+        for name, module in model.named_modules()
+    ]
+    every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    weights = [(name, list(t.shape), str(t.dtype), t.device.type) for name, t in every]
+    config: Any = model.config
+    return [modules, weights, repr(sorted(_settings(config.to_dict()).items()))]
+
+
+def altered(model: nn.Module) -> str:
+    """Return what an exported graph of a model would not have, in words; nothing if all is plain."""
+    for name, module in model.named_modules():
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        if any(getattr(hook, "__module__", None) != RECORDERS for hook in hooks):
+            return f"{name or 'the model'} has a hook"
+        if "forward" in vars(module):
+            return f"{name or 'the model'} has a forward of its own"
+        if module.training:
+            return f"{name or 'the model'} is in train mode"
+        for own, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+                return f"{name}.{own} is a {type(tensor).__name__}"
+    return ""
+
+
+class Watch:
+    """Sees changes of a model, quickly: other modules, settings, classes' forwards or attention functions."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, config = model, model.config
+        self.modules, self.functions = list(model.modules()), self._functions()
+        holders = [vars(own) for own in (*self.modules, config)]
+        self.settings = [
+            (holder, name, deepcopy(value)) for holder in holders for name, value in _settings(holder).items()
+        ]
+
+    def changed(self) -> bool:
+        """Whether the model is another one than when the watch began; its weights do not count."""
+        same = list(self.model.modules()) == self.modules and self._functions() == self.functions
+        return not same or any(holder.get(name, ...) != value for holder, name, value in self.settings)
+
+    def _functions(self) -> list[Any]:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
+
+        config: Any = self.model.config
+        return [FUNCTIONS.get(config._attn_implementation), *(type(module).forward for module in self.model.modules())]
+
+
+def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plain values: flags, sizes, names; not where a model was loaded from, or what transformers notes."""
+    passing = ("training", "name_or_path", "_name_or_path", "_output_capturing_hooks_installed")
+    return {name: value for name, value in values.items() if name not in passing and _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return bool(value) and all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype)
+
+
+# ---- passes ----
+
+
+class CompiledPass:
+    """A model's passes, from a package.
+
+    Args:
+        model: whose passes they are; all of its weights are read, none is written.
+        folder: holds what `make` wrote.
+
+    Raises:
+        NotCompiled: the package is damaged.
+    """
+
+    def __init__(self, model: "TreeModel", folder: Path) -> None:
+        self.network = model.model
+        try:
+            self.record = json.loads((folder / RECORD).read_text())
+            self.taps: list[int] = self.record["taps"]
+            self.layers: list[list[int]] = self.record["layers"]  # heads and dimension of keys, then of values
+            self.runners = {tuple(own["extra"]): _Runner(folder / own["file"], own) for own in self.record["variants"]}
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise NotCompiled(f"the package in {folder} is damaged ({_line(error)})") from error
+        self.kinds = sorted(model.spec.windows)
+        self.lock = Lock()
+        self.watch = Watch(self.network)
+        self.stamps: list[tuple[int, int]] = []
+        self.packed: dict[tuple[str, ...], Tensor] = {}
+
+    def refresh(self) -> str:
+        """Look whether the model is what it was, and pack weights that changed; return why it is not, or nothing."""
+        if reason := altered(self.network):
+            return reason
+        if self.watch.changed():
+            return "the model changed since its passes were compiled"
+        with self.lock:
+            return self._bind()
+
+    def _bind(self) -> str:
+        """Give the runners the model's weights as they are now."""
+        sources = {source for runner in self.runners.values() for source in runner.sources}
+        names = sorted({name for source in sources for name in source.names})
+        found = {name: attrgetter(name)(self.network).detach() for name in names}
+        stamps = [_stamp(attrgetter(name)(self.network)) for name in names]
+        if stamps == self.stamps:
+            return ""
+        wanted = {source.names for source in sources if source.kind == "packed"}
+        needed = SPARE * sum(found[name].nbytes for name in {name for own in wanted for name in own})
+        if not self.packed and needed > free_bytes():
+            return f"packed weights need {needed / 1e9:.1f} GB of memory, and less is free"
+        self.packed = {}  # before new ones are made: twice would not fit
+        self.packed = {own: pack([found[name] for name in own]) for own in wanted}
+        for runner in self.runners.values():
+            runner.own = [self._input(source, found) for source in runner.sources]
+        self.stamps = stamps
+        return ""
+
+    def _input(self, source: exported.Source, found: Mapping[str, Tensor]) -> Tensor:
+        if source.kind == "packed":
+            return self.packed[source.names]
+        if source.kind == "sizes":
+            return torch.zeros(1, dtype=self.network.dtype).expand(source.shape)
+        if source.kind == "joined":
+            return torch.cat([found[name] for name in source.names])
+        return found[source.names[0]]
+
+    def __call__(self, inputs: Mapping[str, Any], cache: TreeCache, taps: Sequence[int]) -> Outputs:
+        """Run a pass: logits (B, C, V), and the tapped states (B, T, K, H) if there are taps.
+
+        Args:
+            inputs: of the model's forward, as `TreeSession` makes them.
+            cache: with the pass's slots staged.
+            taps: hidden states wanted, some of the package's.
+        """
+        ids, masks = inputs["input_ids"], inputs["attention_mask"]
+        columns = inputs.get("logits_to_keep")
+        cache.open_layers(self.layers, self.network.dtype, ids.device)
+        example = exported.Example(
+            ids,
+            [inputs["position_ids"]] if "position_ids" in inputs else [],
+            [masks] if isinstance(masks, Tensor) else [masks[kind] for kind in self.kinds],
+            cache.staged(ids.device),
+            torch.arange(ids.shape[1], device=ids.device) if columns is None else columns,
+            *cache.buffers(),
+            [value for name, value in sorted(inputs.items()) if name not in USUAL],
+        )
+        outputs = self.runners[extra_names(inputs)](exported.tensors(example))
+        if not taps:
+            return (outputs[0],)
+        places = [self.taps.index(tap) for tap in taps]
+        return outputs[0], outputs[1] if places == list(range(len(self.taps))) else outputs[1][:, :, places]
+
+
+class _Runner:
+    """One compiled graph, and the model's tensors that it is given with every call."""
+
+    def __init__(self, path: Path, record: Mapping[str, Any]) -> None:
+        if hashlib.sha256(path.read_bytes()).hexdigest() != record["sha256"]:
+            raise ValueError(f"{path.name} is not the file that was written")
+        self.sources = [exported.Source(kind, tuple(names), tuple(shape)) for kind, names, shape in record["sources"]]
+        self.own: list[Tensor] = []
+        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", record["device"] == "cuda", 1, -1)
+        self.run = loader.run
+
+    def __call__(self, given: list[Tensor]) -> Outputs:
+        return tuple(self.run([*given, *self.own]))
+
+
+def extra_names(inputs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what a forward is given that a plain causal LM's is not."""
+    return tuple(sorted(name for name in inputs if name not in USUAL))
+
+
+def _stamp(weight: Tensor) -> tuple[int, int]:
+    """Return what changes when a weight is replaced or written in place."""
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
+# ---- making a package ----
+
+
+def make(model: "TreeModel", taps: Sequence[int], folder: Path) -> None:
+    """Export and compile a model's passes into a folder that is there.
+
+    Args:
+        model: in evaluation mode; only read.
+        taps: hidden states that passes hand out.
+        folder: gets one file for each set of inputs that the forward takes, and a record of them.
+
+    Raises:
+        NotCompiled: the model does not export, or the compiler fails; says why.
+    """
+    if reason := altered(model.model):
+        raise NotCompiled(reason)
+    if model.spec.implementation == "flex_attention":
+        raise NotCompiled("flex attention's masks are not tensors")
+    teach_compiler()
+    layers, variants = _layers(model), []
+    for number, extra in enumerate(variants_of(model.model)):
+        own = exported.Pass(model.model, sorted(model.spec.windows), taps, model.takes_logits_to_keep, sorted(extra))
+        try:
+            graph = exported.exported(own.eval(), _example(model, layers, extra), packable)
+            path = folder / f"pass-{number}.pt2"
+            _compile(graph.graph, path)
+        except Exception as error:  # whatever torch cannot trace or compile in other people's models
+            raise NotCompiled(f"{model.name} cannot be compiled: {type(error).__name__}: {_line(error)}") from error
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        described = {"extra": sorted(extra), "file": path.name, "sha256": digest, "sources": graph.sources}
+        variants.append({**described, "device": model.device.type})
+    record = {"taps": list(taps), "layers": layers, "variants": variants}
+    (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def variants_of(model: Any) -> tuple[dict[str, tuple[int, ...]], ...]:
+    """Return the sets of inputs that a model's forward takes beside the usual ones: name -> shape after (B, T)."""
+    return getattr(model, "pass_inputs", ({},))
+
+
+def _compile(graph: torch.fx.GraphModule, path: Path) -> None:
+    from torch._inductor import aot_compile
+    from torch._inductor.package import package_aoti
+    from torch._inductor.utils import fresh_cache
+
+    inputs = tuple(node.meta["val"] for node in graph.graph.find_nodes(op="placeholder"))
+    with torch.no_grad(), fresh_cache(dir=str(path.parent)), warnings.catch_warnings(action="ignore"):
+        files: Any = aot_compile(graph, inputs, options={**OPTIONS, "aot_inductor.package": True})
+        package_aoti(str(path), files)
+
+
+def _layers(model: "TreeModel") -> list[list[int]]:
+    """Return heads and dimension of each cached layer's keys and values, as a plain pass writes them."""
+    session = model.session(rows=1, capacity=4)
+    extra = {name: torch.zeros(1, 1, *shape) for name, shape in variants_of(model.model)[0].items()}
+    layout = lay_out_chains([[0]], model.device)
+    session.append(layout, **{name: value.to(model.device, model.dtype) for name, value in extra.items()})
+    return [
+        [n for buffer in layer.buffers for n in (buffer.shape[1], buffer.shape[3])] for layer in session.cache.layers
+    ]
+
+
+def _example(model: "TreeModel", layers: Sequence[Sequence[int]], extra: Mapping[str, tuple[int, ...]]) -> Any:
+    """Return tensors of a pass, no two sizes alike: two rows, six nodes, 40 columns of 96 slots, logits of three."""
+    rows, nodes, extent, slots, kept = 2, 6, 40, 96, 3
+    numbers: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
+    whole: dict[str, Any] = {"device": model.device}
+    places = torch.arange(extent - nodes, extent, **whole).repeat(rows, 1)
+    keys, values = ([torch.zeros(rows, own[at], slots, own[at + 1], **numbers) for own in layers] for at in (0, 2))
+    return exported.Example(
+        torch.zeros(rows, nodes, dtype=torch.long, **whole),
+        [places] if model.takes_positions else [],
+        [torch.zeros(rows, 1, nodes, extent, **numbers) for _ in model.spec.windows],
+        places.clone(),
+        torch.arange(kept, **whole),
+        keys,
+        values,
+        [torch.zeros(rows, nodes, *shape, **numbers) for _, shape in sorted(extra.items())],
+    )
+
+
+# ---- is it right? ----
+
+
+def check(model: "TreeModel", own: CompiledPass, widths: Sequence[int] = ()) -> float:
+    """Compare compiled passes with plain ones: prompts, trees, chains of some widths, over what each left in its cache.
+
+    Returns:
+        the largest error of a node's logits or tapped states, root mean square over that of the plain ones'.
+
+    Raises:
+        NotCompiled: more than rounding explains.
+    """
+    worst = 0.0
+    for extra in variants_of(model.model):
+        worst = max(worst, _difference(model, own, extra, widths))
+    limit = ROUNDING.get(model.dtype, 1e-4)
+    if not worst <= limit:
+        raise NotCompiled(f"compiled passes of {model.name} are off by {worst:.1e} where rounding explains {limit:.0e}")
+    return worst
+
+
+@torch.inference_mode()
+def _difference(model: "TreeModel", own: CompiledPass, extra: Mapping[str, Any], widths: Sequence[int]) -> float:
+    chance = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.vocab_size, (2, 20 + sum(widths)), generator=chance).tolist()
+    trees = [_branching(row[12:18]) for row in ids]
+    layouts = [lay_out_chains([ids[0][:12], ids[1][:9]], model.device), lay_out_trees(trees, model.device)]
+    kept: list[Sequence[Sequence[int]]] = [[range(12), range(9)], [(0, 1, 4)] * 2, *([()] * 2 for _ in widths)]
+    layouts += [lay_out_chains([row[:width] for row in ids], model.device) for width in widths]
+    both = [model.session(2, 20 + max(widths, default=6), taps=own.taps, compiled=c) for c in (None, own)]
+    worst = 0.0
+    for layout, paths in zip(layouts, kept, strict=True):
+        given = {name: _noise(layout, shape, model, chance) for name, shape in extra.items()}
+        results = [session.append(layout, None, **given) for session in both]
+        states = [torch.cat(session.tapped, 1) for session in both if session.tapped]
+        worst = max(worst, _error(*results), _error(*(s.flatten(2) for s in states)) if states else 0.0)
+        for session in both:
+            session.commit(paths)
+    return worst
+
+
+def _noise(layout: Layout, shape: Sequence[int], model: "TreeModel", chance: torch.Generator) -> Tensor:
+    return torch.randn(*layout.tokens.shape, *shape, generator=chance).to(model.device, model.dtype)
+
+
+def _error(plain: Tensor, own: Tensor) -> float:
+    """Return the largest root mean square error over the last axis, in that of the plain values about their mean."""
+    plain, own = plain.double(), own.double()
+    spread = (plain - plain.mean(-1, keepdim=True)).square().mean(-1)
+    worst = float(((plain - own).square().mean(-1) / spread.clamp(min=1e-24)).max().sqrt())
+    return worst if worst == worst else float("inf")
+
+
+def _branching(tokens: Sequence[int]) -> TokenTree:
+    """Return a tree of six nodes: two chains below the root, one two deep, one three."""
+    first, *others = tokens
+    others[2] = others[2] if others[2] != others[0] else (others[0] + 1) % 2  # siblings differ
+    draws = [[Draw(0, place)] for place in (0, 0, 1, 0, 0)]
+    return TokenTree.from_nodes(first, others, (-1, 0, -1, 2, 3), [-1.0, -2.0, -3.0, -4.0, -5.0], draws)
+
+
+def _line(error: BaseException) -> str:
+    """Return an error's message as one short line."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 200 else f"{text[:197]}..."
