@@ -1,6 +1,6 @@
 # What a developer, a visitor and the CI machine run. Everything goes into $(VENV); nothing outside the checkout changes.
 #
-#   make demo         install, then write one answer and show the token trees it came from
+#   make demo         install, compile passes (minutes, once), write one answer and show the token tree that gained most
 #   make test         install for development, then run every test
 #   make lint         ruff and mypy
 #   make notebooks    make the notebooks from their texts, and run them
@@ -21,6 +21,7 @@ SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 .PHONY: demo test lint notebooks wheel-test clean install types
 
 demo: $(VENV)/.demo
+	-$(BIN)/specinfer compile
 	$(BIN)/specinfer generate "Name the days of the week, then name them again." --show-tree --max-new-tokens 64
 
 test: $(VENV)/.dev

@@ -1,6 +1,14 @@
-"""What the measuring scripts share: models, prompts, first differences."""
+"""What the measuring scripts share: models, prompts, first differences, and workers to compare with each other.
+
+A worker is a process with an interpreter of its own, so that two versions of specinfer, or llama.cpp, can take turns.
+"""
 
 import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +59,39 @@ def difference(a: list[int], b: list[int]) -> int | None:
 def decoder(model: Any, tokenizer: Any, drafts: list[Any], tree: Any) -> SpeculativeDecoder:
     """Return a decoder; ``tree`` None decodes without speculation."""
     return SpeculativeDecoder(model, tokenizer, drafts=drafts, tree=tree)
+
+
+class Worker:
+    """A script as a process that answers one question at a time.
+
+    Args:
+        python: its interpreter.
+        script: has `serve` on it, when called with ``--worker`` and these arguments.
+    """
+
+    def __init__(self, python: str, script: str, *arguments: str) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+        self.process = subprocess.Popen(
+            [python, "-P", script, "--worker", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def ask(self, **question: Any) -> Any:
+        """Return the worker's answer."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps(question), file=self.process.stdin, flush=True)
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit("a worker ended: see above")
+        return json.loads(line)
+
+
+def serve(answer: Callable[..., Any]) -> None:
+    """Answer the questions that come; whatever else is printed goes to stderr."""
+    out, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        print(json.dumps(answer(**json.loads(line))), file=out, flush=True)

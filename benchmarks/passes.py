@@ -1,62 +1,132 @@
-"""What a target pass costs by the number of nodes, as the model is and as the engine runs it, next to memory's bound.
+"""What passes cost by the number of nodes: as the model is, compiled, and by another version, next to memory's bound.
 
-    python benchmarks/passes.py [--target DIR] [--prefix 200] [--rounds 9]
+    specinfer compile [--target DIR] [--dtype float32]
+    python benchmarks/passes.py [--target DIR] [--dtype float32] [--prefix 200] [--rounds 15] [--other PYTHON]
 
 The bound is the bytes of the weights that a pass reads over the bandwidth measured by summing an array that no cache
-holds.  Plain passes and the engine's (packed and streamlined) alternate; figures are medians, in milliseconds.
+holds.  All take turns in one run; figures are medians, in milliseconds.  ``--other`` is the interpreter of an
+environment with another version of specinfer.  "level" is a pass of the first head that comes with the package, over so
+many nodes; "engine" is how passes run: compiled, where they are.
 """
 
 import argparse
+import sys
 from contextlib import nullcontext
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
+from common import Worker, serve
 
-from specinfer.attention import TreeModel, lay_out_chains, running
-from specinfer.models import load
-
-NODES = (0, 4, 8, 12, 16, 24, 32)
+NODES = (1, 2, 4, 8, 16, 24, 32)
+LEVEL = (1, 2, 4, 8)
+Passes = dict[str, tuple[Any, Any, bool, dict[str, Any]]]  # session, model, engine, what else it is fed
 
 
 def bandwidth() -> float:
     """Return bytes per second."""
-    data = torch.ones(2**29)
+    data = torch.ones(2**28)
     seconds = []
-    for _ in range(5):
+    for _ in range(7):
         started = perf_counter()
         data.sum()
         seconds.append(perf_counter() - started)
     return data.nbytes / min(seconds)
 
 
+def opened(model: Any, prefix: int, engine: bool, compiled: bool, extra: dict[str, int]) -> Any:
+    """Return a session on a model with a prefix read, and how to feed it."""
+    from specinfer.attention import running
+
+    if engine and compiled:
+        from specinfer.packages import attach
+
+        if reason := attach(model, (0,) if extra else (), "auto"):
+            print(f"{model.name} runs plain: {reason}", file=sys.stderr)
+    session = model.session(1, prefix + 64)
+    states = {name: torch.randn(prefix, size).to(model.dtype) for name, size in extra.items()}
+    with running(model) if engine else nullcontext():
+        session.prefill([list(range(10, 10 + prefix))], **{name: [own] for name, own in states.items()})
+    return session, model, engine, extra
+
+
+def worker(target: str | None, dtype: str, prefix: int) -> None:
+    """Run passes when asked: with the version of specinfer that this interpreter has."""
+    from specinfer.attention import TreeModel, lay_out_chains, running
+    from specinfer.models import load
+    from specinfer.shipped import shipped_drafts
+
+    loaded = load(target, dtype)
+    try:
+        import specinfer.packages  # noqa: F401
+
+        compiled = True
+    except ImportError:
+        compiled = False
+    own: Passes = {
+        "plain": opened(TreeModel(loaded.model), prefix, False, False, {}),
+        "engine": opened(TreeModel(loaded.model), prefix, True, compiled, {}),
+    }
+    for draft in shipped_drafts(loaded.model, loaded.tokenizer)[:1]:
+        draft.attach(own["plain"][1], loaded.tokenizer)
+        size = {"own_states": loaded.model.config.hidden_size}
+        own["plain level"] = opened(draft.model, prefix, False, False, size)
+        own["level"] = opened(TreeModel(draft.head), prefix, True, compiled, size)
+
+    def answer(kind: str = "", nodes: int = 1) -> Any:
+        if not kind:
+            weights = sum(parameter.nbytes for parameter in set(loaded.model.parameters()))
+            return {"kinds": list(own), "weights": weights, "dtype": str(loaded.model.dtype)}
+        session, model, engine, extra = own[kind]
+        layout = lay_out_chains([list(range(nodes))], model.device)
+        states = {name: torch.randn(1, nodes, size).to(model.dtype) for name, size in extra.items()}
+        with running(model) if engine else nullcontext():
+            started = perf_counter()
+            session.append(layout, **states)
+            seconds = perf_counter() - started
+        session.commit([()])
+        return seconds
+
+    serve(answer)
+
+
 def main() -> None:
+    """Measure all in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--prefix", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--other")
+    parser.add_argument("--worker", action="store_true")
     args = parser.parse_args()
-
-    model = load(args.target).model
-    target = TreeModel(model)
-    session = target.session(1, args.prefix + max(NODES) + 1)
-    session.prefill([list(range(10, 10 + args.prefix))])
-    seconds: dict[tuple[int, str], list[float]] = {(nodes, kind): [] for nodes in NODES for kind in ("plain", "engine")}
-    for _ in range(args.rounds + 1):  # the first round warms up
-        for nodes, kind in seconds:
-            layout = lay_out_chains([list(range(nodes + 1))], target.device)
-            with running(target) if kind == "engine" else nullcontext():
-                started = perf_counter()
-                session.append(layout)
-                seconds[nodes, kind].append(perf_counter() - started)
-            session.commit([()])
-    weights = sum(parameter.nbytes for parameter in set(model.parameters()))
+    if args.worker:
+        worker(args.target, args.dtype, args.prefix)
+        return
+    options = ["--dtype", args.dtype, "--prefix", str(args.prefix), *(["--target", args.target] if args.target else [])]
+    workers = {"": Worker(sys.executable, __file__, *options)}
+    if args.other:
+        workers["other "] = Worker(args.other, __file__, *options)
+    facts = workers[""].ask()
+    print(f"{facts['dtype']}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads")
+    kinds = [(who, kind) for kind in facts["kinds"] for who in workers if not (who and kind.startswith("plain"))]
+    seconds: dict[tuple[str, str, int], list[float]] = {
+        (who, kind, nodes): [] for who, kind in kinds for nodes in (LEVEL if "level" in kind else NODES)
+    }
+    for turn in range(args.rounds + 2):
+        for who, kind, nodes in seconds:
+            taken = workers[who].ask(kind=kind, nodes=nodes)
+            if turn > 1:  # the first ones warm up
+                seconds[who, kind, nodes].append(taken)
     rate = bandwidth()
-    print(f"{weights / 1e6:.0f} MB of weights at {rate / 1e9:.1f} GB/s: {1e3 * weights / rate:.1f} ms")
-    print("nodes  plain  engine")
-    for nodes in NODES:
-        plain, engine = (1e3 * median(seconds[nodes, kind][1:]) for kind in ("plain", "engine"))
-        print(f"{nodes:5}  {plain:5.1f}  {engine:6.1f}")
+    print(
+        f"{facts['weights'] / 1e6:.0f} MB of weights at {rate / 1e9:.1f} GB/s: {1e3 * facts['weights'] / rate:.1f} ms"
+    )
+    print("nodes".ljust(16), *(f"{nodes:6}" for nodes in NODES))
+    for who, kind in kinds:
+        row = [seconds.get((who, kind, nodes)) for nodes in NODES]
+        print(f"{who}{kind}".ljust(16), *(f"{1e3 * median(own):6.1f}" if own else "     -" for own in row))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ Trees depend on time, token ids do not: trees are ranked, and the walk is exact 
 
 from collections import defaultdict
 from collections.abc import Sequence
+from copy import copy
 from itertools import accumulate, zip_longest
+from threading import RLock
 from typing import ClassVar
 
 import numpy as np
@@ -52,10 +54,18 @@ class Pace:
         self.tokens = self.seconds = 0.0  # of the last steps
 
 
+class Counts:
+    """Steps observed in all texts, sizes of `SIZES` tried, and the step in which the line was measured last."""
+
+    def __init__(self) -> None:
+        self.steps = self.explored = self.line_timed = 0
+
+
 class Auto:
     """Best-first trees whose drafts, levels and nodes are chosen step by step to maximise tokens per second.
 
-    One object serves one decoder: it learns what that one's target and drafts cost, and are worth.
+    One object serves one decoder: it learns what that one's target and drafts cost, and are worth.  Every text has an
+    object of its own (`begin`), which shares what is learnt; texts may be decoded at once, in several threads.
 
     Args:
         max_nodes: nodes of a merged tree at most.
@@ -70,10 +80,9 @@ class Auto:
     def __init__(self, max_nodes: int = MAX_NODES, max_depth: int = MAX_DEPTH) -> None:
         bounds = BestFirst(max_nodes, max_depth)  # which checks them
         self.max_nodes, self.max_depth = bounds.max_nodes, bounds.max_depth
-        self.steps = self.explored = 0  # steps observed; sizes of `SIZES` tried
+        self.lock, self.counts = RLock(), Counts()
         self.met: set[int] = set()  # sizes of the target's passes so far: the first of its kind is not timed
         self.line = Hinge(KNEES)  # seconds of a step over its tokens fed, drafts excluded
-        self.line_timed = 0  # the step in which that was measured last
         self.paces: defaultdict[int, Pace] = defaultdict(Pace)  # by rows
         self.asking: defaultdict[int, Average] = defaultdict(lambda: Average(most=SPIKE))  # seconds a step, by draft
         self.asking_levels: defaultdict[int, Hinge] = defaultdict(lambda: Hinge(ridge=1e-3))  # ... over levels
@@ -86,6 +95,12 @@ class Auto:
     def __repr__(self) -> str:
         return f"Auto(max_nodes={self.max_nodes}, max_depth={self.max_depth})"
 
+    def begin(self, drafts: int, coupled: bool) -> "Auto":
+        """Return an object for one text, which shares what is learnt: see `start`."""
+        own = copy(self)
+        own.start(drafts, coupled)
+        return own
+
     def start(self, drafts: int, coupled: bool) -> None:
         """Begin a text: every draft gets a trial, however idle it was, for texts differ.
 
@@ -93,7 +108,7 @@ class Auto:
             drafts: how many there are.
             coupled: whether drafts rank by the target's noise.
         """
-        self.waits, self.due = [WAITS[0]] * drafts, [self.steps] * drafts
+        self.waits, self.due = [WAITS[0]] * drafts, [self.counts.steps] * drafts
         self.habits = self.learnt[coupled]
         # of this text, by the drafts asked, and some of them, both bit masks
         self.coalitions: defaultdict[tuple[int, int], Coalition] = defaultdict(Coalition)
@@ -118,9 +133,10 @@ class Auto:
 
     def fit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         """Return each tree's nodes that are worth their part of the target's pass; as many in all rows, or none."""
-        self.grown, self.explores = trees, self._exploring
-        paths = [self.habits.calibration.path(tree) for tree in trees]
-        size = self._size(paths)
+        with self.lock:
+            self.grown, self.explores = trees, self._exploring
+            paths = [self.habits.calibration.path(tree) for tree in trees]
+            size = self._size(paths)
         return [tree.best(size, np.array(path)) for tree, path in zip(trees, paths, strict=True)]
 
     def wanted_nodes(self, draft: int, depth: int, accepted: Sequence[Sequence[float]]) -> int:
@@ -143,9 +159,9 @@ class Auto:
     def _size(self, paths: Sequence[Sequence[float]]) -> int:
         """Return how many nodes the target scores in each row, from each row's probabilities of acceptance."""
         rows, most = len(paths), min(self.max_nodes, max(map(len, paths)) - 1)
-        if self._exploring and (most or not SIZES[self.explored]):
-            self.explored += 1
-            return min(SIZES[self.explored - 1], most)
+        if self._exploring and (most or not SIZES[self.counts.explored]):
+            self.counts.explored += 1
+            return min(SIZES[self.counts.explored - 1], most)
         price = self._price(rows)
         if price is None:
             return min(SIZES[0], most)
@@ -160,18 +176,18 @@ class Auto:
         """Return the drafts to ask in the next step, after a step that asked some; both are bit masks."""
         everyone = (1 << len(self.due)) - 1
         if self._exploring:
-            return everyone if SIZES[self.explored] else 0
+            return everyone if SIZES[self.counts.explored] else 0
         if asked:
             few = self.coalitions[asked, asked].tokens.count < JUDGED
             self.working = asked if few else max(subsets(asked), key=lambda drafts: self._rate(asked, drafts, rows))
         trials = 0
         for draft, due in enumerate(self.due):
             if self.working >> draft & 1:
-                self.waits[draft], self.due[draft] = WAITS[0], self.steps
-            elif self.steps >= due + TRIAL:
-                self.due[draft] = self.steps + self.waits[draft]
+                self.waits[draft], self.due[draft] = WAITS[0], self.counts.steps
+            elif self.counts.steps >= due + TRIAL:
+                self.due[draft] = self.counts.steps + self.waits[draft]
                 self.waits[draft] = min(2 * self.waits[draft], WAITS[1])
-            elif self.steps >= due:
+            elif self.counts.steps >= due:
                 trials |= 1 << draft
         return 0 if self.paces[rows].since_plain >= AGAIN else self.working | trials
 
@@ -179,7 +195,7 @@ class Auto:
 
     @property
     def _exploring(self) -> bool:
-        return self.explored < len(SIZES) and self.steps < EXPLORE
+        return self.counts.explored < len(SIZES) and self.counts.steps < EXPLORE
 
     def _price(self, rows: int) -> float | None:
         """Return the tokens that a second is worth to a batch; None before it is known."""
@@ -226,7 +242,18 @@ class Auto:
             proposing: seconds of each draft; next to nothing where it was not asked.
             seconds: of the whole step, drafts included.
         """
-        self.steps += 1
+        with self.lock:
+            self._observe(trees, paths, tokens, proposing, seconds)
+
+    def _observe(
+        self,
+        trees: Sequence[TokenTree],
+        paths: Sequence[Sequence[int]],
+        tokens: Sequence[Sequence[int]],
+        proposing: Sequence[float],
+        seconds: float,
+    ) -> None:
+        self.counts.steps += 1
         rows, nodes = len(trees), max(tree.num_drafted for tree in trees)
         if rows * (nodes + 1) in self.met:  # kernels are slow the first time they meet a size
             self._time(rows, nodes, sum(map(len, tokens)), proposing, seconds)
@@ -246,8 +273,8 @@ class Auto:
         pace.tokens, pace.seconds = pace.tokens * fade + tokens, pace.seconds * fade + seconds
         rest = seconds - sum(proposing)
         if nodes:
-            self.line.add(rows * (nodes + 1), rest, stale=self.steps > self.line_timed + STALE)
-            self.line_timed = self.steps
+            self.line.add(rows * (nodes + 1), rest, stale=self.counts.steps > self.counts.line_timed + STALE)
+            self.counts.line_timed = self.counts.steps
             pace.since_plain, pace.since_tree = pace.since_plain + 1, 0
         else:
             pace.plain.add(rest)
@@ -256,8 +283,8 @@ class Auto:
             return
         for draft, spent in enumerate(proposing):
             if spent and (self.asked & self.warm) >> draft & 1:
-                stale = self.steps > self.timed[draft] + STALE
-                self.timed[draft] = self.steps
+                stale = self.counts.steps > self.timed[draft] + STALE
+                self.timed[draft] = self.counts.steps
                 if self.levels[draft]:
                     self.asking[draft].value *= self.asking_levels[draft].add(self.levels[draft], spent, stale=stale)
                     self.asking_levels[draft].add(0, 0.0, weight=0.1)  # so equal ones make a line through nothing
@@ -299,8 +326,10 @@ class _Levels:
     def __call__(self, frontier: Frontier, scores: Tensor) -> int:
         auto, width = self.auto, frontier.tokens.shape[1]
         if frontier.tokens.device.type == "cpu":
-            level = self._level(frontier, scores)
-            width = auto.wanted_nodes(self.draft, frontier.depth, [[chance for _, chance in row] for row in level])
+            with auto.lock:
+                level = self._level(frontier, scores)
+                chances = [[chance for _, chance in row] for row in level]
+                width = auto.wanted_nodes(self.draft, frontier.depth, chances)
             for known, row in zip(self.known, level, strict=True):
                 known += row[:width]
         else:

@@ -15,10 +15,11 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import RLock
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -32,7 +33,7 @@ FORMAT = 1  # of packages; raised when their inputs change
 WIDTHS = (1, 2, 3, 5, 8, 9, 16, 17, 24, 33, 64, 65, 130)  # nodes of the passes that a new package is compared in
 MODES = ("auto", True, False)
 
-_loaded: WeakKeyDictionary[Any, CompiledPass] = WeakKeyDictionary()  # by network: packed weights are had once
+_loaded: WeakValueDictionary[int, CompiledPass] = WeakValueDictionary()  # by network: packed weights are had once
 _lock = RLock()
 
 
@@ -80,11 +81,11 @@ def packages() -> list[dict[str, Any]]:
 
 
 def remove_packages() -> int:
-    """Remove every package; return how many there were."""
-    folders = [path for path in packages_folder().glob("*") if path.is_dir()]
-    for folder in folders:
-        shutil.rmtree(folder)
-    return len(folders)
+    """Remove every package, and what killed compilations left; return how many packages there were."""
+    count = len(packages())
+    with storing(packages_folder()), suppress(FileNotFoundError):
+        shutil.rmtree(packages_folder())
+    return count
 
 
 def package_of(model: TreeModel) -> Path:
@@ -100,7 +101,8 @@ def _usable(model: TreeModel, taps: Sequence[int]) -> CompiledPass | None:
     Raises:
         NotCompiled: there is one, but it is damaged or wrong.
     """
-    if (own := _loaded.get(model.model)) is not None and set(taps) <= set(own.taps) and not own.refresh():
+    own = _loaded.get(id(model.model))
+    if own is not None and own.network is model.model and set(taps) <= set(own.taps) and not own.refresh():
         return own
     folder = package_of(model)
     if not (folder / RECORD).is_file():
@@ -111,7 +113,7 @@ def _usable(model: TreeModel, taps: Sequence[int]) -> CompiledPass | None:
     if reason := own.refresh():
         raise NotCompiled(reason)
     check(model, own)
-    _loaded[model.model] = own
+    _loaded[id(model.model)] = own
     return own
 
 
@@ -119,6 +121,8 @@ def _made(model: TreeModel, taps: Sequence[int]) -> CompiledPass:
     """Make a package, compare it with the plain model, and put it where it will be found."""
     from filelock import FileLock
 
+    if missing := missing_compiler():
+        raise NotCompiled(missing)
     folder = package_of(model)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +144,7 @@ def _made(model: TreeModel, taps: Sequence[int]) -> CompiledPass:
                     whole.rename(folder)
     except OSError as error:
         raise NotCompiled(f"packages cannot be kept in {folder.parent} ({error.strerror or error})") from error
-    _loaded[model.model] = own
+    _loaded[id(model.model)] = own
     return own
 
 
@@ -157,15 +161,15 @@ def _earlier_taps(folder: Path) -> list[int]:
 
 
 def _advice() -> str:
-    if (missing := missing_compiler()) is not None:
+    if missing := missing_compiler():
         return missing
     return "not compiled yet: `specinfer compile` does it in minutes, once; passes then take half as long on many CPUs"
 
 
-def missing_compiler() -> str | None:
-    """Return what to do if this machine has no C++ compiler, or None."""
+def missing_compiler() -> str:
+    """Return what to do if this machine has no C++ compiler, else nothing."""
     if any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")))):
-        return None
+        return ""
     return "no C++ compiler was found, which compiled passes need: install g++ (Debian: `apt install g++`) or clang"
 
 

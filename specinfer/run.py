@@ -55,6 +55,7 @@ class Run:
 
     def __init__(self, decoder: "SpeculativeDecoder", rows: Sequence[Row], single: bool) -> None:
         self.decoder, self.rows, self.single = decoder, list(rows), single
+        self.policy = decoder.policy
         self.seconds = Seconds()
         self.drafting = [(0, 0.0)] * len(decoder.drafts)  # passes of each draft, and seconds in its proposals
         self.steps: dict[int, list[Step]] = {row.index: [] for row in self.rows}
@@ -98,7 +99,7 @@ class Run:
         with running(*models):  # only while passes run: between steps the models are as they were
             target, drafts = self.open_sessions()
         self._clock(started, target, drafts)
-        steps = decode(target, drafts, self.decoder.policy, self.decoder.verifier, self.rows)
+        steps = decode(target, drafts, self.policy, self.decoder.verifier, self.rows)
         while True:
             with resumed(*models):
                 emitted = next(steps, None)
@@ -125,8 +126,8 @@ class Run:
         )
         self.drafting = [(draft.session.passes, draft.proposing) for draft in drafts]
         spent = self.seconds - before
-        if steps and isinstance(self.decoder.policy, Auto):
-            self.decoder.policy.observe(
+        if steps and isinstance(self.policy, Auto):
+            self.policy.observe(
                 trees=[step.tree for step in steps],
                 paths=[step.path for step in steps],
                 tokens=[step.tokens for step in steps],
@@ -139,7 +140,7 @@ class Run:
         """Read what the rows hold so far into a session of the target and one of each draft, ready for a step."""
         decoder, rows = self.decoder, self.rows
         prompts = [list(row.ids) for row in rows]
-        policy, longest = decoder.policy, max(map(len, prompts))
+        policy, longest = self.policy, max(map(len, prompts))
         most = longest + max(row.remaining for row in rows)  # tokens in a row, at its end
         first = min(most, longest + FIRST_TOKENS)  # ... that its cache holds at first
         nodes = padded_width(1 + policy.max_nodes * max(1, len(decoder.drafts)))
@@ -167,7 +168,7 @@ class Run:
             )
             drafts.append(Timed(draft.open(opening)))
         if isinstance(policy, Auto):
-            policy.start(len(drafts), coupled)
+            self.policy = policy.begin(len(drafts), coupled)
         return target, drafts
 
     def _result(self, row: Row) -> Result:
@@ -201,7 +202,7 @@ class Run:
 
     def _adapted(self, choices: Choices) -> list[str]:
         """Return what a policy that adapts chose, and why, as a note."""
-        policy = self.decoder.policy
+        policy = self.policy
         if not isinstance(policy, Auto):
             return []
         reasons = policy.reasons([draft.name for draft in self.decoder.drafts], len(self.rows))

@@ -146,7 +146,7 @@ def test_plain_steps_are_measured_again():
 def test_trees_are_measured_again():
     """A machine that was busy while the first trees were timed is not for ever too slow for trees."""
     world = World([GOOD], None, 0.003)
-    world.target = lambda nodes: 0.03 + 0.0006 * nodes + (0.06 if nodes and world.policy.steps < 40 else 0)
+    world.target = lambda nodes: 0.03 + 0.0006 * nodes + (0.06 if nodes and world.policy.counts.steps < 40 else 0)
     assert max(world.run(100).nodes(60)) == 0
     assert min(sorted(world.run(AGAIN + 100).nodes(50))[2:]) > 0
 
@@ -192,7 +192,7 @@ def test_a_new_text_gives_every_draft_a_trial():
 def test_reading_what_was_missed_is_no_part_of_a_drafts_cost():
     """The first time a draft is asked again it is slow; only then."""
     policy = Auto()
-    policy.explored = len(SIZES)
+    policy.counts.explored = len(SIZES)
     policy.start(1, coupled=False)
     for step in range(12):
         policy.asked = 1
@@ -276,7 +276,7 @@ def test_fit_maximises_tokens_less_the_price_of_seconds(base, node):
     """Brute force over the number of nodes, with a price and costs that are given."""
     chance = np.random.default_rng(3)
     policy = Auto()
-    policy.steps = 100
+    policy.counts.steps = 100
     policy.paces[2].plain.add(0.05)
     for nodes in (2, 5, 9, 14):
         policy.line.add(2 * (nodes + 1), base + node * 2 * (nodes + 1))
@@ -391,7 +391,7 @@ def test_costs_that_stay_high_are_believed():
 
 def test_a_draft_is_timed_while_another_is_idle_and_not_after_its_own_end():
     policy = Auto()
-    policy.explored = len(SIZES)
+    policy.counts.explored = len(SIZES)
     policy.start(2, coupled=False)
     policy.asked, policy.warm, policy.levels[1] = 0b10, 0b10, 1
     policy._time(1, 4, 1, [1e-6, 0.004], 0.05)

@@ -268,10 +268,10 @@ def test_what_auto_learns_stays_with_the_decoder(target, near):
     """A second call does not explore again."""
     decoder = SpeculativeDecoder(target, drafts=[near])
     decoder.generate(PROMPTS[0], max_new_tokens=40)
-    steps, explored = decoder.policy.steps, decoder.policy.explored
+    steps, explored = decoder.policy.counts.steps, decoder.policy.counts.explored
     decoder.generate(PROMPTS[2], max_new_tokens=40)
-    assert explored == decoder.policy.explored > 0
-    assert decoder.policy.steps > steps
+    assert explored == decoder.policy.counts.explored > 0
+    assert decoder.policy.counts.steps > steps
 
 
 def test_auto_with_a_rule_for_sampled_trees_is_refused(target):

@@ -1,0 +1,183 @@
+"""Tokens a second beside other ways to decode the same prompts: transformers, llama.cpp, another version of specinfer.
+
+    python benchmarks/peers.py --prompts code.jsonl chat.jsonl --count 16 --max-new-tokens 64
+        [--target DIR] [--draft NAME ...] [--dtype float32] [--temperature 1] [--methods plain auto generate ...]
+        [--assistant DIR] [--other PYTHON] [--llama PYTHON GGUF [GGUF ...]]
+
+``--other`` is the interpreter of an environment with another version of specinfer, ``--llama`` of one with
+llama-cpp-python, followed by GGUF files of the target's weights (`--requantise` makes them).  All take turns, prompt by
+prompt; prompts are fed as token ids, prefill counts.  Printed: median tokens a second, the median ratio to the first
+method with its 95 % bootstrap interval, and the worst prompt's.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from common import Worker, read_prompts, serve
+
+FILES = {"f32": 0, "bf16": 32}  # llama.cpp's numbers of file types
+
+
+def ours(args: argparse.Namespace) -> None:
+    """Answer with the version of specinfer that this interpreter has, and with transformers."""
+    import torch
+
+    from specinfer import SpeculativeDecoder
+    from specinfer.models import load
+
+    loaded = load(args.target, args.dtype)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    drafts = [*args.draft] or ["auto"]
+    made = {
+        name: SpeculativeDecoder.from_pretrained(args.target, drafts, tree, dtype=args.dtype)
+        for name, tree in (("auto", "auto"), ("plain", None))
+        if name in args.methods
+    }
+    assistant = load(args.assistant, args.dtype).model if args.assistant else None
+    extra = {"generate": {}, "assisted": {"assistant_model": assistant}, "lookup": {"prompt_lookup_num_tokens": 10}}
+
+    def answer(method: str = "", prompt: str | list[int] = "", seed: int = 0) -> Any:
+        if not method:
+            chat = [{"role": "user", "content": prompt}]
+            return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        started = perf_counter()
+        if method in made:
+            options = {"temperature": args.temperature, "max_new_tokens": args.max_new_tokens}
+            result = made[method].generate(prompt, seed=seed, top_k=0, **options)
+            return len(result.token_ids), perf_counter() - started, result.token_ids
+        torch.manual_seed(seed)
+        sampling = {"do_sample": True, "temperature": args.temperature, "top_k": 0} if args.temperature else {}
+        ids = torch.tensor([prompt])
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=args.max_new_tokens,
+            **(sampling or {"do_sample": False}),
+            **extra[method],
+        )[0, len(prompt) :]
+        return len(output), perf_counter() - started, output.tolist()
+
+    serve(answer)
+
+
+def llama(path: str, args: argparse.Namespace) -> None:
+    """Answer with llama.cpp, plain or with its prompt lookup."""
+    from llama_cpp import Llama
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    common: dict[str, Any] = {"n_ctx": 2048, "n_threads": args.threads, "n_threads_batch": args.threads}
+    made = {
+        "llama": Llama(path, verbose=False, **common),
+        "llama-lookup": Llama(path, verbose=False, draft_model=LlamaPromptLookupDecoding(), **common),
+    }
+
+    def answer(method: str = "", prompt: list[int] = [], seed: int = 0) -> Any:  # noqa: B006
+        own, ids = made[method], []
+        own.reset()
+        own.set_seed(seed)
+        started = perf_counter()
+        for token in own.generate(prompt, temp=args.temperature, top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0):
+            ids.append(token)
+            if len(ids) == args.max_new_tokens or token == own.token_eos():
+                break
+        return len(ids), perf_counter() - started, ids
+
+    serve(answer)
+
+
+def requantise(source: str, folder: str) -> None:
+    """Write a GGUF file's weights in other types, with llama.cpp."""
+    import llama_cpp
+
+    for name, number in FILES.items():
+        settings = llama_cpp.llama_model_quantize_default_params()
+        settings.ftype, settings.allow_requantize, settings.nthread = number, True, 2
+        target = Path(folder) / f"{Path(source).stem}-{name}.gguf"
+        llama_cpp.llama_model_quantize(source.encode(), str(target).encode(), settings)
+        print(target)
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of the median."""
+    import numpy as np
+
+    chance = np.random.default_rng(0)
+    medians = np.median(chance.choice(values, (2000, len(values))), axis=1)
+    return float(np.quantile(medians, 0.025)), float(np.quantile(medians, 0.975))
+
+
+def main() -> None:
+    """Measure all in turn."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", nargs="+", type=Path)
+    parser.add_argument("--count", type=int, default=16)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--target")
+    parser.add_argument("--draft", action="append", default=[])
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--methods", nargs="+", default=["auto", "plain", "generate", "lookup"])
+    parser.add_argument("--assistant")
+    parser.add_argument("--other")
+    parser.add_argument("--other-methods", nargs="+", default=["auto", "plain"])
+    parser.add_argument("--llama", nargs="+", default=[])
+    parser.add_argument("--llama-methods", nargs="+", default=["llama", "llama-lookup"])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--requantise", nargs=2, metavar=("GGUF", "FOLDER"))
+    parser.add_argument("--out", type=Path, help="JSON lines, one a measurement")
+    parser.add_argument("--worker")
+    args = parser.parse_args()
+    if args.requantise:
+        requantise(*args.requantise)
+    elif args.worker:
+        ours(args) if args.worker == "ours" else llama(args.worker, args)
+    else:
+        compare(args)
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Start workers, ask them in turn, print the table."""
+    passed = ["--dtype", args.dtype, "--temperature", str(args.temperature)]
+    passed += ["--max-new-tokens", str(args.max_new_tokens), "--threads", str(args.threads)]
+    passed += [part for name in args.draft for part in ("--draft", name)]
+    for name in ("target", "assistant"):
+        passed += [f"--{name}", getattr(args, name)] if getattr(args, name) else []
+    own = Worker(sys.executable, __file__, "ours", *passed, "--methods", *args.methods)
+    asked = {method: (own, method) for method in args.methods}
+    if args.other:
+        other = Worker(args.other, __file__, "ours", *passed, "--methods", *args.other_methods)
+        asked |= {f"other {method}": (other, method) for method in args.other_methods}
+    for path in args.llama[1:]:
+        peer = Worker(args.llama[0], __file__, path, *passed)
+        asked |= {f"{method} {Path(path).stem[-12:]}": (peer, method) for method in args.llama_methods}
+    rates: dict[str, list[float]] = {method: [] for method in asked}
+    texts: dict[str, list[Any]] = {method: [] for method in asked}
+    for turn, text in enumerate(["Say hello."] * 2 + read_prompts(args.prompts, args.count)):
+        prompt = own.ask(prompt=text)
+        for name, (who, method) in asked.items():
+            count, seconds, ids = who.ask(method=method, prompt=prompt, seed=turn)
+            if turn < 2:  # warming up
+                continue
+            rates[name].append(count / seconds)
+            texts[name].append(ids)
+            if args.out:
+                with args.out.open("a") as file:
+                    print(json.dumps({"method": name, "prompt": text, "tokens": count, "seconds": seconds}), file=file)
+        print(f"{turn + 1}", file=sys.stderr, flush=True)
+    print(f"{'':24}{'tokens/s':>9}   {asked and next(iter(asked))} / it, median, worst prompt    same ids")
+    first = next(iter(asked))
+    for name in asked:
+        ratios = [a / b for a, b in zip(rates[first], rates[name], strict=True)]
+        low, high = interval(ratios)
+        same = sum(a == b for a, b in zip(texts[first], texts[name], strict=True))
+        figures = f"{median(ratios):.2f} [{low:.2f}, {high:.2f}], {min(ratios):.2f}"
+        print(f"{name:24}{median(rates[name]):9.1f}   {figures:36} {same}/{len(ratios)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,413 @@
+"""Compiled passes: they compute what the model does, are used only while they do, and nothing half-made is.
+
+Few graphs are compiled, all tiny, each for many tests; ``pytest -m slow`` compiles every family of architectures.
+"""
+
+import copy
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import EOS_TEXT, PROMPTS, VOCAB, byte_tokenizer, tiny_llama
+from test_attention_families import EXACT, build
+from test_heads import draft_for
+from torch import nn
+from torch.nn.utils import parametrize
+from typer.testing import CliRunner
+
+import specinfer.packages as packages
+from specinfer import BestFirst, Chain, SpeculativeDecoder
+from specinfer.attention import TreeModel, resumed
+from specinfer.attention.compiled import RECORD, CompiledPass, check
+from specinfer.attention.linear import pack
+from specinfer.cli import app
+from specinfer.errors import InputError, NotCompiled
+
+TREE = BestFirst(12, 4)
+GREEDY = {"max_new_tokens": 12, "temperature": 0, "eos_token_id": EOS_TEXT}
+SAMPLED = {"max_new_tokens": 12, "temperature": 1.0, "top_k": 0, "seed": 3}
+
+
+def float_llama(seed: int = 0) -> Any:
+    """As `tiny_llama`, in float32, where linear layers are packed."""
+    return tiny_llama(seed).float()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache folder with the packages of a tiny llama and of a head for it."""
+    folder = tmp_path_factory.mktemp("cache")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("SPECINFER_CACHE", str(folder))
+    target = float_llama()
+    made = SpeculativeDecoder(target, byte_tokenizer(), [draft_for(target)], TREE, compile=True)
+    assert made.passes == "passes: compiled", made.plain
+    yield folder
+    patch.undo()
+
+
+def decoder(model: Any, tree: Any = TREE, drafts: Any = None, **options: Any) -> SpeculativeDecoder:
+    return SpeculativeDecoder(model, byte_tokenizer(), ["ngram"] if drafts is None else drafts, tree, **options)
+
+
+def ids(made: SpeculativeDecoder, prompt: Any = PROMPTS, **options: Any) -> Any:
+    results = made.generate(prompt, **{**GREEDY, **options})
+    return [r.token_ids for r in results] if isinstance(results, list) else results.token_ids
+
+
+def compiled(model: Any) -> tuple[SpeculativeDecoder, CompiledPass]:
+    made = decoder(model)
+    assert made.target.compiled is not None, made.passes
+    return made, made.target.compiled
+
+
+def test_what_is_compiled_is_found_and_said() -> None:
+    result = decoder(float_llama(7)).generate(PROMPTS[0], **GREEDY)  # other weights of the same architecture
+    assert "passes: compiled" in result.stats.notes
+    plain = decoder(float_llama(), compile=False)
+    assert plain.target.compiled is None
+    assert "not compiled, as asked" in plain.passes
+    with pytest.raises(InputError, match="compile='yes'"):
+        decoder(float_llama(), compile="yes")
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("tree", [None, Chain(3), TREE])
+def test_ids_are_those_of_the_plain_model(tree: Any, options: dict[str, Any]) -> None:
+    """Ragged batches whose rows end at different steps, n-grams and a head."""
+    model = float_llama()
+    both = [decoder(model, tree, [draft_for(model), "ngram"], compile=mode) for mode in (False, "auto")]
+    assert both[1].passes == "passes: compiled"
+    plain, own = (ids(made, **options) for made in both)
+    assert own == plain
+    assert ids(both[1], PROMPTS[2], **options) == ids(both[0], PROMPTS[2], **options)
+
+
+def test_every_node_is_the_plain_models() -> None:
+    model = TreeModel(float_llama())
+    own = packages._usable(model, ())
+    assert own is not None
+    with resumed(model):
+        assert check(model, own, range(1, 40)) < 1e-5
+
+
+def test_caches_grow_under_compiled_passes() -> None:
+    model = float_llama()
+    made, own = compiled(model)
+    sessions = [made.target.session(1, 4, 256, compiled=c) for c in (None, own)]
+    plain = sessions[0]
+    plain.compiled = None
+    with resumed(made.target):
+        for session in sessions:
+            session.prefill([list(range(60))])
+        trees = [made.generate(PROMPTS[2], **GREEDY).steps[0].tree]
+        logits = [session.score(trees) for session in sessions]
+    assert sessions[1].cache.capacity >= 60
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    sessions[1].cache.check_integrity()
+
+
+def test_weights_written_or_replaced_are_packed_anew() -> None:
+    model = float_llama()
+    made, _ = compiled(model)
+    before = ids(made)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(-3)
+    written = ids(made)
+    model.model.layers[1].self_attn.q_proj.weight = nn.Parameter(torch.randn(32, 32))
+    replaced = ids(made)
+    assert "passes: compiled" in made.passes
+    assert replaced == ids(decoder(model, compile=False))
+    assert len({str(before), str(written), str(replaced)}) == 3
+
+
+def hooked(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(lambda module, given, output: output * 0.5)
+
+
+def patched(model: Any) -> None:
+    layer = model.model.layers[0].mlp
+    layer.forward = lambda states: states
+
+
+def reset(model: Any) -> None:
+    model.model.layers[0].self_attn.scaling = 3.0
+
+
+def parametrised(model: Any) -> None:
+    class Doubled(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight * 2
+
+    parametrize.register_parametrization(model.model.layers[0].mlp.down_proj, "weight", Doubled())
+
+
+def swapped(model: Any) -> None:
+    model.model.layers[0].mlp = nn.Identity()
+
+
+def eager(model: Any) -> None:
+    model.set_attn_implementation("eager")
+
+
+def dropping(model: Any) -> None:
+    model.model.layers[0].mlp.train()
+
+
+@pytest.mark.parametrize("change", [hooked, patched, reset, parametrised, swapped, eager, dropping])
+def test_a_changed_model_runs_plain_and_says_why(change: Any) -> None:
+    model = float_llama()
+    made, _ = compiled(model)
+    before = ids(made)
+    change(model)
+    after = made.generate(PROMPTS, **GREEDY)
+    assert "plain (" in made.passes
+    assert any("plain (" in note for note in after[0].stats.notes)
+    found = [result.token_ids for result in after]
+    assert found == ids(decoder(model, compile=False))
+    assert (found != before) == (change not in (eager, dropping))
+
+
+def test_a_patched_class_runs_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = float_llama()
+    made, _ = compiled(model)
+    before, cls = ids(made), type(model.model.layers[0].mlp)
+    monkeypatch.setattr(cls, "forward", lambda self, states: states * 0.1)
+    assert ids(made) == ids(decoder(model, compile=False)) != before
+    assert "changed" in made.passes
+    monkeypatch.undo()
+    assert ids(made) == before
+    assert made.passes == "passes: compiled"
+
+
+def test_a_wrong_package_is_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrongly(weights: Any) -> torch.Tensor:
+        return pack([weight * 1.1 for weight in weights])
+
+    monkeypatch.setattr("specinfer.attention.compiled.pack", wrongly)
+    made = decoder(float_llama())
+    assert made.target.compiled is None
+    assert "are off by" in made.passes
+
+
+def damage_code(folder: Path) -> None:
+    path = folder / "pass-0.pt2"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def damage_record(folder: Path) -> None:
+    (folder / RECORD).write_text('{"taps": [')
+
+
+def lose_code(folder: Path) -> None:
+    (folder / "pass-0.pt2").unlink()
+
+
+@pytest.mark.parametrize("damage", [damage_code, damage_record, lose_code])
+def test_a_damaged_package_is_not_used(damage: Any, cache: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    shutil.copytree(cache, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
+    model = float_llama()
+    damage(packages.package_of(TreeModel(model)))
+    made = decoder(model)
+    assert made.target.compiled is None
+    assert "is damaged" in made.passes
+    assert ids(made) == ids(decoder(model, compile=False))
+
+
+def test_packages_of_other_versions_and_machines_are_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TreeModel(float_llama())
+    own = packages.package_of(model)
+    assert own.is_dir()
+    for name, value in (("torch.__version__", "2.12.0"), ("specinfer.packages._machine", lambda _: ["a toaster"])):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, value)
+            assert packages.package_of(model) != own
+            assert "not compiled yet" in decoder(model.model).passes
+    other = tiny_llama(num_hidden_layers=3).float()
+    assert packages.package_of(TreeModel(other)) != own
+
+
+def test_without_a_compiler_or_a_folder_all_works_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    model = float_llama()
+    wanted = ids(decoder(model, compile=False))
+    monkeypatch.setenv("SPECINFER_CACHE", str(file))
+    made = decoder(model, compile=True)
+    assert ids(made) == wanted
+    assert "cannot be kept in" in made.passes
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path / "new"))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    made = decoder(model, compile=True)
+    assert ids(made) == wanted
+    assert "no C++ compiler" in made.passes
+    assert packages.packages() == []
+
+
+def test_a_killed_compilation_leaves_nothing_that_is_used(tmp_path: Path) -> None:
+    code = "from test_attention_compiled import *; decoder(float_llama(), compile=True)"
+    environment = {**os.environ, "SPECINFER_CACHE": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("compiled/.making-*/*")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(2)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECINFER_CACHE", str(tmp_path))
+        assert packages.packages() == []
+        assert "not compiled yet" in decoder(float_llama()).passes
+        assert packages.remove_packages() == 0
+        assert not list(tmp_path.glob("compiled/.making-*"))
+
+
+def test_weights_that_do_not_fit_in_memory_twice_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specinfer.attention.compiled.free_bytes", lambda: 1000.0)
+    made = decoder(float_llama())
+    assert made.target.compiled is None
+    assert "of memory" in made.passes
+
+
+def test_packed_weights_are_had_once_for_a_model_and_freed_with_its_decoders() -> None:
+    model = float_llama()
+    first, second = compiled(model)[0], compiled(model)[0]
+    assert first.target.compiled is second.target.compiled
+    before = dict(packages._loaded)
+    assert id(model) in before
+    del first, second, before
+    assert id(model) not in packages._loaded
+
+
+def test_the_model_is_only_read() -> None:
+    model = float_llama()
+    before = {name: (vars(module).copy(), dict(module._forward_hooks)) for name, module in model.named_modules()}
+    state = copy.deepcopy(model.state_dict())
+    ids(compiled(model)[0])
+    assert before == {name: (vars(module), dict(module._forward_hooks)) for name, module in model.named_modules()}
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
+# ---- threads ----
+
+
+def test_eight_threads_on_one_decoder_and_two_decoders_on_one_model() -> None:
+    model = float_llama()
+    both = [decoder(model, "auto", [draft_for(model), "ngram"]), decoder(model, Chain(3))]
+    wanted = [ids(both[0], prompt) for prompt in PROMPTS]
+    with ThreadPoolExecutor(8) as pool:
+        jobs = [(made, prompt) for _ in range(6) for prompt in PROMPTS for made in both]
+        found = list(pool.map(lambda job: ids(*job), jobs))
+    assert found == [wanted[PROMPTS.index(prompt)] for _, prompt in jobs]
+
+
+def test_interleaved_streams_and_generate_in_a_streamers_callback() -> None:
+    model = float_llama()
+    made = decoder(model, "auto", [draft_for(model), "ngram"])
+    alone = [ids(made, prompt) for prompt in PROMPTS]
+    runs = [made.open(prompt, **GREEDY) for prompt in PROMPTS]
+    steps = [iter(run) for run in runs]
+    while [step for step in steps if next(step, None)]:
+        pass
+    assert [run.results()[0].token_ids for run in runs] == alone
+    inner = []
+
+    class Streamer:
+        def put(self, value: Any) -> None:
+            inner.append(ids(made, PROMPTS[1]))
+
+        def end(self) -> None:
+            pass
+
+    assert ids(made, PROMPTS[0], streamer=Streamer()) == alone[0]
+    assert all(found == alone[1] for found in inner)
+
+
+def test_models_in_train_mode_are_evaluated_in_all_threads_and_left_as_they_were() -> None:
+    model = tiny_llama(attention_dropout=0.5)
+    made = decoder(model, compile=False)
+    wanted = [ids(made, prompt) for prompt in PROMPTS]
+    model.train()
+    model.model.layers[0].eval()
+    flags = [module.training for module in model.modules()]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda prompt: ids(made, prompt), PROMPTS * 6)) == wanted * 6
+    assert [module.training for module in model.modules()] == flags
+
+
+# ---- kinds of models ----
+
+
+def test_windows_and_sixteen_bits_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask for each kind of layer, in bfloat16."""
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
+    model = build("gemma3_text", torch.bfloat16)
+    made = SpeculativeDecoder(model, None, ["ngram"], TREE, compile=True)
+    assert made.passes == "passes: compiled"
+    listed = packages.packages()
+    assert [row["layers"] for row in listed] == [2]
+
+
+def test_what_does_not_export_runs_plain_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
+    model = float_llama()
+    layer = type("Branching", (type(model.model.layers[0].mlp),), {})
+    layer.forward = lambda self, x: x if x.sum() > 0 else -x
+    model.model.layers[0].mlp.__class__ = layer
+    made = decoder(model, compile=True)
+    assert "cannot be compiled" in made.passes
+    assert ids(made) == ids(decoder(model, compile=False))
+    flexible = build("llama", attention="flex_attention")
+    assert "flex attention" in SpeculativeDecoder(flexible, None, ["ngram"], TREE, compile=True).passes
+
+
+def test_the_command_lists_uses_and_removes(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(cache, tmp_path / "cache")
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path / "cache"))
+    model = float_llama()
+    model.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    run = CliRunner()
+    options = ["compile", "--target", str(tmp_path / "model"), "--draft", "ngram", "--dtype", "float32", "--json"]
+    made = run.invoke(app, options)
+    assert made.exit_code == 0, made.output
+    names = {
+        row["package"].split("-")[0] for row in json.loads(run.invoke(app, ["compile", "--list", "--json"]).stdout)
+    }
+    assert names == {"FeatureHead", "LlamaForCausalLM"}
+    assert run.invoke(app, ["compile", "--remove"]).exit_code == 0
+    assert packages.packages() == []
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    failed = run.invoke(app, options)
+    assert isinstance(failed.exception, NotCompiled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXACT)
+def test_every_family_computes_the_same_compiled(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
+    model = TreeModel(build(name))
+    reason = packages.attach(model, (0, 2), True)
+    assert model.compiled is not None, reason
+    with resumed(model):
+        assert check(model, model.compiled, range(1, 20)) < 1e-4
+
+
+def test_ids_beyond_the_vocabulary_never_reach_compiled_code() -> None:
+    with pytest.raises(InputError):
+        decoder(float_llama()).generate([VOCAB + 1], **GREEDY)
