@@ -17,7 +17,7 @@ from copy import deepcopy
 from operator import attrgetter
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,17 +26,18 @@ from specinfer.attention import exported
 from specinfer.attention.cache import TreeCache
 from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees
 from specinfer.attention.linear import free_bytes, pack, packable, teach_compiler
+from specinfer.attention.model import TreeModel, TreeSession
 from specinfer.errors import NotCompiled
 from specinfer.tree import Draw, TokenTree
-
-if TYPE_CHECKING:
-    from specinfer.attention.model import TreeModel
 
 # Largest error of a node's logits, root mean square over that of the logits, that rounding explains; a wrong mask,
 # position or weight costs 1e-2 to 1.
 ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+SAMPLED = 32  # entries of a weight that are looked at before every call
 SPARE = 1.2  # free memory that packing asks for, in bytes per byte of weights
 RECORDERS = "transformers.utils.output_capturing"  # their hooks stay once hidden states were asked for, and sleep
+PASSING = {"training", "architectures", "dtype", "transformers_version", "name_or_path", "_name_or_path"}
+PASSING |= {"_commit_hash", "_output_capturing_hooks_installed"}  # settings that decide nothing, or are looked at apart
 OPTIONS = {"cpp.dynamic_threads": True, "aot_inductor.precompile_headers": False}
 RECORD = "package.json"
 USUAL = {"input_ids", "position_ids", "attention_mask", "logits_to_keep", "slots"}
@@ -72,6 +73,8 @@ def altered(model: nn.Module) -> str:
         for own, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
                 return f"{name}.{own} is a {type(tensor).__name__}"
+            if tensor is not None and tensor.is_inference():
+                return f"{name}.{own} is an inference tensor, whose changes cannot be seen"
     return ""
 
 
@@ -99,9 +102,8 @@ class Watch:
 
 
 def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plain values: flags, sizes, names; not where a model was loaded from, or what transformers notes."""
-    passing = ("training", "name_or_path", "_name_or_path", "_output_capturing_hooks_installed")
-    return {name: value for name, value in values.items() if name not in passing and _is_plain(value)}
+    """Return the plain values that a forward may read: flags, sizes, names."""
+    return {name: value for name, value in values.items() if name not in PASSING and _is_plain(value)}
 
 
 def _is_plain(value: Any) -> bool:
@@ -126,7 +128,7 @@ class CompiledPass:
         NotCompiled: the package is damaged.
     """
 
-    def __init__(self, model: "TreeModel", folder: Path) -> None:
+    def __init__(self, model: TreeModel, folder: Path) -> None:
         self.network = model.model
         try:
             self.record = json.loads((folder / RECORD).read_text())
@@ -138,7 +140,9 @@ class CompiledPass:
         self.kinds = sorted(model.spec.windows)
         self.lock = Lock()
         self.watch = Watch(self.network)
-        self.stamps: list[tuple[int, int]] = []
+        self.stamps: list[tuple[int, int]] = []  # of the weights as they were packed ...
+        self.samples: list[Tensor] = []  # ... some entries of each, views ...
+        self.sketch = torch.empty(0)  # ... and what those were
         self.packed: dict[tuple[str, ...], Tensor] = {}
 
     def refresh(self) -> str:
@@ -156,7 +160,7 @@ class CompiledPass:
         names = sorted({name for source in sources for name in source.names})
         found = {name: attrgetter(name)(self.network).detach() for name in names}
         stamps = [_stamp(attrgetter(name)(self.network)) for name in names]
-        if stamps == self.stamps:
+        if stamps == self.stamps and torch.equal(_joined(self.samples), self.sketch):
             return ""
         wanted = {source.names for source in sources if source.kind == "packed"}
         needed = SPARE * sum(found[name].nbytes for name in {name for own in wanted for name in own})
@@ -166,7 +170,9 @@ class CompiledPass:
         self.packed = {own: pack([found[name] for name in own]) for own in wanted}
         for runner in self.runners.values():
             runner.own = [self._input(source, found) for source in runner.sources]
-        self.stamps = stamps
+        flat = [own.view(-1) for own in found.values() if own.is_contiguous()]
+        self.samples = [own[:: len(own) // SAMPLED + 1] for own in flat]
+        self.stamps, self.sketch = stamps, _joined(self.samples)
         return ""
 
     def _input(self, source: exported.Source, found: Mapping[str, Tensor]) -> Tensor:
@@ -226,14 +232,18 @@ def extra_names(inputs: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _stamp(weight: Tensor) -> tuple[int, int]:
-    """Return what changes when a weight is replaced or written in place."""
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+    """Return what changes when a weight is replaced, or written in place but through ``.data``."""
+    return weight.data_ptr(), weight._version
+
+
+def _joined(samples: Sequence[Tensor]) -> Tensor:
+    return torch.cat([sample.float() for sample in samples]) if samples else torch.empty(0)
 
 
 # ---- making a package ----
 
 
-def make(model: "TreeModel", taps: Sequence[int], folder: Path) -> None:
+def make(model: TreeModel, taps: Sequence[int], folder: Path) -> None:
     """Export and compile a model's passes into a folder that is there.
 
     Args:
@@ -281,7 +291,7 @@ def _compile(graph: torch.fx.GraphModule, path: Path) -> None:
         package_aoti(str(path), files)
 
 
-def _layers(model: "TreeModel") -> list[list[int]]:
+def _layers(model: TreeModel) -> list[list[int]]:
     """Return heads and dimension of each cached layer's keys and values, as a plain pass writes them."""
     session = model.session(rows=1, capacity=4)
     extra = {name: torch.zeros(1, 1, *shape) for name, shape in variants_of(model.model)[0].items()}
@@ -292,7 +302,7 @@ def _layers(model: "TreeModel") -> list[list[int]]:
     ]
 
 
-def _example(model: "TreeModel", layers: Sequence[Sequence[int]], extra: Mapping[str, tuple[int, ...]]) -> Any:
+def _example(model: TreeModel, layers: Sequence[Sequence[int]], extra: Mapping[str, tuple[int, ...]]) -> Any:
     """Return tensors of a pass, no two sizes alike: two rows, six nodes, 40 columns of 96 slots, logits of three."""
     rows, nodes, extent, slots, kept = 2, 6, 40, 96, 3
     numbers: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
@@ -314,7 +324,7 @@ def _example(model: "TreeModel", layers: Sequence[Sequence[int]], extra: Mapping
 # ---- is it right? ----
 
 
-def check(model: "TreeModel", own: CompiledPass, widths: Sequence[int] = ()) -> float:
+def check(model: TreeModel, own: CompiledPass, widths: Sequence[int] = ()) -> float:
     """Compare compiled passes with plain ones: prompts, trees, chains of some widths, over what each left in its cache.
 
     Returns:
@@ -333,26 +343,32 @@ def check(model: "TreeModel", own: CompiledPass, widths: Sequence[int] = ()) -> 
 
 
 @torch.inference_mode()
-def _difference(model: "TreeModel", own: CompiledPass, extra: Mapping[str, Any], widths: Sequence[int]) -> float:
-    chance = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.vocab_size, (2, 20 + sum(widths)), generator=chance).tolist()
-    trees = [_branching(row[12:18]) for row in ids]
-    layouts = [lay_out_chains([ids[0][:12], ids[1][:9]], model.device), lay_out_trees(trees, model.device)]
-    kept: list[Sequence[Sequence[int]]] = [[range(12), range(9)], [(0, 1, 4)] * 2, *([()] * 2 for _ in widths)]
-    layouts += [lay_out_chains([row[:width] for row in ids], model.device) for width in widths]
-    both = [model.session(2, 20 + max(widths, default=6), taps=own.taps, compiled=c) for c in (None, own)]
+def _difference(model: TreeModel, own: CompiledPass, extra: Mapping[str, Any], widths: Sequence[int]) -> float:
+    """Compare two rows: one token, a prompt, a tree; then one of them: a tree, and chains."""
+    chance, device = torch.Generator().manual_seed(0), model.device
+    ids = torch.randint(model.vocab_size, (2, 24 + max(widths, default=0)), generator=chance).tolist()
+    trees = [_branching(row[12:18]) for row in (*ids, ids[0][6:])]
+    steps: list[tuple[Layout, Sequence[Sequence[int] | None]]] = [
+        (lay_out_chains([row[:1] for row in ids], device), [(0,), (0,)]),
+        (lay_out_chains([ids[0][1:12], ids[1][1:9]], device), [range(11), range(8)]),
+        (lay_out_trees(trees[:2], device), [(0, 1, 4), None]),
+        (lay_out_trees(trees[2:], device), [(0, 3)]),
+        *((lay_out_chains([ids[0][:width]], device), [()]) for width in widths),
+    ]
+    caches = (TreeCache(2, 24 + max(widths, default=0), alike=model.alike) for _ in range(2))
+    both = [TreeSession(model, cache, own.taps, each) for cache, each in zip(caches, (None, own), strict=True)]
     worst = 0.0
-    for layout, paths in zip(layouts, kept, strict=True):
+    for layout, paths in steps:
         given = {name: _noise(layout, shape, model, chance) for name, shape in extra.items()}
         results = [session.append(layout, None, **given) for session in both]
-        states = [torch.cat(session.tapped, 1) for session in both if session.tapped]
-        worst = max(worst, _error(*results), _error(*(s.flatten(2) for s in states)) if states else 0.0)
+        states = [torch.cat(session.tapped, 1).flatten(2) for session in both if session.tapped]
+        worst = max(worst, _error(*results), _error(*states) if states else 0.0)
         for session in both:
             session.commit(paths)
     return worst
 
 
-def _noise(layout: Layout, shape: Sequence[int], model: "TreeModel", chance: torch.Generator) -> Tensor:
+def _noise(layout: Layout, shape: Sequence[int], model: TreeModel, chance: torch.Generator) -> Tensor:
     return torch.randn(*layout.tokens.shape, *shape, generator=chance).to(model.device, model.dtype)
 
 

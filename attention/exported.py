@@ -12,6 +12,7 @@ and columns whose logits are wanted may all vary.  Three things are changed in i
 """
 
 import operator
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,9 @@ from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import Cache
 
 aten = torch.ops.aten
+EXPECTED = re.compile(
+    r"expression (Eq\(s\d+, s\d+\)|Ne\(s\d+, 1\)|s\d+ <= s\d+) "
+)  # sizes alike, not one, slots enough
 LARGEST = 1 << 16  # elements of a tensor that a graph may hold itself: a constant of the code, not a weight
 
 
@@ -182,8 +186,14 @@ def _one_is_a_size_like_others() -> Any:
 
 
 def _drop_checks(graph: fx.Graph) -> None:
-    """Erase what export left to be checked at run time: the engine makes the tensors."""
+    """Erase what export left to be checked at run time: what all passes are, or compared with one node and one row.
+
+    Raises:
+        ValueError: something else, so that the graph would hold for some sizes only.
+    """
     for node in reversed(graph.nodes):
+        if node.target is aten._assert_scalar.default and not EXPECTED.search(str(node.args[1])):
+            raise ValueError(f"the graph would hold for some sizes only: {node.args[1]}")
         if node.target in (aten._assert_scalar.default, aten._assert_tensor_metadata.default):
             graph.erase_node(node)
     graph.eliminate_dead_code()

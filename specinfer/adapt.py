@@ -243,29 +243,19 @@ class Auto:
             seconds: of the whole step, drafts included.
         """
         with self.lock:
-            self._observe(trees, paths, tokens, proposing, seconds)
-
-    def _observe(
-        self,
-        trees: Sequence[TokenTree],
-        paths: Sequence[Sequence[int]],
-        tokens: Sequence[Sequence[int]],
-        proposing: Sequence[float],
-        seconds: float,
-    ) -> None:
-        self.counts.steps += 1
-        rows, nodes = len(trees), max(tree.num_drafted for tree in trees)
-        if rows * (nodes + 1) in self.met:  # kernels are slow the first time they meet a size
-            self._time(rows, nodes, sum(map(len, tokens)), proposing, seconds)
-        self.met.add(rows * (nodes + 1))
-        self.habits.observe(self.grown, tokens)
-        asked = sum(1 << draft for draft, spent in enumerate(proposing) if spent and self.asked >> draft & 1)
-        if not self.explores:
-            self._credit(trees, paths, asked)
-        self.levels.clear()
-        self.grown = ()
-        self.warm = asked
-        self.asked = self._choose(asked, rows)
+            self.counts.steps += 1
+            rows, nodes = len(trees), max(tree.num_drafted for tree in trees)
+            if rows * (nodes + 1) in self.met:  # kernels are slow the first time they meet a size
+                self._time(rows, nodes, sum(map(len, tokens)), proposing, seconds)
+            self.met.add(rows * (nodes + 1))
+            self.habits.observe(self.grown, tokens)
+            asked = sum(1 << draft for draft, spent in enumerate(proposing) if spent and self.asked >> draft & 1)
+            if not self.explores:
+                self._credit(trees, paths, asked)
+            self.levels.clear()
+            self.grown = ()
+            self.warm = asked
+            self.asked = self._choose(asked, rows)
 
     def _time(self, rows: int, nodes: int, tokens: int, proposing: Sequence[float], seconds: float) -> None:
         pace = self.paces[rows]

@@ -112,11 +112,15 @@ def test_replayed_texts_are_the_texts(replaying, target, near, tree, options):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.8, "seed": 3}], ids=str)
-def test_graphs_on_a_gpu_write_the_same_texts(target, near, tree, options):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_graphs_on_a_gpu_write_the_same_texts(target, near, tree, options, compiled, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
     models = [copy.deepcopy(model).to("cuda") for model in (target, near)]
     texts = []
     for replay in (False, True):
-        decoder = SpeculativeDecoder(models[0], drafts=[models[1]], tree=tree, graphs=replay)
+        options_of = {"graphs": replay, "compile": replay and compiled}
+        decoder = SpeculativeDecoder(models[0], drafts=[models[1]], tree=tree, **options_of)
+        assert (decoder.passes == "passes: compiled") == options_of["compile"], decoder.passes
         texts.append([result.token_ids for result in decoder.generate(PROMPTS, max_new_tokens=NEW, **options)])
     assert texts[0] == texts[1]
 
