@@ -116,6 +116,8 @@ class TreeModel:
             compiled: runs the passes in the model's place; the model's own, if they are ready, when None.
         """
         compiled = compiled or self.current
+        if compiled is not None and not set(taps) <= set(compiled.taps):
+            compiled = None  # it hands out others
         return TreeSession(self, TreeCache(rows, capacity, max_capacity, self.alike, fixed=graphs), taps, compiled)
 
     @property

@@ -115,6 +115,16 @@ def test_caches_grow_under_compiled_passes() -> None:
     sessions[1].cache.check_integrity()
 
 
+def test_sessions_that_want_other_hidden_states_run_plain() -> None:
+    made, own = compiled(float_llama())
+    assert made.target.session(1, 8, taps=own.taps[:1]).compiled is own
+    other = made.target.session(1, 8, taps=(1,))
+    assert 1 not in own.taps
+    with resumed(made.target):
+        other.prefill([[1, 2, 3]])
+    assert other.compiled is None
+
+
 def test_compiled_passes_are_what_graphs_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over places that stay the same, and slots that are told by a tensor; here by running them again."""
     monkeypatch.setattr("specinfer.attention.graphs.CudaCapture", lambda: lambda run, places: lambda: run(places))
