@@ -333,9 +333,10 @@ def check(model: TreeModel, own: CompiledPass, widths: Sequence[int] = ()) -> fl
     Raises:
         NotCompiled: more than rounding explains.
     """
-    worst = 0.0
-    for extra in variants_of(model.model):
-        worst = max(worst, _difference(model, own, extra, widths))
+    try:
+        worst = max(_difference(model, own, extra, widths) for extra in variants_of(model.model))
+    except RuntimeError as error:
+        raise NotCompiled(f"compiled passes of {model.name} fail: {_line(error)}") from error
     limit = ROUNDING.get(model.dtype, 1e-4)
     if not worst <= limit:
         raise NotCompiled(f"compiled passes of {model.name} are off by {worst:.1e} where rounding explains {limit:.0e}")

@@ -68,10 +68,9 @@ def teach_compiler() -> None:
         if states.get_dtype() == torch.float32:
             flat = ir.ExternKernel.require_contiguous(flat)
             made = mkldnn_ir.MKLPackedLinear.create(flat, packed, like, bias, flat.get_size()[0])
-            made = ir.TensorBox.create(made)
         else:
             made = mkldnn_ir.LinearUnary.create(flat, packed, bias, "none", [], "")
-        return view(made, [*before, like.get_size()[0]])
+        return view(ir.TensorBox.create(made), [*before, like.get_size()[0]])
 
 
 def free_bytes() -> float:

@@ -60,7 +60,7 @@ def attach(model: TreeModel, taps: Sequence[int], mode: bool | str) -> str:
         return "not compiled, as asked"
     with _lock, resumed(model):
         try:
-            model.compiled = _usable(model, taps) or (_made(model, taps) if mode is True else None)
+            model.compiled = _made(model, taps) if mode is True else _usable(model, taps)
             return "" if model.compiled else _advice()
         except NotCompiled as error:
             return str(error)
@@ -95,11 +95,11 @@ def package_of(model: TreeModel) -> Path:
     return packages_folder() / f"{model.name}-{digest[:16]}"
 
 
-def _usable(model: TreeModel, taps: Sequence[int]) -> CompiledPass | None:
-    """Return the package's passes, if there is one, it hands out the taps, and it computes what the model does.
+def _usable(model: TreeModel, taps: Sequence[int], anew: bool = False) -> CompiledPass | None:
+    """Return the package's passes, None if there is none, or a damaged one that will be made anew.
 
     Raises:
-        NotCompiled: there is one, but it is damaged or wrong.
+        NotCompiled: there is one, but it is damaged, wrong, or hands out other hidden states.
     """
     own = _loaded.get(id(model.model))
     if own is not None and own.network is model.model and set(taps) <= set(own.taps) and not own.refresh():
@@ -107,44 +107,50 @@ def _usable(model: TreeModel, taps: Sequence[int]) -> CompiledPass | None:
     folder = package_of(model)
     if not (folder / RECORD).is_file():
         return None
-    own = CompiledPass(model, folder)
-    if not set(taps) <= set(own.taps):
-        return None
+    try:
+        own = CompiledPass(model, folder)
+        if not set(taps) <= set(own.taps):
+            raise NotCompiled("compiled for other drafts: run `specinfer compile` with these, too")
+    except NotCompiled:
+        if anew:
+            return None
+        raise
+    _compared(model, own, ())
+    return own
+
+
+def _compared(model: TreeModel, own: CompiledPass, widths: Sequence[int]) -> float:
+    """Let passes be used for a model, if they compute what it does; return the largest error."""
     if reason := own.refresh():
         raise NotCompiled(reason)
-    check(model, own)
+    error = check(model, own, widths)
     _loaded[id(model.model)] = own
-    return own
+    return error
 
 
 def _made(model: TreeModel, taps: Sequence[int]) -> CompiledPass:
     """Make a package, compare it with the plain model, and put it where it will be found."""
     from filelock import FileLock
 
-    if missing := missing_compiler():
-        raise NotCompiled(missing)
     folder = package_of(model)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):
-            if (own := _usable(model, taps)) is not None:  # another process was faster
+            if (own := _usable(model, taps, anew=True)) is not None:  # another process was faster
                 return own
+            if missing := missing_compiler():
+                raise NotCompiled(missing)
             _tell(f"compiling the passes of {model.name}: minutes, once")
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as making:
                 whole = Path(making) / folder.name
                 whole.mkdir()
                 make(model, sorted({*taps, *_earlier_taps(folder)}), whole)
                 own = CompiledPass(model, whole)
-                if reason := own.refresh():
-                    raise NotCompiled(reason)
-                error = check(model, own, WIDTHS)
-                _tell(f"compiled; largest error against the plain model {error:.1e}")
+                _tell(f"compiled; largest error against the plain model {_compared(model, own, WIDTHS):.1e}")
                 shutil.rmtree(folder, ignore_errors=True)
-                with storing(folder):
-                    whole.rename(folder)
+                whole.rename(folder)
     except OSError as error:
         raise NotCompiled(f"packages cannot be kept in {folder.parent} ({error.strerror or error})") from error
-    _loaded[id(model.model)] = own
     return own
 
 
