@@ -26,7 +26,7 @@ aten = torch.ops.aten
 EXPECTED = re.compile(
     r"expression (Eq\(s\d+, s\d+\)|Ne\(s\d+, 1\)|s\d+ <= s\d+) "
 )  # sizes alike, not one, slots enough
-LARGEST = 1 << 16  # elements of a tensor that a graph may hold itself: a constant of the code, not a weight
+LARGEST = 1 << 16  # whole numbers that a graph may hold itself: constants of the code, not weights
 
 
 class Source(NamedTuple):
@@ -284,8 +284,8 @@ class _Inputs:
             if name is not None:
                 node.replace_all_uses_with(self.input(Source("weight", (name,), tuple(held.shape)), held.dtype))
                 self.graph.erase_node(node)
-            elif held.numel() > LARGEST:
-                raise ValueError(f"the graph would hold {tuple(held.shape)} numbers that are no weight of the model")
+            elif held.numel() > (1 if held.is_floating_point() else LARGEST):
+                raise ValueError(f"the graph would hold {tuple(held.shape)} numbers that are no parameter or buffer")
         return tuple(self.sources)
 
     def join(self, states: fx.Node, biased: bool, group: Sequence[fx.Node]) -> None:

@@ -105,7 +105,6 @@ class TreeModel:
         max_capacity: int | None = None,
         taps: Sequence[int] = (),
         graphs: bool = False,
-        compiled: "CompiledPass | None" = None,
     ) -> "TreeSession":
         """Open a batch of ``rows`` empty sequences with a cache of ``capacity`` slots each.
 
@@ -113,17 +112,11 @@ class TreeModel:
             rows, capacity, max_capacity: as `TreeCache`.
             taps: the hidden states to hand out on commit: 0 = embeddings, i = after layer i, as transformers counts.
             graphs: replay passes over a few tokens as CUDA graphs.
-            compiled: runs the passes in the model's place; the model's own, if they are ready, when None.
         """
-        compiled = compiled or self.current
+        compiled = None if self.plain else self.compiled
         if compiled is not None and not set(taps) <= set(compiled.taps):
             compiled = None  # it hands out others
         return TreeSession(self, TreeCache(rows, capacity, max_capacity, self.alike, fixed=graphs), taps, compiled)
-
-    @property
-    def current(self) -> "CompiledPass | None":
-        """What runs passes in the model's place, if it was ready when it was looked at last (`ready`)."""
-        return None if self.plain else self.compiled
 
     def ready(self) -> None:
         """Look whether compiled passes still are the model's; weights that changed are packed anew."""

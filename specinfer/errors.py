@@ -10,6 +10,7 @@ This module knows names and nothing else: it imports nothing, and everything may
     ├── SamplingError          a sampling option that is unknown, contradictory or impossible on trees
     ├── ModelError             a model, draft or tokenizer that cannot be loaded or used
     │   ├── UnsupportedModel   ... because its attention cannot score a token tree
+    │   ├── NotCompiled        ... by compiled passes: the plain model runs instead, and a note says why
     │   └── TokenizerMismatch  ... because draft and target do not speak the same tokens
     ├── CacheError             the KV cache was asked for what it cannot hold
     └── NumericalError         logits that are not numbers (names the decode step)

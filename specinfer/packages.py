@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from threading import RLock
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -30,10 +30,10 @@ from specinfer.files import storing
 from specinfer.models import cache_folder
 
 FORMAT = 1  # of packages; raised when their inputs change
-WIDTHS = (1, 2, 3, 5, 8, 9, 16, 17, 24, 33, 64, 65, 130)  # nodes of the passes that a new package is compared in
+WIDTHS = (1, 2, 3, 5, 8, 9, 16, 17, 24, 33, 64, 65, 130, 512)  # nodes of the passes that a new package is compared in
 MODES = ("auto", True, False)
 
-_loaded: WeakValueDictionary[int, CompiledPass] = WeakValueDictionary()  # by network: packed weights are had once
+_loaded: WeakKeyDictionary[Any, CompiledPass] = WeakKeyDictionary()  # by network: packed weights are had once
 _lock = RLock()
 
 
@@ -60,10 +60,12 @@ def attach(model: TreeModel, taps: Sequence[int], mode: bool | str) -> str:
         return "not compiled, as asked"
     with _lock, resumed(model):
         try:
-            model.compiled = _made(model, taps) if mode is True else _usable(model, taps)
+            model.compiled = _usable(model, taps, anew=mode is True) or (_made(model, taps) if mode is True else None)
             return "" if model.compiled else _advice()
         except NotCompiled as error:
             return str(error)
+        except (OSError, RuntimeError) as error:  # a folder of somebody else's, no home
+            return f"packages cannot be looked for ({error})"
 
 
 def packages() -> list[dict[str, Any]]:
@@ -96,13 +98,13 @@ def package_of(model: TreeModel) -> Path:
 
 
 def _usable(model: TreeModel, taps: Sequence[int], anew: bool = False) -> CompiledPass | None:
-    """Return the package's passes, None if there is none, or a damaged one that will be made anew.
+    """Return the package's passes, None if there is none, or a damaged or wrong one that will be made anew.
 
     Raises:
-        NotCompiled: there is one, but it is damaged, wrong, or hands out other hidden states.
+        NotCompiled: there is one, but it is damaged, wrong, or hands out other hidden states; or the model is patched.
     """
-    own = _loaded.get(id(model.model))
-    if own is not None and own.network is model.model and set(taps) <= set(own.taps) and not own.refresh():
+    own = _loaded.get(model.model)
+    if own is not None and set(taps) <= set(own.taps) and not own.refresh():
         return own
     folder = package_of(model)
     if not (folder / RECORD).is_file():
@@ -111,46 +113,44 @@ def _usable(model: TreeModel, taps: Sequence[int], anew: bool = False) -> Compil
         own = CompiledPass(model, folder)
         if not set(taps) <= set(own.taps):
             raise NotCompiled("compiled for other drafts: run `specinfer compile` with these, too")
+        if not (reason := own.refresh()):
+            check(model, own)
     except NotCompiled:
         if anew:
             return None
         raise
-    _compared(model, own, ())
-    return own
-
-
-def _compared(model: TreeModel, own: CompiledPass, widths: Sequence[int]) -> float:
-    """Let passes be used for a model, if they compute what it does; return the largest error."""
-    if reason := own.refresh():
+    if reason:
         raise NotCompiled(reason)
-    error = check(model, own, widths)
-    _loaded[id(model.model)] = own
-    return error
+    _loaded[model.model] = own
+    return own
 
 
 def _made(model: TreeModel, taps: Sequence[int]) -> CompiledPass:
     """Make a package, compare it with the plain model, and put it where it will be found."""
     from filelock import FileLock
 
+    if missing := missing_compiler():
+        raise NotCompiled(missing)
     folder = package_of(model)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):
             if (own := _usable(model, taps, anew=True)) is not None:  # another process was faster
                 return own
-            if missing := missing_compiler():
-                raise NotCompiled(missing)
             _tell(f"compiling the passes of {model.name}: minutes, once")
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as making:
                 whole = Path(making) / folder.name
                 whole.mkdir()
                 make(model, sorted({*taps, *_earlier_taps(folder)}), whole)
                 own = CompiledPass(model, whole)
-                _tell(f"compiled; largest error against the plain model {_compared(model, own, WIDTHS):.1e}")
+                if reason := own.refresh():
+                    raise NotCompiled(reason)
+                _tell(f"compiled; largest error against the plain model {check(model, own, WIDTHS):.1e}")
                 shutil.rmtree(folder, ignore_errors=True)
                 whole.rename(folder)
     except OSError as error:
         raise NotCompiled(f"packages cannot be kept in {folder.parent} ({error.strerror or error})") from error
+    _loaded[model.model] = own
     return own
 
 

@@ -55,7 +55,7 @@ class Run:
 
     def __init__(self, decoder: "SpeculativeDecoder", rows: Sequence[Row], single: bool) -> None:
         self.decoder, self.rows, self.single = decoder, list(rows), single
-        self.policy = decoder.policy
+        self.policy, self.passes = decoder.policy, ""  # how passes run, in words
         self.seconds = Seconds()
         self.drafting = [(0, 0.0)] * len(decoder.drafts)  # passes of each draft, and seconds in its proposals
         self.steps: dict[int, list[Step]] = {row.index: [] for row in self.rows}
@@ -98,6 +98,7 @@ class Run:
         models = self.decoder.networks
         with running(*models):  # only while passes run: between steps the models are as they were
             target, drafts = self.open_sessions()
+            self.passes = self.decoder.passes
         self._clock(started, target, drafts)
         steps = decode(target, drafts, self.policy, self.decoder.verifier, self.rows)
         while True:
@@ -182,7 +183,7 @@ class Run:
             draft_passes=sum(passes for passes, _ in self.drafting),
             acceptance_by_depth=acceptance_by_depth(steps),
             seconds=self.seconds,
-            notes=(*self.decoder.notes, self.decoder.passes, *self._adapted(choices)),
+            notes=(*self.decoder.notes, *filter(None, [self.passes]), *self._adapted(choices)),
             choices=choices,
             drafts=tuple(
                 contribution(steps, number, draft.name, *spent)

@@ -121,7 +121,7 @@ def test_sharpness_is_kept_and_checked(target, tmp_path):
 
 
 def test_a_head_bound_again_is_the_same_module_with_new_weights(target):
-    """Packed layers are found by module: a new one would stay unpacked, and the old one's copy alive."""
+    """Compiled passes are the head's while its modules are; weights may be replaced."""
     draft = draft_for(target)
     draft.attach(TreeModel(target), byte_tokenizer())
     output, rows = draft.head.output, draft.head.output.weight
