@@ -24,7 +24,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from specinfer.attention import TreeModel, resumed
-from specinfer.attention.compiled import OPTIONS, RECORD, CompiledPass, architecture, check, make
+from specinfer.attention.compiled import OPTIONS, RECORD, CompiledPass, check, make
+from specinfer.attention.watch import architecture
 from specinfer.errors import InputError, NotCompiled
 from specinfer.files import storing
 from specinfer.models import cache_folder

@@ -30,8 +30,9 @@ from typer.testing import CliRunner
 import specinfer.packages as packages
 from specinfer import BestFirst, Chain, SpeculativeDecoder
 from specinfer.attention import TreeCache, TreeModel, TreeSession, resumed
-from specinfer.attention.compiled import RECORD, CompiledPass, architecture, check
+from specinfer.attention.compiled import RECORD, CompiledPass, check
 from specinfer.attention.linear import pack
+from specinfer.attention.watch import architecture
 from specinfer.cli import app
 from specinfer.errors import InputError, NotCompiled
 
