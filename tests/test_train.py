@@ -77,9 +77,7 @@ def test_training_learns_and_says_how_well(target, shards, tmp_path):
     for rates in figures["hits"]:
         assert rates == sorted(rates)
     first, last = figures["history"][0], figures["history"][-1]
-    assert (
-        last["loss"] < 0.8 * first["loss"]
-    )  # 80 held-out tokens of a random model do not tell from chance on every CPU
+    assert last["loss"] < 0.8 * first["loss"]  # 80 held-out tokens tell little from chance
     assert 0 < figures["coverage"] <= 1
     draft = FeatureDraft.load(tmp_path / "1")
     assert len(draft.head.token_ids) == SETTINGS.vocabulary
