@@ -13,7 +13,6 @@ import hashlib
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -95,11 +94,13 @@ class CompiledPass:
     def _bind(self) -> str:
         """Give the runners the model's weights as they are now."""
         sources = {source for runner in self.runners.values() for source in runner.sources}
+        own_weights = self.network.named_parameters(remove_duplicate=False)
+        weights = {**dict(own_weights), **dict(self.network.named_buffers(remove_duplicate=False))}
         names = sorted({name for source in sources for name in source.names})
-        found = {name: attrgetter(name)(self.network).detach() for name in names}
-        stamps = [_stamp(attrgetter(name)(self.network)) for name in names]
+        stamps = [_stamp(weights[name]) for name in names]
         if stamps == self.stamps and torch.equal(_joined(self.samples), self.sketch):
             return ""
+        found = {name: weights[name].detach() for name in names}
         wanted = {source.names for source in sources if source.kind == "packed"}
         needed = SPARE * sum(found[name].nbytes for name in {name for own in wanted for name in own})
         if needed > free_bytes():
