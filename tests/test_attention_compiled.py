@@ -465,12 +465,18 @@ def test_the_command_lists_uses_and_removes(cache: Path, tmp_path: Path, monkeyp
     assert isinstance(failed.exception, NotCompiled)
 
 
+SOME_SIZES = ("deepseek_v3", "gptj")  # their graphs tell sizes apart that may be equal: they run plain
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 def test_every_family_computes_the_same_compiled(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
     model = TreeModel(build(name))
     reason = packages.attach(model, (0, 2), True)
+    if name in SOME_SIZES:
+        assert "would hold for some sizes only" in reason
+        return
     assert model.compiled is not None, reason
     with resumed(model):
         assert check(model, model.compiled, range(1, 20)) < 1e-4
