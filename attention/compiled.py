@@ -58,11 +58,11 @@ class CompiledPass:
     def __init__(self, model: TreeModel, folder: Path) -> None:
         self._network = ref(model.model)
         try:
-            self.record = json.loads((folder / RECORD).read_text())
-            self.taps: list[int] = self.record["taps"]
-            self.layers: list[list[int]] = self.record["layers"]  # heads and dimension of keys, then of values
+            record = json.loads((folder / RECORD).read_text())
+            self.taps: list[int] = record["taps"]
+            self.layers: list[list[int]] = record["layers"]  # heads and dimension of keys, then of values
             self.runners = {
-                tuple(own["extra"]): _Runner(folder / own["file"], own, model.device) for own in self.record["variants"]
+                tuple(own["extra"]): _Runner(folder / own["file"], own, model.device) for own in record["variants"]
             }
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise NotCompiled(f"the package in {folder} is damaged ({_line(error)})") from error

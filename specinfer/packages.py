@@ -170,7 +170,7 @@ def _earlier_taps(folder: Path) -> list[int]:
 def _advice() -> str:
     if missing := missing_compiler():
         return missing
-    return "not compiled yet: `specinfer compile` does it in minutes, once; passes then take half as long on many CPUs"
+    return "not compiled yet: `specinfer compile` does it in minutes, once, and passes get faster"
 
 
 def missing_compiler() -> str:
