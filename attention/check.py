@@ -18,8 +18,8 @@ from specinfer.tree import Draw, TokenTree
 # Largest error, relative to the spread of the logits, that rounding explains.  A wrong mask, position or window
 # costs 1e-2 to 1 on random weights; reading a window or ALiBi bias from the config covers what 16 bits would hide.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 2e-1, torch.float16: 5e-2}
-TREE_PARENTS = (-1, -1, 0, 1, 3)  # with the root: six nodes, the second branch deeper than the first
-CHAIN_PARENTS = (-1, 0, 1, 2, 3)
+TREE_PARENTS = (0, 0, 1, 2, 4)  # with the root: six nodes, the second branch deeper than the first
+CHAIN_PARENTS = (0, 1, 2, 3, 4)
 PREFIX = 12
 
 

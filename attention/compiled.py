@@ -329,7 +329,7 @@ def _branching(tokens: Sequence[int]) -> TokenTree:
     first, *others = tokens
     others[2] = others[2] if others[2] != others[0] else (others[0] + 1) % 2  # siblings differ
     draws = [[Draw(0, place)] for place in (0, 0, 1, 0, 0)]
-    return TokenTree.from_nodes(first, others, (-1, 0, -1, 2, 3), [-1.0, -2.0, -3.0, -4.0, -5.0], draws)
+    return TokenTree.from_nodes(first, others, (0, 1, 0, 3, 4), [-1.0, -2.0, -3.0, -4.0, -5.0], draws)
 
 
 def _line(error: BaseException) -> str:

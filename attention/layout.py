@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specinfer.tree import Frontier, TokenTree
+from specinfer.tree import Forest, Frontier, TokenTree, ancestors
 
 
 class Layout(NamedTuple):
@@ -47,15 +47,11 @@ def on_device(values: Any, device: torch.device) -> Tensor:
 
 def lay_out_trees(trees: Sequence[TokenTree], device: torch.device) -> Layout:
     """Lay out one whole tree per row, depth first, root included: T = S = the largest tree."""
-    width = max(len(tree) for tree in trees)
-    tokens = np.zeros((len(trees), width), dtype=np.int64)
-    depths = np.zeros((len(trees), width), dtype=np.int64)
-    visible = np.broadcast_to(np.eye(width, dtype=bool), (len(trees), width, width)).copy()
-    for row, tree in enumerate(trees):
-        size = len(tree)
-        tokens[row, :size] = tree.tokens
-        depths[row, :size] = tree.depths
-        visible[row, :size, :size] = tree.ancestor_mask()
+    nodes = Forest.of(trees).nodes
+    visible = ancestors(nodes)
+    tokens, depths = np.zeros((2, *visible.shape[:2]), np.int64)
+    tokens[nodes.rows, nodes.places] = nodes.tokens
+    depths[nodes.rows, nodes.places] = nodes.depths
     return Layout(*(on_device(array, device) for array in (tokens, depths, visible)))
 
 

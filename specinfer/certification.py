@@ -575,10 +575,10 @@ def mean_law_for_all_drafts(tree: TokenTree) -> TokenTree:
 
 def _with_draws(tree: TokenTree, draws: Sequence[Sequence[Draw]]) -> TokenTree:
     """Return the tree with other draws; nodes left without any are dropped with all that is below."""
-    place = {0: -1}
+    place = {0: 0}
     for node, parent in enumerate(tree.parents.tolist()):
         if draws[node] and parent in place:
-            place[node] = len(place) - 1
+            place[node] = len(place)
     nodes = list(place)[1:]
     parents = [place[parent] for parent in tree.parents[nodes].tolist()]
     own = [draws[node] for node in nodes]
@@ -591,7 +591,8 @@ def _with_draws(tree: TokenTree, draws: Sequence[Sequence[Draw]]) -> TokenTree:
 def _with_laws(tree: TokenTree, combine: Callable[[list[Probabilities]], Probabilities]) -> TokenTree:
     """Return the tree with one law under each node, kept positive so that the test can divide by it."""
     under = {node: [law for (p, _), law in sorted(tree.laws.items()) if p == node] for node, _ in tree.laws}
-    return replace(tree, laws={key: np.maximum(combine(under[key[0]]), 1e-300) for key in tree.laws})
+    laws = {key: np.maximum(combine(under[key[0]]), 1e-300) for key in tree.laws}
+    return TokenTree(tree.tokens, tree.parents, tree.scores, tree.draws, laws, tree.kind)
 
 
 def broken_pairs() -> list[Pair]:

@@ -22,7 +22,7 @@ from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level
 from specinfer.errors import NumericalError, TreeError
 from specinfer.noise import DRAFT, Coupling, key
 from specinfer.sampling import Law
-from specinfer.tree import Frontier, Policy, TokenTree, draw_candidates
+from specinfer.tree import Forest, Frontier, Policy, TokenTree, draw_candidates
 
 CANDIDATES = 128  # tokens per node that processors and noise see when a draft ranks under a law with processors
 CATCH_UP = 32  # committed tokens beyond which a draft prefills instead of feeding them with the root
@@ -48,7 +48,7 @@ class Opening:
 class Proposer(Protocol):
     """What the decode loop needs of a draft at work on one batch of rows."""
 
-    def propose(self, policy: Policy, max_depth: int) -> list[TokenTree]:
+    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow one tree per row below its last committed token, no deeper than ``max_depth``."""
 
     def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
@@ -163,13 +163,13 @@ class ModelDraftSession:
         """Wall-clock seconds in prefill passes."""
         return self.session.prefill_seconds
 
-    def propose(self, policy: Policy, max_depth: int) -> list[TokenTree]:
+    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow one tree per row below its last committed token; bare roots where the draft's context ends."""
         self.level, self.fed = None, []
         roots = [tokens[-1] for tokens in self.lacking]
         room = min(max_depth, self._room())
         if room <= 0:
-            return [TokenTree.root_only(root, policy.kind) for root in roots]
+            return Forest.bare(roots, policy.kind)
         growth = policy.grow(self, room)
         try:
             return growth.trees(roots, self.opening.draft)

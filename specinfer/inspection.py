@@ -212,7 +212,7 @@ class StepInspection(Shown):
         longer = TokenTree.from_nodes(
             int(tree.tokens[0]),
             [*tree.tokens[1:].tolist(), *left],
-            [*(tree.parents[1:] - 1).tolist(), parent - 1, *range(count, count + len(left) - 1)],
+            [*tree.parents[1:].tolist(), parent, *range(count + 1, count + len(left))],
             [*tree.scores[1:].tolist(), *[float(tree.scores[parent])] * len(left)],
             [*tree.draws[1:], *[(by_hand,)] * len(left)],
         )

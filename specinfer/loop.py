@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 
 from specinfer.attention import TreeSession
 from specinfer.draft import Proposer
+from specinfer.errors import TreeError
 from specinfer.results import Step
 from specinfer.row import Row, look
-from specinfer.tree import Policy, TokenTree, merge
+from specinfer.tree import Forest, Policy
 from specinfer.verify import Verifier
 
 
@@ -45,16 +46,21 @@ def decode(
         rows = [row for row in rows if not row.finished]
 
 
-def propose(drafts: Sequence[Proposer], policy: Policy, rows: Sequence[Row]) -> list[TokenTree]:
+def propose(drafts: Sequence[Proposer], policy: Policy, rows: Sequence[Row]) -> Forest:
     """Return one tree per row: the drafts' trees, merged, no deeper than what the row may still emit.
 
     Rows that are not confident of their last token get bare roots; drafts are not asked for those alone.
+
+    Raises:
+        TreeError: a draft's trees grow from other tokens than the rows' last ones.
     """
     depths = [row.remaining - 1 if row.confident else 0 for row in rows]
+    roots = [row.ids[-1] for row in rows]
     if drafts and policy.max_nodes and max(depths):
-        proposals = zip(*(draft.propose(policy, max(depths)) for draft in drafts), strict=True)
-        merged = [merge(own) for own in proposals]
-        trees = [tree if tree.depth <= d else tree.pruned(d) for tree, d in zip(merged, depths, strict=True)]
+        trees = Forest.merged([draft.propose(policy, max(depths)) for draft in drafts]).pruned(depths)
     else:
-        trees = [TokenTree.root_only(row.ids[-1], policy.kind) for row in rows]
-    return policy.fit(trees)
+        trees = Forest.bare(roots, policy.kind)
+    fitted = Forest.of(policy.fit(trees))
+    if fitted.roots != roots:
+        raise TreeError(f"trees with roots {fitted.roots} were drafted for rows that end in {roots}")
+    return fitted

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specinfer.draft import Opening, coupling_noise, draw_rows, keep_rows, row_generators
 from specinfer.errors import InputError
-from specinfer.tree import Frontier, Policy, TokenTree
+from specinfer.tree import Forest, Frontier, Policy, TokenTree
 
 RECENT = 32  # most occurrences of one n-gram that are looked at, the newest first
 
@@ -108,11 +108,11 @@ class NGramDraftSession:
         """The draft's id in the trees."""
         return self.opening.draft
 
-    def propose(self, policy: Policy, max_depth: int) -> list[TokenTree]:
+    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow one tree per row below its last committed token."""
         roots = [text.ids[-1] for text in self.texts]
         if not any(text.matches(()) for text in self.texts):
-            return [TokenTree.root_only(root, policy.kind) for root in roots]
+            return Forest.bare(roots, policy.kind)
         self.paths = [[] for _ in self.texts]
         return policy.grow(self, max_depth).trees(roots, self.opening.draft)
 

@@ -37,9 +37,9 @@ class Question(ABC):
         self.ask(source, max_depth)
         return Chain(0).grow(source)
 
-    def fit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+    def fit(self, trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
         """Return the trees as they are."""
-        return list(trees)
+        return trees
 
 
 class Probe:
@@ -65,7 +65,7 @@ class ProbeSession:
     def __getattr__(self, name: str) -> Any:  # the clocks: the session's own
         return getattr(self.session, name)
 
-    def propose(self, _: Policy, max_depth: int) -> list[TokenTree]:
+    def propose(self, _: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Ask; return bare roots."""
         self.question.wanted += 1
         return self.session.propose(self.question, max_depth)

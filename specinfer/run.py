@@ -33,7 +33,7 @@ class Timed:
     session: DraftSession
     proposing: float = 0.0  # seconds
 
-    def propose(self, policy: Policy, max_depth: int) -> list[TokenTree]:
+    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Propose as the session does."""
         started = perf_counter() - self.session.prefill_seconds
         try:

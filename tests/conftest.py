@@ -134,7 +134,7 @@ class ScriptedSession:
         tokens = list(self.future(row))[:depth]
         steps = range(len(tokens))
         scores, draws = [-0.1 * (i + 1) for i in steps], [[Draw(self.draft, 0)] for _ in steps]
-        return TokenTree.from_nodes(row[-1], tokens, [i - 1 for i in steps], scores, draws)
+        return TokenTree.from_nodes(row[-1], tokens, list(steps), scores, draws)
 
 
 def oracle(model: Any, wrong: bool = False, **options: Any) -> Scripted:

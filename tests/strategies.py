@@ -26,10 +26,10 @@ def node_lists(
 ) -> dict[str, Any]:
     """Arguments of `TokenTree.from_nodes`: nodes in topological order, some with the same path."""
     size = draw(st.integers(0, 12))
-    parents = [draw(st.integers(-1, i - 1)) for i in range(size)]
+    parents = [draw(st.integers(0, i)) for i in range(size)]
     scores: list[float] = []
     for parent in parents:
-        scores.append((scores[parent] if parent >= 0 else 0.0) + draw(st.floats(-4, 0)))
+        scores.append((scores[parent - 1] if parent else 0.0) + draw(st.floats(-4, 0)))
     draws = [(Draw(draw(st.sampled_from(list(drafts))), draw(st.integers(0, 2))),) for _ in range(size)]
     kind = kind or draw(st.sampled_from(list(Kind)))
     laws = {(p, d.draft): law_of(d.draft) for p, (d,) in zip(parents, draws, strict=True)}

@@ -22,10 +22,10 @@ SDPA = AttentionSpec("sdpa", {"full_attention": None})
 
 
 def random_tree(chance: random.Random, drafted: int) -> TokenTree:
-    parents = [chance.randrange(-1, node) for node in range(drafted)]
+    parents = [chance.randrange(node + 1) for node in range(drafted)]
     tokens = chance.sample(range(100), drafted)
     scores = [-float(node + 1) - chance.randrange(3) for node in range(drafted)]
-    scores = [min(score, scores[p] if p >= 0 else 0) for score, p in zip(scores, parents, strict=True)]
+    scores = [min(score, scores[p - 1] if p else 0) for score, p in zip(scores, parents, strict=True)]
     return TokenTree.from_nodes(chance.randrange(100), tokens, parents, scores, [[Draw(0, 0)]] * drafted)
 
 
@@ -83,7 +83,7 @@ def test_chains_see_what_came_before_and_padding_itself(chains: list[list[int]])
 
 def test_a_chain_is_the_tree_of_one_branch() -> None:
     chain = [7, 8, 9, 3]
-    tree = TokenTree.from_nodes(7, chain[1:], [-1, 0, 1], [-1.0, -2.0, -3.0], [[Draw(0, 0)]] * 3)
+    tree = TokenTree.from_nodes(7, chain[1:], [0, 1, 2], [-1.0, -2.0, -3.0], [[Draw(0, 0)]] * 3)
     for a, b in zip(lay_out_chains([chain], CPU), lay_out_trees([tree], CPU), strict=True):
         assert torch.equal(a, b)
 
@@ -194,7 +194,7 @@ def test_masks_of_later_levels_equal_a_decision_per_pair(
 def test_a_window_counts_positions_and_not_columns() -> None:
     # root 1, its children 2 and 3, and 4 under 3: node 4 is in the fourth column but at the third position
     draws = [[Draw(0, 0)], [Draw(0, 1)], [Draw(0, 0)]]
-    tree = TokenTree.from_nodes(1, [2, 3, 4], [-1, -1, 1], [-1.0, -2.0, -3.0], draws)
+    tree = TokenTree.from_nodes(1, [2, 3, 4], [0, 0, 2], [-1.0, -2.0, -3.0], draws)
     spec = AttentionSpec("sdpa", {"sliding_attention": 3})
     mask = attention_mask(spec, lay_out_trees([tree], CPU), [2], torch.float32)
     assert (mask[0, 0] == 0).int().tolist() == [

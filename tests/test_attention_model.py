@@ -50,7 +50,7 @@ def build(name: str, dtype: torch.dtype = torch.float64, attention: str = "sdpa"
 
 
 def random_tree(chance: random.Random, root: int, drafted: int) -> TokenTree:
-    parents = [chance.randrange(-1, node) for node in range(drafted)]
+    parents = [chance.randrange(node + 1) for node in range(drafted)]
     tokens = chance.sample(range(VOCAB), drafted)
     scores = [-float(node + 1) for node in range(drafted)]
     return TokenTree.from_nodes(root, tokens, parents, scores, [[Draw(0, 0)]] * drafted)
@@ -340,7 +340,7 @@ def test_longrope_is_exact_up_to_its_original_context_only() -> None:
     model = longrope()
     tree_model = TreeModel(model)
     assert tree_model.position_limit() == 32
-    chain = TokenTree.from_nodes(5, [6, 7], [-1, 0], [-1.0, -2.0], [[Draw(0, 0)]] * 2)
+    chain = TokenTree.from_nodes(5, [6, 7], [0, 1], [-1.0, -2.0], [[Draw(0, 0)]] * 2)
     errors = []
     for length in (29, 30):  # the chain's last token is at position 31, then at 32
         session = tree_model.session(1, capacity=48)

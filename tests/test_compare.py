@@ -177,7 +177,7 @@ def test_the_sequence_of_several_drafts_is_one_of_their_chains():
         chains = [([5, 6, 7][: len(q)], q, 0) for q in [first]] + [([8, 9, 6][: len(q)], q, 1) for q in [second]]
         return merge(
             [
-                TokenTree.from_nodes(1, tokens, range(-1, len(q) - 1), np.log(q).cumsum(), [[Draw(d, 0)] for _ in q])
+                TokenTree.from_nodes(1, tokens, range(len(q)), np.log(q).cumsum(), [[Draw(d, 0)] for _ in q])
                 for tokens, q, d in chains
             ]
         )

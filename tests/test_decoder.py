@@ -228,7 +228,7 @@ def test_merged_trees_share_one_budget(target, near, far):
 
 def test_contributions_are_counted_by_hand():
     """Trees of a chain: by draft 0, by both, by draft 1; accepted whole, in part, and cut."""
-    tree = TokenTree.from_nodes(9, [1, 2, 3], [-1, 0, 1], [-0.1, -0.2, -0.3], [[(0, 0)], [(0, 0), (1, 0)], [(1, 0)]])
+    tree = TokenTree.from_nodes(9, [1, 2, 3], [0, 1, 2], [-0.1, -0.2, -0.3], [[(0, 0)], [(0, 0), (1, 0)], [(1, 0)]])
     steps = [
         Step(tree, (1, 2, 3), (1, 2, 3, 7), ((),) * 4),
         Step(tree, (1, 2), (1, 2, 7), ((),) * 3),

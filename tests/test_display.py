@@ -130,7 +130,7 @@ def test_states_of_a_step():
     from specinfer.tree import Draw, Kind
 
     def step(kind, path):
-        nodes = [5, 6, 7], [-1, -1, 0], [-0.1, -0.2, -0.3], [[Draw(0, 0)], [Draw(0, 1)], [Draw(0, 0)]]
+        nodes = [5, 6, 7], [0, 0, 1], [-0.1, -0.2, -0.3], [[Draw(0, 0)], [Draw(0, 1)], [Draw(0, 0)]]
         tree = TokenTree.from_nodes(1, *nodes, kind=kind)
         return Step(tree, path, (*tree.tokens[list(path)].tolist(), 9), ((),))
 

@@ -60,7 +60,7 @@ class OddTokenizer:
 
 def two_drafts() -> TokenTree:
     """0 ── 1 (by 0 and 1) ── 2, 3 (by 1);  0 ── 4 ── 5 (by 0)."""
-    nodes: dict[str, Any] = {"tokens": [10, 11, 12, 13, 14], "parents": [-1, 0, 0, -1, 3]}
+    nodes: dict[str, Any] = {"tokens": [10, 11, 12, 13, 14], "parents": [0, 1, 1, 0, 4]}
     draws = [(Draw(0, 0), Draw(1, 0)), (Draw(1, 0),), (Draw(1, 1),), (Draw(0, 1),), (Draw(0, 0),)]
     return TokenTree.from_nodes(9, scores=np.log([0.6, 0.5, 0.05, 0.3, 0.2]).tolist(), draws=draws, **nodes)
 
@@ -236,7 +236,7 @@ def test_an_inspection_brings_its_tokenizer_and_names() -> None:
 
 def test_figures_grow_with_the_tree_and_text_shrinks_with_the_axes() -> None:
     wide = TokenTree.from_nodes(
-        0, list(range(63)), [-1] * 63, [-1.0 - i for i in range(63)], [(Draw(0, i),) for i in range(63)]
+        0, list(range(63)), [0] * 63, [-1.0 - i for i in range(63)], [(Draw(0, i),) for i in range(63)]
     )
     small, large = plot_tree(two_drafts()), plot_tree(wide)
     assert large.figure.get_figheight() > 4 * small.figure.get_figheight()
@@ -254,9 +254,7 @@ def test_lines_of_a_tree_keep_their_distance_over_a_long_legend() -> None:
 
 
 def test_a_long_chain_has_a_figure_that_can_be_drawn() -> None:
-    chain = TokenTree.from_nodes(
-        0, [1] * 400, list(range(-1, 399)), [-1.0 * i for i in range(400)], [(Draw(0, 0),)] * 400
-    )
+    chain = TokenTree.from_nodes(0, [1] * 400, list(range(400)), [-1.0 * i for i in range(400)], [(Draw(0, 0),)] * 400)
     assert max(plot_tree(chain).figure.get_size_inches()) <= 60
 
 
@@ -265,7 +263,7 @@ def test_odd_tokens(plot: Any) -> None:
     """No mathtext, no glyph that fonts lack, no control characters, white space visible, nothing long."""
     count = len(ODD)
     draws = [(Draw(0, i),) for i in range(count)]
-    tree = TokenTree.from_nodes(0, list(range(count)), [-1] * count, [-1.0 * i for i in range(count)], draws)
+    tree = TokenTree.from_nodes(0, list(range(count)), [0] * count, [-1.0 * i for i in range(count)], draws)
     ax = plot(Step(tree, (), (4,), ((),)), OddTokenizer())
     shown = texts(ax)[1:-1] if plot is plot_tree else [label.get_text() for label in ax.get_xticklabels()][1:]
     shown = [text.removesuffix(" ✗") for text in shown]

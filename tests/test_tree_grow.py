@@ -50,12 +50,12 @@ def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return request.param
 
 
-def heap_tree(table: list, max_nodes: int, max_depth: int) -> list[tuple[int, int, float, int]]:
-    """Textbook best-first search of one row, one node at a time: (token, parent, score, sibling rank).
+def heap_tree(table: list, max_nodes: int, max_depth: int) -> list[tuple[int, int, float]]:
+    """Textbook best-first search of one row, one node at a time: (token, parent, score); parent 0 is the root.
 
     A node's key is (score descending, depth ascending, the parent's key, sibling rank).
     """
-    nodes: list[tuple[int, int, float, int]] = []
+    nodes: list[tuple[int, int, float]] = []
     heap: list[tuple] = []
 
     def expand(parent: int, key: tuple, state: int) -> None:
@@ -67,19 +67,19 @@ def heap_tree(table: list, max_nodes: int, max_depth: int) -> list[tuple[int, in
             child = (-(score - cost), depth + 1, key, rank)
             heapq.heappush(heap, (child, token, parent, next_state(state, token, len(table))))
 
-    expand(-1, (-0.0, 0), 0)
+    expand(0, (-0.0, 0), 0)
     while heap and len(nodes) < max_nodes:
         key, token, parent, state = heapq.heappop(heap)
-        nodes.append((token, parent, -key[0], key[3]))
-        expand(len(nodes) - 1, key, state)
+        nodes.append((token, parent, -key[0]))
+        expand(len(nodes), key, state)
     return nodes
 
 
-def rows(growth: Growth) -> list[list[tuple[int, int, float, int]]]:
+def rows(growth: Growth) -> list[list[tuple[int, int, float]]]:
     """The slots of each row that are nodes, as `heap_tree` gives them."""
-    columns = (growth.tokens, growth.parents, growth.scores, growth.order, growth.valid)
+    columns = (growth.tokens, growth.parents, growth.scores, growth.valid)
     return [
-        [tuple(node[:4]) for node in zip(*row, strict=True) if node[4]]
+        [tuple(node[:3]) for node in zip(*row, strict=True) if node[3]]
         for row in zip(*(column.tolist() for column in columns), strict=True)
     ]
 
@@ -114,11 +114,11 @@ def test_only_as_many_nodes_of_a_level_are_asked_about_as_are_wanted(route: str)
     growth = grow.grow_best_first(source, 12, 4, wanted=lambda frontier, _: 2 if frontier.depth < 3 else 0)
     assert [frontier.tokens.shape[1] for frontier in source.frontiers] == [1, 2, 2]
     for nodes, row in zip(rows(growth), table.tolist(), strict=True):
-        parents = {parent for _, parent, *_ in nodes}
-        depth = [0] * len(nodes)
-        for place, (_, parent, *_) in enumerate(nodes):
-            depth[place] = depth[parent] + 1 if parent >= 0 else 1
-        inner = [place for place in parents if place >= 0]
+        parents = {parent for _, parent, _ in nodes}
+        depth = [0]  # of the root, and of each node
+        for _, parent, _ in nodes:
+            depth.append(depth[parent] + 1)
+        inner = [node for node in parents if node]
         assert all(sum(depth[place] == level for place in inner) <= 2 for level in (1, 2))
         assert max(depth) <= 3
         expected = heap_tree(row, 12, 1)

@@ -55,7 +55,7 @@ def test_merge_of_one_tree_is_that_tree(tree: TokenTree) -> None:
 def test_equal_tokens_of_two_drafts_are_one_node_with_two_draws() -> None:
     laws = [np.array([0.5, 0.5]), np.array([0.1, 0.9])]
     one, other = (
-        TokenTree.from_nodes(0, [1], [-1], [float(np.log(q[1]))], [(Draw(d, 0),)], {(-1, d): q}, Kind.IID)
+        TokenTree.from_nodes(0, [1], [0], [float(np.log(q[1]))], [(Draw(d, 0),)], {(0, d): q}, Kind.IID)
         for d, q in enumerate(laws)
     )
     tree = merge([other, one])
@@ -65,7 +65,7 @@ def test_equal_tokens_of_two_drafts_are_one_node_with_two_draws() -> None:
 
 
 def test_what_cannot_be_merged_is_named() -> None:
-    tree = TokenTree.from_nodes(0, [1], [-1], [-1.0], [(Draw(4, 0),)])
+    tree = TokenTree.from_nodes(0, [1], [0], [-1.0], [(Draw(4, 0),)])
     with pytest.raises(TreeError, match="at least one"):
         merge([])
     with pytest.raises(TreeError, match=r"different tokens, \[0, 2\]"):

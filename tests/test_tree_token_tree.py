@@ -88,7 +88,7 @@ def test_from_nodes_accepts_any_order(nodes: dict, chance: random.Random) -> Non
     """Shuffled nodes give the same paths and scores (and the same draws, up to their numbers)."""
     order = list(range(len(nodes["tokens"])))
     chance.shuffle(order)
-    place = {old: new for new, old in enumerate(order)} | {-1: -1}
+    place = {old + 1: new + 1 for new, old in enumerate(order)} | {0: 0}
     shuffled = {name: [nodes[name][i] for i in order] for name in ("tokens", "scores", "draws")}
     shuffled["parents"] = [place[nodes["parents"][i]] for i in order]
     one, other = TokenTree.from_nodes(**nodes), TokenTree.from_nodes(**(nodes | shuffled))
@@ -117,14 +117,14 @@ def test_best_keeps_the_likeliest_paths(tree: TokenTree, count: int) -> None:
 
 
 def test_best_of_a_sampled_tree_is_refused() -> None:
-    tree = TokenTree.from_nodes(1, [4, 2], [-1, -1], [-1.0, -2.0], [[Draw(0, 0)], [Draw(0, 1)]], kind=Kind.IID)
+    tree = TokenTree.from_nodes(1, [4, 2], [0, 0], [-1.0, -2.0], [[Draw(0, 0)], [Draw(0, 1)]], kind=Kind.IID)
     with pytest.raises(TreeError, match="verified whole"):
         tree.best(1, tree.scores)
     assert tree.best(2, tree.scores) == tree
 
 
 def test_proposers_are_bit_masks() -> None:
-    tree = TokenTree.from_nodes(1, [4, 2], [-1, -1], [-1.0, -2.0], [[Draw(0, 0), Draw(2, 0)], [Draw(0, 1)]])
+    tree = TokenTree.from_nodes(1, [4, 2], [0, 0], [-1.0, -2.0], [[Draw(0, 0), Draw(2, 0)], [Draw(0, 1)]])
     assert tree.proposers == [0, 0b101, 0b001]
 
 
@@ -135,10 +135,10 @@ def test_draws_under_a_node_drawn_twice_come_one_frontier_entry_after_the_other(
     tree = TokenTree.from_nodes(
         root=1,
         tokens=[4, 4, 2, 3, 5, 2],
-        parents=[-1, -1, 0, 0, 1, 1],
+        parents=[0, 0, 1, 1, 2, 2],
         scores=[-1, -1, -2, -2, -2, -2],
         draws=[first, second, first, second, first, second],
-        laws={(-1, 0): law, (0, 0): law, (1, 0): law},
+        laws={(0, 0): law, (1, 0): law, (2, 0): law},
         kind=Kind.IID,
     )
     assert tree.tokens.tolist() == [1, 4, 2, 3, 5]
@@ -175,7 +175,7 @@ def test_equality_and_hash() -> None:
 
 def test_without_laws_is_a_light_record() -> None:
     law = np.array([0.5, 0.5])
-    tree = TokenTree.from_nodes(0, [1], [-1], [-0.5], [ONE], {(-1, 0): law}, Kind.IID)
+    tree = TokenTree.from_nodes(0, [1], [0], [-0.5], [ONE], {(0, 0): law}, Kind.IID)
     record = tree.without_laws()
     assert not record.laws
     assert record.kind is Kind.IID
@@ -215,9 +215,9 @@ def test_errors_name_the_node(change: dict, message: str) -> None:
 @pytest.mark.parametrize(
     ("parents", "draws", "message"),
     [
-        ([-1, 2], [ONE, ONE], "listed node 1: parent 2"),
-        ([-1, 1], [ONE, ONE], "listed node 1 cannot be reached"),
-        ([-1, 0], [ONE, ()], "listed node 1 has no draw"),
+        ([0, 3], [ONE, ONE], "listed node 1: parent 3"),
+        ([0, 2], [ONE, ONE], "listed node 1 cannot be reached"),
+        ([0, 1], [ONE, ()], "listed node 1 has no draw"),
     ],
 )
 def test_from_nodes_errors_name_the_listed_node(parents: list, draws: list, message: str) -> None:

@@ -60,8 +60,8 @@ def family(laws, draws, kind=Kind.WITHOUT_REPLACEMENT):
         nodes.append((token, (Draw(draft, orders[draft]),), float(np.log(laws[draft][token]))))
         orders[draft] += 1
     tokens, own, scores = zip(*nodes, strict=True)
-    claimed = {(-1, draft): np.array(laws[draft], float) for draft in orders}
-    return TokenTree.from_nodes(9, tokens, [-1] * len(nodes), scores, own, claimed, kind)
+    claimed = {(0, draft): np.array(laws[draft], float) for draft in orders}
+    return TokenTree.from_nodes(9, tokens, [0] * len(nodes), scores, own, claimed, kind)
 
 
 def ranked(*paths):
@@ -69,7 +69,7 @@ def ranked(*paths):
     tokens, parents, scores = [], [], []
     for path in paths:
         for depth, token in enumerate(path):
-            parents.append(len(tokens) - 1 if depth else -1)
+            parents.append(len(tokens) if depth else 0)
             scores.append(-1.0 - depth)
             tokens.append(token)
     return TokenTree.from_nodes(9, tokens, parents, scores, [(Draw(0, 0),)] * len(tokens))
@@ -121,7 +121,7 @@ def test_with_replacement_q_stays_and_a_token_drawn_twice_is_tried_twice():
 def test_accepted_draws_end_the_family_and_the_next_node_is_asked():
     q = np.array([0.5, 0.5])
     tree = TokenTree.from_nodes(
-        9, [0, 1], [-1, 0], np.log([0.5, 0.25]), [(Draw(0, 0),)] * 2, {(-1, 0): q, (0, 0): q}, Kind.IID
+        9, [0, 1], [0, 1], np.log([0.5, 0.25]), [(Draw(0, 0),)] * 2, {(0, 0): q, (1, 0): q}, Kind.IID
     )
     target = Scripted([[0.5, 0.5], [0.25, 0.75], [0.9, 0.1]], coins=[0.5, 0.5])
     assert MultiStep(replacement=True).verify(tree, target) == Verdict((1, 2), 0)

@@ -1,5 +1,6 @@
 """Token trees: what one is, and how to grow, merge and draw it.  No models, no text."""
 
+from .forest import Forest
 from .grow import (
     BestFirst,
     Chain,
@@ -15,6 +16,7 @@ from .grow import (
     top_candidates,
 )
 from .merge import merge
+from .nodes import ancestors
 from .render import render
 from .tidy import tidy
 from .token_tree import Draw, Kind, TokenTree
@@ -24,6 +26,7 @@ __all__ = [
     "Chain",
     "DenseSource",
     "Draw",
+    "Forest",
     "Frontier",
     "Growth",
     "Kind",
@@ -32,6 +35,7 @@ __all__ = [
     "Source",
     "TokenTree",
     "Widths",
+    "ancestors",
     "draw_candidates",
     "grow_best_first",
     "merge",

@@ -23,7 +23,9 @@ from torch.nn.functional import pad
 
 from specinfer.errors import PolicyError, TreeError
 
-from .token_tree import Draw, Kind, TokenTree
+from .forest import Forest
+from .nodes import Draws, Listed
+from .token_tree import Kind, TokenTree
 
 MOST = 1 << 16  # nodes of a tree, and levels
 
@@ -32,7 +34,7 @@ class Frontier(NamedTuple):
     """The nodes whose next-token distributions a policy asks for: one level of B trees."""
 
     tokens: Tensor  # (B, W) int64; -1 at the root, which the source knows; padding holds some real id
-    parents: Tensor  # (B, W) int64: index among all nodes (and padding) of earlier frontiers; -1 at the root
+    parents: Tensor  # (B, W) int64: numbers among all nodes (and padding) of earlier frontiers; -1 at the root
     valid: Tensor  # (B, W) bool; False = padding
     depth: int  # of these nodes; the root's is 0
 
@@ -84,7 +86,7 @@ class Policy(Protocol):
     def grow(self, source: Source, max_depth: int | None = None) -> Growth:
         """Grow one tree per row of the source, in this call no deeper than `max_depth` (0 asks nothing)."""
 
-    def fit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+    def fit(self, trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
         """Return what the target is to score of one tree per row, each merged from all drafts' trees.
 
         Sampled trees must come back whole: whether a draw is kept may not depend on what was drawn.
@@ -95,15 +97,14 @@ class Growth(NamedTuple):
     """The trees of B rows, M node slots each, on the device of the distributions."""
 
     tokens: Tensor  # (B, M) int64
-    parents: Tensor  # (B, M) int64: index into the same M; -1 = the root
+    parents: Tensor  # (B, M) int64: 0 is the root, and slot i is node i + 1
     scores: Tensor  # (B, M) log-probability of the path, float32 or float64
-    order: Tensor  # (B, M) int64: place among the draws under the parent
     valid: Tensor  # (B, M) bool; False = no node
     kind: Kind
-    laws: tuple[Tensor, ...] = ()  # sampled: (B, W, V) per level; joined, the law of the root, of slot 0, of slot 1 ...
+    laws: tuple[Tensor, ...] = ()  # sampled: (B, W, V) per level; joined, the law of node 0, 1, ...
 
-    def trees(self, roots: Sequence[int], draft: int = 0) -> list[TokenTree]:
-        """Bring the trees to the host and into depth-first order.  Waits for the device.
+    def trees(self, roots: Sequence[int], draft: int = 0) -> Forest:
+        """Bring the trees to the host.  Waits for the device.
 
         Args:
             roots: the last committed token of each row.
@@ -115,36 +116,44 @@ class Growth(NamedTuple):
         if len(roots) != len(self.tokens):
             raise TreeError(f"{len(roots)} roots for {len(self.tokens)} grown trees")
         if not self.tokens.shape[1]:
-            return [TokenTree.root_only(root, self.kind) for root in roots]
+            return Forest.bare(roots, self.kind)
         bits = torch.int64 if self.scores.dtype == torch.float64 else torch.int32
-        columns = (self.tokens, self.parents, self.order, self.valid, self.scores.view(bits))
-        packed = torch.stack([column.long() for column in columns]).cpu()  # (5, B, M), the one transfer
-        scores = packed[4].to(bits).view(self.scores.dtype).tolist()
-        laws = torch.cat(self.laws, 1).cpu().double().numpy() if self.laws else [np.empty(0)] * len(roots)
-        rows = zip(roots, *packed[:4].tolist(), scores, laws, strict=True)
-        return [self._tree(draft, *row) for row in rows]
+        columns = (self.tokens, self.parents, self.valid, self.scores.view(bits))
+        packed = torch.stack([column.long() for column in columns]).cpu()  # (4, B, M), the one transfer
+        tokens, parents, valid, _ = packed.numpy()
+        scores = packed[3].to(bits).view(self.scores.dtype).double().numpy()
+        return Forest(self.kind, listed=self._listed(np.array(roots), tokens, parents, valid > 0, scores, draft))
 
-    def _tree(
+    def _listed(
         self,
+        roots: np.ndarray,
+        tokens: np.ndarray,
+        parents: np.ndarray,
+        valid: np.ndarray,
+        scores: np.ndarray,
         draft: int,
-        root: int,
-        tokens: list[int],
-        parents: list[int],
-        order: list[int],
-        valid: list[int],
-        scores: list[float],
-        laws: np.ndarray,  # (slots, V), the root's first
-    ) -> TokenTree:
-        keep = [slot for slot, real in enumerate(valid) if real]
-        place = {slot: i for i, slot in enumerate([-1, *keep], start=-1)}
-        return TokenTree.from_nodes(
-            root,
-            [tokens[slot] for slot in keep],
-            [place[parents[slot]] for slot in keep],
-            [scores[slot] for slot in keep],
-            [(Draw(draft, order[slot]),) for slot in keep],
-            {(place[p], draft): laws[p + 1] for p in {parents[slot] for slot in keep}} if self.laws else {},
-            self.kind,
+    ) -> Listed:
+        """Return the nodes of all rows, from arrays (B, M) on the host; draws of one node stand in slot order."""
+        rows, found = len(roots), scores[valid]
+        if not np.isfinite(found).all():
+            raise TreeError(f"a node of row {valid.nonzero()[0][~np.isfinite(found)][0]} has a score that is no number")
+        numbers = np.cumsum(valid).reshape(valid.shape) + (rows - 1)
+        numbers = np.concatenate((np.arange(rows)[:, None], numbers), 1)  # of each row's nodes, its root first
+        above = np.take_along_axis(numbers, parents, 1)
+        every = np.arange(rows, rows + len(found))
+        laws: dict[tuple[int, int], np.ndarray] = {}
+        if self.laws:
+            dense = torch.cat(self.laws, 1).cpu().double().numpy()
+            dense.flags.writeable = False
+            families = zip(valid.nonzero()[0].tolist(), parents[valid].tolist(), above[valid].tolist(), strict=True)
+            laws = {(number, draft): dense[row, node] for row, node, number in families}
+        return Listed(
+            np.concatenate((roots, tokens[valid])),
+            np.concatenate((np.full(rows, -1), above[valid])),
+            np.concatenate((np.zeros(rows), found)),
+            Draws(every, np.full(len(every), draft), every),
+            laws,
+            distinct=self.kind is not Kind.IID,
         )
 
 
@@ -181,9 +190,9 @@ class BestFirst:
         """Grow one tree per row, asking the source at most `max_depth` times."""
         return grow_best_first(source, self.max_nodes, _limit(self.max_depth, max_depth), self.min_probability)
 
-    def fit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+    def fit(self, trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
         """Return each tree's `max_nodes` likeliest paths, so that several drafts share one budget."""
-        return [tree.best(self.max_nodes, tree.scores) for tree in trees]
+        return Forest.of(trees).best(self.max_nodes)
 
 
 def grow_best_first(
@@ -272,12 +281,12 @@ class _Pool:
         """Return the pool as trees."""
         place = self.numbers.div(self.size, rounding_mode="floor")
         above = torch.cat(self.fronts, 1).gather(1, place)  # (B, N) numbers of the parents
-        slots = (above[:, :, None] == self.numbers[:, None, :]).byte().argmax(2)  # where those stand in the pool
+        ascending, slots = self.numbers.sort(dim=1, stable=True)  # empty slots hold 0, too, and come later
+        parents = slots.gather(1, torch.searchsorted(ascending, above).clamp_(max=self.size - 1)) + 1
         return Growth(
             torch.cat(self.tokens, 1).gather(1, self.numbers),
-            slots.masked_fill_(above < 0, -1),
+            parents.masked_fill_(above < 0, 0),
             self.scores,
-            self.numbers - place * self.size,
             self.scores != -inf,  # not a number is one: it is to be seen
             BestFirst.kind,
         )
@@ -320,7 +329,7 @@ class Widths:
         """Grow one tree per row, asking the source once per level."""
         frontier, scores = _root(source), torch.zeros(source.batch, 1, device=source.device)
         above = 0  # how many nodes were sent before this frontier
-        levels: list[tuple[Tensor, ...]] = []  # tokens, parents, scores, order, valid
+        levels: list[tuple[Tensor, ...]] = []  # tokens, parents, scores, valid
         laws: list[Tensor] = []
         for depth, width in enumerate(self.widths[: _limit(self.max_depth, max_depth)], start=1):
             tokens, log_probs, *law = self._ask(source, frontier, width)
@@ -328,20 +337,19 @@ class Widths:
             rows, sent, k = tokens.shape
             scores = _path_scores(scores, log_probs)  # (B, W * k)
             parents = torch.arange(above, above + sent, device=tokens.device).repeat_interleave(k).expand(rows, -1)
-            order = torch.arange(k, device=tokens.device).repeat(sent).expand(rows, -1)
             frontier = Frontier(tokens.flatten(1), parents, scores != -inf, depth)
-            levels.append((frontier.tokens, parents - 1, scores, order, frontier.valid))
+            levels.append((frontier.tokens, parents, scores, frontier.valid))
             above += sent
             if _on_host(scores) and not frontier.valid.any():
                 break
         if not levels:
             return _bare(source, self.kind)
-        tokens, parents, scores, order, valid = (torch.cat(c, 1) for c in zip(*levels, strict=True))
-        return Growth(tokens, parents, scores, order, valid, self.kind, tuple(laws))
+        tokens, parents, scores, valid = (torch.cat(c, 1) for c in zip(*levels, strict=True))
+        return Growth(tokens, parents, scores, valid, self.kind, tuple(laws))
 
-    def fit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+    def fit(self, trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
         """Return the trees as they are: a draft's widths are promised, and drawn nodes must not be chosen from."""
-        return list(trees)
+        return trees
 
     def _ask(self, source: Source, frontier: Frontier, k: int) -> tuple[Tensor, ...]:
         return source.top(frontier, k)
@@ -486,7 +494,7 @@ def _path_scores(scores: Tensor, log_probs: Tensor) -> Tensor:
 def _bare(source: Source, kind: Kind) -> Growth:
     """Return bare roots."""
     none = torch.empty(source.batch, 0, dtype=torch.int64, device=source.device)
-    return Growth(none, none, none.float(), none, none.bool(), kind)
+    return Growth(none, none, none.float(), none.bool(), kind)
 
 
 def _limit(depth: int, max_depth: int | None) -> int:

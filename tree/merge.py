@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from specinfer.errors import TreeError
 
-from .token_tree import Draw, TokenTree
+from .forest import Forest
+from .token_tree import TokenTree
 
 
 def merge(trees: Sequence[TokenTree]) -> TokenTree:
@@ -28,23 +27,7 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
         TreeError: roots or kinds differ, or two trees hold draws of the same draft.
     """
     _check_mergeable(trees)
-    grown = [tree for tree in trees if tree.num_drafted] or trees[:1]
-    if len(grown) == 1:
-        return grown[0]
-    tokens: list[int] = []
-    parents: list[int] = []
-    scores: list[float] = []
-    draws: list[Sequence[Draw]] = []
-    laws: dict[tuple[int, int], np.ndarray] = {}
-    for tree in grown:
-        shift = len(tokens) - 1  # node 1 of this tree goes to the end of the list; node 0 is -1
-        place = [-1, *range(shift + 1, shift + len(tree))]
-        tokens += tree.tokens[1:].tolist()
-        parents += [place[p] for p in tree.parents[1:].tolist()]
-        scores += tree.scores[1:].tolist()
-        draws += tree.draws[1:]
-        laws |= {(place[p], draft): law for (p, draft), law in tree.laws.items()}
-    return TokenTree.from_nodes(int(trees[0].tokens[0]), tokens, parents, scores, draws, laws, trees[0].kind)
+    return Forest.merged([[tree] for tree in trees])[0]
 
 
 def _check_mergeable(trees: Sequence[TokenTree]) -> None:

@@ -1,7 +1,7 @@
 """The token tree: what a draft proposes and one pass of the target scores.
 
 This module knows token ids, log-probabilities and who drew what.  It knows no models, no text and no tensors:
-a tree is host data (numpy), made once per decode step from a few hundred bytes, and never changed afterwards.
+a tree is host data, one row of `Nodes`, and never changed.  The engine works on whole batches of them (`Forest`).
 
     root    node 0, the last committed token; everything below it was drafted
     score   log-probability of the whole path from the root, under the draft: 0 at the root
@@ -12,7 +12,6 @@ a tree is host data (numpy), made once per decode step from a few hundred bytes,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from math import exp, inf, isfinite
@@ -23,6 +22,7 @@ import numpy as np
 from specinfer.errors import TreeError
 from specinfer.shown import Shown
 
+from .nodes import Draws, Laws, Listed, Nodes, ancestors, planted
 from .render import render
 
 if TYPE_CHECKING:
@@ -46,48 +46,56 @@ class Kind(StrEnum):
     WITHOUT_REPLACEMENT = "without-replacement"  # drawn from q, renormalised after each draw
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class TokenTree(Shown):
     """An immutable token tree of N nodes in depth-first pre-order; siblings by score descending, then id.
 
     The order is canonical: two trees with the same nodes are equal array by array.  Use `from_nodes` to build
     one from nodes in any order.
 
+    Args:
+        tokens: (N,) ids.
+        parents: (N,) numbers of nodes, less than the node's own; -1 at the root.
+        scores: (N,) log-probabilities of the paths, natural logarithms; 0 at the root.
+        draws: per node, sorted; () at the root.
+        laws: (parent, draft) -> (V,) the law q its children were drawn from.  A ranked tree has none; a sampled one has
+            one for each (parent, draft) in ``draws``, or none when it is a record (`without_laws`).
+        kind: how children were chosen.
+
     Raises:
         TreeError: an invariant is violated; the message names the node.
     """
 
-    tokens: np.ndarray  # (N,) int64
-    parents: np.ndarray  # (N,) int64, parents[0] = -1, parents[i] < i
-    scores: np.ndarray  # (N,) float64, log-probability of the path, natural logarithm
-    draws: tuple[tuple[Draw, ...], ...]  # per node, sorted; () at the root
-    # (parent, draft) -> (V,) float64, the law q its children were drawn from.  A ranked tree has none; a
-    # sampled one has one for each (parent, draft) in `draws`, or none when it is a record (`without_laws`).
-    laws: Mapping[tuple[int, int], np.ndarray] = field(default_factory=dict)
-    kind: Kind = Kind.RANKED
-    depths: np.ndarray = field(init=False)  # (N,) int64, 0 at the root
-    _families: list[dict[int, int]] = field(init=False)  # node -> {token: child}, in sibling order
+    def __init__(
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        parents: Sequence[int] | np.ndarray,
+        scores: Sequence[float] | np.ndarray,
+        draws: Sequence[Sequence[Draw]],
+        laws: Laws | None = None,
+        kind: Kind = Kind.RANKED,
+    ) -> None:
+        columns = np.array(tokens, np.int64), np.array(parents, np.int64), np.array(scores, np.float64)
+        depths, families = _checked_shape(*columns, draws)
+        _check_draws(families, draws)
+        owned = _read_only(laws or {})
+        _check_laws(columns[0], columns[1], draws, owned, Kind(kind))
+        drawn = [(node, *draw) for node, own in enumerate(draws) for draw in own]
+        who = Draws(*np.array(drawn, np.int64).reshape(-1, 3).T)
+        ends = np.array([0, len(depths)])
+        self._nodes = Nodes(ends, *columns[:2], np.array(depths, np.int64), columns[2], who, owned)
+        self._kind = Kind(kind)
 
-    def __post_init__(self) -> None:
-        own = object.__setattr__  # the class is frozen for everyone else
-        own(self, "tokens", np.array(self.tokens, np.int64))
-        own(self, "parents", np.array(self.parents, np.int64))
-        own(self, "scores", np.array(self.scores, np.float64))
-        own(self, "draws", tuple(self.draws))
-        own(self, "laws", {key: np.asarray(law, np.float64).view() for key, law in self.laws.items()})
-        own(self, "kind", Kind(self.kind))
-        depths, families = _checked_shape(self)
-        own(self, "depths", np.array(depths, np.int64))
-        own(self, "_families", families)
-        _check_draws(families, self.draws)
-        _check_laws(self)
-        for array in (self.tokens, self.parents, self.scores, self.depths, *self.laws.values()):
-            array.flags.writeable = False
+    @classmethod
+    def of(cls, nodes: Nodes, kind: Kind) -> TokenTree:
+        """Return the only row of nodes that hold a tree already: nothing is checked."""
+        tree = cls.__new__(cls)
+        tree._nodes, tree._kind = nodes, kind
+        return tree
 
     @classmethod
     def root_only(cls, token: int, kind: Kind = Kind.RANKED) -> TokenTree:
         """Return the tree that drafts nothing."""
-        return cls(np.array([token]), np.array([-1]), np.zeros(1), ((),), {}, kind)
+        return cls([token], [-1], [0.0], [()], {}, kind)
 
     @classmethod
     def from_nodes(
@@ -97,40 +105,87 @@ class TokenTree(Shown):
         parents: Sequence[int],
         scores: Sequence[float],
         draws: Sequence[Sequence[Draw]],
-        laws: Mapping[tuple[int, int], np.ndarray] | None = None,
+        laws: Laws | None = None,
         kind: Kind = Kind.RANKED,
     ) -> TokenTree:
         """Build the tree from drafted nodes in any order; nodes with the same path become one.
 
         Args:
-            root: the last committed token.
-            tokens: of the drafted nodes, root excluded.
-            parents: indices into `tokens`; -1 is the root.
+            root: the last committed token, which is node 0.
+            tokens: of the drafted nodes: listed node i is node i + 1.
+            parents: numbers of nodes; 0 is the root.
             scores: of nodes that become one, the largest counts.
             draws: at least one per node.  For each parent and draft they are renumbered 0, 1, ... in given
                 order; where several listed parents became one, the draws under the first of them come first.
-            laws: by (index into `tokens` or -1, draft); equal paths have equal laws, and the first is kept.
+            laws: by (node, draft); equal paths have equal laws, and the first is kept.
             kind: how the children were chosen.
 
         Raises:
             TreeError: a node has no draw, or cannot be reached from the root; or as the constructor.
         """
-        nodes, place = _in_pre_order(root, tokens, parents, scores, draws)
-        kept: dict[tuple[int, int], np.ndarray] = {}
-        for (parent, draft), law in (laws or {}).items():
-            kept.setdefault((place[parent], draft), law)
-        return cls(
-            np.array([node.token for node in nodes]),
-            np.array([node.parent for node in nodes]),
-            np.array([node.score for node in nodes]),
-            tuple(tuple(node.draws) for node in nodes),
-            kept,
-            kind,
-        )
+        above = np.array([-1, *parents], np.int64)
+        for i, (parent, own) in enumerate(zip(parents, draws, strict=True)):
+            if not 0 <= parent <= len(tokens):
+                raise TreeError(f"listed node {i}: parent {parent} is not in the list; 0 is the root")
+            if not own:
+                raise TreeError(f"listed node {i} has no draw: say which draft drew it")
+        path = np.array([0.0, *scores])
+        listed = Listed(np.array([root, *tokens], np.int64), above, path, _in_turn(above, draws), laws or {})
+        nodes = planted(listed)
+        return cls(nodes.tokens, nodes.parents, nodes.scores, _draws(nodes), nodes.laws, kind)
+
+    @property
+    def kind(self) -> Kind:
+        """How children were chosen."""
+        return self._kind
+
+    @property
+    def nodes(self) -> Nodes:
+        """The tree as arrays."""
+        return self._nodes
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Token ids, (N,) int64."""
+        return self._nodes.tokens
+
+    @property
+    def parents(self) -> np.ndarray:
+        """Every node's parent, (N,) int64; -1 at the root."""
+        return self._nodes.parents
+
+    @property
+    def depths(self) -> np.ndarray:
+        """Every node's depth, (N,) int64; 0 at the root."""
+        return self._nodes.depths
+
+    @property
+    def scores(self) -> np.ndarray:
+        """Log-probabilities of the paths from the root, (N,) float64; 0 at the root."""
+        return self._nodes.scores
+
+    @property
+    def laws(self) -> Laws:
+        """The laws that children were drawn from, by (parent, draft)."""
+        return self._nodes.laws
+
+    @cached_property
+    def draws(self) -> tuple[tuple[Draw, ...], ...]:
+        """Every node's draws, sorted; () at the root."""
+        return _draws(self._nodes)
+
+    @cached_property
+    def _families(self) -> list[dict[int, int]]:
+        """Every node's children by token, in sibling order."""
+        families: list[dict[int, int]] = [{} for _ in range(len(self))]
+        for node, (token, parent) in enumerate(zip(self.tokens.tolist(), self.parents.tolist(), strict=True)):
+            if node:
+                families[parent][token] = node
+        return families
 
     def __len__(self) -> int:
         """Return the number of nodes, root included."""
-        return len(self._families)
+        return len(self._nodes)
 
     @property
     def num_drafted(self) -> int:
@@ -167,10 +222,7 @@ class TokenTree(Shown):
 
     def ancestor_mask(self) -> np.ndarray:
         """Return the (N, N) bool mask: [i, j] is true where j is i or an ancestor of i."""
-        mask = np.eye(len(self), dtype=bool)
-        for node, parent in enumerate(self.parents.tolist()[1:], start=1):
-            mask[node] |= mask[parent]
-        return mask
+        return ancestors(self._nodes)[0]
 
     def draws_under(self, node: int) -> list[tuple[Draw, int]]:
         """Return every draw made under a node with the child it produced, by draft, then in drawing order."""
@@ -181,12 +233,7 @@ class TokenTree(Shown):
 
         A sampled tree keeps its law exact: a depth is known before any token is drawn.
         """
-        keep = np.flatnonzero(self.depths <= max(max_depth, 0))
-        place = {int(old): new for new, old in enumerate(keep)}
-        parents = [-1, *(place[p] for p in self.parents[keep[1:]].tolist())]
-        laws = {(place[p], d): q for (p, d), q in self.laws.items() if self.depths[p] < max_depth}
-        draws = tuple(self.draws[i] for i in keep)
-        return TokenTree(self.tokens[keep], np.array(parents), self.scores[keep], draws, laws, self.kind)
+        return TokenTree.of(self._nodes.pruned([max_depth]), self.kind)
 
     def best(self, count: int, worth: np.ndarray) -> TokenTree:
         """Return the tree of the `count` drafted nodes that are worth most, and of no others.
@@ -201,24 +248,17 @@ class TokenTree(Shown):
         """
         if self.num_drafted <= count:
             return self
-        if self.kind is not Kind.RANKED:
-            raise TreeError(f"a {self.kind} tree must be verified whole: choosing among drawn nodes biases the output")
-        values, parents = np.asarray(worth, np.float64).tolist(), self.parents.tolist()
-        for node in range(1, len(self)):
-            values[node] = min(values[node], values[parents[node]])
-        keep = [0, *sorted(sorted(range(1, len(self)), key=lambda node: -values[node])[:count])]
-        place = {node: i for i, node in enumerate(keep)}
-        kept = [-1, *(place[parents[node]] for node in keep[1:])]
-        return TokenTree(self.tokens[keep], np.array(kept), self.scores[keep], _renumbered(kept, self.draws, keep))
+        check_ranked(self.kind)
+        return TokenTree.of(self._nodes.best(count, worth), self.kind)
 
     @cached_property
     def proposers(self) -> list[int]:
         """Per node, as a bit mask, the drafts that drew it: bit d for draft d, 0 at the root."""
-        return [sum(1 << draft for draft in {draw.draft for draw in draws}) for draws in self.draws]
+        return self._nodes.proposers.tolist()
 
     def without_laws(self) -> TokenTree:
         """Return the tree as a light record, which no verifier that needs laws can use any more."""
-        return TokenTree(self.tokens, self.parents, self.scores, self.draws, {}, self.kind)
+        return TokenTree.of(self._nodes.without_laws(), self.kind)
 
     def to_networkx(self) -> networkx.DiGraph:
         """Return a directed graph: nodes carry token, score, depth and draws, edges the probability."""
@@ -277,107 +317,68 @@ class TokenTree(Shown):
         return self.to_svg()
 
 
-class _Merged(NamedTuple):
-    """A node to be, made of one or more listed nodes with the same path."""
-
-    token: int
-    parent: int  # in the tree
-    score: float
-    draws: list[Draw]
-    listed: list[int]  # -1 = the root
+def check_ranked(kind: Kind) -> None:
+    """Raise TreeError unless nodes of such a tree may be chosen from."""
+    if kind is not Kind.RANKED:
+        raise TreeError(f"a {kind} tree must be verified whole: choosing among drawn nodes biases the output")
 
 
-def _in_pre_order(
-    root: int,
-    tokens: Sequence[int],
-    parents: Sequence[int],
-    scores: Sequence[float],
-    draws: Sequence[Sequence[Draw]],
-) -> tuple[list[_Merged], list[int]]:
-    """Return the nodes of the tree, and where each listed node went; the last entry is the root's."""
-    kids = _listed_children(parents, draws)
-    nodes: list[_Merged] = []
-    place = [-1] * len(kids)
-    todo = [_Merged(root, -1, 0.0, [], [-1])]
-    while todo:
-        node = todo.pop()
-        for i in node.listed:
-            place[i] = len(nodes)
-        if any(kids[i] for i in node.listed):
-            todo += reversed(_family(len(nodes), node.listed, kids, tokens, scores, draws))
-        nodes.append(node)
-    if -1 in place:
-        raise TreeError(f"listed node {place.index(-1)} cannot be reached from the root: its ancestors loop")
-    return nodes, place
-
-
-def _listed_children(parents: Sequence[int], draws: Sequence[Sequence[Draw]]) -> list[list[int]]:
-    """Return the listed children of each listed node, and of the root in the last entry."""
-    kids: list[list[int]] = [[] for _ in range(len(parents) + 1)]
-    for i, parent in enumerate(parents):
-        if not -1 <= parent < len(parents):
-            raise TreeError(f"listed node {i}: parent {parent} is not in the list; -1 is the root")
-        if not draws[i]:
-            raise TreeError(f"listed node {i} has no draw: say which draft drew it")
-        kids[parent].append(i)
-    return kids
-
-
-def _family(
-    parent: int,
-    listed: list[int],
-    kids: list[list[int]],
-    tokens: Sequence[int],
-    scores: Sequence[float],
-    draws: Sequence[Sequence[Draw]],
-) -> list[_Merged]:
-    """Return, in sibling order, the children of the listed nodes that became the one node `parent`."""
-    births = sorted(
-        (draft, turn, order, i) for turn, member in enumerate(listed) for i in kids[member] for draft, order in draws[i]
-    )
-    family: dict[int, _Merged] = {}  # by token
-    previous, count = None, 0
-    for draft, _, _, i in births:
-        count = count + 1 if draft == previous else 0
-        previous = draft
-        child = family.get(tokens[i])
-        if child is None:
-            child = family[tokens[i]] = _Merged(tokens[i], parent, scores[i], [], [])
-        elif child.score < scores[i]:
-            child = family[tokens[i]] = child._replace(score=scores[i])
-        child.draws.append(Draw(draft, count))
-        if i not in child.listed:
-            child.listed.append(i)
-    return sorted(family.values(), key=lambda child: (-child.score, child.token))
-
-
-def _renumbered(parents: list[int], draws: Sequence[tuple[Draw, ...]], keep: list[int]) -> tuple[tuple[Draw, ...], ...]:
-    """Return the draws of the nodes that are kept, whose parents are given, numbered 0, 1, ... again."""
-    found: list[list[Draw]] = [[] for _ in keep]
-    turns: dict[tuple[int, int], int] = {}  # by parent and draft, how many so far
-    for parent, draft, _, node in sorted((parents[i], *draw, i) for i, old in enumerate(keep) for draw in draws[old]):
-        turn = turns[parent, draft] = turns.get((parent, draft), -1) + 1
-        found[node].append(Draw(draft, turn))
+def _draws(nodes: Nodes) -> tuple[tuple[Draw, ...], ...]:
+    """Return the draws of every node of one row."""
+    found: list[list[Draw]] = [[] for _ in range(len(nodes))]
+    columns = (nodes.draws.nodes, nodes.draws.drafts, nodes.ranks)
+    for node, draft, rank in zip(*(column.tolist() for column in columns), strict=True):
+        found[node].append(Draw(draft, rank))
     return tuple(map(tuple, found))
 
 
-def _checked_root(tree: TokenTree) -> tuple[list[int], list[int], list[float]]:
+def _in_turn(parents: np.ndarray, draws: Sequence[Sequence[Draw]]) -> Draws:
+    """Return who drew listed nodes, in turn: under one node first what was drawn under its first listed one."""
+    children: list[list[int]] = [[] for _ in parents]
+    for node, parent in enumerate(parents.tolist()[1:], start=1):
+        children[parent].append(node)
+    drawn: list[tuple[int, int, int]] = []
+    turns, level = {0: 0}, [0]
+    while level:
+        level = [child for node in level for child in children[node]]
+        born = sorted((turns[parents[node]], *draw, node) for node in level for draw in draws[node - 1])
+        for turn, (_, draft, _, node) in enumerate(born):
+            turns.setdefault(node, turn)
+            drawn.append((node, draft, turn))
+    if lost := set(range(len(parents))) - turns.keys():
+        raise TreeError(f"listed node {min(lost) - 1} cannot be reached from the root: its ancestors loop")
+    return Draws(*np.array(drawn, np.int64).reshape(-1, 3).T)
+
+
+def _read_only(laws: Laws) -> dict[tuple[int, int], np.ndarray]:
+    """Return laws in float64, without write access."""
+    owned = {key: np.asarray(law, np.float64).view() for key, law in laws.items()}
+    for law in owned.values():
+        law.flags.writeable = False
+    return owned
+
+
+def _checked_root(
+    tokens: np.ndarray, parents: np.ndarray, scores: np.ndarray, draws: Sequence[Sequence[Draw]]
+) -> tuple[list[int], list[int], list[float]]:
     """Return tokens, parents and scores as lists, after checking their sizes and the root."""
-    shapes = {array.shape for array in (tree.tokens, tree.parents, tree.scores)} | {(len(tree.draws),)}
-    if len(shapes) > 1 or not tree.draws:
+    shapes = {array.shape for array in (tokens, parents, scores)} | {(len(draws),)}
+    if len(shapes) > 1 or not draws:
         raise TreeError(f"tokens, parents, scores and draws have shapes {shapes}; each node, root too, needs one")
-    token, parent, score = tree.tokens.tolist(), tree.parents.tolist(), tree.scores.tolist()
-    if parent[0] != -1 or score[0] != 0 or token[0] < 0 or tree.draws[0]:
+    token, parent, score = tokens.tolist(), parents.tolist(), scores.tolist()
+    if parent[0] != -1 or score[0] != 0 or token[0] < 0 or draws[0]:
         raise TreeError(
             "node 0 is the root: parent -1, score 0, a token id and no draws; "
-            f"got {parent[0]}, {score[0]}, {token[0]}, {tree.draws[0]}"
+            f"got {parent[0]}, {score[0]}, {token[0]}, {draws[0]}"
         )
     return token, parent, score
 
 
-def _checked_shape(tree: TokenTree) -> tuple[list[int], list[dict[int, int]]]:
+def _checked_shape(
+    tokens: np.ndarray, parents: np.ndarray, scores: np.ndarray, draws: Sequence[Sequence[Draw]]
+) -> tuple[list[int], list[dict[int, int]]]:
     """Return each node's depth and its children by token, after checking order, tokens and scores."""
-    token, parent, score = _checked_root(tree)
+    token, parent, score = _checked_root(tokens, parents, scores, draws)
     depths, line = [0], [0]  # line: the root, ..., the previous node
     families: list[dict[int, int]] = [{} for _ in token]
     last = [(-inf, -1)] * len(token)  # sibling key of the newest child of each node
@@ -402,7 +403,7 @@ def _checked_shape(tree: TokenTree) -> tuple[list[int], list[dict[int, int]]]:
     return depths, families
 
 
-def _check_draws(families: list[dict[int, int]], draws: tuple[tuple[Draw, ...], ...]) -> None:
+def _check_draws(families: list[dict[int, int]], draws: Sequence[Sequence[Draw]]) -> None:
     """Raise TreeError unless each draft's draws under each node are numbered 0, 1, ..."""
     for node, family in enumerate(families):
         orders: list[tuple[int, int]] = []
@@ -418,22 +419,23 @@ def _check_draws(families: list[dict[int, int]], draws: tuple[tuple[Draw, ...], 
                 raise TreeError(f"node {node}: draw {count} of draft {draft} under it is missing or doubled")
 
 
-def _check_laws(tree: TokenTree) -> None:
+def _check_laws(
+    tokens: np.ndarray, parents: np.ndarray, draws: Sequence[Sequence[Draw]], laws: Laws, kind: Kind
+) -> None:
     """Raise TreeError unless a sampled tree has the law of each draw, or no laws, and a ranked one none."""
-    if not tree.laws:
+    if not laws:
         return
-    if tree.kind is Kind.RANKED:
-        raise TreeError(f"node {min(tree.laws)[0]}: a ranked tree is not drawn from laws; leave them out")
-    parents, tokens = tree.parents.tolist(), tree.tokens.tolist()
+    if kind is Kind.RANKED:
+        raise TreeError(f"node {min(laws)[0]}: a ranked tree is not drawn from laws; leave them out")
     used = set()
-    for node in range(1, len(tree)):
-        for draft, _ in tree.draws[node]:
-            law = tree.laws.get((parents[node], draft))
+    for node, (token, parent) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True)):
+        for draft, _ in draws[node]:
+            law = laws.get((parent, draft))
             if law is None:
-                raise TreeError(f"node {parents[node]}: the law that draft {draft} drew its children from is missing")
-            if law.ndim != 1 or tokens[node] >= len(law) or not law[tokens[node]] > 0:
-                raise TreeError(f"node {node}: token {tokens[node]} has no probability in the law it was drawn from")
-            used.add((parents[node], draft))
-    if unused := tree.laws.keys() - used:
+                raise TreeError(f"node {parent}: the law that draft {draft} drew its children from is missing")
+            if law.ndim != 1 or token >= len(law) or not law[token] > 0:
+                raise TreeError(f"node {node}: token {token} has no probability in the law it was drawn from")
+            used.add((parent, draft))
+    if unused := laws.keys() - used:
         node, draft = min(unused)
         raise TreeError(f"node {node}: draft {draft} has a law here, but drew nothing from it")

@@ -186,7 +186,7 @@ def _union(levels: Sequence[_Nodes], grown: _Nodes) -> list[tuple[int, int, floa
 
     Args:
         levels: the frontiers below the root; parents count all frontier nodes before, the root as 0.
-        grown: the tree; parents are places in it, -1 = the root.
+        grown: the tree; parents count its nodes, the root as 0.
     """
     root = (0, 0)  # nodes are known by their level and their place in it
     nodes: dict[tuple[int, int], tuple[int, tuple[int, int], float]] = {}
@@ -203,7 +203,7 @@ def _union(levels: Sequence[_Nodes], grown: _Nodes) -> list[tuple[int, int, floa
     for slot, (token, parent, valid, score) in enumerate(grown):
         if not valid:
             break
-        over = slots[parent] if parent >= 0 else root
+        over = slots[parent - 1] if parent else root
         own = known.get((over, token), (over[0] + 1, slot))
         nodes.setdefault(own, (token, over, score))
         slots.append(own)

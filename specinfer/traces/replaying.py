@@ -211,7 +211,7 @@ def _best_first(text: Text, drafted: Drafted, draft: int, place: int, policy: Be
         depths.append(1 if parent < 0 else depths[parent] + 1)
     keep = [node for node, depth in enumerate(depths) if depth <= max_depth and scores[node] >= least]
     keep = keep[: policy.max_nodes]
-    new = {node: i for i, node in enumerate([-1, *keep], start=-1)}
+    new = {node: i for i, node in enumerate([-1, *keep])}
     tokens = drafted.tree_tokens[own][keep].tolist()
     draws = [[Draw(draft, turn)] for turn in range(len(keep))]
     above = [new[parents[node]] for node in keep]
@@ -225,7 +225,7 @@ def _spine(
     tokens: list[int] = []
     parents: list[int] = []
     scores: list[float] = []
-    above, score = -1, 0.0
+    above, score = 0, 0.0
     for level, width in enumerate(widths):
         first = len(tokens)
         for token, value in zip(candidates[level, :width].tolist(), log_probs[level, :width].tolist(), strict=True):
@@ -236,8 +236,8 @@ def _spine(
         wanted = [*text.token_ids, -1][min(place + level, len(text.token_ids))]
         if wanted not in tokens[first:]:
             break
-        above = tokens.index(wanted, first)
-        score = scores[above]
+        above = tokens.index(wanted, first) + 1
+        score = scores[above - 1]
     draws = [[Draw(draft, turn)] for turn in range(len(tokens))]
     return TokenTree.from_nodes(text.root(place), tokens, parents, scores, draws)
 
