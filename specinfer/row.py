@@ -5,15 +5,12 @@ Does not know: models, caches, drafts, the other rows.
 """
 
 from collections.abc import Sequence
-from functools import cached_property
-from itertools import islice
 from math import inf, isfinite
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specinfer.attention import on_device
 from specinfer.errors import NumericalError
 from specinfer.noise import COIN, Coupling, key, uniform
 from specinfer.results import Step, drafted_by
@@ -83,57 +80,29 @@ def look(rows: Sequence[Row], trees: Sequence[TokenTree], logits: Tensor) -> lis
     """Return the target's answers at the nodes of every row's tree, from logits (B, N or more, V)."""
     for row in rows:
         row.step += 1
-    scored = list(zip(rows, trees, logits, strict=True))
-    answers = Answers(scored)
-    return [RowView(*own, answers, place) for place, own in enumerate(scored)]
-
-
-class Answers:
-    """What the target chooses after every node of a step's trees: all brought to the host when one is asked for.
-
-    Args:
-        scored: rows, their trees, and the logits (N or more, V) after the nodes.
-    """
-
-    def __init__(self, scored: Sequence[tuple[Row, TokenTree, Tensor]]) -> None:
-        self.scored = scored
-
-    @cached_property
-    def choices(self) -> list[list[tuple[int, float]]]:
-        """The chosen token and its score, by row and node."""
-        best = [self._noisy(*own).max(-1) for own in self.scored]
-        largest, tokens = (torch.cat(column) for column in zip(*best, strict=True))
-        scores, ids = torch.stack([largest, tokens.to(largest.dtype)]).tolist()  # the one transfer
-        found = zip(map(int, ids), scores, strict=True)
-        return [list(islice(found, len(tree))) for _, tree, _ in self.scored]
-
-    def _noisy(self, row: Row, tree: TokenTree, logits: Tensor) -> Tensor:
-        """Return scores + noise, (N, V)."""
-        depths = tree.depths.tolist()
-        paths = [[*row.ids, *tree.path(node)] for node in range(len(tree))] if row.law.reads_path else []
-        scores = row.law.scores(logits[: len(tree)], paths)
-        if not row.sampling:
-            return scores
-        places = range(len(row.ids), len(row.ids) + max(depths) + 1)
-        noise = torch.stack([row.coupling.at(place, scores.shape[1], scores.device) for place in places])
-        return scores + noise[on_device(depths, scores.device)]
+    views = [RowView(*own) for own in zip(rows, trees, logits, strict=True)]
+    for view in views:
+        view.together = views
+    return views
 
 
 class RowView:
-    """A `TargetView` on one row's logits: each node is processed when it is asked for, and only then.
+    """A `TargetView` on one row's logits.
 
-    Verification visits a handful of a tree's nodes, so warping the others would be wasted work on a CPU; a GPU does
-    them all, of all rows, at once rather than wait for each.
+    Verification visits a handful of a tree's nodes.  On a CPU, each is processed when it is asked for, and only then.
+    A GPU does all nodes of all rows when one is asked for: to wait for it once is what costs.
+
+    Attributes:
+        together: the views of a step, this one among them.
     """
 
-    def __init__(
-        self, row: Row, tree: TokenTree, logits: Tensor, answers: Answers | None = None, place: int = 0
-    ) -> None:
+    def __init__(self, row: Row, tree: TokenTree, logits: Tensor) -> None:
         self.row, self.tree, self.logits = row, tree, logits
-        self.answers, self.place = answers or Answers([(row, tree, logits)]), place  # of the step; the row's place
         self.base = len(row.ids)  # position of the token that follows the root
         self.coins = key(row.seed, COIN, self.base)
         self.tosses = 0
+        self.together: list[RowView] = [self]
+        self._chosen: dict[int, tuple[int, float]] = {}  # by node, the target's choice and its score
 
     def choice(self, node: int) -> int:
         """Return argmax(scores + noise): the target's greedy choice, or its draw by the Gumbel-max trick.
@@ -141,15 +110,17 @@ class RowView:
         The noise depends on seed and position only, so the choice does not depend on the tree, the batch or
         whether there was any speculation (coupled sampling, arXiv 2408.07978).
         """
-        if self.logits.device.type != "cpu":
-            token, largest = self.answers.choices[self.place][node]
-        else:
-            scores, noise = self._processed(node), self.noise(node)
-            noisy = (scores if noise is None else scores + noise).numpy()
-            token = int(noisy.argmax())  # torch's is slow on CPUs
-            largest = float(noisy[token])
+        if node not in self._chosen:
+            on_host = self.logits.device.type == "cpu"
+            _choose([(self, [node])] if on_host else [(view, range(len(view.tree))) for view in self.together])
+        token, largest = self._chosen[node]
         self._check(largest, node)
         return token
+
+    def noisy(self, nodes: Sequence[int]) -> Tensor:
+        """Return scores + noise after some nodes, (n, V)."""
+        scores, noise = self._processed(nodes), [self.noise(node) for node in nodes]
+        return scores + torch.stack([own for own in noise if own is not None]) if self.row.sampling else scores
 
     def noise(self, node: int) -> Tensor | None:
         """Return the Gumbel noise (V,) that is added to the scores after a node; None when greedy."""
@@ -187,14 +158,15 @@ class RowView:
         Raises:
             NumericalError: nothing can be chosen from them.
         """
-        scores = self._processed(node)
+        scores = self._processed([node])[0]
         self._check(float(scores.max()), node)
         return scores
 
-    def _processed(self, node: int) -> Tensor:
-        row = self.row
-        paths = [[*row.ids, *self.tree.path(node)]] if row.law.reads_path else []
-        return row.law.scores(self.logits[node : node + 1], paths)[0]
+    def _processed(self, nodes: Sequence[int]) -> Tensor:
+        """Return the processed scores (n, V) after some nodes: one, or the first n."""
+        law = self.row.law
+        paths = [[*self.row.ids, *self.tree.path(node)] for node in nodes] if law.reads_path else []
+        return law.scores(self.logits[nodes[0] : nodes[-1] + 1], paths)
 
     def _check(self, largest: float, node: int) -> None:
         """Raise unless the largest score is a number: NaN wins a maximum, so this sees NaN, +inf and all -inf."""
@@ -204,3 +176,17 @@ class RowView:
                 f"{self.base + int(self.tree.depths[node])} tokens are NaN, infinite or all -inf; nothing can be "
                 "chosen from them. Check the weights, or load the model in float32"
             )
+
+
+def _choose(wanted: Sequence[tuple[RowView, Sequence[int]]]) -> None:
+    """Let views know the target's choices after some of their nodes: one transfer from the device."""
+    noisy = [view.noisy(nodes) for view, nodes in wanted]
+    if noisy[0].device.type == "cpu":  # torch's own maximum is slow there
+        found = [(token := int(row.argmax()), float(row[token])) for scores in noisy for row in scores.numpy()]
+    else:
+        best, places = (torch.cat(column) for column in zip(*(scores.max(-1) for scores in noisy), strict=True))
+        largest, tokens = torch.stack([best, places.to(best.dtype)]).tolist()
+        found = list(zip(map(int, tokens), largest, strict=True))
+    left = iter(found)
+    for view, nodes in wanted:
+        view._chosen.update(zip(nodes, left, strict=False))

@@ -18,6 +18,7 @@ from transformers import (
 from specinfer import BestFirst, Chain, MultiStep, Sampled, SpeculativeDecoder, Verdict, Verifier, Walk, Widths
 from specinfer.errors import SamplingError
 from specinfer.noise import COUPLING, gumbel, key
+from specinfer.row import _choose as choose_at_once
 from specinfer.row import look
 from specinfer.sampling import DEFAULT_MAX_NEW_TOKENS, Law, resolve
 from specinfer.tree import Kind
@@ -703,12 +704,12 @@ def test_choices_made_together_are_those_made_one_by_one(monkeypatch, target, op
     seen = []
 
     def watched(rows, trees, logits):
-        views = look(rows, trees, logits)
-        for view, choices in zip(views, views[0].answers.choices, strict=True):
+        views, others = look(rows, trees, logits), look(rows, trees, logits)
+        choose_at_once([(view, range(len(view.tree))) for view in others])
+        for view, other in zip(views, others, strict=True):
             nodes = range(len(view.tree))
-            assert [token for token, _ in choices] == [view.choice(node) for node in nodes]
-            assert [score for _, score in choices] == pytest.approx([_largest(view, node) for node in nodes])
-        assert all(view.answers is views[0].answers for view in views)
+            assert [other.choice(node) for node in nodes] == [view.choice(node) for node in nodes]
+            assert [other._chosen[node][1] for node in nodes] == pytest.approx([_largest(view, n) for n in nodes])
         seen.extend(views)
         return views
 
