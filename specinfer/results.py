@@ -285,8 +285,8 @@ def drafted_by(tree: TokenTree, path: Sequence[int], names: Sequence[str], token
         names: by draft id.
         tokens: how many were emitted.
     """
-    drafts = [dict.fromkeys(draw.draft for draw in tree.draws[node]) for node in path]
-    return (*(tuple(names[draft] for draft in own) for own in drafts), ())[:tokens]
+    masks = [tree.proposers[node] for node in path]
+    return (*(tuple(name for draft, name in enumerate(names) if mask >> draft & 1) for mask in masks), ())[:tokens]
 
 
 def reach(path: Iterable[int], drafts: int) -> int:

@@ -19,7 +19,6 @@ from typing import ClassVar, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from specinfer.errors import PolicyError, TreeError
 
@@ -28,6 +27,7 @@ from .nodes import Draws, Listed
 from .token_tree import Kind, TokenTree
 
 MOST = 1 << 16  # nodes of a tree, and levels
+MANY = 1 << 12  # candidates beyond which those that cannot enter the pool are left out before they are sorted
 
 
 class Frontier(NamedTuple):
@@ -219,15 +219,14 @@ def grow_best_first(
             frontier = pool.narrowed(frontier, wanted(frontier, pool.front[1]))
         if frontier.tokens.shape[1] == 0:
             break
-        pool.admit(*source.top(frontier, max_nodes))
+        pool.admit(*source.top(frontier, pool.children(frontier)))
     return pool.growth()
 
 
 class _Pool:
     """The N best nodes so far of each row, best first.
 
-    Candidates are numbered: the i-th child of the n-th frontier node is n N + i.  The pool holds numbers and scores;
-    tokens stay in lists, one entry per level, that a number indexes once they are joined.
+    Candidates are numbered: the i-th child of the n-th frontier node is n N + i.
     """
 
     def __init__(self, source: Source, size: int, least: float) -> None:
@@ -235,28 +234,42 @@ class _Pool:
         self.least = least  # the smallest score that is let in
         self.scores = torch.full((source.batch, size), -inf, device=source.device)  # (B, N) descending; -inf = empty
         self.numbers = torch.zeros_like(self.scores, dtype=torch.int64)  # (B, N)
+        self.tokens = torch.zeros_like(self.numbers)  # (B, N)
         # of the newest frontier, numbers and scores; the root's number is nobody's
         self.front = self.numbers.new_full((source.batch, 1), -1), self.scores.new_zeros(source.batch, 1)
-        self.tokens: list[Tensor] = []  # (B, W N)
         self.fronts: list[Tensor] = []  # (B, W) numbers
         self.first = self.sent = 0  # frontier nodes before the newest level's parents, and in all
 
     def admit(self, tokens: Tensor, log_probs: Tensor) -> None:
         """Let the candidates of the frontier, both (B, W, N at most), compete for the pool."""
         numbers, scores = self.front
-        if missing := self.size - tokens.shape[2]:
-            tokens, log_probs = pad(tokens, (0, missing)), pad(log_probs, (0, missing), value=-inf)
-        self.tokens.append(tokens.flatten(1))
         self.fronts.append(numbers)
         self.first, self.sent = self.sent, self.sent + tokens.shape[1]
-        arrivals = torch.arange(self.first * self.size, self.sent * self.size, device=tokens.device)
-        paths = _path_scores(scores, log_probs)
+        parents, turns = torch.arange(self.first, self.sent), torch.arange(tokens.shape[2])
+        arrivals = (parents[:, None] * self.size + turns).flatten().to(tokens.device).expand(len(tokens), -1)
+        paths, tokens = _path_scores(scores, log_probs), tokens.flatten(1)
         if self.least > -inf:
             paths.masked_fill_(paths < self.least, -inf)
+        if paths.shape[1] > MANY and _on_host(paths):
+            places, real = _listed(~(paths <= self.scores[:, -1:]))  # not a number is to be seen
+            paths = paths.gather(1, places).masked_fill_(~real, -inf)
+            arrivals, tokens = arrivals.gather(1, places), tokens.gather(1, places)
         # The pool comes first and parents stand in pool order, so a stable sort breaks ties as the heap does.
         scores, best = torch.cat((self.scores, paths), 1).sort(dim=1, descending=True, stable=True)
-        numbers = torch.cat((self.numbers, arrivals.expand(len(tokens), -1)), 1)
-        self.scores, self.numbers = scores[:, : self.size], numbers.gather(1, best[:, : self.size])
+        best = best[:, : self.size]
+        self.scores = scores[:, : self.size]
+        self.numbers = torch.cat((self.numbers, arrivals), 1).gather(1, best)
+        self.tokens = torch.cat((self.tokens, tokens), 1).gather(1, best)
+
+    def children(self, frontier: Frontier) -> int:
+        """Return how many children of a frontier node may enter the pool, at most.
+
+        The i-th likeliest token of a distribution has at most the probability 1 / i.
+        """
+        scores, last = self.front[1], self.scores[:, -1:].clamp(min=self.least)
+        if frontier.tokens.shape[1] * self.size <= MANY or not _on_host(scores):
+            return self.size
+        return min(self.size, int((scores - last).nan_to_num(inf).clamp(max=log(self.size)).exp().max()) + 1)
 
     def newest(self, depth: int) -> Frontier:
         """Return the newest level's nodes that may have children in the pool: any but the last slot's."""
@@ -266,9 +279,7 @@ class _Pool:
         valid, slots = (part[:, :width] for part in young.sort(dim=1, descending=True, stable=True))
         numbers = numbers.gather(1, slots)
         self.front = numbers, scores.gather(1, slots).masked_fill_(~valid, -inf)
-        place = (numbers - self.first * self.size).clamp_(min=0)  # padding takes the first
-        parents = numbers.div(self.size, rounding_mode="floor")
-        return Frontier(self.tokens[-1].gather(1, place), parents, valid, depth)
+        return Frontier(self.tokens.gather(1, slots), numbers.div(self.size, rounding_mode="floor"), valid, depth)
 
     def narrowed(self, frontier: Frontier, width: int) -> Frontier:
         """Return the newest level's best nodes."""
@@ -284,7 +295,7 @@ class _Pool:
         ascending, slots = self.numbers.sort(dim=1, stable=True)  # empty slots hold 0, too, and come later
         parents = slots.gather(1, torch.searchsorted(ascending, above).clamp_(max=self.size - 1)) + 1
         return Growth(
-            torch.cat(self.tokens, 1).gather(1, self.numbers),
+            self.tokens,
             parents.masked_fill_(above < 0, 0),
             self.scores,
             self.scores != -inf,  # not a number is one: it is to be seen
@@ -481,6 +492,16 @@ def _on_host(tensor: Tensor) -> bool:
 def _root(source: Source) -> Frontier:
     unknown = torch.full((source.batch, 1), -1, device=source.device)
     return Frontier(unknown, unknown, torch.ones_like(unknown, dtype=torch.bool), 0)
+
+
+def _listed(wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where (B, n) are true, row by row and in order, (B, most), and which of those places are real."""
+    places = wanted.nonzero()[:, 1]
+    counts = wanted.sum(1)
+    real = torch.arange(int(counts.max())) < counts[:, None]
+    table = torch.zeros(real.shape, dtype=torch.int64)
+    table[real] = places
+    return table, real
 
 
 def _path_scores(scores: Tensor, log_probs: Tensor) -> Tensor:

@@ -1,0 +1,106 @@
+"""Trees of a batch as arrays: every row is what it would be alone, and nothing is made that nobody looks at."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import PROPERTY, VOCAB, TableSource, coarse_table, token_trees
+
+from specinfer.errors import TreeError
+from specinfer.tree import BestFirst, DenseSource, Forest, Frontier, Kind, Sampled, TokenTree, Widths, merge
+
+
+def batches(kind: Kind, drafts: tuple[int, ...], rows: int) -> st.SearchStrategy[list[TokenTree]]:
+    """Trees of a batch; row r has root r, so that trees of other drafts can be merged with it."""
+    return st.tuples(*(token_trees(kind=kind, drafts=drafts, root=row) for row in range(rows))).map(list)
+
+
+def proposals() -> st.SearchStrategy[list[list[TokenTree]]]:
+    """What three drafts propose for four rows."""
+    return st.sampled_from(list(Kind)).flatmap(
+        lambda kind: st.tuples(*(batches(kind, drafts, 4) for drafts in ((2,), (0, 3), (1,)))).map(list)
+    )
+
+
+@PROPERTY
+@given(proposals())
+def test_rows_are_merged_as_if_each_were_alone(proposed: list[list[TokenTree]]) -> None:
+    assert Forest.merged(proposed) == [merge(own) for own in zip(*proposed, strict=True)]
+
+
+@PROPERTY
+@given(batches(Kind.RANKED, (0, 1), 4), st.integers(0, 12), st.lists(st.integers(0, 4), min_size=4, max_size=4))
+def test_rows_are_cut_as_if_each_were_alone(trees: list[TokenTree], count: int, depths: list[int]) -> None:
+    forest = Forest.of(trees)
+    assert forest.best(count) == [tree.best(count, tree.scores) for tree in trees]
+    assert forest.pruned(depths) == [tree.pruned(depth) for tree, depth in zip(trees, depths, strict=True)]
+    assert forest.pruned(depths).best(count).pruned([1] * 4) == [
+        tree.pruned(depth).best(count, tree.pruned(depth).scores).pruned(1)
+        for tree, depth in zip(trees, depths, strict=True)
+    ]
+
+
+@PROPERTY
+@given(st.sampled_from(list(Kind)).flatmap(lambda kind: batches(kind, (0, 1), 3)))
+def test_a_forest_is_its_trees_and_back(trees: list[TokenTree]) -> None:
+    forest = Forest.of(trees)
+    nodes = Forest(forest.kind, listed=forest.nodes.listed()).nodes
+    assert Forest(forest.kind, nodes) == trees  # made anew, from arrays
+    assert (forest.roots, len(forest), forest.num_drafted) == ([0, 1, 2], 3, sum(tree.num_drafted for tree in trees))
+    assert forest[-1] == trees[-1]
+    assert forest[1:] == trees[1:]
+    assert [own for tree in trees for own in tree.proposers] == forest.nodes.proposers.tolist()
+
+
+@pytest.mark.parametrize("policy", [BestFirst(9, 4), Widths((3, 2)), Sampled((3, 2)), Sampled((3, 2), True)])
+def test_what_the_engine_builds_would_pass_every_check(policy: BestFirst | Widths) -> None:
+    """It is not validated again; here it is."""
+    table = coarse_table(40, 11, VOCAB, seed=4)
+    table = table.masked_fill(table.isneginf().all(-1, keepdim=True), 0.0).log_softmax(-1)
+    sources = [TableSource(table, torch.Generator().manual_seed(3)), TableSource(table.flip(0))]
+    grown = [policy.grow(source).trees([1] * 40, draft) for draft, source in enumerate(sources)]
+    for tree in Forest.merged(grown).pruned([3, 1] * 20):
+        assert TokenTree(tree.tokens, tree.parents, tree.scores, tree.draws, tree.laws, tree.kind) == tree
+        assert tree.num_drafted > 0
+
+
+def test_sampled_trees_are_not_chosen_from() -> None:
+    forest = Sampled((3,)).grow(TableSource(coarse_table(2, 11, VOCAB, seed=4))).trees([1, 1])
+    assert forest.best(3) == list(forest)
+    with pytest.raises(TreeError, match="verified whole"):
+        forest.best(1)
+
+
+def test_candidates_that_are_asked_for_grow_like_the_nodes() -> None:
+    """A few dozen for every node of the tree, however large it is; not as many as there are nodes."""
+
+    class Counting(DenseSource):
+        asked = 0
+
+        def top(self, frontier: Frontier, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+            self.asked += frontier.tokens.shape[1] * k
+            return super().top(frontier, k)
+
+    def law(frontier: Frontier) -> torch.Tensor:
+        chance = torch.Generator().manual_seed(frontier.depth)
+        return torch.randn(1, frontier.tokens.shape[1], 5000, generator=chance, dtype=torch.float64).log_softmax(-1)
+
+    for nodes in (256, 1024, 4096):
+        source = Counting(law, 1)
+        (tree,) = BestFirst(nodes, 4).grow(source).trees([0])
+        assert tree.num_drafted == nodes
+        assert source.asked < 40 * nodes
+
+
+def test_many_candidates_make_the_same_tree_as_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot enter the pool is left out before it is sorted, whatever their number."""
+    table = torch.randn(5, 40, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64).mul(3)
+    table = table.log_softmax(-1)
+    whole = BestFirst(60, 5).grow(TableSource(table)).trees([0] * 5)
+    monkeypatch.setattr("specinfer.tree.grow.MANY", 0)
+    assert BestFirst(60, 5).grow(TableSource(table)).trees([0] * 5) == whole
+    monkeypatch.setattr("specinfer.tree.grow.MANY", 1 << 40)
+    assert BestFirst(60, 5).grow(TableSource(table)).trees([0] * 5) == whole
+    assert max(tree.depth for tree in whole) > 2
+    assert np.unique([tree.num_drafted for tree in whole]).tolist() == [60]
