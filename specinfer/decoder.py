@@ -84,7 +84,7 @@ class SpeculativeDecoder:
                 draft.attach(self.target, tokenizer)
         if graphs and (elsewhere := {model.device.type for model in self.networks} - {"cuda"}):
             raise InputError(f"graphs=True is for GPUs, and a model is on the {', '.join(elsewhere)}: leave it out")
-        self.policy = self._supported_policy(policy)
+        self.policy = self.supported(policy, self.notes)
         self.verifier.check(self.policy.kind)
         self.taps = sorted({tap for draft in self.drafts for tap in getattr(draft, "taps", ())})
         self.plain = [attach(model, self._taps_of(model), compile) for model in self.networks]
@@ -238,8 +238,12 @@ class SpeculativeDecoder:
         spelt = [own for draft in drafts for own in (words.get(draft, [draft]) if isinstance(draft, str) else [draft])]
         return [_as_draft(draft) for draft in spelt]
 
-    def _supported_policy(self, policy: Policy) -> Policy:
-        """Check all models; fall back to a chain where one cannot branch."""
+    def supported(self, policy: Policy, notes: list[str]) -> Policy:
+        """Check all models as they are now; fall back to a chain where one cannot branch, and note it.
+
+        Raises:
+            UnsupportedModel: one cannot do even that, or not with these drafts and this policy.
+        """
         for model in self.language_models:
             check = check_model(model.model)
             if check.support is Support.UNSUPPORTED:
@@ -253,7 +257,7 @@ class SpeculativeDecoder:
                 )
             if not is_chain:
                 policy = Chain(policy.max_depth)
-                self.notes.append(f"tree={policy}: {check.model} can score chains only ({check.reason})")
+                notes.append(f"tree={policy}: {check.model} can score chains only ({check.reason})")
         return policy
 
     def _check_tokenizers(self) -> None:

@@ -56,6 +56,7 @@ class Run:
     def __init__(self, decoder: "SpeculativeDecoder", rows: Sequence[Row], single: bool) -> None:
         self.decoder, self.rows, self.single = decoder, list(rows), single
         self.policy, self.passes = decoder.policy, ""  # how passes run, in words
+        self.notes: list[str] = []  # what differs from the decoder's
         self.seconds = Seconds()
         self.drafting = [(0, 0.0)] * len(decoder.drafts)  # passes of each draft, and seconds in its proposals
         self.steps: dict[int, list[Step]] = {row.index: [] for row in self.rows}
@@ -96,6 +97,7 @@ class Run:
     def _run(self) -> Generator[list[tuple[Row, Step]]]:
         started = perf_counter()
         models = self.decoder.networks
+        self.policy = self.decoder.supported(self.policy, self.notes)  # hooks may have come since the last call
         with running(*models):  # only while passes run: between steps the models are as they were
             target, drafts = self.open_sessions()
             self.passes = self.decoder.passes
@@ -183,7 +185,7 @@ class Run:
             draft_passes=sum(passes for passes, _ in self.drafting),
             acceptance_by_depth=acceptance_by_depth(steps),
             seconds=self.seconds,
-            notes=(*self.decoder.notes, *filter(None, [self.passes]), *self._adapted(choices)),
+            notes=(*self.decoder.notes, *self.notes, *filter(None, [self.passes]), *self._adapted(choices)),
             choices=choices,
             drafts=tuple(
                 contribution(steps, number, draft.name, *spent)

@@ -459,11 +459,11 @@ def test_streams_and_streamers_take_one_prompt(target, tokenizer):
 def test_a_draft_with_another_tokenizer_is_refused_before_a_model_runs(monkeypatch):
     """The tables are compared, not their sizes."""
     target, draft = tiny_llama(0), tiny_llama(1)
-    monkeypatch.setattr("specinfer.attention.check._checked", {})  # as if never checked
     swapped = byte_tokenizer()
     swapped.add_tokens(["new"])
     drafts = [ModelDraft(draft, swapped)]
     with counted(target, draft) as passes, pytest.raises(TokenizerMismatch, match="new"):
+        monkeypatch.setattr("specinfer.attention.check._checked", {})  # as if never checked
         SpeculativeDecoder(target, byte_tokenizer(), drafts=drafts)
     assert not passes
 
@@ -480,8 +480,8 @@ def test_a_draft_with_another_tokenizer_is_refused_before_a_model_runs(monkeypat
 def test_a_verifier_that_would_bias_the_text_is_refused_before_a_model_runs(policy, verifier, monkeypatch):
     """Wrong pairs of tree and verifier are errors at construction."""
     target = tiny_llama(0)
-    monkeypatch.setattr("specinfer.attention.check._checked", {})
     with counted(target) as passes, pytest.raises(PairingError, match="MultiStep"):
+        monkeypatch.setattr("specinfer.attention.check._checked", {})  # as if never checked
         SpeculativeDecoder(target, tree=policy, verifier=verifier)
     assert not passes
 
@@ -670,7 +670,9 @@ def test_a_long_prompt_is_prefilled_in_chunks(target, near, monkeypatch):
     hook = target.register_forward_pre_hook(
         lambda _module, _args, inputs: sizes.append(inputs["input_ids"].shape[1]), with_kwargs=True
     )
-    results = SpeculativeDecoder(target, drafts=[near, "ngram"], tree=Chain(3)).generate(prompts, max_new_tokens=8)
+    decoder = SpeculativeDecoder(target, drafts=[near, "ngram"], tree=Chain(3))
+    sizes.clear()  # those of the check
+    results = decoder.generate(prompts, max_new_tokens=8)
     hook.remove()
     assert max(sizes) == 8
     for prompt, result in zip(prompts, results, strict=True):
