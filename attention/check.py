@@ -131,15 +131,19 @@ def _why_chain_only(model: TreeModel) -> str:
 
 @torch.inference_mode()
 def _leak(model: TreeModel) -> float:
-    """Return by how much the logits after a row's first half depend on its second half, and on the rows around it.
+    """Return by how much logits depend on another row, and on later tokens.
 
     The passes are plain ones of one shape, so that rounding hides little of what quantised activations, statistics of a
     batch, full experts or hooks let through.
     """
-    ids, half = _chance_ids(model, 6, PREFIX).view(2, 3, PREFIX).to(model.device), PREFIX // 2
-    ids[1, 1, :half] = ids[0, 1, :half]
-    wanted, found = (model.model(input_ids=rows, use_cache=False).logits[1, :half] for rows in ids)
-    return _difference(found, wanted)
+    ids, others = _chance_ids(model, 6, PREFIX).view(2, 3, PREFIX).to(model.device)
+    wanted, worst = model.model(input_ids=ids, use_cache=False).logits, 0.0
+    for kept in ((slice(1, None),), (slice(None), slice(PREFIX // 2))):  # rows but the first, first halves
+        given = others.clone()
+        given[kept] = ids[kept]
+        found = model.model(input_ids=given, use_cache=False).logits
+        worst = max(worst, _difference(found[kept], wanted[kept]))
+    return worst
 
 
 def _error(model: TreeModel, parents: Sequence[int], kept: Sequence[int]) -> float:
@@ -192,7 +196,7 @@ def _largest_error(
 
 
 def _difference(found: Tensor, wanted: Tensor) -> float:
-    """Return the largest error of logits (N, V) over the spread of those that are wanted."""
+    """Return the largest error of logits (..., V) over the spread of those that are wanted."""
     wanted = wanted.double()
     spread = (wanted - wanted.mean(-1, keepdim=True)).abs().max().clamp(min=1e-12)
     error = float((found.double() - wanted).abs().max() / spread)
