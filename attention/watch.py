@@ -56,7 +56,7 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = _modules(model)
+        modules = modules_of(model)
         configs = _configs(modules)
         owners = [*modules, *configs]
         self.owners = [ref(owner) for owner in owners]
@@ -68,7 +68,7 @@ class Watch:
 
     def changed(self, model: nn.Module) -> bool:
         """Whether the model is another one than when the watch began; values of weights and train mode do not count."""
-        modules = _modules(model)
+        modules = modules_of(model)
         configs = _configs(modules)
         if [owner() for owner in self.owners] != [*modules, *configs]:
             return True
@@ -83,7 +83,7 @@ class Watch:
         self.settings = [own for own in self.settings if vars(own[0]()).get(own[1], ...) == own[2]]
 
 
-def _modules(model: nn.Module) -> list[nn.Module]:
+def modules_of(model: nn.Module) -> list[nn.Module]:
     """Return a model's modules, each once; ``model.modules()`` takes several times as long."""
     found: dict[int, nn.Module] = {}
     waiting = [model]
