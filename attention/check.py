@@ -147,7 +147,7 @@ def _leak(model: TreeModel) -> float:
 
 
 def _error(model: TreeModel, parents: Sequence[int], kept: Sequence[int]) -> float:
-    """Return the largest relative error over all nodes: of a tree, of one after pruning to ``kept``, of a root alone."""
+    """Return the largest relative error of a node: in a tree, in one after pruning to ``kept``, of a root alone."""
     window = min((w for w in model.spec.windows.values() if w), default=0)
     length = min(max(PREFIX, window + 3 if window <= 64 else 0), (model.max_positions or 1024) - 12)
     ids = _chance_ids(model, 2, length + 16).tolist()

@@ -129,7 +129,7 @@ def _hooks(module: nn.Module) -> list[int]:
 
 
 def _tensors(modules: Sequence[nn.Module]) -> list[Any]:
-    """Return of every weight: its name, the place of the first one that it is tied to, shape, strides, dtype, device."""
+    """Return every weight's name, the number of those it is tied to, shape, strides, dtype and device."""
     first: dict[tuple[int, torch.Size], int] = {}
     return [
         (name, first.setdefault((t.data_ptr(), t.shape), len(first)), t.shape, t.stride(), t.dtype, t.device)

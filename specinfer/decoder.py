@@ -7,6 +7,7 @@ Does not know: how a step is decoded (`loop`), how a run is kept (`run`).
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from operator import index
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -79,9 +80,7 @@ class SpeculativeDecoder:
         self.verifier = verifier or usual_verifier(policy.kind)
         self.verifier.check(policy.kind)
         self._check_tokenizers()
-        for draft in self.drafts:
-            if hasattr(draft, "attach"):
-                draft.attach(self.target, tokenizer)
+        self.drafts = [self._own(draft) for draft in self.drafts]
         if graphs and (elsewhere := {model.device.type for model in self.networks} - {"cuda"}):
             raise InputError(f"graphs=True is for GPUs, and a model is on the {', '.join(elsewhere)}: leave it out")
         self.policy = self.supported(policy, self.notes)
@@ -237,6 +236,15 @@ class SpeculativeDecoder:
         words: dict[str, list[Any]] = {"auto": [*shipped[:1], "ngram"], "shipped": list(shipped)}
         spelt = [own for draft in drafts for own in (words.get(draft, [draft]) if isinstance(draft, str) else [draft])]
         return [_as_draft(draft) for draft in spelt]
+
+    def _own(self, draft: Draft) -> Draft:
+        """Return a draft for this decoder alone, attached to its target: the caller's may serve several."""
+        if hasattr(draft, "attach"):
+            return draft.attach(self.target, self.tokenizer) or draft
+        if isinstance(draft, ModelDraft):
+            draft = copy(draft)
+            draft.model = TreeModel(draft.model.model)
+        return draft
 
     def supported(self, policy: Policy, notes: list[str]) -> Policy:
         """Check all models as they are now; fall back to a chain where one cannot branch, and note it.

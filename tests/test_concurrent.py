@@ -72,21 +72,26 @@ class Callbacks:
         self.decoder, self.prompt, self.found = decoder, prompt, []
 
     def again(self):
+        """Generate, three times at most."""
         if len(self.found) < 3:
             self.found.append(ids(self.decoder, self.prompt))
 
     def processor(self, input_ids, scores):
+        """Change nothing."""
         self.again()
         return scores
 
     def criterion(self, input_ids, scores, **_):
+        """Go on."""
         self.again()
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
     def put(self, value):
+        """Show nothing."""
         self.again()
 
     def end(self):
+        """Show nothing."""
         self.again()
 
 

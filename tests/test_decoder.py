@@ -462,9 +462,10 @@ def test_a_draft_with_another_tokenizer_is_refused_before_a_model_runs(monkeypat
     swapped = byte_tokenizer()
     swapped.add_tokens(["new"])
     drafts = [ModelDraft(draft, swapped)]
-    with counted(target, draft) as passes, pytest.raises(TokenizerMismatch, match="new"):
+    with counted(target, draft) as passes:
         monkeypatch.setattr("specinfer.attention.check._checked", {})  # as if never checked
-        SpeculativeDecoder(target, byte_tokenizer(), drafts=drafts)
+        with pytest.raises(TokenizerMismatch, match="new"):
+            SpeculativeDecoder(target, byte_tokenizer(), drafts=drafts)
     assert not passes
 
 
@@ -480,9 +481,10 @@ def test_a_draft_with_another_tokenizer_is_refused_before_a_model_runs(monkeypat
 def test_a_verifier_that_would_bias_the_text_is_refused_before_a_model_runs(policy, verifier, monkeypatch):
     """Wrong pairs of tree and verifier are errors at construction."""
     target = tiny_llama(0)
-    with counted(target) as passes, pytest.raises(PairingError, match="MultiStep"):
+    with counted(target) as passes:
         monkeypatch.setattr("specinfer.attention.check._checked", {})  # as if never checked
-        SpeculativeDecoder(target, tree=policy, verifier=verifier)
+        with pytest.raises(PairingError, match="MultiStep"):
+            SpeculativeDecoder(target, tree=policy, verifier=verifier)
     assert not passes
 
 
