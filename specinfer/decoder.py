@@ -24,6 +24,7 @@ from specinfer.prompts import Prompt, check_context, check_ids, encode
 from specinfer.row import Row
 from specinfer.run import Run, TextStream
 from specinfer.sampling import Law, Stopping, resolve
+from specinfer.scoring import score
 from specinfer.shipped import shipped_drafts
 from specinfer.tree import BestFirst, Chain, Kind, Policy
 from specinfer.verify import Verifier, usual_verifier
@@ -217,6 +218,25 @@ class SpeculativeDecoder:
             for place, (row, budget, own_seed) in enumerate(zip(prompts.rows, budgets, seeds, strict=True))
         ]
         return Run(self, rows, prompts.single)
+
+    def score(self, prompt: Prompt, continuation: Any, *, raw: bool = False) -> Any:
+        """Return how likely a continuation is under the target: its own law, without processors, drafts or sampling.
+
+        Args:
+            prompt: as `generate`.
+            continuation: text or token ids; for a batch of prompts a list, one for each.  Text is encoded by itself,
+                without special tokens: pass ids where tokens reach across the border.
+            raw: feed strings without the chat template.
+
+        Returns:
+            Score for one prompt, list[Score] for a batch.
+
+        Raises:
+            InputError: what cannot be scored, or does not fit the target's context.
+            UnsupportedModel: the target's passes do not repeat what they say of a text.
+            NumericalError: the target's logits are not numbers.
+        """
+        return score(self, prompt, continuation, raw)
 
     def check_lengths(self, rows: Sequence[Sequence[int]], budgets: Sequence[int]) -> None:
         """Check that prompts and as many new tokens fit the target's context.

@@ -15,6 +15,7 @@ from specinfer.attention import TreeSession, padded_width, resumed, running
 from specinfer.draft import DraftSession, Opening
 from specinfer.errors import InputError, SpecinferError
 from specinfer.loop import decode
+from specinfer.pieces import Pieces
 from specinfer.results import Choices, Result, Seconds, Stats, Step, acceptance_by_depth, contribution
 from specinfer.row import Row
 from specinfer.tree import Policy, TokenTree
@@ -244,12 +245,12 @@ class TextStream:
 
     def _decode(self) -> Generator[str]:
         """Yield text that later tokens cannot change: up to the last piece that ends inside a character."""
-        tokenizer, row = self._run.decoder.tokenizer, self._run.rows[0]
+        row = self._run.rows[0]
+        pieces = Pieces(self._run.decoder.tokenizer, row.prompt_length)
         done = 0  # characters yielded
         for _ in self._run:
-            text = tokenizer.decode(row.ids[row.prompt_length :], skip_special_tokens=True)
-            if not text.endswith("\ufffd") and len(text) > done:
-                yield text[done:]
-                done = len(text)
+            if text := pieces.more(row.ids):
+                yield text
+                done += len(text)
         if len(text := self.result.text) > done:
             yield text[done:]

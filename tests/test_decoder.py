@@ -785,6 +785,22 @@ def test_no_step_runs_the_target_more_than_once(target, near):
     assert len(passes) == 1 + max(len(result.steps) for result in results)
 
 
+def test_sequences_are_what_transformers_returns(target, near):
+    """Prompt and new ids, (1, T)."""
+    result = SpeculativeDecoder(target, drafts=[near]).generate(PROMPTS[0], max_new_tokens=9, temperature=0)
+    ids = torch.tensor([PROMPTS[0]])
+    wanted = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+    assert result.sequences.dtype == torch.long
+    assert torch.equal(result.sequences, wanted)
+
+
+def test_accept_lengths_are_the_tokens_of_every_target_pass(target):
+    """A draft that is the target has everything accepted, until the text ends."""
+    result = SpeculativeDecoder(target, drafts=[target], tree=Chain(3)).generate([1, 2], max_new_tokens=10)
+    assert result.accept_lengths == [4, 4, 2]
+    assert sum(result.accept_lengths) / len(result.accept_lengths) == result.stats.tokens_per_target_pass
+
+
 # ---- streams ----
 
 TEXT = "Zoë 🌳🌲 naïve — 日本 👩‍👩‍👧 end"
