@@ -65,7 +65,7 @@ class Pieces:
         return cleaned if self.cleans else raw
 
     def _is_cleaning(self, ids: Sequence[int]) -> bool | None:
-        """Return whether the tokenizer cleans up as it says (not where tokens are byte pairs); None if ids do not tell."""
+        """Return whether the tokenizer cleans up as it says (not byte pairs); None if these ids do not tell."""
         raw = self.tokenizer.decode(ids, **self.options)
         if self.tokenizer.clean_up_tokenization(raw) == raw:
             return None

@@ -157,7 +157,7 @@ def test_one_head_in_two_decoders_of_other_precision_drafts_for_both(target):
 
     def run(decoder):
         results = decoder.generate(PROMPTS, max_new_tokens=24, temperature=0)
-        return [(row.token_ids, row.accept_lengths) for row in results]
+        return [(row.token_ids, [len(step.tokens) for step in row.steps]) for row in results]
 
     def decoder(model, draft):
         return SpeculativeDecoder(model, None, [draft], BestFirst(12, 4))
