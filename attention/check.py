@@ -1,23 +1,28 @@
 """Does a model score token trees exactly?  Asked of the model itself, with a six-node tree.
 
-Knows: that the logits of every node must equal those of a plain pass over its path, before and after pruning.
+Knows: that the logits of every node must equal those of a plain pass over its path, before and after pruning, and that
+no token's logits may depend on later tokens or other rows.
 Does not know: model families; nothing is decided by name.
 """
 
 from collections.abc import Sequence
 from enum import StrEnum
+from threading import RLock
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from specinfer.attention.model import TreeModel, running
+from specinfer.attention.watch import Watch
 from specinfer.errors import UnsupportedModel
 from specinfer.tree import Draw, TokenTree
 
 # Largest error, relative to the spread of the logits, that rounding explains.  A wrong mask, position or window
 # costs 1e-2 to 1 on random weights; reading a window or ALiBi bias from the config covers what 16 bits would hide.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 2e-1, torch.float16: 5e-2}
+LEAKING = 0.1  # of that, what rounding explains where passes are alike but for tokens that must not matter
 TREE_PARENTS = (0, 0, 1, 2, 4)  # with the root: six nodes, the second branch deeper than the first
 CHAIN_PARENTS = (0, 1, 2, 3, 4)
 PREFIX = 12
@@ -42,14 +47,17 @@ class ModelCheck(NamedTuple):
     error: float  # largest error of a node's logits over the spread of the logits; NaN if none was measured
 
 
-_checked: dict[tuple[type, torch.dtype, str, str, str], ModelCheck] = {}
+_checked: WeakKeyDictionary[Any, tuple[Watch, ModelCheck]] = WeakKeyDictionary()
+_lock = RLock()
 
 
 def check_model(model: Any) -> ModelCheck:
     """Run a six-node tree through a model and compare each node with a plain pass over its path.
 
-    Two ragged rows are scored, pruned to a path that is not contiguous in the cache, and scored again.  The result is
-    kept per model class, dtype, device, attention implementation and configuration, so asking again is free.
+    Two ragged rows are scored, pruned to a path that is not contiguous in the cache, and scored again, at last one
+    token alone; before, plain passes must not let later tokens or other rows matter.  The result is kept for this model
+    while it is what it was: modules, settings, kinds of weights, hooks, patched forwards, attention.  Asking again is
+    a look at those.
 
     Args:
         model: a ``transformers`` causal LM.
@@ -57,17 +65,28 @@ def check_model(model: Any) -> ModelCheck:
     Returns:
         ModelCheck: exact, chain only or unsupported, with the reason.  It never raises for a model's sake.
     """
-    config = model.config.get_text_config(decoder=True)
-    implementation = str(config._attn_implementation or "eager")
-    key = (type(model), model.dtype, model.device.type, implementation, repr(model.config))
-    if key not in _checked:
-        support, reason, error = _classify(model)
-        dtype = str(model.dtype).removeprefix("torch.")
-        check = ModelCheck(type(model).__name__, dtype, implementation, support, reason, error)
-        if support is Support.UNSUPPORTED:  # perhaps for these weights only
-            return check
-        _checked[key] = check
-    return _checked[key]
+    if (known := _known(model)) is None:
+        with _lock:  # of threads that ask at once, one looks
+            known = _known(model) or _look(model)
+    return known
+
+
+def _known(model: Any) -> ModelCheck | None:
+    """Return what was found when the model was what it is now."""
+    watch, check = _checked.get(model, (None, None))
+    return None if watch is None or watch.changed(model) else check
+
+
+def _look(model: Any) -> ModelCheck:
+    watch = Watch(model)
+    support, reason, error = _classify(model)
+    implementation = str(model.config.get_text_config(decoder=True)._attn_implementation or "eager")
+    dtype = str(model.dtype).removeprefix("torch.")
+    check = ModelCheck(type(model).__name__, dtype, implementation, support, reason, error)
+    if support is not Support.UNSUPPORTED:  # that may be so for these weights only
+        watch.settle()
+        _checked[model] = watch, check
+    return check
 
 
 def _classify(model: Any) -> tuple[Support, str, float]:
@@ -81,9 +100,12 @@ def _classify(model: Any) -> tuple[Support, str, float]:
 
 def _judge(model: TreeModel) -> tuple[Support, str, float]:
     nan, chain_reason = float("nan"), _why_chain_only(model)
+    tolerance = TOLERANCE.get(model.dtype, 1e-3)
     try:
+        if (leak := _leak(model)) > LEAKING * tolerance:
+            reason = f"in a plain pass later tokens or other rows change a token's logits, by {leak:.1e}"
+            return Support.UNSUPPORTED, reason if leak < float("inf") else "its logits are no numbers", leak
         tree_error = nan if chain_reason else _error(model, TREE_PARENTS, kept=(3, 4))
-        tolerance = TOLERANCE.get(model.dtype, 1e-3)
         if tree_error <= tolerance:
             return Support.EXACT, f"every node within {tree_error:.1e} of a plain pass over its path", tree_error
         chain_error = _error(model, CHAIN_PARENTS, kept=(1, 2))
@@ -107,22 +129,44 @@ def _why_chain_only(model: TreeModel) -> str:
     return "" if model.takes_positions else "its forward takes no position_ids, so siblings cannot share a position"
 
 
+@torch.inference_mode()
+def _leak(model: TreeModel) -> float:
+    """Return by how much logits depend on another row, and on later tokens.
+
+    The passes are plain ones of one shape, so that rounding hides little of what quantised activations, statistics of a
+    batch, full experts or hooks let through.
+    """
+    ids, others = _chance_ids(model, 6, PREFIX).view(2, 3, PREFIX).to(model.device)
+    wanted, worst = model.model(input_ids=ids, use_cache=False).logits, 0.0
+    for kept in ((slice(1, None),), (slice(None), slice(PREFIX // 2))):  # rows but the first, first halves
+        given = others.clone()
+        given[kept] = ids[kept]
+        found = model.model(input_ids=given, use_cache=False).logits
+        worst = max(worst, _difference(found[kept], wanted[kept]))
+    return worst
+
+
 def _error(model: TreeModel, parents: Sequence[int], kept: Sequence[int]) -> float:
-    """Return the largest relative error over all nodes, of a first tree and of one after pruning to ``kept``."""
+    """Return the largest relative error of a node: in a tree, in one after pruning to ``kept``, of a root alone."""
     window = min((w for w in model.spec.windows.values() if w), default=0)
     length = min(max(PREFIX, window + 3 if window <= 64 else 0), (model.max_positions or 1024) - 12)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.vocab_size, (2, length + 16), generator=generator).tolist()
+    ids = _chance_ids(model, 2, length + 16).tolist()
     prefixes = [ids[0][:length], ids[1][: length - 3]]
-    trees = [_toy_tree(row[length : length + 6], parents) for row in ids]
     session = model.session(rows=2, capacity=length + 16)
     session.prefill(prefixes)
-    worst = _largest_error(model, session.score(trees), prefixes, trees)
-    session.commit([(0, *kept)] * 2)
-    session.cache.check_integrity()
-    prefixes = [[*p, *(int(t.tokens[i]) for i in (0, *kept))] for p, t in zip(prefixes, trees, strict=True)]
-    trees = [_toy_tree(row[length + 6 : length + 12], parents) for row in ids]
-    return max(worst, _largest_error(model, session.score(trees), prefixes, trees))
+    worst, fresh = 0.0, length
+    for shape, path in ((parents, (0, *kept)), (parents, (0,)), ((), (0,))):
+        trees = [_toy_tree(row[fresh : fresh + 1 + len(shape)], shape) for row in ids]
+        worst = max(worst, _largest_error(model, session.score(trees), prefixes, trees))
+        session.commit([path] * 2)
+        session.cache.check_integrity()
+        prefixes = [[*p, *(int(t.tokens[i]) for i in path)] for p, t in zip(prefixes, trees, strict=True)]
+        fresh += 1 + len(shape)
+    return worst
+
+
+def _chance_ids(model: TreeModel, rows: int, length: int) -> Tensor:
+    return torch.randint(model.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
 
 
 def _toy_tree(tokens: Sequence[int], parents: Sequence[int]) -> TokenTree:
@@ -147,11 +191,16 @@ def _largest_error(
             ids = [*prefix, int(tree.tokens[0]), *path]
             plain = model.model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0]
             nodes = _nodes_along(tree, path)
-            wanted = plain[-len(nodes) :].double()
-            spread = (wanted - wanted.mean(-1, keepdim=True)).abs().max().clamp(min=1e-12)
-            error = float((logits[row, nodes].double() - wanted).abs().max() / spread)
-            worst = max(worst, error if error == error else float("inf"))
+            worst = max(worst, _difference(logits[row, nodes], plain[-len(nodes) :]))
     return worst
+
+
+def _difference(found: Tensor, wanted: Tensor) -> float:
+    """Return the largest error of logits (..., V) over the spread of those that are wanted."""
+    wanted = wanted.double()
+    spread = (wanted - wanted.mean(-1, keepdim=True)).abs().max().clamp(min=1e-12)
+    error = float((found.double() - wanted).abs().max() / spread)
+    return error if error == error else float("inf")
 
 
 def _nodes_along(tree: TokenTree, path: Sequence[int]) -> list[int]:

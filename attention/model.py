@@ -23,6 +23,7 @@ from specinfer.attention.cache import TreeCache
 from specinfer.attention.graphs import Graphs, padded_width
 from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees, on_device
 from specinfer.attention.mask import AttentionSpec, attention_mask
+from specinfer.attention.watch import modules_of
 from specinfer.errors import UnsupportedModel
 from specinfer.tree import TokenTree
 
@@ -67,6 +68,7 @@ class TreeModel:
                 "it on one device"
             )
         self.spec = AttentionSpec.of(model)
+        self.modules = modules_of(model)  # all of them, as far as was looked
         self.alike = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)  # layers with keys, likely
         self.takes_positions = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
@@ -123,36 +125,38 @@ class TreeModel:
         self.plain = self.compiled.refresh() if self.compiled else ""
 
 
-_training: weakref.WeakKeyDictionary[Any, tuple[int, list[tuple[Any, bool]]]] = weakref.WeakKeyDictionary()
+_training: weakref.WeakKeyDictionary[Any, tuple[int, list[Any]]] = weakref.WeakKeyDictionary()
 _modes = Lock()
 
 
 @contextmanager
-def evaluating(*models: Any) -> Iterator[None]:
+def evaluating(*models: TreeModel) -> Iterator[None]:
     """Put models in evaluation mode for the duration; when the last thread has left, every submodule is as it was."""
     with _modes:
         for model in models:
-            users, flags = _training.get(model, (0, []))
-            if model.training:  # asked once a step, so it looks at the top only
-                flags = [*flags, *((module, module.training) for module in model.modules())]
-                model.eval()
-            _training[model] = users + 1, flags
+            users, changed = _training.get(model.model, (0, []))
+            training = [module for module in model.modules if module.training]
+            for module in training:
+                module.training = False
+            _training[model.model] = users + 1, [*changed, *training]
     try:
         yield
     finally:
         with _modes:
             for model in models:
-                users, flags = _training.pop(model)
+                users, changed = _training.pop(model.model)
                 if users > 1:
-                    _training[model] = users - 1, flags
+                    _training[model.model] = users - 1, changed
                 else:
-                    for module, flag in flags:
-                        module.training = flag
+                    for module in changed:
+                        module.training = True
 
 
 @contextmanager
 def running(*models: TreeModel) -> Iterator[None]:
     """Make models ready for passes: in evaluation mode, compiled passes as the weights are now."""
+    for model in models:
+        model.modules = modules_of(model.model)
     with resumed(*models):
         for model in models:
             model.ready()
@@ -162,7 +166,7 @@ def running(*models: TreeModel) -> Iterator[None]:
 @contextmanager
 def resumed(*models: TreeModel) -> Iterator[None]:
     """`running`, for models that ran before in this call: whether they changed since then is not looked at."""
-    with torch.inference_mode(), evaluating(*(model.model for model in models)):
+    with torch.inference_mode(), evaluating(*models):
         yield
 
 

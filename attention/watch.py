@@ -3,7 +3,7 @@
 Knows: what decides how a model computes, as far as can be seen from outside.  Does not know: graphs, packages, passes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 from weakref import ref
@@ -50,33 +50,94 @@ def altered(model: nn.Module) -> str:
 
 
 class Watch:
-    """Sees changes of a model, quickly: modules, settings, kinds of weights, forwards, attention; keeps none alive."""
+    """Sees changes of a model, quickly: modules, settings, kinds of weights, forwards, hooks, attention.
+
+    It keeps no part of the model alive.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        config: Any = model.config
-        self.owners = [ref(owner) for owner in (*model.modules(), config)]
-        self.weights, self.functions = _weights(model), _functions(model)
+        modules = modules_of(model)
+        configs = _configs(modules)
+        owners = [*modules, *configs]
+        self.owners = [ref(owner) for owner in owners]
+        self.forwards = [_reference(vars(module).get("forward")) for module in modules]
+        self.functions, self.tensors = _functions(modules, configs), _tensors(modules)
         self.settings = [
-            (ref(owner), name, deepcopy(value))
-            for owner in (*model.modules(), config)
-            for name, value in _settings(vars(owner)).items()
+            (ref(owner), name, deepcopy(value)) for owner in owners for name, value in _settings(vars(owner)).items()
         ]
 
     def changed(self, model: nn.Module) -> bool:
-        """Whether the model is another one than when the watch began; the values of its weights do not count."""
-        if [owner() for owner in self.owners] != [*model.modules(), model.config]:
+        """Whether the model is another one than when the watch began; values of weights and train mode do not count."""
+        modules = modules_of(model)
+        configs = _configs(modules)
+        if [owner() for owner in self.owners] != [*modules, *configs]:
+            return True
+        if [forward() for forward in self.forwards] != [vars(module).get("forward") for module in modules]:
             return True
         if any(vars(owner()).get(name, ...) != value for owner, name, value in self.settings):
             return True
-        return _functions(model) != self.functions or _weights(model) != self.weights
+        return _functions(modules, configs) != self.functions or _tensors(modules) != self.tensors
+
+    def settle(self) -> None:
+        """Take no notice any more of settings that changed since the watch began, such as what counts passes."""
+        self.settings = [own for own in self.settings if vars(own[0]()).get(own[1], ...) == own[2]]
 
 
-def _functions(model: nn.Module) -> list[Any]:
-    """Return what a model's classes run, and its attention."""
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """Return a model's modules, each once; ``model.modules()`` takes several times as long."""
+    found: dict[int, nn.Module] = {}
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            waiting += [child for child in module._modules.values() if child is not None]
+    return [*found.values()]
+
+
+def _configs(modules: Sequence[nn.Module]) -> list[Any]:
+    """Return the configurations that modules hold, each once."""
+    held = {id(own): own for module in modules if (own := module.__dict__.get("config")) is not None}
+    return [config for config in held.values() if hasattr(config, "_attn_implementation")]
+
+
+def _reference(forward: Any) -> Callable[[], Any]:
+    """Return what returns an instance's own forward while that lives; nothing for none."""
+    return (lambda: None) if forward is None else ref(forward)
+
+
+def _functions(modules: Sequence[nn.Module], configs: Sequence[Any]) -> list[Any]:
+    """Return what modules run: attention, hooks (by number), classes and the classes' forwards."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
 
-    config: Any = model.config
-    return [FUNCTIONS.get(config._attn_implementation), *(type(module).forward for module in model.modules())]
+    everywhere = nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks
+    return [
+        *(FUNCTIONS.get(config._attn_implementation) for config in configs),
+        *map(tuple, everywhere),
+        *((type(module), type(module).forward, *_hooks(module)) for module in modules),
+    ]
+
+
+def _hooks(module: nn.Module) -> list[int]:
+    """Return the numbers of a module's hooks, which torch gives once."""
+    return [
+        number
+        for hooks in (module._forward_pre_hooks, module._forward_hooks)
+        for number, hook in hooks.items()
+        if getattr(hook, "__module__", None) != RECORDERS
+    ]
+
+
+def _tensors(modules: Sequence[nn.Module]) -> list[Any]:
+    """Return every weight's name, the number of those it is tied to, shape, strides, dtype and device."""
+    first: dict[tuple[int, torch.Size], int] = {}
+    return [
+        (name, first.setdefault((t.data_ptr(), t.shape), len(first)), t.shape, t.stride(), t.dtype, t.device)
+        for module in modules
+        for held in (module._parameters, module._buffers)
+        for name, t in held.items()
+        if t is not None
+    ]
 
 
 def _weights(model: nn.Module) -> list[Any]:

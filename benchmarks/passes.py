@@ -69,10 +69,10 @@ def worker(target: str | None, dtype: str, prefix: int) -> None:
         "engine": opened(TreeModel(loaded.model), prefix, True, compiled, {}),
     }
     for draft in shipped_drafts(loaded.model, loaded.tokenizer)[:1]:
-        draft.attach(own["plain"][1], loaded.tokenizer)
+        head = draft.attach(own["plain"][1], loaded.tokenizer).model
         size = {"own_states": loaded.model.config.hidden_size}
-        own["plain level"] = opened(draft.model, prefix, False, False, size)
-        own["level"] = opened(TreeModel(draft.head), prefix, True, compiled, size)
+        own["plain level"] = opened(head, prefix, False, False, size)
+        own["level"] = opened(TreeModel(head.model), prefix, True, compiled, size)
 
     def answer(kind: str = "", nodes: int = 1) -> Any:
         if not kind:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from specinfer.plugin import custom_generate
     from specinfer.results import Result, Stats, Step
     from specinfer.run import Run, TextStream
+    from specinfer.scoring import Score
     from specinfer.traces import PaperTables, Replay, Trace, paper_tables, record, replay
     from specinfer.tree import BestFirst, Chain, Sampled, TokenTree, Widths, merge
     from specinfer.verify import MultiStep, Verdict, Verifier, Walk
@@ -44,6 +45,7 @@ _HOME = {
     "specinfer.plugin": ("custom_generate",),
     "specinfer.results": ("Result", "Stats", "Step"),
     "specinfer.run": ("Run", "TextStream"),
+    "specinfer.scoring": ("Score",),
     "specinfer.traces": ("PaperTables", "Replay", "Trace", "paper_tables", "record", "replay"),
     "specinfer.tree": ("BestFirst", "Chain", "Sampled", "TokenTree", "Widths", "merge"),
     "specinfer.verify": ("MultiStep", "Verdict", "Verifier", "Walk"),
@@ -68,6 +70,7 @@ __all__ = [
     "Result",
     "Run",
     "Sampled",
+    "Score",
     "SpecinferError",
     "SpeculativeDecoder",
     "Stats",

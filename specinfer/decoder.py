@@ -7,6 +7,7 @@ Does not know: how a step is decoded (`loop`), how a run is kept (`run`).
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from operator import index
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -23,6 +24,7 @@ from specinfer.prompts import Prompt, check_context, check_ids, encode
 from specinfer.row import Row
 from specinfer.run import Run, TextStream
 from specinfer.sampling import Law, Stopping, resolve
+from specinfer.scoring import score
 from specinfer.shipped import shipped_drafts
 from specinfer.tree import BestFirst, Chain, Kind, Policy
 from specinfer.verify import Verifier, usual_verifier
@@ -79,12 +81,10 @@ class SpeculativeDecoder:
         self.verifier = verifier or usual_verifier(policy.kind)
         self.verifier.check(policy.kind)
         self._check_tokenizers()
-        for draft in self.drafts:
-            if hasattr(draft, "attach"):
-                draft.attach(self.target, tokenizer)
+        self.drafts = [self._own(draft) for draft in self.drafts]
         if graphs and (elsewhere := {model.device.type for model in self.networks} - {"cuda"}):
             raise InputError(f"graphs=True is for GPUs, and a model is on the {', '.join(elsewhere)}: leave it out")
-        self.policy = self._supported_policy(policy)
+        self.policy = self.supported(policy, self.notes)
         self.verifier.check(self.policy.kind)
         self.taps = sorted({tap for draft in self.drafts for tap in getattr(draft, "taps", ())})
         self.plain = [attach(model, self._taps_of(model), compile) for model in self.networks]
@@ -219,6 +219,25 @@ class SpeculativeDecoder:
         ]
         return Run(self, rows, prompts.single)
 
+    def score(self, prompt: Prompt, continuation: Any, *, raw: bool = False) -> Any:
+        """Return how likely a continuation is under the target: its own law, without processors, drafts or sampling.
+
+        Args:
+            prompt: as `generate`.
+            continuation: text or token ids; for a batch of prompts a list, one for each.  Text is encoded by itself,
+                without special tokens: pass ids where tokens reach across the border.
+            raw: feed strings without the chat template.
+
+        Returns:
+            Score for one prompt, list[Score] for a batch.
+
+        Raises:
+            InputError: what cannot be scored, or does not fit the target's context.
+            UnsupportedModel: the target's passes do not repeat what they say of a text.
+            NumericalError: the target's logits are not numbers.
+        """
+        return score(self, prompt, continuation, raw)
+
     def check_lengths(self, rows: Sequence[Sequence[int]], budgets: Sequence[int]) -> None:
         """Check that prompts and as many new tokens fit the target's context.
 
@@ -238,8 +257,21 @@ class SpeculativeDecoder:
         spelt = [own for draft in drafts for own in (words.get(draft, [draft]) if isinstance(draft, str) else [draft])]
         return [_as_draft(draft) for draft in spelt]
 
-    def _supported_policy(self, policy: Policy) -> Policy:
-        """Check all models; fall back to a chain where one cannot branch."""
+    def _own(self, draft: Draft) -> Draft:
+        """Return a draft for this decoder alone, attached to its target: the caller's may serve several."""
+        if hasattr(draft, "attach"):
+            return draft.attach(self.target, self.tokenizer) or draft
+        if isinstance(draft, ModelDraft):
+            draft = copy(draft)
+            draft.model = TreeModel(draft.model.model)
+        return draft
+
+    def supported(self, policy: Policy, notes: list[str]) -> Policy:
+        """Check all models as they are now; fall back to a chain where one cannot branch, and note it.
+
+        Raises:
+            UnsupportedModel: one cannot do even that, or not with these drafts and this policy.
+        """
         for model in self.language_models:
             check = check_model(model.model)
             if check.support is Support.UNSUPPORTED:
@@ -253,7 +285,7 @@ class SpeculativeDecoder:
                 )
             if not is_chain:
                 policy = Chain(policy.max_depth)
-                self.notes.append(f"tree={policy}: {check.model} can score chains only ({check.reason})")
+                notes.append(f"tree={policy}: {check.model} can score chains only ({check.reason})")
         return policy
 
     def _check_tokenizers(self) -> None:

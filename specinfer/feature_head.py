@@ -3,6 +3,7 @@
 Knows: its layers, what it borrows.  Does not know: drafting, caches' insides, files, how it is trained.
 """
 
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +62,11 @@ class FeatureHead(nn.Module):
         cosines, sines = LlamaRotaryEmbedding(self.config).to(rows.device)(rows, positions[None])
         self.cosines, self.sines = cosines[0], sines[0]
         return self
+
+    def bound(self, target: Any) -> "FeatureHead":
+        """Return a copy in a target's dtype that is bound to it; weights that are there already are shared."""
+        weights = (*self.parameters(), *self.buffers())
+        return deepcopy(self, {id(weight): _moved(weight, target) for weight in weights}).bind(target)
 
     @property
     def pass_inputs(self) -> tuple[dict[str, tuple[int, ...]], ...]:
@@ -121,6 +127,14 @@ class FeatureHead(nn.Module):
         """Return logits (..., V') over the head's vocabulary of final states (..., H), its own or the target's."""
         assert self.output is not None, "bind the head to a target first"
         return self.output(states.to(self.output.weight.dtype))
+
+
+def _moved(weight: Tensor, target: Any) -> Tensor:
+    """Return a weight where a target is and in its dtype: itself, if it is there."""
+    moved = weight.detach().to(target.device, target.dtype if weight.is_floating_point() else None)
+    if moved.data_ptr() == weight.data_ptr():
+        return weight
+    return nn.Parameter(moved, requires_grad=False) if isinstance(weight, nn.Parameter) else moved
 
 
 def _normalised(states: Tensor) -> Tensor:

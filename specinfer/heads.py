@@ -13,9 +13,12 @@ the latter cut to the rows of the head's own vocabulary (FR-Spec, arXiv 2502.148
 import hashlib
 import json
 from collections.abc import Sequence
+from copy import copy
 from math import inf
 from pathlib import Path
+from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import SafetensorError
@@ -46,9 +49,15 @@ SKETCH_ROWS = 32  # embedding rows that stand for a target in its fingerprint
 SKETCH_WIDTH = 8  # ... and entries of each
 SAME_TARGET = 0.9  # least cosine of two fingerprints: coarsely quantised weights stay above, others are far below
 
+# by target and head: compiled passes belong to a network, and are had once
+_copies: WeakKeyDictionary[Any, WeakKeyDictionary[FeatureHead, tuple[list[Any], FeatureHead]]] = WeakKeyDictionary()
+_binding = Lock()
+
 
 class FeatureDraft:
     """A feature head as a draft.
+
+    Attached to a target it runs on a copy of the head; decoders of one target share that, and the head stays as it is.
 
     Args:
         head: the trained head.
@@ -103,22 +112,34 @@ class FeatureDraft:
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
         (folder / "config.json").write_text(json.dumps(record, indent=1) + "\n")
 
-    def attach(self, target: TreeModel, tokenizer: Any = None) -> None:
-        """Borrow the target's matrices.
+    def attach(self, target: TreeModel, tokenizer: Any = None) -> "FeatureDraft":
+        """Return this draft with the target's matrices borrowed.
 
         Raises:
             TokenizerMismatch: trained for other tokens.
             ModelError: trained for another target.
         """
         check_fingerprint(self.name, self.fingerprint, target.model, tokenizer)
-        self.head.to(target.dtype).bind(target.model)
-        self.model = TreeModel(self.head)
+        own = copy(self)
+        own.model = TreeModel(_bound(self.head, target.model))
+        return own
 
     def open(self, opening: Opening) -> "FeatureDraftSession":
         """Start drafting for a batch of rows."""
         if self.model is None:
             raise ModelError(f"draft {self.name} reads a target's states: attach it to one, or give it to a decoder")
         return FeatureDraftSession(self.model, self.taps, self.sharpness, opening)
+
+
+def _bound(head: FeatureHead, target: Any) -> FeatureHead:
+    """Return the copy of a head that is bound to a target: the one there is, while the head is what it was."""
+    stamp = [target.device, target.dtype, *((w.data_ptr(), w._version) for w in head.parameters())]
+    with _binding:
+        copies = _copies.setdefault(target, WeakKeyDictionary())
+        earlier, own = copies.get(head, (None, head))
+        own = own.bind(target) if earlier == stamp else head.bound(target)
+        copies[head] = stamp, own
+    return own
 
 
 class FeatureDraftSession(ModelDraftSession):

@@ -48,8 +48,14 @@ class Probe:
     def __init__(self, draft: Draft, question: Question) -> None:
         self.draft, self.question = draft, question
 
-    def __getattr__(self, name: str) -> Any:  # name, taps, model, attach: the draft's own
+    def __getattr__(self, name: str) -> Any:  # name, taps, model: the draft's own
         return getattr(self.draft, name)
+
+    @property
+    def attach(self) -> Any:
+        """What attaches the draft, if it can be, and puts it to the question."""
+        attach = self.draft.attach  # type: ignore[attr-defined]  # without one, a probe has none
+        return lambda *target: Probe(attach(*target) or self.draft, self.question)
 
     def open(self, opening: Opening) -> "ProbeSession":
         """Open the draft's own session."""

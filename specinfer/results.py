@@ -11,6 +11,9 @@ from enum import StrEnum
 from itertools import takewhile
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from specinfer.shown import Shown
 from specinfer.tree import Kind, TokenTree
 
@@ -205,6 +208,16 @@ class Result(Shown):
     stats: Stats
     steps: list[Step] = field(repr=False)
     tokenizer: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def sequences(self) -> Tensor:
+        """Prompt and new tokens, long (1, T), as ``model.generate`` returns them."""
+        return torch.tensor([[*self.prompt_ids, *self.token_ids]])
+
+    @property
+    def accept_lengths(self) -> list[int]:
+        """Tokens that each step emitted, the target's own included: one figure per target pass."""
+        return [len(step.tokens) for step in self.steps]
 
     def __str__(self) -> str:
         """Return the text."""

@@ -15,6 +15,7 @@ from specinfer.attention import TreeSession, padded_width, resumed, running
 from specinfer.draft import DraftSession, Opening
 from specinfer.errors import InputError, SpecinferError
 from specinfer.loop import decode
+from specinfer.pieces import Pieces
 from specinfer.results import Choices, Result, Seconds, Stats, Step, acceptance_by_depth, contribution
 from specinfer.row import Row
 from specinfer.tree import Policy, TokenTree
@@ -56,6 +57,7 @@ class Run:
     def __init__(self, decoder: "SpeculativeDecoder", rows: Sequence[Row], single: bool) -> None:
         self.decoder, self.rows, self.single = decoder, list(rows), single
         self.policy, self.passes = decoder.policy, ""  # how passes run, in words
+        self.notes: list[str] = []  # what differs from the decoder's
         self.seconds = Seconds()
         self.drafting = [(0, 0.0)] * len(decoder.drafts)  # passes of each draft, and seconds in its proposals
         self.steps: dict[int, list[Step]] = {row.index: [] for row in self.rows}
@@ -96,6 +98,7 @@ class Run:
     def _run(self) -> Generator[list[tuple[Row, Step]]]:
         started = perf_counter()
         models = self.decoder.networks
+        self.policy = self.decoder.supported(self.policy, self.notes)  # hooks may have come since the last call
         with running(*models):  # only while passes run: between steps the models are as they were
             target, drafts = self.open_sessions()
             self.passes = self.decoder.passes
@@ -183,7 +186,7 @@ class Run:
             draft_passes=sum(passes for passes, _ in self.drafting),
             acceptance_by_depth=acceptance_by_depth(steps),
             seconds=self.seconds,
-            notes=(*self.decoder.notes, *filter(None, [self.passes]), *self._adapted(choices)),
+            notes=(*self.decoder.notes, *self.notes, *filter(None, [self.passes]), *self._adapted(choices)),
             choices=choices,
             drafts=tuple(
                 contribution(steps, number, draft.name, *spent)
@@ -242,12 +245,12 @@ class TextStream:
 
     def _decode(self) -> Generator[str]:
         """Yield text that later tokens cannot change: up to the last piece that ends inside a character."""
-        tokenizer, row = self._run.decoder.tokenizer, self._run.rows[0]
+        row = self._run.rows[0]
+        pieces = Pieces(self._run.decoder.tokenizer, row.prompt_length)
         done = 0  # characters yielded
         for _ in self._run:
-            text = tokenizer.decode(row.ids[row.prompt_length :], skip_special_tokens=True)
-            if not text.endswith("\ufffd") and len(text) > done:
-                yield text[done:]
-                done = len(text)
+            if text := pieces.more(row.ids):
+                yield text
+                done += len(text)
         if len(text := self.result.text) > done:
             yield text[done:]

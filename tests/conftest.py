@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from specinfer import TokenTree
+from specinfer import TokenTree, check_model
 from specinfer.tree import Draw
 
 VOCAB = 264  # of the tiny target: 256 bytes, two special tokens, and padding beyond the tokenizer's table
@@ -91,9 +91,12 @@ def plain(model: Any, prompt: Sequence[int], new: int | None = 24, **options: An
 
 @contextmanager
 def counted(*models: Any) -> Iterator[list[Any]]:
-    """Count the forward passes of models: one entry each."""
+    """Count the forward passes of models: one entry each.  Hooks are checked before, as decoders would."""
     calls: list[Any] = []
     hooks = [model.register_forward_pre_hook(lambda module, _: calls.append(module)) for model in models]
+    for model in models:
+        check_model(model)
+    calls.clear()
     try:
         yield calls
     finally:

@@ -3,7 +3,11 @@
 Nothing is downloaded: every model is built from a configuration with two layers and random weights.
 """
 
+import copy
+import gc
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -115,7 +119,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, attention: str | None =
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no outcome of one test answer for another."""
-    monkeypatch.setattr(checking, "_checked", {})
+    monkeypatch.setattr(checking, "_checked", weakref.WeakKeyDictionary())
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -250,7 +254,7 @@ def test_sixteen_bits_do_not_hide_a_broken_mask(
     name = "gpt2" if broken == "positions by column" else "gemma3_text"
     model = build(name, dtype, initializer_range=0.3)
     assert check_model(model).support is Support.EXACT
-    monkeypatch.setattr(checking, "_checked", {})
+    monkeypatch.setattr(checking, "_checked", weakref.WeakKeyDictionary())
     monkeypatch.setattr(*BREAKS[broken])
     assert check_model(model).support is not Support.EXACT
 
@@ -290,15 +294,207 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_outcomes_are_kept_per_class_dtype_attention_and_configuration(counted: list[Any]) -> None:
-    first = check_model(build("llama"))
-    assert check_model(build("llama")) is first
+def test_the_same_model_is_checked_once(counted: list[Any]) -> None:
+    model = build("llama")
+    first = check_model(model)
+    assert check_model(model) is first
+    model.train()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    assert check_model(model) is first
     assert len(counted) == 1
-    check_model(build("llama", torch.float64))
-    check_model(build("llama", attention="eager"))
-    check_model(build("llama", num_key_value_heads=1))
-    check_model(build("qwen2"))
-    assert len(counted) == 5
+    check_model(copy.deepcopy(model))
+    assert len(counted) == 2
+
+
+def mixing(module: Any, given: Any, output: Tensor) -> Tensor:
+    """A forward hook that mixes positions."""
+    return output - output.mean(1, keepdim=True)
+
+
+def batching(module: Any, given: Any, output: Tensor) -> Tensor:
+    """A forward hook that mixes rows."""
+    return output - output.mean(0, keepdim=True) * (len(output) > 1)
+
+
+def whole_tensor(module: Any, given: Any, output: Tensor) -> Tensor:
+    """A forward hook that quantises activations to four bits with one scale for all of a pass."""
+    scale = output.abs().max() / 7
+    return (output / scale).round() * scale
+
+
+def full_experts(module: Any, given: Any, output: Tensor) -> Tensor:
+    """A forward hook of a mixture of experts with room for half of the tokens of a pass."""
+    chosen = output.sum(-1).flatten() > 0
+    full = chosen & (chosen.cumsum(0) > chosen.numel() // 4)
+    return torch.where(full.view(output.shape[:-1])[..., None], torch.zeros_like(output), output)
+
+
+def ones_alone(module: Any, given: Any, output: Tensor) -> Tensor:
+    """A forward hook that only acts where a pass has one token a row."""
+    return output * 0.5 if output.shape[1] == 1 else output
+
+
+LEAKS = [mixing, batching, whole_tensor, full_experts, ones_alone]
+
+
+@pytest.mark.parametrize("hook", LEAKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_hook_through_which_tokens_disturb_each_other_is_unsupported(dtype: torch.dtype, hook: Any) -> None:
+    """Although the model was exact before it came; and exact again when it has gone."""
+    model = build("llama", dtype, initializer_range=0.3)
+    assert check_model(model).support is Support.EXACT
+    handle = model.model.norm.register_forward_hook(hook)
+    assert check_model(model).support is Support.UNSUPPORTED, check_model(model)
+    handle.remove()
+    assert check_model(model).support is Support.EXACT
+
+
+def test_dynamically_quantised_modules_are_unsupported() -> None:
+    """Their scales are those of a whole pass; copies and models changed in place are seen."""
+    from torch.ao.quantization import quantize_dynamic
+
+    model = build("llama")
+    assert check_model(model).support is Support.EXACT
+    quantised = quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    check = check_model(quantised)
+    assert check.support is Support.UNSUPPORTED
+    assert "other rows" in check.reason
+    quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8, inplace=True)
+    assert check_model(model).support is Support.UNSUPPORTED
+
+
+def by_pre_hook(model: Any) -> None:
+    model.model.norm.register_forward_pre_hook(lambda module, given: (given[0] - given[0].mean(1, keepdim=True),))
+
+
+def by_hook_with_names(model: Any) -> None:
+    model.model.norm.register_forward_hook(lambda module, given, named, output: mixing(*[output] * 3), with_kwargs=True)
+
+
+def by_forward(model: Any) -> None:
+    norm = model.model.norm
+    own = norm.forward
+    norm.forward = lambda states: mixing(norm, (), own(states))
+
+
+def by_forward_of_a_forward(model: Any) -> None:
+    by_forward(model)
+    assert check_model(model).support is Support.UNSUPPORTED
+    own = type(model.model.norm).forward
+    norm = model.model.norm
+    norm.forward = lambda states: own(norm, states)  # exact ...
+    assert check_model(model).support is Support.EXACT
+    by_forward(model)  # ... and patched anew
+
+
+def by_module(model: Any) -> None:
+    class Mean(torch.nn.Module):
+        """Takes a norm's place."""
+
+        def forward(self, states: Tensor) -> Tensor:
+            """Mix positions."""
+            return mixing(self, (), states)
+
+    model.model.norm = Mean()
+
+
+def by_kind(model: Any) -> None:
+    class Mean(type(model.model.norm)):  # type: ignore[misc]
+        """What a parametrisation does: another class for the same module."""
+
+        def forward(self, states: Tensor) -> Tensor:
+            """Mix positions."""
+            return mixing(self, (), super().forward(states))
+
+    model.model.norm.__class__ = Mean
+
+
+CHANGES = [by_pre_hook, by_hook_with_names, by_forward, by_forward_of_a_forward, by_module, by_kind]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_way_to_change_a_model_is_seen(change: Callable[[Any], None]) -> None:
+    model = build("llama")
+    assert check_model(model).support is Support.EXACT
+    change(model)
+    assert check_model(model).support is Support.UNSUPPORTED
+
+
+def test_hooks_of_all_modules_are_seen() -> None:
+    model = build("llama")
+    assert check_model(model).support is Support.EXACT
+
+    def mix(module: Any, given: Any, output: Any) -> Any:
+        return mixing(module, given, output) if isinstance(module, type(model.model.norm)) else None
+
+    handle = torch.nn.modules.module.register_module_forward_hook(mix)
+    try:
+        assert check_model(model).support is Support.UNSUPPORTED
+    finally:
+        handle.remove()
+    assert check_model(model).support is Support.EXACT
+
+
+def test_attention_dtype_and_settings_are_looked_at(counted: list[Any]) -> None:
+    model = build("llama")
+    check_model(model)
+    model.set_attn_implementation("eager")
+    assert check_model(model).attention == "eager"
+    model.double()
+    assert check_model(model).dtype == "float64"
+    model.model.norm.variance_epsilon = 0.5
+    check_model(model)
+    assert len(counted) == 4
+
+
+def test_a_module_that_counts_its_passes_is_no_other_one(counted: list[Any]) -> None:
+    """What passes themselves change cannot tell models apart, or every call would check anew."""
+
+    model = build("llama")
+
+    class Counting(type(model.model.norm)):  # type: ignore[misc]
+        """Counts."""
+
+        def forward(self, states: Tensor) -> Tensor:
+            """Count, and run."""
+            self.passes += 1
+            return super().forward(states)
+
+    model.model.norm.__class__, model.model.norm.passes = Counting, 0
+    check_model(model)
+    model(torch.tensor([[1, 2, 3]]))
+    check_model(model)
+    assert len(counted) == 1
+
+
+def test_a_recorder_of_hidden_states_is_no_change(counted: list[Any]) -> None:
+    """transformers leaves its hooks in the model once hidden states were asked for."""
+    model = build("llama")
+    check_model(model)
+    model(torch.tensor([[1, 2, 3]]), output_hidden_states=True)
+    check_model(model)
+    assert len(counted) == 1
+
+
+def test_what_is_known_of_a_model_does_not_keep_it() -> None:
+    models = [build("llama")]
+    norm, everything = models[0].model.norm, models[0]
+    norm.register_forward_hook(lambda module, given, output, whole=everything: output)
+    norm.forward = lambda states, own=norm.forward, whole=everything: own(states)
+    assert check_model(everything).support is Support.EXACT
+    gone = [weakref.ref(module) for module in everything.modules()]
+    del models, norm, everything
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * len(gone)
+
+
+def test_threads_that_ask_at_once_have_one_look(counted: list[Any]) -> None:
+    model = build("llama")
+    with ThreadPoolExecutor(4) as threads:
+        checks = list(threads.map(check_model, [model] * 8))
+    assert len(counted) == 1
+    assert all(check is checks[0] for check in checks)
 
 
 def test_the_model_is_left_as_it_was() -> None:

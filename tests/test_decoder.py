@@ -459,12 +459,13 @@ def test_streams_and_streamers_take_one_prompt(target, tokenizer):
 def test_a_draft_with_another_tokenizer_is_refused_before_a_model_runs(monkeypatch):
     """The tables are compared, not their sizes."""
     target, draft = tiny_llama(0), tiny_llama(1)
-    monkeypatch.setattr("specinfer.attention.check._checked", {})  # as if never checked
     swapped = byte_tokenizer()
     swapped.add_tokens(["new"])
     drafts = [ModelDraft(draft, swapped)]
-    with counted(target, draft) as passes, pytest.raises(TokenizerMismatch, match="new"):
-        SpeculativeDecoder(target, byte_tokenizer(), drafts=drafts)
+    with counted(target, draft) as passes:
+        monkeypatch.setattr("specinfer.attention.check._checked", {})  # as if never checked
+        with pytest.raises(TokenizerMismatch, match="new"):
+            SpeculativeDecoder(target, byte_tokenizer(), drafts=drafts)
     assert not passes
 
 
@@ -480,9 +481,10 @@ def test_a_draft_with_another_tokenizer_is_refused_before_a_model_runs(monkeypat
 def test_a_verifier_that_would_bias_the_text_is_refused_before_a_model_runs(policy, verifier, monkeypatch):
     """Wrong pairs of tree and verifier are errors at construction."""
     target = tiny_llama(0)
-    monkeypatch.setattr("specinfer.attention.check._checked", {})
-    with counted(target) as passes, pytest.raises(PairingError, match="MultiStep"):
-        SpeculativeDecoder(target, tree=policy, verifier=verifier)
+    with counted(target) as passes:
+        monkeypatch.setattr("specinfer.attention.check._checked", {})  # as if never checked
+        with pytest.raises(PairingError, match="MultiStep"):
+            SpeculativeDecoder(target, tree=policy, verifier=verifier)
     assert not passes
 
 
@@ -670,7 +672,9 @@ def test_a_long_prompt_is_prefilled_in_chunks(target, near, monkeypatch):
     hook = target.register_forward_pre_hook(
         lambda _module, _args, inputs: sizes.append(inputs["input_ids"].shape[1]), with_kwargs=True
     )
-    results = SpeculativeDecoder(target, drafts=[near, "ngram"], tree=Chain(3)).generate(prompts, max_new_tokens=8)
+    decoder = SpeculativeDecoder(target, drafts=[near, "ngram"], tree=Chain(3))
+    sizes.clear()  # those of the check
+    results = decoder.generate(prompts, max_new_tokens=8)
     hook.remove()
     assert max(sizes) == 8
     for prompt, result in zip(prompts, results, strict=True):
@@ -779,6 +783,22 @@ def test_no_step_runs_the_target_more_than_once(target, near):
     with counted(target) as passes:
         results = decoder.generate(PROMPTS, max_new_tokens=16)
     assert len(passes) == 1 + max(len(result.steps) for result in results)
+
+
+def test_sequences_are_what_transformers_returns(target, near):
+    """Prompt and new ids, (1, T)."""
+    result = SpeculativeDecoder(target, drafts=[near]).generate(PROMPTS[0], max_new_tokens=9, temperature=0)
+    ids = torch.tensor([PROMPTS[0]])
+    wanted = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+    assert result.sequences.dtype == torch.long
+    assert torch.equal(result.sequences, wanted)
+
+
+def test_accept_lengths_are_the_tokens_of_every_target_pass(target):
+    """A draft that is the target has everything accepted, until the text ends."""
+    result = SpeculativeDecoder(target, drafts=[target], tree=Chain(3)).generate([1, 2], max_new_tokens=10)
+    assert result.accept_lengths == [4, 4, 2]
+    assert sum(result.accept_lengths) / len(result.accept_lengths) == result.stats.tokens_per_target_pass
 
 
 # ---- streams ----

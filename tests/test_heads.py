@@ -1,7 +1,9 @@
 """Feature heads: drafting equals what training saw, ids do not depend on them, and whose they are."""
 
 import copy
+import gc
 import json
+import weakref
 from functools import wraps
 
 import pytest
@@ -10,7 +12,7 @@ from conftest import PROMPTS, VOCAB, byte_tokenizer, tiny_llama
 from torch.nn import functional
 from transformers import DynamicCache
 
-from specinfer import BestFirst, Chain, NGramDraft, Sampled, SpeculativeDecoder, Widths
+from specinfer import BestFirst, Chain, ModelDraft, NGramDraft, Sampled, SpeculativeDecoder, Widths
 from specinfer.attention import TreeModel, TreeSession
 from specinfer.distill.train import _chained_mask
 from specinfer.errors import ModelError, TokenizerMismatch, UnsupportedModel
@@ -62,14 +64,14 @@ def test_drafting_along_the_text_equals_the_chained_training_steps(target):
     """A tree's edge at depth d is what training step d computed with the path as the text."""
     draft = draft_for(target, ids=range(VOCAB))
     decoder = SpeculativeDecoder(target, None, [draft], Widths((2, 1, 1)))
-    checked = 0
+    head, checked = decoder.drafts[0].model.model, 0
     for run in (decoder.open(prompt, max_new_tokens=9) for prompt in PROMPTS):
         for ((row, step),) in run:
             ids = row.ids[: len(row.ids) - len(step.tokens)]
             for node in range(1, len(step.tree)):
                 text = [*ids, *step.tree.path(node)]
                 depth = int(step.tree.depths[node])
-                logits = unrolled(draft.head, text, states_of(target, text), depth)[-1][0, -2].log_softmax(-1)
+                logits = unrolled(head, text, states_of(target, text), depth)[-1][0, -2].log_softmax(-1)
                 parent = int(step.tree.parents[node])
                 edge = float(step.tree.scores[node] - step.tree.scores[parent])
                 assert edge == pytest.approx(float(logits[text[-1]]), abs=1e-5)
@@ -120,15 +122,82 @@ def test_sharpness_is_kept_and_checked(target, tmp_path):
     assert FeatureDraft.load(tmp_path).sharpness == 1
 
 
-def test_a_head_bound_again_is_the_same_module_with_new_weights(target):
+def test_decoders_of_one_target_share_a_bound_head(target):
     """Compiled passes are the head's while its modules are; weights may be replaced."""
     draft = draft_for(target)
-    draft.attach(TreeModel(target), byte_tokenizer())
-    output, rows = draft.head.output, draft.head.output.weight
-    SpeculativeDecoder(target, None, [draft])
-    assert draft.head.output is output
-    assert draft.head.output.weight is not rows
-    assert torch.equal(draft.head.output.weight, rows)
+    head = draft.attach(TreeModel(target), byte_tokenizer()).model.model
+    output, rows = head.output, head.output.weight
+    for again in (draft, SpeculativeDecoder(target, None, [draft]).drafts[0]):
+        (own,) = SpeculativeDecoder(target, None, [again]).drafts
+        assert own.model.model is head
+    assert head.output is output
+    assert head.output.weight is not rows
+    assert torch.equal(head.output.weight, rows)
+
+
+def test_a_bound_head_shares_the_weights_of_the_callers_which_stays_as_it_was(target):
+    draft = draft_for(target)
+    before = {name: (value, value.clone()) for name, value in draft.head.state_dict(keep_vars=True).items()}
+    given = dict(vars(draft))
+    same, other = (SpeculativeDecoder(own, None, [draft]).drafts[0] for own in (target, copy.deepcopy(target).float()))
+    assert vars(draft) == given
+    assert draft.head.output is None
+    assert draft.head.embedding is None
+    now = draft.head.state_dict(keep_vars=True)
+    assert list(now) == list(before)
+    assert all(now[name] is old and torch.equal(old, value) for name, (old, value) in before.items())
+    assert same.model.model.mix.weight is draft.head.mix.weight
+    assert other.model.model.mix.weight.dtype == torch.float32
+
+
+def test_one_head_in_two_decoders_of_other_precision_drafts_for_both(target):
+    """Ids are those of no speculation, and as much is accepted as with a head of its own."""
+    small = copy.deepcopy(target).float()
+    shared, both = draft_for(target), (target, small)
+
+    def run(decoder):
+        results = decoder.generate(PROMPTS, max_new_tokens=24, temperature=0)
+        return [(row.token_ids, [len(step.tokens) for step in row.steps]) for row in results]
+
+    def decoder(model, draft):
+        return SpeculativeDecoder(model, None, [draft], BestFirst(12, 4))
+
+    alone = [run(decoder(model, draft_for(target))) for model in both]
+    made = [decoder(model, shared) for model in both]
+    assert [run(own) for own in made] == alone
+    for model, rows in zip(both, alone, strict=True):
+        plain = SpeculativeDecoder(model, None, (), None).generate(PROMPTS, max_new_tokens=24, temperature=0)
+        assert [ids for ids, _ in rows] == [row.token_ids for row in plain]
+
+
+def test_a_head_that_is_trained_on_is_bound_anew(target):
+    """Weights of another precision are no views of it."""
+    small, draft = copy.deepcopy(target).float(), draft_for(target)
+    SpeculativeDecoder(small, None, [draft])
+    with torch.no_grad():
+        draft.head.mix.weight.mul_(2)
+    (own,) = SpeculativeDecoder(small, None, [draft]).drafts
+    assert torch.equal(own.model.model.mix.weight, draft.head.mix.weight.float())
+
+
+def test_bound_heads_go_with_their_target_or_head():
+    targets = [tiny_llama(), tiny_llama()]
+    drafts = [*map(draft_for, targets)]
+    bound = [weakref.ref(d.attach(TreeModel(own)).model.model) for d, own in zip(drafts, targets, strict=True)]
+    del targets[0], drafts[1]
+    gc.collect()
+    assert [ref() for ref in bound] == [None, None]
+
+
+def test_a_model_as_a_draft_may_serve_decoders_that_run_it_differently(target):
+    """What a decoder's passes run on is its own, and the caller's object is not touched."""
+    draft = ModelDraft(tiny_llama(1))
+    given = dict(vars(draft))
+    made = [SpeculativeDecoder(target, None, [draft], compile=way) for way in ("auto", False)]
+    models = [draft.model, *(own.drafts[0].model for own in made)]
+    assert len({id(model) for model in models}) == 3
+    assert len({id(model.model) for model in models}) == 1
+    assert vars(draft) == given
 
 
 def test_a_long_prompt_is_read_in_prefill_passes(target, monkeypatch):
