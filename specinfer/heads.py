@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn import functional
 
@@ -27,6 +27,7 @@ from specinfer.attention import TreeModel, lay_out_level, on_device
 from specinfer.draft import ModelDraftSession, Opening, keep_rows
 from specinfer.errors import ModelError, TokenizerMismatch
 from specinfer.feature_head import FeatureHead, head_config
+from specinfer.files import parse_json, write_json, write_whole
 from specinfer.tree import Frontier
 
 MODEL_TYPE = "specinfer_feature_head"  # in config.json
@@ -85,8 +86,11 @@ class FeatureDraft:
             raise _unreadable(folder, error) from error
 
     def save(self, folder: Path) -> None:
-        """Write ``config.json`` and ``model.safetensors``, in bfloat16, without the borrowed matrices."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Write ``config.json`` and ``model.safetensors``, in bfloat16, without the borrowed matrices.
+
+        Raises:
+            SpecinferError, InputError: the disk is full, or the folder cannot be written.
+        """
         config = {name: getattr(self.head.config, name) for name in HEAD_FIELDS}
         record = {
             "model_type": MODEL_TYPE,
@@ -100,8 +104,8 @@ class FeatureDraft:
             for name, weight in self.head.state_dict().items()
             if not name.startswith("output.")
         }
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(record, indent=1) + "\n")
+        write_whole(folder / "model.safetensors", save(weights, {"format": "pt"}))
+        write_json(folder / "config.json", record)
 
     def attach(self, target: TreeModel, tokenizer: Any = None) -> None:
         """Borrow the target's matrices.
@@ -184,7 +188,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         ModelError: it is not there, or not a head's.
     """
     try:
-        record: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        record: dict[str, Any] = parse_json((folder / "config.json").read_text(encoding="utf-8"))
         if record.get("model_type") != MODEL_TYPE:
             raise ValueError(f"its model_type is {record.get('model_type')!r}, not {MODEL_TYPE!r}")
         if missing := FINGERPRINT - set(record["fingerprint"]):

@@ -4,7 +4,6 @@ Knows: files of prompts, the tokenizer and its chat template, the size of the vo
 Does not know: models, decoding.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 
 from specinfer.errors import InputError
+from specinfer.files import parse_json
 
 Prompt = Any  # str | list[int] | list[{"role", "content"}]; see `encode`
 
@@ -26,7 +26,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as error:
             raise InputError(f"{path}, line {number} is not JSON ({error}): give one object a line") from error
         prompt = row.get("prompt") if isinstance(row, dict) else None

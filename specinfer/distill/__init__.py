@@ -34,7 +34,7 @@ from specinfer.distill.text import (
 )
 from specinfer.distill.train import Settings
 from specinfer.errors import InputError
-from specinfer.files import identified, pin, read_json, write_json
+from specinfer.files import identified, locked, pin, read_json, write_json
 from specinfer.heads import FeatureDraft, check_fingerprint
 
 __all__ = ["Recipe", "Settings", "TextSettings", "distill", "processes", "read_documents", "read_prompts"]
@@ -103,7 +103,8 @@ def distill(
         training returned
 
     Raises:
-        InputError: before the target runs: no tokenizer, a prompt too long, a folder of other settings or not writable.
+        InputError: before the target runs: no tokenizer, a prompt too long, a folder of other settings, held by another
+            run or not writable.
         ModelError, TokenizerMismatch: what is trained on from is no head, or one of another target.
         NumericalError: a loss that is not a number; the last good checkpoint stays.
         SpecinferError: a full disk; what was finished stays.
@@ -117,27 +118,28 @@ def distill(
     if sum(map(len, batches)) < 2:
         raise InputError("one text is held out, so one alone leaves nothing to train on: give more prompts or samples")
 
-    with process.main_process_first():  # the others find the text made
-        pin_text(model, tokenizer, out / "text", batches, taps, recipe.text)
+    with locked(out if process.is_main_process else None):
+        with process.main_process_first():  # the others find the text made
+            pin_text(model, tokenizer, out / "text", batches, taps, recipe.text)
+            for job in jobs:
+                job.pin()
+            shards = write_text(
+                model, tokenizer, batches, out / "text", taps, recipe.text.new_tokens, partial(progress, "text")
+            )
+        texts, tokens = count(shards)
+        data = Data.of(prompts, documents, texts, tokens, recipe.text)
+        trained = []
         for job in jobs:
-            job.pin()
-        shards = write_text(
-            model, tokenizer, batches, out / "text", taps, recipe.text.new_tokens, partial(progress, "text")
-        )
-    texts, tokens = count(shards)
-    data = Data.of(prompts, documents, texts, tokens, recipe.text)
-    trained = []
-    for job in jobs:
-        figures = read_json(job.folder / "figures.json")
-        if figures is None:
-            figures = job.train(model, tokenizer, shards, taps, progress)
-        if process.is_main_process:
-            write_json(job.folder / "figures.json", figures)
-            made_for = name or model.name_or_path or type(model).__name__
-            write_card(job.folder, made_for, job.arch, data, job.settings, figures, job.earlier, job.start)
-        process.wait_for_everyone()
-        trained.append({"folder": str(job.folder), **figures})
-    return {"out": str(out), "texts": texts, "tokens": tokens, "drafts": trained}
+            figures = read_json(job.folder / "figures.json")
+            if figures is None:
+                figures = job.train(model, tokenizer, shards, taps, progress)
+            if process.is_main_process:
+                write_json(job.folder / "figures.json", figures)
+                made_for = name or model.name_or_path or type(model).__name__
+                write_card(job.folder, made_for, job.arch, data, job.settings, figures, job.earlier, job.start)
+            process.wait_for_everyone()
+            trained.append({"folder": str(job.folder), **figures})
+        return {"out": str(out), "texts": texts, "tokens": tokens, "drafts": trained}
 
 
 @dataclass(frozen=True)

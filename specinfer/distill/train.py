@@ -11,7 +11,6 @@ before and after (WiSE-FT, arXiv 2109.01903, section 3, alpha = 1/2).  Matrices 
 step at AdamW's root mean square, arXiv 2502.16982), the rest by AdamW.
 """
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ from transformers import DynamicCache, LlamaConfig
 from specinfer.distill.data import Batch, Texts, endless
 from specinfer.errors import NumericalError
 from specinfer.feature_head import FeatureHead, head_config
-from specinfer.files import storing, write_json
+from specinfer.files import read_json, storing, sync, write_json
 from specinfer.heads import FeatureDraft, target_fingerprint
 from specinfer.noise import TRAINING, key
 
@@ -245,8 +244,7 @@ def train_head(
     figures["coverage"] = counts[head.token_ids.cpu()].sum().item() / counts.sum().item()
     figures["sharpness"] = fit_sharpness(head, texts, settings)
     if _writes():
-        with storing(out):
-            FeatureDraft(head, target_fingerprint(target, tokenizer), out.name, figures["sharpness"]).save(out)
+        FeatureDraft(head, target_fingerprint(target, tokenizer), out.name, figures["sharpness"]).save(out)
     return figures
 
 
@@ -292,6 +290,7 @@ def train_causal_lm(
         with storing(out):
             model.to(torch.bfloat16).save_pretrained(out)
             tokenizer.save_pretrained(out)
+            sync(*out.iterdir(), out)
     return figures
 
 
@@ -478,6 +477,7 @@ class Checkpoint:
                 tensors |= {f"optimizer.{place}.{index}.{name}": value for name, value in state.items()}
         apart = {name: value.detach().clone().contiguous() for name, value in tensors.items()}  # tied ones, too
         save_file(apart, fresh / "state.safetensors")
+        sync(fresh / "state.safetensors")
         write_json(fresh / "state.json", {"step": step, "history": history})  # last, and whole: what is here is good
         shutil.rmtree(self.folder, ignore_errors=True)
         fresh.rename(self.folder)
@@ -489,7 +489,7 @@ class Checkpoint:
             fresh.rename(self.folder)  # killed between the two halves of the swap
         if not (self.folder / "state.json").exists():
             return 0, []
-        record = json.loads((self.folder / "state.json").read_text())
+        record = read_json(self.folder / "state.json")
         tensors = load_file(self.folder / "state.safetensors")
         model.load_state_dict({n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
         states: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimizers]
