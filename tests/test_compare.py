@@ -526,6 +526,32 @@ def test_damage_before_the_last_line_is_refused(run, tmp_path):
             attempt(tmp_path)
 
 
+def test_a_whole_last_line_that_is_no_record_is_refused(run, tmp_path):
+    """It was not cut off, so it is not dropped."""
+    run(tmp_path)
+    with (tmp_path / RECORDS).open("a") as file:
+        file.write('{"set": "mine"}\n')
+    before = (tmp_path / RECORDS).read_bytes()
+    for attempt in (Comparison.read, run):
+        with pytest.raises(InputError, match=r"line \d+ is damaged"):
+            attempt(tmp_path)
+    assert (tmp_path / RECORDS).read_bytes() == before
+
+
+def test_two_runs_do_not_write_to_one_folder(run, tmp_path):
+    """The second is refused while the first is at work, and every prompt has one record."""
+
+    def progress(jobs, _):
+        for job in jobs:
+            with pytest.raises(InputError, match=f"another run writes to {tmp_path}"):
+                run(tmp_path)
+            yield job
+
+    found = run(tmp_path, progress=progress)
+    places = [(record["set"], record["place"], record["temperature"]) for record in found.records]
+    assert len(set(places)) == len(places) == (tmp_path / RECORDS).read_bytes().count(b"\n")
+
+
 @pytest.mark.parametrize("name", [RECORDS, SETTINGS])
 def test_other_peoples_files_are_not_touched(run, tmp_path, name):
     """Not written by a comparison: refused as they are."""
@@ -535,7 +561,7 @@ def test_other_peoples_files_are_not_touched(run, tmp_path, name):
     for attempt in (Comparison.read, run):
         with pytest.raises(InputError, match="out"):
             attempt(out)
-    assert [(path.name, path.read_text()) for path in out.iterdir()] == [(name, '["mine"]\n')]
+    assert {path.name: path.read_text() for path in out.iterdir()} == {name: '["mine"]\n', ".lock": ""}
 
 
 def test_settings_under_which_nothing_was_measured_are_replaced(run, tmp_path, monkeypatch):

@@ -33,6 +33,7 @@ from specinfer import (
 )
 from specinfer.certification import Pair, RandomModels, View, _emitted, _target, _trees, outcomes
 from specinfer.errors import InputError, PairingError
+from specinfer.files import locked
 from specinfer.models import Loaded
 from specinfer.traces import Costs, Text, calibration, cost_model, hits, measured, oracle
 from specinfer.traces.acceptance import accepted_without_replacement, expected_tests
@@ -592,8 +593,13 @@ def test_damaged_settings_of_a_trace_are_one_line(name, tmp_path):
         damaged += [{**settings, name: settings[name] * 2}]
     for other in damaged:
         (tmp_path / SETTINGS).write_text(json.dumps(other))
-        if (name, other.get(name, "")) in (("top", None), ("format", True), ("temperature", 0.5)):
-            continue  # whole laws, which have no width to be checked; what JSON calls 1; another temperature
+        if (name, other.get(name, "")) in (
+            ("top", None),
+            ("format", True),
+            ("temperature", 0.5),
+            ("temperature", 10**30),
+        ):
+            continue  # whole laws, which have no width to be checked; what JSON calls 1; other temperatures
         error = load_error(tmp_path)
         assert error is not None
         assert str(tmp_path) in error
@@ -679,6 +685,19 @@ def test_recorded_trees_that_are_none_are_refused(name, change, tmp_path):
     save_file({**whole, f"0.{name}": np.ascontiguousarray(change(whole[f"0.{name}"]))}, path, seed)
     with pytest.raises(InputError, match="is no text of this trace"):
         Trace.load(tmp_path)
+
+
+def test_a_folder_that_another_run_fills_is_refused(tmp_path):
+    """Nothing is written to it."""
+    with locked(tmp_path):
+        for call in (
+            lambda: record(decoder(), PROMPTS, max_new_tokens=4, out=tmp_path),
+            lambda: paper_tables(decoder(), {"set": PROMPTS}, max_new_tokens=4, out=tmp_path),
+            lambda: trace_of().save(tmp_path),
+        ):
+            with pytest.raises(InputError, match="another run writes to"):
+                call()
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_ids_beyond_the_vocabulary_are_refused_where_the_target_is_known(tmp_path):
