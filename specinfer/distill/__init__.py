@@ -21,6 +21,7 @@ import torch
 from specinfer.attention import TreeModel
 from specinfer.distill import train
 from specinfer.distill.card import Data, write_card
+from specinfer.distill.logits import check_logits
 from specinfer.distill.text import (
     Prompt,
     TextSettings,
@@ -105,6 +106,7 @@ def distill(
     Raises:
         InputError: before the target runs: no tokenizer, a prompt too long, a folder of other settings, held by another
             run or not writable.
+        UnsupportedModel: the target's logits do not follow from its last hidden states (`check_logits`).
         ModelError, TokenizerMismatch: what is trained on from is no head, or one of another target.
         NumericalError: a loss that is not a number; the last good checkpoint stays.
         SpecinferError: a full disk; what was finished stays.
@@ -123,6 +125,7 @@ def distill(
             pin_text(model, tokenizer, out / "text", batches, taps, recipe.text)
             for job in jobs:
                 job.pin()
+            check_logits(model)
             shards = write_text(
                 model, tokenizer, batches, out / "text", taps, recipe.text.new_tokens, partial(progress, "text")
             )
