@@ -2,7 +2,7 @@
 
 import errno
 from dataclasses import replace
-from functools import cache
+from functools import cache, wraps
 
 import pytest
 import torch
@@ -85,7 +85,7 @@ TARGETS = {
     "phi": lambda: PhiConfig(**SIZES),  # its output has a bias
     "gpt2": lambda: GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=64),
     "opt": lambda: OPTConfig(
-        vocab_size=40, hidden_size=16, word_embed_proj_dim=8, ffn_dim=16, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=40, hidden_size=16, word_embed_proj_dim=16, ffn_dim=16, num_hidden_layers=2, num_attention_heads=2,
         max_position_embeddings=64,
     ),
 }  # fmt: skip
@@ -140,8 +140,9 @@ def test_targets_whose_logits_do_not_follow_from_their_states_are_refused(monkey
     """Their drafts would learn another law."""
     forward = LlamaForCausalLM.forward
 
-    def shifted(self, input_ids, **options):
-        output = forward(self, input_ids, **options)
+    @wraps(forward)
+    def shifted(self, input_ids, *more, **options):
+        output = forward(self, input_ids, *more, **options)
         output.logits = output.logits + input_ids[..., None]
         return output
 
