@@ -538,6 +538,24 @@ def test_a_whole_last_line_that_is_no_record_is_refused(run, tmp_path):
     assert (tmp_path / RECORDS).read_bytes() == before
 
 
+def test_damaged_records_are_one_line(run, tmp_path):
+    """Whatever stands in the place of a value that is read."""
+    run(tmp_path)
+    path = tmp_path / RECORDS
+    lines = path.read_text().splitlines()
+    record = json.loads(lines[0])
+    refused = []
+    for name in record:
+        for value in (None, "x", [], {}, [[1]], -1, {"tree": {}}, {"tree": None}, {"tree": []}):
+            path.write_text("\n".join([json.dumps({**record, name: value}), *lines[1:]]) + "\n")
+            try:
+                str(Comparison.read(tmp_path))
+            except InputError as error:
+                refused.append(str(error))
+    assert len(refused) > 8
+    assert all(str(tmp_path) in line and "\n" not in line for line in refused)
+
+
 def test_two_runs_do_not_write_to_one_folder(run, tmp_path):
     """The second is refused while the first is at work, and every prompt has one record."""
 

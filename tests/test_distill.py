@@ -17,6 +17,7 @@ from conftest import byte_tokenizer, counted, plain, tiny_llama
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+import specinfer.distill
 import specinfer.models
 from specinfer import BestFirst, SpeculativeDecoder, cli, files
 from specinfer.attention import TreeModel
@@ -207,6 +208,30 @@ def test_a_folder_that_another_run_fills_is_refused(target, tokenizer, prompts, 
     with files.locked(tmp_path), counted(target) as calls, pytest.raises(InputError, match="another run writes to"):
         distill(target, tokenizer, prompts, tmp_path)
     assert not calls
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "null", '{"steps": 1}', "[" * 100_000])
+def test_damaged_figures_are_one_line(tmp_path, content):
+    """They stand for a draft that was finished."""
+    (tmp_path / "figures.json").write_text(content)
+    job = specinfer.distill._Job(tmp_path, "head", Settings(), (), None)
+    if content == "null":
+        assert job.figures() is None
+        return
+    with pytest.raises(InputError, match=r"figures.json.*remove it") as caught:
+        job.figures()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"step": 1, "history": []}', "[" * 100_000, "null"])
+def test_a_damaged_checkpoint_is_one_line(tmp_path, content):
+    checkpoint = train.Checkpoint(tmp_path / "1")
+    checkpoint.folder.mkdir()
+    (checkpoint.folder / "state.json").write_text(content)
+    (checkpoint.folder / "state.safetensors").write_bytes(b"short")
+    with pytest.raises(InputError, match="remove it") as caught:
+        checkpoint.load(torch.nn.Linear(2, 2), [])
+    assert "\n" not in str(caught.value)
 
 
 def test_a_full_disk_in_a_safetensors_writer():

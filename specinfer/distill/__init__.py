@@ -133,7 +133,7 @@ def distill(
         data = Data.of(prompts, documents, texts, tokens, recipe.text)
         trained = []
         for job in jobs:
-            figures = read_json(job.folder / "figures.json")
+            figures = job.figures()
             if figures is None:
                 figures = job.train(model, tokenizer, shards, taps, progress)
             if process.is_main_process:
@@ -167,6 +167,18 @@ class _Job:
         advice = f"take the old settings, or remove {self.folder} and {begun} to train it anew on the same text"
         empty = not any(path.exists() for path in (begun, half, self.folder / "figures.json"))
         pin(self.folder / "settings.json", pinned, advice, empty)
+
+    def figures(self) -> dict[str, Any] | None:
+        """Return the figures of an earlier training, None if it was not finished.
+
+        Raises:
+            InputError: they are damaged.
+        """
+        path = self.folder / "figures.json"
+        found = read_json(path)
+        if found is None or (isinstance(found, dict) and {"steps", "history", "hits"} <= found.keys()):
+            return found
+        raise InputError(f"{path} does not hold the figures of a training: remove it, and the draft is trained anew")
 
     def train(
         self, model: Any, tokenizer: Any, shards: Sequence[Path], taps: Sequence[int], progress: Progress

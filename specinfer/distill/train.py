@@ -22,6 +22,7 @@ from random import Random
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -29,7 +30,7 @@ from transformers import DynamicCache, LlamaConfig
 
 from specinfer.distill.data import Batch, Texts, endless
 from specinfer.distill.logits import OwnLogits
-from specinfer.errors import NumericalError
+from specinfer.errors import InputError, NumericalError
 from specinfer.feature_head import FeatureHead, head_config
 from specinfer.files import read_json, storing, sync, write_json
 from specinfer.heads import FeatureDraft, target_fingerprint
@@ -488,12 +489,23 @@ class Checkpoint:
         fresh.rename(self.folder)
 
     def load(self, model: nn.Module, optimizers: Sequence[Any]) -> tuple[int, list[Any]]:
-        """Return the steps done and the history, (0, []) where nothing was saved."""
+        """Return the steps done and the history, (0, []) where nothing was saved.
+
+        Raises:
+            InputError: what was saved is damaged.
+        """
         fresh = self.folder.with_suffix(".new")
         if not self.folder.exists() and (fresh / "state.json").exists():
             fresh.rename(self.folder)  # killed between the two halves of the swap
         if not (self.folder / "state.json").exists():
             return 0, []
+        try:
+            return self._restored(model, optimizers)
+        except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:120]
+            raise InputError(f"{self.folder} is damaged ({reason}): remove it, and training begins anew") from error
+
+    def _restored(self, model: nn.Module, optimizers: Sequence[Any]) -> tuple[int, list[Any]]:
         record = read_json(self.folder / "state.json")
         tensors = load_file(self.folder / "state.safetensors")
         model.load_state_dict({n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
