@@ -306,7 +306,8 @@ def _read(where: str, kind: torch.dtype, local: bool = True) -> _Pair:
     told: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # `_check_whole` does not
     try:
         with _quietly(bars=not local):
-            model, info = AutoModelForCausalLM.from_pretrained(where, dtype=kind, use_safetensors=True, **told, **safe)
+            read: Any = AutoModelForCausalLM.from_pretrained(where, dtype=kind, use_safetensors=True, **told, **safe)
+            model, info = read
             tokenizer = AutoTokenizer.from_pretrained(where, **safe)
     except Exception as error:  # whatever is wrong with other people's files
         raise ModelError(_reason(error)) from error

@@ -323,7 +323,7 @@ def _check_arrays(arrays: Mapping[str, np.ndarray], settings: Mapping[str, Any],
     _check_pairs(arrays, "target_tokens", "target_probs")
     for place in range(len(settings["drafts"])):
         _check_pairs(arrays, f"{place}.law_tokens", f"{place}.law_probs")
-        _check_trees(*(arrays[f"{place}.{name}"] for name in TREE), most=settings["nodes"])
+        _check_trees(settings["nodes"], *(arrays[f"{place}.{name}"] for name in TREE))
 
 
 def _check_pairs(arrays: Mapping[str, np.ndarray], tokens: str, values: str) -> None:
@@ -331,7 +331,7 @@ def _check_pairs(arrays: Mapping[str, np.ndarray], tokens: str, values: str) -> 
         raise ValueError(f"{tokens} and {values} differ in shape")
 
 
-def _check_trees(first: Ids, tokens: Ids, parents: Ids, scores: Floats, most: int) -> None:
+def _check_trees(most: int, first: Ids, tokens: Ids, parents: Ids, scores: Floats) -> None:
     """Raise `ValueError` for recorded trees that are none, or are not in order."""
     sizes = np.diff(first)
     if not len(tokens) == len(parents) == len(scores) == first[-1] or first[0] or (sizes < 0).any():
