@@ -124,7 +124,7 @@ class FeatureHead(nn.Module):
         return SimpleNamespace(logits=self.logits(kept), hidden_states=(hidden,))
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return logits (..., V') over the head's vocabulary of final states (..., H), its own or the target's."""
+        """Return logits (..., V') over the head's vocabulary of the head's own final states (..., H)."""
         assert self.output is not None, "bind the head to a target first"
         return self.output(states.to(self.output.weight.dtype))
 

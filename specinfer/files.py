@@ -1,21 +1,25 @@
-"""Files that are whole or absent, and settings that a folder is pinned to.
+"""Files that are whole or absent, folders that one run at a time fills, and settings that they are pinned to.
 
-Knows: temporary names, JSON, what a full disk looks like.  Does not know: what the files are for.
+Knows: temporary names, locks, JSON, what a full disk looks like.  Does not know: what the files are for.
 """
 
 import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from specinfer.errors import InputError, SpecinferError
 
+LOCK, UNFINISHED = ".lock", f".{'[0-9a-f]' * 16}.new"  # in a folder that a run fills: names of both
+DEEPEST = 50  # levels of JSON
 SHOWN = 60  # characters of a setting in a message
 PLACES, SKETCHED = 32, 1 << 15  # of a file of weights that tell it from others, and bytes at each
 
@@ -41,20 +45,64 @@ def storing(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, data: bytes | str) -> None:
-    """Write a file under a temporary name, then rename it: it is whole or absent, whenever the process is killed.
+    """Write a file under a name of its own, then rename it: it is whole or absent, whenever the machine stops.
 
     Raises:
         SpecinferError, InputError: see `storing`.
     """
-    fresh = path.with_name(f".{path.name}.new")
+    fresh = path.with_name(f".{token_hex(8)}.new")
     with storing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            fresh.write_bytes(data.encode() if isinstance(data, str) else data)
+            with fresh.open("xb") as file:  # made here: neither another run's, nor what a link points to
+                file.write(data.encode() if isinstance(data, str) else data)
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(fresh, path)
-        except OSError:
+        except BaseException:
             fresh.unlink(missing_ok=True)  # half a file would only keep the disk full
             raise
+        sync(path.parent)
+
+
+def sync(*paths: Path) -> None:
+    """Have files, and what folders list, on the disk when this returns, where the system can."""
+    for path in paths:
+        with suppress(OSError):
+            opened = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(opened)
+            finally:
+                os.close(opened)
+
+
+@contextmanager
+def locked(folder: str | Path | None) -> Iterator[None]:
+    """Hold a folder for the whole of a run that fills it; None holds nothing.
+
+    The system lets go of it when the process ends, however it ends.  What killed runs left half written is removed.
+
+    Raises:
+        InputError: another run holds the folder, or it cannot be written.
+        SpecinferError: the disk is full.
+    """
+    if folder is None:
+        yield
+        return
+    folder = Path(folder)
+    lock = FileLock(folder / LOCK, timeout=0)
+    with storing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise InputError(f"another run writes to {folder}: wait for it, or choose another folder") from None
+    try:
+        for left in (*folder.glob(UNFINISHED), *folder.glob(f"*/{UNFINISHED}")):
+            left.unlink(missing_ok=True)
+        yield
+    finally:
+        lock.release()
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -69,11 +117,29 @@ def read_json(path: Path) -> Any:
         InputError: the file is not JSON, or cannot be read.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read {path} ({error}): remove it, or choose another folder") from error
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value that a text of JSON says; ValueError if it is none, or nested deeper than anything we write."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [part for own in level if isinstance(own, dict | list) for part in _parts(own)]
+    if level:
+        raise ValueError("nested too deep")
+    return value
+
+
+def _parts(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value
 
 
 def pin(path: Path, settings: Mapping[str, Any], advice: str, empty: bool) -> None:

@@ -21,8 +21,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn import functional
 
@@ -30,6 +29,7 @@ from specinfer.attention import TreeModel, lay_out_level, on_device
 from specinfer.draft import ModelDraftSession, Opening, keep_rows
 from specinfer.errors import ModelError, TokenizerMismatch
 from specinfer.feature_head import FeatureHead, head_config
+from specinfer.files import parse_json, write_json, write_whole
 from specinfer.tree import Frontier
 
 MODEL_TYPE = "specinfer_feature_head"  # in config.json
@@ -47,6 +47,7 @@ HEAD_FIELDS = (
 FINGERPRINT = {"tokenizer", "layers", "hidden_size", "vocab_size", "sketch"}
 SKETCH_ROWS = 32  # embedding rows that stand for a target in its fingerprint
 SKETCH_WIDTH = 8  # ... and entries of each
+LARGEST = 1 << 24  # size of anything in a head's configuration
 SAME_TARGET = 0.9  # least cosine of two fingerprints: coarsely quantised weights stay above, others are far below
 
 # by target and head: compiled passes belong to a network, and are had once
@@ -84,18 +85,21 @@ class FeatureDraft:
         record = read_config(folder)
         try:
             weights = load_file(folder / "model.safetensors")
-            head = FeatureHead(head_config(**record["head"]), weights["token_ids"].long())
-            head.load_state_dict({name: w.to(head.state_dict()[name].dtype) for name, w in weights.items()})
-            sharpness = float(record.get("sharpness", 1.0))
-            if not 0 < sharpness < inf:
-                raise ValueError(f"its sharpness is {sharpness}")
-            return cls(head, record["fingerprint"], record["name"], sharpness)
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+            _check_sizes(record, weights)
+            with torch.device("meta"):  # of wrong sizes nothing is made
+                head = FeatureHead(head_config(**record["head"]), weights["token_ids"].long())
+            types = {name: own.dtype for name, own in head.state_dict().items()}
+            head.load_state_dict({name: w.to(types.get(name, w.dtype)) for name, w in weights.items()}, assign=True)
+            return cls(head, record["fingerprint"], record["name"], float(record.get("sharpness", 1.0)))
+        except Exception as error:  # whatever a damaged file makes of sizes
             raise _unreadable(folder, error) from error
 
     def save(self, folder: Path) -> None:
-        """Write ``config.json`` and ``model.safetensors``, in bfloat16, without the borrowed matrices."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Write ``config.json`` and ``model.safetensors``, in bfloat16, without the borrowed matrices.
+
+        Raises:
+            SpecinferError, InputError: the disk is full, or the folder cannot be written.
+        """
         config = {name: getattr(self.head.config, name) for name in HEAD_FIELDS}
         record = {
             "model_type": MODEL_TYPE,
@@ -109,8 +113,8 @@ class FeatureDraft:
             for name, weight in self.head.state_dict().items()
             if not name.startswith("output.")
         }
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(record, indent=1) + "\n")
+        write_whole(folder / "model.safetensors", save(weights, {"format": "pt"}))
+        write_json(folder / "config.json", record)
 
     def attach(self, target: TreeModel, tokenizer: Any = None) -> "FeatureDraft":
         """Return this draft with the target's matrices borrowed.
@@ -205,16 +209,43 @@ def read_config(folder: Path) -> dict[str, Any]:
         ModelError: it is not there, or not a head's.
     """
     try:
-        record: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        record: dict[str, Any] = parse_json((folder / "config.json").read_text(encoding="utf-8"))
         if record.get("model_type") != MODEL_TYPE:
             raise ValueError(f"its model_type is {record.get('model_type')!r}, not {MODEL_TYPE!r}")
         if missing := FINGERPRINT - set(record["fingerprint"]):
             raise ValueError(f"its fingerprint lacks {', '.join(sorted(missing))}")
-        if _as_sketch(record["fingerprint"]["sketch"]).shape != (SKETCH_ROWS * SKETCH_WIDTH,):
+        sketch = _as_sketch(record["fingerprint"]["sketch"])
+        if sketch.shape != (SKETCH_ROWS * SKETCH_WIDTH,) or not sketch.isfinite().all():
             raise ValueError("its fingerprint's sketch is not one")
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         raise _unreadable(folder, error) from error
     return record
+
+
+def _check_sizes(record: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    """Raise `ValueError`, or what a value of another type raises, for a head that would not be the one that was saved.
+
+    Args:
+        record: of ``config.json``.
+        weights: of the file.
+    """
+    head, target = record["head"], record["fingerprint"]
+    sizes = [name for name in HEAD_FIELDS if name not in ("rms_norm_eps", "taps")]
+    if wrong := [name for name in sizes if not (type(head[name]) is int and 0 < head[name] < LARGEST)]:
+        raise ValueError(f"its {wrong[0]} is {head[wrong[0]]!r:.40}")
+    if not 0 < head["rms_norm_eps"] < 1:
+        raise ValueError(f"its rms_norm_eps is {head['rms_norm_eps']!r:.40}")
+    if not all(type(tap) is int and 0 <= tap <= target["layers"] for tap in head["taps"]) or not head["taps"]:
+        raise ValueError(f"its taps are {head['taps']!r:.40}, of a target with {target['layers']!r:.40} layers")
+    if head["num_hidden_layers"] != len({name.split(".")[1] for name in weights if name.startswith("layers.")}):
+        raise ValueError(f"its file does not hold {head['num_hidden_layers']} layers")
+    ids = weights["token_ids"].long()
+    if ids.shape != (head["vocab_size"],) or ids[0] < 0 or ids[-1] >= target["vocab_size"] or (ids.diff() <= 0).any():
+        raise ValueError("its token_ids are not ascending ids of the target")
+    if not isinstance(record["name"], str) or not 0 < float(record.get("sharpness", 1.0)) < inf:
+        raise ValueError(f"its name is {record['name']!r:.40}, its sharpness {record.get('sharpness')!r:.40}")
+    if bad := [name for name, weight in weights.items() if not weight.isfinite().all()]:
+        raise ValueError(f"its {bad[0]} holds numbers that are none")
 
 
 def _unreadable(folder: Path, error: Exception) -> ModelError:

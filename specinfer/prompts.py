@@ -4,7 +4,6 @@ Knows: files of prompts, the tokenizer and its chat template, the size of the vo
 Does not know: models, decoding.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 
 from specinfer.errors import InputError
+from specinfer.files import parse_json
 
 Prompt = Any  # str | list[int] | list[{"role", "content"}]; see `encode`
 
@@ -26,7 +26,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as error:
             raise InputError(f"{path}, line {number} is not JSON ({error}): give one object a line") from error
         prompt = row.get("prompt") if isinstance(row, dict) else None
@@ -34,10 +34,8 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise InputError(
                 f'{path}, line {number} has no "prompt" with text in it: give one object a line, each with one'
             )
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise InputError(f"{path}, line {number} holds half a surrogate pair, which is no text") from error
+        if not is_text(prompt):
+            raise InputError(f"{path}, line {number} holds half a surrogate pair, which is no text")
         yield number, row
 
 
@@ -51,6 +49,15 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
         yield from enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {path} ({getattr(error, 'strerror', None) or error})") from error
+
+
+def is_text(prompt: str) -> bool:
+    """Whether a string holds characters only: halves of surrogate pairs, which JSON lets through, are none."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class Prompts(NamedTuple):

@@ -214,7 +214,7 @@ ERRORS = {
     "no such draft": (["generate", "hi", "--draft", "nope"], "nope"),
     "a name that no folder can have": (["generate", "hi", "--draft", "x" * 300], "xxx"),
     "nobody's home": (["generate", "hi", "--draft", "~nobody-has-this-name/x"], "nobody"),
-    "no text": (["generate", "\udcff"], "tokenizer refuses"),
+    "no text": (["generate", "\udcff"], "the prompt is not text in UTF-8"),
     "no such model": (["check-model", "nope"], "nope"),
     "another tokenizer": (["generate", "hi", "--draft", "other"], "more"),
     "no nodes": (["generate", "hi", "--nodes", "0"], "--nodes 0"),
@@ -251,17 +251,16 @@ def test_errors_are_one_line_and_exit_code_two(run, arguments, message):
     assert err.endswith("\n")
 
 
-def test_text_of_another_encoding_is_one_line(run, monkeypatch):
-    """Standard input that is no UTF-8."""
-
-    class Latin:
-        def read(self):
-            return b"\xff".decode()
-
-    monkeypatch.setattr(io, "StringIO", lambda _: Latin())
-    code, out, err = run("generate", "-")
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+@pytest.mark.parametrize("command", ["generate", "tree"])
+def test_text_of_another_encoding_is_one_line(run, monkeypatch, command, errors):
+    """Standard input that is no UTF-8, however Python was told to read it."""
+    given = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr(io, "StringIO", lambda _: given)
+    code, out, err = run(command, "-")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "encoding" in err
+    assert "standard input is not text in UTF-8" in err
+    assert run.asked == []
 
 
 @pytest.mark.parametrize("option", ["--dtype", "--device"])

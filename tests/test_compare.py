@@ -526,6 +526,50 @@ def test_damage_before_the_last_line_is_refused(run, tmp_path):
             attempt(tmp_path)
 
 
+def test_a_whole_last_line_that_is_no_record_is_refused(run, tmp_path):
+    """It was not cut off, so it is not dropped."""
+    run(tmp_path)
+    with (tmp_path / RECORDS).open("a") as file:
+        file.write('{"set": "mine"}\n')
+    before = (tmp_path / RECORDS).read_bytes()
+    for attempt in (Comparison.read, run):
+        with pytest.raises(InputError, match=r"line \d+ is damaged"):
+            attempt(tmp_path)
+    assert (tmp_path / RECORDS).read_bytes() == before
+
+
+def test_damaged_records_are_one_line(run, tmp_path):
+    """Whatever stands in the place of a value that is read."""
+    run(tmp_path)
+    path = tmp_path / RECORDS
+    lines = path.read_text().splitlines()
+    record = json.loads(lines[0])
+    refused = []
+    for name in record:
+        for value in (None, "x", [], {}, [[1]], -1, {"tree": {}}, {"tree": None}, {"tree": []}):
+            path.write_text("\n".join([json.dumps({**record, name: value}), *lines[1:]]) + "\n")
+            try:
+                str(Comparison.read(tmp_path))
+            except InputError as error:
+                refused.append(str(error))
+    assert len(refused) > 8
+    assert all(str(tmp_path) in line and "\n" not in line for line in refused)
+
+
+def test_two_runs_do_not_write_to_one_folder(run, tmp_path):
+    """The second is refused while the first is at work, and every prompt has one record."""
+
+    def progress(jobs, _):
+        for job in jobs:
+            with pytest.raises(InputError, match=f"another run writes to {tmp_path}"):
+                run(tmp_path)
+            yield job
+
+    found = run(tmp_path, progress=progress)
+    places = [(record["set"], record["place"], record["temperature"]) for record in found.records]
+    assert len(set(places)) == len(places) == (tmp_path / RECORDS).read_bytes().count(b"\n")
+
+
 @pytest.mark.parametrize("name", [RECORDS, SETTINGS])
 def test_other_peoples_files_are_not_touched(run, tmp_path, name):
     """Not written by a comparison: refused as they are."""
@@ -535,7 +579,7 @@ def test_other_peoples_files_are_not_touched(run, tmp_path, name):
     for attempt in (Comparison.read, run):
         with pytest.raises(InputError, match="out"):
             attempt(out)
-    assert [(path.name, path.read_text()) for path in out.iterdir()] == [(name, '["mine"]\n')]
+    assert {path.name: path.read_text() for path in out.iterdir()} == {name: '["mine"]\n', ".lock": ""}
 
 
 def test_settings_under_which_nothing_was_measured_are_replaced(run, tmp_path, monkeypatch):

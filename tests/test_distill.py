@@ -17,6 +17,7 @@ from conftest import byte_tokenizer, counted, plain, tiny_llama
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+import specinfer.distill
 import specinfer.models
 from specinfer import BestFirst, SpeculativeDecoder, cli, files
 from specinfer.attention import TreeModel
@@ -147,7 +148,6 @@ def test_finished_batches_are_never_made_again(target, tokenizer, prompts, docum
         assert write(target, tokenizer, folder, prompts, documents, samples=9) == shards
     assert not calls
     shards[1].unlink()
-    (folder / f".{shards[1].name}.new").write_bytes(b"half a sha")
     rest = {shard: shard.stat().st_mtime_ns for shard in shards if shard.exists()}
     with counted(target) as calls:
         write(target, tokenizer, folder, prompts, documents, samples=9)
@@ -186,22 +186,52 @@ def test_a_folder_of_another_target_or_other_prompts_is_refused(target, tokenize
 
 def test_a_full_disk_is_one_error_and_keeps_what_is_finished(target, tokenizer, prompts, tmp_path, monkeypatch):
     """The write fails midway: no half file stays, finished shards do, and a later run goes on."""
-    write_bytes, left = Path.write_bytes, [3]
+    replace, left = os.replace, [3]
 
-    def full(path, data):
+    def full(*names):
         left[0] -= 1
         if left[0] < 0:
-            write_bytes(path, data[: len(data) // 2])
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write_bytes(path, data)
+        replace(*names)
 
     folder = tmp_path / "text"
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_bytes", full)
+        patched.setattr(os, "replace", full)
         with pytest.raises(SpecinferError, match=r"disk is full.*go on"):
             write(target, tokenizer, folder, prompts, samples=20)
     assert len(list(folder.iterdir())) == 3  # the manifest and two shards
     assert len(list(texts(write(target, tokenizer, folder, prompts, samples=20)))) == 20
+
+
+def test_a_folder_that_another_run_fills_is_refused(target, tokenizer, prompts, tmp_path):
+    """Before the target runs."""
+    with files.locked(tmp_path), counted(target) as calls, pytest.raises(InputError, match="another run writes to"):
+        distill(target, tokenizer, prompts, tmp_path)
+    assert not calls
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "null", '{"steps": 1}', "[" * 100_000])
+def test_damaged_figures_are_one_line(tmp_path, content):
+    """They stand for a draft that was finished."""
+    (tmp_path / "figures.json").write_text(content)
+    job = specinfer.distill._Job(tmp_path, "head", Settings(), (), None)
+    if content == "null":
+        assert job.figures() is None
+        return
+    with pytest.raises(InputError, match=r"figures.json.*remove it") as caught:
+        job.figures()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"step": 1, "history": []}', "[" * 100_000, "null"])
+def test_a_damaged_checkpoint_is_one_line(tmp_path, content):
+    checkpoint = train.Checkpoint(tmp_path / "1")
+    checkpoint.folder.mkdir()
+    (checkpoint.folder / "state.json").write_text(content)
+    (checkpoint.folder / "state.safetensors").write_bytes(b"short")
+    with pytest.raises(InputError, match="remove it") as caught:
+        checkpoint.load(torch.nn.Linear(2, 2), [])
+    assert "\n" not in str(caught.value)
 
 
 def test_a_full_disk_in_a_safetensors_writer():

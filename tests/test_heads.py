@@ -4,11 +4,13 @@ import copy
 import gc
 import json
 import weakref
+from contextlib import suppress
 from functools import wraps
 
 import pytest
 import torch
 from conftest import PROMPTS, VOCAB, byte_tokenizer, tiny_llama
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import DynamicCache
 
@@ -254,6 +256,52 @@ def test_a_folder_that_holds_no_head_is_named(target, tmp_path, damage):
         (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ModelError, match=str(folder)):
         FeatureDraft.load(folder)
+
+
+BAD = [None, "x", [], {}, [[1]], -1, 0, 0.5, 10**9, 10**30, float("nan"), float("inf"), True]
+
+
+@pytest.mark.parametrize("group", [None, "head", "fingerprint"])
+def test_a_damaged_configuration_is_one_line(target, tmp_path, group):
+    """Whatever stands in the place of a value; and nothing of a wrong size is made."""
+    draft_for(target).save(tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    for name, value in (record[group] if group else record).items():
+        for bad in [*BAD, "nothing"]:
+            other = copy.deepcopy(record)
+            own = other[group] if group else other
+            own[name] = bad
+            if bad == "nothing":
+                del own[name]
+            (tmp_path / "config.json").write_text(json.dumps(other))
+            fine = {"name": ("x",), "sharpness": ("nothing", 0.5, 10**9, 10**30, True), "rms_norm_eps": (0.5,)}
+            if bad == value or bad in fine.get(name, ()) or group == "fingerprint":
+                with suppress(ModelError):  # or another target's, or as good as the old one
+                    FeatureDraft.load(tmp_path).attach(TreeModel(target), byte_tokenizer())
+                continue
+            with pytest.raises(ModelError, match=str(tmp_path)) as caught:
+                FeatureDraft.load(tmp_path)
+            assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", ["lacking", "shorter", "longer", "no number", "more"])
+def test_a_damaged_head_is_one_line(target, tmp_path, damage):
+    """Every tensor that it lacks, that has another shape, or that holds no numbers."""
+    draft_for(target).save(tmp_path)
+    path = tmp_path / "model.safetensors"
+    whole = load_file(path)
+    for name, weight in whole.items():
+        left = {
+            "lacking": {},
+            "shorter": {name: weight[:-1].clone()},
+            "longer": {name: torch.cat([weight, weight[-1:]])},
+            "no number": {name: weight.float() * torch.nan},
+            "more": {name: weight, f"{name}.more": weight.clone()},
+        }[damage]
+        save_file({n: w for n, w in whole.items() if n != name} | left, path)
+        with pytest.raises(ModelError, match=str(tmp_path)) as caught:
+            FeatureDraft.load(tmp_path)
+        assert "\n" not in str(caught.value)
 
 
 def test_two_precisions_of_one_target_take_the_same_head(target):

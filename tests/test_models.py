@@ -7,21 +7,32 @@ target and runs where the distribution that carries it is installed.
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import logging
 import subprocess
 import sys
 from collections import namedtuple
+from contextlib import nullcontext
 from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging as transformers_logging
 
-from specinfer import models
+from specinfer import SpeculativeDecoder, models
 from specinfer.errors import ModelError, TokenizerMismatch
 
 WORDS = ["<s>", "</s>", "the", "sky", "is", "blue"]
@@ -164,10 +175,99 @@ def test_importing_does_not_import_transformers():
     assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
 
 
+# ---- checkpoints that are not whole ----
+
+FAMILIES = {
+    "llama": lambda: tiny_model().config,
+    "tied": lambda: LlamaConfig(**tiny_model().config.to_diff_dict() | {"tie_word_embeddings": True}),
+    "gpt2": lambda: GPT2Config(vocab_size=len(WORDS), n_embd=8, n_layer=1, n_head=2, n_positions=32),
+    "gpt_neox": lambda: GPTNeoXConfig(
+        vocab_size=len(WORDS), hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    ),
+    "opt": lambda: OPTConfig(
+        vocab_size=len(WORDS), hidden_size=8, word_embed_proj_dim=8, ffn_dim=16, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=32,
+    ),
+}  # fmt: skip
+
+
+def save_family(folder, family):
+    AutoModelForCausalLM.from_config(FAMILIES[family]()).save_pretrained(folder)
+    tokenizer_of().save_pretrained(folder)
+    return folder
+
+
+def rewrite(folder, change):
+    """Change the weights in a model's file, a dict of tensors, in place."""
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_weight_that_a_checkpoint_lacks_is_named(family, tmp_path):
+    """Without one, transformers makes it up, and the model writes noise."""
+    folder = save_family(tmp_path, family)
+    whole = (folder / "model.safetensors").read_bytes()
+    for key in load_file(folder / "model.safetensors"):
+        rewrite(folder, lambda weights, key=key: weights.pop(key))
+        name = key.replace("embed_out", "lm_head")  # as the class calls it
+        assert f"missing ({name}" in (message := refusal(folder)) or f"; {name}" in message
+        (folder / "model.safetensors").write_bytes(whole)
+    models.load(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_that_a_model_has_no_place_for_are_named(family, tmp_path):
+    folder = rewrite(save_family(tmp_path, family), lambda weights: weights.update({"more.weight": torch.zeros(3)}))
+    assert "1 unexpected (more.weight)" in refusal(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_of_another_shape_are_named(family, tmp_path):
+    folder = save_family(tmp_path, family)
+    key = min(key for key in load_file(folder / "model.safetensors") if key.endswith("norm.weight") or "ln" in key)
+    rewrite(folder, lambda weights: weights.update({key: torch.zeros(5)}))
+    assert f"1 of another shape ({key}, (5,) instead of (8,))" in refusal(folder)
+
+
+@pytest.mark.parametrize(("layers", "wrong"), [(3, "18 missing (model.layers.1.input_layernorm.weight; "), (0, "9 un")])
+def test_a_configuration_of_another_depth_is_refused(layers, wrong, tmp_path):
+    config = json.loads((save_tiny(tmp_path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    message = refusal(tmp_path)
+    assert wrong in message
+    assert message.count("layers.") == 3  # of so many the first are named
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tied_weights_and_tables_that_older_versions_wrote_are_fine(family, tmp_path):
+    model = AutoModelForCausalLM.from_config(FAMILIES[family]())
+    model.save_pretrained(tmp_path)
+    tokenizer_of().save_pretrained(tmp_path)
+    tables = ("h.0.attn.bias", "h.0.attn.masked_bias", "h.0.attn.attention.bias", "layers.0.attention.rotary.inv_freq")
+    everything = {name: weight.clone() for name, weight in model.state_dict().items()}  # tied ones as well
+
+    def fill(weights):
+        weights.clear()
+        weights.update(everything | {table: torch.zeros(1) for table in tables})
+
+    own = models.load(rewrite(tmp_path, fill), dtype="float32", device="cpu").model.state_dict()
+    assert all(own[name].equal(weight) for name, weight in everything.items())
+
+
+def test_a_draft_that_is_not_whole_is_refused(tmp_path):
+    target = save_tiny(tmp_path / "target")
+    draft = rewrite(save_tiny(tmp_path / "draft"), lambda weights: weights.pop("model.layers.0.mlp.up_proj.weight"))
+    with pytest.raises(ModelError, match=r"1 missing \(model.layers.0.mlp.up_proj.weight\)"):
+        SpeculativeDecoder.from_pretrained(str(target), [str(draft)], compile=False)
+
+
 # ---- dtype and device ----
 
 
-@pytest.mark.parametrize("word", ["float16", "fp32", "", "Auto"])
+@pytest.mark.parametrize("word", ["float64", "fp32", "", "Auto"])
 def test_unknown_dtypes_are_refused(word):
     assert repr(word) in refusal("any", dtype=word)
 
@@ -190,6 +290,17 @@ def test_unknown_and_absent_devices_are_refused(word):
 def test_auto_dtype_on_a_cpu_is_what_it_computes_natively(capabilities, expected, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     assert models.resolve_dtype("auto", torch.device("cpu")) == expected
+
+
+def test_float16_can_be_asked_for(tmp_path):
+    assert models.load(save_tiny(tmp_path / "tiny"), dtype="float16", device="cpu").model.dtype == torch.float16
+
+
+@pytest.mark.parametrize(("native", "expected"), [(True, torch.bfloat16), (False, torch.float16)])
+def test_auto_dtype_on_a_gpu_is_what_it_computes_natively(native, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native or including_emulation)
+    assert models.resolve_dtype("auto", torch.device("cuda", 0)) == expected
 
 
 def test_auto_dtype_where_torch_cannot_tell_is_float32(monkeypatch):

@@ -1,7 +1,7 @@
 """Traces: a replay takes the very steps of a real run, and expectations are those of an enumeration."""
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -10,6 +10,8 @@ import pytest
 import torch
 from conftest import PROMPTS as ALL_PROMPTS
 from conftest import byte_tokenizer, like, plain, tiny_llama
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 from strategies import TableSource, coarse_table
 from test_heads import draft_for
 
@@ -31,6 +33,7 @@ from specinfer import (
 )
 from specinfer.certification import Pair, RandomModels, View, _emitted, _target, _trees, outcomes
 from specinfer.errors import InputError, PairingError
+from specinfer.files import locked
 from specinfer.models import Loaded
 from specinfer.traces import Costs, Text, calibration, cost_model, hits, measured, oracle
 from specinfer.traces.acceptance import accepted_without_replacement, expected_tests
@@ -561,6 +564,148 @@ def test_a_trace_that_lacks_settings_is_refused(tmp_path):
     (tmp_path / SETTINGS).write_text('{"format": 1, "drafts": []}')
     with pytest.raises(InputError, match="is damaged: depth, draws, max_new_tokens"):
         Trace.load(tmp_path)
+
+
+def load_error(folder, decoder=None):
+    """Return why a trace is refused, None if it is not; other errors fail the test."""
+    try:
+        Trace.load(folder, decoder)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+BAD = [None, "x", [], [[1]], {}, {"a": {}}, -1, -(10**30), 0.5, float("nan"), float("inf"), True, "\n", 10**30]
+
+
+@pytest.mark.parametrize(
+    "name", ["format", "depth", "nodes", "top", "draws", "max_new_tokens", "temperature", "drafts"]
+)
+def test_damaged_settings_of_a_trace_are_one_line(name, tmp_path):
+    """Whatever stands in the place of a value."""
+    trace_of(temperature=0.8).save(tmp_path)
+    settings = json.loads((tmp_path / SETTINGS).read_text())
+    lacking = {key: value for key, value in settings.items() if key != name}
+    damaged = [lacking, *({**settings, name: value} for value in BAD)]
+    if name == "drafts":
+        damaged += [{**settings, name: [value]} for value in BAD]
+        damaged += [{**settings, name: [{"name": value}]} for value in BAD if not isinstance(value, str)]
+        damaged += [{**settings, name: settings[name] * 2}]
+    for other in damaged:
+        (tmp_path / SETTINGS).write_text(json.dumps(other))
+        if (name, other.get(name, "")) in (
+            ("top", None),
+            ("format", True),
+            ("temperature", 0.5),
+            ("temperature", 10**30),
+        ):
+            continue  # whole laws, which have no width to be checked; what JSON calls 1; other temperatures
+        error = load_error(tmp_path)
+        assert error is not None
+        assert str(tmp_path) in error
+        assert "\n" not in error
+
+
+@pytest.mark.parametrize("value", [[], "x", 5, None, [{"format": 1}]])
+def test_settings_that_are_no_object_are_one_line(value, tmp_path):
+    trace_of().save(tmp_path)
+    (tmp_path / SETTINGS).write_text(json.dumps(value))
+    with pytest.raises(InputError, match="holds no trace"):
+        Trace.load(tmp_path)
+
+
+def damages(array):
+    """Name a column's damages, and yield what is left of it."""
+    floats = array.dtype.kind == "f"
+    for axis, size in enumerate(array.shape):
+        if size:
+            yield f"shorter {axis}", array.take(range(size - 1), axis)
+        yield f"longer {axis}", np.concatenate([array, array.take([-1], axis)], axis) if size else array[..., None]
+    yield "nested", array[None]
+    yield "flat", array.ravel() if array.ndim > 1 else array[:1].reshape(())
+    yield "another type", array.astype(np.float64 if floats else np.float32)
+    if array.size:
+        for value in (np.nan, -0.5, np.inf, 1e30) if floats else (-2, np.iinfo(np.int32).max):
+            own = array.copy()
+            own.flat[own.size // 2] = value
+            yield f"{value}", own
+
+
+UNSEEN = {  # what no reader can see
+    **dict.fromkeys(("prompt_ids",), ("shorter", "longer", str(np.iinfo(np.int32).max))),
+    **dict.fromkeys(("tree_scores", "log_probs"), ("-0.5",)),
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_damaged_columns_of_a_trace_are_one_line(temperature, tmp_path):
+    """Whatever is lacking, too much, of another shape or type, or no probability or token."""
+    own = decoder()
+    record(own, PROMPTS[1], max_new_tokens=4, temperature=temperature, nodes=3, depth=2, top=2, draws=2, out=tmp_path)
+    path = tmp_path / "00000.safetensors"
+    whole = load_file(path)
+    with safe_open(path, "np") as file:
+        seed = file.metadata()
+
+    def refused(name, damage, arrays, metadata=seed):
+        save_file({n: np.ascontiguousarray(a) if a.ndim else a for n, a in arrays.items()}, path, metadata)
+        error = load_error(tmp_path, own)
+        if error is None:
+            assert damage.startswith(UNSEEN.get(name.removeprefix("0."), ())), (name, damage)
+        else:
+            assert str(path) in error
+            assert "\n" not in error
+
+    for name, array in whole.items():
+        refused(name, "lacking", {n: a for n, a in whole.items() if n != name})
+        for damage, left in damages(array):
+            refused(name, damage, {**whole, name: left})
+    refused("more", "", {**whole, "more": whole["token_ids"]})
+    for metadata in (None, {}, {"seed": "x"}, {"seed": "nan"}, {"seed": "1" * 5000}):
+        refused("seed", "", whole, metadata)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("tree_parents", lambda own: own[::-1]),  # before their parents
+        ("tree_scores", lambda own: own[::-1]),  # worse before better
+        ("tree_tokens", lambda own: own * 0),  # alike under one parent
+        ("first", lambda own: own[::-1]),
+        ("tests", lambda own: own * 3),
+        ("probability", lambda own: own + 1),
+    ],
+)
+def test_recorded_trees_that_are_none_are_refused(name, change, tmp_path):
+    trace_of(temperature=0.8).save(tmp_path)
+    path = tmp_path / "00001.safetensors"
+    with safe_open(path, "np") as file:
+        seed = file.metadata()
+    whole = load_file(path)
+    save_file({**whole, f"0.{name}": np.ascontiguousarray(change(whole[f"0.{name}"]))}, path, seed)
+    with pytest.raises(InputError, match="is no text of this trace"):
+        Trace.load(tmp_path)
+
+
+def test_a_folder_that_another_run_fills_is_refused(tmp_path):
+    """Nothing is written to it."""
+    with locked(tmp_path):
+        for call in (
+            lambda: record(decoder(), PROMPTS, max_new_tokens=4, out=tmp_path),
+            lambda: paper_tables(decoder(), {"set": PROMPTS}, max_new_tokens=4, out=tmp_path),
+            lambda: trace_of().save(tmp_path),
+        ):
+            with pytest.raises(InputError, match="another run writes to"):
+                call()
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_ids_beyond_the_vocabulary_are_refused_where_the_target_is_known(tmp_path):
+    trace = trace_of()
+    texts = [replace(text, token_ids=[*text.token_ids[:-1], 264]) for text in trace.texts]
+    Trace(trace.settings, tuple(texts)).save(tmp_path)
+    with pytest.raises(InputError, match="token_ids is not within 0 and 263"):
+        Trace.load(tmp_path, decoder())
 
 
 def test_settings_under_which_nothing_was_recorded_are_replaced(tmp_path):

@@ -2,17 +2,29 @@
 
 import errno
 from dataclasses import replace
+from functools import cache, wraps
 
 import pytest
 import torch
 from conftest import VOCAB, byte_tokenizer, tiny_llama
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    PhiConfig,
+)
 
 from specinfer.distill import train
-from specinfer.distill.data import Texts
+from specinfer.distill.data import Batch, Texts
+from specinfer.distill.logits import check_logits
 from specinfer.distill.train import EarlierDrafts, Settings, SoftCrossEntropy, train_causal_lm, train_head
-from specinfer.errors import InputError, NumericalError, SpecinferError
+from specinfer.errors import InputError, NumericalError, SpecinferError, UnsupportedModel
 from specinfer.feature_head import FeatureHead
 from specinfer.heads import FeatureDraft
 
@@ -59,6 +71,84 @@ def test_the_gradient_made_on_the_way_forward_is_autograds():
     (loss * weights).sum().backward()
     torch.testing.assert_close(found, logits.grad)
     torch.testing.assert_close(SoftCrossEntropy.apply(logits, law), loss)
+
+
+# ---- the target's own logits ----
+
+SIZES = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"num_key_value_heads": 1, "max_position_embeddings": 64, "pad_token_id": None, "eos_token_id": None}
+TARGETS = {
+    "llama": lambda: LlamaConfig(**SIZES),
+    "gemma2": lambda: Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=0.5, initializer_range=0.5),
+    "granite": lambda: GraniteConfig(**SIZES, logits_scaling=8.0, initializer_range=0.5),
+    "cohere": lambda: CohereConfig(**SIZES, logit_scale=0.25, initializer_range=0.5),
+    "phi": lambda: PhiConfig(**SIZES),  # its output has a bias
+    "gpt2": lambda: GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=64),
+    "opt": lambda: OPTConfig(
+        vocab_size=40, hidden_size=16, word_embed_proj_dim=16, ffn_dim=16, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=64,
+    ),
+}  # fmt: skip
+
+
+@cache
+def target_of(family):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(TARGETS[family]()).eval()
+    if family == "phi":
+        torch.nn.init.normal_(model.lm_head.bias)
+    return model
+
+
+def written(model):
+    """A batch of what the model reads, states as recorded, and its own logits (N, V) of the tokens to learn."""
+    ids = torch.randint(3, 40, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        output = model(ids, output_hidden_states=True)
+    states = torch.stack([output.hidden_states[tap] for tap in TAPS], 2)
+    states = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], 1)
+    return Batch(ids, states, torch.ones(2, 8, dtype=torch.bool)), output.logits[:, :-1].flatten(0, 1)
+
+
+@pytest.mark.parametrize("family", TARGETS)
+def test_heads_learn_from_the_targets_own_logits(family):
+    """Capped, scaled, with a bias, as its forward makes them."""
+    model = target_of(family)
+    batch, logits = written(model)
+    check_logits(model)
+    token_ids = torch.arange(3, 40, 2)
+    head = FeatureHead(train._head_config(model, TAPS, 1, len(token_ids)), token_ids).bind(model)
+    unrolled = train.Unrolled(head, model, SETTINGS)
+    _, law = unrolled._goal(batch.ids[:, 1:].flatten(), batch.states[:, 1:, -1].flatten(0, 1))
+    torch.testing.assert_close(law, logits[:, token_ids].softmax(-1))
+    assert not law.requires_grad
+
+
+@pytest.mark.parametrize("family", TARGETS)
+def test_a_small_language_model_learns_from_the_targets_own_logits(family):
+    """And with its own: one that is the target has the loss of the target's own law."""
+    model = target_of(family)
+    batch, logits = written(model)
+    keep = torch.ones(16)
+    loss, hits = train.Plain(model, model, SETTINGS)(batch.ids, batch.states, batch.learn, keep)
+    entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
+    torch.testing.assert_close(loss, entropy)
+    assert hits[0].sum() == (logits.topk(5).indices == batch.ids[:, 1:].flatten()[:, None]).sum()
+
+
+def test_targets_whose_logits_do_not_follow_from_their_states_are_refused(monkeypatch):
+    """Their drafts would learn another law."""
+    forward = LlamaForCausalLM.forward
+
+    @wraps(forward)
+    def shifted(self, input_ids, *more, **options):
+        output = forward(self, input_ids, *more, **options)
+        output.logits = output.logits + input_ids[..., None]
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", shifted)
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM: its logits cannot be worked out"):
+        check_logits(target_of("llama"))
 
 
 def test_a_chained_step_sees_older_target_states_and_its_own_chain():
@@ -141,7 +231,7 @@ def test_tokens_that_an_earlier_draft_proposes_first_weigh_less(target, shards, 
     batch = texts.load(texts.train)
     weights = EarlierDrafts([tmp_path / "1"], target, SETTINGS).weights(batch)
     head = FeatureDraft.load(tmp_path / "1").head.to(target.dtype).bind(target)
-    _, hits = train.Unrolled(head, SETTINGS)(*batch, torch.ones_like(weights))
+    _, hits = train.Unrolled(head, target, SETTINGS)(*batch, torch.ones_like(weights))
     assert 0 < int(hits[0, 0]) == int((weights != 1).sum()) < len(weights)
     assert set(weights[weights != 1].tolist()) == {torch.tensor(SETTINGS.boost).item()}
     second = trained(target, shards, tmp_path / "2", earlier=[tmp_path / "1"])
@@ -172,7 +262,7 @@ def test_sharpness_is_what_flat_laws_lack(target, shards, tmp_path, monkeypatch)
             "_first_logits",
             lambda own, batch, flatness=flatness: own.logits(batch.states[:, 1:, -1][batch.learn]) / flatness,
         )
-        assert train.fit_sharpness(head, texts, SETTINGS) == pytest.approx(flatness, abs=0.11)
+        assert train.fit_sharpness(train.Unrolled(head, target, SETTINGS), texts) == pytest.approx(flatness, abs=0.11)
 
 
 def test_a_deeper_draft_starts_as_the_earlier_one(target, shards, tmp_path):
@@ -183,7 +273,7 @@ def test_a_deeper_draft_starts_as_the_earlier_one(target, shards, tmp_path):
     train._start_from(deeper, target, [tmp_path / "1"])
     batch = (texts := Texts(shards, SETTINGS.held_out)).load(texts.train)
     weights = torch.ones(int(batch.learn.sum()))
-    losses = [train.Unrolled(head, SETTINGS)(*batch, weights)[0] for head in (earlier, deeper)]
+    losses = [train.Unrolled(head, target, SETTINGS)(*batch, weights)[0] for head in (earlier, deeper)]
     assert torch.allclose(*losses)
 
 

@@ -36,7 +36,7 @@ TopKOption = Annotated[int | None, typer.Option(help="0 = all tokens; sampling o
 SeedOption = Annotated[
     int, typer.Option(help="Same seed, same text with any tree or none; in float32, and not with sampled trees.")
 ]
-DtypeOption = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
+DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 RawOption = Annotated[bool, typer.Option("--raw", help="Feed the prompt as it is, without the chat template.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -151,7 +151,12 @@ def prepare(
 
 def read_prompt(prompt: str) -> str:
     """Return the prompt, from standard input if it is "-"."""
-    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    try:
+        text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+        text.encode()  # bytes that are no text may come as halves of surrogate pairs
+    except UnicodeError as error:
+        source = "standard input" if prompt == "-" else "the prompt"
+        raise InputError(f"{source} is not text in UTF-8 ({error}): convert it first") from error
     if not text.strip():
         raise InputError("the prompt is empty: there is nothing to continue")
     return text

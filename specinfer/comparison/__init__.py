@@ -19,6 +19,7 @@ from specinfer.comparison.files import append, begin
 from specinfer.comparison.plan import Job, Plan
 from specinfer.comparison.result import Comparison
 from specinfer.comparison.runner import Runner
+from specinfer.files import locked
 
 __all__ = ["Comparison", "compare"]
 
@@ -66,7 +67,7 @@ def compare(
 
     Raises:
         InputError: a prompt file or prompt is unusable or too long, no method can run, or the folder belongs to other
-            settings or cannot be written.
+            settings or another run, or cannot be written.
         ModelError: a model cannot be loaded; and what decoding raises.  The folder keeps what was finished.
     """
     plan = Plan(
@@ -85,7 +86,7 @@ def compare(
         device=device,
         hits=hits,
     )
-    with nullcontext(out) if out is not None else TemporaryDirectory() as folder:
+    with nullcontext(out) if out is not None else TemporaryDirectory() as folder, locked(folder):
         return _run(plan, Path(folder), progress)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specinfer.errors import InputError
-from specinfer.files import pin, read_json, storing
+from specinfer.files import parse_json, pin, read_json, storing
 from specinfer.prompts import read_rows
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,8 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def begin(folder: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Begin a folder, or check that it may be continued; return its records, and drop a line that was cut off.
 
+    The caller holds the folder (`locked`) until it has appended its last record.
+
     Raises:
         InputError: the folder cannot be written, or holds records of other settings, or of none.
     """
@@ -62,7 +64,8 @@ def begin(folder: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     records, whole = _parse(path)
     pin(folder / SETTINGS, settings, "repeat those, or choose another folder", empty=not records)
     with storing(path), path.open("a") as file:
-        file.truncate(whole)
+        if file.tell() > whole:
+            file.truncate(whole)
     return records
 
 
@@ -86,9 +89,10 @@ def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     parsed = [_parse_line(line) for line in lines]
-    if None in parsed[:-1]:
-        raise InputError(f"{path}, line {parsed.index(None) + 1} is damaged, and not the last: remove that line")
-    if parsed and parsed[-1] is None:
+    cut = bool(lines) and not lines[-1].endswith(b"\n")
+    if None in parsed[: len(parsed) - cut]:
+        raise InputError(f"{path}, line {parsed.index(None) + 1} is damaged, and was not cut off: remove that line")
+    if cut:
         log.warning("%s: the last line was cut off, and its prompt counts as not measured", path)
         lines.pop()
     return [record for record in parsed if record], sum(map(len, lines))
@@ -97,7 +101,7 @@ def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
 def _parse_line(line: bytes) -> dict[str, Any] | None:
     """Return a whole line's record, None for any other line."""
     try:
-        row = json.loads(line) if line.endswith(b"\n") else None
+        row = parse_json(line) if line.endswith(b"\n") else None
     except ValueError:
         return None
     return row if isinstance(row, dict) and row.keys() >= FIELDS else None

@@ -19,6 +19,7 @@ from specinfer.comparison.files import read_prompts
 from specinfer.comparison.methods import METHODS
 from specinfer.errors import InputError
 from specinfer.files import identified
+from specinfer.prompts import is_text
 from specinfer.published import ALL
 
 TEXTS = "texts"  # the set of prompts that were given as text
@@ -92,6 +93,8 @@ class Plan:
         for number, text in enumerate(self.texts(), 1):
             if not text.strip():
                 raise InputError(f"prompt {number} is empty: there is nothing to continue")
+            if not is_text(text):
+                raise InputError(f"prompt {number} holds half a surrogate pair, which is no text")
             if text.endswith(".jsonl") and len(text.split()) == 1:
                 raise InputError(
                     f"prompt {number} is {text!r}, which looks like a file: give it as pathlib.Path, or --prompts"

@@ -33,9 +33,15 @@ class Comparison:
         """Load what is on disk; nothing runs.
 
         Raises:
-            InputError: the folder holds no comparison.
+            InputError: the folder holds no comparison, or a damaged one.
         """
-        return cls(*read_folder(Path(folder)))
+        found = cls(*read_folder(Path(folder)))
+        try:
+            found.table()
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split()):.80}"
+            raise InputError(f"{folder} holds damaged records ({reason}): compare again into another folder") from error
+        return found
 
     def summary(self) -> dict[str, Any]:
         """Return settings, the number of records, ``skipped`` (method -> reason) and ``groups``, JSON-ready.

@@ -21,6 +21,7 @@ import torch
 from specinfer.attention import TreeModel
 from specinfer.distill import train
 from specinfer.distill.card import Data, write_card
+from specinfer.distill.logits import check_logits
 from specinfer.distill.text import (
     Prompt,
     TextSettings,
@@ -34,7 +35,7 @@ from specinfer.distill.text import (
 )
 from specinfer.distill.train import Settings
 from specinfer.errors import InputError
-from specinfer.files import identified, pin, read_json, write_json
+from specinfer.files import identified, locked, pin, read_json, write_json
 from specinfer.heads import FeatureDraft, check_fingerprint
 
 __all__ = ["Recipe", "Settings", "TextSettings", "distill", "processes", "read_documents", "read_prompts"]
@@ -103,7 +104,9 @@ def distill(
         training returned
 
     Raises:
-        InputError: before the target runs: no tokenizer, a prompt too long, a folder of other settings or not writable.
+        InputError: before the target runs: no tokenizer, a prompt too long, a folder of other settings, held by another
+            run or not writable.
+        UnsupportedModel: the target's logits do not follow from its last hidden states (`check_logits`).
         ModelError, TokenizerMismatch: what is trained on from is no head, or one of another target.
         NumericalError: a loss that is not a number; the last good checkpoint stays.
         SpecinferError: a full disk; what was finished stays.
@@ -117,27 +120,30 @@ def distill(
     if sum(map(len, batches)) < 2:
         raise InputError("one text is held out, so one alone leaves nothing to train on: give more prompts or samples")
 
-    with process.main_process_first():  # the others find the text made
-        pin_text(model, tokenizer, out / "text", batches, taps, recipe.text)
+    with locked(out if process.is_main_process else None):
+        with process.main_process_first():  # the others find the text made
+            pin_text(model, tokenizer, out / "text", batches, taps, recipe.text)
+            for job in jobs:
+                job.pin()
+            if any(job.figures() is None for job in jobs):
+                check_logits(model)
+            shards = write_text(
+                model, tokenizer, batches, out / "text", taps, recipe.text.new_tokens, partial(progress, "text")
+            )
+        texts, tokens = count(shards)
+        data = Data.of(prompts, documents, texts, tokens, recipe.text)
+        trained = []
         for job in jobs:
-            job.pin()
-        shards = write_text(
-            model, tokenizer, batches, out / "text", taps, recipe.text.new_tokens, partial(progress, "text")
-        )
-    texts, tokens = count(shards)
-    data = Data.of(prompts, documents, texts, tokens, recipe.text)
-    trained = []
-    for job in jobs:
-        figures = read_json(job.folder / "figures.json")
-        if figures is None:
-            figures = job.train(model, tokenizer, shards, taps, progress)
-        if process.is_main_process:
-            write_json(job.folder / "figures.json", figures)
-            made_for = name or model.name_or_path or type(model).__name__
-            write_card(job.folder, made_for, job.arch, data, job.settings, figures, job.earlier, job.start)
-        process.wait_for_everyone()
-        trained.append({"folder": str(job.folder), **figures})
-    return {"out": str(out), "texts": texts, "tokens": tokens, "drafts": trained}
+            figures = job.figures()
+            if figures is None:
+                figures = job.train(model, tokenizer, shards, taps, progress)
+            if process.is_main_process:
+                write_json(job.folder / "figures.json", figures)
+                made_for = name or model.name_or_path or type(model).__name__
+                write_card(job.folder, made_for, job.arch, data, job.settings, figures, job.earlier, job.start)
+            process.wait_for_everyone()
+            trained.append({"folder": str(job.folder), **figures})
+        return {"out": str(out), "texts": texts, "tokens": tokens, "drafts": trained}
 
 
 @dataclass(frozen=True)
@@ -162,6 +168,18 @@ class _Job:
         advice = f"take the old settings, or remove {self.folder} and {begun} to train it anew on the same text"
         empty = not any(path.exists() for path in (begun, half, self.folder / "figures.json"))
         pin(self.folder / "settings.json", pinned, advice, empty)
+
+    def figures(self) -> dict[str, Any] | None:
+        """Return the figures of an earlier training, None if it was not finished.
+
+        Raises:
+            InputError: they are damaged.
+        """
+        path = self.folder / "figures.json"
+        found = read_json(path)
+        if found is None or (isinstance(found, dict) and {"steps", "history", "hits"} <= found.keys()):
+            return found
+        raise InputError(f"{path} does not hold the figures of a training: remove it, and the draft is trained anew")
 
     def train(
         self, model: Any, tokenizer: Any, shards: Sequence[Path], taps: Sequence[int], progress: Progress

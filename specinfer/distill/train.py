@@ -11,7 +11,6 @@ before and after (WiSE-FT, arXiv 2109.01903, section 3, alpha = 1/2).  Matrices 
 step at AdamW's root mean square, arXiv 2502.16982), the rest by AdamW.
 """
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -23,15 +22,17 @@ from random import Random
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import DynamicCache, LlamaConfig
 
 from specinfer.distill.data import Batch, Texts, endless
-from specinfer.errors import NumericalError
+from specinfer.distill.logits import OwnLogits
+from specinfer.errors import InputError, NumericalError
 from specinfer.feature_head import FeatureHead, head_config
-from specinfer.files import storing, write_json
+from specinfer.files import read_json, storing, sync, write_json
 from specinfer.heads import FeatureDraft, target_fingerprint
 from specinfer.noise import TRAINING, key
 
@@ -68,9 +69,10 @@ class Unrolled(nn.Module):
     at token i - 1.  It attends to what a tree's node would: the target-fed tokens up to i - s + 1, then its own chain.
     """
 
-    def __init__(self, head: FeatureHead, settings: Settings) -> None:
+    def __init__(self, head: FeatureHead, target: Any, settings: Settings) -> None:
         super().__init__()
         self.head, self.settings = head, settings
+        self.target_logits = OwnLogits(target, head.token_ids)
 
     def forward(self, ids: Tensor, states: Tensor, learn: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss and the hits, long (unroll, RANKS): proposals of rank k that were the target's choice.
@@ -110,8 +112,10 @@ class Unrolled(nn.Module):
         ids = self.head.token_ids
         places = torch.searchsorted(ids, tokens).clamp(max=len(ids) - 1)
         known = torch.where(ids[places] == tokens, places, -1)
-        law = self.head.logits(states).float().softmax(-1) if self.settings.loss == "kl" else None
-        return known, law
+        if self.settings.loss != "kl":
+            return known, None
+        with torch.no_grad():
+            return known, self.target_logits(states).float().softmax(-1)
 
 
 class SoftCrossEntropy(torch.autograd.Function):
@@ -161,17 +165,17 @@ class Plain(nn.Module):
     def __init__(self, model: Any, target: Any, settings: Settings) -> None:
         super().__init__()
         self.model, self.settings = model, settings
-        self.output = [target.get_output_embeddings()]  # in a list: no part of what is trained
+        self.own_logits, self.target_logits = OwnLogits(model), OwnLogits(target)
 
     def forward(self, ids: Tensor, states: Tensor, learn: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss and the hits, long (1, RANKS)."""
         keep = learn.flatten().nonzero()[:, 0]
         hidden = self.model.base_model(ids[:, :-1], use_cache=False).last_hidden_state.flatten(0, 1)[keep]
-        logits = self.model.get_output_embeddings()(hidden)
+        logits = self.own_logits(hidden)
         tokens, law = ids[:, 1:].flatten()[keep], None
         if self.settings.loss == "kl":
             with torch.no_grad():
-                law = self.output[0](states[:, 1:, -1].flatten(0, 1)[keep]).float().softmax(-1)
+                law = self.target_logits(states[:, 1:, -1].flatten(0, 1)[keep]).float().softmax(-1)
         return (_loss(logits, tokens, law) * weights).sum() / weights.sum(), _hits(logits, tokens)[None]
 
 
@@ -237,26 +241,26 @@ def train_head(
     texts = Texts(shards, settings.held_out, settings.seed)
     counts = texts.counts(target.get_input_embeddings().weight.shape[0])
     head = FeatureDraft.load(start).head if start else _new_head(target, taps, settings, counts, earlier)
-    judges, model = EarlierDrafts(earlier, target, settings), Unrolled(head.bind(target), settings)
+    judges, model = EarlierDrafts(earlier, target, settings), Unrolled(head.bind(target), target, settings)
     figures = _optimise(model, texts, judges, out, settings, progress)
     if start:
         _meet_half_way(head, start)
         figures["hits"] = evaluate(model, texts, settings)
     figures["coverage"] = counts[head.token_ids.cpu()].sum().item() / counts.sum().item()
-    figures["sharpness"] = fit_sharpness(head, texts, settings)
+    figures["sharpness"] = fit_sharpness(model, texts)
     if _writes():
-        with storing(out):
-            FeatureDraft(head, target_fingerprint(target, tokenizer), out.name, figures["sharpness"]).save(out)
+        FeatureDraft(head, target_fingerprint(target, tokenizer), out.name, figures["sharpness"]).save(out)
     return figures
 
 
 @torch.no_grad()
-def fit_sharpness(head: FeatureHead, texts: Texts, settings: Settings) -> float:
+def fit_sharpness(model: Unrolled, texts: Texts) -> float:
     """Return the sharpness under which a head best foretells choices by noise that it shares.
 
     At held-out places, tokens are chosen anew by the target's law and Gumbel noise.  Of `SHARPNESS`, that one is
     returned with which the head's first candidate is right most often (see `ModelDraftSession.top`).
     """
+    head, settings = model.head, model.settings
     device = head.mix.weight.device
     chance = torch.Generator(device).manual_seed(key(settings.seed, TRAINING))
     sharpness = torch.tensor(SHARPNESS, device=device)
@@ -264,7 +268,7 @@ def fit_sharpness(head: FeatureHead, texts: Texts, settings: Settings) -> float:
     for chosen in texts.batches(texts.held_out, settings.tokens_per_batch, Random(settings.seed))[:SHARPNESS_BATCHES]:
         batch = Batch(*(column.to(device) for column in texts.load(chosen)))
         with torch.autocast(device.type, torch.bfloat16):
-            q, p = _first_logits(head, batch).float(), head.logits(batch.states[:, 1:, -1][batch.learn]).float()
+            q, p = _first_logits(head, batch).float(), model.target_logits(batch.states[:, 1:, -1][batch.learn]).float()
         noise = -torch.empty_like(p).exponential_(generator=chance).log()
         right = (p + noise).argmax(-1)
         hits += torch.stack([((s * q + noise).argmax(-1) == right).sum() for s in sharpness])
@@ -292,6 +296,7 @@ def train_causal_lm(
         with storing(out):
             model.to(torch.bfloat16).save_pretrained(out)
             tokenizer.save_pretrained(out)
+            sync(*out.iterdir(), out)
     return figures
 
 
@@ -478,18 +483,30 @@ class Checkpoint:
                 tensors |= {f"optimizer.{place}.{index}.{name}": value for name, value in state.items()}
         apart = {name: value.detach().clone().contiguous() for name, value in tensors.items()}  # tied ones, too
         save_file(apart, fresh / "state.safetensors")
+        sync(fresh / "state.safetensors")
         write_json(fresh / "state.json", {"step": step, "history": history})  # last, and whole: what is here is good
         shutil.rmtree(self.folder, ignore_errors=True)
         fresh.rename(self.folder)
 
     def load(self, model: nn.Module, optimizers: Sequence[Any]) -> tuple[int, list[Any]]:
-        """Return the steps done and the history, (0, []) where nothing was saved."""
+        """Return the steps done and the history, (0, []) where nothing was saved.
+
+        Raises:
+            InputError: what was saved is damaged.
+        """
         fresh = self.folder.with_suffix(".new")
         if not self.folder.exists() and (fresh / "state.json").exists():
             fresh.rename(self.folder)  # killed between the two halves of the swap
         if not (self.folder / "state.json").exists():
             return 0, []
-        record = json.loads((self.folder / "state.json").read_text())
+        try:
+            return self._restored(model, optimizers)
+        except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:120]
+            raise InputError(f"{self.folder} is damaged ({reason}): remove it, and training begins anew") from error
+
+    def _restored(self, model: nn.Module, optimizers: Sequence[Any]) -> tuple[int, list[Any]]:
+        record = read_json(self.folder / "state.json")
         tensors = load_file(self.folder / "state.safetensors")
         model.load_state_dict({n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
         states: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimizers]

@@ -19,6 +19,7 @@ import numpy as np
 
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.errors import InputError
+from specinfer.files import locked
 from specinfer.published import ALL, SPECINFER_TABLE_1, SPECINFER_TABLE_2, SPECINFER_TABLE_3
 from specinfer.tables import aligned, interval
 from specinfer.traces.recording import Progress, record
@@ -93,31 +94,32 @@ def paper_tables(
         progress: as `record`'s; it is called once per trace.
 
     Raises:
-        InputError: an empty set, or what `record` raises.
+        InputError: an empty set, another run writes to the folder, or what `record` raises.
     """
     if not sets or not all(sets.values()) or any(isinstance(prompts, str) for prompts in sets.values()):
         raise InputError(f"sets {list(sets)}: give at least one, and to each a list of at least one prompt")
     if ALL in sets:
         raise InputError(f"a set of prompts is called {ALL!r}, as all of them together are: rename it")
     own = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, decoder.drafts[:1], BestFirst(1, 1))
-    traces = {
-        name: tuple(
-            record(
-                own,
-                list(prompts),
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                nodes=0,
-                depth=LENGTH,
-                draws=max(WIDTHS),
-                batch=batch,
-                out=None if out is None else Path(out) / name / how,
-                progress=progress,
+    with locked(out):
+        traces = {
+            name: tuple(
+                record(
+                    own,
+                    list(prompts),
+                    max_new_tokens=max_new_tokens,
+                    temperature=temperature,
+                    nodes=0,
+                    depth=LENGTH,
+                    draws=max(WIDTHS),
+                    batch=batch,
+                    out=None if out is None else Path(out) / name / how,
+                    progress=progress,
+                )
+                for temperature, how in ((0.0, "greedy"), (1.0, "sampled"))
             )
-            for temperature, how in ((0.0, "greedy"), (1.0, "sampled"))
-        )
-        for name, prompts in sets.items()
-    }
+            for name, prompts in sets.items()
+        }
     return tables(traces)
 
 

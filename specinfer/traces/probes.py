@@ -15,9 +15,8 @@ from torch import Tensor
 from specinfer.noise import RECORDING, key
 from specinfer.probe import Question
 from specinfer.traces.acceptance import accepted_without_replacement, expected_tests
+from specinfer.traces.trace import TOP
 from specinfer.tree import Frontier, Source, grow_best_first, top_candidates
-
-TOP = 16  # candidates that are kept per node
 
 
 class Plan(NamedTuple):

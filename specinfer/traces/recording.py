@@ -20,13 +20,15 @@ from torch import Tensor
 from specinfer.attention import Support, check_model
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.errors import InputError, UnsupportedModel
+from specinfer.files import locked
 from specinfer.probe import Probe
 from specinfer.prompts import Prompt, encode
 from specinfer.row import RowView
 from specinfer.sampling import whole_law
-from specinfer.traces.probes import TOP, Candidates, Laws, Plan, TextQuestion, Trees, law_arrays
+from specinfer.traces.probes import Candidates, Laws, Plan, TextQuestion, Trees, law_arrays
 from specinfer.traces.trace import (
     FORMAT,
+    TOP,
     Drafted,
     Text,
     Trace,
@@ -81,7 +83,8 @@ def record(
         progress: wraps the batches of prompts' numbers that are left, for a bar.
 
     Raises:
-        InputError: a size that records nothing, no drafts, an unusable prompt, or a folder of other settings.
+        InputError: a size that records nothing, no drafts, an unusable prompt, or a folder of other settings or of
+            another run.
         UnsupportedModel: best-first trees on a model that can score chains only.
         SpecinferError: what decoding raises; ``out`` keeps what was finished.
     """
@@ -98,20 +101,22 @@ def record(
         "temperature": temperature,
         "versions": versions(),
     }
-    folder = None if out is None else Path(out)
-    texts: dict[int, Text] = {}
-    if folder is not None:
-        begin(folder, settings)
-        found = [read_text(folder, i, row, seeds[i], len(decoder.drafts)) for i, row in enumerate(rows)]
-        texts = {number: text for number, text in enumerate(found) if text is not None}
-    left = [number for number in range(len(rows)) if number not in texts]
-    batches = [left[i : i + batch] for i in range(0, len(left), batch)]
-    for numbers in progress(batches, len(texts)):
-        own = [(rows[number], seeds[number]) for number in numbers]
-        for number, text in zip(numbers, _record(decoder, own, plan, max_new_tokens, temperature), strict=True):
-            texts[number] = text
-            if folder is not None:
-                write_text(folder, number, text)
+    with locked(out):
+        folder = None if out is None else Path(out)
+        texts: dict[int, Text] = {}
+        if folder is not None:
+            begin(folder, settings)
+            vocab_size = decoder.target.vocab_size
+            found = [read_text(folder, i, row, seeds[i], settings, vocab_size) for i, row in enumerate(rows)]
+            texts = {number: text for number, text in enumerate(found) if text is not None}
+        left = [number for number in range(len(rows)) if number not in texts]
+        batches = [left[i : i + batch] for i in range(0, len(left), batch)]
+        for numbers in progress(batches, len(texts)):
+            own = [(rows[number], seeds[number]) for number in numbers]
+            for number, text in zip(numbers, _record(decoder, own, plan, max_new_tokens, temperature), strict=True):
+                texts[number] = text
+                if folder is not None:
+                    write_text(folder, number, text)
     return Trace(settings, tuple(texts[number] for number in range(len(rows))))
 
 

@@ -16,6 +16,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib.metadata import version
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,16 @@ from safetensors.numpy import save
 from specinfer.attention import TreeModel
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.errors import InputError
-from specinfer.files import pin, read_json, write_whole
+from specinfer.files import locked, pin, read_json, write_whole
 from specinfer.heads import tokenizer_fingerprint
 
 FORMAT = 1
 SETTINGS = "trace.json"
-SHAPE = {"drafts", "depth", "nodes", "top", "draws", "max_new_tokens", "temperature"}  # settings that reading needs
+LEASTS = {"depth": 1, "nodes": 0, "top": 1, "draws": 1, "max_new_tokens": 2}  # whole numbers that reading needs
+SHAPE = {"drafts", "temperature", *LEASTS}
+ROUNDING = 1e-4  # of probabilities
+TREE = ("first", "tree_tokens", "tree_parents", "tree_scores")
+TOP = 16  # candidates that are kept per node of whole laws, too
 SKETCH = 16  # entries of each weight that stand for it in a fingerprint
 
 Ids = NDArray[np.int32]
@@ -111,21 +116,29 @@ class Text:
         return save({name: np.ascontiguousarray(a) for name, a in arrays.items()}, {"seed": str(self.seed)})
 
     @classmethod
-    def from_file(cls, path: Path, drafts: int) -> "Text":
+    def from_file(cls, path: Path, settings: Mapping[str, Any], vocab_size: int | None = None) -> "Text":
         """Read what `to_bytes` made.
 
+        Args:
+            path: of the file.
+            settings: of the trace, checked.
+            vocab_size: of the target, if it is at hand.
+
         Raises:
-            InputError: the file is damaged, or no text of a trace.
+            InputError: the file is damaged, or no text of such a trace.
         """
         try:
             with safe_open(path, "np") as file:
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
                 seed = int(file.metadata()["seed"])
-            own = [Drafted(**{f.name: arrays.pop(f"{i}.{f.name}") for f in fields(Drafted)}) for i in range(drafts)]
+            _check_arrays(arrays, settings, vocab_size or np.iinfo(np.int32).max)
+            places = range(len(settings["drafts"]))
+            own = [Drafted(**{f.name: arrays.pop(f"{i}.{f.name}") for f in fields(Drafted)}) for i in places]
             ids = {name: arrays.pop(name).tolist() for name in ("prompt_ids", "token_ids")}
             return cls(seed=seed, drafted=tuple(own), **ids, **arrays)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{path} is no text of a trace ({error}): remove it and record it again") from error
+            reason = " ".join(str(error).split())
+            raise InputError(f"{path} is no text of this trace ({reason}): remove it and record it again") from error
 
 
 @dataclass(frozen=True)
@@ -174,11 +187,12 @@ class Trace:
         """Write the trace; texts that the folder holds beyond these are left alone.
 
         Raises:
-            InputError: the folder holds a trace of other settings, or cannot be written.
+            InputError: the folder holds a trace of other settings, another run writes to it, or it cannot be written.
         """
-        begin(Path(folder), self.settings)
-        for number, text in enumerate(self.texts):
-            write_text(Path(folder), number, text)
+        with locked(folder):
+            begin(Path(folder), self.settings)
+            for number, text in enumerate(self.texts):
+                write_text(Path(folder), number, text)
 
     @classmethod
     def load(cls, folder: str | Path, decoder: SpeculativeDecoder | None = None) -> "Trace":
@@ -197,23 +211,21 @@ class Trace:
             raise InputError(f"{folder} holds no trace: record one with `specinfer record`")
         if settings["format"] != FORMAT:
             raise InputError(
-                f"{folder} holds a trace of format {settings['format']}, and this version reads format {FORMAT}: "
-                "record it again, or use the version that wrote it"
+                f"{folder} holds a trace of format {json.dumps(settings['format']):.40}, and this version reads format "
+                f"{FORMAT}: record it again, or use the version that wrote it"
             )
-        if missing := SHAPE - settings.keys():
-            raise InputError(
-                f"{folder / SETTINGS} is damaged: {', '.join(sorted(missing))} is missing; record it again"
-            )
+        _check_settings(folder / SETTINGS, settings)
         if decoder is not None:
             check_models(folder, settings, decoder)
+        vocab_size = None if decoder is None else decoder.target.vocab_size
         paths = sorted(folder.glob("*.safetensors"))
         if not paths:
             raise InputError(f"{folder} holds a trace without any finished text: run the recording again")
-        return cls(settings, tuple(Text.from_file(path, len(settings["drafts"])) for path in paths))
+        return cls(settings, tuple(Text.from_file(path, settings, vocab_size) for path in paths))
 
 
 def begin(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Pin a folder to settings.
+    """Pin a folder, which the caller holds, to settings.
 
     Raises:
         InputError: it holds a trace of other settings, or cannot be written.
@@ -227,7 +239,9 @@ def write_text(folder: Path, number: int, text: Text) -> None:
     write_whole(folder / f"{number:05d}.safetensors", text.to_bytes())
 
 
-def read_text(folder: Path, number: int, prompt_ids: list[int], seed: int, drafts: int) -> Text | None:
+def read_text(
+    folder: Path, number: int, prompt_ids: list[int], seed: int, settings: Mapping[str, Any], vocab_size: int
+) -> Text | None:
     """Return a finished text, None if it is not there.
 
     Raises:
@@ -236,10 +250,101 @@ def read_text(folder: Path, number: int, prompt_ids: list[int], seed: int, draft
     path = folder / f"{number:05d}.safetensors"
     if not path.exists():
         return None
-    text = Text.from_file(path, drafts)
+    text = Text.from_file(path, settings, vocab_size)
     if (text.prompt_ids, text.seed) != (prompt_ids, seed):
         raise InputError(f"{path} is of another prompt or seed: give the same prompts, or choose another folder")
     return text
+
+
+# ---- is it a whole trace? ----
+
+
+def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    """Raise `InputError` for settings that no recording wrote."""
+
+    def refuse(what: str) -> None:
+        raise InputError(f"{path} is damaged: {what}; record it again")
+
+    if missing := SHAPE - settings.keys():
+        refuse(f"{', '.join(sorted(missing))} is missing")
+    for name, least in LEASTS.items():
+        value = settings[name]
+        if not (type(value) is int and least <= value < 2**31) and not (name == "top" and value is None):
+            refuse(f"{name} is {json.dumps(value):.40}, not a whole number of at least {least}")
+    temperature = settings["temperature"]
+    if type(temperature) not in (int, float) or not 0 <= temperature < inf:
+        refuse(f"temperature is {json.dumps(temperature):.40}, not a number of at least 0")
+    drafts = settings["drafts"]
+    if not isinstance(drafts, list) or not drafts:
+        refuse("drafts is no list of drafts")
+    if not all(isinstance(draft, dict) and isinstance(draft.get("name"), str) for draft in drafts):
+        refuse("a draft has no name")
+
+
+def _check_arrays(arrays: Mapping[str, np.ndarray], settings: Mapping[str, Any], vocab_size: int) -> None:
+    """Raise `ValueError` or `KeyError` for columns that no recording with these settings wrote."""
+    depth, draws = settings["depth"], settings["draws"] if settings["temperature"] else 0
+    n, top, last = arrays["token_ids"].size, settings["top"] or TOP, vocab_size - 1
+    most = 1 + ROUNDING
+    columns: dict[str, tuple[tuple[int | None, ...], float, float]] = {  # name -> shape, least, most
+        "prompt_ids": ((None,), 0, last),
+        "token_ids": ((None,), 0, last),
+        "target_tokens": ((n, None), 0, last),
+        "target_probs": ((n, None), 0, most),
+        "probability": ((n,), 0, most),
+    }
+    per_draft: dict[str, tuple[tuple[int | None, ...], float, float]] = {
+        "first": ((n + 1,), 0, inf),
+        "tree_tokens": ((None,), 0, last),
+        "tree_parents": ((None,), -1, inf),
+        "tree_scores": ((None,), -inf, ROUNDING),
+        "tokens": ((n, depth, top), -1, last),
+        "log_probs": ((n, depth, top), -inf, 0),
+        "law_tokens": ((n, depth, None), 0, last),
+        "law_probs": ((n, depth, None), 0, most),
+        "probability": ((n, depth), 0, most),
+        "tests": ((n, depth, draws), 0, draws + ROUNDING),
+        "without_replacement": ((n, depth, draws), 0, most),
+    }
+    for place in range(len(settings["drafts"])):
+        columns |= {f"{place}.{name}": wanted for name, wanted in per_draft.items()}
+    for name, (shape, least, greatest) in columns.items():
+        own = arrays[name]
+        kind = np.int32 if name.endswith(("ids", "tokens", "first", "parents")) else np.float32
+        fits = own.ndim == len(shape) and all(w in (None, s) for w, s in zip(shape, own.shape, strict=True))
+        if own.dtype != kind or not fits:
+            raise ValueError(f"{name} has shape {own.shape} and type {own.dtype}")
+        if not ((own >= least) & (own <= greatest)).all():
+            raise ValueError(f"{name} is not within {least:g} and {greatest:g}")
+    if not arrays["prompt_ids"].size or not 0 < n <= settings["max_new_tokens"]:
+        raise ValueError(f"{arrays['prompt_ids'].size} tokens of a prompt, and {n} after it")
+    if not arrays["probability"].all():
+        raise ValueError("a token of the text has probability 0")
+    _check_pairs(arrays, "target_tokens", "target_probs")
+    for place in range(len(settings["drafts"])):
+        _check_pairs(arrays, f"{place}.law_tokens", f"{place}.law_probs")
+        _check_trees(settings["nodes"], *(arrays[f"{place}.{name}"] for name in TREE))
+
+
+def _check_pairs(arrays: Mapping[str, np.ndarray], tokens: str, values: str) -> None:
+    if arrays[tokens].shape != arrays[values].shape:
+        raise ValueError(f"{tokens} and {values} differ in shape")
+
+
+def _check_trees(most: int, first: Ids, tokens: Ids, parents: Ids, scores: Floats) -> None:
+    """Raise `ValueError` for recorded trees that are none, or are not in order."""
+    sizes = np.diff(first)
+    if not len(tokens) == len(parents) == len(scores) == first[-1] or first[0] or (sizes < 0).any():
+        raise ValueError("its trees are not as long as they should be")
+    if len(tokens) and not most:
+        raise ValueError("it holds trees, and none were to be recorded")
+    position = np.repeat(np.arange(len(sizes)), sizes)
+    if (parents >= np.arange(len(tokens)) - first[position]).any():
+        raise ValueError("a node stands before its parent")
+    if len(np.unique(np.stack([position, parents, tokens]), axis=1).T) < len(tokens):
+        raise ValueError("two nodes with one parent have one token")
+    if ((np.diff(scores) > 0) & (np.diff(position) == 0)).any():
+        raise ValueError("a better node stands after a worse one")
 
 
 # ---- which models a trace is of ----
