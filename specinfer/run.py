@@ -15,6 +15,7 @@ from specinfer.attention import TreeSession, padded_width, resumed, running
 from specinfer.draft import DraftSession, Opening
 from specinfer.errors import InputError, SpecinferError
 from specinfer.loop import decode
+from specinfer.noise import SILENT
 from specinfer.results import Choices, Result, Seconds, Stats, Step, acceptance_by_depth, contribution
 from specinfer.row import Row
 from specinfer.tree import Policy, TokenTree
@@ -95,6 +96,8 @@ class Run:
 
     def _run(self) -> Generator[list[tuple[Row, Step]]]:
         started = perf_counter()
+        for row in self.rows:
+            row.stopping.begin()
         models = self.decoder.networks
         with running(*models):  # only while passes run: between steps the models are as they were
             target, drafts = self.open_sessions()
@@ -149,9 +152,10 @@ class Run:
         taps = decoder.taps
         target = decoder.target.session(len(rows), first + nodes, most + nodes, taps, decoder.graphs)
         states = target.prefill([prompt[:-1] for prompt in prompts])
-        law = rows[0].law.without_prefix_readers()
-        coupled = rows[0].sampling and isinstance(decoder.verifier, Walk)
-        couplings = [row.coupling for row in rows] if coupled else ()
+        sampled = [row for row in rows if row.sampling]
+        law = (sampled or rows)[0].law.without_prefix_readers()
+        coupled = bool(sampled) and isinstance(decoder.verifier, Walk)
+        couplings = [row.coupling if row.sampling else SILENT for row in rows] if coupled else ()
         drafts = []
         for number, draft in enumerate(decoder.drafts):
             opening = Opening(

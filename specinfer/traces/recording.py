@@ -87,7 +87,7 @@ def record(
     """
     plan = Plan(nodes, depth, top, draws)
     _check(decoder, plan, max_new_tokens, temperature, batch)
-    rows = encode(prompts, decoder.tokenizer, raw).rows
+    rows = decoder.read(prompts, raw).rows
     seeds = [seed + number for number in range(len(rows))]
     settings = {
         "format": FORMAT,
