@@ -17,9 +17,9 @@ from specinfer.adapt import Auto
 from specinfer.attention import Support, TreeModel, check_model
 from specinfer.draft import Draft, ModelDraft
 from specinfer.errors import InputError, ModelError, SamplingError, UnsupportedModel
+from specinfer.inputs import check_beside, checked_flag, plain
 from specinfer.ngram import NGramDraft
 from specinfer.packages import attach
-from specinfer.inputs import check_beside, checked_flag, plain
 from specinfer.prompts import Prompt, Prompts, check_context, check_ids, encode
 from specinfer.results import Result
 from specinfer.row import Row
@@ -113,7 +113,9 @@ class SpeculativeDecoder:
         from specinfer.models import load
 
         if target is not None and not _is_name(target):
-            raise ModelError(f"target={target!r:.60} is no name and no folder: a loaded model goes to SpeculativeDecoder")
+            raise ModelError(
+                f"target={target!r:.60} is no name and no folder: a loaded model goes to SpeculativeDecoder"
+            )
         dtype, device = (str(own).removeprefix("torch.") for own in (dtype, device))
         loaded = load(target, dtype, device)
         ready = [
@@ -361,19 +363,25 @@ def _checked_model(model: Any) -> Any:
     if _is_name(model):
         raise ModelError(f"{str(model)!r} is a name: use SpeculativeDecoder.from_pretrained, or load the model")
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
-        raise ModelError(f"{model!r:.60} is no model: give a transformers causal language model, or use from_pretrained")
+        raise ModelError(
+            f"{model!r:.60} is no model: give a transformers causal language model, or use from_pretrained"
+        )
     return model
 
 
 def _checked_tokenizer(tokenizer: Any) -> Any:
     if tokenizer is not None and (isinstance(tokenizer, bytes | type) or not hasattr(tokenizer, "decode")):
-        raise InputError(f"tokenizer={tokenizer!r:.60} cannot decode: give the target's tokenizer, or None for ids only")
+        raise InputError(
+            f"tokenizer={tokenizer!r:.60} cannot decode: give the target's tokenizer, or None for ids only"
+        )
     return tokenizer
 
 
 def _checked_verifier(verifier: Any) -> Verifier:
     if not isinstance(verifier, Verifier):
-        raise InputError(f"verifier={verifier!r:.60} is no verifier: give Walk(), MultiStep() or None for the usual one")
+        raise InputError(
+            f"verifier={verifier!r:.60} is no verifier: give Walk(), MultiStep() or None for the usual one"
+        )
     return verifier
 
 

@@ -75,7 +75,9 @@ def alike(name: str, values: Any, rows: Sequence[Sequence[int]]) -> list[list[An
     if isinstance(own, list | tuple) and len(own) == 1 < len(rows):
         own = [own[0]] * len(rows)
     fits = isinstance(own, list | tuple) and len(own) == len(rows)
-    if not fits or not all(isinstance(v, list | tuple) and len(v) == len(row) for v, row in zip(own, rows, strict=True)):
+    if not fits or not all(
+        isinstance(v, list | tuple) and len(v) == len(row) for v, row in zip(own, rows, strict=True)
+    ):
         raise InputError(f"{name} has not the shape of the token ids: give one number per token")
     return [list(row) for row in own]
 
@@ -86,7 +88,7 @@ def check_positions(positions: Any, rows: Sequence[Padded]) -> None:
         start = len(row.left)
         if own[start : start + len(row.ids)] != list(range(len(row.ids))):
             raise InputError(
-                "position_ids cannot be used unless they count each row's tokens from 0, padding left out: leave them out"
+                "position_ids cannot be used unless they count each row's tokens from 0, padding left out: give none"
             )
 
 
@@ -100,7 +102,7 @@ def check_types(types: Any, rows: Sequence[Padded], model: TreeModel) -> None:
         return
     if any(map(any, given)) or not _zeros_are_none(model, rows[0].ids[:FIRST]):
         raise InputError(
-            f"token_type_ids change what {model.name} answers, and trees are decoded from token ids alone: leave them out"
+            f"token_type_ids change what {model.name} answers, and trees are decoded from token ids alone: give none"
         )
 
 

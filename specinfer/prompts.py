@@ -66,7 +66,9 @@ class Prompts(NamedTuple):
         return [row.ids for row in self.padded]
 
 
-def encode(prompt: Prompt, tokenizer: Any = None, raw: bool = False, mask: Any = None, pad: int | None = None) -> Prompts:
+def encode(
+    prompt: Prompt, tokenizer: Any = None, raw: bool = False, mask: Any = None, pad: int | None = None
+) -> Prompts:
     """Turn one prompt or a batch of prompts into token ids.
 
     Args:
@@ -133,7 +135,7 @@ def _check_padding(rows: Sequence[Sequence[Any]], pad: int | None) -> None:
         for index, own in enumerate(ends):
             if pad is not None and (own == [pad, pad] or (some and own[0] == pad)):
                 raise InputError(
-                    f"row {index} looks padded (token {pad} at its end): give attention_mask=, or all ones if it is text"
+                    f"row {index} looks padded (token {pad} at its end): give attention_mask=, all ones if it is text"
                 )
 
 

@@ -158,7 +158,9 @@ def resolve(
     if isinstance(generation_config, dict):
         generation_config, options = None, {**generation_config, **options}
     if not isinstance(generation_config, GenerationConfig | None):
-        raise SamplingError(f"generation_config={generation_config!r:.60} is no GenerationConfig and no dict of options")
+        raise SamplingError(
+            f"generation_config={generation_config!r:.60} is no GenerationConfig and no dict of options"
+        )
     given = {name: plain(value) for name, value in options.items() if value is not None}
     if unknown := sorted(str(name) for name in given if name not in vars(GenerationConfig())):
         raise SamplingError(f"unknown option {', '.join(unknown)}: options are those of transformers.GenerationConfig")
@@ -196,7 +198,9 @@ def by_row(options: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
     lists = {name: plain(options[name]) for name in PER_ROW if isinstance(plain(options.get(name)), list | tuple)}
     for name, values in lists.items():
         if len(values) != rows:
-            raise SamplingError(f"{name}={values!r:.60} has {len(values)} values: give one for all, or one per row ({rows})")
+            raise SamplingError(
+                f"{name}={values!r:.60} has {len(values)} values: give one for all, or one per row ({rows})"
+            )
     return [{**options, **{name: values[row] for name, values in lists.items()}} for row in range(rows)]
 
 
@@ -248,7 +252,9 @@ def _validate(config: Any) -> None:
         value = getattr(config, name, None)
         if name == "temperature" and not config.do_sample:
             continue  # checkpoints write greedy decoding as 0
-        if value is not None and (isinstance(value, bool) != (kind is bool) or not isinstance(value, kind) or not fits(value)):
+        if value is not None and (
+            isinstance(value, bool) != (kind is bool) or not isinstance(value, kind) or not fits(value)
+        ):
             raise SamplingError(f"{name}={value!r} is not possible: it must be {wanted}")
     if (config.min_new_tokens or 0) > (config.max_new_tokens or inf):
         raise SamplingError(f"min_new_tokens={config.min_new_tokens} exceeds max_new_tokens={config.max_new_tokens}")
@@ -298,7 +304,9 @@ def _callables(**given: Any) -> list[tuple[Callable[..., Any], ...]]:
         several = () if value is None else tuple(value) if isinstance(value, Iterable) else (value,)
         for own in several:
             if not callable(own) or isinstance(own, type):
-                raise SamplingError(f"{name} holds {own!r:.60}, which cannot be called: give functions or objects that can")
+                raise SamplingError(
+                    f"{name} holds {own!r:.60}, which cannot be called: give functions or objects that can"
+                )
         found.append(several)
     return found
 

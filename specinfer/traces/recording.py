@@ -21,7 +21,7 @@ from specinfer.attention import Support, check_model
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.errors import InputError, UnsupportedModel
 from specinfer.probe import Probe
-from specinfer.prompts import Prompt, encode
+from specinfer.prompts import Prompt
 from specinfer.row import RowView
 from specinfer.sampling import whole_law
 from specinfer.traces.probes import TOP, Candidates, Laws, Plan, TextQuestion, Trees, law_arrays
