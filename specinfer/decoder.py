@@ -239,6 +239,7 @@ class SpeculativeDecoder:
             )
             for own in by_row(options, len(prompts.rows))
         ]
+        settings *= len(prompts.rows) // len(settings)
         self._check_alike(settings)
         budgets = [own.budget(len(row)) for own, row in zip(settings, prompts.rows, strict=True)]
         self.check_lengths(prompts.rows, budgets)

@@ -192,6 +192,8 @@ def resolve(
 def by_row(options: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
     """Return the options of each row: a list for one of `PER_ROW` holds a value per row, all else is every row's.
 
+    Where there is no such list, one entry is returned for all rows.
+
     Raises:
         SamplingError: a list of another length.
     """
@@ -201,7 +203,7 @@ def by_row(options: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
             raise SamplingError(
                 f"{name}={values!r:.60} has {len(values)} values: give one for all, or one per row ({rows})"
             )
-    return [{**options, **{name: values[row] for name, values in lists.items()}} for row in range(rows)]
+    return [{**options, **{name: values[row] for name, values in lists.items()}} for row in range(rows if lists else 1)]
 
 
 def whole_law(temperature: float) -> dict[str, Any]:
@@ -301,7 +303,7 @@ def _callables(**given: Any) -> list[tuple[Callable[..., Any], ...]]:
     """Return what stands for each name as a tuple: one callable, or several."""
     found = []
     for name, value in given.items():
-        several = () if value is None else tuple(value) if isinstance(value, Iterable) else (value,)
+        several = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
         for own in several:
             if not callable(own) or isinstance(own, type):
                 raise SamplingError(
