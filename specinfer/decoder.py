@@ -90,7 +90,7 @@ class SpeculativeDecoder:
         self.policy = self._supported_policy(policy)
         self.verifier.check(self.policy.kind)
         self.taps = sorted({tap for draft in self.drafts for tap in getattr(draft, "taps", ())})
-        self.plain = [attach(model, self._taps_of(model), compile) for model in self.networks]
+        self.plain = [attach(model, self._taps_of(model), plain(compile)) for model in self.networks]
 
     @classmethod
     def from_pretrained(
