@@ -81,12 +81,12 @@ def custom_generate(
     draft = _only(draft_model=draft_model, assistant_model=assistant_model)
     spec_streamer = _only(spec_streamer=spec_streamer, streamer=None if streamer is None else _Prompted(streamer))
     decoder = SpeculativeDecoder(model, None, "ngram" if draft is None else draft, tree)
-    settings = resolve(model.generation_config, generation_config, None, stopping_criteria, decoder.target.vocab_size)
-    padded = _rows(
-        input_ids, model_inputs.pop("attention_mask", None)
-    )  # a parameter of that name would be passed twice
+    vocab_size = decoder.target.vocab_size
+    settings = resolve(model.generation_config, generation_config, None, stopping_criteria, vocab_size, whole=True)
+    mask = model_inputs.pop("attention_mask", None)  # named as a parameter, transformers would pass it twice
+    padded = _rows(input_ids, mask)
     prompts = [row.ids for row in padded]
-    check_ids(prompts, decoder.target.vocab_size)
+    check_ids(prompts, vocab_size)
     budget = settings.budget(input_ids.shape[1])
     decoder.check_lengths(prompts, [budget] * len(prompts))
     seeds = row_seeds(seed, len(prompts))

@@ -73,7 +73,7 @@ _POSSIBLE: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
 }
 # Options that hold token ids: what they look like, and where the ids are.
 _ONE = ("a token id", lambda v: [[v]])
-_SOME = ("a token id, or a list of them", lambda v: [v] if isinstance(v, list | tuple | set | frozenset) else [[v]])
+_SOME = ("a token id, or a list of them", lambda v: [v] if isinstance(v, list | tuple) else [[v]])
 _LIST = ("a list of token ids", lambda v: [list(v)])
 _TOKENS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "eos_token_id": _SOME,
@@ -135,6 +135,7 @@ def resolve(
     logits_processor: Any = None,
     stopping_criteria: Any = None,
     vocab_size: int | None = None,
+    whole: bool = False,
     **options: Any,
 ) -> Settings:
     """Merge options over a generation config over the model's own, and validate the whole.
@@ -148,6 +149,7 @@ def resolve(
         generation_config: a ``GenerationConfig``, or a dict of options.
         logits_processor, stopping_criteria: callables, or one.
         vocab_size: of the target: token ids in options must be below it.
+        whole: the generation config is over the model's already, and what is None in it is meant.
         **options: fields of ``GenerationConfig``; numbers may be numpy's or torch's.
 
     Raises:
@@ -174,7 +176,7 @@ def resolve(
         given.pop("temperature", None)
     for name in vars(model_config):
         value = given.get(name, getattr(config, name, None))
-        setattr(config, name, getattr(model_config, name) if value is None else value)
+        setattr(config, name, getattr(model_config, name) if value is None and not whole else value)
     for name in _INHERITED:
         if name not in given and getattr(config, name, None) == getattr(model_config, name, None):
             setattr(config, name, None)
@@ -355,7 +357,7 @@ class Law:
             return scores
         nothing = torch.zeros(len(logits), 0, dtype=torch.long, device=logits.device)
         for processor, reads in self.processors:
-            scores = self._by_path(processor, scores, paths) if reads else processor(nothing, scores)
+            scores = self._by_path(processor, scores, paths) if reads else _asked(processor, nothing, scores)
         return scores
 
     def _by_path(self, processor: Callable[..., Tensor], scores: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
@@ -364,8 +366,16 @@ class Law:
             rows = [i for i, path in enumerate(paths) if len(path) == length]
             ids = on_device([[*self.padding, *paths[i]] for i in rows], scores.device)
             places = on_device(rows, scores.device)
-            scores[places] = processor(ids, scores[places])
+            scores[places] = _asked(processor, ids, scores[places])
         return scores
+
+
+def _asked(processor: Callable[..., Tensor], ids: Tensor, scores: Tensor) -> Tensor:
+    """Return a processor's scores; raise `SamplingError` for an answer that is none."""
+    answer = processor(ids, scores)
+    if not isinstance(answer, Tensor) or answer.shape != scores.shape:
+        raise SamplingError(f"the logits processor {processor!r:.60} returns no scores: return them, changed")
+    return answer
 
 
 def _merged(built: Sequence[Any], custom: Sequence[Any]) -> list[Any]:
@@ -504,8 +514,17 @@ class Stopping:
             return "eos"
         if self.criteria:
             tensor = torch.tensor([list(ids)], device=self.device)
-            if any(bool(torch.as_tensor(criterion(tensor, None)).any()) for criterion in self.criteria):
+            if any(_answer(criterion, tensor) for criterion in self.criteria):
                 return "stop"
         if monotonic() > self.deadline:
             return "stop"
         return "length" if new_tokens >= self.budget else None
+
+
+def _answer(criterion: Callable[..., Any], ids: Tensor) -> bool:
+    """Return what a stopping criterion says; raise `SamplingError` where that is neither yes nor no."""
+    answer = plain(criterion(ids, None))
+    values = answer if isinstance(answer, list) else [answer]
+    if not all(isinstance(value, bool | int) for value in values):
+        raise SamplingError(f"the stopping criterion {criterion!r:.60} returns {answer!r:.60}, neither True nor False")
+    return any(values)

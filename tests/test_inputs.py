@@ -206,6 +206,13 @@ def test_one_callable_is_a_list_of_one(decoder):
     assert decoder.generate([5, 6], max_new_tokens=4, logits_processor=listed).token_ids == [7, 8, 9, 10]
 
 
+@pytest.mark.parametrize("name", ["logits_processor", "stopping_criteria"])
+def test_a_callable_that_answers_nothing_is_named(decoder, name):
+    """A function that forgets its return."""
+    with pytest.raises(SamplingError, match="returns"):
+        decoder.generate([5], max_new_tokens=3, **{name: lambda ids, scores: None})
+
+
 @pytest.mark.parametrize("seed", [-1, -(2**63), 2**64 - 1])
 def test_seeds_of_64_bits_are_taken(decoder, seed):
     """Negative ones, too."""

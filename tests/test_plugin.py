@@ -335,6 +335,15 @@ def test_what_a_configuration_merely_carries_refuses_no_call():
         both(model, {"input_ids": torch.tensor([[5, 6, 7]])}, decoder_start_token_id=7)
 
 
+def test_no_end_of_sequence_is_none(near):
+    """None said to `generate` is meant, and not filled in from the checkpoint."""
+    model = tiny_llama(0)
+    text = model.generate(**padded(PROMPTS[:1]), max_new_tokens=8, do_sample=False, pad_token_id=PAD)
+    model.generation_config.eos_token_id = int(text[0, len(PROMPTS[0]) + 3])
+    wanted, got = both(model, padded(PROMPTS[:1]), {"draft_model": near}, eos_token_id=None)
+    assert torch.equal(got, wanted)
+
+
 def test_the_hubs_form_calls_the_same(target, near):
     """`custom_generate/generate.py`, called as transformers calls what it loads from a repository."""
     file = Path(__file__).parent.parent / "custom_generate" / "generate.py"
