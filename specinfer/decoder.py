@@ -27,7 +27,7 @@ from specinfer.run import Run, TextStream
 from specinfer.sampling import WARPERS, Law, Settings, Stopping, by_row, resolve
 from specinfer.shipped import shipped_drafts
 from specinfer.tree import BestFirst, Chain, Kind, Policy
-from specinfer.verify import Verifier, usual_verifier
+from specinfer.verify import Verifier, chosen_verifier
 
 WORDS = ("auto", "shipped", "ngram")  # drafts that are no models' names
 DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8, min_probability=0.05)
@@ -79,8 +79,7 @@ class SpeculativeDecoder:
         self.graphs = checked_flag("graphs", graphs)
         policy = _as_policy(tree)
         self.drafts = self._ready(_as_list(drafts)) if tree is not None else []
-        self.verifier = usual_verifier(policy.kind) if verifier is None else _checked_verifier(verifier)
-        self.verifier.check(policy.kind)
+        self.verifier = chosen_verifier(verifier, policy.kind)
         self._check_tokenizers()
         for draft in self.drafts:
             if hasattr(draft, "attach"):
@@ -171,8 +170,6 @@ class SpeculativeDecoder:
             SpecinferError: what `open` raises; or NumericalError under way, whose ``partial`` holds the results so far.
         """
         whole = checked_flag("keep_stop_string", keep_stop_string)
-        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
-            raise InputError(f"streamer={streamer!r:.60} has no put and end: give a transformers streamer")
         run = self.open(prompt, **options)
         run.finish(streamer)
         results = run.results()
@@ -376,14 +373,6 @@ def _checked_tokenizer(tokenizer: Any) -> Any:
             f"tokenizer={tokenizer!r:.60} cannot decode: give the target's tokenizer, or None for ids only"
         )
     return tokenizer
-
-
-def _checked_verifier(verifier: Any) -> Verifier:
-    if not isinstance(verifier, Verifier):
-        raise InputError(
-            f"verifier={verifier!r:.60} is no verifier: give Walk(), MultiStep() or None for the usual one"
-        )
-    return verifier
 
 
 def _checked_gate(gate: Any) -> float | None:

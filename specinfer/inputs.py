@@ -7,7 +7,9 @@ Does not know: prompts, options, decoding.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specinfer.errors import InputError
@@ -47,6 +49,29 @@ def checked_flag(name: str, value: Any) -> bool:
     if not isinstance(flag := plain(value), bool):
         raise InputError(f"{name}={value!r:.60} is neither True nor False: give one of them")
     return flag
+
+
+def checked_count(name: str, value: Any, least: int, advice: str = "") -> int:
+    """Return a whole number; raise `InputError` for anything else, and for less than the least or over 32 bits."""
+    count = plain(value)
+    if isinstance(count, bool) or not isinstance(count, int) or not least <= count < 2**31:
+        raise InputError(f"{name}={value!r:.60} {advice or 'is no count'}: give a whole number, at least {least}")
+    return count
+
+
+def checked_temperature(value: Any) -> float:
+    """Return a temperature; raise `InputError` for what is none."""
+    own = plain(value)
+    if isinstance(own, bool) or not isinstance(own, int | float) or not 0 <= own < inf:
+        raise InputError(f"temperature={value!r:.60}: 0 is greedy, others must be positive and finite")
+    return own
+
+
+def checked_names(name: str, *values: Any) -> None:
+    """Raise `InputError` for a value that is neither text nor a path."""
+    for value in values:
+        if not isinstance(value, str | os.PathLike):
+            raise InputError(f"{name}: {value!r:.60} is no name and no path")
 
 
 def without_padding(rows: Sequence[Sequence[int]], mask: Any) -> list[Padded]:

@@ -113,7 +113,10 @@ class _Prompted:
 
     def __init__(self, streamer: Any) -> None:
         self.streamer, self.begun = streamer, False
-        self.end = streamer.end
+
+    def end(self) -> None:
+        """Pass the end on."""
+        self.streamer.end()
 
     def put(self, tokens: Tensor) -> None:
         """Pass tokens on, but for the prompt."""

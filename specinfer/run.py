@@ -73,8 +73,10 @@ class Run:
         """Decode to the end, feeding a ``transformers`` streamer if given: the prompt, then tokens, then the end.
 
         Raises:
-            InputError: a streamer with more than one prompt.
+            InputError: what is no streamer, or one with more than one prompt.
         """
+        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+            raise InputError(f"streamer={streamer!r:.60} has no put and end: give a transformers streamer")
         if streamer is not None and len(self.rows) > 1:
             raise InputError("a streamer takes one prompt: pass the prompts one by one, or drop the streamer")
         if streamer is not None:

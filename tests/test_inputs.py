@@ -14,7 +14,7 @@ from transformers import (
     LogitsProcessorList,
 )
 
-from specinfer import BestFirst, Chain, Sampled, SpeculativeDecoder, Widths
+from specinfer import BestFirst, Chain, Sampled, SpeculativeDecoder, Widths, compare, record, replay
 from specinfer.errors import InputError, ModelError, PolicyError, SamplingError, SpecinferError
 
 
@@ -431,3 +431,59 @@ def test_policies_of_a_wrong_type_are_refused(policy, sizes):
 def test_ends_of_text_are_known(decoder):
     """The tokenizer's own end of sequence is no padding."""
     assert ids(decoder, [[5, EOS_TEXT], [6, 7]]) == [[5, EOS_TEXT], [6, 7]]
+
+
+COMPARED = {
+    "prompts": [None, [None], 5],
+    "target": [["x"], b"x"],
+    "drafts": [None, [1]],
+    "methods": [None, [[1]]],
+    "temperatures": [None, "x", [float("nan")], [True]],
+    "nodes": [None, "x", 1.5, float("nan"), 10**40],
+    "max_new_tokens": [None, "x", True],
+    "out": [5, []],
+    "hits": ["yes", object()],
+}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_what_compare_cannot_use_is_refused(name):
+    """Every argument of a wrong type, before a model is looked for."""
+    for value in COMPARED[name]:
+        with pytest.raises(InputError, match=name.rstrip("s")):
+            compare(**{"prompts": "hi", "target": "/no/such/folder", name: value})
+
+
+RECORDED = {
+    "decoder": [None, 5],
+    "max_new_tokens": [None, "x", 1, 1.5],
+    "temperature": [None, "x", float("nan"), -1],
+    "seed": [2.5, 10**40, "x"],
+    "nodes": [None, -1, 10**40],
+    "depth": [None, 0],
+    "top": ["x", 0, 10**40],
+    "batch": [None, 0],
+    "out": [5, []],
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_record_cannot_use_is_refused(decoder, target, near, name):
+    """Every argument of a wrong type, before a model runs."""
+    recorder = SpeculativeDecoder(target, drafts=[near], tree=BestFirst(4, 2))
+    with counted(target, near) as passes:
+        for value in RECORDED[name]:
+            with pytest.raises(InputError, match=name):
+                record(**{"decoder": recorder, "prompts": [5, 6], "max_new_tokens": 3, name: value})
+    assert not passes
+
+
+def test_record_takes_what_tokenizers_return_and_numbers_of_numpy(target, near):
+    """Padding is taken out; a trace can be written."""
+    recorder = SpeculativeDecoder(target, byte_tokenizer(), drafts=[near], tree=BestFirst(4, 2))
+    inputs = byte_tokenizer(padding_side="left")(["hello", "hi"], padding=True, return_tensors="pt")
+    trace = record(recorder, inputs, max_new_tokens=np.int64(3), nodes=np.int64(4), depth=torch.tensor(2))
+    assert [text.prompt_ids for text in trace.texts] == [byte_tokenizer()(own)["input_ids"] for own in ("hello", "hi")]
+    for wrong in ({"trace": None}, {"policy": None}, {"verifier": "x"}, {"drafts": 5}, {"coupled": "x"}):
+        with pytest.raises(InputError, match=next(iter(wrong))):
+            replay(**{"trace": trace, "policy": BestFirst(4, 2), **wrong})
