@@ -6,28 +6,30 @@ Does not know: how a step is decoded (`loop`), how a run is kept (`run`).
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from operator import index
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 
 from specinfer.adapt import Auto
 from specinfer.attention import Support, TreeModel, check_model
 from specinfer.draft import Draft, ModelDraft
-from specinfer.errors import InputError, UnsupportedModel
+from specinfer.errors import InputError, ModelError, SamplingError, UnsupportedModel
+from specinfer.inputs import check_beside, checked_flag, plain
 from specinfer.ngram import NGramDraft
 from specinfer.packages import attach
-from specinfer.prompts import Prompt, check_context, check_ids, encode
+from specinfer.prompts import Prompt, Prompts, check_context, check_ids, encode
+from specinfer.results import Result
 from specinfer.row import Row
 from specinfer.run import Run, TextStream
-from specinfer.sampling import Law, Stopping, resolve
+from specinfer.sampling import WARPERS, Law, Settings, Stopping, by_row, resolve
 from specinfer.scoring import score
 from specinfer.shipped import shipped_drafts
 from specinfer.tree import BestFirst, Chain, Kind, Policy
-from specinfer.verify import Verifier, usual_verifier
+from specinfer.verify import Verifier, chosen_verifier
 
 WORDS = ("auto", "shipped", "ngram")  # drafts that are no models' names
 DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8, min_probability=0.05)
@@ -54,7 +56,8 @@ class SpeculativeDecoder:
             True makes them, which takes minutes, once; False runs the models as they are.  `passes` says how they run.
 
     Raises:
-        InputError: what cannot be a draft, a tree or a gate; graphs without a GPU.
+        InputError: what cannot be a tokenizer, a draft, a tree, a verifier or a gate; graphs without a GPU.
+        ModelError: what is no model.
         UnsupportedModel: a model cannot score trees, by name and with the reason.
         TokenizerMismatch: a draft has other tokens than the target.
         PairingError: the verifier would be biased on this policy's trees.
@@ -72,14 +75,13 @@ class SpeculativeDecoder:
         compile: bool | str = "auto",
     ) -> None:
         self.notes: list[str] = []
-        self.target = TreeModel(model)
-        self.tokenizer = tokenizer
-        self.confidence_gate = _checked_gate(confidence_gate)
-        self.graphs = graphs
+        self.target = TreeModel(_checked_model(model))
+        self.tokenizer = _checked_tokenizer(tokenizer)
+        self.confidence_gate = _checked_gate(plain(confidence_gate))
+        self.graphs = checked_flag("graphs", graphs)
         policy = _as_policy(tree)
         self.drafts = self._ready(_as_list(drafts)) if tree is not None else []
-        self.verifier = verifier or usual_verifier(policy.kind)
-        self.verifier.check(policy.kind)
+        self.verifier = chosen_verifier(verifier, policy.kind)
         self._check_tokenizers()
         self.drafts = [self._own(draft) for draft in self.drafts]
         if graphs and (elsewhere := {model.device.type for model in self.networks} - {"cuda"}):
@@ -87,7 +89,7 @@ class SpeculativeDecoder:
         self.policy = self.supported(policy, self.notes)
         self.verifier.check(self.policy.kind)
         self.taps = sorted({tap for draft in self.drafts for tap in getattr(draft, "taps", ())})
-        self.plain = [attach(model, self._taps_of(model), compile) for model in self.networks]
+        self.plain = [attach(model, self._taps_of(model), plain(compile)) for model in self.networks]
 
     @classmethod
     def from_pretrained(
@@ -96,8 +98,8 @@ class SpeculativeDecoder:
         drafts: Sequence[Any] | str = "auto",
         tree: Policy | str | None = "auto",
         verifier: Verifier | None = None,
-        dtype: str = "auto",
-        device: str = "auto",
+        dtype: Any = "auto",
+        device: Any = "auto",
         confidence_gate: float | None = None,
         graphs: bool = False,
         compile: bool | str = "auto",
@@ -109,6 +111,11 @@ class SpeculativeDecoder:
         """
         from specinfer.models import load
 
+        if target is not None and not _is_name(target):
+            raise ModelError(
+                f"target={target!r:.60} is no name and no folder: a loaded model goes to SpeculativeDecoder"
+            )
+        dtype, device = (str(own).removeprefix("torch.") for own in (dtype, device))
         loaded = load(target, dtype, device)
         ready = [
             _load_draft(os.fspath(draft), dtype, device) if _is_name(draft) and draft not in WORDS else draft
@@ -144,12 +151,16 @@ class SpeculativeDecoder:
         """The target, and drafts that are language models: what reads text by itself."""
         return [self.target, *(draft.model for draft in self.drafts if isinstance(draft, ModelDraft))]
 
-    def generate(self, prompt: Prompt, *, streamer: Any = None, **options: Any) -> Any:
+    def generate(
+        self, prompt: Prompt = None, *, streamer: Any = None, keep_stop_string: bool = True, **options: Any
+    ) -> Any:
         """Generate to the end.
 
         Args:
-            prompt: a string, chat messages or token ids, or a list of those for a ragged batch.
+            prompt: a string, chat messages or token ids, or a list of those for a ragged batch; or what a tokenizer
+                returns, whole.
             streamer: a ``transformers`` streamer (one prompt only).
+            keep_stop_string: False cuts the text before the stop string that ended it; token ids stay.
             **options: see `open`.
 
         Returns:
@@ -158,11 +169,16 @@ class SpeculativeDecoder:
         Raises:
             SpecinferError: what `open` raises; or NumericalError under way, whose ``partial`` holds the results so far.
         """
+        whole = checked_flag("keep_stop_string", keep_stop_string)
         run = self.open(prompt, **options)
         run.finish(streamer)
-        return run.results()[0] if run.single else run.results()
+        results = run.results()
+        if not whole:
+            cuts = [row.stopping.stop_strings for row in run.rows]
+            results = [_cut(result, strings) for result, strings in zip(results, cuts, strict=True)]
+        return results[0] if run.single else results
 
-    def stream(self, prompt: Prompt, **options: Any) -> TextStream:
+    def stream(self, prompt: Prompt = None, **options: Any) -> TextStream:
         """Generate one prompt piece by piece: iterate over the text; `TextStream.result` has the rest.
 
         Raises:
@@ -172,35 +188,57 @@ class SpeculativeDecoder:
 
     def open(
         self,
-        prompt: Prompt,
+        prompt: Prompt = None,
         *,
         raw: bool = False,
         seed: int | Sequence[int] | None = None,
         generation_config: Any = None,
-        logits_processor: Sequence[Callable[..., Any]] | None = None,
-        stopping_criteria: Sequence[Callable[..., Any]] | None = None,
+        logits_processor: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
+        stopping_criteria: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        token_type_ids: Any = None,
+        position_ids: Any = None,
         **options: Any,
     ) -> Run:
         """Check everything and prepare a run; no model runs before it is iterated.
+
+        What a tokenizer returns may be given whole (``generate(inputs)``) or by name (``generate(**inputs)``): padding
+        is taken out at both ends.  Token types and positions are taken where they change nothing.
 
         Args:
             prompt: as `generate`.
             raw: feed strings without the chat template.
             seed: of all rows, or one per row; a row's text depends on its own seed only.  None draws one per row
                 from torch's global generator.
-            generation_config: a ``transformers.GenerationConfig``, over the model's own.
-            logits_processor: custom processors; each sees a node's own path.
-            stopping_criteria: custom criteria, asked after every single token.
-            **options: any ``GenerationConfig`` field: max_new_tokens, temperature (0 = greedy), top_p, ...
+            generation_config: a ``transformers.GenerationConfig`` or a dict of options, over the model's own.
+            logits_processor: custom processors, or one; each sees a node's own path.
+            stopping_criteria: custom criteria, or one, asked after every single token.
+            input_ids: token ids, in the prompt's place.
+            attention_mask: 0 where token ids are padding, in their shape.
+            token_type_ids, position_ids: in their shape, too.
+            **options: any ``GenerationConfig`` field: max_new_tokens, temperature (0 = greedy), top_p, ...  In a batch,
+                a list holds one number per row (`sampling.PER_ROW`).
 
         Raises:
             InputError, SamplingError: what is wrong, why, and what to do.
         """
-        model_config = self.target.model.generation_config
-        settings = resolve(model_config, generation_config, logits_processor, stopping_criteria, **options)
-        prompts = encode(prompt, self.tokenizer, raw)
-        check_ids(prompts.rows, self.target.vocab_size)
-        budgets = [settings.budget(len(row)) for row in prompts.rows]
+        beside = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
+        prompts = self.read(prompt, raw, input_ids, **beside)
+        settings = [
+            resolve(
+                self.target.model.generation_config,
+                generation_config,
+                logits_processor,
+                stopping_criteria,
+                self.target.vocab_size,
+                **own,
+            )
+            for own in by_row(options, len(prompts.rows))
+        ]
+        settings *= len(prompts.rows) // len(settings)
+        self._check_alike(settings)
+        budgets = [own.budget(len(row)) for own, row in zip(settings, prompts.rows, strict=True)]
         self.check_lengths(prompts.rows, budgets)
         seeds = row_seeds(seed, len(prompts.rows))
         device, names = self.target.device, [draft.name for draft in self.drafts]
@@ -208,14 +246,16 @@ class SpeculativeDecoder:
             Row(
                 index=place,
                 prompt=row,
-                law=Law.of(settings, len(row), device),
-                stopping=Stopping(settings, budget, device, self.tokenizer),
+                law=Law.of(own, len(row), device),
+                stopping=Stopping(own, budget, device, self.tokenizer),
                 seed=own_seed,
-                sampling=settings.do_sample,
+                sampling=own.do_sample,
                 draft_names=names,
                 gate=self.confidence_gate,
             )
-            for place, (row, budget, own_seed) in enumerate(zip(prompts.rows, budgets, seeds, strict=True))
+            for place, (row, own, budget, own_seed) in enumerate(
+                zip(prompts.rows, settings, budgets, seeds, strict=True)
+            )
         ]
         return Run(self, rows, prompts.single)
 
@@ -237,6 +277,41 @@ class SpeculativeDecoder:
             NumericalError: the target's logits are not numbers.
         """
         return score(self, prompt, continuation, raw)
+
+    def read(self, prompt: Prompt = None, raw: bool = False, input_ids: Any = None, **beside: Any) -> Prompts:
+        """Turn what a caller gives into rows of the target's token ids, padding parted off.
+
+        Args:
+            prompt, raw, input_ids: as `open`.
+            **beside: attention_mask, token_type_ids, position_ids; None is none.
+
+        Raises:
+            InputError: no prompt or two, an unusable one, or something beside it that would change the text.
+        """
+        beside = {name: value for name, value in beside.items() if value is not None}
+        if isinstance(prompt, Mapping) and "input_ids" in prompt and not beside:
+            prompt, beside = prompt["input_ids"], {name: own for name, own in prompt.items() if name != "input_ids"}
+        if (prompt is None) == (input_ids is None) or isinstance(input_ids, str):
+            raise InputError("give one prompt: text, messages or token ids first, or token ids as input_ids=")
+        mask = beside.pop("attention_mask", None)
+        given = prompt if input_ids is None else input_ids
+        prompts = encode(given, self.tokenizer, checked_flag("raw", raw), mask, self._pad())
+        check_ids(prompts.rows, self.target.vocab_size)
+        if prompts.single:
+            beside = {name: [value] for name, value in beside.items() if value is not None}
+        check_beside(beside, prompts.padded, self.target)
+        return prompts
+
+    def _pad(self) -> int | None:
+        """Return the token that prompts are padded with, if anybody says so."""
+        own = getattr(self.tokenizer, "pad_token_id", None)
+        return plain(self.target.model.generation_config.pad_token_id) if own is None else own
+
+    def _check_alike(self, settings: Sequence[Settings]) -> None:
+        """Raise `SamplingError` for sampled rows that differ in the law which drafts would draw trees from."""
+        laws = [[getattr(own.config, name, None) for name in WARPERS] for own in settings if own.do_sample]
+        if self.policy.kind is not Kind.RANKED and any(law != laws[0] for law in laws):
+            raise SamplingError("rows differ in their law, and sampled trees are drawn from one: give a batch per law")
 
     def check_lengths(self, rows: Sequence[Sequence[int]], budgets: Sequence[int]) -> None:
         """Check that prompts and as many new tokens fit the target's context.
@@ -314,6 +389,24 @@ def _as_policy(tree: Any) -> Policy:
     return policy
 
 
+def _checked_model(model: Any) -> Any:
+    if _is_name(model):
+        raise ModelError(f"{str(model)!r} is a name: use SpeculativeDecoder.from_pretrained, or load the model")
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
+        raise ModelError(
+            f"{model!r:.60} is no model: give a transformers causal language model, or use from_pretrained"
+        )
+    return model
+
+
+def _checked_tokenizer(tokenizer: Any) -> Any:
+    if tokenizer is not None and (isinstance(tokenizer, bytes | type) or not hasattr(tokenizer, "decode")):
+        raise InputError(
+            f"tokenizer={tokenizer!r:.60} cannot decode: give the target's tokenizer, or None for ids only"
+        )
+    return tokenizer
+
+
 def _checked_gate(gate: Any) -> float | None:
     if gate is not None and (isinstance(gate, bool) or not isinstance(gate, int | float) or not 0 <= gate <= 1):
         raise InputError(f"confidence_gate={gate!r} is no probability: give a number from 0 to 1, or None for no gate")
@@ -358,11 +451,25 @@ def row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
     """Return one seed per row: the same for all, one each, or drawn from torch's global generator.
 
     Raises:
-        InputError: not a whole number, or not one per row.
+        InputError: not a whole number of 64 bits, or not one per row.
     """
     if seed is None:
         return [int(draw) for draw in torch.randint(2**62, (rows,))]
-    given = list(seed) if isinstance(seed, Iterable) else [seed] * rows
-    if len(given) != rows or not all(isinstance(s, SupportsIndex) and not isinstance(s, bool) for s in given):
-        raise InputError(f"seed={seed!r}: give one whole number, or one per prompt ({rows})")
-    return [index(s) for s in given]
+    own = plain(seed)
+    given = list(own) if isinstance(own, list | tuple | range) else [own] * rows
+    if len(given) != rows or not all(isinstance(s, int) and not isinstance(s, bool) for s in given):
+        raise InputError(f"seed={seed!r:.60}: give one whole number, or one per prompt ({rows})")
+    if not all(-(2**63) <= s < 2**64 for s in given):
+        raise InputError(f"seed={seed!r:.60}: a seed has 64 bits, so give one from -2**63 to 2**64 - 1")
+    return given
+
+
+def _cut(result: Result, strings: Sequence[str]) -> Result:
+    """Return a result whose text ends before the first of the strings, which may have begun in the prompt."""
+    if not strings:
+        return result
+    before = result.tokenizer.decode(result.prompt_ids, skip_special_tokens=True)
+    whole = before + result.text
+    found = [whole.find(string, max(0, len(before) - len(string) + 1)) for string in strings]
+    ends = [max(0, place - len(before)) for place in found if place >= 0]
+    return replace(result, text=result.text[: min(ends)]) if ends else result

@@ -75,6 +75,17 @@ class Coupling:
         self._made = {place: noise for place, noise in self._made.items() if place[0] >= end}
 
 
+class Silence(Coupling):
+    """No noise: what a greedy row among sampled ones chooses by."""
+
+    def at(self, position: int, count: int, device: torch.device) -> Tensor:
+        """Return zeros (count,)."""
+        return torch.zeros(count, device=device)
+
+
+SILENT = Silence(0)
+
+
 @lru_cache(maxsize=8)
 def _strides(count: int, device: torch.device) -> Tensor:
     """Return what the counters 0, 1, ... add to a key, int64 (count,)."""

@@ -4,16 +4,20 @@ Knows: what transformers hands to a custom decoding loop.  Does not know: how de
 """
 
 import copy
+import inspect
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput, PrefixConstrainedLogitsProcessor
 
 from specinfer.decoder import SpeculativeDecoder, row_seeds
 from specinfer.errors import InputError
+from specinfer.inputs import Padded, check_beside, plain, without_padding
 from specinfer.prompts import check_ids
 from specinfer.results import Result
 from specinfer.row import Row
@@ -22,15 +26,7 @@ from specinfer.sampling import Law, Stopping, resolve
 from specinfer.tree import Policy
 
 # What transformers prepares for every causal model, and the engine makes by itself.
-_KNOWN_INPUTS = {
-    "attention_mask",
-    "cache_position",
-    "logits_to_keep",
-    "past_key_values",
-    "position_ids",
-    "token_type_ids",
-    "use_cache",
-}
+_PREPARED = ("cache_position", "logits_to_keep", "use_cache")
 
 
 @dataclass
@@ -46,17 +42,19 @@ def custom_generate(
     logits_processor: Sequence[Any],
     stopping_criteria: Sequence[Any],
     generation_config: Any,
-    draft_model: Any = "ngram",
+    draft_model: Any = None,
     tree: Policy | str | None = "auto",
     seed: int | Sequence[int] | None = None,
     spec_streamer: Any = None,
+    assistant_model: Any = None,
+    streamer: Any = None,
     **model_inputs: Any,
 ) -> Any:
     """Decode with token trees inside ``model.generate(**inputs, custom_generate=specinfer.custom_generate, ...)``.
 
     ``draft_model``, ``tree``, ``seed`` and ``spec_streamer`` are given to ``generate`` as keyword arguments;
-    transformers passes them on.  It does not pass on ``streamer``, ``assistant_model`` or ``tokenizer``: use
-    ``spec_streamer``, ``draft_model``, and ``stopping_criteria=[StopStringCriteria(tokenizer, strings)]``.
+    transformers passes them on.  It keeps ``streamer`` and ``assistant_model`` to itself, so they are taken from its
+    call; ``tokenizer`` cannot be: for stop strings use ``stopping_criteria=[StopStringCriteria(tokenizer, strings)]``.
 
     Args:
         model: the target.
@@ -64,54 +62,109 @@ def custom_generate(
         logits_processor: built by transformers, warpers included; each is asked about one row at a time.
         stopping_criteria: asked after every single token.
         generation_config: complete.
-        draft_model: a draft model, "ngram", a `Draft`, or a list of those.
+        draft_model: a draft model, "ngram", a `Draft`, or a list of those; None is "ngram".
         tree: the growth policy; None = no speculation.  Give all calls one `Auto` for it to keep what it learns.
         seed: as `SpeculativeDecoder.open`.
-        spec_streamer: a transformers streamer, for one row.
+        spec_streamer: a transformers streamer, for one row, that gets the prompt, too.
+        assistant_model: the draft model by transformers' name.
+        streamer: a transformers streamer, for one row, that has the prompt already, as `generate` sees to.
         **model_inputs: what transformers prepared for the model; ``attention_mask`` (B, T) says what is padding.
 
     Returns:
         Tensor (B, T + new), right-padded with the pad token, or `SpeculativeOutput`.
 
     Raises:
-        SpecinferError: what the decoder raises.
+        SpecinferError: what the decoder raises; two drafts or streamers; token types or positions that matter.
     """
-    _check_inputs(model_inputs)
-    drafts = draft_model if isinstance(draft_model, list | tuple) else [draft_model]
-    decoder = SpeculativeDecoder(model, None, drafts, tree)
-    settings = resolve(model.generation_config, generation_config, stopping_criteria=stopping_criteria)
+    kept = _kept_back(input_ids)
+    assistant_model, streamer = kept.get("assistant_model", assistant_model), kept.get("streamer", streamer)
+    draft = _only(draft_model=draft_model, assistant_model=assistant_model)
+    spec_streamer = _only(spec_streamer=spec_streamer, streamer=None if streamer is None else _Prompted(streamer))
+    decoder = SpeculativeDecoder(model, None, "ngram" if draft is None else draft, tree)
+    vocab_size = decoder.target.vocab_size
+    settings = resolve(model.generation_config, generation_config, None, stopping_criteria, vocab_size, whole=True)
+    mask = model_inputs.pop("attention_mask", None)  # named as a parameter, transformers would pass it twice
+    padded = _rows(input_ids, mask)
+    prompts = [row.ids for row in padded]
+    check_ids(prompts, vocab_size)
     budget = settings.budget(input_ids.shape[1])
-    mask = model_inputs.get("attention_mask")  # named as a parameter, transformers would pass it twice
-    prompts = _without_padding(input_ids, mask)
-    check_ids([prompt for _, prompt in prompts], decoder.target.vocab_size)
-    decoder.check_lengths([prompt for _, prompt in prompts], [budget] * len(prompts))
+    decoder.check_lengths(prompts, [budget] * len(prompts))
+    seeds = row_seeds(seed, len(prompts))
+    _check_inputs(model_inputs, padded, decoder)
     rows = [
         Row(
             index=index,
-            prompt=prompt,
-            law=Law([_of_row(processor, index) for processor in logits_processor], padding),
+            prompt=row.ids,
+            law=Law([_of_row(processor, index) for processor in logits_processor], row.left),
             stopping=Stopping(settings, budget, input_ids.device),
             seed=own_seed,
             sampling=settings.do_sample,
             draft_names=[draft.name for draft in decoder.drafts],
         )
-        for index, ((padding, prompt), own_seed) in enumerate(zip(prompts, row_seeds(seed, len(prompts)), strict=True))
+        for index, (row, own_seed) in enumerate(zip(padded, seeds, strict=True))
     ]
     run = Run(decoder, rows, single=len(rows) == 1)
     run.finish(spec_streamer)
     return _output(run.results(), input_ids, generation_config)
 
 
-def _without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[tuple[list[int], list[int]]]:
-    """Split each row into its left padding and its prompt."""
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    rows = []
-    for index, (ids, kept) in enumerate(zip(input_ids, mask, strict=True)):
-        padding, prompt = ids[kept == 0].tolist(), ids[kept != 0].tolist()
-        if not prompt or not bool(kept[len(padding) :].all()):
-            raise InputError(f"row {index} is empty or not padded on the left: pad prompts on the left")
-        rows.append((padding, prompt))
+class _Prompted:
+    """A streamer that has the prompt already, so that the first thing put is left out."""
+
+    def __init__(self, streamer: Any) -> None:
+        self.streamer, self.begun = streamer, False
+
+    def end(self) -> None:
+        """Pass the end on."""
+        self.streamer.end()
+
+    def put(self, tokens: Tensor) -> None:
+        """Pass tokens on, but for the prompt."""
+        if self.begun:
+            self.streamer.put(tokens)
+        self.begun = True
+
+
+def _only(**given: Any) -> Any:
+    """Return what was given of arguments that mean the same, or None."""
+    named = {name: value for name, value in given.items() if value is not None}
+    if len(named) > 1:
+        raise InputError(f"{' and '.join(named)} mean the same: give one of them")
+    return next(iter(named.values()), None)
+
+
+def _kept_back(input_ids: Tensor) -> dict[str, Any]:
+    """Return what is local to the `generate` that these ids come from: it passes some of its arguments to nobody.
+
+    A custom loop is not told of ``streamer`` and ``assistant_model`` (transformers 5.23), and they would be lost.
+    """
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = sys._getframe()
+    while frame := frame.f_back:  # type: ignore[assignment]
+        if frame.f_code is code and frame.f_locals.get("input_ids") is input_ids:
+            return frame.f_locals
+    return {}
+
+
+def _rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[Padded]:
+    """Part rows into left padding and prompt."""
+    rows = without_padding(input_ids.tolist(), attention_mask)
+    for index, row in enumerate(rows):
+        if row.right:
+            raise InputError(f"row {index} is padded on the right, where its text will stand: pad prompts on the left")
     return rows
+
+
+def _check_inputs(model_inputs: dict[str, Any], rows: Sequence[Padded], decoder: SpeculativeDecoder) -> None:
+    """Raise `InputError` for an input that decoding with trees would drop without a word."""
+    beside = {name: value for name, value in model_inputs.items() if name not in _PREPARED}
+    cache = beside.get("past_key_values")
+    if hasattr(cache, "get_seq_length") and not cache.get_seq_length():
+        beside.pop("past_key_values")
+    positions = plain(beside.pop("position_ids", None))
+    planes = positions if isinstance(positions, list) and isinstance(positions[0][0], list) else [positions]
+    for plane in planes:  # one for each direction of an image, all alike for text
+        check_beside({**beside, "position_ids": plane}, rows, decoder.target)
 
 
 def _of_row(processor: Any, index: int) -> Any:
@@ -127,14 +180,6 @@ def _of_row(processor: Any, index: int) -> Any:
         allowed = processor._prefix_allowed_tokens_fn
         processor = PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(index, ids), num_beams=1)
     return processor
-
-
-def _check_inputs(model_inputs: dict[str, Any]) -> None:
-    """Raise `InputError` for an input that decoding with trees would drop without a word."""
-    for name, value in model_inputs.items():
-        filled = name == "past_key_values" and value is not None and value.get_seq_length() > 0
-        if filled or (name not in _KNOWN_INPUTS and value is not None):
-            raise InputError(f"{name} cannot be used with custom_generate: trees are decoded from token ids alone")
 
 
 def _output(results: list[Result], input_ids: Tensor, generation_config: Any) -> Any:

@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 
 from specinfer.errors import InputError
 from specinfer.files import parse_json
+from specinfer.inputs import Padded, plain, without_padding
 
 Prompt = Any  # str | list[int] | list[{"role", "content"}]; see `encode`
 
@@ -63,11 +64,18 @@ def is_text(prompt: str) -> bool:
 class Prompts(NamedTuple):
     """Rows of token ids, and whether the caller gave one prompt or a batch."""
 
-    rows: list[list[int]]
+    padded: list[Padded]
     single: bool
 
+    @property
+    def rows(self) -> list[list[int]]:
+        """The token ids without padding."""
+        return [row.ids for row in self.padded]
 
-def encode(prompt: Prompt, tokenizer: Any = None, raw: bool = False) -> Prompts:
+
+def encode(
+    prompt: Prompt, tokenizer: Any = None, raw: bool = False, mask: Any = None, pad: int | None = None
+) -> Prompts:
     """Turn one prompt or a batch of prompts into token ids.
 
     Args:
@@ -75,12 +83,14 @@ def encode(prompt: Prompt, tokenizer: Any = None, raw: bool = False) -> Prompts:
             1-D tensor); or a list (2-D tensor) of those for a batch.
         tokenizer: needed for text and messages.
         raw: feed strings as they are; otherwise a string is a user's message if the tokenizer has a chat template.
+        mask: 0 where token ids are padding, in their shape.
+        pad: the token that token ids are padded with, if known.
 
     Raises:
-        InputError: an empty prompt or row, an unknown kind of prompt, or text without a tokenizer.
+        InputError: an empty prompt or row, an unknown kind of prompt, text without a tokenizer, a mask with holes, or
+            token ids that look padded and have no mask.
     """
-    if hasattr(prompt, "tolist"):  # tensors and arrays
-        prompt = prompt.tolist()
+    prompt = plain(prompt)
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
         raise InputError(
             f"a prompt must be text, a list of chat messages, or token ids (or a list of those), not {prompt!r:.60}"
@@ -88,12 +98,17 @@ def encode(prompt: Prompt, tokenizer: Any = None, raw: bool = False) -> Prompts:
     if not prompt:
         raise InputError("the prompt is empty: there is nothing to continue")
     single = isinstance(prompt, str) or isinstance(prompt[0], int | Mapping)
-    rows = [_encode_one(item, tokenizer, raw) for item in ([prompt] if single else prompt)]
+    items = [prompt] if single else prompt
+    rows = [_encode_one(item, tokenizer, raw) for item in items]
     for index, row in enumerate(rows):
         if not row:
             which = "the prompt" if single else f"row {index} of the batch"
             raise InputError(f"{which} is empty: every prompt needs at least one token")
-    return Prompts(rows, single)
+    if mask is None:
+        _check_padding([row for row, item in zip(rows, items, strict=True) if not _is_text(item)], pad)
+    elif single:
+        mask = [mask]
+    return Prompts(without_padding(rows, mask), single)
 
 
 def check_ids(rows: Sequence[Sequence[int]], vocab_size: int) -> None:
@@ -117,21 +132,38 @@ def check_context(rows: Sequence[Sequence[int]], budgets: Sequence[int], limit: 
             )
 
 
+def _check_padding(rows: Sequence[Sequence[Any]], pad: int | None) -> None:
+    """Raise `InputError` where rows of token ids look padded.
+
+    The pad token may also begin or end texts: it is padding where it stands twice, or in some rows of a length only.
+    """
+    for ends in ([list(row[:2]) for row in rows], [list(row[:-3:-1]) for row in rows]):
+        some = len({len(row) for row in rows}) == 1 and len({own[0] == pad for own in ends}) == 2
+        for index, own in enumerate(ends):
+            if pad is not None and (own == [pad, pad] or (some and own[0] == pad)):
+                raise InputError(
+                    f"row {index} looks padded (token {pad} at its end): give attention_mask=, all ones if it is text"
+                )
+
+
+def _is_text(item: Any) -> bool:
+    """Whether a prompt is text or chat messages, not token ids."""
+    return isinstance(item, str) or (isinstance(item, Sequence) and bool(item) and isinstance(item[0], Mapping))
+
+
 def _encode_one(item: Any, tokenizer: Any, raw: bool) -> list[int]:
-    if hasattr(item, "tolist"):
-        item = item.tolist()
     if isinstance(item, str):
         if not item.strip():
             return []
         if raw or not getattr(_needed(tokenizer), "chat_template", None):
             return _ids(lambda: _needed(tokenizer)(item))
         item = [{"role": "user", "content": item}]
-    if isinstance(item, Sequence) and item and isinstance(item[0], Mapping):
+    if _is_text(item):
         if not getattr(_needed(tokenizer), "chat_template", None):
             raise InputError("chat messages need a chat template, and this tokenizer has none: pass text instead")
         whole = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
         return _ids(lambda: tokenizer.apply_chat_template(list(item), **whole))
-    if isinstance(item, Sequence):
+    if isinstance(item, Sequence) and not isinstance(item, bytes):
         return list(item)
     raise InputError(f"a prompt must be text, chat messages or token ids, not {type(item).__name__}")
 

@@ -15,6 +15,7 @@ from specinfer.attention import TreeSession, padded_width, resumed, running
 from specinfer.draft import DraftSession, Opening
 from specinfer.errors import InputError, SpecinferError
 from specinfer.loop import decode
+from specinfer.noise import SILENT
 from specinfer.pieces import Pieces
 from specinfer.results import Choices, Result, Seconds, Stats, Step, acceptance_by_depth, contribution
 from specinfer.row import Row
@@ -74,8 +75,10 @@ class Run:
         """Decode to the end, feeding a ``transformers`` streamer if given: the prompt, then tokens, then the end.
 
         Raises:
-            InputError: a streamer with more than one prompt.
+            InputError: what is no streamer, or one with more than one prompt.
         """
+        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+            raise InputError(f"streamer={streamer!r:.60} has no put and end: give a transformers streamer")
         if streamer is not None and len(self.rows) > 1:
             raise InputError("a streamer takes one prompt: pass the prompts one by one, or drop the streamer")
         if streamer is not None:
@@ -97,6 +100,8 @@ class Run:
 
     def _run(self) -> Generator[list[tuple[Row, Step]]]:
         started = perf_counter()
+        for row in self.rows:
+            row.stopping.begin()
         models = self.decoder.networks
         self.policy = self.decoder.supported(self.policy, self.notes)  # hooks may have come since the last call
         with running(*models):  # only while passes run: between steps the models are as they were
@@ -152,9 +157,10 @@ class Run:
         taps = decoder.taps
         target = decoder.target.session(len(rows), first + nodes, most + nodes, taps, decoder.graphs)
         states = target.prefill([prompt[:-1] for prompt in prompts])
-        law = rows[0].law.without_prefix_readers()
-        coupled = rows[0].sampling and isinstance(decoder.verifier, Walk)
-        couplings = [row.coupling for row in rows] if coupled else ()
+        sampled = [row for row in rows if row.sampling]
+        law = (sampled or rows)[0].law.without_prefix_readers()
+        coupled = bool(sampled) and isinstance(decoder.verifier, Walk)
+        couplings = [row.coupling if row.sampling else SILENT for row in rows] if coupled else ()
         drafts = []
         for number, draft in enumerate(decoder.drafts):
             opening = Opening(

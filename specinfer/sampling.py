@@ -8,8 +8,10 @@ Processors that read ``input_ids`` (repetition penalty, no-repeat n-gram, anythi
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf, isfinite, isnan
+from time import monotonic
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from specinfer.attention import on_device
 from specinfer.errors import InputError, SamplingError
+from specinfer.inputs import plain
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
@@ -49,7 +52,44 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "cache_implementation": ((None, "dynamic"), "the engine brings its own tree cache"),
     "use_cache": ((None, True), "trees are verified against a cache"),
 }
-_INHERITED = ("use_cache", "cache_implementation")  # a checkpoint's choice of cache says nothing about the call
+# What a checkpoint's own configuration may carry and does not mean for a call of a decoder-only model.
+_INHERITED = ("use_cache", "cache_implementation", "decoder_start_token_id")
+# What a number or a flag must be: its type, a test, and the test in words.
+_NUMBER = (int, float)
+_SHARE: tuple[Any, ...] = (_NUMBER, lambda v: 0 <= v <= 1, "between 0 and 1")
+_COUNT: tuple[Any, ...] = (int, lambda v: v >= 0, "a whole number, 0 for none")
+_FLAG: tuple[Any, ...] = (bool, lambda v: True, "True or False")
+_POSSIBLE: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+    "do_sample": _FLAG,
+    "temperature": (_NUMBER, lambda v: 0 < v < inf, "positive and finite (0 selects greedy decoding)"),
+    "top_p": (_NUMBER, lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    "top_k": (int, lambda v: v >= 0, "a count of tokens, or 0 for all of them"),
+    **dict.fromkeys(("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"), _SHARE),
+    "repetition_penalty": (_NUMBER, lambda v: 0 < v < inf, "positive and finite (1 is none)"),
+    **dict.fromkeys(("max_new_tokens", "max_length"), (int, lambda v: v >= 1, "a whole number, at least 1")),
+    **dict.fromkeys(("no_repeat_ngram_size", "min_new_tokens", "min_length"), _COUNT),
+    "max_time": (_NUMBER, lambda v: v >= 0, "a number of seconds, 0 or more"),
+    **dict.fromkeys(("renormalize_logits", "remove_invalid_values", "return_dict_in_generate"), _FLAG),
+}
+# Options that hold token ids: what they look like, and where the ids are.
+_ONE = ("a token id", lambda v: [[v]])
+_SOME = ("a token id, or a list of them", lambda v: [v] if isinstance(v, list | tuple) else [[v]])
+_LIST = ("a list of token ids", lambda v: [list(v)])
+_TOKENS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "eos_token_id": _SOME,
+    "bad_words_ids": ("a list of lists of token ids", lambda v: [list(word) for word in v]),
+    "sequence_bias": ("a dict from tuples of token ids to numbers", lambda v: _biased(v)),
+    "suppress_tokens": _LIST,
+    "begin_suppress_tokens": _LIST,
+    "forced_bos_token_id": _ONE,
+    "forced_eos_token_id": _SOME,
+}
+_NEVER_MET = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens")  # outside the vocabulary, these do nothing
+WARPERS = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+PER_ROW = (  # options that a batch may have a list of, one value a row
+    *("do_sample", *WARPERS, "repetition_penalty", "no_repeat_ngram_size"),
+    *("max_new_tokens", "min_new_tokens", "max_length", "min_length"),
+)
 _DEFAULTS: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
 
 
@@ -62,6 +102,11 @@ class Settings:
     max_new_tokens: int | None  # None: config.max_length decides per row
     processors: tuple[Callable[..., Tensor], ...]  # custom ones, in order
     criteria: tuple[Callable[..., Any], ...]  # custom stopping criteria
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """The strings that end a text."""
+        return _strings(self.config.stop_strings)
 
     @property
     def do_sample(self) -> bool:
@@ -87,8 +132,10 @@ class Settings:
 def resolve(
     model_config: Any,
     generation_config: Any = None,
-    logits_processor: Iterable[Callable[..., Tensor]] | None = None,
-    stopping_criteria: Iterable[Callable[..., Any]] | None = None,
+    logits_processor: Any = None,
+    stopping_criteria: Any = None,
+    vocab_size: int | None = None,
+    whole: bool = False,
     **options: Any,
 ) -> Settings:
     """Merge options over a generation config over the model's own, and validate the whole.
@@ -97,15 +144,31 @@ def resolve(
     Otherwise names and defaults are Hugging Face's (sampling has ``top_k=50`` unless told otherwise), but a call that
     names neither ``max_new_tokens`` nor ``max_length`` gets `DEFAULT_MAX_NEW_TOKENS`.
 
+    Args:
+        model_config: the model's own ``GenerationConfig``.
+        generation_config: a ``GenerationConfig``, or a dict of options.
+        logits_processor, stopping_criteria: callables, or one.
+        vocab_size: of the target: token ids in options must be below it.
+        whole: the generation config is over the model's already, and what is None in it is meant.
+        **options: fields of ``GenerationConfig``; numbers may be numpy's or torch's.
+
     Raises:
         SamplingError: an unknown, contradictory, impossible or unsupported option, by name.
     """
     from transformers import GenerationConfig
 
-    given = {name: value for name, value in options.items() if value is not None}
-    if unknown := sorted(name for name in given if name not in vars(GenerationConfig())):
+    if isinstance(generation_config, dict):
+        generation_config, options = None, {**generation_config, **options}
+    if not isinstance(generation_config, GenerationConfig | None):
+        raise SamplingError(
+            f"generation_config={generation_config!r:.60} is no GenerationConfig and no dict of options"
+        )
+    given = {name: plain(value) for name, value in options.items() if value is not None}
+    if unknown := sorted(str(name) for name in given if name not in vars(GenerationConfig())):
         raise SamplingError(f"unknown option {', '.join(unknown)}: options are those of transformers.GenerationConfig")
     config = copy.deepcopy(generation_config if generation_config is not None else model_config)
+    for name, value in vars(config).items():
+        setattr(config, name, value if name.startswith("_") else plain(value))
     if "do_sample" not in given:
         given |= _implied_sampling(given)
     if not given.get("do_sample", True):
@@ -113,7 +176,7 @@ def resolve(
         given.pop("temperature", None)
     for name in vars(model_config):
         value = given.get(name, getattr(config, name, None))
-        setattr(config, name, getattr(model_config, name) if value is None else value)
+        setattr(config, name, getattr(model_config, name) if value is None and not whole else value)
     for name in _INHERITED:
         if name not in given and getattr(config, name, None) == getattr(model_config, name, None):
             setattr(config, name, None)
@@ -123,8 +186,26 @@ def resolve(
         if getattr(config, name, None) is None:
             setattr(config, name, value)
     _validate(config)
-    limit = _max_new_tokens(config, given, generation_config)
-    return Settings(config, _eos(config), limit, tuple(logits_processor or ()), tuple(stopping_criteria or ()))
+    _check_tokens(config, model_config, vocab_size)
+    processors, criteria = _callables(logits_processor=logits_processor, stopping_criteria=stopping_criteria)
+    return Settings(config, _eos(config), _max_new_tokens(config, given, generation_config), processors, criteria)
+
+
+def by_row(options: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
+    """Return the options of each row: a list for one of `PER_ROW` holds a value per row, all else is every row's.
+
+    Where there is no such list, one entry is returned for all rows.
+
+    Raises:
+        SamplingError: a list of another length.
+    """
+    lists = {name: plain(options[name]) for name in PER_ROW if isinstance(plain(options.get(name)), list | tuple)}
+    for name, values in lists.items():
+        if len(values) != rows:
+            raise SamplingError(
+                f"{name}={values!r:.60} has {len(values)} values: give one for all, or one per row ({rows})"
+            )
+    return [{**options, **{name: values[row] for name, values in lists.items()}} for row in range(rows if lists else 1)]
 
 
 def whole_law(temperature: float) -> dict[str, Any]:
@@ -137,8 +218,7 @@ def whole_law(temperature: float) -> dict[str, Any]:
 def _implied_sampling(given: dict[str, Any]) -> dict[str, Any]:
     if "temperature" in given:
         return {"do_sample": given["temperature"] != 0}
-    warpers = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
-    return {"do_sample": True} if any(name in given for name in warpers) else {}
+    return {"do_sample": True} if any(name in given for name in WARPERS) else {}
 
 
 def _check_greedy(given: dict[str, Any]) -> None:
@@ -167,34 +247,76 @@ def _eos(config: Any) -> frozenset[int]:
 
 
 def _validate(config: Any) -> None:
+    """Raise `SamplingError` for an option that cannot be, by name."""
     for name, (neutral, reason) in _REFUSED.items():
         value = getattr(config, name, None)
         if not any(value is n or value == n for n in neutral):
             raise SamplingError(f"{name}={value!r} cannot be used with token trees: {reason}")
-
-    def check(
-        name: str, fits: Callable[[Any], bool], wanted: str, kind: type | tuple[type, ...] = (int, float)
-    ) -> None:
+    for name, (kind, fits, wanted) in _POSSIBLE.items():
         value = getattr(config, name, None)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, kind) or not fits(value)):
+        if name == "temperature" and not config.do_sample:
+            continue  # checkpoints write greedy decoding as 0
+        if value is not None and (
+            isinstance(value, bool) != (kind is bool) or not isinstance(value, kind) or not fits(value)
+        ):
             raise SamplingError(f"{name}={value!r} is not possible: it must be {wanted}")
-
-    if config.do_sample:
-        check("temperature", lambda v: 0 < v < float("inf"), "positive and finite (0 selects greedy decoding)")
-    check("top_p", lambda v: 0 < v <= 1, "above 0 and at most 1")
-    check("top_k", lambda v: v >= 0, "a count of tokens, or 0 for all of them", int)
-    for name in ("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"):
-        check(name, lambda v: 0 <= v <= 1, "between 0 and 1")
-    check("repetition_penalty", lambda v: 0 < v < float("inf"), "positive and finite (1 is none)")
-    check("no_repeat_ngram_size", lambda v: v >= 0, "a whole number, 0 for none", int)
-    for name in ("max_new_tokens", "max_length"):
-        check(name, lambda v: v >= 1, "at least 1", int)
-    for name in ("min_new_tokens", "min_length"):
-        check(name, lambda v: v >= 0, "a whole number, 0 for none", int)
-    if (config.min_new_tokens or 0) > (config.max_new_tokens or float("inf")):
+    if (config.min_new_tokens or 0) > (config.max_new_tokens or inf):
         raise SamplingError(f"min_new_tokens={config.min_new_tokens} exceeds max_new_tokens={config.max_new_tokens}")
-    if any(not string for string in _strings(config.stop_strings)):
+    strings = config.stop_strings
+    if not isinstance(strings, str | None) and not _is_list_of(str, strings):
+        raise SamplingError(f"stop_strings={strings!r} is not possible: it must be a string or a list of strings")
+    if not all(_strings(strings)):
         raise SamplingError("stop_strings holds an empty string, which would end every text at once: remove it")
+    decay = config.exponential_decay_length_penalty
+    if decay is not None and not (_is_list_of((int, float), decay) and len(decay) == 2 and all(map(isfinite, decay))):
+        raise SamplingError(f"exponential_decay_length_penalty={decay!r} is not possible: it must be (start, factor)")
+
+
+def _check_tokens(config: Any, model_config: Any, vocab_size: int | None) -> None:
+    """Raise `SamplingError` for an option whose token ids are none of the target's.
+
+    An end of sequence may be -1, which is no token, and a checkpoint's own may be any: it is never met.
+    """
+    for name, (shape, parts) in _TOKENS.items():
+        value = getattr(config, name, None)
+        if value is None:
+            continue
+        try:
+            ids = [token for part in parts(value) for token in part]
+        except (TypeError, AttributeError, IndexError, ValueError):
+            ids = [None]
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+            raise SamplingError(f"{name}={value!r:.60} is not possible: it must be {shape}")
+        inherited = value == getattr(model_config, name, None) or (name == "eos_token_id" and value in (-1, [-1]))
+        outside = [token for token in ids if vocab_size is not None and not 0 <= token < vocab_size]
+        if outside and not (inherited and name in _NEVER_MET):
+            raise SamplingError(f"{name}: token id {outside[0]} is not in the target's vocabulary [0, {vocab_size})")
+
+
+def _biased(value: Any) -> list[list[int]]:
+    """Return the sequences of a sequence_bias; raise ValueError for a bias that is no number."""
+    pairs = list(value.items() if isinstance(value, dict) else value)
+    if not _is_list_of((int, float), [bias for _, bias in pairs]) or any(isnan(bias) for _, bias in pairs):
+        raise ValueError
+    return [list(ids) for ids, _ in pairs]
+
+
+def _callables(**given: Any) -> list[tuple[Callable[..., Any], ...]]:
+    """Return what stands for each name as a tuple: one callable, or several."""
+    found = []
+    for name, value in given.items():
+        several = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+        for own in several:
+            if not callable(own) or isinstance(own, type):
+                raise SamplingError(
+                    f"{name} holds {own!r:.60}, which cannot be called: give functions or objects that can"
+                )
+        found.append(several)
+    return found
+
+
+def _is_list_of(kind: Any, value: Any) -> bool:
+    return isinstance(value, list | tuple | set) and all(isinstance(v, kind) and not isinstance(v, bool) for v in value)
 
 
 def _strings(value: str | Sequence[str] | None) -> list[str]:
@@ -235,7 +357,7 @@ class Law:
             return scores
         nothing = torch.zeros(len(logits), 0, dtype=torch.long, device=logits.device)
         for processor, reads in self.processors:
-            scores = self._by_path(processor, scores, paths) if reads else processor(nothing, scores)
+            scores = self._by_path(processor, scores, paths) if reads else _asked(processor, nothing, scores)
         return scores
 
     def _by_path(self, processor: Callable[..., Tensor], scores: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
@@ -244,8 +366,16 @@ class Law:
             rows = [i for i, path in enumerate(paths) if len(path) == length]
             ids = on_device([[*self.padding, *paths[i]] for i in rows], scores.device)
             places = on_device(rows, scores.device)
-            scores[places] = processor(ids, scores[places])
+            scores[places] = _asked(processor, ids, scores[places])
         return scores
+
+
+def _asked(processor: Callable[..., Tensor], ids: Tensor, scores: Tensor) -> Tensor:
+    """Return a processor's scores; raise `SamplingError` for an answer that is none."""
+    answer = processor(ids, scores)
+    if not isinstance(answer, Tensor) or answer.shape != scores.shape:
+        raise SamplingError(f"the logits processor {processor!r:.60} returns no scores: return them, changed")
+    return answer
 
 
 def _merged(built: Sequence[Any], custom: Sequence[Any]) -> list[Any]:
@@ -362,20 +492,21 @@ class Stopping:
     """
 
     def __init__(self, settings: Settings, budget: int, device: Any = None, tokenizer: Any = None) -> None:
-        self.eos, self.budget = settings.eos, budget
+        from transformers import MaxTimeCriteria, StopStringCriteria
+
+        self.eos, self.budget, self.stop_strings = settings.eos, budget, settings.stop_strings
         self.device = device
-        built: list[Any] = []
-        if strings := _strings(settings.config.stop_strings):
-            from transformers import StopStringCriteria
-
-            if tokenizer is None:
-                raise SamplingError("stop_strings needs a tokenizer: construct the decoder with one")
-            built.append(StopStringCriteria(tokenizer, strings))
-        if settings.config.max_time is not None:
-            from transformers import MaxTimeCriteria
-
-            built.append(MaxTimeCriteria(settings.config.max_time))
+        if settings.stop_strings and tokenizer is None:
+            raise SamplingError("stop_strings needs a tokenizer: construct the decoder with one")
+        built = [StopStringCriteria(tokenizer, settings.stop_strings)] if settings.stop_strings else []
         self.criteria = _merged(built, settings.criteria)
+        own_clock = any(type(criterion) is MaxTimeCriteria for criterion in settings.criteria)
+        self.seconds = None if own_clock else settings.config.max_time
+        self.deadline = inf
+
+    def begin(self) -> None:
+        """Start the clock of ``max_time``."""
+        self.deadline = inf if self.seconds is None else monotonic() + self.seconds
 
     def reason(self, ids: Sequence[int], new_tokens: int) -> str | None:
         """Return "eos", "stop" or "length" if the text ends with the last id, else None."""
@@ -383,6 +514,17 @@ class Stopping:
             return "eos"
         if self.criteria:
             tensor = torch.tensor([list(ids)], device=self.device)
-            if any(bool(torch.as_tensor(criterion(tensor, None)).any()) for criterion in self.criteria):
+            if any(_answer(criterion, tensor) for criterion in self.criteria):
                 return "stop"
+        if monotonic() > self.deadline:
+            return "stop"
         return "length" if new_tokens >= self.budget else None
+
+
+def _answer(criterion: Callable[..., Any], ids: Tensor) -> bool:
+    """Return what a stopping criterion says; raise `SamplingError` where that is neither yes nor no."""
+    answer = plain(criterion(ids, None))
+    values = answer if isinstance(answer, list) else [answer]
+    if not all(isinstance(value, bool | int) for value in values):
+        raise SamplingError(f"the stopping criterion {criterion!r:.60} returns {answer!r:.60}, neither True nor False")
+    return any(values)

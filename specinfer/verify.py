@@ -15,12 +15,12 @@ Which rule is exact for which tree is a fact, not a taste; `specinfer certify` r
 """
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specinfer.errors import PairingError
+from specinfer.errors import InputError, PairingError
 from specinfer.tree import Kind, TokenTree
 
 Probabilities = NDArray[np.float64]
@@ -160,6 +160,20 @@ class MultiStep(Verifier):
 def usual_verifier(kind: Kind) -> Verifier:
     """Return the rule that trees of a kind are verified by unless another is asked for."""
     return Walk() if kind is Kind.RANKED else MultiStep(replacement=kind is Kind.IID)
+
+
+def chosen_verifier(verifier: Any, kind: Kind) -> Verifier:
+    """Return the verifier for trees of a kind; None is the usual one.
+
+    Raises:
+        InputError: what is no verifier.
+        PairingError: it would be biased on such trees.
+    """
+    own = usual_verifier(kind) if verifier is None else verifier
+    if not isinstance(own, Verifier):
+        raise InputError(f"verifier={verifier!r:.60} is no verifier: give Walk(), MultiStep(), or None for the usual")
+    own.check(kind)
+    return own
 
 
 def residual(p: Probabilities, q: Probabilities) -> Probabilities:

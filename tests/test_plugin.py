@@ -1,13 +1,24 @@
 """`custom_generate` inside `model.generate`: the same greedy ids, left padding, processors, outputs, refusals."""
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
-from conftest import EOS_TEXT, PROMPTS, byte_tokenizer, following, tiny_llama
-from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria, TextStreamer
+from conftest import EOS_TEXT, PROMPTS, byte_tokenizer, counted, following, tiny_llama
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    TextStreamer,
+)
 
 import specinfer
 from specinfer import BestFirst, Chain, Sampled, SpeculativeDecoder, Widths
-from specinfer.errors import InputError, SamplingError
+from specinfer.errors import InputError, SamplingError, UnsupportedModel
 from specinfer.plugin import SpeculativeOutput, custom_generate
 
 PAD = 1
@@ -191,3 +202,157 @@ def test_inputs_that_would_be_dropped_are_refused(target):
     ids = torch.tensor([[5, 9, 7]])
     with pytest.raises(InputError, match="past_key_values"):
         target.generate(ids, past_key_values=cache, max_new_tokens=3, custom_generate=custom_generate)
+
+
+# ---- what transformers does not pass on, and what it prepares ----
+
+
+def test_streamer_and_assistant_model_act_as_in_generate(target, near, capsys):
+    """transformers keeps both from a custom loop; the streamer has the prompt once, and the draft drafts."""
+    tokenizer = byte_tokenizer()
+    force = following([*tokenizer("hello 🌳")["input_ids"], EOS_TEXT], 4)
+    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": PAD, "eos_token_id": EOS_TEXT}
+    with counted(near) as passes:
+        target.generate(
+            **padded([list(b"say ")]),
+            **options,
+            logits_processor=LogitsProcessorList([force]),
+            assistant_model=near,
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            custom_generate=specinfer.custom_generate,
+        )
+    assert capsys.readouterr().out.strip() == "hello 🌳"
+    assert passes
+
+
+class Listener:
+    """A streamer that keeps what it gets."""
+
+    def __init__(self):
+        self.heard, self.ended = [], 0
+
+    def put(self, tokens):
+        """Keep tokens."""
+        self.heard += tokens.flatten().tolist()
+
+    def end(self):
+        """Count the end."""
+        self.ended += 1
+
+
+@pytest.mark.parametrize("name", ["streamer", "spec_streamer"])
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_streamer_hears_prompt_and_text_once(target, name, wrap):
+    """By transformers' name and by ours, also where the loop is wrapped in a function."""
+    listener, options = Listener(), {"max_new_tokens": 6, "do_sample": False}
+
+    def wrapped(*given, spec_streamer=None, **named):
+        return custom_generate(*given, spec_streamer=spec_streamer, **named)
+
+    loop = wrapped if wrap else custom_generate
+    got = target.generate(**padded(PROMPTS[:1]), **options, **{name: listener}, custom_generate=loop)
+    assert (listener.heard, listener.ended) == (got[0].tolist(), 1)
+
+
+@pytest.mark.parametrize(
+    ("twice", "message"),
+    [
+        (("draft_model", "assistant_model"), "draft_model and assistant_model"),
+        (("spec_streamer", "streamer"), "spec_streamer and streamer"),
+    ],
+)
+def test_the_same_thing_given_twice_is_refused(target, near, twice, message):
+    """A draft by both names, a streamer by both names."""
+    given = dict.fromkeys(twice, near if "draft_model" in twice else Listener())
+    with pytest.raises(InputError, match=message):
+        target.generate(**padded(PROMPTS[:1]), max_new_tokens=2, **given, custom_generate=custom_generate)
+
+
+def test_a_streamer_takes_one_row(target):
+    """Two rows cannot share one."""
+    with pytest.raises(InputError, match="one prompt"):
+        target.generate(**padded(PROMPTS[:2]), max_new_tokens=2, streamer=Listener(), custom_generate=custom_generate)
+
+
+def tiny(name):
+    """A random model of a family that takes token types."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **{**SIZES[name], "vocab_size": 96, "is_decoder": True})
+    return AutoModelForCausalLM.from_config(config).double().eval()
+
+
+SIZES = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
+    "codegen": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_ctx": 64, "rotary_dim": 4},
+    "bert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48},
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("kind", [0, 1])
+def test_token_types_are_refused_unless_they_change_nothing(name, kind):
+    """GPT-2 and its kin add an embedding for every type, BERT for absent ones that of 0."""
+    model = tiny(name)
+    inputs = {"input_ids": torch.tensor([[5, 6, 7, 5, 6]]), "token_type_ids": torch.full((1, 5), kind)}
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
+    if name == "bert" and not kind:
+        wanted = model.generate(**inputs, **options)
+        assert torch.equal(model.generate(**inputs, **options, custom_generate=custom_generate), wanted)
+    else:
+        with pytest.raises(InputError, match="token_type_ids"):
+            model.generate(**inputs, **options, custom_generate=custom_generate)
+
+
+def test_positions_are_taken_where_they_are_the_usual_ones(target, near):
+    """Counted from 0 over the attention mask; others are refused, by name."""
+    inputs = padded(PROMPTS)
+    positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    wanted, got = both(target, {**inputs, "position_ids": positions}, {"draft_model": near})
+    assert torch.equal(got, wanted)
+    with pytest.raises(InputError, match="position_ids"):
+        target.generate(**inputs, position_ids=positions + 3, max_new_tokens=2, custom_generate=custom_generate)
+
+
+def test_a_recurrent_model_is_told_so():
+    """Not about the cache that transformers prepared for it."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 96}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes)).eval()
+    with pytest.raises(UnsupportedModel, match="recurrent"):
+        model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, custom_generate=custom_generate)
+
+
+def test_what_a_configuration_merely_carries_refuses_no_call():
+    """XGLM carries an encoder-decoder's default; a caller who names one is told."""
+    sizes = {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "vocab_size": 96}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("xglm", **sizes, max_position_embeddings=64)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert model.generation_config.decoder_start_token_id is not None
+    wanted, got = both(model, {"input_ids": torch.tensor([[5, 6, 7]])}, eos_token_id=None)
+    assert torch.equal(got, wanted)
+    with pytest.raises(SamplingError, match="decoder_start_token_id"):
+        both(model, {"input_ids": torch.tensor([[5, 6, 7]])}, decoder_start_token_id=7)
+
+
+def test_no_end_of_sequence_is_none(near):
+    """None said to `generate` is meant, and not filled in from the checkpoint."""
+    model = tiny_llama(0)
+    text = model.generate(**padded(PROMPTS[:1]), max_new_tokens=8, do_sample=False, pad_token_id=PAD)
+    model.generation_config.eos_token_id = int(text[0, len(PROMPTS[0]) + 3])
+    wanted, got = both(model, padded(PROMPTS[:1]), {"draft_model": near}, eos_token_id=None)
+    assert torch.equal(got, wanted)
+
+
+def test_the_hubs_form_calls_the_same(target, near):
+    """`custom_generate/generate.py`, called as transformers calls what it loads from a repository."""
+    file = Path(__file__).parent.parent / "custom_generate" / "generate.py"
+    if not file.exists():
+        pytest.skip("the repository is not beside the tests (an installed wheel)")
+    generate = runpy.run_path(str(file))["generate"]
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": PAD}
+    given = {"generation_config": None, "streamer": None, "assistant_model": near, "tree": Chain(2)}
+    with counted(near) as passes:
+        got = generate(model=target, **padded(PROMPTS), **options, **given)
+    assert torch.equal(got, target.generate(**padded(PROMPTS), **options))
+    assert passes

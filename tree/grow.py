@@ -183,8 +183,9 @@ class BestFirst:
     def __post_init__(self) -> None:
         _check_size("max_nodes", self.max_nodes, 0)
         _check_size("max_depth", self.max_depth, 0)
-        if not 0 <= self.min_probability <= 1:
-            raise PolicyError(f"min_probability must be between 0 and 1, got {self.min_probability!r}; 0 keeps all")
+        least = self.min_probability
+        if isinstance(least, bool) or not isinstance(least, int | float) or not 0 <= least <= 1:
+            raise PolicyError(f"min_probability must be between 0 and 1, got {least!r}; 0 keeps all")
 
     def grow(self, source: Source, max_depth: int | None = None) -> Growth:
         """Grow one tree per row, asking the source at most `max_depth` times."""
@@ -316,6 +317,8 @@ class Widths:
     widths: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.widths, Sequence):
+            raise PolicyError(f"widths must be a list of whole numbers, one a level, got {self.widths!r}")
         object.__setattr__(self, "widths", tuple(self.widths))
         for depth, width in enumerate(self.widths):
             _check_size(f"widths[{depth}]", width, 1)

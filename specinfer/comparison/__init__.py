@@ -20,6 +20,7 @@ from specinfer.comparison.plan import Job, Plan
 from specinfer.comparison.result import Comparison
 from specinfer.comparison.runner import Runner
 from specinfer.files import locked
+from specinfer.inputs import checked_names, plain
 
 __all__ = ["Comparison", "compare"]
 
@@ -70,21 +71,22 @@ def compare(
             settings or another run, or cannot be written.
         ModelError: a model cannot be loaded; and what decoding raises.  The folder keeps what was finished.
     """
+    checked_names("out", "" if out is None else out)
     plan = Plan(
         prompts=_listed(prompts),
         target=target,
         drafts=_listed(drafts),
         methods=_listed(methods),
         assistant=assistant,
-        temperatures=temperatures,
-        nodes=nodes,
-        depth=depth,
-        max_new_tokens=max_new_tokens,
-        count=count,
+        temperatures=_listed(temperatures),
+        nodes=plain(nodes),
+        depth=plain(depth),
+        max_new_tokens=plain(max_new_tokens),
+        count=plain(count),
         split=split,
         dtype=dtype,
         device=device,
-        hits=hits,
+        hits=plain(hits),
     )
     with nullcontext(out) if out is not None else TemporaryDirectory() as folder, locked(folder):
         return _run(plan, Path(folder), progress)
@@ -107,4 +109,5 @@ def _run(plan: Plan, folder: Path, progress: Progress) -> Comparison:
 
 def _listed(values: Any) -> list[Any]:
     """Return values as a list; one may stand alone."""
-    return [values] if isinstance(values, str | Path) else list(values)
+    own = plain(values)
+    return list(own) if isinstance(own, list | tuple) else [own]

@@ -19,6 +19,7 @@ from specinfer.comparison.files import read_prompts
 from specinfer.comparison.methods import METHODS
 from specinfer.errors import InputError
 from specinfer.files import identified
+from specinfer.inputs import checked_count, checked_flag, checked_names, checked_temperature
 from specinfer.prompts import is_text
 from specinfer.published import ALL
 
@@ -61,8 +62,15 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name, least in (("count", 1), ("max_new_tokens", 2), ("nodes", 1), ("depth", 1)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name}={getattr(self, name)} leaves nothing to compare: give at least {least}")
+            checked_count(name, getattr(self, name), least, "leaves nothing to compare")
+        for name in ("prompts", "drafts", "methods"):
+            checked_names(name, *getattr(self, name))
+        for name in ("target", "assistant", "split", "dtype", "device"):
+            if (value := getattr(self, name)) is not None:
+                checked_names(name, value)
+        checked_flag("hits", self.hits)
+        for temperature in self.temperatures:
+            checked_temperature(temperature)
         for name in self.methods:
             if name not in METHODS:
                 raise InputError(f"method {name!r} is unknown: choose among {', '.join(METHODS)}")
@@ -72,8 +80,6 @@ class Plan:
         for name, values in (("prompts", sets), ("methods", self.methods), ("temperatures", self.temperatures)):
             if not values or len(set(values)) < len(values):
                 raise InputError(f"{name} {list(values)}: give at least one, and none twice")
-        if not all(0 <= temperature < float("inf") for temperature in self.temperatures):
-            raise InputError(f"temperatures {list(self.temperatures)}: 0 is greedy, others must be positive and finite")
 
     def files(self) -> list[Path]:
         """Return the prompt files."""

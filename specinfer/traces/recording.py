@@ -9,7 +9,6 @@ asks its draft one question after every token, and proposes nothing.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ import torch
 from torch import Tensor
 
 from specinfer.attention import Support, check_model
-from specinfer.decoder import SpeculativeDecoder
+from specinfer.decoder import SpeculativeDecoder, row_seeds
 from specinfer.errors import InputError, UnsupportedModel
 from specinfer.files import locked
+from specinfer.inputs import checked_count, checked_names, checked_temperature, plain
 from specinfer.probe import Probe
-from specinfer.prompts import Prompt, encode
+from specinfer.prompts import Prompt
 from specinfer.row import RowView
 from specinfer.sampling import whole_law
 from specinfer.traces.probes import Candidates, Laws, Plan, TextQuestion, Trees, law_arrays
@@ -88,9 +88,16 @@ def record(
         UnsupportedModel: best-first trees on a model that can score chains only.
         SpecinferError: what decoding raises; ``out`` keeps what was finished.
     """
-    plan = Plan(nodes, depth, top, draws)
-    _check(decoder, plan, max_new_tokens, temperature, batch)
-    rows = encode(prompts, decoder.tokenizer, raw).rows
+    sizes = {"nodes": (nodes, 0), "depth": (depth, 1), "top": (1 if top is None else top, 1), "draws": (draws, 1)}
+    sizes |= {"max_new_tokens": (max_new_tokens, 2), "batch": (batch, 1)}
+    for name, (value, least) in sizes.items():
+        checked_count(name, value, least, "leaves nothing to record")
+    temperature, seed = checked_temperature(temperature), row_seeds(seed, 1)[0]
+    max_new_tokens, batch = plain(max_new_tokens), plain(batch)
+    plan = Plan(plain(nodes), plain(depth), plain(top), plain(draws))
+    checked_names("out", "" if out is None else out)
+    _check(decoder, plan)
+    rows = decoder.read(prompts, raw).rows
     seeds = [seed + number for number in range(len(rows))]
     settings = {
         "format": FORMAT,
@@ -120,15 +127,10 @@ def record(
     return Trace(settings, tuple(texts[number] for number in range(len(rows))))
 
 
-def _check(decoder: SpeculativeDecoder, plan: Plan, max_new_tokens: int, temperature: float, batch: int) -> None:
-    sizes = {**plan._asdict(), "max_new_tokens": max_new_tokens, "batch": batch}
-    leasts = {"nodes": 0, "depth": 1, "top": 1, "draws": 1, "max_new_tokens": 2, "batch": 1}
-    for name, least in leasts.items():
-        value = sizes[name]
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            raise InputError(f"{name}={value!r} leaves nothing to record: give a whole number, at least {least}")
-    if not 0 <= temperature < inf:
-        raise InputError(f"temperature={temperature}: 0 is greedy, others must be positive and finite")
+def _check(decoder: SpeculativeDecoder, plan: Plan) -> None:
+    """Raise for a decoder that cannot be recorded."""
+    if not isinstance(decoder, SpeculativeDecoder):
+        raise InputError(f"decoder={decoder!r:.60} is no SpeculativeDecoder: construct one with the drafts to record")
     if not decoder.drafts:
         raise InputError(
             "this decoder has no drafts, so there is nothing to record: construct it with drafts and a tree"

@@ -20,11 +20,12 @@ import numpy as np
 
 from specinfer.comparison.report import bootstrap
 from specinfer.errors import InputError
+from specinfer.inputs import checked_flag
 from specinfer.tables import interval
 from specinfer.traces.acceptance import Floats, multi_step, naive, survival
 from specinfer.traces.trace import Drafted, Text, Trace
 from specinfer.tree import BestFirst, Chain, Draw, Kind, Policy, Sampled, TokenTree, Widths, merge
-from specinfer.verify import MultiStep, Verifier, Walk, usual_verifier
+from specinfer.verify import MultiStep, Verifier, Walk, chosen_verifier
 
 EXACT = "exact"
 EXPECTED = "teacher-forced expectation"
@@ -97,8 +98,14 @@ def replay(
             that were not recorded.
         PairingError: the verifier would be biased on this policy's trees.
     """
-    verifier = verifier or usual_verifier(policy.kind)
-    verifier.check(policy.kind)
+    if not isinstance(trace, Trace):
+        raise InputError(f"trace={trace!r:.60} is no Trace: record one, or read one with Trace.load")
+    coupled = checked_flag("coupled", coupled)
+    if not hasattr(policy, "kind") or isinstance(policy, type):
+        raise InputError(f"policy={policy!r:.60} is no growth policy: use BestFirst, Widths, Chain or Sampled")
+    verifier = chosen_verifier(verifier, policy.kind)
+    if not isinstance(drafts, Sequence | None):
+        raise InputError(f"drafts={drafts!r:.60} are no list of drafts: give their names or places")
     places = [trace.draft(draft) for draft in (range(len(trace.drafts)) if drafts is None else drafts)]
     _check(trace, policy, verifier, places, coupled)
     ranked = policy.kind is Kind.RANKED
