@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from specinfer.ngram import NGramDraft
     from specinfer.plugin import custom_generate
     from specinfer.results import Result, Stats, Step
+    from specinfer.row import verify_tree
     from specinfer.run import Run, TextStream
     from specinfer.scoring import Score
     from specinfer.traces import PaperTables, Replay, Trace, paper_tables, record, replay
@@ -44,6 +45,7 @@ _HOME = {
     "specinfer.ngram": ("NGramDraft",),
     "specinfer.plugin": ("custom_generate",),
     "specinfer.results": ("Result", "Stats", "Step"),
+    "specinfer.row": ("verify_tree",),
     "specinfer.run": ("Run", "TextStream"),
     "specinfer.scoring": ("Score",),
     "specinfer.traces": ("PaperTables", "Replay", "Trace", "paper_tables", "record", "replay"),
@@ -93,6 +95,7 @@ __all__ = [
     "paper_tables",
     "record",
     "replay",
+    "verify_tree",
 ]
 
 

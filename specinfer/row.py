@@ -6,17 +6,19 @@ Does not know: models, caches, drafts, the other rows.
 
 from collections.abc import Sequence
 from math import inf, isfinite
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
-from specinfer.errors import NumericalError
+from specinfer.errors import InputError, NumericalError
 from specinfer.noise import COIN, Coupling, key, uniform
 from specinfer.results import Step, drafted_by
-from specinfer.sampling import Law, Stopping
+from specinfer.sampling import Law, Stopping, resolve
 from specinfer.tree import TokenTree
-from specinfer.verify import Probabilities, Verdict
+from specinfer.verify import Probabilities, Verdict, Verifier, chosen_verifier
 
 
 class Row:
@@ -190,3 +192,45 @@ def _choose(wanted: Sequence[tuple[RowView, Sequence[int]]]) -> None:
     left = iter(found)
     for view, nodes in wanted:
         view._chosen.update(zip(nodes, left, strict=False))
+
+
+def verify_tree(
+    tree: TokenTree,
+    logits: Tensor,
+    *,
+    verifier: Verifier | None = None,
+    prefix: Sequence[int] = (),
+    seed: int = 0,
+    **options: Any,
+) -> Verdict:
+    """Verify one tree on given logits, as a decode step does: no model is needed, so rules can be compared.
+
+    Args:
+        tree: of N nodes.
+        logits: (N, V), the target's after each node.
+        verifier: the rule; None is the usual one for the tree's kind.
+        prefix: the token ids before the root: processors read them, and noise depends on how many there are.
+        seed: of all chance.
+        **options: any ``GenerationConfig`` field: temperature, top_p, ...; greedy without.
+
+    Returns:
+        Verdict: accepted nodes, and the token after them.
+
+    Raises:
+        InputError: logits of another shape, or fewer tokens than the tree has.
+        PairingError: the rule would be biased on such trees.
+        SamplingError: an option, by name.
+        NumericalError: nothing can be chosen from the logits.
+    """
+    if logits.ndim != 2 or len(logits) != len(tree) or logits.shape[1] <= int(tree.tokens.max()):
+        raise InputError(
+            f"logits {tuple(logits.shape)} for a tree of {len(tree)} nodes with ids up to {int(tree.tokens.max())}: "
+            "give one row of the target's logits for each node"
+        )
+    rule = chosen_verifier(verifier, tree.kind)
+    settings = resolve(GenerationConfig(), vocab_size=logits.shape[1], **options)
+    ids = [*prefix, int(tree.tokens[0])]
+    law, stopping = Law.of(settings, len(ids), logits.device), Stopping(settings, 1, logits.device)
+    row = Row(0, ids, law, stopping, seed, settings.do_sample, draft_names=())
+    with torch.inference_mode():
+        return rule.verify(tree, look([row], [tree], logits[None])[0])

@@ -15,13 +15,26 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from specinfer import BestFirst, Chain, MultiStep, Sampled, SpeculativeDecoder, Verdict, Verifier, Walk, Widths
-from specinfer.errors import SamplingError
+from specinfer import (
+    BestFirst,
+    Chain,
+    MultiStep,
+    Sampled,
+    SpeculativeDecoder,
+    TokenTree,
+    Verdict,
+    Verifier,
+    Walk,
+    Widths,
+    verify_tree,
+)
+from specinfer.errors import InputError, PairingError, SamplingError
 from specinfer.noise import COUPLING, gumbel, key
 from specinfer.row import _choose as choose_at_once
 from specinfer.row import look
 from specinfer.sampling import DEFAULT_MAX_NEW_TOKENS, Law, resolve
-from specinfer.tree import Kind
+from specinfer.tree import Draw, Kind
+from specinfer.verify import usual_verifier
 
 # ---- coupled sampling: the same ids for a seed, whatever drafts ----
 
@@ -721,3 +734,37 @@ def test_choices_made_together_are_those_made_one_by_one(monkeypatch, target, op
 def _largest(view, node):
     noise = view.noise(node)
     return float((view.scores(node) + (0 if noise is None else noise)).max())
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_k": 0}, {"temperature": 0.8, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("tree", [BestFirst(6, 3), Sampled((2, 2))], ids=str)
+def test_a_tree_is_verified_on_given_logits_as_in_a_decode_step(target, tree, options):
+    """The steps of a text once more, each from its own tree and logits."""
+    if isinstance(tree, Sampled) and not options:
+        options = {"temperature": 1.0}
+    seen = []
+
+    class Watched(type(usual_verifier(tree.kind))):
+        def verify(self, grown, view):
+            verdict = super().verify(grown, view)
+            seen.append((grown, view.logits.clone(), list(view.row.ids[:-1]), verdict))
+            return verdict
+
+    SpeculativeDecoder(target, drafts=[target], tree=tree, verifier=Watched()).generate(
+        PROMPTS[0], max_new_tokens=12, seed=5, **options
+    )
+    for grown, logits, prefix, verdict in seen:
+        assert verify_tree(grown, logits[: len(grown)], prefix=prefix, seed=5, **options) == verdict
+    assert max(len(grown) for grown, *_ in seen) > 3
+
+
+def test_logits_that_are_not_the_trees_are_refused():
+    tree = TokenTree.from_nodes(1, [4], [0], [-1.0], [[Draw(0, 0)]])
+    assert verify_tree(tree, torch.eye(6)[[4, 2]]) == ((1,), 2)
+    for shape in ((1, 6), (2, 4), (6,), (1, 2, 6)):
+        with pytest.raises(InputError, match="logits"):
+            verify_tree(tree, torch.zeros(shape))
+    with pytest.raises(PairingError):
+        verify_tree(tree, torch.zeros(2, 6), verifier=MultiStep())
+    with pytest.raises(SamplingError):
+        verify_tree(tree, torch.zeros(2, 6), temprature=1)
