@@ -596,10 +596,14 @@ def test_settings_under_which_nothing_was_measured_are_replaced(run, tmp_path, m
 
 
 def test_a_folder_without_what_reports_need_is_no_comparison(tmp_path):
-    for settings, record in (("{}", '{"methods": {}}'), ('{"target": "x"}', '{"methods": {}}')):
+    for settings, records, message in (
+        ("{}", "", "holds no records"),
+        ('{"target": "x"}', '{"methods": {}}', "holds no records"),  # cut off
+        ('{"target": "x"}', '{"methods": {}}\n', "line 1 is damaged"),
+    ):
         (tmp_path / SETTINGS).write_text(settings)
-        (tmp_path / RECORDS).write_text(record + "\n")
-        with pytest.raises(InputError, match="holds no records"):
+        (tmp_path / RECORDS).write_text(records)
+        with pytest.raises(InputError, match=message):
             Comparison.read(tmp_path)
 
 

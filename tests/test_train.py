@@ -1,8 +1,10 @@
 """Training drafts: losses against autograd, chained steps, boost weights, checkpoints, and a loss that is no number."""
 
 import errno
+import os
 from dataclasses import replace
 from functools import cache, wraps
+from pathlib import Path
 
 import pytest
 import torch
@@ -216,8 +218,14 @@ def test_a_full_disk_is_one_error_and_training_goes_on_from_the_last_checkpoint(
     target, shards, tmp_path, monkeypatch, moment
 ):
     with monkeypatch.context() as patched:
-        name = "specinfer.files.os.replace" if moment == "checkpoint" else "specinfer.heads.save_file"
-        patched.setattr(name, full_disk)
+        replace_file = os.replace
+
+        def full(fresh, path):
+            if Path(path).name == ("state.json" if moment == "checkpoint" else "model.safetensors"):
+                full_disk()
+            replace_file(fresh, path)
+
+        patched.setattr(os, "replace", full)
         with pytest.raises(SpecinferError, match="disk is full"):
             trained(target, shards, tmp_path / "1")
     again = []
