@@ -158,7 +158,7 @@ def _rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[Padded]:
 def _check_inputs(model_inputs: dict[str, Any], rows: Sequence[Padded], decoder: SpeculativeDecoder) -> None:
     """Raise `InputError` for an input that decoding with trees would drop without a word."""
     beside = {name: value for name, value in model_inputs.items() if name not in _PREPARED}
-    cache = beside.get("past_key_values")
+    cache: Any = beside.get("past_key_values")
     if hasattr(cache, "get_seq_length") and not cache.get_seq_length():
         beside.pop("past_key_values")
     positions = plain(beside.pop("position_ids", None))
