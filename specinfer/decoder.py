@@ -4,7 +4,6 @@ Knows: what can be checked before a model runs, and how a call becomes a `Run`.
 Does not know: how a step is decoded (`loop`), how a run is kept (`run`).
 """
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -18,6 +17,7 @@ from specinfer.adapt import Auto
 from specinfer.attention import Support, TreeModel, check_model
 from specinfer.draft import Draft, ModelDraft
 from specinfer.errors import InputError, ModelError, SamplingError, UnsupportedModel
+from specinfer.files import parse_json
 from specinfer.inputs import check_beside, checked_flag, plain
 from specinfer.ngram import NGramDraft
 from specinfer.packages import attach
@@ -438,7 +438,7 @@ def _load_draft(name: str, dtype: str, device: str) -> Draft:
 
     folder = Path(os.path.expanduser(name))
     try:
-        kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+        kind = parse_json((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
     except (OSError, ValueError, KeyError, TypeError):  # a name on the hub, or a folder that the loader will judge
         kind = None
     if kind == MODEL_TYPE:

@@ -80,7 +80,8 @@ class DraftSession(Proposer, Protocol):
 class Draft(Protocol):
     """Anything that proposes trees.
 
-    A draft that reads the target's hidden states names them in ``taps`` and is given the target by ``attach``.
+    A draft that reads the target's hidden states names them in ``taps`` and is given the target by ``attach``, which
+    returns the draft to run: a bound copy, or None for itself.
     """
 
     name: str
