@@ -188,7 +188,8 @@ def resolve(
     _validate(config)
     _check_tokens(config, given, vocab_size)
     processors, criteria = _callables(logits_processor=logits_processor, stopping_criteria=stopping_criteria)
-    return Settings(config, _eos(config), _max_new_tokens(config, given, generation_config), processors, criteria)
+    limit = _max_new_tokens(config, given, generation_config)
+    return Settings(config, _eos(config, vocab_size), limit, processors, criteria)
 
 
 def by_row(options: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
@@ -241,9 +242,11 @@ def _max_new_tokens(config: Any, given: dict[str, Any], user_config: Any) -> int
     return None if length_named else DEFAULT_MAX_NEW_TOKENS
 
 
-def _eos(config: Any) -> frozenset[int]:
+def _eos(config: Any, vocab_size: int | None) -> frozenset[int]:
+    """Return the tokens that end a text; what is none of the target's would mislead processors."""
     eos = config.eos_token_id
-    return frozenset([] if eos is None else [eos] if isinstance(eos, int) else map(int, eos))
+    every = [] if eos is None else [eos] if isinstance(eos, int) else eos
+    return frozenset(token for token in every if 0 <= token < (vocab_size or inf))
 
 
 def _validate(config: Any) -> None:
