@@ -186,9 +186,10 @@ def resolve(
         if getattr(config, name, None) is None:
             setattr(config, name, value)
     _validate(config)
-    _check_tokens(config, model_config, vocab_size)
+    _check_tokens(config, given, vocab_size)
     processors, criteria = _callables(logits_processor=logits_processor, stopping_criteria=stopping_criteria)
-    return Settings(config, _eos(config), _max_new_tokens(config, given, generation_config), processors, criteria)
+    limit = _max_new_tokens(config, given, generation_config)
+    return Settings(config, _eos(config, vocab_size), limit, processors, criteria)
 
 
 def by_row(options: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
@@ -241,9 +242,11 @@ def _max_new_tokens(config: Any, given: dict[str, Any], user_config: Any) -> int
     return None if length_named else DEFAULT_MAX_NEW_TOKENS
 
 
-def _eos(config: Any) -> frozenset[int]:
+def _eos(config: Any, vocab_size: int | None) -> frozenset[int]:
+    """Return the tokens that end a text; what is none of the target's would mislead processors."""
     eos = config.eos_token_id
-    return frozenset([] if eos is None else [eos] if isinstance(eos, int) else map(int, eos))
+    every = [] if eos is None else [eos] if isinstance(eos, int) else eos
+    return frozenset(token for token in every if 0 <= token < (vocab_size or inf))
 
 
 def _validate(config: Any) -> None:
@@ -272,10 +275,10 @@ def _validate(config: Any) -> None:
         raise SamplingError(f"exponential_decay_length_penalty={decay!r} is not possible: it must be (start, factor)")
 
 
-def _check_tokens(config: Any, model_config: Any, vocab_size: int | None) -> None:
+def _check_tokens(config: Any, given: Mapping[str, Any], vocab_size: int | None) -> None:
     """Raise `SamplingError` for an option whose token ids are none of the target's.
 
-    An end of sequence may be -1, which is no token, and a checkpoint's own may be any: it is never met.
+    An end of sequence may be -1, which is no token, and a configuration's may be any: it is never met.
     """
     for name, (shape, parts) in _TOKENS.items():
         value = getattr(config, name, None)
@@ -287,9 +290,9 @@ def _check_tokens(config: Any, model_config: Any, vocab_size: int | None) -> Non
             ids = [None]
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
             raise SamplingError(f"{name}={value!r:.60} is not possible: it must be {shape}")
-        inherited = value == getattr(model_config, name, None) or (name == "eos_token_id" and value in (-1, [-1]))
+        meant = name in given and not (name == "eos_token_id" and value in (-1, [-1]))
         outside = [token for token in ids if vocab_size is not None and not 0 <= token < vocab_size]
-        if outside and not (inherited and name in _NEVER_MET):
+        if outside and (meant or name not in _NEVER_MET):
             raise SamplingError(f"{name}: token id {outside[0]} is not in the target's vocabulary [0, {vocab_size})")
 
 

@@ -372,8 +372,10 @@ def test_seeds_that_are_no_whole_number_of_64_bits_are_refused(decoder, seed):
 
 
 def test_no_end_of_sequence_is_minus_one(decoder):
-    """As transformers' own tests write it."""
-    assert decoder.generate([5], eos_token_id=-1, max_new_tokens=3).finish_reason == "length"
+    """As transformers' own tests write it; impatience acts on no token then."""
+    wanted = decoder.generate([5], max_new_tokens=3)
+    result = decoder.generate([5], eos_token_id=-1, max_new_tokens=3, exponential_decay_length_penalty=(1, 9.0))
+    assert (result.token_ids, result.finish_reason) == (wanted.token_ids, "length")
 
 
 def test_a_checkpoints_own_ids_may_be_any(near):
