@@ -182,8 +182,10 @@ class Auto:
         """Return the drafts to ask in the next step, after a step that asked some; both are bit masks."""
         everyone = (1 << len(self.due)) - 1
         pace, hopeless = self.paces[rows], False
-        if pace.plain.count and self.line.count and self.line.at(0) > DEAR * pace.plain.at(0):
+        few = rows * (1 + SIZES[0])
+        if self._exploring and pace.plain.count and self.line.at(few) > DEAR * pace.plain.at(0):
             self.counts.explored = len(SIZES)
+            asked, self.working, self.due = 0, 0, [self.counts.steps + WAITS[0]] * len(self.due)
         if self._exploring:
             return everyone if SIZES[self.counts.explored] else 0
         if asked:
