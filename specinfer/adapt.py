@@ -16,15 +16,20 @@ Trees depend on time, token ids do not: trees are ranked, and the walk is exact 
 
 from collections import defaultdict
 from collections.abc import Sequence
-from copy import copy
-from itertools import accumulate, zip_longest
+from copy import copy, deepcopy
 from functools import partial
-from typing import ClassVar
+from itertools import accumulate, zip_longest
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
 
+from specinfer import profiles
 from specinfer.attention import rung
+from specinfer.errors import InputError, PolicyError
+from specinfer.files import write_json
 from specinfer.learnt import FAR, MEMORY, Average, Coalition, Habits, Hinge, Lock, subsets
 from specinfer.results import reach
 from specinfer.tree import BestFirst, Frontier, Growth, Kind, Source, TokenTree, grow_best_first
@@ -78,14 +83,22 @@ class Auto:
     Args:
         max_nodes: nodes of a merged tree at most.
         max_depth: levels below the root at most.
+        profile: what another object has learnt (`to_json`, or the path of `save`).  Then nothing is measured: every text
+            starts from the profile alone, and goes by counts, so a run repeats itself on the same machine.
 
     Raises:
-        PolicyError: a size that is not a whole number, or negative.
+        PolicyError: a size that is not a whole number, or negative; a profile of other drafts, when a text begins.
+        InputError: a profile that cannot be read, or is damaged.
     """
 
     kind: ClassVar[Kind] = Kind.RANKED
 
-    def __init__(self, max_nodes: int = MAX_NODES, max_depth: int = MAX_DEPTH) -> None:
+    def __init__(
+        self,
+        max_nodes: int = MAX_NODES,
+        max_depth: int = MAX_DEPTH,
+        profile: dict[str, Any] | str | PathLike[str] | None = None,
+    ) -> None:
         bounds = BestFirst(max_nodes, max_depth)  # which checks them
         self.max_nodes, self.max_depth = bounds.max_nodes, bounds.max_depth
         self.lock, self.counts = Lock(), Counts()
@@ -96,7 +109,9 @@ class Auto:
         self.waits: list[int] = []  # by draft, steps that it will be idle next time
         self.due: list[int] = []  # by draft, the step from which it is tried again
         self.learnt: defaultdict[bool, Habits] = defaultdict(Habits)
-        self.start(drafts=0, coupled=False)
+        self.frozen = profile is not None  # costs are given
+        self.profiled = profiles.restore(self, profiles.read(profile)) if profile is not None else 0  # drafts
+        self.start(drafts=self.profiled, coupled=False)
 
     def __repr__(self) -> str:
         return f"Auto(max_nodes={self.max_nodes}, max_depth={self.max_depth})"
@@ -114,6 +129,13 @@ class Auto:
             drafts: how many there are.
             coupled: whether drafts rank by the target's noise.
         """
+        if self.frozen:
+            if drafts != self.profiled:
+                raise PolicyError(
+                    f"the profile is of {self.profiled} drafts, and there are {drafts}: save one for these"
+                )
+            # this text's own, so that it does not depend on others
+            self.counts, self.paces, self.learnt = Counts(), deepcopy(self.paces), deepcopy(self.learnt)
         self.waits, self.due = [WAITS[0]] * drafts, [self.counts.steps] * drafts
         self.habits = self.learnt[coupled]
         # of this text, by the drafts asked, and some of them, both bit masks
@@ -125,6 +147,27 @@ class Auto:
         self.usual_levels: defaultdict[int, Average] = defaultdict(Average)  # ... in steps that asked it
         self.grown: Sequence[TokenTree] = ()  # this step's, before `fit`
         self.explores = self._exploring  # whether its size is one of `SIZES`
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what was learnt so far, JSON-ready: a profile.
+
+        Raises:
+            InputError: too little was decoded for costs to be known.
+        """
+        with self.lock:
+            if not self.line.known or not any(pace.plain.count for pace in self.paces.values()):
+                raise InputError(
+                    "nothing to save: costs are not known yet; decode some 20 tokens more with drafts first"
+                )
+            return profiles.to_json(self)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the profile to a file.
+
+        Raises:
+            InputError: as `to_json`; or the file cannot be written.
+        """
+        write_json(Path(path), self.to_json())
 
     # ---- choices ----
 
@@ -176,7 +219,7 @@ class Auto:
         gains = [0.0, *accumulate(map(sum, zip_longest(*best, fillvalue=0.0)))]  # of so many nodes in every row
         sizes = [nodes for nodes in range(most + 1) if rung(nodes + 1) == nodes + 1 or nodes == self.max_nodes]
         size = max(sizes, key=lambda nodes: gains[nodes] - price * self._seconds(rows, nodes))
-        return size or (min(PROBE[1], most) if self.paces[rows].since_tree >= PROBE[0] else 0)
+        return size or (min(PROBE[1], most) if self.paces[rows].since_tree >= PROBE[0] and not self.frozen else 0)
 
     def _choose(self, asked: int, rows: int) -> int:
         """Return the drafts to ask in the next step, after a step that asked some; both are bit masks."""
@@ -203,13 +246,14 @@ class Auto:
                 self.waits[draft] = min(2 * self.waits[draft], WAITS[1])
             elif self.counts.steps >= due:
                 trials |= 1 << draft
-        return 0 if pace.since_plain >= min(AGAIN, 8 << min(pace.plain.count, 5)) else self.working | trials
+        probe = not self.frozen and pace.since_plain >= min(AGAIN, 8 << min(pace.plain.count, 5))
+        return 0 if probe else self.working | trials
 
     # ---- costs, and what they buy ----
 
     @property
     def _exploring(self) -> bool:
-        return self.counts.explored < len(SIZES) and self.counts.steps < EXPLORE
+        return not self.frozen and self.counts.explored < len(SIZES) and self.counts.steps < EXPLORE
 
     def _price(self, rows: int) -> float | None:
         """Return the tokens that a second is worth to a batch; None before it is known."""
@@ -230,7 +274,9 @@ class Auto:
         """Return the tokens per second that some of the drafts asked are expected to make."""
         coalition, plain = self.coalitions[asked, drafts], self._seconds(rows, 0)
         seconds = plain + coalition.busy.value * (self._seconds(rows, coalition.nodes.value) - plain)
-        seconds += sum(self.asking[draft].at(own.value) for draft, own in self.usual_levels.items() if drafts >> draft & 1)
+        seconds += sum(
+            self.asking[draft].at(own.value) for draft, own in self.usual_levels.items() if drafts >> draft & 1
+        )
         seconds *= MARGIN if drafts else 1
         return rows * (1 + coalition.busy.value * coalition.tokens.value) / max(seconds, 1e-9)
 
@@ -261,7 +307,7 @@ class Auto:
             self.counts.steps += 1
             rows, nodes = len(trees), max(tree.num_drafted for tree in trees)
             asked = sum(1 << draft for draft, levels in self.levels.items() if levels)
-            if rows * (nodes + 1) in self.met:  # kernels are slow the first time they meet a size
+            if not self.frozen and rows * (nodes + 1) in self.met:  # kernels are slow the first time they meet a size
                 self._time(rows, nodes, proposing, seconds)
             self.met.add(rows * (nodes + 1))
             plain, drafts = self._seconds(rows, 0), [self.asking[draft].at(own) for draft, own in self.levels.items()]

@@ -49,16 +49,16 @@ class Machine:
         """Decode so many steps of a new text; return the machine."""
         if hasattr(self.policy, "start"):
             self.policy.start(2, coupled=False)
-        self.go(steps, ease)
-        return self
+        return self.text_on(steps, ease)
 
-    def go(self, steps, ease="usual"):
-        """Go on with the text."""
+    def text_on(self, steps, ease="usual"):
+        """Go on with the text; return the machine."""
         kind = 1
         for _ in range(steps):
             if self.chance.random() < 0.4:  # or as the step before
                 kind = self.chance.choice(3, p=EASE.get(ease, EASE["usual"]))
             self._step(self._law(SHARP[kind]), wrong=ease == "wrong", repeats=self.chance.random() < 0.2)
+        return self
         return self
 
     def speed(self, last=None):
@@ -68,7 +68,9 @@ class Machine:
 
     def _law(self, sharp):
         """Return the target's law: five tokens in any order, and one, the sixth, that no draft ever proposes."""
-        return np.array([*self.chance.permutation([sharp, *(1 - sharp) * np.array([0.35, 0.2, 0.1, 0.05])]), 0.3 * (1 - sharp)])
+        return np.array(
+            [*self.chance.permutation([sharp, *(1 - sharp) * np.array([0.35, 0.2, 0.1, 0.05])]), 0.3 * (1 - sharp)]
+        )
 
     def _step(self, law, wrong, repeats):
         given = np.log([*law[:5], 1e-12, *np.full(6, law[5] / 6)])
