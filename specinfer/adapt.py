@@ -68,10 +68,10 @@ class Pace:
 
 
 class Counts:
-    """Steps observed in all texts, and sizes of `SIZES` tried."""
+    """Steps observed in all texts, sizes of `SIZES` tried, and drafts of the last text."""
 
     def __init__(self) -> None:
-        self.steps = self.explored = 0
+        self.steps = self.explored = self.drafts = 0
 
 
 class Auto:
@@ -83,8 +83,8 @@ class Auto:
     Args:
         max_nodes: nodes of a merged tree at most.
         max_depth: levels below the root at most.
-        profile: what another object has learnt (`to_json`, or the path of `save`).  Then nothing is measured: every text
-            starts from the profile alone, and goes by counts, so a run repeats itself on the same machine.
+        profile: what another object has learnt (`to_json`, or the path of `save`).  Then nothing is measured: every
+            text starts from the profile alone, and goes by counts, so a run repeats itself on the same machine.
 
     Raises:
         PolicyError: a size that is not a whole number, or negative; a profile of other drafts, when a text begins.
@@ -131,11 +131,10 @@ class Auto:
         """
         if self.frozen:
             if drafts != self.profiled:
-                raise PolicyError(
-                    f"the profile is of {self.profiled} drafts, and there are {drafts}: save one for these"
-                )
+                raise PolicyError(f"the profile is for {self.profiled} drafts, not {drafts}: save one for these")
             # this text's own, so that it does not depend on others
             self.counts, self.paces, self.learnt = Counts(), deepcopy(self.paces), deepcopy(self.learnt)
+        self.counts.drafts = drafts
         self.waits, self.due = [WAITS[0]] * drafts, [self.counts.steps] * drafts
         self.habits = self.learnt[coupled]
         # of this text, by the drafts asked, and some of them, both bit masks
@@ -156,9 +155,7 @@ class Auto:
         """
         with self.lock:
             if not self.line.known or not any(pace.plain.count for pace in self.paces.values()):
-                raise InputError(
-                    "nothing to save: costs are not known yet; decode some 20 tokens more with drafts first"
-                )
+                raise InputError("no profile to save yet: costs are not known; decode some 20 tokens more with drafts")
             return profiles.to_json(self)
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -274,9 +271,8 @@ class Auto:
         """Return the tokens per second that some of the drafts asked are expected to make."""
         coalition, plain = self.coalitions[asked, drafts], self._seconds(rows, 0)
         seconds = plain + coalition.busy.value * (self._seconds(rows, coalition.nodes.value) - plain)
-        seconds += sum(
-            self.asking[draft].at(own.value) for draft, own in self.usual_levels.items() if drafts >> draft & 1
-        )
+        levels = self.usual_levels.items()
+        seconds += sum(self.asking[draft].at(own.value) for draft, own in levels if drafts >> draft & 1)
         seconds *= MARGIN if drafts else 1
         return rows * (1 + coalition.busy.value * coalition.tokens.value) / max(seconds, 1e-9)
 

@@ -50,9 +50,9 @@ class Average:
 class Hinge:
     """Seconds as a function of a size: flat up to a knee (memory bounds a pass), then linear (arithmetic does).
 
-    The line is the least squares for every knee, the older the lighter; the knee that fits best counts.  The level is by
-    how much everything is slower or faster than the line right now.  What interrupts a step only ever makes it slower,
-    so a level is the lesser of the last two: one fast step is believed at once, one slow step not before the next.
+    The line is the least squares for every knee, the older the lighter; the knee that fits best counts.  The level is
+    by how much everything is slower or faster than the line right now.  What interrupts a step only ever makes it
+    slower, so it is the lesser of the last two: one fast step is believed at once, one slow step not before the next.
     The line learns from figures at their level, so it keeps its shape while others use the machine.
 
     Args:

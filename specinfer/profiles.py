@@ -29,9 +29,11 @@ def to_json(auto: "Auto") -> dict[str, Any]:
     return {
         "kind": KIND,
         "version": VERSION,
-        "drafts": len(auto.due),
+        "drafts": auto.counts.drafts,
         "trees": _line(auto.line),
-        "plain": [[rows, pace.plain.at(0), pace.tokens, pace.spent] for rows, pace in auto.paces.items()],
+        "plain": [
+            [rows, pace.plain.at(0), pace.tokens, pace.spent] for rows, pace in auto.paces.items() if pace.plain.count
+        ],
         "levels": [[draft, *_line(line)] for draft, line in lines.items()],
         "learnt": [[coupled, *_habits(habits)] for coupled, habits in auto.learnt.items()],
     }
@@ -113,9 +115,7 @@ def _restored(accepted: Any, ranks: Any, drafts: int) -> Habits:
         habits.calibration.masks.add(where[0])
     for draft, counts, rates in _rows(ranks, "ranks", 3):
         own = habits.ranks[int(_number(draft, "ranks", max(drafts - 1, 0), whole=True))]
-        own.counts = [
-            _number(n, "ranks", MOST, least=1) for (n,) in _rows([[n] for n in _list(counts, "ranks")], "ranks", 1)
-        ]
+        own.counts = [_number(n, "ranks", MOST, least=1) for n in _list(counts, "ranks")]
         own.rates = [[_number(n, "ranks", 1.0) for n in row] for row in _rows(rates, "ranks", Ranks.WIDTH)]
         if not len(own.counts) == len(own.rates) == Ranks.DEPTHS:
             raise Damaged(f"'ranks' needs {Ranks.DEPTHS} depths")
