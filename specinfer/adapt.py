@@ -195,7 +195,7 @@ class Auto:
         """
         rows, ranks = len(accepted), self.habits.ranks[draft]
         levels, price = self.asking[draft], self._price(rows)
-        cost = levels.level * levels.slope * price if levels.known and price else LEVEL_PRICE * rows
+        cost = levels.level * levels.slope * price if levels.count and price else LEVEL_PRICE * rows
         node = self._node_price(price)
         gains = [[ranks.surplus(depth, chance, node) for chance in row] for row in accepted]
         if sum(map(sum, gains)) <= cost:
