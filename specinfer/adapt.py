@@ -111,6 +111,7 @@ class Auto:
         self.learnt: defaultdict[bool, Habits] = defaultdict(Habits)
         self.frozen = profile is not None  # costs are given
         self.profiled = profiles.restore(self, profiles.read(profile)) if profile is not None else 0  # drafts
+        self.given = self.paces, self.learnt  # by the profile: what a text starts from
         self.start(drafts=self.profiled, coupled=False)
 
     def __repr__(self) -> str:
@@ -133,7 +134,7 @@ class Auto:
             if drafts != self.profiled:
                 raise PolicyError(f"the profile is for {self.profiled} drafts, not {drafts}: save one for these")
             # this text's own, so that it does not depend on others
-            self.counts, self.paces, self.learnt = Counts(), deepcopy(self.paces), deepcopy(self.learnt)
+            self.counts, (self.paces, self.learnt) = Counts(), deepcopy(self.given)
         self.counts.drafts = drafts
         self.waits, self.due = [WAITS[0]] * drafts, [self.counts.steps] * drafts
         self.habits = self.learnt[coupled]

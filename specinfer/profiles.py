@@ -64,7 +64,8 @@ def restore(auto: "Auto", profile: dict[str, Any]) -> int:
         InputError: it is no profile, of another version, or damaged: says where.
     """
     try:
-        if profile.get("kind") != KIND or profile.get("version") != VERSION:
+        version = profile.get("version")
+        if profile.get("kind") != KIND or version != VERSION or isinstance(version, bool):
             raise Damaged(f"it does not say that it is {KIND!r}, version {VERSION}")
         drafts = int(_number(profile.get("drafts"), "drafts", 64, whole=True))
         auto.line = _hinge(profile.get("trees"), "trees", auto.line)
