@@ -116,7 +116,7 @@ def _restored(accepted: Any, ranks: Any, drafts: int) -> Habits:
         habits.calibration.masks.add(where[0])
     for draft, counts, rates in _rows(ranks, "ranks", 3):
         own = habits.ranks[int(_number(draft, "ranks", max(drafts - 1, 0), whole=True))]
-        own.counts = [_number(n, "ranks", MOST, least=1) for n in _list(counts, "ranks")]
+        own.counts = [int(_number(n, "ranks", MOST, least=1, whole=True)) for n in _list(counts, "ranks")]
         own.rates = [[_number(n, "ranks", 1.0) for n in row] for row in _rows(rates, "ranks", Ranks.WIDTH)]
         if not len(own.counts) == len(own.rates) == Ranks.DEPTHS:
             raise Damaged(f"'ranks' needs {Ranks.DEPTHS} depths")
