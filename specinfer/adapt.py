@@ -16,27 +16,34 @@ Trees depend on time, token ids do not: trees are ranked, and the walk is exact 
 
 from collections import defaultdict
 from collections.abc import Sequence
-from copy import copy
+from copy import copy, deepcopy
+from functools import partial
 from itertools import accumulate, zip_longest
-from threading import RLock
-from typing import ClassVar
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
 
+from specinfer import profiles
 from specinfer.attention import rung
-from specinfer.learnt import MEMORY, SPIKE, Average, Coalition, Habits, Hinge, subsets
+from specinfer.errors import InputError, PolicyError
+from specinfer.files import write_json
+from specinfer.learnt import FAR, MEMORY, Average, Coalition, Habits, Hinge, Lock, subsets
 from specinfer.results import reach
 from specinfer.tree import BestFirst, Frontier, Growth, Kind, Source, TokenTree, grow_best_first
 
 MAX_NODES, MAX_DEPTH = 23, 8  # with the root, 24 tokens: a `rung`
-SIZES = (15, 15, 4, 4, 0, 0, 9, 9)  # nodes of the first steps, by which costs become known; of two, one is timed
+SIZES = (4, 4, 0, 0, 15, 15, 9, 9)  # nodes of the first steps, by which costs become known; of two, one is timed
 EXPLORE = 16  # steps after which sizes are chosen, even if trees were never that large
 KNEES = 0, 4, 8, 16, 32, 64  # tokens fed up to which a pass may cost what one token costs
-AGAIN = 128  # steps after which a plain one is due, or one with a tree: costs drift
-STALE = 16  # steps after which a cost that was not measured is of another time
+AGAIN = 128  # steps after which a plain one is due: costs drift
+PROBE = 8, 4  # steps after which drafts that are asked get a tree, whatever it costs, and its nodes
 MARGIN = 1.03  # drafting must promise to be so much faster than not drafting: averages err
-JUDGED = 8  # steps of a text before a draft may be idle
+DEAR = 1.5  # times a plain step, from which on small trees cost too much to try larger ones
+JUDGED = 8, 3  # steps of a text before a draft may be idle; and if no tree was worth its cost, or it was hopeless ...
+HOPELESS = 0.7  # ... that is, slower than so many times plain decoding
 TRIAL = 2  # steps for which an idle draft is tried again ...
 WAITS = 8, 64  # ... after so many idle ones at first, doubled with every failure, and so many at most
 NODE_SHARE = 1 / 32  # of a level's cost, is what it costs to ask about one node more
@@ -49,16 +56,22 @@ class Pace:
     """What batches of one size cost, and how fast they were."""
 
     def __init__(self) -> None:
-        self.plain = Average(most=SPIKE)  # seconds of a step that drafted nothing
+        self.plain = Hinge(memory=MEMORY // 3)  # seconds of a step that drafted nothing, as of size 0
         self.since_plain = self.since_tree = 0  # steps
-        self.tokens = self.seconds = 0.0  # of the last steps
+        self.tokens = self.spent = 0.0  # of the last steps; spent in plain steps
+
+    def add(self, tokens: int, spent: float, drafted: bool) -> None:
+        """Take a step into account."""
+        fade = 1 - 1 / (2 * MEMORY)
+        self.tokens, self.spent = self.tokens * fade + tokens, self.spent * fade + spent
+        self.since_plain, self.since_tree = (self.since_plain + 1, 0) if drafted else (0, self.since_tree + 1)
 
 
 class Counts:
-    """Steps observed in all texts, sizes of `SIZES` tried, and the step in which the line was measured last."""
+    """Steps observed in all texts, sizes of `SIZES` tried, and drafts of the last text."""
 
     def __init__(self) -> None:
-        self.steps = self.explored = self.line_timed = 0
+        self.steps = self.explored = self.drafts = 0
 
 
 class Auto:
@@ -70,27 +83,36 @@ class Auto:
     Args:
         max_nodes: nodes of a merged tree at most.
         max_depth: levels below the root at most.
+        profile: what another object has learnt (`to_json`, or the path of `save`).  Then nothing is measured: every
+            text starts from the profile alone, and goes by counts, so a run repeats itself on the same machine.
 
     Raises:
-        PolicyError: a size that is not a whole number, or negative.
+        PolicyError: a size that is not a whole number, or negative; a profile of other drafts, when a text begins.
+        InputError: a profile that cannot be read, or is damaged.
     """
 
     kind: ClassVar[Kind] = Kind.RANKED
 
-    def __init__(self, max_nodes: int = MAX_NODES, max_depth: int = MAX_DEPTH) -> None:
+    def __init__(
+        self,
+        max_nodes: int = MAX_NODES,
+        max_depth: int = MAX_DEPTH,
+        profile: dict[str, Any] | str | PathLike[str] | None = None,
+    ) -> None:
         bounds = BestFirst(max_nodes, max_depth)  # which checks them
         self.max_nodes, self.max_depth = bounds.max_nodes, bounds.max_depth
-        self.lock, self.counts = RLock(), Counts()
+        self.lock, self.counts = Lock(), Counts()
         self.met: set[int] = set()  # sizes of the target's passes so far: the first of its kind is not timed
         self.line = Hinge(KNEES)  # seconds of a step over its tokens fed, drafts excluded
         self.paces: defaultdict[int, Pace] = defaultdict(Pace)  # by rows
-        self.asking: defaultdict[int, Average] = defaultdict(lambda: Average(most=SPIKE))  # seconds a step, by draft
-        self.asking_levels: defaultdict[int, Hinge] = defaultdict(lambda: Hinge(ridge=1e-3))  # ... over levels
-        self.timed: defaultdict[int, int] = defaultdict(int)  # the step in which that was measured last, by draft
+        self.asking: defaultdict[int, Hinge] = defaultdict(partial(Hinge, ridge=1e-3))  # seconds over levels, by draft
         self.waits: list[int] = []  # by draft, steps that it will be idle next time
         self.due: list[int] = []  # by draft, the step from which it is tried again
         self.learnt: defaultdict[bool, Habits] = defaultdict(Habits)
-        self.start(drafts=0, coupled=False)
+        self.frozen = profile is not None  # costs are given
+        self.profiled = profiles.restore(self, profiles.read(profile)) if profile is not None else 0  # drafts
+        self.given = self.paces, self.learnt  # by the profile: what a text starts from
+        self.start(drafts=self.profiled, coupled=False)
 
     def __repr__(self) -> str:
         return f"Auto(max_nodes={self.max_nodes}, max_depth={self.max_depth})"
@@ -108,6 +130,12 @@ class Auto:
             drafts: how many there are.
             coupled: whether drafts rank by the target's noise.
         """
+        if self.frozen:
+            if drafts != self.profiled:
+                raise PolicyError(f"the profile is for {self.profiled} drafts, not {drafts}: save one for these")
+            # this text's own, so that it does not depend on others
+            self.counts, (self.paces, self.learnt) = Counts(), deepcopy(self.given)
+        self.counts.drafts = drafts
         self.waits, self.due = [WAITS[0]] * drafts, [self.counts.steps] * drafts
         self.habits = self.learnt[coupled]
         # of this text, by the drafts asked, and some of them, both bit masks
@@ -116,8 +144,28 @@ class Auto:
         self.working = (1 << drafts) - 1  # those that paid when they were judged last
         self.warm = 0  # those asked in the step before: the others have to read what they missed first
         self.levels: defaultdict[int, int] = defaultdict(int)  # asked for in this step, by draft
+        self.usual_levels: defaultdict[int, Average] = defaultdict(Average)  # ... in steps that asked it
         self.grown: Sequence[TokenTree] = ()  # this step's, before `fit`
         self.explores = self._exploring  # whether its size is one of `SIZES`
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what was learnt so far, JSON-ready: a profile.
+
+        Raises:
+            InputError: too little was decoded for costs to be known.
+        """
+        with self.lock:
+            if not self.line.known or not any(pace.plain.count for pace in self.paces.values()):
+                raise InputError("no profile to save yet: costs are not known; decode some 20 tokens more with drafts")
+            return profiles.to_json(self)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the profile to a file.
+
+        Raises:
+            InputError: as `to_json`; or the file cannot be written.
+        """
+        write_json(Path(path), self.to_json())
 
     # ---- choices ----
 
@@ -147,8 +195,8 @@ class Auto:
             accepted: per row, the probabilities that the target accepts those nodes, in the draft's order.
         """
         rows, ranks = len(accepted), self.habits.ranks[draft]
-        levels, price = self.asking_levels[draft], self._price(rows)
-        cost = levels.slope * price if levels.known and price else LEVEL_PRICE * rows
+        levels, price = self.asking[draft], self._price(rows)
+        cost = levels.level * levels.slope * price if levels.count and price else LEVEL_PRICE * rows
         node = self._node_price(price)
         gains = [[ranks.surplus(depth, chance, node) for chance in row] for row in accepted]
         if sum(map(sum, gains)) <= cost:
@@ -165,63 +213,73 @@ class Auto:
         price = self._price(rows)
         if price is None:
             return min(SIZES[0], most)
-        if self.paces[rows].since_tree >= AGAIN:
-            return min(SIZES[-1], most)
         best = [sorted(path[1:], reverse=True) for path in paths]  # each row's, the likeliest first
         gains = [0.0, *accumulate(map(sum, zip_longest(*best, fillvalue=0.0)))]  # of so many nodes in every row
         sizes = [nodes for nodes in range(most + 1) if rung(nodes + 1) == nodes + 1 or nodes == self.max_nodes]
-        return max(sizes, key=lambda nodes: gains[nodes] - price * self._seconds(rows, nodes))
+        size = max(sizes, key=lambda nodes: gains[nodes] - price * self._seconds(rows, nodes))
+        return size or (min(PROBE[1], most) if self.paces[rows].since_tree >= PROBE[0] and not self.frozen else 0)
 
     def _choose(self, asked: int, rows: int) -> int:
         """Return the drafts to ask in the next step, after a step that asked some; both are bit masks."""
         everyone = (1 << len(self.due)) - 1
+        pace, hopeless = self.paces[rows], False
+        few = rows * (1 + SIZES[0])
+        if self._exploring and pace.plain.count and self.line.at(few) > DEAR * pace.plain.at(0):
+            self.counts.explored = len(SIZES)
+            asked, self.working, self.due = 0, 0, [self.counts.steps + WAITS[0]] * len(self.due)
         if self._exploring:
             return everyone if SIZES[self.counts.explored] else 0
         if asked:
-            few = self.coalitions[asked, asked].tokens.count < JUDGED
-            self.working = asked if few else max(subsets(asked), key=lambda drafts: self._rate(asked, drafts, rows))
+            best = max(subsets(asked), key=lambda drafts: self._rate(asked, drafts, rows))
+            hopeless = self._rate(asked, asked, rows) < HOPELESS * self._rate(asked, 0, rows)
+            busy = self.coalitions[asked, asked].busy
+            few = busy.count < JUDGED[bool(hopeless or not busy.value)]
+            self.working = asked if few else best
         trials = 0
         for draft, due in enumerate(self.due):
             if self.working >> draft & 1:
                 self.waits[draft], self.due[draft] = WAITS[0], self.counts.steps
-            elif self.counts.steps >= due + TRIAL:
+            elif self.counts.steps >= due + (1 if hopeless else TRIAL):
                 self.due[draft] = self.counts.steps + self.waits[draft]
                 self.waits[draft] = min(2 * self.waits[draft], WAITS[1])
             elif self.counts.steps >= due:
                 trials |= 1 << draft
-        return 0 if self.paces[rows].since_plain >= AGAIN else self.working | trials
+        probe = not self.frozen and pace.since_plain >= min(AGAIN, 8 << min(pace.plain.count, 5))
+        return 0 if probe else self.working | trials
 
     # ---- costs, and what they buy ----
 
     @property
     def _exploring(self) -> bool:
-        return self.counts.explored < len(SIZES) and self.counts.steps < EXPLORE
+        return not self.frozen and self.counts.explored < len(SIZES) and self.counts.steps < EXPLORE
 
     def _price(self, rows: int) -> float | None:
         """Return the tokens that a second is worth to a batch; None before it is known."""
         pace = self.paces[rows]
         if not pace.plain.count and not self.line.known:
             return None
-        return max(rows / max(self._seconds(rows, 0), 1e-9), pace.tokens / pace.seconds if pace.seconds else 0.0)
+        return max(rows, pace.tokens / pace.spent if pace.spent else 0) / max(self._seconds(rows, 0), 1e-9)
 
     def _seconds(self, rows: int, nodes: float) -> float:
         """Return what a step costs without its drafts, when the target scores so many nodes in each row."""
         plain = self.paces[rows].plain
         if self.line.known and (nodes or not plain.count):
             return self.line.at(rows * (nodes + 1))
-        return plain.value * (1 + rows * nodes / 20)  # of CPUs and GPUs bound by memory, until it is measured
+        usual = plain.at(0) * (1 + rows * nodes / 20)  # of CPUs and GPUs bound by memory, until it is measured
+        return max(usual, self.line.at(0)) if nodes else usual
 
     def _rate(self, asked: int, drafts: int, rows: int) -> float:
         """Return the tokens per second that some of the drafts asked are expected to make."""
         coalition, plain = self.coalitions[asked, drafts], self._seconds(rows, 0)
         seconds = plain + coalition.busy.value * (self._seconds(rows, coalition.nodes.value) - plain)
-        seconds += sum(own.value for draft, own in self.asking.items() if drafts >> draft & 1)
+        levels = self.usual_levels.items()
+        seconds += sum(self.asking[draft].at(own.value) for draft, own in levels if drafts >> draft & 1)
         seconds *= MARGIN if drafts else 1
-        return rows * (1 + coalition.tokens.value) / max(seconds, 1e-9)
+        return rows * (1 + coalition.busy.value * coalition.tokens.value) / max(seconds, 1e-9)
 
     def _node_price(self, price: float | None) -> float:
         """Return the tokens that one node more must gain to pay for itself, beyond the knee; 0 before it is known."""
-        return (price or 0.0) * self.line.slope
+        return (price or 0.0) * self.line.level * self.line.slope
 
     # ---- what is learnt ----
 
@@ -245,11 +303,14 @@ class Auto:
         with self.lock:
             self.counts.steps += 1
             rows, nodes = len(trees), max(tree.num_drafted for tree in trees)
-            if rows * (nodes + 1) in self.met:  # kernels are slow the first time they meet a size
-                self._time(rows, nodes, sum(map(len, tokens)), proposing, seconds)
+            asked = sum(1 << draft for draft, levels in self.levels.items() if levels)
+            if not self.frozen and rows * (nodes + 1) in self.met:  # kernels are slow the first time they meet a size
+                self._time(rows, nodes, proposing, seconds)
             self.met.add(rows * (nodes + 1))
+            plain, drafts = self._seconds(rows, 0), [self.asking[draft].at(own) for draft, own in self.levels.items()]
+            spent = (self._seconds(rows, nodes) + sum(drafts)) / plain if plain else 1.0
+            self.paces[rows].add(sum(map(len, tokens)), spent, nodes > 0)
             self.habits.observe(self.grown, tokens)
-            asked = sum(1 << draft for draft, spent in enumerate(proposing) if spent and self.asked >> draft & 1)
             if not self.explores:
                 self._credit(trees, paths, asked)
             self.levels.clear()
@@ -257,31 +318,30 @@ class Auto:
             self.warm = asked
             self.asked = self._choose(asked, rows)
 
-    def _time(self, rows: int, nodes: int, tokens: int, proposing: Sequence[float], seconds: float) -> None:
-        pace = self.paces[rows]
-        fade = 1 - 1 / (2 * MEMORY)
-        pace.tokens, pace.seconds = pace.tokens * fade + tokens, pace.seconds * fade + seconds
-        rest = seconds - sum(proposing)
+    def _time(self, rows: int, nodes: int, proposing: Sequence[float], seconds: float) -> None:
+        """Learn costs from a step's seconds."""
+        pace, rest = self.paces[rows], seconds - sum(proposing)
         if nodes:
-            self.line.add(rows * (nodes + 1), rest, stale=self.counts.steps > self.counts.line_timed + STALE)
-            self.counts.line_timed = self.counts.steps
-            pace.since_plain, pace.since_tree = pace.since_plain + 1, 0
+            before = self.line.level
+            self.line.add(rows * (nodes + 1), rest)
+            if not 1 / FAR < self.line.level / before < FAR:
+                pace.since_plain = AGAIN  # another load: how long does a plain step take now?
         else:
-            pace.plain.add(rest)
-            pace.since_plain, pace.since_tree = 0, pace.since_tree + 1
+            pace.plain.add(0, rest)
+            if not self.line.known:
+                self.line.add(rows, rest, weight=0.1)  # so that the first trees make a line that rises
         if self.explores:  # larger trees than will be chosen, by kernels that are new to their sizes
             return
-        for draft, spent in enumerate(proposing):
-            if spent and (self.asked & self.warm) >> draft & 1:
-                stale = self.counts.steps > self.timed[draft] + STALE
-                self.timed[draft] = self.counts.steps
-                if self.levels[draft]:
-                    self.asking[draft].value *= self.asking_levels[draft].add(self.levels[draft], spent, stale=stale)
-                    self.asking_levels[draft].add(0, 0.0, weight=0.1)  # so equal ones make a line through nothing
-                self.asking[draft].add(spent)
+        for draft, levels in self.levels.items():
+            if levels and self.warm >> draft & 1:  # else it has to read what it missed
+                self.asking[draft].add(levels, proposing[draft])
+                self.asking[draft].add(0, 0.0, weight=0.1)  # so equal ones make a line through nothing
 
     def _credit(self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], asked: int) -> None:
         """Credit every coalition of the drafts that were asked with what it would have done alone."""
+        for draft, levels in self.levels.items():
+            if levels:
+                self.usual_levels[draft].add(levels)
         rows = [(tree.proposers, path) for tree, path in zip(trees, paths, strict=True)]
         for drafts in subsets(asked):
             tokens = [reach((proposers[node] for node in path), drafts) for proposers, path in rows]
@@ -297,8 +357,8 @@ class Auto:
             few, many = (1e3 * self.line.at(rows * (1 + nodes)) for nodes in (USUAL / 2, 2 * USUAL))
             parts.append(f"one with trees {few:.1f} ms ({USUAL // 2} nodes) to {many:.1f} ms ({2 * USUAL} nodes)")
         for draft, name in enumerate(names):
-            levels = self.asking_levels[draft]
-            parts.append(f"a level of {name} {1e3 * levels.at(1):.1f} ms, each further one {1e3 * levels.slope:.1f} ms")
+            one, two = (1e3 * self.asking[draft].at(levels) for levels in (1, 2))
+            parts.append(f"a level of {name} {one:.1f} ms, each further one {two - one:.1f} ms")
         parts += [f"{name} is idle" for draft, name in enumerate(names) if not self.asked >> draft & 1]
         return ", ".join(parts)
 

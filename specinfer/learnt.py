@@ -10,63 +10,63 @@ from collections.abc import Iterator, Sequence
 from functools import reduce
 from math import exp, expm1, inf, log, prod
 from operator import or_
+from threading import RLock
 
 from specinfer.tree import TokenTree
 
 MEMORY = 24  # steps that averages look back on, about
-SPIKE = 1.25  # times what was expected, beyond which seconds are taken for an interruption
+BUSY = 12  # steps over which it is seen how often trees were worth their costs
+FAR = 1.25  # times what was expected, or so much less: another load, or an interruption
 
 
-class Clip:
-    """Takes interruptions for what they are: a figure larger than so many times the expected one counts as that many.
+class Lock:
+    """A lock that may be taken again by its thread; copied or pickled, it is a new one."""
 
-    Not if it lasts: from the third in a row on, large figures are believed.
-    """
+    def __init__(self) -> None:
+        self._lock = RLock()
 
-    def __init__(self, most: float) -> None:
-        self.most, self.clipped = most, 0
+    def __enter__(self) -> None:
+        self._lock.acquire()
 
-    def __call__(self, figure: float, expected: float) -> float:
-        """Return what a figure counts as."""
-        large = figure > self.most * expected
-        self.clipped = self.clipped + 1 if large else 0
-        return self.most * expected if large and self.clipped < 3 else figure
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type["Lock"], tuple[()]]:
+        return Lock, ()
 
 
 class Average:
-    """A running average that forgets; it starts as the mean of what it is told.
+    """A running average that forgets; it starts as the mean of what it is told."""
 
-    Args:
-        most: a figure larger than so many averages is an interruption, and counts as that many.
-    """
-
-    def __init__(self, most: float = inf) -> None:
-        self.value, self.count, self.clip = 0.0, 0, Clip(most)
+    def __init__(self, memory: int = MEMORY) -> None:
+        self.value, self.count, self.memory = 0.0, 0, memory
 
     def add(self, figure: float) -> None:
         """Take a figure into account."""
-        if self.count:
-            figure = self.clip(figure, self.value)
         self.count += 1
-        self.value += (figure - self.value) / min(self.count, MEMORY)
+        self.value += (figure - self.value) / min(self.count, self.memory)
 
 
 class Hinge:
     """Seconds as a function of a size: flat up to a knee (memory bounds a pass), then linear (arithmetic does).
 
-    Least squares for every knee, the older the lighter, interruptions clipped; the knee that fits best counts.
+    The line is the least squares for every knee, the older the lighter; the knee that fits best counts.  The level is
+    by how much everything is slower or faster than the line right now.  What interrupts a step only ever makes it
+    slower, so it is the lesser of the last two: one fast step is believed at once, one slow step not before the next.
+    The line learns from figures at their level, so it keeps its shape while others use the machine.
 
     Args:
         knees: sizes where the slope may begin.
         ridge: sizes count as if their variance were so much larger, so that equal ones make a flat line.
+        memory: figures that the line looks back on, about.
     """
 
-    def __init__(self, knees: Sequence[int] = (0,), ridge: float = 1.0) -> None:
-        self.ridge, self.clip = ridge, Clip(SPIKE)
+    def __init__(self, knees: Sequence[int] = (0,), ridge: float = 1.0, memory: int = 4 * MEMORY) -> None:
+        self.ridge, self.fade = ridge, 1 / memory
         self.sums = {knee: [0.0] * 6 for knee in knees}  # of 1, n, n * n, seconds, n * seconds, seconds ** 2
-        self.count = 0
-        self.knee = 0
+        self.count = self.knee = 0
         self.base = self.slope = 0.0
+        self.level = self.last = 1.0
 
     @property
     def known(self) -> bool:
@@ -74,38 +74,28 @@ class Hinge:
         return self.count >= 3
 
     def at(self, size: float) -> float:
-        """Return the seconds that a size takes."""
-        return self.base + self.slope * max(0.0, size - self.knee)
+        """Return the seconds that a size takes now."""
+        return self.level * (self.base + self.slope * max(0.0, size - self.knee))
 
-    def add(self, size: int, seconds: float, weight: float = 1.0, stale: bool = False) -> float:
-        """Take a measurement into account, as so many; where the others are stale, larger ones are scaled to it.
-
-        Returns:
-            by how much those were scaled; 1 where they were not.
-        """
-        ratio = 1.0
-        if self.known and weight == 1:
-            expected = self.at(size)
-            seconds = self.clip(seconds, expected)
-            if stale and seconds < expected:
-                ratio = seconds / expected
-                self._scale(ratio)
-        self.count += weight == 1
+    def add(self, size: int, seconds: float, weight: float = 1.0) -> None:
+        """Take a measurement into account, as so many; only those of weight 1 are counted."""
+        if weight == 1:
+            self.count += 1
+            line = self.at(size) / self.level
+            if self.count > 1 and line > 0:
+                self.last, before = seconds / line, self.last
+                low = min(self.last, before)
+                self.level = 1.0 if 1 / FAR < low < FAR else low
+                seconds = line * min(max(self.last / self.level, 1 / FAR), FAR)
         least = inf
         for knee, sums in self.sums.items():
             n = max(0, size - knee)  # beyond the knee
             figures = (1.0, n, n * n, seconds, n * seconds, seconds * seconds)
-            fade = 1 - weight / (4 * MEMORY)
+            fade = 1 - weight * self.fade
             sums[:] = [old * fade + weight * new for old, new in zip(sums, figures, strict=True)]
             error, slope, base = self._fit(*sums)
             if error < least:
                 least, self.knee, self.slope, self.base = error, knee, slope, max(0.0, base)
-        return ratio
-
-    def _scale(self, ratio: float) -> None:
-        """Let all measurements so far have taken so many times what they took."""
-        for sums in self.sums.values():
-            sums[3:] = [sums[3] * ratio, sums[4] * ratio, sums[5] * ratio * ratio]
 
     def _fit(self, total: float, n: float, nn: float, s: float, ns: float, ss: float) -> tuple[float, float, float]:
         """Return the squared error, slope and base of the line through figures with these sums."""
@@ -263,13 +253,14 @@ class Coalition:
     """What some of the drafts asked would have done without the others: averages over the steps that asked those."""
 
     def __init__(self) -> None:
-        self.tokens, self.nodes, self.busy = Average(), Average(), Average()
+        self.tokens, self.nodes = Average(), Average()  # of the steps in which it had nodes scored
+        self.busy = Average(BUSY)  # how often that was: costs decide it, and they change
 
     def add(self, tokens: float, nodes: int) -> None:
         """Take a step into account: accepted tokens a row, and nodes the target scored."""
-        self.tokens.add(tokens)
         self.busy.add(nodes > 0)
         if nodes:
+            self.tokens.add(tokens)
             self.nodes.add(nodes)
 
 

@@ -139,21 +139,21 @@ def source_tree(world, row):
 
 
 def test_plain_steps_are_measured_again():
-    world = World([GOOD], flat(0.1), 0.001).run(2 * AGAIN + 40)
-    assert world.nodes(2 * AGAIN).count(0) == 2
+    world = World([GOOD], flat(0.1), 0.001).run(6 * AGAIN)
+    assert 2 <= world.nodes(3 * AGAIN).count(0) <= 4
 
 
 def test_trees_are_measured_again():
     """A machine that was busy while the first trees were timed is not for ever too slow for trees."""
     world = World([GOOD], None, 0.003)
     world.target = lambda nodes: 0.03 + 0.0006 * nodes + (0.06 if nodes and world.policy.counts.steps < 40 else 0)
-    assert max(world.run(100).nodes(60)) == 0
-    assert min(sorted(world.run(AGAIN + 100).nodes(50))[2:]) > 0
+    assert np.mean(np.array(world.run(40).nodes(30)) == 0) > 0.7
+    assert min(sorted(world.run(60).nodes(20))[2:]) > 0
 
 
 def test_trees_that_never_pay_are_hardly_measured():
     world = World([GOOD], lambda nodes: 0.1 if nodes == 0 else 0.4, 0.0001).run(20 + 4 * AGAIN)
-    assert 1 <= np.count_nonzero(world.nodes(4 * AGAIN)) <= 8
+    assert 1 <= np.count_nonzero(world.nodes(4 * AGAIN)) <= 16
 
 
 def test_a_draft_that_was_slow_for_a_while_works_again():
@@ -195,21 +195,20 @@ def test_reading_what_was_missed_is_no_part_of_a_drafts_cost():
     policy.counts.explored = len(SIZES)
     policy.start(1, coupled=False)
     for step in range(12):
-        policy.asked = 1
+        policy.asked, policy.levels[0] = 1, 1
         tree = TokenTree.from_nodes(0, [1], [-1], [-0.1], [[Draw(0, 0)]])
         policy.grown = [tree]
         policy.observe([tree], [(1,)], [(1, 2)], [9.0 if step == 0 else 1.0], 10.0)
-    assert policy.asking[0].value == pytest.approx(1.0)
+    assert policy.asking[0].at(1) == pytest.approx(1.0, rel=0.01)
 
 
 def test_what_the_large_first_trees_cost_is_not_what_a_draft_costs():
     """Or it would be idle until that is forgotten."""
     world = World([GOOD], flat(0.1), 0.04).run(len(SIZES))
     assert max(levels for (levels,) in world.levels) > 2
-    assert (world.policy.asking[0].count, world.policy.asking_levels[0].count) == (0, 0)
+    assert world.policy.asking[0].count == 0
     world.run(12)
-    chosen = [levels for (levels,) in world.levels[len(SIZES) :]]
-    assert world.policy.asking[0].value == pytest.approx(0.04 * np.mean(chosen), rel=0.1)
+    assert world.policy.asking[0].at(2) == pytest.approx(0.08, rel=0.1)
 
 
 def test_the_good_draft_works_and_the_bad_one_idles():
@@ -277,7 +276,7 @@ def test_fit_maximises_tokens_less_the_price_of_seconds(base, node):
     chance = np.random.default_rng(3)
     policy = Auto()
     policy.counts.steps = 100
-    policy.paces[2].plain.add(0.05)
+    policy.paces[2].plain.add(0, 0.05)
     for nodes in (2, 5, 9, 14):
         policy.line.add(2 * (nodes + 1), base + node * 2 * (nodes + 1))
     trees = [family([-1, -1, 0, 0, 1], np.log(chance.uniform(0.1, 0.9, 5)) - [0, 0, 3, 3, 3]) for _ in range(2)]
@@ -394,21 +393,26 @@ def test_a_draft_is_timed_while_another_is_idle_and_not_after_its_own_end():
     policy.counts.explored = len(SIZES)
     policy.start(2, coupled=False)
     policy.asked, policy.warm, policy.levels[1] = 0b10, 0b10, 1
-    policy._time(1, 4, 1, [1e-6, 0.004], 0.05)
+    policy._time(1, 4, [1e-6, 0.004], 0.05)
     assert (policy.asking[0].count, policy.asking[1].count) == (0, 1)
-    policy.asked = 0
-    policy._time(1, 4, 1, [1e-6, 1e-6], 0.05)
-    assert policy.asking[1].value == 0.004
+    policy.levels.clear()
+    policy._time(1, 4, [1e-6, 1e-6], 0.05)
+    assert policy.asking[1].at(1) == pytest.approx(0.004, rel=0.01)
 
 
-def test_averages_forget_and_are_not_impressed():
-    average = Average(most=2.0)
-    for figure in [1.0] * 20 + [1000.0] + [1.0] * 3:
+def test_averages_forget():
+    average = Average()
+    for figure in [1.0] * 20 + [3.0] * 100:
         average.add(figure)
-    assert average.value < 1.1
-    for _ in range(300):
-        average.add(3.0)
     assert average.value == pytest.approx(3.0, rel=0.05)
+
+
+def test_a_slow_step_is_an_interruption_and_two_are_a_load():
+    """It is believed to end with the first quick one."""
+    line = Hinge()
+    for seconds, believed in [*[(1, 1)] * 20, (5, 1), (1, 1), (4, 1), (4, 4), (4, 4), (1, 1)]:
+        line.add(5, seconds)
+        assert line.at(5) == pytest.approx(believed, rel=0.03)
 
 
 def test_off_the_host_levels_go_by_averages():

@@ -104,6 +104,20 @@ def test_the_confidence_gate_reaches_the_engine(run, models):
     assert "confidence_gate=1.5 is no probability" in err
 
 
+def test_a_profile_is_written_then_used(run, tmp_path):
+    """Trees repeat; it goes with auto only; a damaged one is refused in one line."""
+    path = tmp_path / "profile.json"
+    options = ["generate", PROMPT, "--raw", "--draft", "draft", "--max-new-tokens", "60", "--profile", path]
+    assert f"profile: wrote {path}" in run(*options)[2]
+    first, second = (json.loads(run(*options, "--json")[1])["stats"] for _ in range(2))
+    assert (first["choices"], first["draft_passes"]) == (second["choices"], second["draft_passes"])
+    code, _, err = run(*options, "--tree", "chain")
+    assert (code, "--profile" in err, err.count("\n")) == (2, True, 1)
+    path.write_text("{}")
+    code, _, err = run(*options)
+    assert (code, "profile cannot be used" in err, err.count("\n")) == (2, True, 1)
+
+
 def test_without_speculation(run):
     """--tree none: a pass a token, no draft loaded passes."""
     stats = json.loads(run("generate", PROMPT, "--tree", "none", "--json", *NEW)[1])["stats"]
@@ -329,6 +343,7 @@ def test_an_interrupt_is_not_a_traceback(run, monkeypatch):
 GENERATE = {
     *("--target", "--draft", "--tree", "--nodes", "--depth", "--widths", "--max-new-tokens", "--temperature"),
     *("--top-p", "--top-k", "--seed", "--dtype", "--device", "--raw", "--show-tree", "--confidence-gate", "--json"),
+    "--profile",
 }
 
 

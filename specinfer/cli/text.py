@@ -1,6 +1,7 @@
 """``specinfer generate`` and ``specinfer tree``: text, streamed, and the tree of one step."""
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -45,6 +46,9 @@ def generate(
     confidence_gate: Annotated[
         float | None, typer.Option(help="Draft only after tokens that the target found at least so probable.")
     ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="What auto learnt: used if the file is there, so runs repeat; else written.")
+    ] = None,
     raw: RawOption = False,
     show_tree: Annotated[bool, typer.Option("--show-tree", help="Draw the tree that gained most.")] = False,
     as_json: JsonOption = False,
@@ -52,7 +56,10 @@ def generate(
     """Generate text, streamed, with a summary of what speculation did."""
     if as_json and show_tree:
         raise InputError("--show-tree draws beside the text, and --json has every step's tree: leave one out")
-    policy = build_policy(tree, nodes, depth, widths)
+    if profile and tree != "auto":
+        raise InputError(f"--profile is of what --tree auto learns, and --tree {tree} learns nothing: leave one out")
+    given = profile if profile and profile.exists() else None
+    policy = build_policy(tree, nodes, depth, widths, given)
     text, decoder = prepare(prompt, target, draft, policy, dtype, device, confidence_gate)
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     stream = decoder.stream(text, seed=seed, raw=raw, **options)
@@ -60,6 +67,9 @@ def generate(
         if not as_json:
             print(piece, end="", flush=True)
     result = stream.result
+    if profile and not given:
+        policy.save(profile)
+        print(f"profile: wrote {profile}; the next runs start from it", file=sys.stderr)
     if as_json:
         print_json(result.to_dict())
         return
@@ -108,7 +118,7 @@ def tree(
         print(drawn(decoder, step, number))
 
 
-def build_policy(tree: str, nodes: int | None, depth: int, widths: str) -> Any:
+def build_policy(tree: str, nodes: int | None, depth: int, widths: str, profile: Path | None = None) -> Any:
     """Return the growth policy that the options name, or None for no speculation."""
     from specinfer.adapt import MAX_NODES, Auto
     from specinfer.decoder import DEFAULT_TREE
@@ -119,7 +129,7 @@ def build_policy(tree: str, nodes: int | None, depth: int, widths: str) -> Any:
             raise InputError(f"--{name} {value} drafts nothing: give at least 1, or --tree none")
     levels = numbers(widths)
     makers = {
-        "auto": lambda: Auto(nodes or MAX_NODES, depth),
+        "auto": lambda: Auto(nodes or MAX_NODES, depth, profile),
         "best-first": lambda: BestFirst(nodes or DEFAULT_TREE.max_nodes, depth, DEFAULT_TREE.min_probability),
         "widths": lambda: Widths(levels),
         "chain": lambda: Chain(depth),
