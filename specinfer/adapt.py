@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from functools import partial
-from itertools import accumulate, zip_longest
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,9 +29,10 @@ from specinfer import profiles
 from specinfer.attention import rung
 from specinfer.errors import InputError, PolicyError
 from specinfer.files import write_json
-from specinfer.learnt import FAR, MEMORY, Average, Coalition, Habits, Hinge, Lock, subsets
+from specinfer.habits import Floats, Habits
+from specinfer.learnt import FAR, MEMORY, Average, Coalition, Hinge, Lock, subsets
 from specinfer.results import reach
-from specinfer.tree import BestFirst, Frontier, Growth, Kind, Source, TokenTree, grow_best_first
+from specinfer.tree import BestFirst, Forest, Frontier, Growth, Kind, Nodes, Source, TokenTree, grow_best_first
 
 MAX_NODES, MAX_DEPTH = 23, 8  # with the root, 24 tokens: a `rung`
 SIZES = (4, 4, 0, 0, 15, 15, 9, 9)  # nodes of the first steps, by which costs become known; of two, one is timed
@@ -145,7 +145,7 @@ class Auto:
         self.warm = 0  # those asked in the step before: the others have to read what they missed first
         self.levels: defaultdict[int, int] = defaultdict(int)  # asked for in this step, by draft
         self.usual_levels: defaultdict[int, Average] = defaultdict(Average)  # ... in steps that asked it
-        self.grown: Sequence[TokenTree] = ()  # this step's, before `fit`
+        self.grown: Forest | None = None  # this step's trees, before `fit`
         self.explores = self._exploring  # whether its size is one of `SIZES`
 
     def to_json(self) -> dict[str, Any]:
@@ -179,44 +179,48 @@ class Auto:
         least = min(max(half, LEAST[0]), LEAST[1])
         return grow_best_first(source, self.max_nodes, depth, least, _Levels(self, source))
 
-    def fit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+    def fit(self, trees: Sequence[TokenTree]) -> Forest:
         """Return each tree's nodes that are worth their part of the target's pass; as many in all rows, or none."""
+        forest = Forest.of(trees)
         with self.lock:
-            self.grown, self.explores = trees, self._exploring
-            paths = [self.habits.calibration.path(tree) for tree in trees]
-            size = self._size(paths)
-        return [tree.best(size, np.array(path)) for tree, path in zip(trees, paths, strict=True)]
+            self.grown, self.explores = forest, self._exploring
+            reached = self.habits.calibration.path(forest.nodes)
+            size = self._size(forest.nodes, reached)
+        return forest.best(size, reached)
 
-    def wanted_nodes(self, draft: int, depth: int, accepted: Sequence[Sequence[float]]) -> int:
+    def wanted_nodes(self, draft: int, depth: int, accepted: Floats) -> int:
         """Return about how many nodes of each row a draft is asked: none unless they gain more than the level costs.
 
         Args:
             draft, depth: which, and of which nodes.
-            accepted: per row, the probabilities that the target accepts those nodes, in the draft's order.
+            accepted: (B, W) the probabilities that the target accepts those nodes, in the draft's order.
         """
         rows, ranks = len(accepted), self.habits.ranks[draft]
         levels, price = self.asking[draft], self._price(rows)
         cost = levels.level * levels.slope * price if levels.count and price else LEVEL_PRICE * rows
         node = self._node_price(price)
-        gains = [[ranks.surplus(depth, chance, node) for chance in row] for row in accepted]
-        if sum(map(sum, gains)) <= cost:
+        gains = ranks.surplus(depth, accepted, node)
+        if gains.sum() <= cost:
             return 0
-        wanted = [place + 1 for row in gains for place, gain in enumerate(row) if gain * rows > NODE_SHARE * cost]
-        return rung(max(wanted, default=1))
+        wanted = (gains * rows > NODE_SHARE * cost).any(0).nonzero()[0]
+        return rung(int(wanted[-1]) + 1 if len(wanted) else 1)
 
-    def _size(self, paths: Sequence[Sequence[float]]) -> int:
-        """Return how many nodes the target scores in each row, from each row's probabilities of acceptance."""
-        rows, most = len(paths), min(self.max_nodes, max(map(len, paths)) - 1)
+    def _size(self, nodes: Nodes, reached: Floats) -> int:
+        """Return how many nodes the target scores in each row, from their probabilities of acceptance, (N,)."""
+        rows, widest = len(nodes.sizes), int(nodes.sizes.max())
+        most = min(self.max_nodes, widest - 1)
         if self._exploring and (most or not SIZES[self.counts.explored]):
             self.counts.explored += 1
             return min(SIZES[self.counts.explored - 1], most)
         price = self._price(rows)
         if price is None:
             return min(SIZES[0], most)
-        best = [sorted(path[1:], reverse=True) for path in paths]  # each row's, the likeliest first
-        gains = [0.0, *accumulate(map(sum, zip_longest(*best, fillvalue=0.0)))]  # of so many nodes in every row
-        sizes = [nodes for nodes in range(most + 1) if rung(nodes + 1) == nodes + 1 or nodes == self.max_nodes]
-        size = max(sizes, key=lambda nodes: gains[nodes] - price * self._seconds(rows, nodes))
+        table = np.zeros((rows, widest))
+        table[nodes.rows, nodes.places] = reached
+        best = -np.sort(-table[:, 1:])  # each row's, the likeliest first
+        gains = [0.0, *best.sum(0).cumsum().tolist()]  # of so many nodes in every row
+        sizes = [count for count in range(most + 1) if rung(count + 1) == count + 1 or count == self.max_nodes]
+        size = max(sizes, key=lambda count: gains[count] - price * self._seconds(rows, count))
         return size or (min(PROBE[1], most) if self.paces[rows].since_tree >= PROBE[0] and not self.frozen else 0)
 
     def _choose(self, asked: int, rows: int) -> int:
@@ -310,11 +314,12 @@ class Auto:
             plain, drafts = self._seconds(rows, 0), [self.asking[draft].at(own) for draft, own in self.levels.items()]
             spent = (self._seconds(rows, nodes) + sum(drafts)) / plain if plain else 1.0
             self.paces[rows].add(sum(map(len, tokens)), spent, nodes > 0)
+            assert self.grown is not None, "a step is fitted before it is observed"
             self.habits.observe(self.grown, tokens)
             if not self.explores:
                 self._credit(trees, paths, asked)
             self.levels.clear()
-            self.grown = ()
+            self.grown = None
             self.warm = asked
             self.asked = self._choose(asked, rows)
 
@@ -342,11 +347,12 @@ class Auto:
         for draft, levels in self.levels.items():
             if levels:
                 self.usual_levels[draft].add(levels)
-        rows = [(tree.proposers, path) for tree, path in zip(trees, paths, strict=True)]
+        proposers = [tree.nodes.proposers for tree in trees]
+        reached = [own[list(path)].tolist() for own, path in zip(proposers, paths, strict=True)]
         for drafts in subsets(asked):
-            tokens = [reach((proposers[node] for node in path), drafts) for proposers, path in rows]
-            nodes = max(sum(1 for mask in proposers if mask & drafts) for proposers, _ in rows)
-            self.coalitions[asked, drafts].add(sum(tokens) / len(rows), nodes)
+            tokens = sum(reach(path, drafts) for path in reached)
+            nodes = max(int(np.count_nonzero(own & drafts)) for own in proposers)
+            self.coalitions[asked, drafts].add(tokens / len(trees), nodes)
 
     def reasons(self, names: Sequence[str], rows: int) -> str:
         """Return what choices rest on, in words; names are the drafts'."""
@@ -371,31 +377,26 @@ class _Levels:
 
     def __init__(self, auto: Auto, source: Source) -> None:
         self.auto, self.draft = auto, source.draft
-        self.known = [[(0.0, 1.0)] for _ in range(source.batch)]  # score and chance of every node asked about, by row
+        # (B, K) of every node asked about, the root first
+        self.scores, self.chances = np.zeros((source.batch, 1)), np.ones((source.batch, 1))
 
     def __call__(self, frontier: Frontier, scores: Tensor) -> int:
         auto, width = self.auto, frontier.tokens.shape[1]
         if frontier.tokens.device.type == "cpu":
             with auto.lock:
-                level = self._level(frontier, scores)
-                chances = [[chance for _, chance in row] for row in level]
+                chances = self._chances(frontier, own := scores.double().numpy())
                 width = auto.wanted_nodes(self.draft, frontier.depth, chances)
-            for known, row in zip(self.known, level, strict=True):
-                known += row[:width]
+            self.scores = np.concatenate((self.scores, own[:, :width]), 1)
+            self.chances = np.concatenate((self.chances, chances[:, :width]), 1)
         else:
             average = auto.habits.ranks[self.draft].expected(frontier.depth)
-            width *= auto.wanted_nodes(self.draft, frontier.depth, [[average]] * len(self.known))
+            width *= auto.wanted_nodes(self.draft, frontier.depth, np.full((len(self.scores), 1), average))
         auto.levels[self.draft] += width > 0
         return width
 
-    def _level(self, frontier: Frontier, scores: Tensor) -> list[list[tuple[float, float]]]:
-        """Return every node's score and the probability that it is accepted, by row; padding has none."""
-        calibration = self.auto.habits.calibration
-        rows = zip(self.known, scores.tolist(), frontier.parents.tolist(), frontier.valid.tolist(), strict=True)
-        return [
-            [
-                (score, real and known[p][1] * calibration.edge(self.draft, frontier.depth, score - known[p][0]))
-                for score, p, real in zip(*row, strict=True)
-            ]
-            for known, *row in rows
-        ]
+    def _chances(self, frontier: Frontier, scores: Floats) -> Floats:
+        """Return the probability that each node is accepted, (B, W); 0 of padding."""
+        parents, valid = frontier.parents.numpy(), frontier.valid.numpy()
+        above, chances = (np.take_along_axis(known, parents, 1) for known in (self.scores, self.chances))
+        edges = np.where(valid, scores, 0.0) - np.where(valid, above, 0.0)
+        return np.where(valid, chances * self.auto.habits.calibration.edge(self.draft, frontier.depth, edges), 0.0)

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specinfer.learnt import MEMORY
-from specinfer.tree import Forest
-from specinfer.tree.nodes import Nodes
+from specinfer.tree import Forest, Nodes
 
 Floats = NDArray[np.float64]
 DEPTHS = 3  # told apart: 1, 2, 3 and deeper
@@ -56,15 +55,15 @@ class Calibration:
     CENTRES = 1 / (1 + np.exp(-np.arange(-6.0, 7.0)))  # of the bins, as probabilities
 
     def __init__(self) -> None:
-        # by proposers, a bit mask, depth and bin: how many were expected to be accepted, and how many were
+        self.masks = np.zeros(1, np.int64)  # (M,) ascending: proposers seen, as bit masks
+        # (M, depths, bins) how many were expected to be accepted, and how many were
         self.expected, self.accepted = np.zeros((2, 1, DEPTHS, len(self.CENTRES)))
 
     def observe(self, nodes: Nodes, outcome: Outcome) -> None:
         """Take into account which drafted tokens the target's own would have accepted."""
-        self._know(nodes.proposers)
         judged = outcome.judged
         edges = nodes.scores[judged] - nodes.scores[nodes.parents[judged]]
-        place = nodes.proposers[judged], np.minimum(nodes.depths[judged], DEPTHS) - 1, _bins(edges)
+        place = self.places(nodes.proposers)[judged], np.minimum(nodes.depths[judged], DEPTHS) - 1, _bins(edges)
         np.add.at(self.expected, place, np.exp(edges))
         np.add.at(self.accepted, place, outcome.right[judged])
 
@@ -75,9 +74,8 @@ class Calibration:
 
     def path(self, nodes: Nodes) -> Floats:
         """Return for each node of merged trees the probability that its path is accepted, (N,); 1 at the roots."""
-        self._know(nodes.proposers)
         edges = nodes.scores - nodes.scores[np.maximum(nodes.parents, 0)]
-        place = nodes.proposers, np.clip(nodes.depths, 1, DEPTHS) - 1, _bins(edges)
+        place = self.places(nodes.proposers), np.clip(nodes.depths, 1, DEPTHS) - 1, _bins(edges)
         reached = self._corrected(edges, self.expected[place], self.accepted[place])
         reached[nodes.depths == 0] = 1.0
         for depth in range(2, nodes.depths.max() + 1):
@@ -93,15 +91,20 @@ class Calibration:
             depth: of the tokens, 1 or more.
             log_probs: the draft's, of any shape.
         """
-        bins, mine = _bins(log_probs), np.arange(len(self.expected)) >> draft & 1 > 0
+        bins, mine = _bins(log_probs), self.masks >> draft & 1 > 0
         expected, accepted = (own[mine, min(depth, DEPTHS) - 1].sum(0) for own in (self.expected, self.accepted))
         return self._corrected(log_probs, expected[bins], accepted[bins])
 
-    def _know(self, masks: NDArray[np.int64]) -> None:
-        """Make room for what these proposers did."""
-        if missing := max(0, int(masks.max()) + 1 - len(self.expected)):
-            more = [(0, missing), (0, 0), (0, 0)]
-            self.expected, self.accepted = np.pad(self.expected, more), np.pad(self.accepted, more)
+    def places(self, masks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where proposers are counted; there is room for new ones afterwards."""
+        found = np.searchsorted(self.masks, masks)
+        if (self.masks[np.minimum(found, len(self.masks) - 1)] == masks).all():
+            return found
+        every = np.union1d(self.masks, masks)
+        counts = np.zeros((2, len(every), *self.expected.shape[1:]))
+        counts[:, np.searchsorted(every, self.masks)] = self.expected, self.accepted
+        self.masks, (self.expected, self.accepted) = every, counts
+        return np.searchsorted(every, masks)
 
     def _corrected(self, log_probs: Floats, expected: Floats, accepted: Floats) -> Floats:
         """Return a draft's probabilities as what was expected of their like, and accepted, makes them."""
@@ -129,7 +132,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self.rates = np.tile(0.25 * 0.5 ** np.arange(self.WIDTH), (DEPTHS, 1))  # of the root, 1, 2 and deeper
-        self.counts = [float(self.PRIOR)] * DEPTHS
+        self.counts = [self.PRIOR] * DEPTHS
 
     def observe(self, depth: int, families: int, hits: Floats) -> None:
         """Take families into account whose parents, all of one depth, were accepted.

@@ -1,18 +1,11 @@
-"""What adaptive trees learn from steps: averages that forget, costs by size, chances of acceptance.
+"""What adaptive trees learn about steps: averages that forget, costs by size, what some drafts would have done alone.
 
-Knows: figures, trees, the tokens that rows emitted.  Does not know: what is chosen by it (`adapt`), clocks, models.
-
-Everything here is a few dozen numbers, told and asked several times a step: plain Python is quicker than arrays.
+Knows: figures.  Does not know: trees, what drafts are worth (`habits`), what is chosen by it (`adapt`), clocks, models.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import reduce
-from math import exp, expm1, inf, log, prod
-from operator import or_
+from math import inf
 from threading import RLock
-
-from specinfer.tree import TokenTree
 
 MEMORY = 24  # steps that averages look back on, about
 BUSY = 12  # steps over which it is seen how often trees were worth their costs
@@ -104,142 +97,6 @@ class Hinge:
         return ss - s * s / total - slope * (2 * together - slope * spread), slope, (s - slope * n) / total
 
 
-class Calibration:
-    """Observed acceptance of drafted tokens whose parent was accepted, by who proposed them, depth and probability.
-
-    Within a bin of the logit, a probability is multiplied by accepted / expected, both counted with forgetting, and
-    with `PRIOR` tokens accepted as often as expected.
-    """
-
-    PRIOR = 4.0
-    FORGET = 0.995  # a step
-    DEPTHS = 3  # 1, 2, 3 and deeper
-    CENTRES = tuple(1 / (1 + exp(-logit)) for logit in range(-6, 7))  # of the bins, as probabilities
-
-    def __init__(self) -> None:
-        # by proposers, a bit mask, depth and bin: how many were expected to be accepted, and were, in units
-        self.counts: dict[tuple[int, int, int], tuple[float, float]] = {}
-        self.unit = 1.0  # what one of now counts; it grows, so what is older counts for less
-        self.masks: set[int] = set()  # of proposers seen
-
-    def observe(self, tree: TokenTree, tokens: Sequence[int]) -> None:
-        """Take into account which drafted tokens the target's own would have accepted.
-
-        Args:
-            tree: all that was drafted, whether the target scored it or not.
-            tokens: what the row emitted; every child along them was right or wrong.
-        """
-        proposers, scores = tree.proposers, tree.scores.tolist()
-        self.masks.update(proposers)
-        node = 0  # the children's parent
-        for depth, family, right in walked(tree, tokens):
-            for child in family:
-                edge = scores[child] - scores[node]
-                place = proposers[child], min(depth + 1, self.DEPTHS), _bin(edge)
-                expected, accepted = self.counts.get(place, (0.0, 0.0))
-                self.counts[place] = expected + self.unit * exp(edge), accepted + self.unit * (child == right)
-            node = right or 0
-
-    def forget(self) -> None:
-        """Let everything observed so far weigh a little less."""
-        self.unit /= self.FORGET
-        if self.unit > 1e100:
-            self.counts = {place: (e / self.unit, a / self.unit) for place, (e, a) in self.counts.items()}
-            self.unit = 1.0
-
-    def path(self, tree: TokenTree) -> list[float]:
-        """Return for each node of a merged tree the probability that its path is accepted; 1 at the root."""
-        scores, columns = tree.scores.tolist(), zip(tree.parents.tolist(), tree.depths.tolist(), strict=True)
-        reached = [1.0]
-        for node, ((parent, depth), mask) in enumerate(zip(columns, tree.proposers, strict=True)):
-            if node:
-                edge = scores[node] - scores[parent]
-                counts = self.counts.get((mask, min(depth, self.DEPTHS), _bin(edge)), (0.0, 0.0))
-                reached.append(reached[parent] * self._corrected(edge, counts))
-        return reached
-
-    def edge(self, draft: int, depth: int, log_prob: float) -> float:
-        """Return the probability that a token of one draft is accepted, whether others propose it or not.
-
-        Args:
-            draft: its id.
-            depth: of the token, 1 or more.
-            log_prob: the draft's.
-        """
-        place = min(depth, self.DEPTHS), _bin(log_prob)
-        found = [self.counts.get((mask, *place), (0.0, 0.0)) for mask in self.masks if mask >> draft & 1]
-        return self._corrected(log_prob, (sum(e for e, _ in found), sum(a for _, a in found)))
-
-    def _corrected(self, log_prob: float, counts: tuple[float, float]) -> float:
-        """Return a draft's probability as what was expected of its like, and accepted, makes it."""
-        prior = self.PRIOR * self.CENTRES[_bin(log_prob)] * self.unit
-        return min(1.0, exp(log_prob) * (counts[1] + prior) / (counts[0] + prior))
-
-
-def _bin(log_prob: float) -> int:
-    """Return the place of a probability among `Calibration.CENTRES`."""
-    log_prob = min(max(-50.0, log_prob), -1e-9)  # of NaN -50: it is refused where trees are made
-    return min(max(round(log_prob - log(-expm1(log_prob))), -6), 6) + 6
-
-
-class Ranks:
-    """How often the k-th child of an accepted node was accepted, by the node's depth; averages that forget.
-
-    A depth that was hardly seen is taken to be like the one above.
-    """
-
-    WIDTH = 8  # ranks told apart
-    DEPTHS = 3  # the root, 1, 2 and deeper
-    MEMORY = 4 * MEMORY
-    PRIOR = 4  # families that the rates to begin with count as
-    SEEN = 12  # families, those included, from which on a depth speaks for itself
-
-    def __init__(self) -> None:
-        self.rates = [[0.25 * 0.5**rank for rank in range(self.WIDTH)] for _ in range(self.DEPTHS)]
-        self.counts = [self.PRIOR] * self.DEPTHS
-
-    def observe(self, depth: int, rank: int | None) -> None:
-        """Take a family into account whose parent, of that depth, was accepted: which child was, None for none."""
-        place = min(depth, self.DEPTHS - 1)
-        self.counts[place] = min(self.counts[place] + 1, self.MEMORY)
-        share, rates = 1 / self.counts[place], self.rates[place]
-        rates[:] = [rate + share * ((turn == rank) - rate) for turn, rate in enumerate(rates)]
-        for below in self.rates[place + 1 :]:  # what is not asked about any more: little by little
-            below[:] = [low + (rate - low) / (4 * self.MEMORY) for low, rate in zip(below, rates, strict=True)]
-
-    def at(self, depth: int) -> list[float]:
-        """Return how often the children of an accepted node of a depth are accepted, by rank."""
-        place = min(depth, self.DEPTHS - 1)
-        while place and self.counts[place] < self.SEEN:
-            place -= 1
-        return self.rates[place]
-
-    def expected(self, depth: int) -> float:
-        """Return how many nodes of a depth are accepted on average."""
-        return prod(min(1.0, sum(self.at(above))) for above in range(depth))
-
-    def surplus(self, depth: int, accepted: float, price: float) -> float:
-        """Return the tokens that the children of a node are expected to gain beyond what they cost.
-
-        Args:
-            depth: of the node.
-            accepted: its probability of acceptance.
-            price: tokens that a child must gain to pay for itself.
-        """
-        return sum(accepted * rate - price for rate in self.at(depth) if accepted * rate > price)
-
-
-def walked(tree: TokenTree, tokens: Sequence[int]) -> Iterator[tuple[int, list[int], int | None]]:
-    """Follow emitted tokens through a tree: yield depth and children of each node, and which child was right."""
-    node: int | None = 0
-    for depth, token in enumerate(tokens):
-        if node is None:
-            return
-        right = tree.child(node, token)
-        yield depth, tree.children(node), right
-        node = right
-
-
 def subsets(drafts: int) -> Iterator[int]:
     """Yield every subset of a set of drafts, itself first and none last; all are bit masks."""
     some = drafts
@@ -262,24 +119,3 @@ class Coalition:
         if nodes:
             self.tokens.add(tokens)
             self.nodes.add(nodes)
-
-
-class Habits:
-    """What was learnt about drafts under one way of choosing tokens: greedy, or coupled to the noise."""
-
-    def __init__(self) -> None:
-        self.calibration = Calibration()
-        self.ranks: defaultdict[int, Ranks] = defaultdict(Ranks)  # by draft
-
-    def observe(self, trees: Sequence[TokenTree], tokens: Sequence[Sequence[int]]) -> None:
-        """Compare what was drafted with what each row emitted."""
-        self.calibration.forget()
-        for tree, emitted in zip(trees, tokens, strict=True):
-            self.calibration.observe(tree, emitted)
-            proposers = tree.proposers
-            for depth, children, right in walked(tree, emitted):
-                tried = reduce(or_, (proposers[child] for child in children), 0)
-                chosen = dict(tree.draws[right]) if right else {}  # rank by draft
-                for draft in range(tried.bit_length()):
-                    if tried >> draft & 1:
-                        self.ranks[draft].observe(depth, chosen.get(draft))

@@ -9,13 +9,17 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from specinfer.errors import InputError
-from specinfer.learnt import Calibration, Habits, Hinge, Ranks
+from specinfer.habits import DEPTHS, Calibration, Habits, Ranks
+from specinfer.learnt import Hinge
 
 if TYPE_CHECKING:
     from specinfer.adapt import Auto
 
 KIND, VERSION = "what adaptive trees learnt", 1
+MOST_DRAFTS = 62  # bits of a mask
 MOST = 1e9  # no count and no number of seconds is larger
 
 
@@ -67,7 +71,7 @@ def restore(auto: "Auto", profile: dict[str, Any]) -> int:
         version = profile.get("version")
         if profile.get("kind") != KIND or version != VERSION or isinstance(version, bool):
             raise Damaged(f"it does not say that it is {KIND!r}, version {VERSION}")
-        drafts = int(_number(profile.get("drafts"), "drafts", 64, whole=True))
+        drafts = int(_number(profile.get("drafts"), "drafts", MOST_DRAFTS, whole=True))
         auto.line = _hinge(profile.get("trees"), "trees", auto.line)
         for rows, plain, tokens, spent in _rows(profile.get("plain"), "plain", 4):
             pace = auto.paces[int(_number(rows, "plain", MOST, whole=True))]
@@ -100,26 +104,30 @@ def _hinge(value: Any, name: str, line: Hinge) -> Hinge:
 
 
 def _habits(habits: Habits) -> list[Any]:
-    calibration = habits.calibration
-    counts = calibration.counts.items()
-    accepted = [[*place, e / calibration.unit, a / calibration.unit] for place, (e, a) in counts]
-    return [accepted, [[draft, own.counts, own.rates] for draft, own in habits.ranks.items()]]
+    own = habits.calibration
+    places = np.argwhere(own.expected).tolist()
+    accepted = [
+        [int(own.masks[m]), depth, place, float(own.expected[m, depth, place]), float(own.accepted[m, depth, place])]
+        for m, depth, place in places
+    ]
+    return [accepted, [[draft, ranks.counts, ranks.rates.tolist()] for draft, ranks in habits.ranks.items()]]
 
 
 def _restored(accepted: Any, ranks: Any, drafts: int) -> Habits:
     habits = Habits()
-    bounds = ((1 << drafts) - 1, Calibration.DEPTHS, len(Calibration.CENTRES) - 1)
+    bounds = ((1 << drafts) - 1, DEPTHS - 1, len(Calibration.CENTRES) - 1)
+    own = habits.calibration
     for *place, expected, right in _rows(accepted, "accepted", 5):
         where = [int(_number(n, "accepted", most, whole=True)) for n, most in zip(place, bounds, strict=True)]
         figures = _number(expected, "accepted", MOST), _number(right, "accepted", MOST)
-        habits.calibration.counts[where[0], where[1], where[2]] = figures
-        habits.calibration.masks.add(where[0])
+        mask = int(own.places(np.array(where[:1]))[0])
+        own.expected[mask, where[1], where[2]], own.accepted[mask, where[1], where[2]] = figures
     for draft, counts, rates in _rows(ranks, "ranks", 3):
-        own = habits.ranks[int(_number(draft, "ranks", max(drafts - 1, 0), whole=True))]
-        own.counts = [int(_number(n, "ranks", MOST, least=1, whole=True)) for n in _list(counts, "ranks")]
-        own.rates = [[_number(n, "ranks", 1.0) for n in row] for row in _rows(rates, "ranks", Ranks.WIDTH)]
-        if not len(own.counts) == len(own.rates) == Ranks.DEPTHS:
-            raise Damaged(f"'ranks' needs {Ranks.DEPTHS} depths")
+        rank = habits.ranks[int(_number(draft, "ranks", max(drafts - 1, 0), whole=True))]
+        rank.counts = [int(_number(n, "ranks", MOST, least=1, whole=True)) for n in _list(counts, "ranks")]
+        rank.rates = np.array([[_number(n, "ranks", 1.0) for n in row] for row in _rows(rates, "ranks", Ranks.WIDTH)])
+        if not len(rank.counts) == len(rank.rates) == DEPTHS:
+            raise Damaged(f"'ranks' needs {DEPTHS} depths")
     return habits
 
 

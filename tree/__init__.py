@@ -16,7 +16,7 @@ from .grow import (
     top_candidates,
 )
 from .merge import merge
-from .nodes import ancestors
+from .nodes import Nodes, ancestors
 from .render import render
 from .tidy import tidy
 from .token_tree import Draw, Kind, TokenTree
@@ -30,6 +30,7 @@ __all__ = [
     "Frontier",
     "Growth",
     "Kind",
+    "Nodes",
     "Policy",
     "Sampled",
     "Source",

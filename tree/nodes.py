@@ -112,7 +112,7 @@ class Nodes:
         nodes, drafts, orders = (column[first:last] for column in self.draws)
         laws = {(p - start, draft): law for (p, draft), law in self.laws.items() if start <= p < end}
         own = slice(start, end)
-        return Nodes(
+        alone = Nodes(
             np.array([0, end - start]),
             self.tokens[own],
             np.maximum(self.parents[own] - start, -1),
@@ -121,6 +121,8 @@ class Nodes:
             Draws(nodes - start, drafts, orders),
             laws,
         )
+        alone.proposers = self.proposers[own]
+        return alone
 
     @cached_property
     def _cuts(self) -> list[int]:
