@@ -351,7 +351,7 @@ GENERATE = {
     ("command", "options"),
     [
         ("generate", GENERATE),
-        ("tree", GENERATE - {"--show-tree", "--confidence-gate"}),
+        ("tree", GENERATE - {"--show-tree", "--confidence-gate", "--profile"}),
         ("check-model", {"--dtype", "--device", "--json"}),
         ("certify", {"--json"}),
     ],
