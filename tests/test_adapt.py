@@ -12,8 +12,9 @@ from strategies import PROPERTY, token_trees
 from specinfer import Auto
 from specinfer.adapt import AGAIN, SIZES, WAITS, _Levels
 from specinfer.errors import PolicyError
-from specinfer.learnt import Average, Calibration, Hinge
-from specinfer.tree import DenseSource, Draw, Frontier, Kind, TokenTree, merge
+from specinfer.habits import Calibration, Outcome
+from specinfer.learnt import Average, Hinge
+from specinfer.tree import DenseSource, Draw, Forest, Frontier, Kind, TokenTree, merge
 
 P = np.array([0.6, 0.2, 0.1, 0.05, 0.05])  # the target's law everywhere
 VOCAB = 10  # the second half is never right
@@ -196,7 +197,7 @@ def test_reading_what_was_missed_is_no_part_of_a_drafts_cost():
     policy.start(1, coupled=False)
     for step in range(12):
         policy.asked, policy.levels[0] = 1, 1
-        tree = TokenTree.from_nodes(0, [1], [-1], [-0.1], [[Draw(0, 0)]])
+        tree = TokenTree.from_nodes(0, [1], [0], [-0.1], [[Draw(0, 0)]])
         policy.grown = [tree]
         policy.observe([tree], [(1,)], [(1, 2)], [9.0 if step == 0 else 1.0], 10.0)
     assert policy.asking[0].at(1) == pytest.approx(1.0, rel=0.01)
@@ -251,6 +252,11 @@ def test_an_observer_of_nothing_is_calm():
 # ---- which nodes ----
 
 
+def learn(calibration, tree, tokens):
+    """Let a calibration see what became of a tree."""
+    calibration.observe(tree.nodes, Outcome(tree.nodes, [tokens]))
+
+
 def family(parents, scores, tokens=None, draft=0):
     tokens = tokens or list(range(len(parents)))
     return TokenTree.from_nodes(9, tokens, parents, scores, [[Draw(draft, 0)] for _ in parents])
@@ -279,7 +285,7 @@ def test_fit_maximises_tokens_less_the_price_of_seconds(base, node):
     policy.paces[2].plain.add(0, 0.05)
     for nodes in (2, 5, 9, 14):
         policy.line.add(2 * (nodes + 1), base + node * 2 * (nodes + 1))
-    trees = [family([-1, -1, 0, 0, 1], np.log(chance.uniform(0.1, 0.9, 5)) - [0, 0, 3, 3, 3]) for _ in range(2)]
+    trees = [family([0, 0, 1, 1, 2], np.log(chance.uniform(0.1, 0.9, 5)) - [0, 0, 3, 3, 3]) for _ in range(2)]
     price = 2 / 0.05
     gains = np.sort(np.exp([tree.scores[1:] for tree in trees]), 1)[:, ::-1].sum(0)
     values = [gains[:n].sum() - price * (policy.line.at(2 * (n + 1)) if n else 0.05) for n in range(6)]
@@ -289,10 +295,10 @@ def test_fit_maximises_tokens_less_the_price_of_seconds(base, node):
 def test_nodes_that_several_drafts_propose_are_trusted_by_experience():
     """Two drafts of the same claims: what both say turns out right, what one says wrong."""
     calibration = Calibration()
-    both = merge([family([-1], [-1.0], [1], draft=0), family([-1, -1], [-1.0, -1.0], [1, 2], draft=1)])
+    both = merge([family([0], [-1.0], [1], draft=0), family([0, 0], [-1.0, -1.0], [1, 2], draft=1)])
     for _ in range(50):
-        calibration.observe(both, [1])
-    accepted = dict(zip(both.tokens.tolist(), calibration.path(both), strict=True))
+        learn(calibration, both, [1])
+    accepted = dict(zip(both.tokens.tolist(), calibration.path(both.nodes), strict=True))
     assert accepted[1] > 0.9
     assert accepted[2] < 0.1
     assert calibration.edge(1, 1, -1.0) == pytest.approx(0.5, abs=0.05)  # of draft 1, whoever agrees
@@ -307,9 +313,9 @@ def test_calibration_recovers_a_known_map(truth, depth):
     """Tokens of probability q that are accepted with probability truth(q)."""
     chance, calibration = np.random.default_rng(1), Calibration()
     for q in chance.uniform(0.05, 0.98, 3000):
-        chain = family(list(range(-1, depth - 1)), [-0.0] * (depth - 1) + [np.log(q)])
+        chain = family(list(range(depth)), [-0.0] * (depth - 1) + [np.log(q)])
         right = chance.random() < truth(q)
-        calibration.observe(chain, [*range(depth - 1), depth - 1 if right else 8])
+        learn(calibration, chain, [*range(depth - 1), depth - 1 if right else 8])
     q = np.linspace(0.1, 0.95, 12)
     assert [calibration.edge(0, depth, np.log(each)) for each in q] == pytest.approx(truth(q), abs=0.1)
 
@@ -317,14 +323,14 @@ def test_calibration_recovers_a_known_map(truth, depth):
 def test_without_experience_a_probability_is_taken_at_its_word():
     q = np.array([1e-6, 0.01, 0.3, 0.99, 1.0])
     assert [Calibration().edge(0, 1, np.log(each)) for each in q] == pytest.approx(q)
-    tree = family([-1, 0, 1], np.log([0.5, 0.25, 0.2]))
-    assert Calibration().path(tree) == pytest.approx([1, 0.5, 0.25, 0.2])
+    tree = family([0, 1, 2], np.log([0.5, 0.25, 0.2]))
+    assert Calibration().path(tree.nodes) == pytest.approx([1, 0.5, 0.25, 0.2])
 
 
 def test_what_was_observed_is_forgotten_and_figures_stay_finite():
-    calibration, tree = Calibration(), family([-1], np.log([0.5]))
+    calibration, tree = Calibration(), family([0], np.log([0.5]))
     for _ in range(50):
-        calibration.observe(tree, [8])
+        learn(calibration, tree, [8])
     assert calibration.edge(0, 1, np.log(0.5)) < 0.1
     for _ in range(138):  # half is left of a half-life
         calibration.forget()
@@ -338,19 +344,19 @@ def test_what_was_observed_is_forgotten_and_figures_stay_finite():
 def test_nodes_that_were_not_scored_teach_too():
     """The token that the target chose is known, whether its node was in the pass or not."""
     calibration = Calibration()
-    tree = family([-1, -1], np.log([0.5, 0.3]))
+    tree = family([0, 0], np.log([0.5, 0.3]))
     for _ in range(30):
-        calibration.observe(tree, [1])  # as after a plain step
-    assert calibration.path(tree)[1] < 0.1
-    assert calibration.path(tree)[2] > 0.8
+        learn(calibration, tree, [1])  # as after a plain step
+    assert calibration.path(tree.nodes)[1] < 0.1
+    assert calibration.path(tree.nodes)[2] > 0.8
 
 
 def test_greedy_and_coupled_texts_are_learnt_apart():
     world = World([GOOD], flat(0.1), 0.001).run(50)
     world.policy.start(1, coupled=True)
-    assert not world.policy.habits.calibration.counts
+    assert not world.policy.habits.calibration.expected.any()
     world.policy.start(1, coupled=False)
-    assert world.policy.habits.calibration.counts
+    assert world.policy.habits.calibration.expected.any()
 
 
 def test_lines_are_recovered_whatever_interrupts():
