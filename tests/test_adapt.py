@@ -198,7 +198,7 @@ def test_reading_what_was_missed_is_no_part_of_a_drafts_cost():
     for step in range(12):
         policy.asked, policy.levels[0] = 1, 1
         tree = TokenTree.from_nodes(0, [1], [0], [-0.1], [[Draw(0, 0)]])
-        policy.grown = [tree]
+        policy.grown = Forest.of([tree])
         policy.observe([tree], [(1,)], [(1, 2)], [9.0 if step == 0 else 1.0], 10.0)
     assert policy.asking[0].at(1) == pytest.approx(1.0, rel=0.01)
 
