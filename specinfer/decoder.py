@@ -28,7 +28,7 @@ from specinfer.run import Run, TextStream
 from specinfer.sampling import WARPERS, Law, Settings, Stopping, by_row, resolve
 from specinfer.scoring import score
 from specinfer.shipped import shipped_drafts
-from specinfer.tree import BestFirst, Chain, Kind, Policy
+from specinfer.tree import MOST_DRAFTS, BestFirst, Chain, Kind, Policy
 from specinfer.verify import Verifier, chosen_verifier
 
 WORDS = ("auto", "shipped", "ngram")  # drafts that are no models' names
@@ -330,6 +330,8 @@ class SpeculativeDecoder:
         shipped = shipped_drafts(self.target.model, self.tokenizer) if {"auto", "shipped"} & set(names) else []
         words: dict[str, list[Any]] = {"auto": [*shipped[:1], "ngram"], "shipped": list(shipped)}
         spelt = [own for draft in drafts for own in (words.get(draft, [draft]) if isinstance(draft, str) else [draft])]
+        if len(spelt) > MOST_DRAFTS:
+            raise InputError(f"{len(spelt)} drafts are too many: give {MOST_DRAFTS} at most")
         return [_as_draft(draft) for draft in spelt]
 
     def _own(self, draft: Draft) -> Draft:

@@ -14,12 +14,12 @@ import numpy as np
 from specinfer.errors import InputError
 from specinfer.habits import DEPTHS, Calibration, Habits, Ranks
 from specinfer.learnt import Hinge
+from specinfer.tree import MOST_DRAFTS
 
 if TYPE_CHECKING:
     from specinfer.adapt import Auto
 
 KIND, VERSION = "what adaptive trees learnt", 1
-MOST_DRAFTS = 62  # bits of a mask
 MOST = 1e9  # no count and no number of seconds is larger
 
 

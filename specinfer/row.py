@@ -7,6 +7,7 @@ Does not know: models, caches, drafts, the other rows.
 from collections.abc import Sequence
 from math import inf, isfinite
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from specinfer.errors import InputError, NumericalError
+from specinfer.inputs import plain
 from specinfer.noise import COIN, Coupling, key, uniform
+from specinfer.prompts import check_ids
 from specinfer.results import Step, drafted_by
 from specinfer.sampling import Law, Stopping, resolve
 from specinfer.tree import TokenTree
@@ -83,8 +86,9 @@ def look(rows: Sequence[Row], trees: Sequence[TokenTree], logits: Tensor) -> lis
     for row in rows:
         row.step += 1
     views = [RowView(*own) for own in zip(rows, trees, logits, strict=True)]
+    together = [ref(view) for view in views]
     for view in views:
-        view.together = views
+        view.together = together
     return views
 
 
@@ -95,7 +99,7 @@ class RowView:
     A GPU does all nodes of all rows when one is asked for: to wait for it once is what costs.
 
     Attributes:
-        together: the views of a step, this one among them.
+        together: the views of a step, this one among them; held weakly, so that logits go with the step.
     """
 
     def __init__(self, row: Row, tree: TokenTree, logits: Tensor) -> None:
@@ -103,7 +107,7 @@ class RowView:
         self.base = len(row.ids)  # position of the token that follows the root
         self.coins = key(row.seed, COIN, self.base)
         self.tosses = 0
-        self.together: list[RowView] = [self]
+        self.together: Sequence[ref[RowView]] = (ref(self),)
         self._chosen: dict[int, tuple[int, float]] = {}  # by node, the target's choice and its score
 
     def choice(self, node: int) -> int:
@@ -113,16 +117,21 @@ class RowView:
         whether there was any speculation (coupled sampling, arXiv 2408.07978).
         """
         if node not in self._chosen:
-            on_host = self.logits.device.type == "cpu"
-            _choose([(self, [node])] if on_host else [(view, range(len(view.tree))) for view in self.together])
+            if self.logits.device.type == "cpu":
+                _choose([(self, [node])])
+            else:
+                views = [view for own in self.together if (view := own())]
+                _choose([(view, range(len(view.tree))) for view in views])
         token, largest = self._chosen[node]
         self._check(largest, node)
         return token
 
     def noisy(self, nodes: Sequence[int]) -> Tensor:
         """Return scores + noise after some nodes, (n, V)."""
-        scores, noise = self._processed(nodes), [self.noise(node) for node in nodes]
-        return scores + torch.stack([own for own in noise if own is not None]) if self.row.sampling else scores
+        scores, noise = self._processed(nodes), [own for node in nodes if (own := self.noise(node)) is not None]
+        if not noise:
+            return scores
+        return scores + (torch.stack(noise) if len(noise) > 1 else noise[0])
 
     def noise(self, node: int) -> Tensor | None:
         """Return the Gumbel noise (V,) that is added to the scores after a node; None when greedy."""
@@ -217,19 +226,29 @@ def verify_tree(
         Verdict: accepted nodes, and the token after them.
 
     Raises:
-        InputError: logits of another shape, or fewer tokens than the tree has.
+        InputError: logits of another shape or vocabulary than the tree's; a prefix that is no ids, or no seed.
         PairingError: the rule would be biased on such trees.
         SamplingError: an option, by name.
         NumericalError: nothing can be chosen from the logits.
     """
-    if logits.ndim != 2 or len(logits) != len(tree) or logits.shape[1] <= int(tree.tokens.max()):
+    if (
+        not isinstance(logits, Tensor)
+        or logits.ndim != 2
+        or len(logits) != len(tree)
+        or logits.shape[1] <= int(tree.tokens.max())
+    ):
         raise InputError(
-            f"logits {tuple(logits.shape)} for a tree of {len(tree)} nodes with ids up to {int(tree.tokens.max())}: "
-            "give one row of the target's logits for each node"
+            f"logits {tuple(getattr(logits, 'shape', ()))} for a tree of {len(tree)} nodes with ids up to "
+            f"{int(tree.tokens.max())}: give a tensor with one row of the target's logits for each node"
         )
+    if any(len(law) != logits.shape[1] for law in tree.laws.values()):
+        raise InputError(f"the tree's laws are not of {logits.shape[1]} tokens, as the logits: pad or cut either")
+    if isinstance(seed, bool) or not isinstance(seed := plain(seed), int):
+        raise InputError(f"seed={seed!r:.60}: give one whole number")
     rule = chosen_verifier(verifier, tree.kind)
     settings = resolve(GenerationConfig(), vocab_size=logits.shape[1], **options)
-    ids = [*prefix, int(tree.tokens[0])]
+    ids = [*plain(prefix), int(tree.tokens[0])]
+    check_ids([ids], logits.shape[1])
     law, stopping = Law.of(settings, len(ids), logits.device), Stopping(settings, 1, logits.device)
     row = Row(0, ids, law, stopping, seed, settings.do_sample, draft_names=())
     with torch.inference_mode():

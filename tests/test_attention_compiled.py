@@ -201,11 +201,7 @@ def tied(model: Any) -> None:
     model.lm_head.weight = model.model.embed_tokens.weight
 
 
-def dropping(model: Any) -> None:
-    model.model.layers[0].mlp.train()
-
-
-@pytest.mark.parametrize("change", [hooked, patched, reset, parametrised, swapped, eager, doubled, tied, dropping])
+@pytest.mark.parametrize("change", [hooked, patched, reset, parametrised, swapped, eager, doubled, tied])
 def test_a_changed_model_runs_plain_and_says_why(change: Any) -> None:
     model = float_llama()
     made, _ = compiled(model)
@@ -216,7 +212,7 @@ def test_a_changed_model_runs_plain_and_says_why(change: Any) -> None:
     assert any("plain (" in note for note in after[0].stats.notes)
     found = [result.token_ids for result in after]
     assert found == ids(decoder(model, compile=False))
-    assert (found != before) == (change not in (eager, doubled, dropping))
+    assert (found != before) == (change not in (eager, doubled))
 
 
 def test_heads_tied_to_the_embedding_may_be_untied() -> None:
@@ -434,7 +430,7 @@ def test_what_does_not_export_runs_plain_and_says_why(tmp_path: Path, monkeypatc
     monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
     model = float_llama()
     layer = type("Branching", (type(model.model.layers[0].mlp),), {})
-    layer.forward = lambda self, x: x if x.sum() > 0 else -x
+    layer.forward = lambda self, x: x if (0 * x).sum() == 0 else -x
     model.model.layers[0].mlp.__class__ = layer
     made = decoder(model, compile=True)
     assert "cannot be compiled" in made.passes

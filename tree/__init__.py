@@ -1,6 +1,6 @@
 """Token trees: what one is, and how to grow, merge and draw it.  No models, no text."""
 
-from .forest import Forest
+from .forest import Forest, merge
 from .grow import (
     BestFirst,
     Chain,
@@ -15,13 +15,13 @@ from .grow import (
     grow_best_first,
     top_candidates,
 )
-from .merge import merge
 from .nodes import Nodes, ancestors
 from .render import render
 from .tidy import tidy
-from .token_tree import Draw, Kind, TokenTree
+from .token_tree import MOST_DRAFTS, Draw, Kind, TokenTree
 
 __all__ = [
+    "MOST_DRAFTS",
     "BestFirst",
     "Chain",
     "DenseSource",

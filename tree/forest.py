@@ -5,11 +5,13 @@ This module knows that rows belong together.  How arrays are worked on is `nodes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import overload
 
 import numpy as np
+
+from specinfer.errors import TreeError
 
 from .nodes import Listed, Nodes, joined, planted, side_by_side
 from .token_tree import Kind, TokenTree, check_ranked
@@ -35,6 +37,7 @@ class Forest(Sequence[TokenTree]):
         """Return trees, at least one and all of one kind, as a forest."""
         if isinstance(trees, Forest):
             return trees
+        _check_kinds(tree.kind for tree in trees)
         forest = cls(trees[0].kind, side_by_side([tree.nodes for tree in trees]))
         forest._trees = dict(enumerate(trees))
         return forest
@@ -50,8 +53,12 @@ class Forest(Sequence[TokenTree]):
 
         All draws are kept, all laws, and of scores the largest, for verification is exact only if each draw is tested
         against the law it came from.  (SpecInfer, arXiv 2305.09781, Definition 3.2, merges trees as sets of paths.)
+
+        Raises:
+            TreeError: rows, roots or kinds differ, or two forests hold draws of the same draft.
         """
         every = [cls.of(trees) for trees in forests]
+        _check_mergeable(every)
         grown = [forest for forest in every if forest.num_drafted] or every[:1]
         if len(grown) == 1:
             return grown[0]
@@ -71,7 +78,14 @@ class Forest(Sequence[TokenTree]):
     @property
     def roots(self) -> list[int]:
         """The root token of each tree."""
+        if self._listed is not None:
+            return self._listed.tokens[: len(self)].tolist()
         return self.nodes.tokens[self.nodes.starts[:-1]].tolist()
+
+    @property
+    def drafts(self) -> np.ndarray:
+        """The draft of every draw, (K,)."""
+        return (self._listed or self.nodes).draws.drafts
 
     @property
     def num_drafted(self) -> int:
@@ -129,3 +143,45 @@ class Forest(Sequence[TokenTree]):
 
     def __repr__(self) -> str:
         return f"Forest({list(self)!r})"
+
+
+def merge(trees: Sequence[TokenTree]) -> TokenTree:
+    """Return the union of trees by path: all draws, all laws, of scores the largest.
+
+    Associative and commutative: any grouping and any order give an equal tree.
+
+    Args:
+        trees: at least one; of one root token and one kind, each from drafts of its own.
+
+    Raises:
+        TreeError: roots or kinds differ, or two trees hold draws of the same draft.
+    """
+    if not trees:
+        raise TreeError("nothing to merge: give at least one tree")
+    return Forest.merged([[tree] for tree in trees])[0]
+
+
+def _check_mergeable(forests: Sequence[Forest]) -> None:
+    """Raise TreeError unless forests grow from the same roots, of one kind, by drafts of their own."""
+    if len(forests) == 1:
+        return
+    _check_kinds(forest.kind for forest in forests)
+    if len(rows := {len(forest) for forest in forests}) > 1:
+        raise TreeError(f"drafts proposed trees for {' and '.join(map(str, sorted(rows)))} rows: one tree a row, each")
+    for row, roots in enumerate(zip(*(forest.roots for forest in forests), strict=True)):
+        if len(set(roots)) > 1:
+            raise TreeError(
+                f"row {row}: the roots are different tokens, {sorted(set(roots))}; merge the trees of one row"
+            )
+    seen: set[int] = set()
+    for forest in forests:
+        drafts = set(np.unique(forest.drafts).tolist())
+        if shared := seen & drafts:
+            raise TreeError(f"draft {min(shared)} drew in two trees; grow each draft's tree with its own draft id")
+        seen |= drafts
+
+
+def _check_kinds(kinds: Iterable[Kind]) -> None:
+    if len(found := set(kinds)) > 1:
+        names = ", ".join(sorted(found))
+        raise TreeError(f"the trees are of different kinds ({names}), and no verifier is exact for a mixture")

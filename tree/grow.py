@@ -55,9 +55,9 @@ class Source(Protocol):
         """The draft's id in the trees."""
 
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
-        """Return the k likeliest tokens and their log-probabilities, both (B, W, min(k, V)).
+        """Return the k likeliest tokens, no two equal, and their log-probabilities, both (B, W, min(k, V)).
 
-        Descending, ties by the smaller id; which of the equals at the end are left out is the source's affair.  At
+        A node's probabilities sum to 1 at most, or trees of thousands of nodes may lack some.  Descending, ties by the smaller id; which of the equals at the end are left out is the source's affair.  At
         padding anything but NaN.
         """
 
@@ -246,13 +246,14 @@ class _Pool:
         numbers, scores = self.front
         self.fronts.append(numbers)
         self.first, self.sent = self.sent, self.sent + tokens.shape[1]
-        parents, turns = torch.arange(self.first, self.sent), torch.arange(tokens.shape[2])
-        arrivals = (parents[:, None] * self.size + turns).flatten().to(tokens.device).expand(len(tokens), -1)
+        parents = torch.arange(self.first, self.sent, device=tokens.device)
+        turns = torch.arange(tokens.shape[2], device=tokens.device)
+        arrivals = (parents[:, None] * self.size + turns).flatten().expand(len(tokens), -1)
         paths, tokens = _path_scores(scores, log_probs), tokens.flatten(1)
         if self.least > -inf:
             paths.masked_fill_(paths < self.least, -inf)
         if paths.shape[1] > MANY and _on_host(paths):
-            places, real = _listed(~(paths <= self.scores[:, -1:]))  # not a number is to be seen
+            places, real = _places(~(paths <= self.scores[:, -1:]))  # not a number is to be seen
             paths = paths.gather(1, places).masked_fill_(~real, -inf)
             arrivals, tokens = arrivals.gather(1, places), tokens.gather(1, places)
         # The pool comes first and parents stand in pool order, so a stable sort breaks ties as the heap does.
@@ -267,10 +268,10 @@ class _Pool:
 
         The i-th likeliest token of a distribution has at most the probability 1 / i.
         """
-        scores, last = self.front[1], self.scores[:, -1:].clamp(min=self.least)
-        if frontier.tokens.shape[1] * self.size <= MANY or not _on_host(scores):
+        if frontier.tokens.shape[1] * self.size <= MANY or not _on_host(self.scores):
             return self.size
-        return min(self.size, int((scores - last).nan_to_num(inf).clamp(max=log(self.size)).exp().max()) + 1)
+        last = self.scores[:, -1:].clamp(min=self.least)
+        return min(self.size, int((self.front[1] - last).nan_to_num(inf).clamp(max=log(self.size)).exp().max()) + 1)
 
     def newest(self, depth: int) -> Frontier:
         """Return the newest level's nodes that may have children in the pool: any but the last slot's."""
@@ -497,7 +498,7 @@ def _root(source: Source) -> Frontier:
     return Frontier(unknown, unknown, torch.ones_like(unknown, dtype=torch.bool), 0)
 
 
-def _listed(wanted: Tensor) -> tuple[Tensor, Tensor]:
+def _places(wanted: Tensor) -> tuple[Tensor, Tensor]:
     """Return where (B, n) are true, row by row and in order, (B, most), and which of those places are real."""
     places = wanted.nonzero()[:, 1]
     counts = wanted.sum(1)

@@ -4,14 +4,13 @@ This module knows numbers and who is whose parent.  It makes no objects for node
 all rows together, a few array operations a level, so that a step of many rows costs little more than one of a single
 row.  `TokenTree` is one row of it, for those who look.
 
-There is one convention for parents, here and wherever nodes are numbered: the root comes first and has parent -1.
+There is one convention for parents wherever nodes are numbered: a root comes before its nodes, and has parent -1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -41,7 +40,7 @@ class Listed(NamedTuple):
     parents: Numbers  # (S,); -1 of the roots
     scores: NDArray[np.float64]  # (S,) log-probability of the path; 0 at the roots
     draws: Draws
-    laws: Laws = MappingProxyType({})
+    laws: Laws
     distinct: bool = False  # no path is listed twice
 
 
@@ -66,7 +65,7 @@ class Nodes:
     ) -> None:
         self.starts, self.draws, self.laws = starts, draws, laws
         self.tokens, self.parents, self.depths, self.scores = tokens, parents, depths, scores
-        for array in (tokens, parents, depths, scores):
+        for array in (tokens, parents, depths, scores, *draws):
             array.flags.writeable = False
 
     def __len__(self) -> int:
@@ -109,20 +108,27 @@ class Nodes:
         """Return one row alone."""
         start, end = self.starts[row : row + 2].tolist()
         first, last = self._cuts[row : row + 2]
-        nodes, drafts, orders = (column[first:last] for column in self.draws)
-        laws = {(p - start, draft): law for (p, draft), law in self.laws.items() if start <= p < end}
+        nodes, drafts, orders = (column[first:last].copy() for column in self.draws)
         own = slice(start, end)
         alone = Nodes(
             np.array([0, end - start]),
-            self.tokens[own],
+            self.tokens[own].copy(),  # a row may be kept for long: not with the others' memory
             np.maximum(self.parents[own] - start, -1),
-            self.depths[own],
-            self.scores[own],
+            self.depths[own].copy(),
+            self.scores[own].copy(),
             Draws(nodes - start, drafts, orders),
-            laws,
+            self._laws_by_row[row] if self.laws else {},
         )
-        alone.proposers = self.proposers[own]
+        alone.proposers = self.proposers[own].copy()
         return alone
+
+    @cached_property
+    def _laws_by_row(self) -> list[dict[tuple[int, int], np.ndarray]]:
+        """Every row's laws, by its own nodes."""
+        found: list[dict[tuple[int, int], np.ndarray]] = [{} for _ in self.sizes]
+        for (parent, draft), law in self.laws.items():
+            found[self.rows[parent]][int(self.places[parent]), draft] = law
+        return found
 
     @cached_property
     def _cuts(self) -> list[int]:
@@ -153,17 +159,16 @@ class Nodes:
 
         Args:
             count: drafted nodes of a row at most.
-            worth: (N,); a node that is worth more than its parent counts as its parent does, so ancestors are kept.
+            worth: (N,); a node that is worth more than its parent counts as its parent does, so ancestors are kept; the
+                roots are always.
         """
-        if count >= self.sizes.max() - 1:
-            return self
         least = np.array(worth, np.float64)
         least[self.starts[:-1]] = np.inf
         for depth in range(2, self.depths.max() + 1):
             level = np.flatnonzero(self.depths == depth)
             least[level] = np.minimum(least[level], least[self.parents[level]])
         order = np.lexsort((-least, self.rows))
-        return self._kept(_inverse(order, self.places) <= count)
+        return self._kept(_inverse(order, self.places) <= max(count, 0))
 
     def without_laws(self) -> Nodes:
         """Return the trees as records."""
@@ -192,24 +197,23 @@ class Nodes:
 
 def planted(listed: Listed) -> Nodes:
     """Put listed nodes in order; those with the same path become one, with all their draws and the largest score."""
-    lines, depths = _lines(listed.parents)
-    every = np.arange(len(depths))
-    node, chosen, scores = (every, every, listed.scores) if listed.distinct else _united(lines, listed)
-    tokens = listed.tokens[chosen]
-    order = _depth_first(lines, node, chosen, tokens, scores)
-    place = _inverse(order, np.arange(len(order)))[node]  # of each listed node, its final number
-    chosen = chosen[order]
-    parents = listed.parents[chosen]
-    draws = listed.draws._replace(nodes=place[listed.draws.nodes])
+    node, chosen = _united(listed)  # of each listed node, what it becomes; of each of those, one that is listed
+    parents = np.append(node, -1)[listed.parents[chosen]]
+    tokens, depths, scores = listed.tokens[chosen], _depths(parents), listed.scores[chosen]
+    if not listed.distinct:
+        np.maximum.at(scores, node, listed.scores)
+    places = _depth_first(parents, depths, tokens, scores)
+    order = _inverse(places, np.arange(len(places)))
+    draws = listed.draws._replace(nodes=places[node[listed.draws.nodes]])
     turns = np.lexsort((draws.orders, draws.drafts, draws.nodes))
     laws: dict[tuple[int, int], np.ndarray] = {}
     for (parent, draft), law in listed.laws.items():
-        laws.setdefault((int(place[parent]), draft), law)
+        laws.setdefault((int(places[node[parent]]), draft), law)
     return Nodes(
-        np.append(place[: np.count_nonzero(listed.parents < 0)], len(chosen)),
+        np.append(places[parents < 0], len(places)),
         tokens[order],
-        np.where(parents < 0, -1, place[parents]),
-        depths[chosen],
+        np.append(places, -1)[parents[order]],
+        depths[order],
         scores[order],
         Draws(*(column[turns] for column in draws)),
         laws,
@@ -271,38 +275,63 @@ def ancestors(nodes: Nodes) -> np.ndarray:
     return visible
 
 
-def _lines(parents: Numbers) -> tuple[np.ndarray, Numbers]:
-    """Return (L + 1, S) every listed node's ancestor at each depth, itself at its own, -1 below; and the depths."""
-    above = np.append(parents, -1)  # of nobody, nobody
-    ups = [np.arange(len(parents))]
-    while (up := above[ups[-1]]).max() >= 0:
-        ups.append(up)
-    climbed = np.stack(ups)
-    depths = (climbed >= 0).sum(0) - 1
-    steps = depths - np.arange(len(ups))[:, None]
-    return np.where(steps >= 0, np.take_along_axis(climbed, np.maximum(steps, 0), 0), -1), depths
+def _depths(parents: Numbers) -> Numbers:
+    """Return every node's depth."""
+    above = np.where(parents < 0, np.arange(len(parents)), parents)
+    depths = (parents >= 0).astype(np.int64)
+    while (more := depths[above]).any():  # of 1, 2, 4, ... levels up
+        depths += more
+        above = above[above]
+    return depths
 
 
-def _united(lines: np.ndarray, listed: Listed) -> tuple[Numbers, Numbers, NDArray[np.float64]]:
-    """Return the node that each listed one becomes, one listed for each node, and each node's score."""
-    paths = np.append(listed.tokens, -1)[lines]
-    paths[0] = lines[0]  # rows apart
-    order = np.lexsort(paths[::-1])
-    paths = paths[:, order]
-    first = np.append(True, (paths[:, 1:] != paths[:, :-1]).any(0))
-    scores = np.maximum.reduceat(listed.scores[order], np.flatnonzero(first))
-    return _inverse(order, np.cumsum(first) - 1), order[first], scores
+def _united(listed: Listed) -> tuple[Numbers, Numbers]:
+    """Return the node that each listed one becomes, the roots first, and for each node one that is listed.
+
+    Paths are told apart by their last 1, 2, 4, ... tokens: prefix doubling, as for suffix arrays (Manber and Myers,
+    "Suffix Arrays", 1993), from the leaves up.
+    """
+    every = np.arange(len(listed.parents))
+    if listed.distinct:
+        return every, every
+    roots = listed.parents < 0
+    above = np.where(roots, every, listed.parents)
+    names = np.where(roots, every, listed.tokens + len(every))  # of what was seen of each path; roots are no tokens
+    chosen = every
+    while True:
+        _, chosen, names = np.unique(names, return_index=True, return_inverse=True)
+        if roots[above].all():
+            break
+        names = names * len(every) + names[above]
+        above = above[above]
+    _, chosen, names = np.unique(names * len(every) + names[above], return_index=True, return_inverse=True)
+    order = np.argsort(chosen)  # as listed: the roots first
+    return _inverse(order, np.arange(len(order)))[names], chosen[order]
 
 
-def _depth_first(
-    lines: np.ndarray, node: Numbers, chosen: Numbers, tokens: Numbers, scores: NDArray[np.float64]
-) -> Numbers:
-    """Return nodes row by row, depth first, siblings by score descending, then token."""
-    ranks = _inverse(np.lexsort((tokens, -scores)), np.arange(len(tokens)))
-    lines = lines[:, chosen]
-    paths = np.append(ranks, -1)[np.append(node, -1)[lines]]
-    paths[0] = lines[0]
-    return np.lexsort(paths[::-1])
+def _depth_first(parents: Numbers, depths: Numbers, tokens: Numbers, scores: NDArray[np.float64]) -> Numbers:
+    """Return each node's place: row by row, depth first, siblings by score descending, then token."""
+    rows = np.count_nonzero(parents < 0)
+    sizes = np.ones(len(parents), np.int64)
+    by_depth = np.argsort(depths, kind="stable")
+    ends = np.cumsum(np.bincount(depths)).tolist()
+    for first, last in zip(ends[-2::-1], ends[:0:-1], strict=True):  # the deepest level first
+        level = by_depth[first:last]
+        np.add.at(sizes, parents[level], sizes[level])
+    order = np.lexsort((tokens, -scores, parents))[rows:]  # families, one after the other; roots come first
+    before = np.cumsum(sizes[order]) - sizes[order]
+    family = parents[order]
+    first = np.ones(len(order), bool)
+    first[1:] = family[1:] != family[:-1]
+    places = np.zeros(len(parents), np.int64)  # from the parent's
+    places[order] = before - np.maximum.accumulate(np.where(first, before, 0)) + 1
+    places[:rows] = np.cumsum(sizes[:rows]) - sizes[:rows]
+    above = np.where(parents < 0, np.arange(len(parents)), parents)
+    steps = np.where(parents < 0, 0, places)
+    while (above >= rows).any():  # sums of 1, 2, 4, ... levels
+        steps += np.where(above >= rows, steps[above], 0)
+        above = above[above]
+    return np.where(parents < 0, places, steps + places[above])
 
 
 def _inverse(order: Numbers, values: Numbers) -> Numbers:

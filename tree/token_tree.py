@@ -28,6 +28,7 @@ from .render import render
 if TYPE_CHECKING:
     import networkx
 
+MOST_DRAFTS = 62  # their ids are bits of a mask
 SLACK = 1e-6  # how far rounding may lift a child's score above its parent's
 
 
@@ -87,7 +88,7 @@ class TokenTree(Shown):
 
     @classmethod
     def of(cls, nodes: Nodes, kind: Kind) -> TokenTree:
-        """Return the only row of nodes that hold a tree already: nothing is checked."""
+        """Return the tree that nodes of one row are; nothing is checked."""
         tree = cls.__new__(cls)
         tree._nodes, tree._kind = nodes, kind
         return tree
@@ -115,20 +116,27 @@ class TokenTree(Shown):
             tokens: of the drafted nodes: listed node i is node i + 1.
             parents: numbers of nodes; 0 is the root.
             scores: of nodes that become one, the largest counts.
-            draws: at least one per node.  For each parent and draft they are renumbered 0, 1, ... in given
-                order; where several listed parents became one, the draws under the first of them come first.
+            draws: at least one per node.  For each parent and draft they are renumbered 0, 1, ... in given order;
+                where several listed parents became one, first comes what was drawn under the one drawn first.
             laws: by (node, draft); equal paths have equal laws, and the first is kept.
             kind: how the children were chosen.
 
         Raises:
             TreeError: a node has no draw, or cannot be reached from the root; or as the constructor.
         """
+        if not len(tokens) == len(parents) == len(scores) == len(draws):
+            sizes = len(tokens), len(parents), len(scores), len(draws)
+            raise TreeError(f"tokens, parents, scores and draws of {sizes} nodes: each listed node needs one")
         above = np.array([-1, *parents], np.int64)
         for i, (parent, own) in enumerate(zip(parents, draws, strict=True)):
             if not 0 <= parent <= len(tokens):
                 raise TreeError(f"listed node {i}: parent {parent} is not in the list; 0 is the root")
             if not own:
                 raise TreeError(f"listed node {i} has no draw: say which draft drew it")
+            if tokens[i] < 0:
+                raise TreeError(f"listed node {i}: token {tokens[i]} is no token id")
+        if strange := [node for node, _ in laws or {} if not 0 <= node <= len(tokens)]:
+            raise TreeError(f"node {min(strange)} has a law, and is not in the list")
         path = np.array([0.0, *scores])
         listed = Listed(np.array([root, *tokens], np.int64), above, path, _in_turn(above, draws), laws or {})
         nodes = planted(listed)
@@ -240,8 +248,8 @@ class TokenTree(Shown):
 
         Args:
             count: drafted nodes at most.
-            worth: (N,) of each node; one that exceeds its parent's counts as its parent's, so ancestors are kept.
-                Equals are kept in node order.
+            worth: (N,) of each node; one that exceeds its parent's counts as its parent's, so ancestors are kept; the
+                root is always.  Equals are kept in node order.
 
         Raises:
             TreeError: a sampled tree; choosing among drawn tokens biases verification.
@@ -410,6 +418,8 @@ def _check_draws(families: list[dict[int, int]], draws: Sequence[Sequence[Draw]]
         for child in family.values():
             if not draws[child] or list(draws[child]) != sorted(draws[child]):
                 raise TreeError(f"node {child}: draws {draws[child]} are missing or not sorted")
+            if not 0 <= draws[child][0][0] <= draws[child][-1][0] < MOST_DRAFTS:
+                raise TreeError(f"node {child}: draws {draws[child]} are of drafts beyond 0 to {MOST_DRAFTS - 1}")
             orders += draws[child]
         previous, count = None, 0
         for draft, order in sorted(orders):
