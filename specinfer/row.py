@@ -231,12 +231,8 @@ def verify_tree(
         SamplingError: an option, by name.
         NumericalError: nothing can be chosen from the logits.
     """
-    if (
-        not isinstance(logits, Tensor)
-        or logits.ndim != 2
-        or len(logits) != len(tree)
-        or logits.shape[1] <= int(tree.tokens.max())
-    ):
+    fits = isinstance(logits, Tensor) and logits.ndim == 2 and len(logits) == len(tree)
+    if not fits or logits.shape[1] <= int(tree.tokens.max()):
         raise InputError(
             f"logits {tuple(getattr(logits, 'shape', ()))} for a tree of {len(tree)} nodes with ids up to "
             f"{int(tree.tokens.max())}: give a tensor with one row of the target's logits for each node"

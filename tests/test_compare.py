@@ -17,7 +17,7 @@ from conftest import PROMPTS, byte_tokenizer, like, plain, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import specinfer.models
-from specinfer import Chain, Comparison, ModelDraft, SpeculativeDecoder, TokenTree, cli, compare, merge
+from specinfer import Chain, Comparison, ModelDraft, SpeculativeDecoder, TokenTree, check_model, cli, compare, merge
 from specinfer.comparison.files import RECORDS, SETTINGS, read_prompts
 from specinfer.comparison.methods import (
     METHODS,
@@ -452,6 +452,8 @@ def test_every_method_warms_up_once(run, models, tmp_path):
     """Before the first prompt of a run, resumed or not: one generation more than there are prompts."""
     passes, path = [], tmp_path / RECORDS
     hook = models[None].register_forward_pre_hook(lambda *_: passes.append(1))
+    check_model(models[None])  # once for each model, hooks included
+    passes.clear()
     run(tmp_path, methods=("generate",))
     extra = len(passes) - 5 * NEW  # the checks of a decoder
     passes.clear()
@@ -840,7 +842,7 @@ ERRORS = {
     "no depth": (["--prompts", "good.jsonl", "--depth", "0"], "depth=0"),
     "blank text": (["--prompt", "hi", "--prompt", " "], "prompt 2 is empty"),
     "one token": (["--prompts", "good.jsonl", "--max-new-tokens", "1"], "max_new_tokens=1"),
-    "cold": (["--prompts", "good.jsonl", "--temperature", "-1"], "temperatures [-1.0]"),
+    "cold": (["--prompts", "good.jsonl", "--temperature", "-1"], "temperature=-1.0"),
     "unknown dtype": (["--prompts", "good.jsonl", "--dtype", "fp8"], "'fp8'"),
     "nothing to report": (["--report"], "out holds no records of a comparison"),
     "a file": (["--prompts", "good.jsonl", "--out", "good.jsonl"], "cannot write good.jsonl"),

@@ -1,7 +1,9 @@
 """Sampling: texts that depend on the seed alone, the law they follow, and every option next to transformers' own."""
 
+import gc
 import random
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -766,5 +768,34 @@ def test_logits_that_are_not_the_trees_are_refused():
             verify_tree(tree, torch.zeros(shape))
     with pytest.raises(PairingError):
         verify_tree(tree, torch.zeros(2, 6), verifier=MultiStep())
+    for wrong in ({"seed": "x"}, {"seed": 1.5}, {"prefix": "abc"}, {"prefix": [9]}):
+        with pytest.raises(InputError):
+            verify_tree(tree, torch.zeros(2, 6), **wrong)
+    law = {(0, 0): np.full(5, 0.2)}
+    sampled = TokenTree.from_nodes(1, [4], [0], [-1.0], [[Draw(0, 0)]], law, Kind.IID)
+    with pytest.raises(InputError, match="laws"):
+        verify_tree(sampled, torch.zeros(2, 6))
     with pytest.raises(SamplingError):
         verify_tree(tree, torch.zeros(2, 6), temprature=1)
+
+
+def test_a_step_s_logits_go_with_it(target):
+    """They are large, and nobody waits for the collector of cycles on a GPU."""
+    gone, alive = [], []
+
+    class Watched(Walk):
+        def verify(self, tree, view):
+            alive.append(sum(own() is not None for own in gone))
+            gone.append(weakref.ref(view))
+            return super().verify(tree, view)
+
+    gc.collect()
+    gc.disable()
+    try:
+        SpeculativeDecoder(target, drafts="ngram", tree=BestFirst(6, 3), verifier=Watched()).generate(
+            PROMPTS[0], max_new_tokens=24
+        )
+    finally:
+        gc.enable()
+    assert len(gone) > 5
+    assert max(alive) <= 1, "the step before"

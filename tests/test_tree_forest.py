@@ -6,9 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import PROPERTY, VOCAB, TableSource, coarse_table, token_trees
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from specinfer.errors import TreeError
-from specinfer.tree import BestFirst, DenseSource, Forest, Frontier, Kind, Sampled, TokenTree, Widths, merge
+from specinfer.tree import BestFirst, DenseSource, Draw, Forest, Frontier, Kind, Sampled, TokenTree, Widths, merge
 
 
 def batches(kind: Kind, drafts: tuple[int, ...], rows: int) -> st.SearchStrategy[list[TokenTree]]:
@@ -104,3 +106,63 @@ def test_many_candidates_make_the_same_tree_as_few(monkeypatch: pytest.MonkeyPat
     assert BestFirst(60, 5).grow(TableSource(table)).trees([0] * 5) == whole
     assert max(tree.depth for tree in whole) > 2
     assert np.unique([tree.num_drafted for tree in whole]).tolist() == [60]
+
+
+def drawn(token: int, root: int = 0, draft: int = 0, kind: Kind = Kind.RANKED) -> TokenTree:
+    """A tree of one node."""
+    laws = {} if kind is Kind.RANKED else {(0, draft): np.full(VOCAB, 1 / VOCAB)}
+    return TokenTree.from_nodes(root, [token], [0], [-1.0], [(Draw(draft, 0),)], laws, kind)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ([drawn(1), drawn(1)], "draft 0 drew in two trees"),
+        ([drawn(1, root=2, draft=1)] * 2, r"row 0: the roots are different tokens, \[0, 2\]"),
+        ([drawn(1, draft=1, kind=Kind.IID)] * 2, "different kinds"),
+        ([drawn(1, draft=1)], "1 and 2 rows"),
+        ([drawn(1, draft=1), drawn(1, draft=1, kind=Kind.IID)], "different kinds"),
+    ],
+)
+def test_what_drafts_may_not_propose_together_is_refused(other: list[TokenTree], message: str) -> None:
+    """A draft that forgets its id, its row or its root would bias the text, or end it in another row."""
+    with pytest.raises(TreeError, match=message):
+        Forest.merged([[drawn(1), drawn(2)], other])
+
+
+def test_a_row_that_is_kept_does_not_keep_the_others() -> None:
+    """Records of a batch's rows end at different times."""
+    table = coarse_table(30, 11, VOCAB, seed=4)
+    forest = Forest.of(BestFirst(9, 4).grow(TableSource(table)).trees([1] * 30))
+    nodes = forest[3].nodes
+    for array in (nodes.tokens, nodes.parents, nodes.depths, nodes.scores, nodes.proposers, *nodes.draws):
+        assert array.base is None or array.base.size <= array.size
+
+
+def test_deep_trees_are_put_in_order_without_tables_of_all_levels() -> None:
+    """A chain of 20,000 nodes: a table of every node's ancestors would take 3 GB."""
+    count = 20_000
+    chain = TokenTree.from_nodes(
+        0, [5] * count, list(range(count)), [-float(i + 1) for i in range(count)], [(Draw(0, 0),)] * count
+    )
+    assert chain.depth == count
+    assert chain.best(count - 1, chain.scores).num_drafted == count - 1
+
+
+@pytest.mark.parametrize("policy", [BestFirst(9, 4, 0.01), BestFirst(9, 4), Widths((3, 2)), Sampled((3, 2))])
+def test_growing_never_leaves_the_device(policy: BestFirst | Widths) -> None:
+    """No operation reads or makes a tensor elsewhere, so none waits for the device."""
+    seen: set[str] = set()
+
+    class Spy(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            seen.update(own.device.type for own in tree_leaves((args, kwargs, result)) if isinstance(own, torch.Tensor))
+            return result
+
+    def law(frontier: Frontier) -> torch.Tensor:
+        return torch.zeros(2, frontier.tokens.shape[1], 50, device="meta")
+
+    with Spy():
+        policy.grow(DenseSource(law, 2, device=torch.device("meta")))
+    assert seen == {"meta"}

@@ -218,11 +218,21 @@ def test_errors_name_the_node(change: dict, message: str) -> None:
         ([0, 3], [ONE, ONE], "listed node 1: parent 3"),
         ([0, 2], [ONE, ONE], "listed node 1 cannot be reached"),
         ([0, 1], [ONE, ()], "listed node 1 has no draw"),
+        ([0], [ONE], "each listed node needs one"),
+        ([0, 1], [ONE, (Draw(62, 0),)], "beyond 0 to 61"),
+        ([0, 1], [ONE, (Draw(-1, 0),)], "beyond 0 to 61"),
     ],
 )
 def test_from_nodes_errors_name_the_listed_node(parents: list, draws: list, message: str) -> None:
     with pytest.raises(TreeError, match=message):
         TokenTree.from_nodes(0, [1, 2], parents, [-1, -2], draws)
+
+
+def test_a_listed_token_that_is_none_is_named() -> None:
+    with pytest.raises(TreeError, match="listed node 1: token -1"):
+        TokenTree.from_nodes(0, [1, -1], [0, 1], [-1, -2], [ONE, ONE])
+    with pytest.raises(TreeError, match="node 5 has a law"):
+        TokenTree.from_nodes(0, [1], [0], [-1], [ONE], {(5, 0): np.ones(3)}, Kind.IID)
 
 
 def test_networkx_attributes() -> None:

@@ -170,9 +170,8 @@ def _check_mergeable(forests: Sequence[Forest]) -> None:
         raise TreeError(f"drafts proposed trees for {' and '.join(map(str, sorted(rows)))} rows: one tree a row, each")
     for row, roots in enumerate(zip(*(forest.roots for forest in forests), strict=True)):
         if len(set(roots)) > 1:
-            raise TreeError(
-                f"row {row}: the roots are different tokens, {sorted(set(roots))}; merge the trees of one row"
-            )
+            found = sorted(set(roots))
+            raise TreeError(f"row {row}: the roots are different tokens, {found}; merge the trees of one row")
     seen: set[int] = set()
     for forest in forests:
         drafts = set(np.unique(forest.drafts).tolist())

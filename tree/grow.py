@@ -57,8 +57,8 @@ class Source(Protocol):
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
         """Return the k likeliest tokens, no two equal, and their log-probabilities, both (B, W, min(k, V)).
 
-        A node's probabilities sum to 1 at most, or trees of thousands of nodes may lack some.  Descending, ties by the smaller id; which of the equals at the end are left out is the source's affair.  At
-        padding anything but NaN.
+        A node's probabilities sum to 1 at most, or trees of thousands of nodes may lack some.  Descending, ties by the
+        smaller id; which of the equals at the end are left out is the source's affair.  At padding anything but NaN.
         """
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -296,6 +296,10 @@ class OneLate(Stopping):
     def __init__(self, stopping: Stopping) -> None:
         self.on_time, self.budget, self.ended = stopping, stopping.budget + 1, ""
 
+    def begin(self) -> None:
+        """Start the clock."""
+        self.on_time.begin()
+
     def reason(self, ids: Sequence[int], new_tokens: int) -> str | None:
         """Return why the text ended with the last id but one."""
         ended, self.ended = self.ended, self.on_time.reason(ids, new_tokens) or ""
