@@ -202,7 +202,7 @@ class Auto:
         gains = ranks.surplus(depth, accepted, node)
         if gains.sum() <= cost:
             return 0
-        wanted = (gains * rows > NODE_SHARE * cost).any(0).nonzero()[0]
+        wanted = np.flatnonzero((gains * rows > NODE_SHARE * cost).any(0))
         return rung(int(wanted[-1]) + 1 if len(wanted) else 1)
 
     def _size(self, nodes: Nodes, reached: Floats) -> int:
