@@ -18,18 +18,18 @@ from collections import defaultdict
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from functools import partial
+from itertools import accumulate, zip_longest
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 from torch import Tensor
 
 from specinfer import profiles
 from specinfer.attention import rung
 from specinfer.errors import InputError, PolicyError
 from specinfer.files import write_json
-from specinfer.habits import Floats, Habits
+from specinfer.habits import Habits
 from specinfer.learnt import FAR, MEMORY, Average, Coalition, Hinge, Lock, subsets
 from specinfer.results import reach
 from specinfer.tree import BestFirst, Forest, Frontier, Growth, Kind, Nodes, Source, TokenTree, grow_best_first
@@ -188,37 +188,36 @@ class Auto:
             size = self._size(forest.nodes, reached)
         return forest.best(size, reached)
 
-    def wanted_nodes(self, draft: int, depth: int, accepted: Floats) -> int:
+    def wanted_nodes(self, draft: int, depth: int, accepted: Sequence[Sequence[float]]) -> int:
         """Return about how many nodes of each row a draft is asked: none unless they gain more than the level costs.
 
         Args:
             draft, depth: which, and of which nodes.
-            accepted: (B, W) the probabilities that the target accepts those nodes, in the draft's order.
+            accepted: per row, the probabilities that the target accepts those nodes, in the draft's order.
         """
         rows, ranks = len(accepted), self.habits.ranks[draft]
         levels, price = self.asking[draft], self._price(rows)
         cost = levels.level * levels.slope * price if levels.count and price else LEVEL_PRICE * rows
         node = self._node_price(price)
-        gains = ranks.surplus(depth, accepted, node)
-        if gains.sum() <= cost:
+        gains = [[ranks.surplus(depth, chance, node) for chance in row] for row in accepted]
+        if sum(map(sum, gains)) <= cost:
             return 0
-        wanted = np.flatnonzero((gains * rows > NODE_SHARE * cost).any(0))
-        return rung(int(wanted[-1]) + 1 if len(wanted) else 1)
+        wanted = [place + 1 for row in gains for place, gain in enumerate(row) if gain * rows > NODE_SHARE * cost]
+        return rung(max(wanted, default=1))
 
-    def _size(self, nodes: Nodes, reached: Floats) -> int:
-        """Return how many nodes the target scores in each row, from their probabilities of acceptance, (N,)."""
-        rows, widest = len(nodes.sizes), int(nodes.sizes.max())
-        most = min(self.max_nodes, widest - 1)
+    def _size(self, nodes: Nodes, reached: Sequence[float]) -> int:
+        """Return how many nodes the target scores in each row, from all nodes' probabilities of acceptance."""
+        starts = nodes.starts.tolist()
+        rows, ends = len(starts) - 1, starts[1:]
+        best = [sorted(reached[start + 1 : end], reverse=True) for start, end in zip(starts, ends, strict=False)]
+        most = min(self.max_nodes, max(map(len, best)))
         if self._exploring and (most or not SIZES[self.counts.explored]):
             self.counts.explored += 1
             return min(SIZES[self.counts.explored - 1], most)
         price = self._price(rows)
         if price is None:
             return min(SIZES[0], most)
-        table = np.zeros((rows, widest))
-        table[nodes.rows, nodes.places] = reached
-        best = -np.sort(-table[:, 1:])  # each row's, the likeliest first
-        gains = [0.0, *best.sum(0).cumsum().tolist()]  # of so many nodes in every row
+        gains = [0.0, *accumulate(map(sum, zip_longest(*best, fillvalue=0.0)))]  # of so many nodes in every row
         sizes = [count for count in range(most + 1) if rung(count + 1) == count + 1 or count == self.max_nodes]
         size = max(sizes, key=lambda count: gains[count] - price * self._seconds(rows, count))
         return size or (min(PROBE[1], most) if self.paces[rows].since_tree >= PROBE[0] and not self.frozen else 0)
@@ -347,12 +346,11 @@ class Auto:
         for draft, levels in self.levels.items():
             if levels:
                 self.usual_levels[draft].add(levels)
-        proposers = [tree.nodes.proposers for tree in trees]
-        reached = [own[list(path)].tolist() for own, path in zip(proposers, paths, strict=True)]
+        rows = [(tree.proposers, path) for tree, path in zip(trees, paths, strict=True)]
         for drafts in subsets(asked):
-            tokens = sum(reach(path, drafts) for path in reached)
-            nodes = max(int(np.count_nonzero(own & drafts)) for own in proposers)
-            self.coalitions[asked, drafts].add(tokens / len(trees), nodes)
+            tokens = [reach((proposers[node] for node in path), drafts) for proposers, path in rows]
+            nodes = max(len([1 for mask in proposers if mask & drafts]) for proposers, _ in rows)
+            self.coalitions[asked, drafts].add(sum(tokens) / len(rows), nodes)
 
     def reasons(self, names: Sequence[str], rows: int) -> str:
         """Return what choices rest on, in words; names are the drafts'."""
@@ -377,26 +375,32 @@ class _Levels:
 
     def __init__(self, auto: Auto, source: Source) -> None:
         self.auto, self.draft = auto, source.draft
-        # (B, K) of every node asked about, the root first
-        self.scores, self.chances = np.zeros((source.batch, 1)), np.ones((source.batch, 1))
+        self.known = [[(0.0, 1.0)] for _ in range(source.batch)]  # score and chance of every node asked about, by row
 
     def __call__(self, frontier: Frontier, scores: Tensor) -> int:
         auto, width = self.auto, frontier.tokens.shape[1]
         if frontier.tokens.device.type == "cpu":
             with auto.lock:
-                chances = self._chances(frontier, own := scores.double().numpy())
+                level = self._level(frontier, scores)
+                chances = [[chance for _, chance in row] for row in level]
                 width = auto.wanted_nodes(self.draft, frontier.depth, chances)
-            self.scores = np.concatenate((self.scores, own[:, :width]), 1)
-            self.chances = np.concatenate((self.chances, chances[:, :width]), 1)
+            for known, row in zip(self.known, level, strict=True):
+                known += row[:width]
         else:
             average = auto.habits.ranks[self.draft].expected(frontier.depth)
-            width *= auto.wanted_nodes(self.draft, frontier.depth, np.full((len(self.scores), 1), average))
+            width *= auto.wanted_nodes(self.draft, frontier.depth, [[average]] * len(self.known))
         auto.levels[self.draft] += width > 0
         return width
 
-    def _chances(self, frontier: Frontier, scores: Floats) -> Floats:
-        """Return the probability that each node is accepted, (B, W); 0 of padding."""
-        parents, valid = frontier.parents.numpy(), frontier.valid.numpy()
-        above, chances = (np.take_along_axis(known, parents, 1) for known in (self.scores, self.chances))
-        edges = np.where(valid, scores, 0.0) - np.where(valid, above, 0.0)
-        return np.where(valid, chances * self.auto.habits.calibration.edge(self.draft, frontier.depth, edges), 0.0)
+    def _level(self, frontier: Frontier, scores: Tensor) -> list[list[tuple[float, float]]]:
+        """Return every node's score and the probability that it is accepted, by row; padding has none."""
+        calibration = self.auto.habits.calibration
+        factors = calibration.edges(self.draft, frontier.depth)
+        rows = zip(self.known, scores.tolist(), frontier.parents.tolist(), frontier.valid.tolist(), strict=True)
+        return [
+            [
+                (score, real and known[p][1] * calibration.accepted(factors, score - known[p][0]))
+                for score, p, real in zip(*row, strict=True)
+            ]
+            for known, *row in rows
+        ]

@@ -170,7 +170,7 @@ class ModelDraftSession:
         roots = [tokens[-1] for tokens in self.lacking]
         room = min(max_depth, self._room())
         if room <= 0:
-            return Forest.bare(roots, policy.kind)
+            return Forest(policy.kind, roots)
         growth = policy.grow(self, room)
         try:
             return growth.trees(roots, self.opening.draft)

@@ -1,46 +1,46 @@
 """What adaptive trees learn about drafts: how often their tokens are accepted, by probability, depth and rank.
 
-Knows: trees of a batch as arrays, the tokens that rows emitted.  Does not know: costs, clocks, models, what is chosen.
+Knows: the trees of a batch, the tokens that rows emitted.  Does not know: costs, clocks, models, what is chosen.
+
+Between two passes nothing is in the processor's caches, and a loop over some dozens of numbers is quicker than a few
+operations on arrays; so all rows' nodes are walked as one list.
 """
 
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Sequence
-from math import prod
-
-import numpy as np
-from numpy.typing import NDArray
+from math import exp, log, prod
 
 from specinfer.learnt import MEMORY
 from specinfer.tree import Forest, Nodes
 
-Floats = NDArray[np.float64]
 DEPTHS = 3  # told apart: 1, 2, 3 and deeper
+Counts = list[list[list[float]]]  # by depth and bin: expected, accepted
 
 
 class Outcome:
     """Which drafted nodes the target's own tokens would have accepted.
 
     Args:
-        nodes: all that was drafted, N nodes in B rows, whether the target scored it or not.
+        nodes: all that was drafted, whether the target scored it or not.
         tokens: per row, what it emitted; every child along those was right or wrong.
 
     Attributes:
-        right: (N,) whether a node's path was emitted; the roots' are.
-        judged: places of the nodes that were right or wrong: children of right ones, where a token was emitted.
+        right: by node, whether its path was emitted; the roots' are.
+        judged: the nodes that were right or wrong: children of right ones, where a token was emitted.
+        parents, depths: of the nodes.
     """
 
     def __init__(self, nodes: Nodes, tokens: Sequence[Sequence[int]]) -> None:
-        emitted = np.full((len(tokens), max(map(len, tokens), default=0) + 1), -1)
-        for row, own in enumerate(tokens):
-            emitted[row, : len(own)] = own
-        depths = np.minimum(nodes.depths, emitted.shape[1]) - 1  # the last column is nobody's
-        fits = nodes.tokens == emitted[nodes.rows, depths]
-        self.right = nodes.depths == 0
-        for depth in range(1, min(nodes.depths.max(), emitted.shape[1] - 1) + 1):
-            level = np.flatnonzero((nodes.depths == depth) & fits)
-            self.right[level] = self.right[nodes.parents[level]]
-        asked = (emitted[nodes.rows, depths] >= 0) & (nodes.depths > 0)
-        self.judged = np.flatnonzero(asked & self.right[nodes.parents])
+        self.parents, self.depths = nodes.parents.tolist(), nodes.depths.tolist()
+        self.right, self.judged = bytearray(len(nodes)), list[int]()
+        ids, starts = nodes.tokens.tolist(), nodes.starts.tolist()
+        for emitted, start, end in zip(tokens, starts, starts[1:], strict=False):
+            self.right[start] = True
+            for node in range(start + 1, end):
+                if self.right[self.parents[node]] and self.depths[node] <= len(emitted):
+                    self.judged.append(node)
+                    self.right[node] = ids[node] == emitted[self.depths[node] - 1]
 
 
 class Calibration:
@@ -52,71 +52,69 @@ class Calibration:
 
     PRIOR = 4.0
     FORGET = 0.995  # a step
-    CENTRES = 1 / (1 + np.exp(-np.arange(-6.0, 7.0)))  # of the bins, as probabilities
+    CENTRES = tuple(1 / (1 + exp(-logit)) for logit in range(-6, 7))  # of the bins, as probabilities
+    BORDERS = tuple(-log(1 + exp(-logit - 0.5)) for logit in range(-6, 6))  # between them, as log-probabilities
 
     def __init__(self) -> None:
-        self.masks = np.zeros(1, np.int64)  # (M,) ascending: proposers seen, as bit masks
-        # (M, depths, bins) how many were expected to be accepted, and how many were
-        self.expected, self.accepted = np.zeros((2, 1, DEPTHS, len(self.CENTRES)))
+        self.counts: defaultdict[int, Counts] = defaultdict(self._nothing)  # by proposers, a bit mask; in units
+        self.unit = 1.0  # what one of now counts; it grows, so what is older counts for less
 
     def observe(self, nodes: Nodes, outcome: Outcome) -> None:
         """Take into account which drafted tokens the target's own would have accepted."""
-        judged = outcome.judged
-        edges = nodes.scores[judged] - nodes.scores[nodes.parents[judged]]
-        place = self.places(nodes.proposers)[judged], np.minimum(nodes.depths[judged], DEPTHS) - 1, _bins(edges)
-        np.add.at(self.expected, place, np.exp(edges))
-        np.add.at(self.accepted, place, outcome.right[judged])
+        proposers, scores = nodes.proposers.tolist(), nodes.scores.tolist()
+        for node in outcome.judged:
+            edge = scores[node] - scores[outcome.parents[node]]
+            counts = self.counts[proposers[node]][min(outcome.depths[node], DEPTHS) - 1][bisect(self.BORDERS, edge)]
+            counts[0] += self.unit * exp(edge)
+            counts[1] += self.unit * outcome.right[node]
 
     def forget(self) -> None:
         """Let everything observed so far weigh a little less."""
-        self.expected *= self.FORGET
-        self.accepted *= self.FORGET
+        self.unit /= self.FORGET
+        if self.unit > 1e100:
+            for counts in (bin_ for own in self.counts.values() for depth in own for bin_ in depth):
+                counts[:] = [counts[0] / self.unit, counts[1] / self.unit]
+            self.unit = 1.0
 
-    def path(self, nodes: Nodes) -> Floats:
-        """Return for each node of merged trees the probability that its path is accepted, (N,); 1 at the roots."""
-        edges = nodes.scores - nodes.scores[np.maximum(nodes.parents, 0)]
-        place = self.places(nodes.proposers), np.clip(nodes.depths, 1, DEPTHS) - 1, _bins(edges)
-        reached = self._corrected(edges, self.expected[place], self.accepted[place])
-        reached[nodes.depths == 0] = 1.0
-        for depth in range(2, nodes.depths.max() + 1):
-            level = np.flatnonzero(nodes.depths == depth)
-            reached[level] *= reached[nodes.parents[level]]
+    def path(self, nodes: Nodes) -> list[float]:
+        """Return for each node of merged trees the probability that its path is accepted; 1 at the roots."""
+        columns = (nodes.parents.tolist(), nodes.depths.tolist(), nodes.proposers.tolist())
+        scores, reached = nodes.scores.tolist(), list[float]()
+        for score, parent, depth, mask in zip(scores, *columns, strict=True):
+            if parent < 0:
+                reached.append(1.0)
+                continue
+            edge = score - scores[parent]
+            place = bisect(self.BORDERS, edge)
+            factor = self._factor(*self.counts[mask][min(depth, DEPTHS) - 1][place], place)
+            reached.append(reached[parent] * min(1.0, exp(edge) * factor))
         return reached
 
-    def edge(self, draft: int, depth: int, log_probs: Floats) -> Floats:
-        """Return the probabilities that tokens of one draft are accepted, whether others propose them or not.
+    def edges(self, draft: int, depth: int) -> list[float]:
+        """Return by what the probabilities of a draft's tokens are multiplied, by bin, whoever else proposes them.
 
         Args:
             draft: its id.
             depth: of the tokens, 1 or more.
-            log_probs: the draft's, of any shape.
         """
-        bins, mine = _bins(log_probs), self.masks >> draft & 1 > 0
-        expected, accepted = (own[mine, min(depth, DEPTHS) - 1].sum(0) for own in (self.expected, self.accepted))
-        return self._corrected(log_probs, expected[bins], accepted[bins])
+        mine = [own[min(depth, DEPTHS) - 1] for mask, own in self.counts.items() if mask >> draft & 1]
+        return [
+            self._factor(sum(own[place][0] for own in mine), sum(own[place][1] for own in mine), place)
+            for place in range(len(self.CENTRES))
+        ]
 
-    def places(self, masks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where proposers are counted; there is room for new ones afterwards."""
-        found = np.searchsorted(self.masks, masks)
-        if (self.masks[np.minimum(found, len(self.masks) - 1)] == masks).all():
-            return found
-        every = np.union1d(self.masks, masks)
-        counts = np.zeros((2, len(every), *self.expected.shape[1:]))
-        counts[:, np.searchsorted(every, self.masks)] = self.expected, self.accepted
-        self.masks, (self.expected, self.accepted) = every, counts
-        return np.searchsorted(every, masks)
+    def accepted(self, factors: Sequence[float], log_prob: float) -> float:
+        """Return the probability that a token is accepted, from its draft's and `edges`."""
+        return min(1.0, exp(log_prob) * factors[bisect(self.BORDERS, log_prob)])
 
-    def _corrected(self, log_probs: Floats, expected: Floats, accepted: Floats) -> Floats:
-        """Return a draft's probabilities as what was expected of their like, and accepted, makes them."""
-        prior = self.PRIOR * self.CENTRES[_bins(log_probs)]
-        return np.minimum(1.0, np.exp(log_probs) * (accepted + prior) / (expected + prior))
+    def _factor(self, expected: float, accepted: float, place: int) -> float:
+        """Return what was accepted of what was expected to be, in a bin."""
+        prior = self.PRIOR * self.CENTRES[place] * self.unit
+        return (accepted + prior) / (expected + prior)
 
-
-def _bins(log_probs: Floats) -> NDArray[np.int64]:
-    """Return the places of probabilities among `Calibration.CENTRES`."""
-    clipped = np.clip(log_probs, -50.0, -1e-9)
-    logits = clipped - np.log(-np.expm1(clipped))
-    return np.clip(np.rint(np.nan_to_num(logits)), -6, 6).astype(np.int64) + 6
+    @classmethod
+    def _nothing(cls) -> Counts:
+        return [[[0.0, 0.0] for _ in cls.CENTRES] for _ in range(DEPTHS)]
 
 
 class Ranks:
@@ -131,26 +129,20 @@ class Ranks:
     SEEN = 12  # families, those included, from which on a depth speaks for itself
 
     def __init__(self) -> None:
-        self.rates = np.tile(0.25 * 0.5 ** np.arange(self.WIDTH), (DEPTHS, 1))  # of the root, 1, 2 and deeper
+        self.rates = [[0.25 * 0.5**rank for rank in range(self.WIDTH)] for _ in range(DEPTHS)]  # of the root, 1, 2 ...
         self.counts = [self.PRIOR] * DEPTHS
 
-    def observe(self, depth: int, families: int, hits: Floats) -> None:
-        """Take families into account whose parents, all of one depth, were accepted.
-
-        Args:
-            depth: of the parents.
-            families: how many.
-            hits: (WIDTH,) in how many the child of each rank was accepted.
-        """
+    def observe(self, depth: int, rank: int | None) -> None:
+        """Take a family into account whose parent, of that depth, was accepted: which child was, None for none."""
         place = min(depth, DEPTHS - 1)
-        self.counts[place] = min(self.counts[place] + families, self.MEMORY)
-        share = families / self.counts[place]
-        self.rates[place] += min(share, 1.0) * (hits / families - self.rates[place])
-        below = self.rates[place + 1 :]  # what is not asked about any more: little by little
-        below += min(1.0, families / (4 * self.MEMORY)) * (self.rates[place] - below)
+        self.counts[place] = min(self.counts[place] + 1, self.MEMORY)
+        share, rates = 1 / self.counts[place], self.rates[place]
+        rates[:] = [rate + share * ((turn == rank) - rate) for turn, rate in enumerate(rates)]
+        for below in self.rates[place + 1 :]:  # what is not asked about any more: little by little
+            below[:] = [low + (rate - low) / (4 * self.MEMORY) for low, rate in zip(below, rates, strict=True)]
 
-    def at(self, depth: int) -> Floats:
-        """Return how often the children of an accepted node of a depth are accepted, by rank, (WIDTH,)."""
+    def at(self, depth: int) -> list[float]:
+        """Return how often the children of an accepted node of a depth are accepted, by rank."""
         place = min(depth, DEPTHS - 1)
         while place and self.counts[place] < self.SEEN:
             place -= 1
@@ -158,17 +150,17 @@ class Ranks:
 
     def expected(self, depth: int) -> float:
         """Return how many nodes of a depth are accepted on average."""
-        return prod(min(1.0, float(self.at(above).sum())) for above in range(depth))
+        return prod(min(1.0, sum(self.at(above))) for above in range(depth))
 
-    def surplus(self, depth: int, accepted: Floats, price: float) -> Floats:
-        """Return the tokens that the children of nodes are expected to gain beyond what they cost, like ``accepted``.
+    def surplus(self, depth: int, accepted: float, price: float) -> float:
+        """Return the tokens that the children of a node are expected to gain beyond what they cost.
 
         Args:
-            depth: of the nodes.
-            accepted: their probabilities of acceptance.
+            depth: of the node.
+            accepted: its probability of acceptance.
             price: tokens that a child must gain to pay for itself.
         """
-        return np.maximum(accepted[..., None] * self.at(depth) - price, 0.0).sum(-1)
+        return sum([accepted * rate - price for rate in self.at(depth) if accepted * rate > price])
 
 
 class Habits:
@@ -180,26 +172,20 @@ class Habits:
 
     def observe(self, forest: Forest, tokens: Sequence[Sequence[int]]) -> None:
         """Compare what was drafted with what each row emitted."""
-        nodes = forest.nodes
-        outcome = Outcome(nodes, tokens)
+        outcome = Outcome(forest.nodes, tokens)
         self.calibration.forget()
-        self.calibration.observe(nodes, outcome)
-        self._rank(nodes, outcome)
+        self.calibration.observe(forest.nodes, outcome)
+        self._rank(forest.nodes, outcome)
 
     def _rank(self, nodes: Nodes, outcome: Outcome) -> None:
         """Take into account which of each draft's children were right."""
-        judged = np.zeros(len(nodes), bool)
-        judged[outcome.judged] = True
-        drawn = nodes.draws
-        mine = judged[drawn.nodes]
-        children, drafts, ranks = drawn.nodes[mine], drawn.drafts[mine], nodes.ranks[mine]
-        parents = nodes.parents[children]
-        for draft in np.unique(drafts).tolist():
-            own = drafts == draft
-            families = np.unique(parents[own])
-            won = own & outcome.right[children] & (ranks < Ranks.WIDTH)
-            hits = np.zeros((int(nodes.depths[families].max()) + 1, Ranks.WIDTH))
-            np.add.at(hits, (nodes.depths[parents[won]], ranks[won]), 1.0)
-            counts = np.bincount(nodes.depths[families])
-            for depth in np.flatnonzero(counts).tolist():
-                self.ranks[draft].observe(depth, int(counts[depth]), hits[depth])
+        judged = bytearray(len(nodes))
+        for node in outcome.judged:
+            judged[node] = True
+        families: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # by parent and draft
+        for node, draft, order in zip(*(column.tolist() for column in nodes.draws), strict=True):
+            if judged[node]:
+                families[outcome.parents[node], draft].append((order, node))
+        for (parent, draft), children in families.items():
+            ranked = [outcome.right[node] for _, node in sorted(children)]
+            self.ranks[draft].observe(outcome.depths[parent], ranked.index(True) if True in ranked else None)

@@ -59,7 +59,7 @@ def propose(drafts: Sequence[Proposer], policy: Policy, rows: Sequence[Row]) -> 
     if drafts and policy.max_nodes and max(depths):
         trees = Forest.merged([draft.propose(policy, max(depths)) for draft in drafts]).pruned(depths)
     else:
-        trees = Forest.bare(roots, policy.kind)
+        trees = Forest(policy.kind, roots)
     fitted = Forest.of(policy.fit(trees))
     if fitted.roots != roots:
         raise TreeError(f"trees with roots {fitted.roots} were drafted for rows that end in {roots}")

@@ -112,7 +112,7 @@ class NGramDraftSession:
         """Grow one tree per row below its last committed token."""
         roots = [text.ids[-1] for text in self.texts]
         if not any(text.matches(()) for text in self.texts):
-            return Forest.bare(roots, policy.kind)
+            return Forest(policy.kind, roots)
         self.paths = [[] for _ in self.texts]
         return policy.grow(self, max_depth).trees(roots, self.opening.draft)
 

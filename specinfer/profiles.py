@@ -9,8 +9,6 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from specinfer.errors import InputError
 from specinfer.habits import DEPTHS, Calibration, Habits, Ranks
 from specinfer.learnt import Hinge
@@ -104,28 +102,28 @@ def _hinge(value: Any, name: str, line: Hinge) -> Hinge:
 
 
 def _habits(habits: Habits) -> list[Any]:
-    own = habits.calibration
-    places = np.argwhere(own.expected).tolist()
+    unit = habits.calibration.unit
     accepted = [
-        [int(own.masks[m]), depth, place, float(own.expected[m, depth, place]), float(own.accepted[m, depth, place])]
-        for m, depth, place in places
+        [mask, depth, place, expected / unit, right / unit]
+        for mask, own in habits.calibration.counts.items()
+        for depth, bins in enumerate(own)
+        for place, (expected, right) in enumerate(bins)
+        if expected
     ]
-    return [accepted, [[draft, ranks.counts, ranks.rates.tolist()] for draft, ranks in habits.ranks.items()]]
+    return [accepted, [[draft, ranks.counts, ranks.rates] for draft, ranks in habits.ranks.items()]]
 
 
 def _restored(accepted: Any, ranks: Any, drafts: int) -> Habits:
     habits = Habits()
     bounds = ((1 << drafts) - 1, DEPTHS - 1, len(Calibration.CENTRES) - 1)
-    own = habits.calibration
     for *place, expected, right in _rows(accepted, "accepted", 5):
         where = [int(_number(n, "accepted", most, whole=True)) for n, most in zip(place, bounds, strict=True)]
-        figures = _number(expected, "accepted", MOST), _number(right, "accepted", MOST)
-        mask = int(own.places(np.array(where[:1]))[0])
-        own.expected[mask, where[1], where[2]], own.accepted[mask, where[1], where[2]] = figures
+        figures = [_number(expected, "accepted", MOST), _number(right, "accepted", MOST)]
+        habits.calibration.counts[where[0]][where[1]][where[2]] = figures
     for draft, counts, rates in _rows(ranks, "ranks", 3):
         rank = habits.ranks[int(_number(draft, "ranks", max(drafts - 1, 0), whole=True))]
         rank.counts = [int(_number(n, "ranks", MOST, least=1, whole=True)) for n in _list(counts, "ranks")]
-        rank.rates = np.array([[_number(n, "ranks", 1.0) for n in row] for row in _rows(rates, "ranks", Ranks.WIDTH)])
+        rank.rates = [[_number(n, "ranks", 1.0) for n in row] for row in _rows(rates, "ranks", Ranks.WIDTH)]
         if not len(rank.counts) == len(rank.rates) == DEPTHS:
             raise Damaged(f"'ranks' needs {DEPTHS} depths")
     return habits

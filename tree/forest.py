@@ -13,7 +13,7 @@ import numpy as np
 
 from specinfer.errors import TreeError
 
-from .nodes import Listed, Nodes, joined, planted, side_by_side
+from .nodes import Listed, Nodes, bare, joined, planted, side_by_side
 from .token_tree import Kind, TokenTree, check_ranked
 
 
@@ -22,13 +22,18 @@ class Forest(Sequence[TokenTree]):
 
     Args:
         kind: how children were chosen.
+        roots: the root token of each row.
         nodes: the trees as arrays; or else
         listed: their nodes in any order, which are put in order when they are needed: not if they are merged before.
+            Trees of neither are bare.
     """
 
-    def __init__(self, kind: Kind, nodes: Nodes | None = None, listed: Listed | None = None) -> None:
-        self.kind, self._listed = kind, listed
+    def __init__(
+        self, kind: Kind, roots: Sequence[int], nodes: Nodes | None = None, listed: Listed | None = None
+    ) -> None:
+        self.kind, self.roots, self._listed = kind, list(roots), listed
         self._trees: dict[int, TokenTree] = {}
+        self._bare = nodes is None and listed is None
         if nodes is not None:
             self.nodes = nodes
 
@@ -38,14 +43,10 @@ class Forest(Sequence[TokenTree]):
         if isinstance(trees, Forest):
             return trees
         _check_kinds(tree.kind for tree in trees)
-        forest = cls(trees[0].kind, side_by_side([tree.nodes for tree in trees]))
+        roots = [int(tree.tokens[0]) for tree in trees]
+        forest = cls(trees[0].kind, roots, side_by_side([tree.nodes for tree in trees]))
         forest._trees = dict(enumerate(trees))
         return forest
-
-    @classmethod
-    def bare(cls, roots: Sequence[int], kind: Kind = Kind.RANKED) -> Forest:
-        """Return trees that draft nothing."""
-        return cls.of([TokenTree.root_only(root, kind) for root in roots])
 
     @classmethod
     def merged(cls, forests: Sequence[Sequence[TokenTree]]) -> Forest:
@@ -62,43 +63,43 @@ class Forest(Sequence[TokenTree]):
         grown = [forest for forest in every if forest.num_drafted] or every[:1]
         if len(grown) == 1:
             return grown[0]
-        return cls(grown[0].kind, listed=joined([forest.listed for forest in grown], len(grown[0])))
+        first = grown[0]
+        return cls(first.kind, first.roots, listed=joined([forest.listed for forest in grown], len(first)))
 
     @cached_property
     def nodes(self) -> Nodes:
         """The trees as arrays."""
-        assert self._listed is not None
-        return planted(self._listed)
+        return planted(self.listed)
 
-    @property
+    @cached_property
     def listed(self) -> Listed:
         """The trees' nodes, the roots first."""
+        if self._bare:
+            return bare(self.roots)
         return self._listed if self._listed is not None else self.nodes.listed()
-
-    @property
-    def roots(self) -> list[int]:
-        """The root token of each tree."""
-        if self._listed is not None:
-            return self._listed.tokens[: len(self)].tolist()
-        return self.nodes.tokens[self.nodes.starts[:-1]].tolist()
 
     @property
     def drafts(self) -> np.ndarray:
         """The draft of every draw, (K,)."""
-        return (self._listed or self.nodes).draws.drafts
+        return self._known.draws.drafts
 
     @property
     def num_drafted(self) -> int:
         """Nodes of all trees, roots excluded; equal paths that are yet to be merged count apart."""
-        known = self._listed.tokens if self._listed is not None else self.nodes
-        return len(known) - len(self)
+        return 0 if self._bare else len(self._known.tokens) - len(self)
+
+    @property
+    def _known(self) -> Listed | Nodes:
+        return self._listed if self._listed is not None else self.nodes
 
     def pruned(self, depths: Sequence[int]) -> Forest:
         """Return the trees without the nodes deeper than a depth, one for each row."""
+        if not self.num_drafted:
+            return self
         nodes = self.nodes.pruned(depths)
-        return self if nodes is self.nodes else Forest(self.kind, nodes)
+        return self if nodes is self.nodes else Forest(self.kind, self.roots, nodes)
 
-    def best(self, count: int, worth: np.ndarray | None = None) -> Forest:
+    def best(self, count: int, worth: np.ndarray | Sequence[float] | None = None) -> Forest:
         """Return the `count` drafted nodes of each tree that are worth most: see `TokenTree.best`.
 
         Args:
@@ -108,16 +109,15 @@ class Forest(Sequence[TokenTree]):
         Raises:
             TreeError: sampled trees.
         """
-        if self.nodes.sizes.max() - 1 <= count:
+        if self.num_drafted <= count or self.nodes.sizes.max() - 1 <= count:
             return self
         check_ranked(self.kind)
-        return Forest(self.kind, self.nodes.best(count, self.nodes.scores if worth is None else worth))
+        nodes = self.nodes.best(count, self.nodes.scores if worth is None else worth)
+        return Forest(self.kind, self.roots, nodes)
 
     def __len__(self) -> int:
         """Return B, the number of rows."""
-        if self._listed is not None:
-            return int(np.count_nonzero(self._listed.parents < 0))
-        return len(self.nodes.sizes)
+        return len(self.roots)
 
     @overload
     def __getitem__(self, row: int) -> TokenTree: ...

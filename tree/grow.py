@@ -116,22 +116,27 @@ class Growth(NamedTuple):
         if len(roots) != len(self.tokens):
             raise TreeError(f"{len(roots)} roots for {len(self.tokens)} grown trees")
         if not self.tokens.shape[1]:
-            return Forest.bare(roots, self.kind)
+            return Forest(self.kind, roots)
+        return Forest(self.kind, roots, listed=self._listed(np.array(roots, np.int64), draft, *self._on_host()))
+
+    def _on_host(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return tokens, parents, valid and scores: one transfer."""
+        if _on_host(self.tokens):
+            return self.tokens.numpy(), self.parents.numpy(), self.valid.numpy(), self.scores.double().numpy()
         bits = torch.int64 if self.scores.dtype == torch.float64 else torch.int32
         columns = (self.tokens, self.parents, self.valid, self.scores.view(bits))
-        packed = torch.stack([column.long() for column in columns]).cpu()  # (4, B, M), the one transfer
+        packed = torch.stack([column.long() for column in columns]).cpu()  # (4, B, M)
         tokens, parents, valid, _ = packed.numpy()
-        scores = packed[3].to(bits).view(self.scores.dtype).double().numpy()
-        return Forest(self.kind, listed=self._listed(np.array(roots), tokens, parents, valid > 0, scores, draft))
+        return tokens, parents, valid > 0, packed[3].to(bits).view(self.scores.dtype).double().numpy()
 
     def _listed(
         self,
         roots: np.ndarray,
+        draft: int,
         tokens: np.ndarray,
         parents: np.ndarray,
         valid: np.ndarray,
         scores: np.ndarray,
-        draft: int,
     ) -> Listed:
         """Return the nodes of all rows, from arrays (B, M) on the host; draws of one node stand in slot order."""
         rows, found = len(roots), scores[valid]
@@ -246,9 +251,10 @@ class _Pool:
         numbers, scores = self.front
         self.fronts.append(numbers)
         self.first, self.sent = self.sent, self.sent + tokens.shape[1]
-        parents = torch.arange(self.first, self.sent, device=tokens.device)
-        turns = torch.arange(tokens.shape[2], device=tokens.device)
-        arrivals = (parents[:, None] * self.size + turns).flatten().expand(len(tokens), -1)
+        arrivals = torch.arange(self.first * self.size, self.sent * self.size, device=tokens.device)
+        if tokens.shape[2] < self.size:
+            arrivals = arrivals.view(-1, self.size)[:, : tokens.shape[2]].flatten()
+        arrivals = arrivals.expand(len(tokens), -1)
         paths, tokens = _path_scores(scores, log_probs), tokens.flatten(1)
         if self.least > -inf:
             paths.masked_fill_(paths < self.least, -inf)

@@ -106,6 +106,8 @@ class Nodes:
 
     def row(self, row: int) -> Nodes:
         """Return one row alone."""
+        if len(self.sizes) == 1:
+            return self
         start, end = self.starts[row : row + 2].tolist()
         first, last = self._cuts[row : row + 2]
         nodes, drafts, orders = (column[first:last].copy() for column in self.draws)
@@ -154,7 +156,7 @@ class Nodes:
         """Return the trees without the nodes deeper than a depth, one for each row."""
         return self._kept(self.depths <= np.maximum(depths, 0)[self.rows])
 
-    def best(self, count: int, worth: NDArray[np.float64]) -> Nodes:
+    def best(self, count: int, worth: np.ndarray | Sequence[float]) -> Nodes:
         """Return, of each row, the `count` drafted nodes that are worth most; equals are kept in node order.
 
         Args:
@@ -218,6 +220,13 @@ def planted(listed: Listed) -> Nodes:
         Draws(*(column[turns] for column in draws)),
         laws,
     )
+
+
+def bare(roots: Sequence[int]) -> Listed:
+    """Return trees that draft nothing."""
+    none = np.zeros(0, np.int64)
+    tokens = np.array(roots, np.int64)
+    return Listed(tokens, np.full(len(tokens), -1), np.zeros(len(tokens)), Draws(none, none, none), {}, distinct=True)
 
 
 def joined(parts: Sequence[Listed], rows: int) -> Listed:
