@@ -86,7 +86,8 @@ class Calibration:
                 continue
             edge = score - scores[parent]
             place = bisect(self.BORDERS, edge)
-            factor = self._factor(*self.counts[mask][min(depth, DEPTHS) - 1][place], place)
+            expected, accepted = self.counts[mask][min(depth, DEPTHS) - 1][place]
+            factor = self._factor(expected, accepted, place)
             reached.append(reached[parent] * min(1.0, exp(edge) * factor))
         return reached
 

@@ -69,13 +69,11 @@ class Forest(Sequence[TokenTree]):
     @cached_property
     def nodes(self) -> Nodes:
         """The trees as arrays."""
-        return planted(self.listed)
+        return bare(self.roots) if self._listed is None else planted(self._listed)
 
     @cached_property
     def listed(self) -> Listed:
         """The trees' nodes, the roots first."""
-        if self._bare:
-            return bare(self.roots)
         return self._listed if self._listed is not None else self.nodes.listed()
 
     @property
@@ -173,7 +171,7 @@ def _check_mergeable(forests: Sequence[Forest]) -> None:
             found = sorted(set(roots))
             raise TreeError(f"row {row}: the roots are different tokens, {found}; merge the trees of one row")
     seen: set[int] = set()
-    for forest in forests:
+    for forest in (own for own in forests if own.num_drafted):
         drafts = set(np.unique(forest.drafts).tolist())
         if shared := seen & drafts:
             raise TreeError(f"draft {min(shared)} drew in two trees; grow each draft's tree with its own draft id")

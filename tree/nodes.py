@@ -222,11 +222,12 @@ def planted(listed: Listed) -> Nodes:
     )
 
 
-def bare(roots: Sequence[int]) -> Listed:
+def bare(roots: Sequence[int]) -> Nodes:
     """Return trees that draft nothing."""
-    none = np.zeros(0, np.int64)
-    tokens = np.array(roots, np.int64)
-    return Listed(tokens, np.full(len(tokens), -1), np.zeros(len(tokens)), Draws(none, none, none), {}, distinct=True)
+    count = len(roots)
+    none, zeros = np.zeros(0, np.int64), np.zeros(count, np.int64)
+    draws = Draws(none, none, none)
+    return Nodes(np.arange(count + 1), np.array(roots, np.int64), zeros - 1, zeros, np.zeros(count), draws, {})
 
 
 def joined(parts: Sequence[Listed], rows: int) -> Listed:
