@@ -251,10 +251,9 @@ class _Pool:
         numbers, scores = self.front
         self.fronts.append(numbers)
         self.first, self.sent = self.sent, self.sent + tokens.shape[1]
-        arrivals = torch.arange(self.first * self.size, self.sent * self.size, device=tokens.device)
-        if tokens.shape[2] < self.size:
-            arrivals = arrivals.view(-1, self.size)[:, : tokens.shape[2]].flatten()
-        arrivals = arrivals.expand(len(tokens), -1)
+        firsts = torch.arange(self.first * self.size, self.sent * self.size, self.size, device=tokens.device)
+        arrivals = firsts[:, None] + torch.arange(tokens.shape[2], device=tokens.device)
+        arrivals = arrivals.flatten().expand(len(tokens), -1)
         paths, tokens = _path_scores(scores, log_probs), tokens.flatten(1)
         if self.least > -inf:
             paths.masked_fill_(paths < self.least, -inf)
