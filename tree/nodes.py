@@ -307,9 +307,8 @@ def _united(listed: Listed) -> tuple[Numbers, Numbers]:
     roots = listed.parents < 0
     above = np.where(roots, every, listed.parents)
     names = np.where(roots, every, listed.tokens + len(every))  # of what was seen of each path; roots are no tokens
-    chosen = every
     while True:
-        _, chosen, names = np.unique(names, return_index=True, return_inverse=True)
+        names = np.unique(names, return_inverse=True)[1]  # small again
         if roots[above].all():
             break
         names = names * len(every) + names[above]
