@@ -28,7 +28,8 @@ from specinfer.run import Run, TextStream
 from specinfer.sampling import WARPERS, Law, Settings, Stopping, by_row, resolve
 from specinfer.scoring import score
 from specinfer.shipped import shipped_drafts
-from specinfer.tree import MOST_DRAFTS, BestFirst, Chain, Kind, Policy
+from specinfer.tree import BestFirst, Chain, Kind, Policy
+from specinfer.tree.token_tree import MOST_DRAFTS
 from specinfer.verify import Verifier, chosen_verifier
 
 WORDS = ("auto", "shipped", "ngram")  # drafts that are no models' names

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from specinfer.errors import InputError
 from specinfer.habits import DEPTHS, Calibration, Habits, Ranks
 from specinfer.learnt import Hinge
-from specinfer.tree import MOST_DRAFTS
+from specinfer.tree.token_tree import MOST_DRAFTS
 
 if TYPE_CHECKING:
     from specinfer.adapt import Auto

@@ -18,10 +18,9 @@ from .grow import (
 from .nodes import Nodes, ancestors
 from .render import render
 from .tidy import tidy
-from .token_tree import MOST_DRAFTS, Draw, Kind, TokenTree
+from .token_tree import Draw, Kind, TokenTree
 
 __all__ = [
-    "MOST_DRAFTS",
     "BestFirst",
     "Chain",
     "DenseSource",
