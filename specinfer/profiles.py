@@ -3,13 +3,13 @@
 Knows: costs, calibration and ranks, field by field.  Does not know: how they are learnt, or what is chosen by them.
 """
 
-import json
 from math import isfinite
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specinfer.errors import InputError
+from specinfer.files import parse_json
 from specinfer.habits import DEPTHS, Calibration, Habits, Ranks
 from specinfer.learnt import Hinge
 from specinfer.tree.token_tree import MOST_DRAFTS
@@ -50,8 +50,8 @@ def read(profile: dict[str, Any] | str | PathLike[str]) -> dict[str, Any]:
     if isinstance(profile, dict):
         return profile
     try:
-        found = json.loads(Path(profile).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, TypeError) as error:
+        found = parse_json(Path(profile).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError) as error:
         raise InputError(f"cannot read the profile {profile!s:.200} ({error!s:.100}): {ADVICE}") from None
     return found if isinstance(found, dict) else {}
 

@@ -156,7 +156,7 @@ def _encode_one(item: Any, tokenizer: Any, raw: bool) -> list[int]:
         if not item.strip():
             return []
         if raw or not getattr(_needed(tokenizer), "chat_template", None):
-            return _ids(lambda: _needed(tokenizer)(item))
+            return spelt(item, tokenizer)
         item = [{"role": "user", "content": item}]
     if _is_text(item):
         if not getattr(_needed(tokenizer), "chat_template", None):
@@ -166,6 +166,15 @@ def _encode_one(item: Any, tokenizer: Any, raw: bool) -> list[int]:
     if isinstance(item, Sequence) and not isinstance(item, bytes):
         return list(item)
     raise InputError(f"a prompt must be text, chat messages or token ids, not {type(item).__name__}")
+
+
+def spelt(text: str, tokenizer: Any, **options: Any) -> list[int]:
+    """Return the token ids of a text as it is, by the tokenizer's own options.
+
+    Raises:
+        InputError: no tokenizer, or one that refuses the text.
+    """
+    return _ids(lambda: _needed(tokenizer)(text, **options))
 
 
 def _ids(encoding: Callable[[], Any]) -> list[int]:

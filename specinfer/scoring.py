@@ -12,7 +12,8 @@ import torch
 
 from specinfer.attention import TreeModel, lay_out_chains, running
 from specinfer.errors import InputError, NumericalError
-from specinfer.prompts import Prompt, check_ids, encode
+from specinfer.inputs import plain
+from specinfer.prompts import Prompt, check_ids, spelt
 
 if TYPE_CHECKING:
     from specinfer.decoder import SpeculativeDecoder
@@ -51,15 +52,14 @@ class Score:
 
 def score(decoder: "SpeculativeDecoder", prompt: Prompt, continuation: Any, raw: bool) -> Score | list[Score]:
     """Score continuations: see `SpeculativeDecoder.score`."""
-    prompts = encode(prompt, decoder.tokenizer, raw)
+    prompts = decoder.read(prompt, raw)
     if not prompts.single and (isinstance(continuation, str) or not isinstance(continuation, Iterable)):
         raise InputError("several prompts need a list of continuations: give one for each prompt")
     given = [continuation] if prompts.single else list(continuation)
     if len(given) != len(prompts.rows):
         raise InputError(f"{len(prompts.rows)} prompts and {len(given)} continuations: give one for each prompt")
     wanted = [_ids(own, decoder.tokenizer, row) for row, own in enumerate(given)]
-    for rows in (prompts.rows, wanted):
-        check_ids(rows, decoder.target.vocab_size)
+    check_ids(wanted, decoder.target.vocab_size)
     decoder.check_lengths(prompts.rows, [len(own) for own in wanted])
     decoder.supported(decoder.policy, [])
     scores = [Score(*own) for own in _scored(decoder.target, prompts.rows, wanted)]
@@ -68,12 +68,9 @@ def score(decoder: "SpeculativeDecoder", prompt: Prompt, continuation: Any, raw:
 
 def _ids(continuation: Any, tokenizer: Any, row: int) -> list[int]:
     """Return the token ids of a continuation."""
-    if isinstance(continuation, str) and tokenizer is None:
-        raise InputError("text needs a tokenizer: construct the decoder with one, or pass token ids")
+    continuation = plain(continuation)
     if isinstance(continuation, str):
-        continuation = tokenizer(continuation, add_special_tokens=False)["input_ids"]
-    if hasattr(continuation, "tolist"):
-        continuation = continuation.tolist()
+        continuation = spelt(continuation, tokenizer, add_special_tokens=False)
     if not isinstance(continuation, Sequence):
         raise InputError(f"row {row}: a continuation must be text or token ids, not {type(continuation).__name__}")
     if not continuation:

@@ -137,3 +137,22 @@ def test_logits_that_are_no_numbers_are_named():
         model.lm_head.weight[0] = float("nan")
     with pytest.raises(NumericalError, match="row 0"):
         decoder.score([1, 2], [3])
+
+
+def test_padding_is_no_part_of_a_prompt(decoder):
+    """As in `generate`: taken out where a mask says so, refused where it only looks like it."""
+    alone = [decoder.score(ids, [7, 8]) for ids in ([3, 1, 4], [5, 9, 2, 6, 5])]
+    pad = decoder.tokenizer.pad_token_id
+    ids = torch.tensor([[pad, pad, 3, 1, 4], [5, 9, 2, 6, 5]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    together = decoder.score({"input_ids": ids, "attention_mask": mask}, [[7, 8]] * 2)
+    assert [own.token_ids for own in together] == [own.token_ids for own in alone]
+    for one, other in zip(together, alone, strict=True):
+        assert one.log_probabilities == pytest.approx(other.log_probabilities, abs=1e-5)
+    with pytest.raises(InputError, match="looks padded"):
+        decoder.score(ids, [[7, 8]] * 2)
+
+
+def test_half_a_surrogate_pair_is_refused(decoder):
+    with pytest.raises(InputError, match="refuses"):
+        decoder.score([3, 1], "\ud800")

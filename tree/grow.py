@@ -117,9 +117,9 @@ class Growth(NamedTuple):
             raise TreeError(f"{len(roots)} roots for {len(self.tokens)} grown trees")
         if not self.tokens.shape[1]:
             return Forest(self.kind, roots)
-        return Forest(self.kind, roots, listed=self._listed(np.array(roots, np.int64), draft, *self._on_host()))
+        return Forest(self.kind, roots, listed=self._listed(np.array(roots, np.int64), draft, *self._brought()))
 
-    def _on_host(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def _brought(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return tokens, parents, valid and scores: one transfer."""
         if _on_host(self.tokens):
             return self.tokens.numpy(), self.parents.numpy(), self.valid.numpy(), self.scores.double().numpy()

@@ -1,8 +1,7 @@
 """Token trees as arrays: the trees of a whole batch side by side, built, merged and cut all at once.
 
 This module knows numbers and who is whose parent.  It makes no objects for nodes or rows: work is done on all nodes of
-all rows together, a few array operations a level, so that a step of many rows costs little more than one of a single
-row.  `TokenTree` is one row of it, for those who look.
+all rows together.  `TokenTree` is one row of it, for those who look.
 
 There is one convention for parents wherever nodes are numbered: a root comes before its nodes, and has parent -1.
 """
