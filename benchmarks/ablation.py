@@ -1,9 +1,12 @@
 """What each part of `Auto` is worth: trees without that part, in turns with whole ones, on real prompts.
 
-    python benchmarks/ablation.py --prompts code.jsonl chat.jsonl [--temperature 1] [--rounds 3]
+    python benchmarks/ablation.py --prompts code.jsonl chat.jsonl [--temperature 1] [--rounds 3] [--table]
 
 Every variant has a decoder and experience of its own; models are shared.  A figure is the median, over prompts, of the
 variant's tokens a second over the whole `Auto`'s (each prompt's the median over rounds); the interval is a bootstrap's.
+
+A clock cannot tell differences of 2 %.  With ``--table`` seconds are not measured: a step costs what such
+a step cost on one machine (`PASS`, `LEVELS`), and this is also what the policy is told; so figures repeat themselves.
 """
 
 import argparse
@@ -15,6 +18,7 @@ from time import perf_counter
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from common import load_models, read_prompts
 from peers import interval
@@ -23,6 +27,36 @@ from specinfer import BestFirst, SpeculativeDecoder, adapt
 from specinfer.adapt import Auto
 from specinfer.habits import Calibration, Ranks
 from specinfer.learnt import Hinge
+
+TOKENS = (1, 2, 4, 8, 16, 24, 32)  # fed in a pass ...
+PASS = (32.7, 31.6, 35.8, 37.9, 46.6, 56.0, 63.8)  # ... and its milliseconds: SmolLM2-135M, two cores, AVX512, compiled
+LEVELS = (2.9, 0.3)  # milliseconds of a level: of head-1, of a look-up
+STEP = 2.0, 1.0  # milliseconds between passes, and more if drafts were asked
+
+
+class Clock:
+    """Seconds by the table, of one policy."""
+
+    def __init__(self, auto: Auto) -> None:
+        self.spent = 0.0
+        begin = auto.begin
+
+        def begun(drafts: int, coupled: bool) -> Auto:
+            own = begin(drafts, coupled)
+            observe = own.observe
+
+            def told(trees: Any, paths: Any, tokens: Any, proposing: Any, seconds: float) -> None:
+                levels = [own.levels.get(draft, 0) for draft in range(drafts)]
+                proposing = [1e-3 * cost * count + 1e-9 for cost, count in zip(LEVELS, levels, strict=False)]
+                fed = max(len(tree) for tree in trees)
+                rest = 1e-3 * (float(np.interp(fed, TOKENS, PASS)) + STEP[0] + STEP[1] * any(levels))
+                self.spent += rest + sum(proposing)
+                observe(trees, paths, tokens, proposing, rest + sum(proposing))
+
+            own.observe = told  # type: ignore[method-assign]
+            return own
+
+        auto.begin = begun  # type: ignore[method-assign]
 
 
 class RawProbabilities(Calibration):
@@ -107,6 +141,20 @@ def without_trials(auto: Auto) -> None:
     _replace(auto, _choose=choose)
 
 
+def without_learning(auto: Auto) -> None:
+    """Neither calibration nor ranks: acceptance is what drafts say."""
+    without_calibration(auto)
+    without_ranks(auto)
+
+
+def without_most(auto: Auto) -> None:
+    """Neither calibration, ranks, the knees of costs, their level, idling nor exploring: prices alone."""
+    without_learning(auto)
+    auto.line = Steady()
+    without_exploring(auto)
+    without_idling(auto)
+
+
 def without_exploring(auto: Auto) -> None:
     """Choose sizes from the first step on, from what a CPU or GPU bound by memory costs."""
     auto.counts.explored = len(adapt.SIZES)
@@ -159,12 +207,14 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--table", action="store_true", help="seconds by the table, not by the clock")
     args = parser.parse_args()
     model, tokenizer, drafts = load_models(args, args.dtype)
     trees: dict[str, Any] = {"whole": Auto(), "again": Auto(), **{name: Auto() for name in args.parts}}
     for name in args.parts:
         VARIANTS[name](trees[name])
-    trees |= {"15 nodes, fixed": BestFirst(15, 8), "plain": None}
+    clocks = {name: Clock(tree) for name, tree in trees.items()} if args.table else {}
+    trees |= {} if args.table else {"15 nodes, fixed": BestFirst(15, 8), "plain": None}
     decoders = {name: SpeculativeDecoder(model, tokenizer, drafts=drafts, tree=tree) for name, tree in trees.items()}
     prompts = read_prompts(args.prompts, args.count)
     rates: dict[str, list[list[float]]] = {name: [[] for _ in prompts] for name in decoders}
@@ -174,16 +224,18 @@ def main() -> None:
             order = list(decoders)
             first = (turn * len(prompts) + place) % len(order)
             for name in order[first:] + order[:first]:
-                started = perf_counter()
+                started, before = perf_counter(), clocks[name].spent if clocks else 0.0
                 result = decoders[name].generate(
                     prompt, max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=place
                 )
+                spent = clocks[name].spent - before if clocks else perf_counter() - started
                 if place >= 0:
-                    rates[name][place].append(len(result.token_ids) / (perf_counter() - started))
+                    rates[name][place].append(len(result.token_ids) / spent)
                     tokens[name][0] += len(result.token_ids)
                     tokens[name][1] += len(result.steps)
         print(f"round {turn + 1}", file=sys.stderr, flush=True)
     print(f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, T = {args.temperature:g}")
+    print("seconds by the table" if clocks else "seconds by the clock")
     whole = [median(own) for own in rates["whole"]]
     for name in decoders:
         ratios = [median(own) / base for own, base in zip(rates[name], whole, strict=True)]
