@@ -1,7 +1,7 @@
 """A model's passes, compiled: made once into a folder, compared with the plain model, called in the model's place.
 
 Knows: the compiler (AOTInductor), packages, when one may stand for a model.
-Does not know: what the graph looks like inside (`exported`), where packages are kept (`specinfer.packages`), text.
+Does not know: what the graph looks like inside (`exported`), where packages are kept (`packages`), text.
 
 A package holds code and no weights: it gets the model's own, and linear layers' weights packed, with every call.  The
 model is only read.  A package is used while the model is what it was when it was compared: the same modules with the

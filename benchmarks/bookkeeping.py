@@ -34,7 +34,7 @@ def tiny() -> Any:
 def worker(target: str | None, dtype: str, prompts: list[str], new_tokens: int) -> None:
     """Decode when asked: with the version of specinfer that this interpreter has."""
     from specinfer import BestFirst
-    from specinfer.models import load
+    from specinfer.loading import load
 
     loaded = load(target, dtype)
     own = {

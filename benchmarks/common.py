@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from specinfer import BestFirst, Chain, ModelDraft, SpeculativeDecoder, Widths
-from specinfer.comparison.files import read_prompts as rows_of
-from specinfer.comparison.methods import common_prefix
 from specinfer.decoder import DEFAULT_TREE, WORDS
-from specinfer.models import load
+from specinfer.evaluation.compare.files import read_prompts as rows_of
+from specinfer.evaluation.compare.methods import common_prefix
+from specinfer.loading import load
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -40,7 +40,7 @@ def opened(model: Any, prefix: int, engine: bool, compiled: bool, extra: dict[st
     from specinfer.attention import running
 
     if engine and compiled:
-        from specinfer.packages import attach
+        from specinfer.attention.packages import attach
 
         if reason := attach(model, (0,) if extra else (), "auto"):
             print(f"{model.name} runs plain: {reason}", file=sys.stderr)
@@ -54,12 +54,12 @@ def opened(model: Any, prefix: int, engine: bool, compiled: bool, extra: dict[st
 def worker(target: str | None, dtype: str, prefix: int) -> None:
     """Run passes when asked: with the version of specinfer that this interpreter has."""
     from specinfer.attention import TreeModel, lay_out_chains, running
-    from specinfer.models import load
-    from specinfer.shipped import shipped_drafts
+    from specinfer.drafts.bundled import shipped_drafts
+    from specinfer.loading import load
 
     loaded = load(target, dtype)
     try:
-        import specinfer.packages  # noqa: F401
+        import specinfer.attention.packages  # noqa: F401
 
         compiled = True
     except ImportError:

@@ -28,7 +28,7 @@ def ours(args: argparse.Namespace) -> None:
     import torch
 
     from specinfer import SpeculativeDecoder
-    from specinfer.models import load
+    from specinfer.loading import load
 
     loaded = load(args.target, args.dtype)
     model, tokenizer = loaded.model, loaded.tokenizer

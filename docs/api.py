@@ -12,14 +12,16 @@ from typing import Any
 from griffe import Docstring, DocstringSection
 
 import specinfer
-from specinfer import plots, shown, traces
+from specinfer.common import display as shown
+from specinfer.evaluation import traces
+from specinfer.viz import plots
 
 PAGE = Path(__file__).with_name("api.md")
 OPENING = """\
 # API reference
 
-What `import specinfer` offers, then `specinfer.traces`, `specinfer.plots` and how things show themselves; written by
-`docs/api.py` from signatures and docstrings: do not edit it by hand.
+What `import specinfer` offers, then `specinfer.evaluation.traces`, `specinfer.viz.plots` and how things show
+themselves.  `docs/api.py` writes it from signatures and docstrings: do not edit it by hand.
 Shapes use B rows, N nodes, T tokens of a pass, V tokens of the vocabulary.
 """
 
@@ -46,7 +48,7 @@ def public() -> dict[str, dict[str, Any]]:
     for name in sorted(specinfer.__all__, key=lambda name: name != "SpeculativeDecoder"):  # what readers come for
         thing = getattr(specinfer, name)
         homes.setdefault(thing.__module__, {})[name] = thing
-    for module, names in ((traces, traces.__all__), (plots, plots.__all__), (shown, ["Shown"])):
+    for module, names in ((traces, traces.__all__), (plots, plots.__all__), (shown, ["Displayed"])):
         homes[module.__name__] = {name: getattr(module, name) for name in names if name not in specinfer.__all__}
     return homes
 

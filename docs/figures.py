@@ -16,8 +16,8 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 
 from specinfer import BestFirst, Chain, SpeculativeDecoder, Trace, Widths, inspect, record, replay
-from specinfer.plots import plot_acceptance, plot_calibration, plot_mask, plot_timeline
-from specinfer.traces import calibration, hits, oracle
+from specinfer.evaluation.traces import calibration, hits, oracle
+from specinfer.viz.plots import plot_acceptance, plot_calibration, plot_mask, plot_timeline
 
 PICTURES = Path(__file__).with_name("pictures")
 PROMPTS = [

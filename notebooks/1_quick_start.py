@@ -26,7 +26,7 @@ print(f"{result.stats.new_tokens} tokens in {result.stats.target_passes} target 
 # target pass accepted the green path and added a token of its own.
 
 # %%
-from specinfer.plots import plot_tree
+from specinfer.viz.plots import plot_tree
 
 best = max(result.steps, key=lambda step: len(step.path))
 ax = plot_tree(best, decoder.tokenizer, drafts=[draft.draft for draft in result.stats.drafts])
@@ -84,7 +84,7 @@ for seed in range(3):
 # By step, on the machine that ran this.
 
 # %%
-from specinfer.plots import plot_timeline
+from specinfer.viz.plots import plot_timeline
 
 ax = plot_timeline(result)
 

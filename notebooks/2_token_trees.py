@@ -59,7 +59,7 @@ print(render(tree, words.__getitem__))
 # %%
 import matplotlib.pyplot as plt
 
-from specinfer.plots import plot_mask, plot_tree
+from specinfer.viz.plots import plot_mask, plot_tree
 
 policies = [Chain(4), Widths((2, 2, 1)), BestFirst(7, 4)]
 figure, axes = plt.subplots(3, 1, figsize=(6.5, 4.5), height_ratios=(1, 4, 2), layout="constrained")

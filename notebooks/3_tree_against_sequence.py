@@ -49,7 +49,7 @@ trace
 import matplotlib.pyplot as plt
 
 from specinfer import BestFirst, Chain, Widths, replay
-from specinfer.traces import oracle
+from specinfer.evaluation.traces import oracle
 
 families = {
     "chain": [Chain(g) for g in (1, 2, 3, 4, 6, 8)],
@@ -74,8 +74,8 @@ legend = ax.legend(frameon=False, loc="center left", bbox_to_anchor=(0.02, 0.72)
 # How often the target's token was a draft's first, second, ... choice, by depth:
 
 # %%
-from specinfer.plots import plot_acceptance, plot_calibration
-from specinfer.traces import calibration, hits
+from specinfer.evaluation.traces import calibration, hits
+from specinfer.viz.plots import plot_acceptance, plot_calibration
 
 ax = plot_acceptance(hits(trace, head))
 

@@ -49,7 +49,7 @@ for tree in (Sampled((2, 2, 1)), Sampled((1, 1, 1))):
 
 # %%
 from specinfer import Walk, certify
-from specinfer.certification import Pair, likeliest
+from specinfer.evaluation.certification import Pair, likeliest
 
 pairs = {
     "best-first, walk": Pair(BestFirst(5, 3), Walk()),
@@ -72,7 +72,7 @@ for name, certificate in zip(pairs, certify(pairs.values()), strict=True):
 import matplotlib.pyplot as plt
 import numpy as np
 
-from specinfer.certification import RandomModels, output_law, target_law
+from specinfer.evaluation.certification import RandomModels, output_law, target_law
 
 models = RandomModels(vocabulary=4, seed=0)
 right, wrong = pairs["drawn without, multi-step renormalised"], pairs["the likeliest two, tested as if drawn"]
@@ -92,8 +92,8 @@ legend = ax.legend(frameon=False)
 # Two tokens never come. Other mistakes, by how far they take the law away; `specinfer certify` knows more.
 
 # %%
-from specinfer import certification as known
-from specinfer.certification import Choices
+from specinfer.evaluation import certification as known
+from specinfer.evaluation.certification import Choices
 
 once, two, three, chain = Sampled((1,), replacement=True), Sampled((2,)), Sampled((3,)), Sampled((1, 1))
 mistakes = {
@@ -136,7 +136,7 @@ except PairingError as error:
 
 # %%
 from specinfer import certify_verifier
-from specinfer.verify import Verdict
+from specinfer.engine.verify import Verdict
 
 
 class AcceptLikely:

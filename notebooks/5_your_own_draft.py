@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from specinfer import SpeculativeDecoder
-from specinfer.distill import Recipe, Settings, TextSettings, distill, read_prompts
+from specinfer.training import Recipe, Settings, TextSettings, distill, read_prompts
 
 subjects = ["the sea", "a garden", "winter", "trains", "bread", "the moon", "honey bees", "old clocks"]
 phrases = ["Tell me about {}.", "Write a short poem about {}.", "List five facts about {}.", "Ask me about {}."]
@@ -63,8 +63,8 @@ legend = ax.legend(frameon=False)
 
 # %%
 from specinfer import BestFirst, record, replay
-from specinfer.heads import FeatureDraft
-from specinfer.traces import hits
+from specinfer.drafts.head import FeatureDraft
+from specinfer.evaluation.traces import hits
 
 drafts = [FeatureDraft.load(own["folder"]) for own in made["drafts"]]
 measured = SpeculativeDecoder(model, tokenizer, drafts=[*drafts, "shipped", "ngram"])

@@ -10,47 +10,89 @@ Names are imported when first used, so that ``import specinfer`` does not wait f
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from specinfer.common import display
 from specinfer.errors import SpecinferError
 
 if TYPE_CHECKING:
-    from specinfer.adapt import Auto
+    from specinfer.adaptive.policy import Auto
     from specinfer.attention import ModelCheck, check_model
-    from specinfer.certification import Certificate, certify, certify_verifier
-    from specinfer.comparison import Comparison, compare
     from specinfer.decoder import SpeculativeDecoder
-    from specinfer.draft import Draft, ModelDraft
-    from specinfer.heads import FeatureDraft
-    from specinfer.inspection import Inspection, StepInspection, inspect
-    from specinfer.ngram import NGramDraft
-    from specinfer.plugin import custom_generate
+    from specinfer.drafts.base import Draft
+    from specinfer.drafts.head import FeatureDraft
+    from specinfer.drafts.language_model import ModelDraft
+    from specinfer.drafts.ngram import NGramDraft
+    from specinfer.engine.generation import Run
+    from specinfer.engine.scoring import Score
+    from specinfer.engine.target_view import verify_tree
+    from specinfer.engine.text_stream import TextStream
+    from specinfer.engine.verify import MultiStep, Verdict, Verifier, Walk
+    from specinfer.evaluation.certification import Certificate, certify, certify_verifier
+    from specinfer.evaluation.compare import Comparison, compare
+    from specinfer.evaluation.traces import PaperTables, Replay, Trace, paper_tables, record, replay
+    from specinfer.integrations.transformers import custom_generate
     from specinfer.results import Result, Stats, Step
-    from specinfer.row import verify_tree
-    from specinfer.run import Run, TextStream
-    from specinfer.scoring import Score
-    from specinfer.traces import PaperTables, Replay, Trace, paper_tables, record, replay
     from specinfer.tree import BestFirst, Chain, Sampled, TokenTree, Widths, merge
-    from specinfer.verify import MultiStep, Verdict, Verifier, Walk
+    from specinfer.viz.inspection import Inspection, StepInspection, inspect
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "specinfer.adapt": ("Auto",),
-    "specinfer.attention": ("ModelCheck", "check_model"),
-    "specinfer.certification": ("Certificate", "certify", "certify_verifier"),
-    "specinfer.comparison": ("Comparison", "compare"),
+    "specinfer.adaptive.policy": ("Auto",),
+    "specinfer.attention": (
+        "ModelCheck",
+        "check_model",
+    ),
     "specinfer.decoder": ("SpeculativeDecoder",),
-    "specinfer.draft": ("Draft", "ModelDraft"),
-    "specinfer.heads": ("FeatureDraft",),
-    "specinfer.inspection": ("Inspection", "StepInspection", "inspect"),
-    "specinfer.ngram": ("NGramDraft",),
-    "specinfer.plugin": ("custom_generate",),
-    "specinfer.results": ("Result", "Stats", "Step"),
-    "specinfer.row": ("verify_tree",),
-    "specinfer.run": ("Run", "TextStream"),
-    "specinfer.scoring": ("Score",),
-    "specinfer.traces": ("PaperTables", "Replay", "Trace", "paper_tables", "record", "replay"),
-    "specinfer.tree": ("BestFirst", "Chain", "Sampled", "TokenTree", "Widths", "merge"),
-    "specinfer.verify": ("MultiStep", "Verdict", "Verifier", "Walk"),
+    "specinfer.drafts.base": ("Draft",),
+    "specinfer.drafts.head": ("FeatureDraft",),
+    "specinfer.drafts.language_model": ("ModelDraft",),
+    "specinfer.drafts.ngram": ("NGramDraft",),
+    "specinfer.engine.generation": ("Run",),
+    "specinfer.engine.scoring": ("Score",),
+    "specinfer.engine.target_view": ("verify_tree",),
+    "specinfer.engine.text_stream": ("TextStream",),
+    "specinfer.engine.verify": (
+        "MultiStep",
+        "Verdict",
+        "Verifier",
+        "Walk",
+    ),
+    "specinfer.evaluation.certification": (
+        "Certificate",
+        "certify",
+        "certify_verifier",
+    ),
+    "specinfer.evaluation.compare": (
+        "Comparison",
+        "compare",
+    ),
+    "specinfer.evaluation.traces": (
+        "PaperTables",
+        "Replay",
+        "Trace",
+        "paper_tables",
+        "record",
+        "replay",
+    ),
+    "specinfer.integrations.transformers": ("custom_generate",),
+    "specinfer.results": (
+        "Result",
+        "Stats",
+        "Step",
+    ),
+    "specinfer.tree": (
+        "BestFirst",
+        "Chain",
+        "Sampled",
+        "TokenTree",
+        "Widths",
+        "merge",
+    ),
+    "specinfer.viz.inspection": (
+        "Inspection",
+        "StepInspection",
+        "inspect",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
@@ -105,6 +147,9 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
+
+
+display.register(lambda name: getattr(import_module("specinfer.viz"), name))
 
 
 def __dir__() -> list[str]:

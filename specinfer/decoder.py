@@ -13,24 +13,27 @@ from typing import Any
 
 import torch
 
-from specinfer.adapt import Auto
+from specinfer.adaptive.policy import Auto
 from specinfer.attention import Support, TreeModel, check_model
-from specinfer.draft import Draft, ModelDraft
+from specinfer.attention.packages import attach
+from specinfer.common.files import parse_json
+from specinfer.common.values import checked_flag, plain
+from specinfer.drafts.base import Draft
+from specinfer.drafts.bundled import shipped_drafts
+from specinfer.drafts.language_model import ModelDraft
+from specinfer.drafts.ngram import NGramDraft
+from specinfer.engine.generation import Run
+from specinfer.engine.sampling import WARPERS, Law, Settings, by_row, resolve
+from specinfer.engine.scoring import score
+from specinfer.engine.sequence import Row
+from specinfer.engine.stopping import Stopping
+from specinfer.engine.text_stream import TextStream
+from specinfer.engine.verify import Verifier, chosen_verifier
 from specinfer.errors import InputError, ModelError, SamplingError, UnsupportedModel
-from specinfer.files import parse_json
-from specinfer.inputs import check_beside, checked_flag, plain
-from specinfer.ngram import NGramDraft
-from specinfer.packages import attach
-from specinfer.prompts import Prompt, Prompts, check_context, check_ids, encode
+from specinfer.prompts import Prompt, Prompts, check_beside, check_context, check_ids, encode
 from specinfer.results import Result
-from specinfer.row import Row
-from specinfer.run import Run, TextStream
-from specinfer.sampling import WARPERS, Law, Settings, Stopping, by_row, resolve
-from specinfer.scoring import score
-from specinfer.shipped import shipped_drafts
 from specinfer.tree import BestFirst, Chain, Kind, Policy
 from specinfer.tree.token_tree import MOST_DRAFTS
-from specinfer.verify import Verifier, chosen_verifier
 
 WORDS = ("auto", "shipped", "ngram")  # drafts that are no models' names
 DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8, min_probability=0.05)
@@ -110,7 +113,7 @@ class SpeculativeDecoder:
         Raises:
             ModelError: a model cannot be found or loaded; and what the constructor raises.
         """
-        from specinfer.models import load
+        from specinfer.loading import load
 
         if target is not None and not _is_name(target):
             raise ModelError(
@@ -367,7 +370,7 @@ class SpeculativeDecoder:
         return policy
 
     def _check_tokenizers(self) -> None:
-        from specinfer.models import same_tokens
+        from specinfer.loading import same_tokens
 
         for draft in self.drafts:
             if not isinstance(draft, ModelDraft):
@@ -436,8 +439,8 @@ def _load_draft(name: str, dtype: str, device: str) -> Draft:
     Raises:
         ModelError: it cannot be loaded.
     """
-    from specinfer.heads import MODEL_TYPE, FeatureDraft
-    from specinfer.models import load
+    from specinfer.drafts.head import MODEL_TYPE, FeatureDraft
+    from specinfer.loading import load
 
     folder = Path(os.path.expanduser(name))
     try:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specinfer.shown import Shown
+from specinfer.common.display import Displayed
 from specinfer.tree import Kind, TokenTree
 
 
@@ -57,7 +57,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True)
-class Step(Shown):
+class Step(Displayed):
     """One decode step of one row: one token tree, verified in one target pass."""
 
     tree: TokenTree
@@ -187,7 +187,7 @@ class Stats:
 
 
 @dataclass(frozen=True)
-class Result(Shown):
+class Result(Displayed):
     """One prompt's continuation.
 
     Attributes:

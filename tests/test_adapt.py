@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from strategies import PROPERTY, token_trees
 
 from specinfer import Auto
-from specinfer.adapt import AGAIN, SIZES, WAITS, _Levels
+from specinfer.adaptive.acceptance import Calibration, Outcome
+from specinfer.adaptive.cost_model import Average, Hinge
+from specinfer.adaptive.policy import AGAIN, SIZES, WAITS, _Levels
 from specinfer.errors import PolicyError
-from specinfer.habits import Calibration, Outcome
-from specinfer.learnt import Average, Hinge
 from specinfer.tree import DenseSource, Draw, Forest, Frontier, Kind, TokenTree, merge
 
 P = np.array([0.6, 0.2, 0.1, 0.05, 0.05])  # the target's law everywhere

@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from typer.testing import CliRunner
 
-import specinfer.packages as packages
+import specinfer.attention.packages as packages
 from specinfer import BestFirst, Chain, SpeculativeDecoder
 from specinfer.attention import TreeCache, TreeModel, TreeSession, resumed
 from specinfer.attention.compiled import RECORD, CompiledPass, check
@@ -288,7 +288,10 @@ def test_packages_of_other_versions_and_machines_are_not_found(monkeypatch: pyte
     model = TreeModel(float_llama())
     own = packages.package_of(model)
     assert own.is_dir()
-    for name, value in (("torch.__version__", "2.12.0"), ("specinfer.packages._machine", lambda _: ["a toaster"])):
+    for name, value in (
+        ("torch.__version__", "2.12.0"),
+        ("specinfer.attention.packages._machine", lambda _: ["a toaster"]),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(name, value)
             assert packages.package_of(model) != own

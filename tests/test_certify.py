@@ -7,12 +7,12 @@ from itertools import product
 import numpy as np
 import pytest
 
-import specinfer.certification  # noqa: F401  (the package shows its function of the same name)
+import specinfer.evaluation.certification  # noqa: F401  (the package shows its function of the same name)
+from specinfer.engine.verify import MultiStep, Verdict, Walk
 from specinfer.errors import InputError
 from specinfer.tree import Chain, Sampled, Widths
-from specinfer.verify import MultiStep, Verdict, Walk
 
-module = sys.modules["specinfer.certification"]
+module = sys.modules["specinfer.evaluation.certification"]
 EXACT, VISIBLE = 1e-12, 1e-3  # total variation: rounding in float64, and a bias that a test must notice
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from conftest import byte_tokenizer, like, plain, tiny_llama
 
-import specinfer.models
+import specinfer.loading
 from specinfer import SpeculativeDecoder, cli
 from specinfer.errors import ModelError
-from specinfer.models import Loaded
+from specinfer.loading import Loaded
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<a>"
 PROMPT = "abcabcab"

@@ -16,10 +16,11 @@ import torch
 from conftest import PROMPTS, byte_tokenizer, like, plain, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import specinfer.models
+import specinfer.loading
 from specinfer import Chain, Comparison, ModelDraft, SpeculativeDecoder, TokenTree, check_model, cli, compare, merge
-from specinfer.comparison.files import RECORDS, SETTINGS, read_prompts
-from specinfer.comparison.methods import (
+from specinfer.errors import InputError, ModelError, SpecinferError
+from specinfer.evaluation.compare.files import RECORDS, SETTINGS, read_prompts
+from specinfer.evaluation.compare.methods import (
     METHODS,
     OURS,
     HitRates,
@@ -29,10 +30,9 @@ from specinfer.comparison.methods import (
     generation_options,
     hits,
 )
-from specinfer.comparison.report import bootstrap, summarise
-from specinfer.errors import InputError, ModelError, SpecinferError
-from specinfer.models import Loaded
-from specinfer.published import SPECINFER_TABLE_1
+from specinfer.evaluation.compare.report import bootstrap, summarise
+from specinfer.evaluation.published import SPECINFER_TABLE_1
+from specinfer.loading import Loaded
 from specinfer.tree import Draw
 
 NEW = 8

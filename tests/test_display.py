@@ -11,11 +11,11 @@ from hypothesis import given
 from strategies import PROPERTY, token_trees
 
 from specinfer import BestFirst, Sampled, SpeculativeDecoder, TokenTree, inspect
-from specinfer.display import fragment, json_of, model, page, svg
-from specinfer.display.page import in_script
 from specinfer.results import Result, State
-from specinfer.shown import token_text
-from specinfer.tree.render import visible
+from specinfer.tree.text import visible
+from specinfer.viz import fragment, json_of, model, page, svg
+from specinfer.viz.page import in_script
+from specinfer.viz.token_text import token_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 COLUMNS = ("tokens", "parents", "q", "draws")
@@ -208,7 +208,7 @@ def test_templates_hold_no_markup_from_strings():
     """The script makes elements and text nodes; it never parses a string as markup or code."""
     from importlib.resources import files
 
-    source = files("specinfer.display").joinpath("page.js").read_text(encoding="utf-8")
+    source = files("specinfer.viz").joinpath("page.js").read_text(encoding="utf-8")
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|</", source)
 
 

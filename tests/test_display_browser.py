@@ -8,7 +8,7 @@ import pytest
 from conftest import PROMPTS, HostileTokenizer
 
 from specinfer import BestFirst, SpeculativeDecoder, inspect
-from specinfer.display import fragment, model
+from specinfer.viz import fragment, model
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="pip install selenium")
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
@@ -54,7 +54,7 @@ def data(inspection):
     return model(inspection)
 
 
-class Shown:
+class Displayed:
     """A display on the page that the browser has open."""
 
     def __init__(self, browser, place=0):
@@ -119,7 +119,7 @@ def opened(browser, path):
     browser.get_log("browser")
     browser.get_log("performance")
     browser.get(path.as_uri())
-    return Shown(browser)
+    return Displayed(browser)
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_displays_on_one_page_do_not_meet(browser, inspection, data, tmp_path):
     style += "<style>.specinfer { display: block !important }</style>"
     (tmp_path / "notebook.html").write_text(f"<!doctype html>{style}{''.join(fragments)}", encoding="utf-8")
     first = opened(browser, tmp_path / "notebook.html")
-    others = [Shown(browser, 1), Shown(browser, 2)]
+    others = [Displayed(browser, 1), Displayed(browser, 2)]
     before = [other.round for other in others]
     first.go(0)
     first.go(1)

@@ -17,16 +17,17 @@ from conftest import byte_tokenizer, counted, plain, tiny_llama
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-import specinfer.distill
-import specinfer.models
-from specinfer import BestFirst, SpeculativeDecoder, cli, files
+import specinfer.loading
+import specinfer.training
+from specinfer import BestFirst, SpeculativeDecoder, cli
 from specinfer.attention import TreeModel
-from specinfer.distill import Recipe, Settings, TextSettings, distill, read_documents, read_prompts, text, train
-from specinfer.distill.card import Data, write_card
+from specinfer.common import files
+from specinfer.drafts.head import FeatureDraft, target_fingerprint
+from specinfer.drafts.head_network import FeatureHead
 from specinfer.errors import InputError, ModelError, SpecinferError
-from specinfer.feature_head import FeatureHead
-from specinfer.heads import FeatureDraft, target_fingerprint
-from specinfer.models import Loaded
+from specinfer.loading import Loaded
+from specinfer.training import Recipe, Settings, TextSettings, distill, read_documents, read_prompts, text, train
+from specinfer.training.card import Data, write_card
 
 NEW = 12
 WORDS = ["abcabc", "a", "the cat sat on the mat", "def f(x):", "one two three", "zz"]
@@ -313,10 +314,10 @@ def test_settings_under_which_nothing_was_made_are_replaced(target, tokenizer, p
         raise InputError("no, not so")
 
     with monkeypatch.context() as patched:
-        patched.setattr("specinfer.distill.write_text", fail)
+        patched.setattr("specinfer.training.write_text", fail)
         with pytest.raises(InputError, match="not so"):
             distill(target, tokenizer, prompts, tmp_path, Recipe(1, text=TextSettings(new_tokens=NEW + 1)))
-    monkeypatch.setattr("specinfer.distill.write_text", fail)
+    monkeypatch.setattr("specinfer.training.write_text", fail)
     with pytest.raises(InputError, match="not so"):  # and not: begun with other settings
         distill(target, tokenizer, prompts, tmp_path, Recipe(1, text=TextSettings(new_tokens=NEW)))
     manifest = json.loads((tmp_path / "text" / "manifest.json").read_text())

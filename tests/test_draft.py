@@ -7,9 +7,10 @@ import torch
 from conftest import PROMPTS, VOCAB, counted, like, plain, tiny_llama
 
 from specinfer import BestFirst, Chain, ModelDraft, NGramDraft, Sampled, SpeculativeDecoder, Widths
-from specinfer.draft import CATCH_UP, ModelDraftSession, Opening, _in_order
-from specinfer.noise import COUPLING, Coupling, gumbel, key
-from specinfer.sampling import Law, resolve
+from specinfer.drafts.base import Opening
+from specinfer.drafts.language_model import CATCH_UP, ModelDraftSession, _in_order
+from specinfer.engine.gumbel import COUPLING, Coupling, gumbel, key
+from specinfer.engine.sampling import Law, resolve
 
 
 def opening(prompts, vocab=VOCAB, coupled=False, draft=0, **options):

@@ -16,10 +16,10 @@ from transformers import DynamicCache
 
 from specinfer import BestFirst, Chain, ModelDraft, NGramDraft, Sampled, SpeculativeDecoder, Widths
 from specinfer.attention import TreeModel, TreeSession
-from specinfer.distill.train import _chained_mask
+from specinfer.drafts.head import FeatureDraft, target_fingerprint
+from specinfer.drafts.head_network import FeatureHead, head_config
 from specinfer.errors import ModelError, TokenizerMismatch, UnsupportedModel
-from specinfer.feature_head import FeatureHead, head_config
-from specinfer.heads import FeatureDraft, target_fingerprint
+from specinfer.training.train import _chained_mask
 
 TAPS = (1, 2)
 
@@ -219,7 +219,7 @@ def test_a_long_prompt_is_read_in_prefill_passes(target, monkeypatch):
     monkeypatch.setattr(TreeSession, "prefill", noted)
     for chunk, catch_up in ((512, 10**6), (16, 32)):
         monkeypatch.setattr("specinfer.attention.model.PREFILL_CHUNK", chunk)
-        monkeypatch.setattr("specinfer.draft.CATCH_UP", catch_up)
+        monkeypatch.setattr("specinfer.drafts.language_model.CATCH_UP", catch_up)
         runs.append(decoder.generate(prompts, **options))
     trees = [[step.tree.tokens.tolist() for row in run for step in row.steps] for run in runs]
     assert trees[0] == trees[1]

@@ -7,21 +7,12 @@ import torch
 from conftest import PROMPTS, counted, like, oracle, plain
 from transformers import MptConfig, MptForCausalLM
 
-import specinfer.rescoring
-from specinfer import (
-    Auto,
-    BestFirst,
-    Chain,
-    MultiStep,
-    Sampled,
-    SpeculativeDecoder,
-    StepInspection,
-    inspect,
-)
+import specinfer.viz.rescoring
+from specinfer import Auto, BestFirst, Chain, MultiStep, Sampled, SpeculativeDecoder, StepInspection, inspect
+from specinfer.engine.gumbel import COUPLING, gumbel, key
+from specinfer.engine.target_view import RowView
 from specinfer.errors import InputError, PairingError, SamplingError, TreeError, UnsupportedModel
-from specinfer.noise import COUPLING, gumbel, key
 from specinfer.results import Result, State, Stats
-from specinfer.row import RowView
 
 WARPED = {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "repetition_penalty": 1.2}
 WAYS = {"greedy": {}, "sampled": {"temperature": 1.0, "top_k": 0, "seed": 3}, "warped": {**WARPED, "seed": 5}}
@@ -47,7 +38,7 @@ def greedy(decoder):
 
 def laws(target, prefix, options):
     """Log-probabilities after a prefix, by a plain pass and transformers' own processors."""
-    from specinfer.sampling import Law, resolve
+    from specinfer.engine.sampling import Law, resolve
 
     law = Law.of(resolve(target.generation_config, max_new_tokens=24, **options), len(PROMPTS[2]), torch.device("cpu"))
     with torch.inference_mode():

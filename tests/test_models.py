@@ -32,7 +32,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from specinfer import SpeculativeDecoder, models
+from specinfer import SpeculativeDecoder
+from specinfer import loading as models
 from specinfer.errors import ModelError, TokenizerMismatch
 
 WORDS = ["<s>", "</s>", "the", "sky", "is", "blue"]

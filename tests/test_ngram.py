@@ -11,8 +11,8 @@ from strategies import PROPERTY
 from test_draft import opening
 
 from specinfer import BestFirst, Chain, NGramDraft, Sampled, Widths
+from specinfer.drafts.ngram import RECENT, _Text
 from specinfer.errors import InputError
-from specinfer.ngram import RECENT, _Text
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency, chisquare, gumbel_r, kstest
 
-from specinfer.noise import AHEAD, COIN, COUPLING, DRAFT, Coupling, _mixed, _mixed_on_host, gumbel, key, uniform
+from specinfer.engine.gumbel import AHEAD, COIN, COUPLING, DRAFT, Coupling, _mixed, _mixed_on_host, gumbel, key, uniform
 
 FALSE_ALARM = 1e-4
 MASK = 2**64 - 1

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specinfer import SpeculativeDecoder
-from specinfer.pieces import Pieces
+from specinfer.engine.detokenize import Pieces
 
 SPECIAL = {"eos_token": "<eos>", "pad_token": "<pad>"}
 WORDS = [

@@ -15,9 +15,12 @@ from hypothesis import given, settings
 from strategies import PROPERTY, token_trees
 
 from specinfer import SpeculativeDecoder
-from specinfer.comparison.methods import METHODS
 from specinfer.errors import InputError
-from specinfer.plots import (
+from specinfer.evaluation.compare.methods import METHODS
+from specinfer.evaluation.traces.statistics import CalibrationCurve, HitTable, wilson
+from specinfer.results import Result, Seconds, Stats, Step
+from specinfer.tree import BestFirst, Draw, TokenTree
+from specinfer.viz.plots import (
     measures,
     plot_acceptance,
     plot_calibration,
@@ -26,9 +29,6 @@ from specinfer.plots import (
     plot_timeline,
     plot_tree,
 )
-from specinfer.results import Result, Seconds, Stats, Step
-from specinfer.traces.statistics import CalibrationCurve, HitTable, wilson
-from specinfer.tree import BestFirst, Draw, TokenTree
 
 matplotlib.use("Agg")
 
@@ -171,7 +171,7 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.Monkey
         monkeypatch.delitem(sys.modules, f"specinfer.plots{module}")
     for module in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.setitem(sys.modules, module, None)
-    plots = importlib.import_module("specinfer.plots")
+    plots = importlib.import_module("specinfer.viz.plots")
     calls = [(plots.plot_tree, STEP), (plots.plot_mask, STEP), (plots.plot_timeline, RESULT)]
     calls += [
         (plots.plot_acceptance, HITS),

@@ -19,7 +19,7 @@ from transformers import (
 import specinfer
 from specinfer import BestFirst, Chain, Sampled, SpeculativeDecoder, Widths
 from specinfer.errors import InputError, SamplingError, UnsupportedModel
-from specinfer.plugin import SpeculativeOutput, custom_generate
+from specinfer.integrations.transformers import SpeculativeOutput, custom_generate
 
 PAD = 1
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from strategies import TableSource, coarse_table
 from test_heads import draft_for
 
-import specinfer.models
+import specinfer.loading
 from specinfer import (
     Auto,
     BestFirst,
@@ -31,17 +31,17 @@ from specinfer import (
     record,
     replay,
 )
-from specinfer.certification import Pair, RandomModels, View, _emitted, _target, _trees, outcomes
+from specinfer.common.files import locked
 from specinfer.errors import InputError, PairingError
-from specinfer.files import locked
-from specinfer.models import Loaded
-from specinfer.traces import Costs, Text, calibration, cost_model, hits, measured, oracle
-from specinfer.traces.acceptance import accepted_without_replacement, expected_tests
-from specinfer.traces.costs import expected_tokens
-from specinfer.traces.paper import RULES, WIDTHS, expansion
-from specinfer.traces.probes import Plan, Trees
-from specinfer.traces.replaying import _best_first, _sampled, _visits
-from specinfer.traces.trace import SETTINGS, Drafted, begin
+from specinfer.evaluation.certification import Pair, RandomModels, View, _emitted, _target, _trees, outcomes
+from specinfer.evaluation.traces import Costs, Text, calibration, cost_model, hits, measured, oracle
+from specinfer.evaluation.traces.acceptance import accepted_without_replacement, expected_tests
+from specinfer.evaluation.traces.costs import expected_tokens
+from specinfer.evaluation.traces.paper import RULES, WIDTHS, expansion
+from specinfer.evaluation.traces.probes import Plan, Trees
+from specinfer.evaluation.traces.replaying import _best_first, _sampled, _visits
+from specinfer.evaluation.traces.trace import SETTINGS, Drafted, begin
+from specinfer.loading import Loaded
 
 PROMPTS = ALL_PROMPTS[:3]
 NEW = 16

@@ -30,13 +30,13 @@ from specinfer import (
     Widths,
     verify_tree,
 )
+from specinfer.engine.gumbel import COUPLING, gumbel, key
+from specinfer.engine.sampling import DEFAULT_MAX_NEW_TOKENS, Law, resolve
+from specinfer.engine.target_view import _choose as choose_at_once
+from specinfer.engine.target_view import look
+from specinfer.engine.verify import usual_verifier
 from specinfer.errors import InputError, PairingError, SamplingError
-from specinfer.noise import COUPLING, gumbel, key
-from specinfer.row import _choose as choose_at_once
-from specinfer.row import look
-from specinfer.sampling import DEFAULT_MAX_NEW_TOKENS, Law, resolve
 from specinfer.tree import Draw, Kind
-from specinfer.verify import usual_verifier
 
 # ---- coupled sampling: the same ids for a seed, whatever drafts ----
 
@@ -728,7 +728,7 @@ def test_choices_made_together_are_those_made_one_by_one(monkeypatch, target, op
         seen.extend(views)
         return views
 
-    monkeypatch.setattr("specinfer.loop.look", watched)
+    monkeypatch.setattr("specinfer.engine.loop.look", watched)
     SpeculativeDecoder(target, drafts="ngram", tree=BestFirst(6, 3)).generate(PROMPTS, max_new_tokens=12, **options)
     assert max(len(view.tree) for view in seen) > 3
 

@@ -5,7 +5,7 @@ import torch
 from conftest import PROMPTS, byte_tokenizer, counted, like, tiny_llama
 from torch.nn.functional import log_softmax
 
-import specinfer.scoring
+import specinfer.engine.scoring
 from specinfer import Score, SpeculativeDecoder
 from specinfer.errors import InputError, NumericalError, UnsupportedModel
 

@@ -7,9 +7,10 @@ import torch
 from conftest import byte_tokenizer, tiny_llama
 from test_heads import draft_for
 
-from specinfer import BestFirst, NGramDraft, SpeculativeDecoder, shipped
-from specinfer.heads import FeatureDraft
-from specinfer.shipped import FOLDER, shipped_drafts
+from specinfer import BestFirst, NGramDraft, SpeculativeDecoder
+from specinfer.drafts import bundled as shipped
+from specinfer.drafts.bundled import FOLDER, shipped_drafts
+from specinfer.drafts.head import FeatureDraft
 
 LIMIT = 40_000_000  # bytes, in all
 HEADS = sorted(FOLDER.glob("*/"))

@@ -22,13 +22,13 @@ from transformers import (
     PhiConfig,
 )
 
-from specinfer.distill import train
-from specinfer.distill.data import Batch, Texts
-from specinfer.distill.logits import check_logits
-from specinfer.distill.train import EarlierDrafts, Settings, SoftCrossEntropy, train_causal_lm, train_head
+from specinfer.drafts.head import FeatureDraft
+from specinfer.drafts.head_network import FeatureHead
 from specinfer.errors import InputError, NumericalError, SpecinferError, UnsupportedModel
-from specinfer.feature_head import FeatureHead
-from specinfer.heads import FeatureDraft
+from specinfer.training import train
+from specinfer.training.data import Batch, Texts
+from specinfer.training.logits import check_logits
+from specinfer.training.train import EarlierDrafts, Settings, SoftCrossEntropy, train_causal_lm, train_head
 
 TAPS = (1, 2)
 SETTINGS = Settings(

@@ -100,9 +100,9 @@ def test_many_candidates_make_the_same_tree_as_few(monkeypatch: pytest.MonkeyPat
     table = torch.randn(5, 40, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64).mul(3)
     table = table.log_softmax(-1)
     whole = BestFirst(60, 5).grow(TableSource(table)).trees([0] * 5)
-    monkeypatch.setattr("specinfer.tree.grow.MANY", 0)
+    monkeypatch.setattr("specinfer.tree.policies.MANY", 0)
     assert BestFirst(60, 5).grow(TableSource(table)).trees([0] * 5) == whole
-    monkeypatch.setattr("specinfer.tree.grow.MANY", 1 << 40)
+    monkeypatch.setattr("specinfer.tree.policies.MANY", 1 << 40)
     assert BestFirst(60, 5).grow(TableSource(table)).trees([0] * 5) == whole
     assert max(tree.depth for tree in whole) > 2
     assert np.unique([tree.num_drafted for tree in whole]).tolist() == [60]

@@ -13,14 +13,16 @@ import torch
 from scipy.stats import chisquare
 from transformers import GenerationConfig
 
-from specinfer.certification import NoResidual
-from specinfer.draft import draw_rows, row_generators
+from specinfer.drafts.base import draw_rows, row_generators
+from specinfer.engine.gumbel import Coupling, key
+from specinfer.engine.sampling import Law, resolve
+from specinfer.engine.sequence import Row
+from specinfer.engine.stopping import Stopping
+from specinfer.engine.target_view import RowView
+from specinfer.engine.verify import MultiStep, Verdict, Verifier, Walk, residual
 from specinfer.errors import PairingError
-from specinfer.noise import Coupling, key
-from specinfer.row import Row, RowView
-from specinfer.sampling import Law, Stopping, resolve
+from specinfer.evaluation.certification import NoResidual
 from specinfer.tree import Draw, Kind, TokenTree
-from specinfer.verify import MultiStep, Verdict, Verifier, Walk, residual
 
 ALARM = 1e-6
 SAMPLES = 4000

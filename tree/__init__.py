@@ -1,7 +1,9 @@
 """Token trees: what one is, and how to grow, merge and draw it.  No models, no text."""
 
-from .forest import Forest, merge
-from .grow import (
+from specinfer.tree.candidates import draw_candidates, top_candidates
+from specinfer.tree.forest import Forest, merge
+from specinfer.tree.nodes import Nodes, ancestors
+from specinfer.tree.policies import (
     BestFirst,
     Chain,
     DenseSource,
@@ -11,14 +13,11 @@ from .grow import (
     Sampled,
     Source,
     Widths,
-    draw_candidates,
     grow_best_first,
-    top_candidates,
 )
-from .nodes import Nodes, ancestors
-from .render import render
-from .tidy import tidy
-from .token_tree import Draw, Kind, TokenTree
+from specinfer.tree.text import render
+from specinfer.tree.tidy import tidy
+from specinfer.tree.token_tree import Draw, Kind, TokenTree
 
 __all__ = [
     "BestFirst",

@@ -12,9 +12,8 @@ from typing import overload
 import numpy as np
 
 from specinfer.errors import TreeError
-
-from .nodes import Listed, Nodes, bare, joined, planted, side_by_side
-from .token_tree import Kind, TokenTree, check_ranked
+from specinfer.tree.nodes import Listed, Nodes, bare, joined, planted, side_by_side
+from specinfer.tree.token_tree import Kind, TokenTree, check_ranked
 
 
 class Forest(Sequence[TokenTree]):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from .token_tree import TokenTree
+    from specinfer.tree.token_tree import TokenTree
 
 
 def tidy(tree: TokenTree, bonus: int | None = None) -> tuple[np.ndarray, np.ndarray]:

@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from specinfer.common.display import Displayed
 from specinfer.errors import TreeError
-from specinfer.shown import Shown
-
-from .nodes import Draws, Laws, Listed, Nodes, ancestors, planted
-from .render import render
+from specinfer.tree.nodes import Draws, Laws, Listed, Nodes, ancestors, planted
+from specinfer.tree.text import render
 
 if TYPE_CHECKING:
     import networkx
@@ -47,7 +46,7 @@ class Kind(StrEnum):
     WITHOUT_REPLACEMENT = "without-replacement"  # drawn from q, renormalised after each draw
 
 
-class TokenTree(Shown):
+class TokenTree(Displayed):
     """An immutable token tree of N nodes in depth-first pre-order; siblings by score descending, then id.
 
     The order is canonical: two trees with the same nodes are equal array by array.  Use `from_nodes` to build

@@ -17,7 +17,7 @@ def check_model(
 ) -> None:
     """Say whether a model scores token trees exactly: exact, chain only or unsupported, and why."""
     from specinfer.attention import check_model
-    from specinfer.models import load
+    from specinfer.loading import load
 
     quieten()
     rows = [check_model(load(model, dtype, device).model)._asdict()]
@@ -28,7 +28,7 @@ def certify(as_json: JsonOption = False) -> None:
     """Enumerate the exact output law of every verifier and tree policy, and of broken ones that must fail."""
     from tqdm import tqdm
 
-    from specinfer.certification import certify
+    from specinfer.evaluation.certification import certify
 
     certificates = certify(progress=lambda pairs: tqdm(pairs, unit="pair", disable=not sys.stderr.isatty()))
     show([certificate.to_dict() for certificate in certificates], as_json)

@@ -23,12 +23,12 @@ from specinfer.cli.options import (
 )
 from specinfer.cli.terminal import print_json, quieten, show
 from specinfer.cli.text import numbers
+from specinfer.common.tables import interval
 from specinfer.errors import InputError
-from specinfer.tables import interval
 
 if TYPE_CHECKING:
-    from specinfer.traces.replaying import Replay
-    from specinfer.traces.trace import Trace
+    from specinfer.evaluation.traces.replaying import Replay
+    from specinfer.evaluation.traces.trace import Trace
     from specinfer.tree import Policy
 
 BatchOption = Annotated[int, typer.Option(help="Texts at a time.")]
@@ -58,8 +58,8 @@ def record(
     as_json: JsonOption = False,
 ) -> None:
     """Record texts of the target, and what the drafts would have proposed along them, for `replay`."""
-    from specinfer.comparison.files import read_prompts
-    from specinfer.traces.recording import record
+    from specinfer.evaluation.compare.files import read_prompts
+    from specinfer.evaluation.traces.recording import record
 
     texts = [text for path in prompts or () for _, text in read_prompts(path, split)[:count]] + (prompt or [])
     if not texts:
@@ -107,11 +107,11 @@ def replay(
     as_json: JsonOption = False,
 ) -> None:
     """Replay a trace, without any model: tokens per target pass by tree and verifier, hits, calibration, costs."""
-    from specinfer.comparison import Comparison
-    from specinfer.traces.costs import cost_model, measured
-    from specinfer.traces.replaying import oracle
-    from specinfer.traces.statistics import calibration, hits
-    from specinfer.traces.trace import Trace
+    from specinfer.evaluation.compare import Comparison
+    from specinfer.evaluation.traces.costs import cost_model, measured
+    from specinfer.evaluation.traces.replaying import oracle
+    from specinfer.evaluation.traces.statistics import calibration, hits
+    from specinfer.evaluation.traces.trace import Trace
     from specinfer.tree import BestFirst
 
     trace = Trace.load(folder)
@@ -186,8 +186,8 @@ def paper_tables(
     as_json: JsonOption = False,
 ) -> None:
     """Print SpecInfer's Tables 1 to 3 for this pair (the first draft), beside the paper's figures."""
-    from specinfer.comparison.files import read_prompts
-    from specinfer.traces.paper import paper_tables
+    from specinfer.evaluation.compare.files import read_prompts
+    from specinfer.evaluation.traces.paper import paper_tables
 
     sets = {path.stem: [text for _, text in read_prompts(path, split)[:count]] for path in prompts}
     if len(sets) < len(prompts):
@@ -254,9 +254,9 @@ def _policies(
 
 def _replays(trace: "Trace", policy: "Policy", drafts: list[int]) -> "list[Replay]":
     """Replay a policy with every verifier that is exact for it."""
-    from specinfer.traces.replaying import replay
+    from specinfer.engine.verify import Walk
+    from specinfer.evaluation.traces.replaying import replay
     from specinfer.tree import Kind, Widths
-    from specinfer.verify import Walk
 
     if policy.kind is Kind.RANKED:
         made = [replay(trace, policy, drafts=drafts)]

@@ -54,8 +54,8 @@ def compare(
     """Compare tree with sequence speculation and others, prompt by prompt: tokens per pass, speed, identity."""
     from tqdm import tqdm
 
-    from specinfer.comparison import Comparison
-    from specinfer.comparison import compare as run
+    from specinfer.evaluation.compare import Comparison
+    from specinfer.evaluation.compare import compare as run
 
     if report_only:
         found = Comparison.read(out)

@@ -20,8 +20,8 @@ def compile_passes(
     as_json: JsonOption = False,
 ) -> None:
     """Compile the passes of a target and its drafts for this machine: minutes, once. Needs a C++ compiler."""
-    from specinfer import SpeculativeDecoder
-    from specinfer.packages import packages, packages_folder, remove_packages
+    from specinfer.attention.packages import packages, packages_folder, remove_packages
+    from specinfer.decoder import SpeculativeDecoder
 
     quieten()
     if remove:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from specinfer.tables import aligned
+from specinfer.common.tables import aligned
 
 
 def print_json(value: Any) -> None:

@@ -120,7 +120,7 @@ def tree(
 
 def build_policy(tree: str, nodes: int | None, depth: int, widths: str, profile: Path | None = None) -> Any:
     """Return the growth policy that the options name, or None for no speculation."""
-    from specinfer.adapt import MAX_NODES, Auto
+    from specinfer.adaptive.policy import MAX_NODES, Auto
     from specinfer.decoder import DEFAULT_TREE
     from specinfer.tree import BestFirst, Chain, Sampled, Widths
 

@@ -46,8 +46,8 @@ def distill(
     as_json: JsonOption = False,
 ) -> None:
     """Train drafts for a target on text that the target writes."""
-    from specinfer.distill import Recipe, Settings, TextSettings, distill, processes, read_documents, read_prompts
-    from specinfer.models import load
+    from specinfer.loading import load
+    from specinfer.training import Recipe, Settings, TextSettings, distill, processes, read_documents, read_prompts
 
     own = TextSettings(samples, new_tokens, _temperatures(temperatures), seed)
     training = Settings(epochs, learning_rate=learning_rate, vocabulary=vocabulary, layers=layers, loss=loss, seed=seed)
@@ -72,7 +72,7 @@ def distill(
 
 def _folders(start: Sequence[str], loaded: Any) -> tuple[Path, ...]:
     """Return the folders of the heads to train on from, "shipped" spelt out."""
-    from specinfer.shipped import shipped_folders
+    from specinfer.drafts.bundled import shipped_folders
 
     shipped = shipped_folders(loaded.model, loaded.tokenizer) if "shipped" in start else []
     if "shipped" in start and not shipped:

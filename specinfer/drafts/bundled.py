@@ -1,0 +1,36 @@
+"""Drafts that come with the package, for the targets that they were trained for.
+
+Knows: where they lie, and whose fingerprint they carry.  Does not know: how they were made (each has a card there).
+"""
+
+from pathlib import Path
+from typing import Any
+
+from specinfer.drafts.head import FeatureDraft, check_fingerprint, read_config
+from specinfer.errors import ModelError
+
+FOLDER = Path(__file__).parent / "weights"
+
+
+def shipped_drafts(target: Any, tokenizer: Any = None) -> list[FeatureDraft]:
+    """Return the drafts that come with the package for a target model, [] for others: see `shipped_folders`."""
+    return [FeatureDraft.load(folder) for folder in shipped_folders(target, tokenizer)]
+
+
+def shipped_folders(target: Any, tokenizer: Any = None) -> list[Path]:
+    """Return the folders of the drafts for a target model, in the order they were trained.
+
+    Args:
+        target: a ``transformers`` causal LM.
+        tokenizer: its own, compared where given.
+    """
+    folders = sorted(config.parent for config in FOLDER.glob("*/config.json"))
+    return [folder for folder in folders if _fits(folder, target, tokenizer)]
+
+
+def _fits(folder: Path, target: Any, tokenizer: Any) -> bool:
+    try:
+        check_fingerprint(folder.name, read_config(folder)["fingerprint"], target, tokenizer)
+    except ModelError:
+        return False
+    return True

@@ -1,0 +1,310 @@
+"""The feature head: a draft of a decoder layer or two that reads the target's hidden states.
+
+Knows: which hidden states of the target it reads, which of the target's tokens it speaks, whose it is.
+Does not know: how trees grow, verification, how it was trained (`distill`).
+
+A language model that drafts must work out the context by itself.  A head need not: the target has just read it, and
+hands out its hidden states (EAGLE, arXiv 2401.15077; several layers of them, EAGLE-3, arXiv 2503.01840).  The head's
+input at position i is the pair (the target's state that chose token i + 1, the embedding of token i + 1); below the
+root, where the target has no states yet, the head's own state stands in.  Embedding and output matrix are the target's,
+the latter cut to the rows of the head's own vocabulary (FR-Spec, arXiv 2502.14856), so a head's file is small.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from copy import copy
+from math import inf
+from pathlib import Path
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor
+from torch.nn import functional
+
+from specinfer.attention import TreeModel, lay_out_level, on_device
+from specinfer.common.files import parse_json, write_json, write_whole
+from specinfer.drafts.base import Opening, keep_rows
+from specinfer.drafts.head_network import FeatureHead, head_config
+from specinfer.drafts.language_model import ModelDraftSession
+from specinfer.errors import ModelError, TokenizerMismatch
+from specinfer.tree import Frontier
+
+MODEL_TYPE = "specinfer_feature_head"  # in config.json
+HEAD_FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_hidden_layers",
+    "max_position_embeddings",
+    "vocab_size",
+    "rms_norm_eps",
+    "taps",
+)
+FINGERPRINT = {"tokenizer", "layers", "hidden_size", "vocab_size", "sketch"}
+SKETCH_ROWS = 32  # embedding rows that stand for a target in its fingerprint
+SKETCH_WIDTH = 8  # ... and entries of each
+LARGEST = 1 << 24  # size of anything in a head's configuration
+SAME_TARGET = 0.9  # least cosine of two fingerprints: coarsely quantised weights stay above, others are far below
+
+# by target and head: compiled passes belong to a network, and are had once
+_copies: WeakKeyDictionary[Any, WeakKeyDictionary[FeatureHead, tuple[list[Any], FeatureHead]]] = WeakKeyDictionary()
+_binding = Lock()
+
+
+class FeatureDraft:
+    """A feature head as a draft.
+
+    Attached to a target it runs on a copy of the head; decoders of one target share that, and the head stays as it is.
+
+    Args:
+        head: the trained head.
+        fingerprint: of the target it was trained for (`target_fingerprint`) and of its tokenizer.
+        name: shown in results.
+        sharpness: of its law against the target's noise (`ModelDraftSession.top`).
+    """
+
+    def __init__(
+        self, head: FeatureHead, fingerprint: dict[str, Any], name: str = "head", sharpness: float = 1.0
+    ) -> None:
+        self.head, self.fingerprint, self.name, self.sharpness = head.eval(), fingerprint, name, sharpness
+        self.taps: tuple[int, ...] = tuple(head.config.taps)
+        self.model: TreeModel | None = None
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "FeatureDraft":
+        """Read a head from a folder that `save` wrote.
+
+        Raises:
+            ModelError: the folder holds no feature head.
+        """
+        folder = Path(folder)
+        record = read_config(folder)
+        try:
+            weights = load_file(folder / "model.safetensors")
+            _check_sizes(record, weights)
+            with torch.device("meta"):  # of wrong sizes nothing is made
+                head = FeatureHead(head_config(**record["head"]), weights["token_ids"].long())
+            types = {name: own.dtype for name, own in head.state_dict().items()}
+            head.load_state_dict({name: w.to(types.get(name, w.dtype)) for name, w in weights.items()}, assign=True)
+            return cls(head, record["fingerprint"], record["name"], float(record.get("sharpness", 1.0)))
+        except Exception as error:  # whatever a damaged file makes of sizes
+            raise _unreadable(folder, error) from error
+
+    def save(self, folder: Path) -> None:
+        """Write ``config.json`` and ``model.safetensors``, in bfloat16, without the borrowed matrices.
+
+        Raises:
+            SpecinferError, InputError: the disk is full, or the folder cannot be written.
+        """
+        config = {name: getattr(self.head.config, name) for name in HEAD_FIELDS}
+        record = {
+            "model_type": MODEL_TYPE,
+            "name": self.name,
+            "sharpness": self.sharpness,
+            "head": config,
+            "fingerprint": self.fingerprint,
+        }
+        weights = {
+            name: weight.to(torch.bfloat16 if weight.is_floating_point() else torch.int32).contiguous()
+            for name, weight in self.head.state_dict().items()
+            if not name.startswith("output.")
+        }
+        write_whole(folder / "model.safetensors", save(weights, {"format": "pt"}))
+        write_json(folder / "config.json", record)
+
+    def attach(self, target: TreeModel, tokenizer: Any = None) -> "FeatureDraft":
+        """Return this draft with the target's matrices borrowed.
+
+        Raises:
+            TokenizerMismatch: trained for other tokens.
+            ModelError: trained for another target.
+        """
+        check_fingerprint(self.name, self.fingerprint, target.model, tokenizer)
+        own = copy(self)
+        own.model = TreeModel(_bound(self.head, target.model))
+        return own
+
+    def open(self, opening: Opening) -> "FeatureDraftSession":
+        """Start drafting for a batch of rows."""
+        if self.model is None:
+            raise ModelError(f"draft {self.name} reads a target's states: attach it to one, or give it to a decoder")
+        return FeatureDraftSession(self.model, self.taps, self.sharpness, opening)
+
+
+def _bound(head: FeatureHead, target: Any) -> FeatureHead:
+    """Return the copy of a head that is bound to a target: the one there is, while the head is what it was."""
+    stamp = [target.device, target.dtype, *((w.data_ptr(), w._version) for w in head.parameters())]
+    with _binding:
+        copies = _copies.setdefault(target, WeakKeyDictionary())
+        earlier, own = copies.get(head, (None, head))
+        own = own.bind(target) if earlier == stamp else head.bound(target)
+        copies[head] = stamp, own
+    return own
+
+
+class FeatureDraftSession(ModelDraftSession):
+    """A feature head at work.
+
+    Every committed token is fed once with the target's state that chose it; nodes of a tree are fed with the head's own
+    states and always forgotten.
+    """
+
+    own_taps = (0,)
+
+    def __init__(self, model: TreeModel, taps: Sequence[int], sharpness: float, opening: Opening) -> None:
+        super().__init__(model, opening)
+        self.sharpness = sharpness
+        self.token_ids = model.model.token_ids
+        self.vocab_size = len(self.token_ids)
+        places = [list(opening.taps).index(tap) for tap in taps]
+        own = places == list(range(len(opening.taps)))  # the states are handed out for this head alone
+        self.places = slice(None) if own else on_device(places, self.device)
+        nothing = torch.zeros(1, len(taps), model.model.config.hidden_size, dtype=model.dtype, device=model.device)
+        self.states = [  # per row, the target's states that chose the tokens it lacks; none chose the first
+            [nothing] if states is None else [nothing, states[:, self.places]] for states in opening.states
+        ]
+
+    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
+        """Forget the tree; the committed tokens and the target's states that chose them are lacking."""
+        self.session.commit([None if new is None else () for new in tokens])
+        survivors = []
+        for i, (new, chose) in enumerate(zip(tokens, states, strict=True)):
+            if new is not None and chose is not None:
+                survivors.append(i)
+                self.lacking[i] = [*self.lacking[i], *new]
+                self.lengths[i] += len(new)
+                self.states[i].append(chose[:, self.places])
+        self._keep_rows(survivors)
+
+    def _keep_rows(self, survivors: Sequence[int]) -> None:
+        """Forget the rows that were retired."""
+        super()._keep_rows(survivors)
+        keep_rows(survivors, self.states)
+
+    def _logits(self, frontier: Frontier) -> Tensor:
+        """Return logits (B, W, V') after each frontier node, feeding them to the head."""
+        if frontier.depth == 0:
+            return self._feed_lacking()
+        self.level = lay_out_level(frontier, self.level, self.device)
+        roots = torch.stack([states[-1:, 0] for states in self.own_states if states is not None])  # (B, 1, H)
+        own = torch.cat([roots, *(states[:, :, 0] for states in self.session.tapped)], 1)
+        parents = frontier.parents.clamp(min=0)[:, :, None].expand(-1, -1, own.shape[2])
+        return self.session.append(self.level, own_states=own.gather(1, parents))
+
+    def _lacking_inputs(self) -> dict[str, list[Tensor]]:
+        """Return the target's states that chose the tokens each row lacks, and keep none."""
+        states = [torch.cat(row) for row in self.states]
+        self.states = [[] for _ in states]
+        return {"target_states": states}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return what ``config.json`` says of a head.
+
+    Raises:
+        ModelError: it is not there, or not a head's.
+    """
+    try:
+        record: dict[str, Any] = parse_json((folder / "config.json").read_text(encoding="utf-8"))
+        if record.get("model_type") != MODEL_TYPE:
+            raise ValueError(f"its model_type is {record.get('model_type')!r}, not {MODEL_TYPE!r}")
+        if missing := FINGERPRINT - set(record["fingerprint"]):
+            raise ValueError(f"its fingerprint lacks {', '.join(sorted(missing))}")
+        sketch = _as_sketch(record["fingerprint"]["sketch"])
+        if sketch.shape != (SKETCH_ROWS * SKETCH_WIDTH,) or not sketch.isfinite().all():
+            raise ValueError("its fingerprint's sketch is not one")
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        raise _unreadable(folder, error) from error
+    return record
+
+
+def _check_sizes(record: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    """Raise `ValueError`, or what a value of another type raises, for a head that would not be the one that was saved.
+
+    Args:
+        record: of ``config.json``.
+        weights: of the file.
+    """
+    head, target = record["head"], record["fingerprint"]
+    sizes = [name for name in HEAD_FIELDS if name not in ("rms_norm_eps", "taps")]
+    if wrong := [name for name in sizes if not (type(head[name]) is int and 0 < head[name] < LARGEST)]:
+        raise ValueError(f"its {wrong[0]} is {head[wrong[0]]!r:.40}")
+    if not 0 < head["rms_norm_eps"] < 1:
+        raise ValueError(f"its rms_norm_eps is {head['rms_norm_eps']!r:.40}")
+    if not all(type(tap) is int and 0 <= tap <= target["layers"] for tap in head["taps"]) or not head["taps"]:
+        raise ValueError(f"its taps are {head['taps']!r:.40}, of a target with {target['layers']!r:.40} layers")
+    if head["num_hidden_layers"] != len({name.split(".")[1] for name in weights if name.startswith("layers.")}):
+        raise ValueError(f"its file does not hold {head['num_hidden_layers']} layers")
+    ids = weights["token_ids"].long()
+    if ids.shape != (head["vocab_size"],) or ids[0] < 0 or ids[-1] >= target["vocab_size"] or (ids.diff() <= 0).any():
+        raise ValueError("its token_ids are not ascending ids of the target")
+    if not isinstance(record["name"], str) or not 0 < float(record.get("sharpness", 1.0)) < inf:
+        raise ValueError(f"its name is {record['name']!r:.40}, its sharpness {record.get('sharpness')!r:.40}")
+    if bad := [name for name, weight in weights.items() if not weight.isfinite().all()]:
+        raise ValueError(f"its {bad[0]} holds numbers that are none")
+
+
+def _unreadable(folder: Path, error: Exception) -> ModelError:
+    return ModelError(f"cannot load a feature head from {folder}: {' '.join(str(error).split())[:200]}")
+
+
+# ---- which target a head belongs to ----
+
+
+def target_fingerprint(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Describe a target so that its versions agree and other targets do not.
+
+    The sketch holds a few entries of the embedding matrix.  Versions of one model in other precision (a quantised
+    file, say) have nearly the same; the cosine of two sketches tells (`SAME_TARGET`).
+    """
+    return {
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        **_sizes(model),
+        "sketch": " ".join(f"{value:.4g}" for value in _sketch(model).tolist()),
+    }
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Return the SHA-256 of a tokenizer's table of tokens."""
+    table = sorted((index, token) for token, index in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(table).encode()).hexdigest()
+
+
+def check_fingerprint(name: str, wanted: dict[str, Any], model: Any, tokenizer: Any) -> None:
+    """Refuse a draft that was trained for another target.
+
+    Raises:
+        TokenizerMismatch: for other tokens.
+        ModelError: for a target of other size or weights.
+    """
+    advice = "train one for this target with `specinfer distill`, or choose another draft"
+    if tokenizer is not None and tokenizer_fingerprint(tokenizer) != wanted["tokenizer"]:
+        raise TokenizerMismatch(f"draft {name} was trained for a target with other tokens: {advice}")
+    for what, found in _sizes(model).items():
+        if found != wanted[what]:
+            raise ModelError(f"draft {name} was trained for a target with {what} {wanted[what]}, not {found}: {advice}")
+    if functional.cosine_similarity(_as_sketch(wanted["sketch"]), _sketch(model), dim=0) < SAME_TARGET:
+        raise ModelError(f"draft {name} was trained for other weights than this target's: {advice}")
+
+
+def _as_sketch(text: str) -> Tensor:
+    """Return a fingerprint's sketch as numbers."""
+    return torch.tensor([float(value) for value in text.split()])
+
+
+def _sizes(model: Any) -> dict[str, int]:
+    config = model.config.get_text_config(decoder=True)
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    return {"layers": config.num_hidden_layers, "hidden_size": config.hidden_size, "vocab_size": vocab_size}
+
+
+def _sketch(model: Any) -> Tensor:
+    """Return a few entries of the embedding matrix, float32."""
+    weight = model.get_input_embeddings().weight.detach()
+    rows = torch.linspace(0, weight.shape[0] - 1, SKETCH_ROWS).long().to(weight.device)
+    return weight[rows, :SKETCH_WIDTH].float().cpu().flatten()

@@ -1,0 +1,238 @@
+"""A draft that is a small causal language model.
+
+Knows: the model with its own cache, the committed tokens that are not in it yet, the noise it shares with the target.
+Does not know: the target, verification, text.
+"""
+
+import sys
+from collections.abc import Sequence
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+
+from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level, on_device
+from specinfer.drafts.base import Opening, coupling_noise, draw_rows, keep_rows, row_generators
+from specinfer.errors import NumericalError, TreeError
+from specinfer.tree import Forest, Frontier, Policy, TokenTree
+
+CANDIDATES = 128  # tokens per node that processors and noise see when a draft ranks under a law with processors
+CATCH_UP = 32  # committed tokens beyond which a draft prefills instead of feeding them with the root
+
+
+class ModelDraft:
+    """A small causal language model as a draft (a small speculative model, SSM).
+
+    Args:
+        model: a ``transformers`` causal LM that shares the target's tokens; its vocabulary may be padded differently.
+        tokenizer: compared with the target's when the decoder is built; None skips the comparison.
+        name: shown in results, without the folders before it; the model's own name by default.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None) -> None:
+        self.model = TreeModel(model)
+        self.tokenizer = tokenizer
+        full = name or str(getattr(model.config, "_name_or_path", ""))
+        self.name = full.rstrip("/").split("/")[-1] or "draft"
+
+    def open(self, opening: Opening) -> "ModelDraftSession":
+        """Start drafting for a batch of rows, with a cache of its own."""
+        return ModelDraftSession(self.model, opening)
+
+
+class ModelDraftSession:
+    """A model draft at work: a `Source` of distributions over its own `TreeSession`.
+
+    It never feeds what it does not need: the last bonus token and whatever accepted tokens it lacks keys and values
+    for go into the first pass of the next step together; each further level is one pass over all rows.
+    """
+
+    sharpness = 1.0  # of the law against the target's noise, see `top`
+    own_taps: tuple[int, ...] = ()  # hidden states of this model that the session needs
+
+    def __init__(self, model: TreeModel, opening: Opening) -> None:
+        rows = len(opening.prompts)
+        self.opening = opening
+        self.session = model.session(rows, opening.capacity, opening.max_capacity, self.own_taps, opening.graphs)
+        self.lacking = [list(prompt) for prompt in opening.prompts]  # committed but not in the cache; root last
+        self.lengths = [len(prompt) for prompt in opening.prompts]  # committed tokens
+        self.seeds = list(opening.seeds)
+        self.couplings = list(opening.couplings)
+        self.level: Layout | None = None  # layout of the newest level fed
+        self.fed: list[Frontier] = []  # levels fed this step, as pending columns, root excluded
+        self.vocab_size = min(model.vocab_size, opening.vocab_size)
+        self.own_states: list[Tensor | None] = []  # tapped from this model at the tokens fed last, root last
+        self.token_ids: Tensor | None = None  # (vocab_size,) what the model's ids mean to the target; None: the same
+
+    @property
+    def batch(self) -> int:
+        """Rows still active."""
+        return len(self.lacking)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the distributions are."""
+        return self.session.model.device
+
+    @property
+    def draft(self) -> int:
+        """The draft's id in the trees."""
+        return self.opening.draft
+
+    @property
+    def passes(self) -> int:
+        """Forward passes so far, prefill excluded."""
+        return self.session.passes
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds in those passes."""
+        return self.session.seconds
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Wall-clock seconds in prefill passes."""
+        return self.session.prefill_seconds
+
+    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
+        """Grow one tree per row below its last committed token; bare roots where the draft's context ends."""
+        self.level, self.fed = None, []
+        roots = [tokens[-1] for tokens in self.lacking]
+        room = min(max_depth, self._room())
+        if room <= 0:
+            return Forest(policy.kind, roots)
+        growth = policy.grow(self, room)
+        try:
+            return growth.trees(roots, self.opening.draft)
+        except TreeError as error:
+            raise NumericalError(
+                f"draft {self.opening.draft} proposed what is no tree ({error}), as logits that are NaN make it do: "
+                "check its weights, or load it in float32"
+            ) from error
+
+    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
+        """Keep what was fed of each committed path; remember the rest, the new root last, as lacking."""
+        kept = _fed_paths(self.fed, tokens)
+        self.session.commit(kept)
+        survivors = [i for i, new in enumerate(tokens) if new is not None]
+        for i in survivors:
+            new, path = list(tokens[i] or ()), kept[i] or ()
+            # nothing fed this step (a bare root, say): what was lacking is lacking still
+            self.lacking[i] = new[len(path) :] if not self.lacking[i] else self.lacking[i] + new
+            self.lengths[i] += len(new)
+        self._keep_rows(survivors)
+        self.fed = []
+
+    def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
+        """Return each node's k likeliest choices of the target and their log-probabilities, both (B, W, k).
+
+        Greedy: by q.  Coupled: the target will emit argmax(log p + g), so candidates are ranked by s log q + g with
+        the same Gumbel noise g, and a softmax of those sums estimates which of them it will be.  The sharpness s is 1
+        for q = p; but a draft that does not know p learns the mean of what p may be, which is flatter.
+        """
+        logits, likeliest = self._logits(frontier), None
+        if self.couplings and self.opening.law.processors:  # some, as top-p, would sort all tokens at every node
+            logits, likeliest = logits.topk(min(max(k, CANDIDATES), self.vocab_size))
+            logits = self.opening.law.scores(logits.flatten(0, 1), ()).view(*logits.shape)
+        scores = self._noisy(logits, likeliest, frontier.depth) if self.couplings else logits.float()
+        values, tokens = scores.topk(min(k, self.vocab_size))
+        if not self.couplings:  # in 16 bits many are equal
+            values, tokens = _in_order(values, tokens)
+        best = values[..., :1]
+        rest = (scores - best).exp_().sum(-1, keepdim=True).log_()
+        tokens = tokens if likeliest is None else likeliest.gather(2, tokens)
+        return tokens if self.token_ids is None else self.token_ids[tokens], values - best - rest
+
+    def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw k children per node from q, the draft's law after the target's warpers (`tree.draw_candidates`)."""
+        logits = self._logits(frontier)
+        scores = self.opening.law.scores(logits.flatten(0, 1), ()).view(*logits.shape)
+        chance = row_generators(self.seeds, self.opening.draft, self.lengths, frontier.depth, self.device)
+        if self.token_ids is None:
+            missing = self.opening.vocab_size - self.vocab_size
+            return draw_rows(functional.pad(scores, (0, missing), value=-inf), k, replacement, chance)
+        everywhere = scores.new_full((*scores.shape[:2], self.opening.vocab_size), -inf)
+        everywhere[..., self.token_ids] = scores
+        return draw_rows(everywhere, k, replacement, chance)
+
+    def _noisy(self, logits: Tensor, likeliest: Tensor | None, depth: int) -> Tensor:
+        """Return s log q + g but for a constant, float32, of the likeliest tokens (B, W, C), or of all (B, W, V')."""
+        noise = coupling_noise(self.couplings, self.lengths, depth, self.opening.vocab_size, self.device)
+        noise = noise[:, : self.vocab_size] if self.token_ids is None else noise[:, self.token_ids]
+        own = noise[:, None]
+        if likeliest is not None:
+            own = own.expand(-1, likeliest.shape[1], -1).gather(2, likeliest)
+        return torch.add(own, logits, alpha=self.sharpness)
+
+    def _keep_rows(self, survivors: Sequence[int]) -> None:
+        """Forget the rows that were retired."""
+        keep_rows(survivors, self.lacking, self.lengths, self.seeds, self.couplings)
+
+    def _room(self) -> int:
+        """Return how many levels the draft's context has room for below the longest row."""
+        model = self.session.model
+        if model.max_positions is None:
+            return sys.maxsize
+        spare = 0 if model.takes_positions else CATCH_UP  # such a model counts cache columns, padding included
+        return model.max_positions - max(self.lengths) - spare
+
+    def _logits(self, frontier: Frontier) -> Tensor:
+        """Return logits (B, W, V) after each frontier node, feeding them to the model."""
+        if frontier.depth == 0:
+            return self._feed_lacking()[..., : self.vocab_size]
+        tokens = frontier.tokens.clamp(max=self.session.model.vocab_size - 1)
+        self.level = lay_out_level(frontier._replace(tokens=tokens), self.level, self.device)
+        self.fed.append(frontier)
+        return self.session.append(self.level)[..., : self.vocab_size]
+
+    def _feed_lacking(self) -> Tensor:
+        """Feed and commit the tokens each row lacks, the root last; return the logits after the root, (B, 1, V)."""
+        limit = self.session.model.vocab_size - 1
+        chains, inputs = [[min(token, limit) for token in tokens] for tokens in self.lacking], self._lacking_inputs()
+        if max(map(len, chains)) > CATCH_UP:
+            early = {name: [row[:-1] for row in rows] for name, rows in inputs.items()}
+            self.session.prefill([chain[:-1] for chain in chains], **early)
+            chains = [chain[-1:] for chain in chains]
+            inputs = {name: [row[-1:] for row in rows] for name, rows in inputs.items()}
+        padded = {name: pad_sequence(rows, batch_first=True) for name, rows in inputs.items()}
+        columns = sorted({len(chain) - 1 for chain in chains})  # the roots'
+        places = on_device(columns, self.device)
+        logits = self.session.append_last(lay_out_chains(chains, self.device), places, **padded)
+        self.own_states = self.session.commit([range(len(chain)) for chain in chains])
+        self.lacking = [[] for _ in chains]
+        return torch.stack([logits[row, columns.index(len(chain) - 1)] for row, chain in enumerate(chains)])[:, None]
+
+    def _lacking_inputs(self) -> dict[str, list[Tensor]]:
+        """Return what else the model is fed with the tokens that each row lacks, one entry per token."""
+        return {}
+
+
+def _in_order(values: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values (.., k), descending, and their tokens, of equals the smaller first: `torch.topk` promises none."""
+    if values.device.type == "cpu" and not (values[..., 1:] == values[..., :-1]).any():
+        return values, tokens
+    tokens, places = tokens.sort(-1)
+    values, order = values.gather(-1, places).sort(dim=-1, descending=True, stable=True)
+    return values, tokens.gather(-1, order)
+
+
+def _fed_paths(fed: Sequence[Frontier], tokens: Sequence[Sequence[int] | None]) -> list[list[int] | None]:
+    """Find, in every row, the pending columns along the committed tokens; the last token is always fed again."""
+    if not fed:
+        return [None if new is None else [] for new in tokens]
+    columns = [torch.cat([getattr(level, name) for level in fed], 1) for name in ("tokens", "parents", "valid")]
+    rows = torch.stack([column.long() for column in columns], 1).tolist()  # (B, 3, S), one transfer
+    paths: list[list[int] | None] = []
+    for new, (token, parent, valid) in zip(tokens, rows, strict=True):
+        places = {(p, t): i for i, (t, p, v) in reversed(list(enumerate(zip(token, parent, valid, strict=True)))) if v}
+        path: list[int] = []
+        for wanted in (new or ())[:-1]:
+            column = places.get((path[-1] + 1 if path else 0, wanted))  # parents count the root as 0
+            if column is None:
+                break
+            path.append(column)
+        paths.append(None if new is None else path)
+    return paths

@@ -1,0 +1,218 @@
+"""One call of the decoder under way: its sessions, its clock, its results; as steps or as text.
+
+Knows: sessions, rows, seconds, the tokenizer's way from ids to text.  Does not know: how a step is decoded.
+"""
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specinfer.adaptive.policy import Auto
+from specinfer.attention import TreeSession, padded_width, resumed, running
+from specinfer.drafts.base import DraftSession, Opening
+from specinfer.engine.gumbel import SILENT
+from specinfer.engine.loop import decode
+from specinfer.engine.sequence import Row
+from specinfer.engine.verify import Walk
+from specinfer.errors import InputError, SpecinferError
+from specinfer.results import Choices, Result, Seconds, Stats, Step, acceptance_by_depth, contribution
+from specinfer.tree import Policy, TokenTree
+
+if TYPE_CHECKING:
+    from specinfer.decoder import SpeculativeDecoder
+
+FIRST_TOKENS = 2048  # new tokens that caches have room for at first; beyond it they double
+
+
+@dataclass
+class Timed:
+    """A draft's session, and what its proposals took: passes, look-ups and growing alike, prefill excluded."""
+
+    session: DraftSession
+    proposing: float = 0.0  # seconds
+
+    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
+        """Propose as the session does."""
+        started = perf_counter() - self.session.prefill_seconds
+        try:
+            return self.session.propose(policy, max_depth)
+        finally:
+            self.proposing += perf_counter() - self.session.prefill_seconds - started
+
+    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[torch.Tensor | None] = ()) -> None:
+        """Commit as the session does."""
+        self.session.commit(tokens, states)
+
+
+class Run:
+    """One call of the decoder under way: iterate for steps, then read `results`.
+
+    Sessions are opened by the first step and dropped when iteration ends, fails or is closed; models are then as
+    they were before.
+    """
+
+    def __init__(self, decoder: "SpeculativeDecoder", rows: Sequence[Row], single: bool) -> None:
+        self.decoder, self.rows, self.single = decoder, list(rows), single
+        self.policy, self.passes = decoder.policy, ""  # how passes run, in words
+        self.notes: list[str] = []  # what differs from the decoder's
+        self.seconds = Seconds()
+        self.drafting = [(0, 0.0)] * len(decoder.drafts)  # passes of each draft, and seconds in its proposals
+        self.steps: dict[int, list[Step]] = {row.index: [] for row in self.rows}
+        self._iterator = self._run()
+
+    def __iter__(self) -> Iterator[list[tuple[Row, Step]]]:
+        return self._iterator
+
+    def close(self) -> None:
+        """Stop decoding and release the caches."""
+        self._iterator.close()
+
+    def finish(self, streamer: Any = None) -> None:
+        """Decode to the end, feeding a ``transformers`` streamer if given: the prompt, then tokens, then the end.
+
+        Raises:
+            InputError: what is no streamer, or one with more than one prompt.
+        """
+        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+            raise InputError(f"streamer={streamer!r:.60} has no put and end: give a transformers streamer")
+        if streamer is not None and len(self.rows) > 1:
+            raise InputError("a streamer takes one prompt: pass the prompts one by one, or drop the streamer")
+        if streamer is not None:
+            streamer.put(torch.tensor([self.rows[0].ids]))
+        try:
+            for emitted in self:
+                if streamer is not None:
+                    streamer.put(torch.tensor(emitted[0][1].tokens))
+        except SpecinferError as error:
+            error.partial = tuple(self.results())
+            raise
+        finally:
+            if streamer is not None:
+                streamer.end()
+
+    def results(self) -> list[Result]:
+        """Return one result per row, of what was decoded so far."""
+        return [self._result(row) for row in self.rows]
+
+    def _run(self) -> Generator[list[tuple[Row, Step]]]:
+        started = perf_counter()
+        for row in self.rows:
+            row.stopping.begin()
+        models = self.decoder.networks
+        self.policy = self.decoder.supported(self.policy, self.notes)  # hooks may have come since the last call
+        with running(*models):  # only while passes run: between steps the models are as they were
+            target, drafts = self.open_sessions()
+            self.passes = self.decoder.passes
+        self._clock(started, target, drafts)
+        steps = decode(target, drafts, self.policy, self.decoder.verifier, self.rows)
+        while True:
+            with resumed(*models):
+                emitted = next(steps, None)
+            if emitted is None:
+                return
+            spent = self._clock(started, target, drafts, [step for _, step in emitted])
+            emitted = [(row, replace(step, seconds=spent)) for row, step in emitted]
+            for row, step in emitted:
+                self.steps[row.index].append(step)
+            paused = perf_counter()
+            yield emitted
+            started += perf_counter() - paused  # the caller's time is not ours
+
+    def _clock(
+        self, started: float, target: TreeSession, drafts: Sequence[Timed], steps: Sequence[Step] = ()
+    ) -> Seconds:
+        """Read the clocks, tell a policy that adapts what came of the steps; return the seconds since last time."""
+        before, proposed = self.seconds, [seconds for _, seconds in self.drafting]
+        self.seconds = Seconds(
+            total=perf_counter() - started,
+            prefill=target.prefill_seconds + sum(draft.session.prefill_seconds for draft in drafts),
+            target=target.seconds,
+            draft=sum(draft.session.seconds for draft in drafts),
+        )
+        self.drafting = [(draft.session.passes, draft.proposing) for draft in drafts]
+        spent = self.seconds - before
+        if steps and isinstance(self.policy, Auto):
+            self.policy.observe(
+                trees=[step.tree for step in steps],
+                paths=[step.path for step in steps],
+                tokens=[step.tokens for step in steps],
+                proposing=[draft.proposing - old for draft, old in zip(drafts, proposed, strict=True)],
+                seconds=spent.decoding,
+            )
+        return spent
+
+    def open_sessions(self) -> tuple[TreeSession, list[Timed]]:
+        """Read what the rows hold so far into a session of the target and one of each draft, ready for a step."""
+        decoder, rows = self.decoder, self.rows
+        prompts = [list(row.ids) for row in rows]
+        policy, longest = self.policy, max(map(len, prompts))
+        most = longest + max(row.remaining for row in rows)  # tokens in a row, at its end
+        first = min(most, longest + FIRST_TOKENS)  # ... that its cache holds at first
+        nodes = padded_width(1 + policy.max_nodes * max(1, len(decoder.drafts)))
+        fed = padded_width(1 + policy.max_nodes * max(1, policy.max_depth))  # best-first drops some of these later
+        taps = decoder.taps
+        target = decoder.target.session(len(rows), first + nodes, most + nodes, taps, decoder.graphs)
+        states = target.prefill([prompt[:-1] for prompt in prompts])
+        sampled = [row for row in rows if row.sampling]
+        law = (sampled or rows)[0].law.without_prefix_readers()
+        coupled = bool(sampled) and isinstance(decoder.verifier, Walk)
+        couplings = [row.coupling if row.sampling else SILENT for row in rows] if coupled else ()
+        drafts = []
+        for number, draft in enumerate(decoder.drafts):
+            opening = Opening(
+                prompts=prompts,
+                capacity=first + fed,
+                max_capacity=2 * most + fed,  # one row may lack what another has, and all get as many slots
+                vocab_size=decoder.target.vocab_size,
+                draft=number,
+                law=law,
+                seeds=[row.seed for row in rows],
+                couplings=couplings,
+                taps=taps,
+                states=states,
+                graphs=decoder.graphs,
+            )
+            drafts.append(Timed(draft.open(opening)))
+        if isinstance(policy, Auto):
+            self.policy = policy.begin(len(drafts), coupled)
+        return target, drafts
+
+    def _result(self, row: Row) -> Result:
+        steps = list(self.steps[row.index])
+        new = row.ids[row.prompt_length :]
+        tokenizer = self.decoder.tokenizer
+        choices = Choices.of(steps)
+        stats = Stats(
+            new_tokens=len(new),
+            target_passes=len(steps),
+            draft_passes=sum(passes for passes, _ in self.drafting),
+            acceptance_by_depth=acceptance_by_depth(steps),
+            seconds=self.seconds,
+            notes=(*self.decoder.notes, *self.notes, *filter(None, [self.passes]), *self._adapted(choices)),
+            choices=choices,
+            drafts=tuple(
+                contribution(steps, number, draft.name, *spent)
+                for number, (draft, spent) in enumerate(zip(self.decoder.drafts, self.drafting, strict=True))
+            ),
+        )
+        return Result(
+            text=tokenizer.decode(new, skip_special_tokens=True) if tokenizer else "",
+            token_ids=new,
+            prompt_ids=row.ids[: row.prompt_length],
+            finish_reason=row.finished or "unfinished",
+            seed=row.seed if row.sampling else None,
+            stats=stats,
+            steps=steps,
+            tokenizer=tokenizer,
+        )
+
+    def _adapted(self, choices: Choices) -> list[str]:
+        """Return what a policy that adapts chose, and why, as a note."""
+        policy = self.policy
+        if not isinstance(policy, Auto):
+            return []
+        reasons = policy.reasons([draft.name for draft in self.decoder.drafts], len(self.rows))
+        return [f"auto: {choices}; {reasons}" if reasons else f"auto: {choices}"]

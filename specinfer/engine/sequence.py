@@ -1,0 +1,76 @@
+"""One sequence being decoded: its ids, its law, its chance, and when it ends.
+
+Knows: everything that belongs to one row and to no other, so a row in a batch is the row alone.
+Does not know: models, caches, drafts, the other rows.
+"""
+
+from collections.abc import Callable, Sequence
+from math import inf
+
+from specinfer.engine.gumbel import Coupling
+from specinfer.engine.sampling import Law
+from specinfer.engine.stopping import Stopping
+from specinfer.engine.verify import Verdict
+from specinfer.results import Step, drafted_by
+from specinfer.tree import TokenTree
+
+
+class Row:
+    """A sequence under way.
+
+    Args:
+        index: its place in the caller's batch.
+        prompt: token ids, at least one.
+        law: from logits to scores.
+        stopping: when it ends.
+        seed: of its noise.
+        sampling: draw tokens; otherwise take the argmax.
+        draft_names: by draft id.
+        gate: nothing is drafted after a token to which the target gave a smaller probability; None = always.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        prompt: Sequence[int],
+        law: Law,
+        stopping: Stopping,
+        seed: int,
+        sampling: bool,
+        draft_names: Sequence[str],
+        gate: float | None = None,
+    ) -> None:
+        self.index, self.seed, self.sampling = index, seed, sampling
+        self.coupling = Coupling(seed)
+        self.law, self.stopping, self.draft_names = law, stopping, draft_names
+        self.ids = list(prompt)
+        self.prompt_length = len(prompt)
+        self.step = 0
+        self.gate, self.confident = gate, True  # of the last token; a prompt's is beyond doubt
+        self.finished: str | None = None  # "eos", "stop" or "length"
+
+    @property
+    def remaining(self) -> int:
+        """How many tokens the row may still emit."""
+        return self.stopping.budget - (len(self.ids) - self.prompt_length)
+
+    def advance(self, tree: TokenTree, verdict: Verdict, probability: Callable[[int, int], float]) -> Step:
+        """Append the verdict's tokens one by one until the text ends; return the step.
+
+        Args:
+            tree, verdict: what was verified.
+            probability: the target's, of a token after a node.
+        """
+        emitted: list[int] = []
+        if self.gate is not None:
+            self.confident = probability((0, *verdict.path)[-1], verdict.token) >= self.gate
+        for token in (*(int(tree.tokens[node]) for node in verdict.path), verdict.token):
+            self.ids.append(token)
+            emitted.append(token)
+            self.finished = self.stopping.reason(self.ids, len(self.ids) - self.prompt_length)
+            if self.finished:
+                break
+        self.coupling.forget(inf if self.finished else len(self.ids))
+        record = tree.without_laws() if tree.laws else tree  # laws are large, and used up
+        proposers = drafted_by(tree, verdict.path, self.draft_names, len(emitted))
+        return Step(record, verdict.path, tuple(emitted), proposers)

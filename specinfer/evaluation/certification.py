@@ -1,0 +1,620 @@
+"""Certificates: the exact law of what speculative decoding emits, by enumeration, against the target's own.
+
+Knows: policies, `merge` and verifiers, the very objects the engine uses, and made-up models of a few tokens.
+Does not know: real models, logits, caches, random numbers.  That the engine hands a verifier the right laws
+and fair coins is not certified here but tested where it is done: in `row`, `draft` and `attention`.
+
+How: nothing random happens.  Whatever draws, tosses or chooses asks a `Chance`, and a run is replayed once
+for every sequence of answers, in depth-first order, each with its exact probability in float64.  The law is
+joint over several tokens, so that a dependence between steps shows; trees grow no deeper than
+`loop.propose` lets them.
+
+What is lossless, and why: arXiv 2211.17192 and 2302.01318 (chains), 2305.09781 (SpecInfer: i.i.d. draws,
+naive sampling), 2402.12374 (Sequoia: without replacement), 2408.07978 (coupled sampling).  The broken pairs
+are mistakes that were made in earnest; they show that the enumeration has the power to notice.
+
+Anything with ``verify(tree, target) -> Verdict`` can be certified:
+
+    >>> from specinfer import Sampled, certify_verifier
+    >>> from specinfer.verify import Verdict
+    >>> class AcceptLikely:
+    ...     def verify(self, tree, target):
+    ...         for child in tree.children(0):
+    ...             if target.law(0)[tree.tokens[child]] > 0.3:
+    ...                 return Verdict((child,), target.draw(target.law(child)))
+    ...         return Verdict((), target.draw(target.law(0)))
+    >>> certify_verifier(AcceptLikely(), Sampled((1, 1))).lossless
+    False
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from functools import cache, partial
+from itertools import chain, product
+from math import prod
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specinfer.engine.verify import MultiStep, Probabilities, TargetView, Verdict, Walk
+from specinfer.errors import InputError
+from specinfer.tree import BestFirst, Chain, Draw, Frontier, Policy, Sampled, TokenTree, Widths, merge
+
+EXACT = 1e-12  # total variation that rounding in float64 may cause
+BROKEN = 1e-3  # total variation that a mistake must exceed to be seen
+MODELS = 6  # made-up targets and drafts that a verifier of one's own is tried on: one alone may hide its mistake
+
+_ELSEWHERE = (
+    "a replayed run asked other questions than before, so its probabilities mean nothing: it must take all "
+    "its chance from the target's accepts, draw and choice"
+)
+
+Context = tuple[int, ...]  # the tokens emitted so far
+Result = TypeVar("Result")
+
+
+# --- Enumeration ---
+
+
+class Chance:
+    """Answers questions as a script says, and beyond its end by the first option."""
+
+    def __init__(self, script: Sequence[int] = ()) -> None:
+        self.script = script
+        self.answers: list[tuple[int, int]] = []  # (option taken, number of options) of each question
+        self.probability = 1.0  # of all answers so far
+
+    def choose(self, weights: Probabilities) -> int:
+        """Return an index, each with probability proportional to its weight; weight 0 is no option."""
+        options = weights.nonzero()[0]
+        turn = len(self.answers)
+        taken = self.script[turn] if turn < len(self.script) else 0
+        if taken >= len(options):
+            raise InputError(_ELSEWHERE)
+        self.answers.append((taken, len(options)))
+        self.probability *= float(weights[options[taken]] / weights.sum())
+        return int(options[taken])
+
+    def successor(self) -> list[int] | None:
+        """Return the next script in depth-first order, None after the last."""
+        script = list(self.answers)
+        while script and script[-1][0] + 1 == script[-1][1]:
+            script.pop()
+        return [*(taken for taken, _ in script[:-1]), script[-1][0] + 1] if script else None
+
+
+def outcomes(run: Callable[[Chance], Result]) -> Iterator[tuple[float, Result]]:
+    """Yield every result of a run with its probability; the run's only chance is its argument.
+
+    Raises:
+        InputError: the run took chance from elsewhere.
+    """
+    script: list[int] | None = []
+    while script is not None:
+        chance = Chance(script)
+        result = run(chance)
+        if len(chance.answers) < len(script):
+            raise InputError(_ELSEWHERE)
+        yield chance.probability, result
+        script = chance.successor()
+
+
+# --- Models, and the drafts' behaviour ---
+
+
+class Models(Protocol):
+    """A target (model 0) and drafts (models 1, 2, ...) over a small vocabulary."""
+
+    vocabulary: int
+
+    def law(self, model: int, context: Context) -> Probabilities:
+        """Return a model's law of the next token, float64 (V,)."""
+
+
+class RandomModels:
+    """Models with a random law for every context: most of full support, some with zeros, some one-hot.
+
+    Where every text begins, however, each draft underrates all tokens but one of its own.  A rejection then
+    leaves V - 1 tokens in the residual, and every mistake below shows whatever the seed.
+    """
+
+    def __init__(self, vocabulary: int, seed: int) -> None:
+        self.vocabulary, self.seed = vocabulary, seed
+        self.law = cache(self._law)
+
+    def _law(self, model: int, context: Context) -> Probabilities:
+        chance = np.random.default_rng([self.seed, model, len(context), *context])
+        weights = chance.exponential(size=self.vocabulary)
+        if context:
+            zeros = chance.choice([0, 1, self.vocabulary - 1], p=[0.6, 0.3, 0.1])
+            weights[chance.permutation(self.vocabulary)[:zeros]] = 0.0
+        elif model:
+            weights = self.law(0, ()) * chance.uniform(0.3, 0.9, self.vocabulary)
+            weights[(model - 1) % self.vocabulary] += 1.0 - weights.sum()
+        else:
+            weights += 1.0
+        return weights / weights.sum()
+
+
+# How a draft behaves: from the law q that it claims (of what is left to draw) and the target's choice to the
+# weights that it really ranks by or draws from.
+Habit = Callable[[Probabilities, int], Probabilities]
+UNKNOWN = -1  # a choice that a draft cannot know
+
+
+def honest(q: Probabilities, choice: int) -> Probabilities:
+    """Draw from what is claimed."""
+    return q
+
+
+def sharpened(q: Probabilities, choice: int) -> Probabilities:
+    """Draw at half the temperature, claim the raw q (huggingface/transformers#47932)."""
+    return q**2
+
+
+def likeliest(q: Probabilities, choice: int) -> Probabilities:
+    """Take the likeliest token and claim that it was drawn (llama.cpp's tree example)."""
+    return np.eye(len(q))[q.argmax()]
+
+
+def favours(q: Probabilities, choice: int) -> Probabilities:
+    """Rank the token that the target will choose first."""
+    return q / 2 + np.eye(len(q))[choice]
+
+
+def avoids(q: Probabilities, choice: int) -> Probabilities:
+    """Never propose the token that the target will choose."""
+    return q * (1 - np.eye(len(q))[choice])
+
+
+def whims(q: Probabilities, choice: int) -> Probabilities:
+    """Favour some choices, avoid the others."""
+    return favours(q, choice) if choice % 2 else avoids(q, choice)
+
+
+def peeks(q: Probabilities, choice: int) -> Probabilities:
+    """Take the token that the target will choose and claim that it was drawn from q."""
+    return np.eye(len(q))[choice if q[choice] > 0 else q.argmax()]
+
+
+@dataclass
+class Draft:
+    """One draft below one context: a `Source` that takes its draws from a `Chance`."""
+
+    law: Callable[[Context], Probabilities]
+    habit: Habit
+    choice: Callable[[Context], int]
+    chance: Chance
+    root: Context
+    draft: int = 0
+    batch: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    sent: list[Context] = field(default_factory=list)  # all frontier nodes so far
+
+    def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
+        """Rank the vocabulary by habit; both (1, W, min(k, V))."""
+        tokens, values = [], []
+        for context in self._contexts(frontier):
+            weights = self.habit(self.law(context), self.choice(context))
+            ranking = np.argsort(-weights, kind="stable")[:k]
+            tokens.append(ranking)
+            values.append(weights[ranking] / max(weights.sum(), 1e-300))
+        return torch.from_numpy(np.array([tokens])), torch.from_numpy(np.array([values])).log()
+
+    def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw by habit; tokens and log-probabilities (1, W, k), the laws that are claimed (1, W, V)."""
+        contexts = self._contexts(frontier)
+        laws = np.array([self.law(context) for context in contexts])
+        tokens, values = np.zeros((len(laws), k), np.int64), np.zeros((len(laws), k))
+        for node, valid in enumerate(frontier.valid[0].tolist()):
+            left = laws[node] * valid
+            for turn in range(k):
+                if left.any():
+                    weights = self.habit(left / left.sum(), self.choice(contexts[node]))
+                    tokens[node, turn] = token = self.chance.choose(weights)
+                    values[node, turn] = laws[node, token]
+                    left[token] *= replacement
+        found, probabilities, claimed = (torch.from_numpy(array)[None] for array in (tokens, values, laws))
+        return found, probabilities.log(), claimed
+
+    def _contexts(self, frontier: Frontier) -> list[Context]:
+        """Return the tokens up to each frontier node, and remember them as parents of later ones."""
+        if frontier.depth == 0:
+            self.sent = [self.root]
+            return self.sent
+        nodes = zip(frontier.parents[0].tolist(), frontier.tokens[0].tolist(), strict=True)
+        new = [(*self.sent[parent], token) for parent, token in nodes]
+        self.sent = self.sent + new
+        return new
+
+
+# --- What is certified ---
+
+
+class Choices(StrEnum):
+    """Where the target's choices come from."""
+
+    GREEDY = "greedy"  # its argmax
+    SAMPLING = "sampling"  # draws that nobody can foresee
+    COUPLED = "coupled"  # noise of each position, shared by all contexts there and known to the drafts
+    REUSED = "coupled, the same noise at every position"  # a mistake
+
+
+class AnyVerifier(Protocol):
+    """Anything that verifies a tree; it must take all its chance from ``target``."""
+
+    def verify(self, tree: TokenTree, target: TargetView) -> Verdict:
+        """Decide the accepted path and the bonus token."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A way to grow trees and a way to verify them."""
+
+    policy: Policy
+    verifier: AnyVerifier
+    habits: tuple[Habit, ...] = (honest,)  # one per draft
+    choices: Choices = Choices.SAMPLING
+    edit: Callable[[TokenTree], TokenTree] | None = None  # what is done to the merged tree
+    expected_lossless: bool = True
+    tokens: int | None = None  # emitted, if other than asked for
+
+    @property
+    def tree(self) -> str:
+        """How trees grow, in words."""
+        habits = dict.fromkeys(habit.__name__ for habit in self.habits if habit is not honest)
+        edit = [self.edit.__name__.replace("_", " ")] if self.edit else []
+        return ", ".join([str(self.policy), *(f"draft {habit}" for habit in habits), *edit])
+
+    @property
+    def rule(self) -> str:
+        """How they are verified, in words."""
+        options = [f"{name}={value}" for name, value in getattr(self.verifier, "__dict__", {}).items()]
+        return f"{type(self.verifier).__name__}({', '.join(options)}), {self.choices}"
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """How far what a pair emits is from the target's law."""
+
+    tree: str
+    verifier: str
+    drafts: int
+    vocabulary: int
+    tokens: int  # the law is joint over the first so many
+    total_variation: float  # 0 = the same law, 1 = never the same text
+    expected_lossless: bool
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the laws are equal up to rounding in float64."""
+        return self.total_variation <= EXACT
+
+    @property
+    def passed(self) -> bool:
+        """Whether the enumeration found what theory says."""
+        return self.lossless if self.expected_lossless else self.total_variation > BROKEN
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything for JSON."""
+        return asdict(self) | {"lossless": self.lossless, "passed": self.passed}
+
+
+def certify(
+    pairs: Iterable[Pair] | None = None,
+    vocabulary: int = 4,
+    tokens: int = 3,
+    seed: int = 0,
+    progress: Callable[[list[Pair]], Iterable[Pair]] = iter,
+) -> list[Certificate]:
+    """Certify pairs by exact enumeration; by default all that are sold as lossless, and the known mistakes.
+
+    Args:
+        pairs: what to certify.
+        vocabulary: number of tokens, 3 or more for the mistakes to show; work grows with a power of it.
+        tokens: the law is joint over so many emitted tokens, unless a pair sets its own number.
+        seed: of the made-up models.
+        progress: wraps the list of pairs that is worked through, as ``tqdm`` does.
+
+    Returns:
+        One certificate per pair, in order; all are expected to have ``passed``.
+    """
+    models = RandomModels(vocabulary, seed)
+    todo = list(lossless_pairs() + broken_pairs() if pairs is None else pairs)
+    return [_certificate(pair, models, pair.tokens or tokens) for pair in progress(todo)]
+
+
+def certify_verifier(
+    verifier: AnyVerifier,
+    policy: Policy,
+    drafts: int = 1,
+    vocabulary: int = 4,
+    tokens: int = 3,
+    seed: int = 0,
+) -> Certificate:
+    """Certify a verifier of your own on the trees of a policy: see the example at the top of this module.
+
+    Args:
+        verifier: has ``verify(tree, target) -> Verdict`` and takes all its chance from ``target``.
+        policy: how trees grow.
+        drafts: how many drafts propose; their trees are merged.
+        vocabulary, tokens: as `certify`.
+        seed: of the first of `MODELS` made-up targets and drafts; the certificate is that of the largest bias.
+
+    Raises:
+        InputError: the verifier took chance from elsewhere, and that was noticed.
+    """
+    pair = Pair(policy, verifier, (honest,) * drafts)
+    found = (_certificate(pair, RandomModels(vocabulary, own), tokens) for own in range(seed, seed + MODELS))
+    return max(found, key=lambda certificate: certificate.total_variation)
+
+
+def _certificate(pair: Pair, models: Models, tokens: int) -> Certificate:
+    drafts, vocabulary = len(pair.habits), models.vocabulary
+    distance = total_variation(output_law(pair, models, tokens), target_law(pair, models, tokens))
+    return Certificate(pair.tree, pair.rule, drafts, vocabulary, tokens, distance, pair.expected_lossless)
+
+
+# --- The two laws ---
+
+
+def total_variation(one: np.ndarray, other: np.ndarray) -> float:
+    """Return half the L1 distance of two laws."""
+    return float(np.abs(one - other).sum()) / 2
+
+
+def target_law(pair: Pair, models: Models, tokens: int) -> np.ndarray:
+    """Return the target's own law of the first tokens, float64 (V,) * tokens."""
+    law = _target(pair, models)
+    shape = (models.vocabulary,) * tokens
+    table = [prod(float(law(text[:i])[token]) for i, token in enumerate(text)) for text in np.ndindex(*shape)]
+    return np.array(table).reshape(shape)
+
+
+def output_law(pair: Pair, models: Models, tokens: int) -> np.ndarray:
+    """Return the law of the first tokens that a pair emits, float64 (V,) * tokens."""
+    if pair.choices in (Choices.COUPLED, Choices.REUSED):
+        return _law_with_noise(pair, models, tokens)
+    return _law_by_steps(pair, models, tokens)
+
+
+def _law_by_steps(pair: Pair, models: Models, tokens: int) -> np.ndarray:
+    """Sum over the outcomes of a decode step, each followed by the law of what comes after it."""
+    law = _target(pair, models)
+
+    def step(context: Context, tree: TokenTree, chance: Chance) -> Context:
+        return _emitted(pair, View(law, context, tree, chance))
+
+    @cache
+    def rest(context: Context) -> np.ndarray:
+        room = tokens - len(context)
+        if room == 0:
+            return np.ones(())
+        table = np.zeros((models.vocabulary,) * room)
+        for weight, tree in _trees(pair, models, context, room - 1):
+            for probability, emitted in outcomes(partial(step, context, tree)):
+                table[emitted[:room]] += weight * probability * rest(context + emitted[:room])
+        return table
+
+    return rest(())
+
+
+def _law_with_noise(pair: Pair, models: Models, tokens: int) -> np.ndarray:
+    """Sum over the noise of every position, which fixes the target's choice in every context there.
+
+    Noise is one number u in [0, 1) per position, and a choice inverts the cumulative law at u, where the
+    engine takes an argmax over Gumbel numbers; either way all contexts share it, and drafts may know it.
+    """
+    law = _target(pair, models)
+    laws = [[law(text) for text in product(range(models.vocabulary), repeat=n)] for n in range(tokens)]
+    reused, intervals = _intervals(chain.from_iterable(laws)), [_intervals(own) for own in laws]
+
+    def choose(noise: Sequence[float], context: Context) -> int:
+        p = law(context)
+        return min(int(p.cumsum().searchsorted(noise[len(context)], "right")), int(p.nonzero()[0][-1]))
+
+    @cache
+    def tree_for(context: Context, noise: tuple[float, ...]) -> TokenTree:
+        ((_, tree),) = _trees(pair, models, context, tokens - len(context) - 1, partial(choose, noise))
+        return tree
+
+    def generate(chance: Chance) -> Context:
+        if pair.choices is Choices.REUSED:
+            noise = [reused[0][chance.choose(reused[1])]] * tokens
+        else:
+            noise = [middles[chance.choose(lengths)] for middles, lengths in intervals]
+        context: Context = ()
+        while (start := len(context)) < tokens:
+            spanned = (0.0,) * start + tuple(noise[start:-1])  # all that the tree depends on
+            view = View(law, context, tree_for(context, spanned), chance, partial(choose, noise))
+            context += _emitted(pair, view)
+        return context[:tokens]
+
+    table = np.zeros((models.vocabulary,) * tokens)
+    for probability, text in outcomes(generate):
+        table[text] += probability
+    return table
+
+
+def _intervals(laws: Iterable[Probabilities]) -> tuple[list[float], Probabilities]:
+    """Return the middles and lengths of the intervals of [0, 1] in which u changes the choice of no law."""
+    ends = np.unique(np.concatenate([[0.0, 1.0], *(law.cumsum().clip(max=1.0) for law in laws)]))
+    return ((ends[:-1] + ends[1:]) / 2).tolist(), np.diff(ends)
+
+
+def _target(pair: Pair, models: Models) -> Callable[[Context], Probabilities]:
+    """Return the law that the pair should emit: the target's, or a point mass on its argmax."""
+    if pair.choices is Choices.GREEDY:
+        return lambda context: np.eye(models.vocabulary)[models.law(0, context).argmax()]
+    return lambda context: models.law(0, context)
+
+
+def _trees(
+    pair: Pair,
+    models: Models,
+    context: Context,
+    max_depth: int,
+    choice: Callable[[Context], int] = lambda context: UNKNOWN,
+) -> Iterator[tuple[float, TokenTree]]:
+    """Yield every tree that may be proposed after a context, with its probability: see `loop.propose`."""
+    root = context[-1] if context else 0
+
+    def grown(draft: int, habit: Habit) -> list[tuple[float, TokenTree]]:
+        def grow(chance: Chance) -> TokenTree:
+            source = Draft(lambda text: models.law(1 + draft, text), habit, choice, chance, context, draft)
+            return pair.policy.grow(source, max_depth).trees([root], draft)[0]
+
+        return list(outcomes(grow))
+
+    for proposals in product(*(grown(draft, habit) for draft, habit in enumerate(pair.habits))):
+        (tree,) = pair.policy.fit([merge([tree for _, tree in proposals])])
+        yield prod(weight for weight, _ in proposals), pair.edit(tree) if pair.edit else tree
+
+
+class View:
+    """A `TargetView` that takes its chance from a `Chance`, and its choices from noise if there is any."""
+
+    def __init__(
+        self,
+        law: Callable[[Context], Probabilities],
+        context: Context,
+        tree: TokenTree,
+        chance: Chance,
+        choice: Callable[[Context], int] | None = None,
+    ) -> None:
+        self.tree, self.chance, self.draw = tree, chance, chance.choose
+        self._law, self._context = law, context
+        self._choice = cache(choice or (lambda text: chance.choose(law(text))))  # the same whenever asked
+
+    def law(self, node: int) -> Probabilities:
+        """Return the target's law after a node."""
+        return self._law((*self._context, *self.tree.path(node)))
+
+    def choice(self, node: int) -> int:
+        """Return the target's choice after a node."""
+        return self._choice((*self._context, *self.tree.path(node)))
+
+    def accepts(self, probability: float) -> bool:
+        """Toss a coin."""
+        return self.chance.choose(np.array([1.0 - probability, probability])) == 1
+
+
+def _emitted(pair: Pair, view: View) -> Context:
+    verdict = pair.verifier.verify(view.tree, view)
+    return (*view.tree.tokens[list(verdict.path)].tolist(), verdict.token)
+
+
+# --- What is lossless ---
+
+
+def lossless_pairs() -> list[Pair]:
+    """Return every verifier with every policy it is exact for, with one to three drafts."""
+    ranked: list[Policy] = [Chain(0), Chain(3), Widths((2, 2)), BestFirst(5, 3), BestFirst(5, 3, 0.2)]
+    widths = [(1,), (2,), (3,), (1, 1), (2, 2), (1, 2, 1)]
+    sampled = [(Sampled(w, r), MultiStep(r)) for r in (True, False) for w in widths]
+    several = [(Sampled(w, r), MultiStep(r)) for r in (True, False) for w in ((2,), (1, 1))]
+    two, three, insiders = (honest,) * 2, (honest,) * 3, (favours, avoids, whims)
+    pairs = [Pair(p, Walk(), choices=c) for p in ranked for c in (Choices.GREEDY, Choices.SAMPLING)]
+    pairs += [Pair(p, Walk(), drafts) for p in ranked[1:] for drafts in (two, three)]
+    pairs += [Pair(p, Walk(), (habit,), Choices.COUPLED) for p in ranked for habit in insiders]
+    pairs += [Pair(p, Walk(), insiders, Choices.COUPLED) for p in ranked[1:]]
+    pairs += [Pair(p, Walk()) for p, _ in several]
+    pairs += [Pair(p, rule, tokens=4 if p.max_depth == 3 else None) for p, rule in sampled]
+    pairs += [Pair(p, rule, choices=Choices.GREEDY) for p, rule in several]
+    pairs += [Pair(p, rule, two) for p, rule in several]
+    pairs += [Pair(p, rule, three, tokens=1 + p.max_depth) for p, rule in several]
+    return pairs
+
+
+# --- What is not ---
+
+
+class NoResidual(MultiStep):
+    """Draws the bonus token from p after rejections, too (what was rejected may come back too often)."""
+
+    def verify(self, tree: TokenTree, target: TargetView) -> Verdict:
+        """Accept as `MultiStep`, and forget what it tested."""
+        path = super().verify(tree, target).path
+        return Verdict(path, target.draw(target.law(path[-1] if path else 0)))
+
+
+def duplicates_tried_once(tree: TokenTree) -> TokenTree:
+    """Forget all draws of a node but the first, with its q (SpecInfer's Definition 3.2 merges sets)."""
+    return _with_draws(tree, [draws[:1] for draws in tree.draws])
+
+
+def tried_likeliest_first(tree: TokenTree) -> TokenTree:
+    """Reorder draws by probability; siblings stand in that order."""
+    return _with_draws(tree, [[Draw(d.draft, node) for d in draws] for node, draws in enumerate(tree.draws)])
+
+
+def likeliest_two_kept(tree: TokenTree) -> TokenTree:
+    """Drop all children but the likeliest two after drawing (re-ranking as in EAGLE-2, arXiv 2406.16858)."""
+    keep = {child for node in range(len(tree)) for child in tree.children(node)[:2]}
+    return _with_draws(tree, [draws if node in keep else () for node, draws in enumerate(tree.draws)])
+
+
+def unlikely_dropped(tree: TokenTree) -> TokenTree:
+    """Drop tokens whose own q is small after drawing them (a confidence threshold)."""
+    likely = [tree.probability(node) > 0.2 for node in range(len(tree))]
+    return _with_draws(tree, [draws if keep else () for keep, draws in zip(likely, tree.draws, strict=True)])
+
+
+def first_law_for_all_drafts(tree: TokenTree) -> TokenTree:
+    """Claim that all draws under a node came from its first draft's q."""
+    return _with_laws(tree, lambda laws: laws[0])
+
+
+def mean_law_for_all_drafts(tree: TokenTree) -> TokenTree:
+    """Claim that all draws under a node came from the mean of the drafts' q."""
+    return _with_laws(tree, lambda laws: np.mean(laws, axis=0))
+
+
+def _with_draws(tree: TokenTree, draws: Sequence[Sequence[Draw]]) -> TokenTree:
+    """Return the tree with other draws; nodes left without any are dropped with all that is below."""
+    place = {0: 0}
+    for node, parent in enumerate(tree.parents.tolist()):
+        if draws[node] and parent in place:
+            place[node] = len(place)
+    nodes = list(place)[1:]
+    parents = [place[parent] for parent in tree.parents[nodes].tolist()]
+    own = [draws[node] for node in nodes]
+    used = {(parent, draw.draft) for parent, some in zip(parents, own, strict=True) for draw in some}
+    laws = {(place[p], d): law for (p, d), law in tree.laws.items() if (place.get(p), d) in used}
+    tokens, scores = tree.tokens[nodes].tolist(), tree.scores[nodes].tolist()
+    return TokenTree.from_nodes(int(tree.tokens[0]), tokens, parents, scores, own, laws, tree.kind)
+
+
+def _with_laws(tree: TokenTree, combine: Callable[[list[Probabilities]], Probabilities]) -> TokenTree:
+    """Return the tree with one law under each node, kept positive so that the test can divide by it."""
+    under = {node: [law for (p, _), law in sorted(tree.laws.items()) if p == node] for node, _ in tree.laws}
+    laws = {key: np.maximum(combine(under[key[0]]), 1e-300) for key in tree.laws}
+    return TokenTree(tree.tokens, tree.parents, tree.scores, tree.draws, laws, tree.kind)
+
+
+def broken_pairs() -> list[Pair]:
+    """Return mistakes that change the law."""
+    once, twice = Sampled((1,), replacement=True), Sampled((2,), replacement=True)
+    chain_of_two, children = Sampled((1, 1)), Sampled((2,))
+    fixed, renormalised = MultiStep(replacement=True), MultiStep(replacement=False)
+    mistakes = [
+        Pair(children, fixed, (likeliest,)),  # a deterministic tree, verified as if it was drawn
+        Pair(children, renormalised, (likeliest,)),
+        Pair(children, fixed),  # q not renormalised after a rejection
+        Pair(twice, fixed, edit=duplicates_tried_once),
+        Pair(children, renormalised, edit=tried_likeliest_first),
+        Pair(Sampled((3,)), renormalised, edit=likeliest_two_kept),
+        Pair(Sampled((1,)), renormalised, edit=unlikely_dropped),
+        Pair(once, fixed, (honest, honest), edit=duplicates_tried_once),
+        Pair(once, fixed, (honest, honest), edit=first_law_for_all_drafts),
+        Pair(once, fixed, (honest, honest), edit=mean_law_for_all_drafts),
+        Pair(chain_of_two, renormalised, (sharpened,)),
+        Pair(chain_of_two, NoResidual()),
+        Pair(children, NoResidual()),
+        Pair(chain_of_two, renormalised, (peeks,), Choices.COUPLED),
+        Pair(Widths((2, 2)), Walk(), (favours,), Choices.REUSED),
+    ]
+    return [replace(mistake, expected_lossless=False) for mistake in mistakes]

@@ -1,0 +1,404 @@
+"""A trace: what the target's and the drafts' distributions were along texts, and the trees that the drafts would grow.
+
+Knows: arrays and the folder that holds them.  Does not know: models at work, verification.
+
+A trace is host data (numpy).  Along one text of n new tokens, D levels deep:
+
+    position i   after i new tokens: the next step's root is the last of them
+    (i, j)       the draft at position i, after it has also drafted the next j tokens of the text itself (a feature head
+                 reads its own states there, so this is not position i + j); it is asked for token i + j
+
+A folder holds ``trace.json`` (settings, format) and one ``.safetensors`` file per text, written when the text is done.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib.metadata import version
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from specinfer.attention import TreeModel
+from specinfer.common.files import locked, pin, read_json, write_whole
+from specinfer.decoder import SpeculativeDecoder
+from specinfer.drafts.head import tokenizer_fingerprint
+from specinfer.errors import InputError
+
+FORMAT = 1
+SETTINGS = "trace.json"
+LEASTS = {"depth": 1, "nodes": 0, "top": 1, "draws": 1, "max_new_tokens": 2}  # whole numbers that reading needs
+SHAPE = {"drafts", "temperature", *LEASTS}
+ROUNDING = 1e-4  # of probabilities
+TREE = ("first", "tree_tokens", "tree_parents", "tree_scores")
+TOP = 16  # candidates that are kept per node of whole laws, too
+SKETCH = 16  # entries of each weight that stand for it in a fingerprint
+
+Ids = NDArray[np.int32]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What one draft would have proposed along one text.
+
+    Attributes:
+        first: (n + 1,) where each position's tree begins in the three columns below.
+        tree_tokens, tree_parents, tree_scores: every node of a best-first tree of at most the recorded nodes and of
+            any depth up to D, best first: parent (-1 = the root) within the position, log-probability of the path.
+        tokens, log_probs: (n, D, k) the draft's first choices for token i + j and their log-probabilities, best first;
+            when sampling, by the noise shared with the target.  Token -1 = none.
+        law_tokens, law_probs: (n, D, k) the likeliest tokens of its law q without that noise; what they lack to 1 is
+            the others'.  k = V if whole laws were asked for, 0 when greedy, as in the next ones but `probability`.
+        probability: (n, D) q of token i + j.
+        tests: (n, D, K) c_1 ... c_K of draws with replacement (`acceptance`).
+        without_replacement: (n, D, K) the probability that token i + j was accepted among 1 ... K draws.
+    """
+
+    first: Ids
+    tree_tokens: Ids
+    tree_parents: Ids
+    tree_scores: Floats
+    tokens: Ids
+    log_probs: Floats
+    law_tokens: Ids
+    law_probs: Floats
+    probability: Floats
+    tests: Floats
+    without_replacement: Floats
+
+
+@dataclass(frozen=True)
+class Text:
+    """One text of the target, and what was recorded along it.
+
+    Attributes:
+        prompt_ids, token_ids: the prompt, and the n new tokens.
+        seed: of the noise that chose them, when sampling.
+        target_tokens, target_probs: (n, k) the likeliest tokens of the target's law p.
+        probability: (n,) p of each token of the text.
+        drafted: one per draft.
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    seed: int
+    target_tokens: Ids
+    target_probs: Floats
+    probability: Floats
+    drafted: tuple[Drafted, ...]
+
+    def root(self, place: int) -> int:
+        """Return the token that the step at a position begins with."""
+        return self.token_ids[place - 1] if place else self.prompt_ids[-1]
+
+    def ranks(self, draft: int) -> np.ndarray:
+        """Return the place of token i + j among a draft's candidates, (n, D); -1 = it is not among them."""
+        tokens = self.drafted[draft].tokens  # (n, D, k)
+        n, depth = tokens.shape[:2]
+        padded = np.array([*self.token_ids, *[-2] * depth])
+        hit = tokens == padded[np.arange(n)[:, None] + np.arange(depth)][:, :, None]
+        return np.where(hit.any(2), hit.argmax(2), -1)
+
+    def to_bytes(self) -> bytes:
+        """Return the text as a safetensors file."""
+        arrays = {name: getattr(self, name) for name in ("target_tokens", "target_probs", "probability")}
+        arrays |= {name: np.array(getattr(self, name), np.int32) for name in ("prompt_ids", "token_ids")}
+        arrays |= {f"{i}.{f.name}": getattr(d, f.name) for i, d in enumerate(self.drafted) for f in fields(Drafted)}
+        # a view with gaps would be written wrong
+        return save({name: np.ascontiguousarray(a) for name, a in arrays.items()}, {"seed": str(self.seed)})
+
+    @classmethod
+    def from_file(cls, path: Path, settings: Mapping[str, Any], vocab_size: int | None = None) -> "Text":
+        """Read what `to_bytes` made.
+
+        Args:
+            path: of the file.
+            settings: of the trace, checked.
+            vocab_size: of the target, if it is at hand.
+
+        Raises:
+            InputError: the file is damaged, or no text of such a trace.
+        """
+        try:
+            with safe_open(path, "np") as file:
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+                seed = int(file.metadata()["seed"])
+            _check_arrays(arrays, settings, vocab_size or np.iinfo(np.int32).max)
+            places = range(len(settings["drafts"]))
+            own = [Drafted(**{f.name: arrays.pop(f"{i}.{f.name}") for f in fields(Drafted)}) for i in places]
+            ids = {name: arrays.pop(name).tolist() for name in ("prompt_ids", "token_ids")}
+            return cls(seed=seed, drafted=tuple(own), **ids, **arrays)
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise InputError(f"{path} is no text of this trace ({reason}): remove it and record it again") from error
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Texts of one target and what its drafts would have proposed along them: see `record` and `replay`."""
+
+    settings: Mapping[str, Any]
+    texts: tuple[Text, ...]
+
+    @property
+    def drafts(self) -> list[str]:
+        """The drafts' names, in the order of `Text.drafted`."""
+        return [draft["name"] for draft in self.settings["drafts"]]
+
+    @property
+    def sampling(self) -> bool:
+        """Whether the texts were sampled; otherwise they are greedy."""
+        return bool(self.settings["temperature"])
+
+    def __repr__(self) -> str:
+        tokens = sum(len(text.token_ids) for text in self.texts)
+        how = f"T = {self.settings['temperature']:g}" if self.sampling else "greedy"
+        return f"Trace({len(self.texts)} texts, {tokens} tokens, {how}, drafts {', '.join(self.drafts)})"
+
+    def draft(self, draft: int | str) -> int:
+        """Return a draft's place, given that or its name.
+
+        Raises:
+            InputError: there is no such draft, or several.
+        """
+        names = self.drafts
+        if names.count(draft) > 1:  # type: ignore[arg-type]  # a number is no name
+            raise InputError(f"the trace has several drafts called {draft!r}: name one by its place, from 0")
+        if draft in names:
+            return names.index(str(draft))
+        if not isinstance(draft, int) or not 0 <= draft < len(names):
+            raise InputError(f"the trace has no draft {draft!r}: it has {', '.join(names)} (0 to {len(names) - 1})")
+        return draft
+
+    def asked(self, text: Text) -> np.ndarray:
+        """Return where a draft was asked for token i + j, (n, D): not for the last one that the budget allows."""
+        n, budget = len(text.token_ids), self.settings["max_new_tokens"]
+        return np.arange(n)[:, None] + np.arange(self.settings["depth"]) < min(n, budget - 1)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the trace; texts that the folder holds beyond these are left alone.
+
+        Raises:
+            InputError: the folder holds a trace of other settings, another run writes to it, or it cannot be written.
+        """
+        with locked(folder):
+            begin(Path(folder), self.settings)
+            for number, text in enumerate(self.texts):
+                write_text(Path(folder), number, text)
+
+    @classmethod
+    def load(cls, folder: str | Path, decoder: SpeculativeDecoder | None = None) -> "Trace":
+        """Read a trace, whole or as far as it was recorded.
+
+        Args:
+            folder: of `save` or `record`.
+            decoder: if given, the trace must be of its target and drafts.
+
+        Raises:
+            InputError: there is no trace, it is damaged, of another format version, or of other models.
+        """
+        folder = Path(folder)
+        settings = read_json(folder / SETTINGS)
+        if not isinstance(settings, dict) or "format" not in settings:
+            raise InputError(f"{folder} holds no trace: record one with `specinfer record`")
+        if settings["format"] != FORMAT:
+            raise InputError(
+                f"{folder} holds a trace of format {json.dumps(settings['format']):.40}, and this version reads format "
+                f"{FORMAT}: record it again, or use the version that wrote it"
+            )
+        _check_settings(folder / SETTINGS, settings)
+        if decoder is not None:
+            check_models(folder, settings, decoder)
+        vocab_size = None if decoder is None else decoder.target.vocab_size
+        paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
+            raise InputError(f"{folder} holds a trace without any finished text: run the recording again")
+        return cls(settings, tuple(Text.from_file(path, settings, vocab_size) for path in paths))
+
+
+def begin(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Pin a folder, which the caller holds, to settings.
+
+    Raises:
+        InputError: it holds a trace of other settings, or cannot be written.
+    """
+    empty = not any(folder.glob("*.safetensors"))
+    pin(folder / SETTINGS, settings, "repeat those, or choose another folder", empty)
+
+
+def write_text(folder: Path, number: int, text: Text) -> None:
+    """Write one finished text."""
+    write_whole(folder / f"{number:05d}.safetensors", text.to_bytes())
+
+
+def read_text(
+    folder: Path, number: int, prompt_ids: list[int], seed: int, settings: Mapping[str, Any], vocab_size: int
+) -> Text | None:
+    """Return a finished text, None if it is not there.
+
+    Raises:
+        InputError: it is damaged, or of another prompt or seed.
+    """
+    path = folder / f"{number:05d}.safetensors"
+    if not path.exists():
+        return None
+    text = Text.from_file(path, settings, vocab_size)
+    if (text.prompt_ids, text.seed) != (prompt_ids, seed):
+        raise InputError(f"{path} is of another prompt or seed: give the same prompts, or choose another folder")
+    return text
+
+
+# ---- is it a whole trace? ----
+
+
+def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    """Raise `InputError` for settings that no recording wrote."""
+
+    def refuse(what: str) -> None:
+        raise InputError(f"{path} is damaged: {what}; record it again")
+
+    if missing := SHAPE - settings.keys():
+        refuse(f"{', '.join(sorted(missing))} is missing")
+    for name, least in LEASTS.items():
+        value = settings[name]
+        if not (type(value) is int and least <= value < 2**31) and not (name == "top" and value is None):
+            refuse(f"{name} is {json.dumps(value):.40}, not a whole number of at least {least}")
+    temperature = settings["temperature"]
+    if type(temperature) not in (int, float) or not 0 <= temperature < inf:
+        refuse(f"temperature is {json.dumps(temperature):.40}, not a number of at least 0")
+    drafts = settings["drafts"]
+    if not isinstance(drafts, list) or not drafts:
+        refuse("drafts is no list of drafts")
+    if not all(isinstance(draft, dict) and isinstance(draft.get("name"), str) for draft in drafts):
+        refuse("a draft has no name")
+
+
+def _check_arrays(arrays: Mapping[str, np.ndarray], settings: Mapping[str, Any], vocab_size: int) -> None:
+    """Raise `ValueError` or `KeyError` for columns that no recording with these settings wrote."""
+    depth, draws = settings["depth"], settings["draws"] if settings["temperature"] else 0
+    n, top, last = arrays["token_ids"].size, settings["top"] or TOP, vocab_size - 1
+    most = 1 + ROUNDING
+    columns: dict[str, tuple[tuple[int | None, ...], float, float]] = {  # name -> shape, least, most
+        "prompt_ids": ((None,), 0, last),
+        "token_ids": ((None,), 0, last),
+        "target_tokens": ((n, None), 0, last),
+        "target_probs": ((n, None), 0, most),
+        "probability": ((n,), 0, most),
+    }
+    per_draft: dict[str, tuple[tuple[int | None, ...], float, float]] = {
+        "first": ((n + 1,), 0, inf),
+        "tree_tokens": ((None,), 0, last),
+        "tree_parents": ((None,), -1, inf),
+        "tree_scores": ((None,), -inf, ROUNDING),
+        "tokens": ((n, depth, top), -1, last),
+        "log_probs": ((n, depth, top), -inf, 0),
+        "law_tokens": ((n, depth, None), 0, last),
+        "law_probs": ((n, depth, None), 0, most),
+        "probability": ((n, depth), 0, most),
+        "tests": ((n, depth, draws), 0, draws + ROUNDING),
+        "without_replacement": ((n, depth, draws), 0, most),
+    }
+    for place in range(len(settings["drafts"])):
+        columns |= {f"{place}.{name}": wanted for name, wanted in per_draft.items()}
+    for name, (shape, least, greatest) in columns.items():
+        own = arrays[name]
+        kind = np.int32 if name.endswith(("ids", "tokens", "first", "parents")) else np.float32
+        fits = own.ndim == len(shape) and all(w in (None, s) for w, s in zip(shape, own.shape, strict=True))
+        if own.dtype != kind or not fits:
+            raise ValueError(f"{name} has shape {own.shape} and type {own.dtype}")
+        if not ((own >= least) & (own <= greatest)).all():
+            raise ValueError(f"{name} is not within {least:g} and {greatest:g}")
+    if not arrays["prompt_ids"].size or not 0 < n <= settings["max_new_tokens"]:
+        raise ValueError(f"{arrays['prompt_ids'].size} tokens of a prompt, and {n} after it")
+    if not arrays["probability"].all():
+        raise ValueError("a token of the text has probability 0")
+    _check_pairs(arrays, "target_tokens", "target_probs")
+    for place in range(len(settings["drafts"])):
+        _check_pairs(arrays, f"{place}.law_tokens", f"{place}.law_probs")
+        _check_trees(settings["nodes"], *(arrays[f"{place}.{name}"] for name in TREE))
+
+
+def _check_pairs(arrays: Mapping[str, np.ndarray], tokens: str, values: str) -> None:
+    if arrays[tokens].shape != arrays[values].shape:
+        raise ValueError(f"{tokens} and {values} differ in shape")
+
+
+def _check_trees(most: int, first: Ids, tokens: Ids, parents: Ids, scores: Floats) -> None:
+    """Raise `ValueError` for recorded trees that are none, or are not in order."""
+    sizes = np.diff(first)
+    if not len(tokens) == len(parents) == len(scores) == first[-1] or first[0] or (sizes < 0).any():
+        raise ValueError("its trees are not as long as they should be")
+    if len(tokens) and not most:
+        raise ValueError("it holds trees, and none were to be recorded")
+    position = np.repeat(np.arange(len(sizes)), sizes)
+    if (parents >= np.arange(len(tokens)) - first[position]).any():
+        raise ValueError("a node stands before its parent")
+    if len(np.unique(np.stack([position, parents, tokens]), axis=1).T) < len(tokens):
+        raise ValueError("two nodes with one parent have one token")
+    if ((np.diff(scores) > 0) & (np.diff(position) == 0)).any():
+        raise ValueError("a better node stands after a worse one")
+
+
+# ---- which models a trace is of ----
+
+
+def check_models(folder: Path, settings: Mapping[str, Any], decoder: SpeculativeDecoder) -> None:
+    """Refuse a trace of other models.
+
+    Raises:
+        InputError: names the model that differs.
+    """
+    found = model_settings(decoder)
+    for what, value in found.items():
+        if settings.get(what) != value:
+            raise InputError(
+                f"{folder} is a trace of other models: its {what} is {json.dumps(settings.get(what))[:200]}, the "
+                f"decoder's {json.dumps(value)[:200]}"
+            )
+
+
+def model_settings(decoder: SpeculativeDecoder) -> dict[str, Any]:
+    """Return what identifies the target, its tokens, the drafts and the arithmetic."""
+    target, tokenizer = decoder.target, decoder.tokenizer
+    return {
+        "target": {"class": target.name, "weights": _fingerprint(target.model)},
+        "tokenizer": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
+        "drafts": [_draft_settings(draft) for draft in decoder.drafts],
+        "dtype": str(target.dtype).removeprefix("torch."),
+    }
+
+
+def model_name(model: TreeModel) -> str:
+    """Return what a model is called, without the folders before it."""
+    full = str(getattr(model.model.config, "_name_or_path", "")) or model.name
+    return full.rstrip("/").split("/")[-1]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that arithmetic may depend on."""
+    return {name: version(name) for name in ("specinfer", "torch", "transformers")}
+
+
+def _draft_settings(draft: Any) -> dict[str, Any]:
+    model = getattr(draft, "model", None)
+    weights = _fingerprint(model.model) if isinstance(model, TreeModel) else None
+    own = {"max_ngram": draft.max_ngram} if hasattr(draft, "max_ngram") else {}
+    return {"name": draft.name, "weights": weights, **own}
+
+
+def _fingerprint(model: torch.nn.Module) -> str:
+    """Return the SHA-256 of every weight's name, type, shape and a few of its entries."""
+    digest = hashlib.sha256()
+    for name, weight in model.state_dict().items():
+        flat = weight.detach().reshape(-1)
+        sketch = flat[:: max(1, len(flat) // SKETCH)].double().cpu().numpy()
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode() + sketch.tobytes())
+    return digest.hexdigest()[:32]

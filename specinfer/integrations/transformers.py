@@ -1,0 +1,193 @@
+"""`model.generate(..., custom_generate=specinfer.custom_generate)`: the engine inside transformers' own call.
+
+Knows: what transformers hands to a custom decoding loop.  Does not know: how decoding works.
+"""
+
+import copy
+import inspect
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.generation import GenerateDecoderOnlyOutput, PrefixConstrainedLogitsProcessor
+
+from specinfer.common.values import plain
+from specinfer.decoder import SpeculativeDecoder, row_seeds
+from specinfer.engine.generation import Run
+from specinfer.engine.sampling import Law, resolve
+from specinfer.engine.sequence import Row
+from specinfer.engine.stopping import Stopping
+from specinfer.errors import InputError
+from specinfer.prompts import Padded, check_beside, check_ids, without_padding
+from specinfer.results import Result
+from specinfer.tree import Policy
+
+# What transformers prepares for every causal model, and the engine makes by itself.
+_PREPARED = ("cache_position", "logits_to_keep", "use_cache")
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """transformers' output with one `Result` per row; returned where ``return_dict_in_generate=True``."""
+
+    results: list[Result] | None = None
+
+
+def custom_generate(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Sequence[Any],
+    stopping_criteria: Sequence[Any],
+    generation_config: Any,
+    draft_model: Any = None,
+    tree: Policy | str | None = "auto",
+    seed: int | Sequence[int] | None = None,
+    spec_streamer: Any = None,
+    assistant_model: Any = None,
+    streamer: Any = None,
+    **model_inputs: Any,
+) -> Any:
+    """Decode with token trees inside ``model.generate(**inputs, custom_generate=specinfer.custom_generate, ...)``.
+
+    ``draft_model``, ``tree``, ``seed`` and ``spec_streamer`` are given to ``generate`` as keyword arguments;
+    transformers passes them on.  It keeps ``streamer`` and ``assistant_model`` to itself, so they are taken from its
+    call; ``tokenizer`` cannot be: for stop strings use ``stopping_criteria=[StopStringCriteria(tokenizer, strings)]``.
+
+    Args:
+        model: the target.
+        input_ids: (B, T) long, left-padded where ``attention_mask`` is 0.
+        logits_processor: built by transformers, warpers included; each is asked about one row at a time.
+        stopping_criteria: asked after every single token.
+        generation_config: complete.
+        draft_model: a draft model, "ngram", a `Draft`, or a list of those; None is "ngram".
+        tree: the growth policy; None = no speculation.  Give all calls one `Auto` for it to keep what it learns.
+        seed: as `SpeculativeDecoder.open`.
+        spec_streamer: a transformers streamer, for one row, that gets the prompt, too.
+        assistant_model: the draft model by transformers' name.
+        streamer: a transformers streamer, for one row, that has the prompt already, as `generate` sees to.
+        **model_inputs: what transformers prepared for the model; ``attention_mask`` (B, T) says what is padding.
+
+    Returns:
+        Tensor (B, T + new), right-padded with the pad token, or `SpeculativeOutput`.
+
+    Raises:
+        SpecinferError: what the decoder raises; two drafts or streamers; token types or positions that matter.
+    """
+    kept = _kept_back(input_ids)
+    assistant_model, streamer = kept.get("assistant_model", assistant_model), kept.get("streamer", streamer)
+    draft = _only(draft_model=draft_model, assistant_model=assistant_model)
+    spec_streamer = _only(spec_streamer=spec_streamer, streamer=None if streamer is None else _Prompted(streamer))
+    decoder = SpeculativeDecoder(model, None, "ngram" if draft is None else draft, tree)
+    vocab_size = decoder.target.vocab_size
+    settings = resolve(model.generation_config, generation_config, None, stopping_criteria, vocab_size, whole=True)
+    mask = model_inputs.pop("attention_mask", None)  # named as a parameter, transformers would pass it twice
+    padded = _rows(input_ids, mask)
+    prompts = [row.ids for row in padded]
+    check_ids(prompts, vocab_size)
+    budget = settings.budget(input_ids.shape[1])
+    decoder.check_lengths(prompts, [budget] * len(prompts))
+    seeds = row_seeds(seed, len(prompts))
+    _check_inputs(model_inputs, padded, decoder)
+    rows = [
+        Row(
+            index=index,
+            prompt=row.ids,
+            law=Law([_of_row(processor, index) for processor in logits_processor], row.left),
+            stopping=Stopping(settings, budget, input_ids.device),
+            seed=own_seed,
+            sampling=settings.do_sample,
+            draft_names=[draft.name for draft in decoder.drafts],
+        )
+        for index, (row, own_seed) in enumerate(zip(padded, seeds, strict=True))
+    ]
+    run = Run(decoder, rows, single=len(rows) == 1)
+    run.finish(spec_streamer)
+    return _output(run.results(), input_ids, generation_config)
+
+
+class _Prompted:
+    """A streamer that has the prompt already, so that the first thing put is left out."""
+
+    def __init__(self, streamer: Any) -> None:
+        self.streamer, self.begun = streamer, False
+
+    def end(self) -> None:
+        """Pass the end on."""
+        self.streamer.end()
+
+    def put(self, tokens: Tensor) -> None:
+        """Pass tokens on, but for the prompt."""
+        if self.begun:
+            self.streamer.put(tokens)
+        self.begun = True
+
+
+def _only(**given: Any) -> Any:
+    """Return what was given of arguments that mean the same, or None."""
+    named = {name: value for name, value in given.items() if value is not None}
+    if len(named) > 1:
+        raise InputError(f"{' and '.join(named)} mean the same: give one of them")
+    return next(iter(named.values()), None)
+
+
+def _kept_back(input_ids: Tensor) -> dict[str, Any]:
+    """Return what is local to the `generate` that these ids come from: it passes some of its arguments to nobody.
+
+    A custom loop is not told of ``streamer`` and ``assistant_model`` (transformers 5.23), and they would be lost.
+    """
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = sys._getframe()
+    while frame := frame.f_back:  # type: ignore[assignment]
+        if frame.f_code is code and frame.f_locals.get("input_ids") is input_ids:
+            return frame.f_locals
+    return {}
+
+
+def _rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[Padded]:
+    """Part rows into left padding and prompt."""
+    rows = without_padding(input_ids.tolist(), attention_mask)
+    for index, row in enumerate(rows):
+        if row.right:
+            raise InputError(f"row {index} is padded on the right, where its text will stand: pad prompts on the left")
+    return rows
+
+
+def _check_inputs(model_inputs: dict[str, Any], rows: Sequence[Padded], decoder: SpeculativeDecoder) -> None:
+    """Raise `InputError` for an input that decoding with trees would drop without a word."""
+    beside = {name: value for name, value in model_inputs.items() if name not in _PREPARED}
+    cache: Any = beside.get("past_key_values")
+    if hasattr(cache, "get_seq_length") and not cache.get_seq_length():
+        beside.pop("past_key_values")
+    positions = plain(beside.pop("position_ids", None))
+    planes = positions if isinstance(positions, list) and isinstance(positions[0][0], list) else [positions]
+    for plane in planes:  # one for each direction of an image, all alike for text
+        check_beside({**beside, "position_ids": plane}, rows, decoder.target)
+
+
+def _of_row(processor: Any, index: int) -> Any:
+    """Return the processor as one row of the batch, alone, needs it.
+
+    transformers' repetition penalty knows every row's padding, and a prefix constraint asks for the row's number.
+    """
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if isinstance(ignored, Tensor):
+        processor = copy.copy(processor)
+        processor.prompt_ignore_length = int(ignored[index])
+    if isinstance(processor, PrefixConstrainedLogitsProcessor):
+        allowed = processor._prefix_allowed_tokens_fn
+        processor = PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(index, ids), num_beams=1)
+    return processor
+
+
+def _output(results: list[Result], input_ids: Tensor, generation_config: Any) -> Any:
+    pad = generation_config.pad_token_id
+    longest = max(len(result.token_ids) for result in results)
+    new = [[*r.token_ids, *[0 if pad is None else pad] * (longest - len(r.token_ids))] for r in results]
+    sequences: Any = torch.cat([input_ids, torch.tensor(new, device=input_ids.device)], 1)
+    if generation_config.return_dict_in_generate:
+        return SpeculativeOutput(sequences=sequences, results=results)
+    return sequences

@@ -1,0 +1,398 @@
+"""Looking into a result, step by step, and asking what other trees would have given: the step debugger.
+
+Knows: a result's steps with the target's opinion of every node; how a tree is cut, extended or grown anew.
+Does not know: how opinions are formed (`rescoring`), how they are drawn (`display`).
+
+    inspection = inspect(decoder, decoder.generate(prompt, temperature=0.7, seed=1), temperature=0.7)
+    step = inspection.step(3)
+    print(step, step.why(2))
+    print(step.compare(step.without(1)))
+"""
+
+import copy
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import isinf
+from typing import Any
+
+from specinfer.adaptive.policy import Auto
+from specinfer.attention import Support, TreeModel, TreeSession, check_model, running
+from specinfer.common.display import Displayed
+from specinfer.engine.generation import Run
+from specinfer.engine.loop import propose
+from specinfer.errors import InputError, TreeError, UnsupportedModel
+from specinfer.prompts import check_ids
+from specinfer.results import Result, State, Step, drafted_by
+from specinfer.tree import Draw, Kind, Policy, TokenTree, render
+from specinfer.viz.rescoring import Difference, NodeInspection, Opinion, Witness
+
+AS_DECODED = "as decoded"
+ROOM = 64  # nodes that a step's cache has room for at first
+
+
+def inspect(decoder: Any, result: Result, **options: Any) -> "Inspection":
+    """Score every step of a finished result again with the decoder's target, one pass a step.
+
+    Args:
+        decoder: with the target and the kind of verifier that made the result.
+        result: of `SpeculativeDecoder.generate` or of a stream that has ended.
+        **options: those of the call that made it, as `SpeculativeDecoder.open` takes them: temperature, top_p,
+            logits_processor, generation_config ...; the seed is the result's.
+
+    Returns:
+        Inspection: rounding may change a choice between tokens that nearly tie (16-bit models), and
+            `Inspection.differences` says where and by how much.
+
+    Raises:
+        InputError: the target's choices under these options are not those of the result.
+        PairingError: the decoder's verifier is not for the result's trees.
+        SamplingError: an impossible option.
+    """
+    witness = Witness(decoder, result, options)
+    row, target = witness.row(0), decoder.target
+    steps: list[StepInspection] = []
+    differences: list[Difference] = []
+    length = len(row.ids) + len(result.token_ids) + max(len(step.tree) for step in result.steps)
+    session = target.session(1, length)
+    with running(target):
+        session.prefill([row.ids[:-1]])
+        for number, step in enumerate(result.steps):
+            logits = session.score([step.tree])[0]
+            differences += witness.differences(number, row, step, logits)
+            opinion = witness.opinion(row, step.tree, logits, step)
+            steps.append(StepInspection(number, step.tree, opinion, AS_DECODED, step, _Prefix(witness, number)))
+            session.commit([(0, *step.path)])
+            row.ids += step.tokens
+    return Inspection(result, tuple(steps), tuple(differences), tuple(map(witness.told, differences)))
+
+
+@dataclass(frozen=True)
+class Inspection(Displayed):
+    """A result with the target's opinion of every node that was drafted.
+
+    Attributes:
+        result: what was inspected.
+        steps: one inspection per step.
+        differences: where the target, asked again, chooses another token than it did: rounding, in 16 bits.
+        notes: the same in words.
+    """
+
+    result: Result = field(repr=False)
+    steps: tuple["StepInspection", ...] = field(repr=False)
+    differences: tuple[Difference, ...]
+    notes: tuple[str, ...]
+
+    def step(self, number: int) -> "StepInspection":
+        """Return a step, counted from 0, or from the end if negative.
+
+        Raises:
+            InputError: there is no such step.
+        """
+        if not -len(self.steps) <= number < len(self.steps):
+            raise InputError(f"there is no step {number}: this result has steps 0 to {len(self.steps) - 1}")
+        return self.steps[number]
+
+    def __str__(self) -> str:
+        """Return one line a step, then the notes."""
+        return "\n".join([*(f"{step.number:4}  {step.summary}" for step in self.steps), *self.notes])
+
+
+@dataclass(frozen=True)
+class StepInspection(Displayed):
+    """One step's tree, or another tree in its place, and the target's opinion of it.
+
+    Methods that change the tree return a new inspection; each costs one pass of the target.  Where the text would have
+    ended is not looked at.
+
+    Attributes:
+        number: of the step, from 0.
+        tree: what was scored.
+        opinion: the accepted path, the bonus token, and each node.
+        change: how the tree differs from the step's own.
+        step: the recorded step; None if the tree is another.
+    """
+
+    number: int
+    tree: TokenTree
+    opinion: Opinion = field(repr=False)
+    change: str
+    step: Step | None = field(repr=False)
+    _prefix: "_Prefix" = field(repr=False, compare=False)
+
+    @property
+    def path(self) -> tuple[int, ...]:
+        """The accepted nodes, root excluded."""
+        return self.opinion.path
+
+    @property
+    def bonus(self) -> int | None:
+        """The target's own token after the path; None where the text was cut before it and coins would decide."""
+        return self.opinion.bonus
+
+    @property
+    def verdict(self) -> tuple[tuple[int, ...], int | None]:
+        """The path and the bonus token."""
+        return self.path, self.bonus
+
+    @property
+    def nodes(self) -> tuple[NodeInspection, ...]:
+        """One per node of the tree, in its order."""
+        return self.opinion.nodes
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens that the step emits: the path's, then the bonus token; a recorded step's own."""
+        if self.step is not None:
+            return self.step.tokens
+        return (*self.tree.tokens[list(self.path)].tolist(), *([] if self.bonus is None else [self.bonus]))
+
+    @property
+    def draft_names(self) -> list[str]:
+        """By draft id; the last one stands for nodes added by hand."""
+        return self._prefix.witness.draft_names
+
+    @property
+    def tokenizer(self) -> Any:
+        """The result's."""
+        return self._prefix.witness.result.tokenizer
+
+    @property
+    def drafted_by(self) -> tuple[tuple[str, ...], ...]:
+        """Per emitted token, the drafts that proposed it; () = the target's own."""
+        return drafted_by(self.tree, self.path, self.draft_names, len(self.tokens))
+
+    @property
+    def summary(self) -> str:
+        """One line: what was accepted, and what follows."""
+        words = [self._name(node) for node in self.path]
+        words += [] if self.bonus is None else ["+", self._prefix.witness.name(self.bonus)]
+        return f"{len(self.path)} of {self.tree.num_drafted} drafted tokens accepted: {' '.join(words)}"
+
+    def why(self, node: int) -> str:
+        """Say in words what became of a node, and why.
+
+        Raises:
+            TreeError: there is no such node.
+        """
+        own = self.nodes[self._checked(node)]
+        if own.state is State.ROOT:
+            return "the last committed token: its keys and values are written in this pass"
+        if own.state is State.UNREACHED:
+            rejected = [i for i in self.tree.ancestors(node) if self.nodes[i].state is State.REJECTED]
+            if rejected:
+                return f"not reached: node {rejected[0]} above it was rejected"
+            return "not tried: a token drawn before it was accepted"
+        word = "rejected" if own.state is State.REJECTED else "accepted"
+        ended = ", but the text had ended" if own.state is State.CUT else ""
+        return f"{word}: {self._coins(own) if own.margin is None else self._choice(own)}{ended}"
+
+    def with_branch(self, node: int, tokens: Sequence[int] | str) -> "StepInspection":
+        """Return the step with a chain of tokens below a node; those that are there already are shared.
+
+        Args:
+            node: the parent of the first token.
+            tokens: token ids, or text for the tokenizer.
+
+        Raises:
+            TreeError: no such node, or a sampled tree.
+            InputError: no tokens, tokens that are no ids or there already, or text without a tokenizer.
+            UnsupportedModel: the target can score chains only, and this is none.
+        """
+        parent = self._editable(node)
+        left = list(self._ids(tokens))
+        while left and (child := self.tree.child(parent, left[0])) is not None:
+            parent = child
+            left.pop(0)
+        if not left:
+            raise InputError(f"these tokens are in the tree already, down to node {parent}: there is nothing to add")
+        count, tree = self.tree.num_drafted, self.tree
+        by_hand = Draw(len(self.draft_names) - 1, 0)
+        longer = TokenTree.from_nodes(
+            int(tree.tokens[0]),
+            [*tree.tokens[1:].tolist(), *left],
+            [*tree.parents[1:].tolist(), parent, *range(count + 1, count + len(left))],
+            [*tree.scores[1:].tolist(), *[float(tree.scores[parent])] * len(left)],
+            [*tree.draws[1:], *[(by_hand,)] * len(left)],
+        )
+        words = " ".join(map(self._prefix.witness.name, left))
+        return self._with(longer, f"with {words} below node {parent}")
+
+    def without(self, node: int) -> "StepInspection":
+        """Return the step without a node and all below it.
+
+        Raises:
+            TreeError: no such node, the root, or a sampled tree.
+        """
+        if self._editable(node) == 0:
+            raise TreeError("node 0 is the root, which is committed already: name a node below it")
+        gone = self.tree.ancestor_mask()[:, node]
+        # pre-order: what is worth more than nothing stays, in the same order
+        smaller = self.tree.best(self.tree.num_drafted - int(gone.sum()), ~gone)
+        return self._with(smaller, f"without node {node} ({self._name(node)})")
+
+    def with_budget(self, nodes: int) -> "StepInspection":
+        """Return the step with its likeliest paths only.
+
+        Args:
+            nodes: drafted nodes at most.
+
+        Raises:
+            TreeError: a sampled tree.
+            InputError: no whole number, or more nodes than the step has.
+        """
+        self._editable(0)
+        if not isinstance(nodes, int) or isinstance(nodes, bool) or not 0 <= nodes <= self.tree.num_drafted:
+            raise InputError(
+                f"a budget of {nodes!r} nodes cannot be cut from {self.tree.num_drafted}: give a smaller number, or "
+                "grow a larger tree, with_policy(BestFirst(nodes, depth))"
+            )
+        return self._with(self.tree.best(nodes, self.tree.scores), f"cut to {nodes} nodes")
+
+    def with_policy(self, policy: Policy) -> "StepInspection":
+        """Return the step with the tree that the decoder's drafts grow there under another policy.
+
+        Law, noise and seed are the same.  The drafts read the text anew.
+
+        Raises:
+            InputError: the decoder has no drafts, or the policy is ``Auto``, which needs a run's clock.
+            PairingError: the decoder's verifier is not for such trees.
+            UnsupportedModel: a model can work on chains only, and this grows none.
+        """
+        return self._with(self._prefix.grown(policy), f"grown by {policy}")
+
+    def compare(self, other: "StepInspection") -> str:
+        """Say in words what another tree in the same place would have given.
+
+        Raises:
+            InputError: it is of another step or result.
+        """
+        if other._prefix is not self._prefix:
+            raise InputError("two inspections can be compared if they are of one step: change a copy of the same one")
+        gain, width = len(other.path) - len(self.path), max(len(self.change), len(other.change))
+        lines = [f"{own.change:<{width}}  {own.summary}" for own in (self, other)]
+        return "\n".join([*lines, f"{'':{width}}  {gain:+d} tokens" if gain else f"{'':{width}}  as many tokens"])
+
+    def __str__(self) -> str:
+        """Draw the tree with the verdict."""
+        name = self._prefix.witness.name
+        bonus = None if self.bonus is None else name(self.bonus)
+        return f"step {self.number}, {self.change}: {self.summary}\n{render(self.tree, name, self.path, bonus)}"
+
+    def _name(self, node: int) -> str:
+        return self._prefix.witness.name(int(self.tree.tokens[node]))
+
+    def _choice(self, node: NodeInspection) -> str:
+        """Say why the target's choice was this node, or not."""
+        assert node.margin is not None
+        rule = "argmax" if node.noise is None else "choice (log p + noise)"
+        if node.state is not State.REJECTED:
+            lead = "the only token that the options leave" if isinf(node.margin) else f"by {node.margin:.2f} nats"
+            return f"the target's {rule}, {lead}"
+        right = next((i for i in self.path if self.tree.parents[i] == self.tree.parents[node.node]), None)
+        chosen = self._name(right) if right is not None else self._prefix.witness.name(self.bonus or 0)
+        lead = f"{-node.margin:.2f} nats ahead" if node.p else "and the options rule this token out"
+        return f"the target's {rule} is {chosen}, {lead}"
+
+    def _coins(self, node: NodeInspection) -> str:
+        """Say which coins were tossed for this node."""
+        words = []
+        for coin, ratio in node.tests:
+            if coin is None:
+                words.append("a coin that is not known: a token above was drawn more than once, and steps keep no laws")
+            elif ratio is None:
+                words.append(f"coin {coin:.3f}, against a ratio of laws that steps do not keep")
+            else:
+                words.append(f"coin {coin:.3f} {'<' if coin < ratio else '≥'} p/q {ratio:.3f}")
+        return "; then ".join(words) or "a later draw above it decided"
+
+    def _checked(self, node: int) -> int:
+        if isinstance(node, bool) or not isinstance(node, int) or not 0 <= node < len(self.tree):
+            raise TreeError(f"there is no node {node!r}: this tree has nodes 0 (the root) to {len(self.tree) - 1}")
+        return node
+
+    def _editable(self, node: int) -> int:
+        """Return the node of a tree that may be changed by hand.
+
+        Raises:
+            TreeError: there is no such node, or the tree was sampled.
+        """
+        if self.tree.kind is not Kind.RANKED:
+            raise TreeError(
+                f"this tree was sampled ({self.tree.kind}) and must be verified whole: its coins divide by the laws "
+                "that the tokens were drawn from, so adding or leaving out any by hand biases the output. Grow "
+                "another tree, with_policy(Sampled(...)), or look into a step of a ranked one"
+            )
+        return self._checked(node)
+
+    def _ids(self, tokens: Sequence[int] | str) -> list[int]:
+        if isinstance(tokens, str) and self.tokenizer is None:
+            raise InputError("text needs a tokenizer, and this result has none: give token ids")
+        given = self.tokenizer(tokens, add_special_tokens=False)["input_ids"] if isinstance(tokens, str) else tokens
+        if not (ids := list(given)):
+            raise InputError("a branch needs at least one token")
+        check_ids([ids], self._prefix.witness.decoder.target.vocab_size)
+        return ids
+
+    def _with(self, tree: TokenTree, change: str) -> "StepInspection":
+        changes = change if self.change == AS_DECODED else f"{self.change}, {change}"
+        return StepInspection(self.number, tree, self._prefix.opinion(tree), changes, None, self._prefix)
+
+
+class _Prefix:
+    """The text before a step, read by the target when the first tree is asked about: one pass a tree from then on."""
+
+    def __init__(self, witness: Witness, number: int) -> None:
+        self.witness, self.number = witness, number
+
+    @cached_property
+    def session(self) -> TreeSession:
+        """The target, with the text but its last token."""
+        ids = self.witness.row(self.number).ids
+        session = self.witness.decoder.target.session(1, len(ids) + ROOM, sys.maxsize)
+        session.prefill([ids[:-1]])
+        return session
+
+    def opinion(self, tree: TokenTree) -> Opinion:
+        """Return what the target says of a tree in this place.
+
+        Raises:
+            UnsupportedModel: it can score chains only.
+        """
+        target = self.witness.decoder.target
+        _check_branches([target], tree)
+        with running(target):
+            logits = self.session.score([tree])[0]
+            self.session.commit([()])
+        return self.witness.opinion(self.witness.row(self.number), tree, logits)
+
+    def grown(self, policy: Policy) -> TokenTree:
+        """Return the tree that the drafts grow here.  Raises as `StepInspection.with_policy`."""
+        decoder = copy.copy(self.witness.decoder)
+        if isinstance(policy, Auto) or not hasattr(policy, "grow"):
+            raise InputError(
+                f"tree={policy!r} has no size of its own (Auto's is chosen by a run's clock): give a policy of a fixed "
+                "size, such as BestFirst(16, 8)"
+            )
+        if not decoder.drafts:
+            raise InputError("this decoder has no drafts to grow a tree: build it with some, or use with_branch")
+        decoder.verifier.check(policy.kind)
+        decoder.policy = policy
+        row = self.witness.row(self.number)
+        run = Run(decoder, [row], single=True)
+        with running(*run.decoder.networks):
+            _, drafts = run.open_sessions()
+            tree = propose(drafts, policy, [row])[0]
+        _check_branches(decoder.language_models, tree)
+        return tree
+
+
+def _check_branches(models: Sequence[TreeModel], tree: TokenTree) -> None:
+    """Refuse a tree that branches to models that can work on chains only."""
+    if len(tree) == tree.depth + 1:
+        return
+    for model in models:
+        check = check_model(model.model)
+        if check.support is not Support.EXACT:
+            raise UnsupportedModel(f"{check.model} can work on chains only ({check.reason}), and this tree branches")
