@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from specinfer.attention.graphs import padded_extent
+from specinfer.attention.graphs import padded_kv_length
 from specinfer.attention.layout import on_device
 from specinfer.errors import CacheError
 
@@ -79,9 +79,9 @@ class TreeLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.places = [self.cache.place(states, kind) for kind, states in enumerate((key_states, value_states))]
         self.is_initialized = True
-        self.look()
+        self.take_buffers()
 
-    def look(self) -> None:
+    def take_buffers(self) -> None:
         """Take the buffers as they are now."""
         self.keys, self.values = (stack.data[index] for stack, index in self.places)
 
@@ -89,10 +89,10 @@ class TreeLayer(CacheLayerMixin):
         """Write (rows, heads, T, dim) states into the staged slots; return views of all slots in use."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        rows, extent = self.cache.rows, self.cache.extent
+        rows, kv_length = self.cache.rows, self.cache.kv_length
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
             self.cache.write(buffer, states)
-        return self.keys[:rows, :, :extent], self.values[:rows, :, :extent]  # type: ignore[index]
+        return self.keys[:rows, :, :kv_length], self.values[:rows, :, :kv_length]  # type: ignore[index]
 
     @property
     def buffers(self) -> tuple[Tensor, Tensor]:
@@ -103,7 +103,7 @@ class TreeLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return (key length, key offset); only consulted by models when they get no 4-D mask."""
-        return self.cache.extent, 0
+        return self.cache.kv_length, 0
 
     def get_seq_length(self) -> int:
         """Return the committed length of the longest row."""
@@ -121,7 +121,7 @@ class TreeCache(Cache):
         rows: sequences in the batch.
         capacity: slots per row allocated at first; doubles when a pass needs more.
         max_capacity: slots per row never exceeded; beyond it ``stage`` raises `CacheError`.
-        alike: layers of the first one's shape, as far as is known: there is room for so many, side by side.
+        uniform_layers: layers of the first one's shape, as far as is known: there is room for so many, side by side.
         fixed: let passes attend to few different numbers of slots, and tell where to write by `slots` alone, so that a
             pass over one number of them is the same work whatever the lengths: a graph.
 
@@ -130,7 +130,7 @@ class TreeCache(Cache):
     """
 
     def __init__(
-        self, rows: int, capacity: int, max_capacity: int | None = None, alike: int = 1, fixed: bool = False
+        self, rows: int, capacity: int, max_capacity: int | None = None, uniform_layers: int = 1, fixed: bool = False
     ) -> None:
         super().__init__(layers=[])
         self.layers: list[TreeLayer] = []  # type: ignore[assignment]  # a narrower type than the base class's
@@ -140,11 +140,11 @@ class TreeCache(Cache):
         self.capacity = capacity
         self.max_capacity = max(capacity, max_capacity or 0)
         self.lengths: list[int] = [0] * rows  # committed slots of each row
-        self.alike = alike
+        self.uniform_layers = uniform_layers
         self.stacks: tuple[list[Stack], list[Stack]] = [], []  # of keys, and of values
         self.fixed = fixed
         self.pending = 0  # slots written since the last `keep`, the same count in every row
-        self.extent = 0  # columns that the pass under way attends over
+        self.kv_length = 0  # columns that the pass under way attends over
         self._start: int | None = 0  # first staged slot, when it is the same in every row ...
         self.slots: Tensor | None = None  # ... else all of them, (rows, T)
         self._count = 0  # T
@@ -163,12 +163,12 @@ class TreeCache(Cache):
         """
         first = [length + self.pending for length in self.lengths]
         self._reserve(max(first) + count)
-        self.extent = max(first) + count
+        self.kv_length = max(first) + count
         self._start = first[0] if len(set(first)) == 1 and not self.fixed else None
         if self._start is None:
             self.slots = on_device(first, device)[:, None] + torch.arange(count, device=device)
         if self.fixed:
-            self.extent = min(padded_extent(self.extent), self.capacity)
+            self.kv_length = min(padded_kv_length(self.kv_length), self.capacity)
         self.pending += count
         self._count = count
 
@@ -206,7 +206,7 @@ class TreeCache(Cache):
         stacks = self.stacks[kind]
         stack = next((stack for stack in stacks if stack.fits(states)), None)
         if stack is None:
-            stack = Stack(1 if stacks else self.alike, states, self.rows, self.capacity)
+            stack = Stack(1 if stacks else self.uniform_layers, states, self.rows, self.capacity)
             stacks.append(stack)
         stack.taken += 1
         return stack, stack.taken - 1
@@ -269,7 +269,7 @@ class TreeCache(Cache):
         for stack in chain(*self.stacks):
             stack.grow(self.capacity, used)
         for layer in self.layers:
-            layer.look()
+            layer.take_buffers()
         self._whole = None
 
     def _check_paths(self, paths: Sequence[Sequence[int] | None]) -> None:

@@ -59,7 +59,7 @@ class CompiledPass:
         self._network = ref(model.model)
         try:
             record = json.loads((folder / RECORD).read_text())
-            self.taps: list[int] = record["taps"]
+            self.aux_layers: list[int] = record["aux_layers"]
             self.layers: list[list[int]] = record["layers"]  # heads and dimension of keys, then of values
             self.runners = {
                 tuple(own["extra"]): _Runner(folder / own["file"], own, model.device) for own in record["variants"]
@@ -122,13 +122,13 @@ class CompiledPass:
             return torch.cat([found[name] for name in source.names])
         return found[source.names[0]]
 
-    def __call__(self, inputs: Mapping[str, Any], cache: TreeCache, taps: Sequence[int]) -> Outputs:
-        """Run a pass: logits (B, C, V), and the tapped states (B, T, K, H) if there are taps.
+    def __call__(self, inputs: Mapping[str, Any], cache: TreeCache, aux_layers: Sequence[int]) -> Outputs:
+        """Run a pass: logits (B, C, V), and the aux_states states (B, T, K, H) if there are aux_layers.
 
         Args:
             inputs: of the model's forward, as `TreeSession` makes them.
             cache: with the pass's slots staged.
-            taps: hidden states wanted, some of the package's.
+            aux_layers: hidden states wanted, some of the package's.
         """
         ids, masks = inputs["input_ids"], inputs["attention_mask"]
         columns = inputs.get("logits_to_keep")
@@ -143,10 +143,10 @@ class CompiledPass:
             [value.to(self.network.dtype) for name, value in sorted(inputs.items()) if name not in USUAL],
         )
         outputs = self.runners[extra_names(inputs)](exported.tensors(example))
-        if not taps:
+        if not aux_layers:
             return (outputs[0],)
-        places = [self.taps.index(tap) for tap in taps]
-        return outputs[0], outputs[1] if places == list(range(len(self.taps))) else outputs[1][:, :, places]
+        places = [self.aux_layers.index(layer) for layer in aux_layers]
+        return outputs[0], outputs[1] if places == list(range(len(self.aux_layers))) else outputs[1][:, :, places]
 
 
 class _Runner:
@@ -185,12 +185,12 @@ def _joined(samples: Sequence[Tensor]) -> Tensor:
 # ---- making a package ----
 
 
-def make(model: TreeModel, taps: Sequence[int], folder: Path) -> None:
+def make(model: TreeModel, aux_layers: Sequence[int], folder: Path) -> None:
     """Export and compile a model's passes into a folder that is there.
 
     Args:
         model: in evaluation mode; only read.
-        taps: hidden states that passes hand out.
+        aux_layers: hidden states that passes hand out.
         folder: gets one file for each set of inputs that the forward takes, and a record of them.
 
     Raises:
@@ -205,7 +205,7 @@ def make(model: TreeModel, taps: Sequence[int], folder: Path) -> None:
         layers, variants = _layers(model), []
         for number, extra in enumerate(variants_of(model.model)):
             kinds = sorted(model.spec.windows)
-            own = exported.Pass(model.model, kinds, taps, model.takes_logits_to_keep, sorted(extra))
+            own = exported.Pass(model.model, kinds, aux_layers, model.takes_logits_to_keep, sorted(extra))
             graph = exported.exported(own.eval(), _example(model, layers, extra), packable)
             path = folder / f"pass-{number}.pt2"
             _compile(graph.graph, path)
@@ -213,7 +213,7 @@ def make(model: TreeModel, taps: Sequence[int], folder: Path) -> None:
             variants.append({"extra": sorted(extra), "file": path.name, "sha256": digest, "sources": graph.sources})
     except Exception as error:  # whatever torch cannot trace or compile in other people's models
         raise NotCompiled(f"{model.name} cannot be compiled: {type(error).__name__}: {_line(error)}") from error
-    record = {"taps": list(taps), "layers": layers, "variants": variants}
+    record = {"aux_layers": list(aux_layers), "layers": layers, "variants": variants}
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
 
 
@@ -246,15 +246,15 @@ def _layers(model: TreeModel) -> list[list[int]]:
 
 def _example(model: TreeModel, layers: Sequence[Sequence[int]], extra: Mapping[str, tuple[int, ...]]) -> Any:
     """Return tensors of a pass, no two sizes alike: two rows, six nodes, 40 columns of 96 slots, logits of three."""
-    rows, nodes, extent, slots, kept = 2, 6, 40, 96, 3
+    rows, nodes, kv_length, slots, kept = 2, 6, 40, 96, 3
     numbers: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
     whole: dict[str, Any] = {"device": model.device}
-    places = torch.arange(extent - nodes, extent, **whole).repeat(rows, 1)
+    places = torch.arange(kv_length - nodes, kv_length, **whole).repeat(rows, 1)
     keys, values = ([torch.zeros(rows, own[at], slots, own[at + 1], **numbers) for own in layers] for at in (0, 2))
     return exported.Example(
         torch.zeros(rows, nodes, dtype=torch.long, **whole),
         [places] if model.takes_positions else [],
-        [torch.zeros(rows, 1, nodes, extent, **numbers) for _ in model.spec.windows],
+        [torch.zeros(rows, 1, nodes, kv_length, **numbers) for _ in model.spec.windows],
         places.clone(),
         torch.arange(kept, **whole),
         keys,
@@ -270,7 +270,7 @@ def check(model: TreeModel, own: CompiledPass, widths: Sequence[int] = ()) -> fl
     """Compare compiled passes with plain ones: prompts, trees, chains of some widths, over what each left in its cache.
 
     Returns:
-        the largest error of a node's logits or tapped states, root mean square over that of the plain ones'.
+        the largest error of a node's logits or aux_states states, root mean square over that of the plain ones'.
 
     Raises:
         NotCompiled: more than rounding explains.
@@ -300,14 +300,14 @@ def _difference(model: TreeModel, own: CompiledPass, extra: Mapping[str, Any], w
         (lay_out_trees(trees[3:], device), None, [(0, 3)]),
         *((lay_out_chains([ids[0][:width]], device), None, [()]) for width in widths),
     ]
-    caches = (TreeCache(3, 24 + longest, alike=model.alike) for _ in range(2))
-    both = [TreeSession(model, cache, own.taps, each) for cache, each in zip(caches, (None, own), strict=True)]
+    caches = (TreeCache(3, 24 + longest, uniform_layers=model.uniform_layers) for _ in range(2))
+    both = [TreeSession(model, cache, own.aux_layers, each) for cache, each in zip(caches, (None, own), strict=True)]
     worst = 0.0
     for layout, columns, paths in steps:
         shapes = {name: (*layout.tokens.shape, *shape) for name, shape in extra.items()}
         given = {name: torch.randn(shape, generator=chance).to(device, model.dtype) for name, shape in shapes.items()}
         results = [session.append(layout, columns, **given) for session in both]
-        states = [torch.cat(session.tapped, 1).flatten(2) for session in both if session.tapped]
+        states = [torch.cat(session.aux_states, 1).flatten(2) for session in both if session.aux_states]
         worst = max(worst, _error(*results), _error(*states) if states else 0.0)
         for session in both:
             session.commit(paths)

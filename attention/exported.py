@@ -65,16 +65,16 @@ class Pass(nn.Module):
     Args:
         model: a causal LM.
         kinds: names of its kinds of layers, in the order of the masks; one mask stands alone.
-        taps: the hidden states to hand out.
+        aux_layers: the hidden states to hand out.
         keeps: whether its forward takes ``logits_to_keep``.
         extra: names of what else the forward is given.
     """
 
     def __init__(
-        self, model: Any, kinds: Sequence[str], taps: Sequence[int], keeps: bool, extra: Sequence[str]
+        self, model: Any, kinds: Sequence[str], aux_layers: Sequence[int], keeps: bool, extra: Sequence[str]
     ) -> None:
         super().__init__()
-        self.model, self.kinds, self.taps, self.keeps, self.extra = model, kinds, taps, keeps, extra
+        self.model, self.kinds, self.aux_layers, self.keeps, self.extra = model, kinds, aux_layers, keeps, extra
 
     def forward(
         self,
@@ -87,22 +87,22 @@ class Pass(nn.Module):
         values: list[Tensor],
         extra: list[Tensor],
     ) -> tuple[Tensor, ...]:
-        """Return logits (B, C, V), and the tapped states (B, T, K, H) if there are taps; arguments as in `Example`."""
+        """Return logits (B, C, V), and hidden states (B, T, K, H) if layers are named; arguments as in `Example`."""
         own = Example(ids, positions, masks, slots, columns, keys, values, extra)
         one = len(self.kinds) == 1
         mask = own.masks[0] if one else dict(zip(self.kinds, own.masks, strict=True))
         inputs: dict[str, Any] = dict(zip(self.extra, own.extra, strict=True))
         inputs |= {"position_ids": own.positions[0]} if own.positions else {}
         inputs |= {"logits_to_keep": own.columns} if self.keeps else {}
-        inputs |= {"output_hidden_states": True} if self.taps else {}
+        inputs |= {"output_hidden_states": True} if self.aux_layers else {}
         cache = _Written(own)
         output = self.model(
             input_ids=own.ids, attention_mask=mask, past_key_values=cache, use_cache=True, return_dict=True, **inputs
         )
         logits = output.logits if self.keeps else output.logits[:, own.columns]
-        if not self.taps:
+        if not self.aux_layers:
             return (logits,)
-        return logits, torch.stack([output.hidden_states[tap] for tap in self.taps], 2)
+        return logits, torch.stack([output.hidden_states[layer] for layer in self.aux_layers], 2)
 
 
 class _Written(Cache):
@@ -111,7 +111,7 @@ class _Written(Cache):
     def __init__(self, example: Example) -> None:
         super().__init__(layers=[])
         self.example = example
-        self.extent = example.masks[0].shape[-1]
+        self.kv_length = example.masks[0].shape[-1]
         self.rows = torch.arange(example.ids.shape[0], device=example.ids.device)[:, None]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
@@ -120,7 +120,7 @@ class _Written(Cache):
         for buffers, states in ((self.example.keys, key_states), (self.example.values, value_states)):
             buffer = buffers[layer_idx]
             buffer[self.rows, :, self.example.slots] = states.transpose(1, 2)
-            found.append(buffer.narrow(2, 0, self.extent))
+            found.append(buffer.narrow(2, 0, self.kv_length))
         return tuple(found)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -129,7 +129,7 @@ class _Written(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return (columns attended to, 0)."""
-        return self.extent, 0
+        return self.kv_length, 0
 
 
 def exported(model: Pass, example: Example, packable: Callable[[Tensor], bool]) -> Exported:
@@ -143,12 +143,12 @@ def exported(model: Pass, example: Example, packable: Callable[[Tensor], bool]) 
     Raises:
         Exception: whatever keeps a model from being exported: branches on data, shapes that only some sizes have.
     """
-    rows, nodes, slots, extent, kept = (Dim(name, min=1) for name in ("rows", "nodes", "slots", "extent", "kept"))
+    rows, nodes, slots, kv_length, kept = (Dim(name, min=1) for name in ("rows", "nodes", "slots", "kv_length", "kept"))
     places, buffers = {0: rows, 1: nodes}, [{0: rows, 2: slots} for _ in example.keys]
     shapes = (
         places,
         [places for _ in example.positions],
-        [{0: rows, 2: nodes, 3: extent} for _ in example.masks],
+        [{0: rows, 2: nodes, 3: kv_length} for _ in example.masks],
         places,
         {0: kept},
         buffers,

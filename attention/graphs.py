@@ -25,7 +25,7 @@ FEWEST = 512  # slots that it attends to at least: masked ones cost little
 SEEN = 2  # passes of a shape before it is captured: they warm kernels up, and few shapes come but once
 
 
-def rung(size: int) -> int:
+def size_bucket(size: int) -> int:
     """Return the least of the sizes that passes may have, four in every octave, that is no smaller."""
     step = 1 << max(0, (size - 1).bit_length() - 3)
     return -(-size // step) * step
@@ -33,10 +33,10 @@ def rung(size: int) -> int:
 
 def padded_width(tokens: int) -> int:
     """Return how many tokens a pass over so many is padded to."""
-    return rung(max(tokens, NARROWEST))
+    return size_bucket(max(tokens, NARROWEST))
 
 
-def padded_extent(slots: int) -> int:
+def padded_kv_length(slots: int) -> int:
     """Return how many slots a pass attends to that needs so many."""
     return max(FEWEST, 1 << (slots - 1).bit_length())
 

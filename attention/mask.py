@@ -62,7 +62,7 @@ class AttentionSpec(NamedTuple):
 
 
 def attention_mask(
-    spec: AttentionSpec, layout: Layout, lengths: Sequence[int], dtype: torch.dtype, extent: int | None = None
+    spec: AttentionSpec, layout: Layout, lengths: Sequence[int], dtype: torch.dtype, kv_length: int | None = None
 ) -> Any:
     """Build the mask of one pass over the committed prefix and the pending columns.
 
@@ -71,27 +71,27 @@ def attention_mask(
         layout: the pass's nodes; S pending columns.
         lengths: committed slots of each of the B rows.
         dtype: the model's floating type, for additive masks.
-        extent: L, the columns of the pass; those beyond the longest row's S pending ones, its default, are free.
+        kv_length: L, the columns of the pass; those beyond the longest row's S pending ones, its default, are free.
 
     Returns:
         What the model's ``attention_mask`` argument takes: one mask, or a dict of masks by layer type.
     """
-    extent = extent or max(lengths) + layout.visible.shape[2]
+    kv_length = kv_length or max(lengths) + layout.visible.shape[2]
     masks = {
-        name: _converted(spec.implementation, _visible(layout, lengths, window, extent), dtype)
+        name: _converted(spec.implementation, _visible(layout, lengths, window, kv_length), dtype)
         for name, window in spec.windows.items()
     }
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def _visible(layout: Layout, prefix: Sequence[int], window: int | None, extent: int) -> Tensor:
+def _visible(layout: Layout, prefix: Sequence[int], window: int | None, kv_length: int) -> Tensor:
     """Return (B, T, L) bool: which of the L columns each node attends to."""
     pending, device = layout.visible.shape[2], layout.visible.device
     if window is None and len(set(prefix)) == 1:  # one row, above all
         visible = pad(layout.visible, (prefix[0], 0), value=True)
-        return pad(visible, (0, extent - visible.shape[2])) if extent > visible.shape[2] else visible
+        return pad(visible, (0, kv_length - visible.shape[2])) if kv_length > visible.shape[2] else visible
     lengths = on_device(prefix, device)
-    columns = torch.arange(extent, device=device)
+    columns = torch.arange(kv_length, device=device)
     relative = columns - lengths[:, None]  # (B, L): < 0 committed, 0 <= .. < S pending, beyond: free
     index = relative.clamp(0, pending - 1)
     own = layout.visible.gather(2, index[:, None].expand(-1, layout.width, -1))  # (B, T, L)

@@ -69,7 +69,9 @@ class TreeModel:
             )
         self.spec = AttentionSpec.of(model)
         self.modules = modules_of(model)  # all of them, as far as was looked
-        self.alike = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)  # layers with keys, likely
+        self.uniform_layers = config.num_hidden_layers - getattr(
+            config, "num_kv_shared_layers", 0
+        )  # layers with keys, likely
         self.takes_positions = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
         self.compiled: CompiledPass | None = None
@@ -105,20 +107,23 @@ class TreeModel:
         rows: int,
         capacity: int,
         max_capacity: int | None = None,
-        taps: Sequence[int] = (),
+        aux_layers: Sequence[int] = (),
         graphs: bool = False,
     ) -> "TreeSession":
         """Open a batch of ``rows`` empty sequences with a cache of ``capacity`` slots each.
 
         Args:
             rows, capacity, max_capacity: as `TreeCache`.
-            taps: the hidden states to hand out on commit: 0 = embeddings, i = after layer i, as transformers counts.
+            aux_layers: the hidden states to hand out on commit: 0 = embeddings, i = after layer i, as transformers
+                counts.
             graphs: replay passes over a few tokens as CUDA graphs.
         """
         compiled = None if self.plain else self.compiled
-        if compiled is not None and not set(taps) <= set(compiled.taps):
+        if compiled is not None and not set(aux_layers) <= set(compiled.aux_layers):
             compiled = None  # it hands out others
-        return TreeSession(self, TreeCache(rows, capacity, max_capacity, self.alike, fixed=graphs), taps, compiled)
+        return TreeSession(
+            self, TreeCache(rows, capacity, max_capacity, self.uniform_layers, fixed=graphs), aux_layers, compiled
+        )
 
     def ready(self) -> None:
         """Look whether compiled passes still are the model's; weights that changed are packed anew."""
@@ -178,17 +183,18 @@ class TreeSession:
         passes: forward passes so far, prefill excluded.
         seconds: wall-clock seconds in forward passes, prefill excluded (on CUDA until launched: the wait comes later).
         prefill_seconds: wall-clock seconds in prefill passes.
-        tapped: hidden states of the pending slots, one (B, T, K, H) a pass for K taps; empty without taps.
+        aux_states: hidden states of the pending slots, one (B, T, K, H) a pass for K aux_layers; empty without
+            aux_layers.
     """
 
     def __init__(
-        self, model: TreeModel, cache: TreeCache, taps: Sequence[int] = (), compiled: "CompiledPass | None" = None
+        self, model: TreeModel, cache: TreeCache, aux_layers: Sequence[int] = (), compiled: "CompiledPass | None" = None
     ) -> None:
         self.model = model
         self.cache = cache
-        self.taps = tuple(taps)
+        self.aux_layers = tuple(aux_layers)
         self.compiled = compiled
-        self.tapped: list[Tensor] = []
+        self.aux_states: list[Tensor] = []
         me = weakref.proxy(self)  # a cycle would keep the cache until garbage is collected
         self.graphs = Graphs(lambda inputs: me._run_placed(inputs)) if cache.fixed else None
         self.passes = 0
@@ -252,13 +258,14 @@ class TreeSession:
         """Keep the pending slots named per row, forget the others, retire rows given None (`TreeCache.keep`).
 
         Returns:
-            Per row, the tapped hidden states (n, K, H) of the n slots kept; None for a retired row or without taps.
+            Per row, the aux_states hidden states (n, K, H) of the n slots kept; None for a retired row or without
+            aux_layers.
         """
         self.cache.keep(paths)
-        tapped, self.tapped = self.tapped, []
-        if not tapped:
+        aux_states, self.aux_states = self.aux_states, []
+        if not aux_states:
             return [None] * len(paths)
-        states = torch.cat(tapped, 1) if len(tapped) > 1 else tapped[0]
+        states = torch.cat(aux_states, 1) if len(aux_states) > 1 else aux_states[0]
         return [None if path is None else _chosen(states[row], path) for row, path in enumerate(paths)]
 
     @torch.inference_mode()
@@ -269,31 +276,31 @@ class TreeSession:
         cache.stage(layout.width, layout.tokens.device)
         inputs: Inputs = {
             "input_ids": layout.tokens,
-            "attention_mask": attention_mask(model.spec, layout, cache.lengths, model.dtype, cache.extent),
+            "attention_mask": attention_mask(model.spec, layout, cache.lengths, model.dtype, cache.kv_length),
             **extra,
         }
         if model.takes_positions:
             inputs["position_ids"] = self._positions(layout)
         if columns is not None and model.takes_logits_to_keep:
             inputs["logits_to_keep"] = columns
-        logits, *tapped = run(inputs)
-        self.tapped += tapped
+        logits, *aux_states = run(inputs)
+        self.aux_states += aux_states
         return logits if columns is None or model.takes_logits_to_keep else logits[:, columns]
 
     def _run(self, inputs: Inputs) -> Outputs:
-        """Run the model: logits, and the tapped states (B, T, K, H) if there are taps."""
+        """Run the model: logits, and the aux_states states (B, T, K, H) if there are aux_layers."""
         if self.compiled is not None:
-            return self.compiled(inputs, self.cache, self.taps)
-        taps = {"output_hidden_states": True} if self.taps else {}
-        output = self.model.model(**inputs, **taps, past_key_values=self.cache, use_cache=True, return_dict=True)
-        if not self.taps:
+            return self.compiled(inputs, self.cache, self.aux_layers)
+        aux_layers = {"output_hidden_states": True} if self.aux_layers else {}
+        output = self.model.model(**inputs, **aux_layers, past_key_values=self.cache, use_cache=True, return_dict=True)
+        if not self.aux_layers:
             return (output.logits,)
         if getattr(output, "hidden_states", None) is None:
             raise UnsupportedModel(
-                f"{self.model.name} hands out no hidden states, which a feature head reads: draft with a language "
+                f"{self.model.name} hands out no hidden states, which an EAGLE-style head reads: draft with a language "
                 "model or n-grams"
             )
-        return output.logits, torch.stack([output.hidden_states[tap] for tap in self.taps], 2)
+        return output.logits, torch.stack([output.hidden_states[layer] for layer in self.aux_layers], 2)
 
     def _replay(self, inputs: Inputs) -> Outputs:
         """`_run`, from a graph where there is one for inputs of these shapes."""

@@ -29,7 +29,7 @@ from specinfer.attention.watch import architecture
 from specinfer.common.files import cache_folder, parse_json, storing
 from specinfer.errors import InputError, NotCompiled
 
-FORMAT = 1  # of packages; raised when their inputs change
+FORMAT = 2  # of packages; raised when their inputs change
 WIDTHS = (1, 2, 3, 5, 8, 9, 16, 17, 24, 33, 64, 65, 130, 512)  # nodes of the passes that a new package is compared in
 MODES = ("auto", True, False)
 
@@ -42,12 +42,12 @@ def packages_folder() -> Path:
     return cache_folder() / "compiled"
 
 
-def attach(model: TreeModel, taps: Sequence[int], mode: bool | str) -> str:
+def attach(model: TreeModel, aux_layers: Sequence[int], mode: bool | str) -> str:
     """Give a model its compiled passes, if there are some; return why it has none, or nothing.
 
     Args:
         model: runs plain until it is given passes.
-        taps: hidden states that its passes must hand out.
+        aux_layers: hidden states that its passes must hand out.
         mode: "auto" takes a package that is there, True makes one if there is none and says so on stderr, False takes
             none.
 
@@ -60,7 +60,9 @@ def attach(model: TreeModel, taps: Sequence[int], mode: bool | str) -> str:
         return "not compiled, as asked"
     with _lock, resumed(model):
         try:
-            model.compiled = _usable(model, taps, anew=mode is True) or (_made(model, taps) if mode is True else None)
+            model.compiled = _usable(model, aux_layers, anew=mode is True) or (
+                _made(model, aux_layers) if mode is True else None
+            )
             return "" if model.compiled else _advice()
         except NotCompiled as error:
             return str(error)
@@ -69,16 +71,16 @@ def attach(model: TreeModel, taps: Sequence[int], mode: bool | str) -> str:
 
 
 def packages() -> list[dict[str, Any]]:
-    """Return what is in the cache folder: name, model, layers, taps, megabytes, of every package."""
+    """Return what is in the cache folder: name, model, layers, aux_layers, megabytes, of every package."""
     found = []
     for path in sorted(packages_folder().glob(f"*/{RECORD}")):
         try:
             record = parse_json(path.read_text())
             size = sum(file.stat().st_size for file in path.parent.iterdir()) / 1e6
-            described = {"layers": len(record["layers"]), "taps": record["taps"], "MB": round(size, 1)}
+            described = {"layers": len(record["layers"]), "aux_layers": record["aux_layers"], "MB": round(size, 1)}
             found.append({"package": path.parent.name, **described})
         except (OSError, ValueError, KeyError, TypeError):
-            found.append({"package": path.parent.name, "layers": None, "taps": None, "MB": None})
+            found.append({"package": path.parent.name, "layers": None, "aux_layers": None, "MB": None})
     return found
 
 
@@ -97,21 +99,21 @@ def package_of(model: TreeModel) -> Path:
     return packages_folder() / f"{model.name}-{digest[:16]}"
 
 
-def _usable(model: TreeModel, taps: Sequence[int], anew: bool = False) -> CompiledPass | None:
+def _usable(model: TreeModel, aux_layers: Sequence[int], anew: bool = False) -> CompiledPass | None:
     """Return the package's passes, None if there is none, or a damaged or wrong one that will be made anew.
 
     Raises:
         NotCompiled: there is one, but it is damaged, wrong, or hands out other hidden states; or the model is patched.
     """
     own = _loaded.get(model.model)
-    if own is not None and set(taps) <= set(own.taps) and not own.refresh():
+    if own is not None and set(aux_layers) <= set(own.aux_layers) and not own.refresh():
         return own
     folder = package_of(model)
     if not (folder / RECORD).is_file():
         return None
     try:
         own = CompiledPass(model, folder)
-        if not set(taps) <= set(own.taps):
+        if not set(aux_layers) <= set(own.aux_layers):
             raise NotCompiled("compiled for other drafts: run `specinfer compile` with these, too")
         if not (reason := own.refresh()):
             check(model, own)
@@ -125,7 +127,7 @@ def _usable(model: TreeModel, taps: Sequence[int], anew: bool = False) -> Compil
     return own
 
 
-def _made(model: TreeModel, taps: Sequence[int]) -> CompiledPass:
+def _made(model: TreeModel, aux_layers: Sequence[int]) -> CompiledPass:
     """Make a package, compare it with the plain model, and put it where it will be found."""
     from filelock import FileLock
 
@@ -135,13 +137,13 @@ def _made(model: TreeModel, taps: Sequence[int]) -> CompiledPass:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):
-            if (own := _usable(model, taps, anew=True)) is not None:  # another process was faster
+            if (own := _usable(model, aux_layers, anew=True)) is not None:  # another process was faster
                 return own
             _tell(f"compiling the passes of {model.name}: minutes, once")
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as making:
                 whole = Path(making) / folder.name
                 whole.mkdir()
-                make(model, sorted({*taps, *_earlier_taps(folder)}), whole)
+                make(model, sorted({*aux_layers, *_earlier_aux_layers(folder)}), whole)
                 own = CompiledPass(model, whole)
                 if reason := own.refresh():
                     raise NotCompiled(reason)
@@ -158,10 +160,10 @@ def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _earlier_taps(folder: Path) -> list[int]:
-    """Return the taps of a package that lacks some, so that the new one serves both."""
+def _earlier_aux_layers(folder: Path) -> list[int]:
+    """Return the aux_layers of a package that lacks some, so that the new one serves both."""
     try:
-        return list(parse_json((folder / RECORD).read_text())["taps"])
+        return list(parse_json((folder / RECORD).read_text())["aux_layers"])
     except (OSError, ValueError, KeyError, TypeError):
         return []
 

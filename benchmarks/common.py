@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from specinfer import BestFirst, Chain, ModelDraft, SpeculativeDecoder, Widths
+from specinfer import BestFirst, Chain, Expansion, ModelDraft, SpeculativeDecoder
 from specinfer.decoder import DEFAULT_TREE, WORDS
 from specinfer.evaluation.compare.files import read_prompts as rows_of
 from specinfer.evaluation.compare.methods import common_prefix
@@ -23,7 +23,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options that all scripts take."""
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--target", help="hub name or folder; default SmolLM2-135M-Instruct")
-    p.add_argument("--draft", action="append", default=[], help="a model, ngram, shipped or auto; repeat to merge")
+    p.add_argument("--draft", action="append", default=[], help="a model, ngram, bundled or auto; repeat to merge")
     p.add_argument("--prompts", nargs="+", type=Path, required=True, help='JSON lines with "prompt" and "split"')
     p.add_argument("--count", type=int, default=20, help="prompts in all, split evenly between the files")
     p.add_argument("--max-new-tokens", type=int, default=64)
@@ -48,7 +48,7 @@ def load_models(args: argparse.Namespace, dtype: str) -> tuple[Any, Any, list[An
 def policies(nodes: int, depth: int) -> dict[str, Any]:
     """Return the tree policies that are compared."""
     best_first = BestFirst(nodes, depth, DEFAULT_TREE.min_probability)
-    return {"auto": "auto", "best-first": best_first, "widths": Widths((2, 2, 1)), "chain": Chain(depth)}
+    return {"auto": "auto", "best-first": best_first, "expansion": Expansion((2, 2, 1)), "chain": Chain(depth)}
 
 
 def difference(a: list[int], b: list[int]) -> int | None:

@@ -26,7 +26,7 @@ LAWS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    """Compare and print one JSON line per law and method."""
+    """Compare and print one JSON line per distribution and method."""
     p = parser(__doc__)
     p.add_argument("--sampling", action="store_true", help="compare sampled ids too")
     args = p.parse_args()
@@ -34,31 +34,38 @@ def main() -> None:
     prompts = read_prompts(args.prompts, args.count)
     trees = policies(args.nodes, args.depth)
     broken = False
-    for law in LAWS if args.sampling else ["greedy"]:
-        options = {"max_new_tokens": args.max_new_tokens, "seed": 7, **LAWS[law]}
+    for distribution in LAWS if args.sampling else ["greedy"]:
+        options = {"max_new_tokens": args.max_new_tokens, "seed": 7, **LAWS[distribution]}
         plain = decoder(model, tokenizer, drafts, None)
-        reference = [plain_ids(plain, model, prompt, law, options) for prompt in tqdm(prompts, desc=f"{law} plain")]
+        reference = [
+            plain_ids(plain, model, prompt, distribution, options)
+            for prompt in tqdm(prompts, desc=f"{distribution} plain")
+        ]
         for name, tree in trees.items():
             speculative = decoder(model, tokenizer, drafts, tree)
-            results = [speculative.generate(prompt, **options) for prompt in tqdm(prompts, desc=f"{law} {name}")]
-            broken |= report(model, law, name, results, reference)
+            results = [
+                speculative.generate(prompt, **options) for prompt in tqdm(prompts, desc=f"{distribution} {name}")
+            ]
+            broken |= report(model, distribution, name, results, reference)
         batched = decoder(model, tokenizer, drafts, trees["best-first"])
         groups = [prompts[i : i + 4] for i in range(0, len(prompts), 4)]
-        results = [r for group in tqdm(groups, desc=f"{law} batch") for r in batched.generate(group, **options)]
-        broken |= report(model, law, "best-first, ragged batch of 4", results, reference)
+        results = [
+            r for group in tqdm(groups, desc=f"{distribution} batch") for r in batched.generate(group, **options)
+        ]
+        broken |= report(model, distribution, "best-first, ragged batch of 4", results, reference)
     sys.exit(int(broken))
 
 
-def plain_ids(plain: Any, model: Any, prompt: str, law: str, options: dict[str, Any]) -> list[int]:
+def plain_ids(plain: Any, model: Any, prompt: str, distribution: str, options: dict[str, Any]) -> list[int]:
     """Return what decoding without speculation emits: transformers' generate when greedy, our own loop when not."""
-    if law != "greedy":
+    if distribution != "greedy":
         return plain.generate(prompt, **options).token_ids
     ids = torch.tensor([plain.open(prompt, **options).rows[0].ids])
     output = model.generate(ids, max_new_tokens=options["max_new_tokens"], do_sample=False)
     return output[0, ids.shape[1] :].tolist()
 
 
-def report(model: Any, law: str, name: str, results: list[Any], reference: list[list[int]]) -> bool:
+def report(model: Any, distribution: str, name: str, results: list[Any], reference: list[list[int]]) -> bool:
     """Print how many prompts have equal ids; return whether some differ at no near-tie."""
     gaps = {}
     for index, (result, expected) in enumerate(zip(results, reference, strict=True)):
@@ -67,7 +74,7 @@ def report(model: Any, law: str, name: str, results: list[Any], reference: list[
             gaps[index] = round(top2_gap(model, result.prompt_ids + expected[:place]), 6)
     passes = sum(r.stats.target_passes for r in results)
     line = {
-        "law": law,
+        "distribution": distribution,
         "method": name,
         "prompts": len(results),
         "equal": len(results) - len(gaps),

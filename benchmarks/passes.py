@@ -54,7 +54,7 @@ def opened(model: Any, prefix: int, engine: bool, compiled: bool, extra: dict[st
 def worker(target: str | None, dtype: str, prefix: int) -> None:
     """Run passes when asked: with the version of specinfer that this interpreter has."""
     from specinfer.attention import TreeModel, lay_out_chains, running
-    from specinfer.drafts.bundled import shipped_drafts
+    from specinfer.drafts.bundled import bundled_drafts
     from specinfer.loading import load
 
     loaded = load(target, dtype)
@@ -68,9 +68,9 @@ def worker(target: str | None, dtype: str, prefix: int) -> None:
         "plain": opened(TreeModel(loaded.model), prefix, False, False, {}),
         "engine": opened(TreeModel(loaded.model), prefix, True, compiled, {}),
     }
-    for draft in shipped_drafts(loaded.model, loaded.tokenizer)[:1]:
+    for draft in bundled_drafts(loaded.model, loaded.tokenizer)[:1]:
         head = draft.attach(own["plain"][1], loaded.tokenizer).model
-        size = {"own_states": loaded.model.config.hidden_size}
+        size = {"draft_states": loaded.model.config.hidden_size}
         own["plain level"] = opened(head, prefix, False, False, size)
         own["level"] = opened(TreeModel(head.model), prefix, True, compiled, size)
 

@@ -15,7 +15,7 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
-from specinfer import BestFirst, Chain, SpeculativeDecoder, Trace, Widths, inspect, record, replay
+from specinfer import BestFirst, Chain, Expansion, SpeculativeDecoder, Trace, inspect, record, replay
 from specinfer.evaluation.traces import calibration, hits, oracle
 from specinfer.viz.plots import plot_acceptance, plot_calibration, plot_mask, plot_timeline
 
@@ -32,7 +32,7 @@ PROMPTS = [
 ]
 BUDGETS = {
     "chain": ([Chain(length) for length in (1, 2, 4, 6, 8)], "s--"),
-    "widths <1, 1, k, 1, ...>": ([Widths((1, 1, k, 1, 1, 1, 1, 1)) for k in (1, 2, 3, 4, 5)], "^:"),
+    "widths <1, 1, k, 1, ...>": ([Expansion((1, 1, k, 1, 1, 1, 1, 1)) for k in (1, 2, 3, 4, 5)], "^:"),
     "best-first": ([BestFirst(nodes, 8) for nodes in (1, 2, 4, 8, 16, 32)], "o-"),
 }
 

@@ -10,7 +10,7 @@
 # %%
 import torch
 
-from specinfer import BestFirst, Chain, Widths, merge
+from specinfer import BestFirst, Chain, Expansion, merge
 from specinfer.tree import DenseSource, render
 
 words = ["the", "cat", "dog", "sat", "ran", "away"]
@@ -61,7 +61,7 @@ import matplotlib.pyplot as plt
 
 from specinfer.viz.plots import plot_mask, plot_tree
 
-policies = [Chain(4), Widths((2, 2, 1)), BestFirst(7, 4)]
+policies = [Chain(4), Expansion((2, 2, 1)), BestFirst(7, 4)]
 figure, axes = plt.subplots(3, 1, figsize=(6.5, 4.5), height_ratios=(1, 4, 2), layout="constrained")
 for ax, policy in zip(axes, policies, strict=True):
     plot_tree(grow(policy, first), Words(), ax=ax).set_title(str(policy), loc="left", fontsize="medium")
@@ -153,7 +153,7 @@ ax = plot_tree(by_hand)
 
 # %%
 print(step.compare(step.with_policy(Chain(6))))
-print(step.compare(step.with_policy(Widths((3, 2, 1, 1)))))
+print(step.compare(step.with_policy(Expansion((3, 2, 1, 1)))))
 
 # %% [markdown]
 # An inspection shows itself, too: point at a node for the draft's and the target's probability, its position and cache

@@ -16,13 +16,13 @@ prompts = [
     "Why do cats purr? Answer in two sentences.",
     "Write an email to a friend about a walk by the sea.",
 ]
-comparison = compare(prompts, methods=["incremental", "sequence", "tree", "prompt-lookup"], max_new_tokens=40)
+comparison = compare(prompts, methods=["autoregressive", "sequence", "tree", "prompt-lookup"], max_new_tokens=40)
 print(comparison)
 
 # %% [markdown]
-# How to read it: *tokens/pass* counts what one target pass commits, the target's own token included. *x incremental* is
-# the ratio of tokens/s, on the machine that ran this. *Overhead* is what a step costs beyond a plain one. In bfloat16,
-# near-ties may end *same ids*; *largest gap* is how far apart, in logits, the two tokens were.
+# How to read it: *tokens/pass* counts what one target pass commits, the target's own token included. *x autoregressive*
+# is the ratio of tokens/s, on the machine that ran this. *Overhead* is what a step costs beyond a plain one. In
+# bfloat16, near-ties may end *same ids*; *largest gap* is how far apart, in logits, the two tokens were.
 
 # %%
 ax = comparison.plot()
@@ -42,18 +42,18 @@ trace
 # %% [markdown]
 # ## Replay
 #
-# Chains of any length, SpecInfer's widths <1, 1, k, 1, ...>, best-first trees of any budget, here with one of the two
+# Chains of any length, expansions <1, 1, k, 1, ...>, best-first trees of any budget, here with one of the two
 # drafts. No model runs: the text does not depend on the tree, so these are the passes that a run would take.
 
 # %%
 import matplotlib.pyplot as plt
 
-from specinfer import BestFirst, Chain, Widths, replay
+from specinfer import BestFirst, Chain, Expansion, replay
 from specinfer.evaluation.traces import oracle
 
 families = {
     "chain": [Chain(g) for g in (1, 2, 3, 4, 6, 8)],
-    "widths <1, 1, k, 1, ...>": [Widths((1, 1, k, 1, 1, 1, 1, 1)) for k in (1, 2, 3, 4, 5)],
+    "expansion <1, 1, k, 1, ...>": [Expansion((1, 1, k, 1, 1, 1, 1, 1)) for k in (1, 2, 3, 4, 5)],
     "best-first": [BestFirst(n, 8) for n in (1, 2, 4, 8, 16, 32)],
 }
 head = decoder.drafts[0].name
@@ -92,15 +92,15 @@ ax = plot_calibration([calibration(trace, draft.name) for draft in decoder.draft
 # texts, so their figures are expectations given this one; each line says which it is.
 
 # %%
-from specinfer import MultiStep, Sampled, Walk
+from specinfer import ExactMatch, MultiStep, Sampled
 
 sampled = record(decoder, prompts, max_new_tokens=40, temperature=1.0, nodes=0, depth=8, top=8)
-widths = (1, 1, 5, 1, 1, 1, 1, 1)
+expansion = (1, 1, 5, 1, 1, 1, 1, 1)
 rules = [
-    (Sampled(widths, replacement=True), Walk()),  # naive
-    (Sampled(widths, replacement=True), MultiStep(replacement=True)),
-    (Sampled(widths), MultiStep()),
-    (Widths(widths), Walk()),  # coupled, the default
+    (Sampled(expansion, replacement=True), ExactMatch()),  # naive
+    (Sampled(expansion, replacement=True), MultiStep(replacement=True)),
+    (Sampled(expansion), MultiStep()),
+    (Expansion(expansion), ExactMatch()),  # coupled, the default
 ]
 for policy, verifier in rules:
     print(replay(sampled, policy, verifier, drafts=[head]))

@@ -27,8 +27,8 @@ print(f"{len(prompts)} prompts to learn from, {len(held_out)} to measure on")
 # %% [markdown]
 # ## Distil one, boost-tune another
 #
-# The target continues the prompts and hands over its hidden states. The first head learns the target's law there. The
-# second is tuned on what the first one misses: a token that the first proposes weighs a fifth.
+# The target continues the prompts and hands over its hidden states. The first head learns the target's distribution
+# there. The second is tuned on what the first one misses: a token that the first proposes weighs a fifth.
 
 # %%
 decoder = SpeculativeDecoder.from_pretrained(tree=None)
@@ -63,11 +63,11 @@ legend = ax.legend(frameon=False)
 
 # %%
 from specinfer import BestFirst, record, replay
-from specinfer.drafts.head import FeatureDraft
+from specinfer.drafts.head import HeadDraft
 from specinfer.evaluation.traces import hits
 
-drafts = [FeatureDraft.load(own["folder"]) for own in made["drafts"]]
-measured = SpeculativeDecoder(model, tokenizer, drafts=[*drafts, "shipped", "ngram"])
+drafts = [HeadDraft.load(own["folder"]) for own in made["drafts"]]
+measured = SpeculativeDecoder(model, tokenizer, drafts=[*drafts, "bundled", "ngram"])
 names = [draft.name for draft in measured.drafts]
 trace = record(measured, held_out, max_new_tokens=32, nodes=16, depth=4, top=5)
 for name in names:
@@ -78,7 +78,7 @@ choices = {
     "first": names[:1],
     "second": names[1:2],
     "both, merged": names[:2],
-    "shipped": names[2:3],
+    "bundled": names[2:3],
     "n-grams": names[-1:],
     "all of them": names,
 }

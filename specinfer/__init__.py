@@ -1,4 +1,4 @@
-"""specinfer: tree-based speculative decoding for Hugging Face models, with the target's exact output law.
+"""specinfer: tree-based speculative decoding for Hugging Face models, with the target's exact output distribution.
 
     from specinfer import SpeculativeDecoder
     decoder = SpeculativeDecoder.from_pretrained()
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from specinfer.attention import ModelCheck, check_model
     from specinfer.decoder import SpeculativeDecoder
     from specinfer.drafts.base import Draft
-    from specinfer.drafts.head import FeatureDraft
+    from specinfer.drafts.head import HeadDraft
     from specinfer.drafts.language_model import ModelDraft
     from specinfer.drafts.ngram import NGramDraft
     from specinfer.engine.generation import Run
     from specinfer.engine.scoring import Score
     from specinfer.engine.target_view import verify_tree
     from specinfer.engine.text_stream import TextStream
-    from specinfer.engine.verify import MultiStep, Verdict, Verifier, Walk
+    from specinfer.engine.verify import ExactMatch, MultiStep, Verdict, Verifier
     from specinfer.evaluation.certification import Certificate, certify, certify_verifier
     from specinfer.evaluation.compare import Comparison, compare
     from specinfer.evaluation.traces import PaperTables, Replay, Trace, paper_tables, record, replay
     from specinfer.integrations.transformers import custom_generate
     from specinfer.results import Result, Stats, Step
-    from specinfer.tree import BestFirst, Chain, Sampled, TokenTree, Widths, merge
+    from specinfer.tree import BestFirst, Chain, Expansion, Sampled, TokenTree, merge
     from specinfer.viz.inspection import Inspection, StepInspection, inspect
 
 __version__ = "0.1.0"
@@ -44,7 +44,7 @@ _HOME = {
     ),
     "specinfer.decoder": ("SpeculativeDecoder",),
     "specinfer.drafts.base": ("Draft",),
-    "specinfer.drafts.head": ("FeatureDraft",),
+    "specinfer.drafts.head": ("HeadDraft",),
     "specinfer.drafts.language_model": ("ModelDraft",),
     "specinfer.drafts.ngram": ("NGramDraft",),
     "specinfer.engine.generation": ("Run",),
@@ -55,7 +55,7 @@ _HOME = {
         "MultiStep",
         "Verdict",
         "Verifier",
-        "Walk",
+        "ExactMatch",
     ),
     "specinfer.evaluation.certification": (
         "Certificate",
@@ -85,7 +85,7 @@ _HOME = {
         "Chain",
         "Sampled",
         "TokenTree",
-        "Widths",
+        "Expansion",
         "merge",
     ),
     "specinfer.viz.inspection": (
@@ -103,7 +103,9 @@ __all__ = [
     "Chain",
     "Comparison",
     "Draft",
-    "FeatureDraft",
+    "ExactMatch",
+    "Expansion",
+    "HeadDraft",
     "Inspection",
     "ModelCheck",
     "ModelDraft",
@@ -125,8 +127,6 @@ __all__ = [
     "Trace",
     "Verdict",
     "Verifier",
-    "Walk",
-    "Widths",
     "certify",
     "certify_verifier",
     "check_model",

@@ -19,12 +19,12 @@ from specinfer.attention.packages import attach
 from specinfer.common.files import parse_json
 from specinfer.common.values import checked_flag, plain
 from specinfer.drafts.base import Draft
-from specinfer.drafts.bundled import shipped_drafts
+from specinfer.drafts.bundled import bundled_drafts
 from specinfer.drafts.language_model import ModelDraft
 from specinfer.drafts.ngram import NGramDraft
 from specinfer.engine.generation import Run
-from specinfer.engine.sampling import WARPERS, Law, Settings, by_row, resolve
-from specinfer.engine.scoring import score
+from specinfer.engine.sampling import WARPERS, GenerationSettings, Processors, by_row, resolve
+from specinfer.engine.scoring import continuations, score
 from specinfer.engine.sequence import Row
 from specinfer.engine.stopping import Stopping
 from specinfer.engine.text_stream import TextStream
@@ -35,22 +35,23 @@ from specinfer.results import Result
 from specinfer.tree import BestFirst, Chain, Kind, Policy
 from specinfer.tree.token_tree import MOST_DRAFTS
 
-WORDS = ("auto", "shipped", "ngram")  # drafts that are no models' names
+WORDS = ("auto", "bundled", "ngram")  # drafts that are no models' names
 DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8, min_probability=0.05)
 
 
 class SpeculativeDecoder:
-    """Generates text with a target model, token trees and any number of drafts; the output law is the target's.
+    """Generates text with a target model, token trees and any number of drafts; the output distribution is the
+    target's.
 
     Args:
         model: the target, a ``transformers`` causal LM.
         tokenizer: the target's; needed for text in and out.
         drafts: ``"ngram"``, `Draft` objects, or bare draft models; all propose, and their trees are merged.
-            ``"shipped"``: the heads that come with the package for this target, if any.  ``"auto"``: the first of
+            ``"bundled"``: the heads that come with the package for this target, if any.  ``"auto"``: the first of
             those and n-grams.
         tree: the growth policy; None decodes without speculation, ``"auto"`` is ``Auto()``, which chooses sizes step
             by step and keeps what it learns for later calls.
-        verifier: by default `Walk` for ranked trees (greedy, or sampling coupled to the seed) and `MultiStep` for
+        verifier: by default `ExactMatch` for ranked trees (greedy, or sampling coupled to the seed) and `MultiStep` for
             sampled ones.
         confidence_gate: between 0 and 1; nothing is drafted after a token of its own to which the target gave a
             smaller probability.  A published trick, for comparison; None, the default, is no gate.
@@ -92,8 +93,8 @@ class SpeculativeDecoder:
             raise InputError(f"graphs=True is for GPUs, and a model is on the {', '.join(elsewhere)}: leave it out")
         self.policy = self.supported(policy, self.notes)
         self.verifier.check(self.policy.kind)
-        self.taps = sorted({tap for draft in self.drafts for tap in getattr(draft, "taps", ())})
-        self.plain = [attach(model, self._taps_of(model), plain(compile)) for model in self.networks]
+        self.aux_layers = sorted({layer for draft in self.drafts for layer in getattr(draft, "aux_layers", ())})
+        self.plain = [attach(model, self._aux_layers_of(model), plain(compile)) for model in self.networks]
 
     @classmethod
     def from_pretrained(
@@ -146,9 +147,9 @@ class SpeculativeDecoder:
             return f"passes: {ways[0]}"
         return "passes: " + ", ".join(f"{name} {way}" for name, way in zip(names, ways, strict=True))
 
-    def _taps_of(self, model: TreeModel) -> Sequence[int]:
+    def _aux_layers_of(self, model: TreeModel) -> Sequence[int]:
         """Return the hidden states that a network's passes hand out."""
-        return self.taps if model is self.target else (0,) if hasattr(model.model, "pass_inputs") else ()
+        return self.aux_layers if model is self.target else (0,) if hasattr(model.model, "pass_inputs") else ()
 
     @property
     def language_models(self) -> list[TreeModel]:
@@ -241,7 +242,7 @@ class SpeculativeDecoder:
             for own in by_row(options, len(prompts.rows))
         ]
         settings *= len(prompts.rows) // len(settings)
-        self._check_alike(settings)
+        self._check_same_warpers(settings)
         budgets = [own.budget(len(row)) for own, row in zip(settings, prompts.rows, strict=True)]
         self.check_lengths(prompts.rows, budgets)
         seeds = row_seeds(seed, len(prompts.rows))
@@ -250,7 +251,7 @@ class SpeculativeDecoder:
             Row(
                 index=place,
                 prompt=row,
-                law=Law.of(own, len(row), device),
+                processors=Processors.of(own, len(row), device),
                 stopping=Stopping(own, budget, device, self.tokenizer),
                 seed=own_seed,
                 sampling=own.do_sample,
@@ -264,7 +265,8 @@ class SpeculativeDecoder:
         return Run(self, rows, prompts.single)
 
     def score(self, prompt: Prompt, continuation: Any, *, raw: bool = False) -> Any:
-        """Return how likely a continuation is under the target: its own law, without processors, drafts or sampling.
+        """Return how likely a continuation is under the target: its own distribution, without processors, drafts or
+        sampling.
 
         Args:
             prompt: as `generate`.
@@ -280,7 +282,12 @@ class SpeculativeDecoder:
             UnsupportedModel: the target's passes do not repeat what they say of a text.
             NumericalError: the target's logits are not numbers.
         """
-        return score(self, prompt, continuation, raw)
+        prompts = self.read(prompt, raw)
+        wanted = continuations(prompts, continuation, self.tokenizer, self.target.vocab_size)
+        self.check_lengths(prompts.rows, [len(tokens) for tokens in wanted])
+        self.supported(self.policy, [])
+        scores = score(self.target, prompts.rows, wanted)
+        return scores[0] if prompts.single else scores
 
     def read(self, prompt: Prompt = None, raw: bool = False, input_ids: Any = None, **beside: Any) -> Prompts:
         """Turn what a caller gives into rows of the target's token ids, padding parted off.
@@ -311,11 +318,15 @@ class SpeculativeDecoder:
         own = getattr(self.tokenizer, "pad_token_id", None)
         return plain(self.target.model.generation_config.pad_token_id) if own is None else own
 
-    def _check_alike(self, settings: Sequence[Settings]) -> None:
-        """Raise `SamplingError` for sampled rows that differ in the law which drafts would draw trees from."""
-        laws = [[getattr(own.config, name, None) for name in WARPERS] for own in settings if own.do_sample]
-        if self.policy.kind is not Kind.RANKED and any(law != laws[0] for law in laws):
-            raise SamplingError("rows differ in their law, and sampled trees are drawn from one: give a batch per law")
+    def _check_same_warpers(self, settings: Sequence[GenerationSettings]) -> None:
+        """Raise `SamplingError` for sampled rows that differ in the distribution which drafts would draw trees from."""
+        distributions = [[getattr(own.config, name, None) for name in WARPERS] for own in settings if own.do_sample]
+        if self.policy.kind is not Kind.RANKED and any(
+            distribution != distributions[0] for distribution in distributions
+        ):
+            raise SamplingError(
+                "rows differ in their distribution, and sampled trees are drawn from one: give a batch per distribution"
+            )
 
     def check_lengths(self, rows: Sequence[Sequence[int]], budgets: Sequence[int]) -> None:
         """Check that prompts and as many new tokens fit the target's context.
@@ -329,10 +340,10 @@ class SpeculativeDecoder:
         check_context(rows, budgets, limit)
 
     def _ready(self, drafts: list[Any]) -> list[Draft]:
-        """Return drafts in the order given, "auto" and "shipped" spelt out."""
+        """Return drafts in the order given, "auto" and "bundled" spelt out."""
         names = [draft for draft in drafts if isinstance(draft, str)]
-        shipped = shipped_drafts(self.target.model, self.tokenizer) if {"auto", "shipped"} & set(names) else []
-        words: dict[str, list[Any]] = {"auto": [*shipped[:1], "ngram"], "shipped": list(shipped)}
+        bundled = bundled_drafts(self.target.model, self.tokenizer) if {"auto", "bundled"} & set(names) else []
+        words: dict[str, list[Any]] = {"auto": [*bundled[:1], "ngram"], "bundled": list(bundled)}
         spelt = [own for draft in drafts for own in (words.get(draft, [draft]) if isinstance(draft, str) else [draft])]
         if len(spelt) > MOST_DRAFTS:
             raise InputError(f"{len(spelt)} drafts are too many: give {MOST_DRAFTS} at most")
@@ -359,7 +370,7 @@ class SpeculativeDecoder:
                 raise UnsupportedModel(f"{check.model} cannot score token trees: {check.reason}")
             if check.support is not Support.CHAIN_ONLY:
                 continue
-            is_chain = set(getattr(policy, "widths", (0,))) <= {1}
+            is_chain = set(getattr(policy, "expansion", (0,))) <= {1}
             if len(self.drafts) > 1 or not (is_chain or policy.kind is Kind.RANKED):
                 raise UnsupportedModel(
                     f"{check.model} can score chains only ({check.reason}): use one draft and tree=Chain(k)"
@@ -390,7 +401,7 @@ def _as_policy(tree: Any) -> Policy:
     policy = Chain(0) if tree is None else Auto() if tree == "auto" else tree
     if not hasattr(policy, "grow") or isinstance(policy, type):
         raise InputError(
-            f'tree={tree!r} is no growth policy: use "auto", BestFirst, Widths, Chain, Sampled, or None for none'
+            f'tree={tree!r} is no growth policy: use "auto", BestFirst, Expansion, Chain, Sampled, or None for none'
         )
     return policy
 
@@ -434,12 +445,12 @@ def _is_name(draft: Any) -> bool:
 
 
 def _load_draft(name: str, dtype: str, device: str) -> Draft:
-    """Load a draft from a feature head's folder, or from wherever language models are.
+    """Load a draft from an EAGLE-style head's folder, or from wherever language models are.
 
     Raises:
         ModelError: it cannot be loaded.
     """
-    from specinfer.drafts.head import MODEL_TYPE, FeatureDraft
+    from specinfer.drafts.head import MODEL_TYPE, HeadDraft
     from specinfer.loading import load
 
     folder = Path(os.path.expanduser(name))
@@ -448,7 +459,7 @@ def _load_draft(name: str, dtype: str, device: str) -> Draft:
     except (OSError, ValueError, KeyError, TypeError):  # a name on the hub, or a folder that the loader will judge
         kind = None
     if kind == MODEL_TYPE:
-        return FeatureDraft.load(folder)
+        return HeadDraft.load(folder)
     loaded = load(name, dtype, device)
     return ModelDraft(loaded.model, loaded.tokenizer, loaded.name)
 

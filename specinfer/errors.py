@@ -38,7 +38,7 @@ class PolicyError(SpecinferError, ValueError):
 
 
 class PairingError(SpecinferError, ValueError):
-    """A verifier was paired with a kind of tree for which it would change the target's output law."""
+    """A verifier was paired with a kind of tree for which it would change the target's output distribution."""
 
 
 class InputError(SpecinferError, ValueError):

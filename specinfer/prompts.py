@@ -222,11 +222,11 @@ def without_padding(rows: Sequence[Sequence[int]], mask: Any) -> list[Padded]:
     """
     if mask is None:
         return [Padded([], list(row), []) for row in rows]
-    masks = alike("attention_mask", mask, rows)
+    masks = one_per_token("attention_mask", mask, rows)
     return [_parted(index, row, kept) for index, (row, kept) in enumerate(zip(rows, masks, strict=True))]
 
 
-def alike(name: str, values: Any, rows: Sequence[Sequence[int]]) -> list[list[Any]]:
+def one_per_token(name: str, values: Any, rows: Sequence[Sequence[int]]) -> list[list[Any]]:
     """Return values as one list per row of ids, each as long as its row; one row of values may serve all.
 
     Raises:
@@ -245,7 +245,7 @@ def alike(name: str, values: Any, rows: Sequence[Sequence[int]]) -> list[list[An
 
 def check_positions(positions: Any, rows: Sequence[Padded]) -> None:
     """Raise `InputError` for position ids that do not count each row's tokens from 0, which is how rows are read."""
-    for row, own in zip(rows, alike("position_ids", positions, [row.whole for row in rows]), strict=True):
+    for row, own in zip(rows, one_per_token("position_ids", positions, [row.whole for row in rows]), strict=True):
         start = len(row.left)
         if own[start : start + len(row.ids)] != list(range(len(row.ids))):
             raise InputError(
@@ -258,7 +258,7 @@ def check_types(types: Any, rows: Sequence[Padded], model: "TreeModel") -> None:
 
     A model that takes types is asked whether zeros are the same to it as none, about a few tokens.
     """
-    given = alike("token_type_ids", types, [row.whole for row in rows])
+    given = one_per_token("token_type_ids", types, [row.whole for row in rows])
     if "token_type_ids" not in inspect.signature(model.model.forward).parameters:
         return
     if any(map(any, given)) or not _zeros_are_none(model, rows[0].ids[:FIRST]):

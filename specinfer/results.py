@@ -111,7 +111,7 @@ class Contribution:
 
 
 @dataclass(frozen=True)
-class Choices:
+class TreeSizes:
     """How large trees were, whoever decided it: means over the steps of a row."""
 
     nodes_per_step: float = 0.0  # drafted nodes that the target scored
@@ -120,7 +120,7 @@ class Choices:
     steps: int = 0
 
     @classmethod
-    def of(cls, steps: Sequence[Step]) -> "Choices":
+    def of(cls, steps: Sequence[Step]) -> "TreeSizes":
         """Count what stands in the steps."""
         nodes, levels = ([getattr(step.tree, name) for step in steps] for name in ("num_drafted", "depth"))
         count = max(len(steps), 1)
@@ -146,7 +146,7 @@ class Stats:
     acceptance_by_depth: tuple[float, ...]  # [d]: accepted at depth d + 1, of the steps that tried that depth
     seconds: Seconds
     notes: tuple[str, ...] = ()  # what the engine decided by itself, and why
-    choices: Choices = Choices()
+    tree_sizes: TreeSizes = TreeSizes()
     drafts: tuple[Contribution, ...] = ()  # by draft id
 
     @property
@@ -170,7 +170,7 @@ class Stats:
             "acceptance_by_depth": list(self.acceptance_by_depth),
             "seconds": self.seconds.to_dict(),
             "notes": list(self.notes),
-            "choices": asdict(self.choices),
+            "tree_sizes": asdict(self.tree_sizes),
             "drafts": [asdict(draft) for draft in self.drafts],
         }
 

@@ -16,14 +16,14 @@ from specinfer.adaptive.policy import AGAIN, SIZES, WAITS, _Levels
 from specinfer.errors import PolicyError
 from specinfer.tree import DenseSource, Draw, Forest, Frontier, Kind, TokenTree, merge
 
-P = np.array([0.6, 0.2, 0.1, 0.05, 0.05])  # the target's law everywhere
+P = np.array([0.6, 0.2, 0.1, 0.05, 0.05])  # the target's distribution everywhere
 VOCAB = 10  # the second half is never right
 GOOD = [*np.log(P), *[-np.inf] * 5]
 BAD = [*[-np.inf] * 5, *np.log(P)]
 
 
 class World:
-    """A target that draws from P, and drafts with a law each.
+    """A target that draws from P, and drafts with a distribution each.
 
     Args:
         drafts: (V,) log-probabilities per draft.
@@ -32,16 +32,16 @@ class World:
     """
 
     def __init__(self, drafts, target, level, rows=1, policy=None):
-        self.laws, self.target, self.level, self.rows = list(drafts), target, level, rows
+        self.distributions, self.target, self.level, self.rows = list(drafts), target, level, rows
         self.policy = policy or Auto()
         self.chance = np.random.default_rng(0)
         self.trees, self.levels = [], []  # per step: what was scored in row 0; levels of each draft
-        self.policy.start(len(self.laws), coupled=False)
+        self.policy.start(len(self.distributions), coupled=False)
 
     def run(self, steps):
         """Decode so many steps."""
         for _ in range(steps):
-            sources = [self.source(draft) for draft in range(len(self.laws))]
+            sources = [self.source(draft) for draft in range(len(self.distributions))]
             grown = [self.policy.grow(source, 8).trees([0] * self.rows, source.draft) for source in sources]
             trees = self.policy.fit([merge(own) for own in zip(*grown, strict=True)])
             self.trees.append(trees[0])
@@ -63,11 +63,11 @@ class World:
 
     def source(self, draft):
         """Return what a draft says, everywhere the same; it counts its levels."""
-        law = torch.tensor(self.laws[draft])
+        distribution = torch.tensor(self.distributions[draft])
 
         def log_probs(frontier):
             source.asked += 1
-            return law.expand(*frontier.tokens.shape, VOCAB)
+            return distribution.expand(*frontier.tokens.shape, VOCAB)
 
         source = DenseSource(log_probs, self.rows, draft=draft)
         source.asked = 0
@@ -180,7 +180,7 @@ def test_a_draft_that_is_never_right_idles_and_is_tried_again():
 
 def test_a_draft_that_becomes_good_is_noticed():
     world = World([BAD], flat(0.1), 0.02).run(200)
-    world.laws[0] = GOOD
+    world.distributions[0] = GOOD
     assert world.run(600).asked(0, 50) >= 48
 
 
@@ -226,7 +226,9 @@ def test_of_equal_drafts_one_works():
 
 def test_drafts_that_cover_different_tokens_work_together():
     first, rest = np.array([0.6, *[0] * 9]), np.array([0, *P[1:], *[0] * 5])
-    world = World([np.log(law / law.sum() + 1e-9) for law in (first, rest)], flat(0.1), 0.0001).run(200)
+    world = World(
+        [np.log(distribution / distribution.sum() + 1e-9) for distribution in (first, rest)], flat(0.1), 0.0001
+    ).run(200)
     assert min(world.asked(draft, 100) for draft in (0, 1)) >= 98
 
 

@@ -22,11 +22,20 @@ import specinfer.training
 from specinfer import BestFirst, SpeculativeDecoder, cli
 from specinfer.attention import TreeModel
 from specinfer.common import files
-from specinfer.drafts.head import FeatureDraft, target_fingerprint
-from specinfer.drafts.head_network import FeatureHead
+from specinfer.drafts.head import HeadDraft, target_fingerprint
+from specinfer.drafts.head_network import HeadNetwork
 from specinfer.errors import InputError, ModelError, SpecinferError
 from specinfer.loading import Loaded
-from specinfer.training import Recipe, Settings, TextSettings, distill, read_documents, read_prompts, text, train
+from specinfer.training import (
+    Recipe,
+    TextSettings,
+    TrainingSettings,
+    distill,
+    read_documents,
+    read_prompts,
+    text,
+    train,
+)
 from specinfer.training.card import Data, write_card
 
 NEW = 12
@@ -39,7 +48,7 @@ FIGURES = {
     ],
     "hits": [[0.3125, 0.4, 0.5], [0.2, 0.3, 0.4]],
     "coverage": 0.987,
-    "sharpness": 1.2,
+    "inverse_temperature": 1.2,
 }
 
 
@@ -66,12 +75,12 @@ def documents(tmp_path):
 
 
 def write(target, tokenizer, folder, prompts, documents=(), **options):
-    """Plan, pin and write text; return its shards."""
+    """Plan, lock_settings and write text; return its shards."""
     settings = TextSettings(**{"new_tokens": NEW, **options})
-    taps = text.default_taps(target)
+    aux_layers = text.default_aux_layers(target)
     batches = text.plan_text(TreeModel(target), tokenizer, prompts, documents, settings)
-    text.pin_text(target, tokenizer, folder, batches, taps, settings)
-    return text.write_text(target, tokenizer, batches, folder, taps, settings.new_tokens)
+    text.lock_text_settings(target, tokenizer, folder, batches, aux_layers, settings)
+    return text.write_text(target, tokenizer, batches, folder, aux_layers, settings.new_tokens)
 
 
 def texts(shards):
@@ -94,14 +103,14 @@ def texts(shards):
 def test_states_are_those_that_chose_the_tokens(tokenizer, prompts, documents, tmp_path, layers):
     """states[j] is what a separate pass of the model computes at token j - 1, of own and of given text."""
     model = tiny_llama(3, num_hidden_layers=layers, max_position_embeddings=1024)
-    taps = text.default_taps(model)
-    assert taps == {2: (1, 2), 5: (2, 4, 5)}[layers]
+    aux_layers = text.default_aux_layers(model)
+    assert aux_layers == {2: (1, 2), 5: (2, 4, 5)}[layers]
     found = list(texts(write(model, tokenizer, tmp_path / "text", prompts, documents, samples=9)))
     assert len(found) == 9 + 3
     for ids, _, _, states in found:
         with torch.no_grad():
             output = model(torch.tensor([ids]), output_hidden_states=True)
-        wanted = torch.stack([output.hidden_states[tap][0, :-1] for tap in taps], 1)
+        wanted = torch.stack([output.hidden_states[layer][0, :-1] for layer in aux_layers], 1)
         assert states.dtype == torch.float64
         assert not states[0].any()
         torch.testing.assert_close(states[1:], wanted)
@@ -215,7 +224,7 @@ def test_a_folder_that_another_run_fills_is_refused(target, tokenizer, prompts, 
 def test_damaged_figures_are_one_line(tmp_path, content):
     """They stand for a draft that was finished."""
     (tmp_path / "figures.json").write_text(content)
-    job = specinfer.distill._Job(tmp_path, "head", Settings(), (), None)
+    job = specinfer.training.TrainingJob(tmp_path, "head", TrainingSettings(), (), None)
     if content == "null":
         assert job.figures() is None
         return
@@ -268,9 +277,9 @@ def trained(monkeypatch):
     """Training that takes no time; the calls of it."""
     calls = []
 
-    def train_head(target, tokenizer, shards, taps, out, settings, earlier=(), start=None, progress=None):
+    def train_head(target, tokenizer, shards, aux_layers, out, settings, earlier=(), start=None, progress=None):
         sizes = settings.layers, settings.vocabulary
-        calls.append((out.name, [folder.name for folder in earlier], list(shards), tuple(taps), start, *sizes))
+        calls.append((out.name, [folder.name for folder in earlier], list(shards), tuple(aux_layers), start, *sizes))
         progress(400, 400, {"loss": 2.0, "top1": 0.3, "held_out": FIGURES["hits"]})
         return FIGURES
 
@@ -301,7 +310,7 @@ def test_a_draft_of_other_settings_is_refused_before_anything_runs(target, token
     """The text stays usable: removing the draft's folder trains it anew."""
     recipe = Recipe(1, text=TextSettings(new_tokens=NEW))
     distill(target, tokenizer, prompts, tmp_path, recipe)
-    other = replace(recipe, training=Settings(epochs=1.0))
+    other = replace(recipe, training=TrainingSettings(epochs=1.0))
     with counted(target) as calls, pytest.raises(InputError, match=r"epochs was 3\.0, now 1\.0.*remove"):
         distill(target, tokenizer, prompts, tmp_path, other)
     assert (len(trained), calls) == (1, [])
@@ -327,8 +336,8 @@ def test_settings_under_which_nothing_was_made_are_replaced(target, tokenizer, p
 def test_a_draft_depends_on_what_the_earlier_ones_were_trained_on_from(target, tokenizer, prompts, tmp_path, trained):
     """The second is boost-tuned after the first: another first one, another second."""
     for name, token in (("a", 0), ("b", 64)):
-        head = FeatureHead(train._head_config(target, (1, 2), 1, 64), torch.arange(token, token + 64))
-        FeatureDraft(head, target_fingerprint(target, tokenizer)).save(tmp_path / name)
+        head = HeadNetwork(train._head_config(target, (1, 2), 1, 64), torch.arange(token, token + 64))
+        HeadDraft(head, target_fingerprint(target, tokenizer)).save(tmp_path / name)
     recipe = Recipe(2, text=TextSettings(new_tokens=NEW), start=(tmp_path / "a",))
     distill(target, tokenizer, prompts, tmp_path / "out", recipe)
     shutil.rmtree(tmp_path / "out" / "1")
@@ -346,15 +355,15 @@ def test_heads_are_trained_on_from_others(target, tokenizer, prompts, tmp_path, 
     """Each from its own, with the sizes of that; a further draft begins anew.  What does not fit is refused at once."""
     for name, layers in (("a", 1), ("b", 2)):
         config = train._head_config(target, (1, 2), layers, 64)
-        head = FeatureHead(config, torch.arange(64))
-        FeatureDraft(head, target_fingerprint(target, tokenizer)).save(tmp_path / name)
+        head = HeadNetwork(config, torch.arange(64))
+        HeadDraft(head, target_fingerprint(target, tokenizer)).save(tmp_path / name)
     recipe = Recipe(3, text=TextSettings(new_tokens=NEW), start=(tmp_path / "a", tmp_path / "b"))
     distill(target, tokenizer, prompts, tmp_path / "out", recipe)
     assert [call[4:] for call in trained] == [(tmp_path / "a", 1, 64), (tmp_path / "b", 2, 64), (None, 1, 12_000)]
     assert "trained on from b; its weights are the mean" in (tmp_path / "out" / "2" / "README.md").read_text()
     with counted(target) as calls:
         for changed, complaint in (
-            ({"start": (tmp_path / "nothing",)}, "cannot load a feature head"),
+            ({"start": (tmp_path / "nothing",)}, "cannot load an EAGLE-style head"),
             ({"start": (tmp_path / "b", tmp_path / "a")}, r'start was "a \w+", now "b \w+"'),
         ):
             with pytest.raises(SpecinferError, match=complaint):
@@ -367,10 +376,10 @@ def test_heads_are_trained_on_from_others(target, tokenizer, prompts, tmp_path, 
 def test_what_is_made_loads_as_a_draft(tokenizer, prompts, tmp_path, monkeypatch):
     """Real training of both architectures, in a few steps: the folders are drafts, and the text stays the target's."""
     target = tiny_llama(0).float()
-    monkeypatch.setattr(specinfer.models, "load", lambda *_: Loaded(target, tokenizer, "tiny"))
+    monkeypatch.setattr(specinfer.loading, "load", lambda *_: Loaded(target, tokenizer, "tiny"))
     wanted = plain(target, [5, 9, 17], NEW)
     for arch in ("head", "lm"):
-        training = Settings(epochs=1.0, tokens_per_batch=128, vocabulary=64, held_out=0.2)
+        training = TrainingSettings(epochs=1.0, tokens_per_batch=128, vocabulary=64, held_out=0.2)
         recipe = Recipe(1, arch, TextSettings(new_tokens=NEW), training)
         made = distill(target, tokenizer, prompts, tmp_path / arch, recipe, name="org/tiny")
         (draft,) = made["drafts"]
@@ -387,8 +396,8 @@ def test_what_is_made_loads_as_a_draft(tokenizer, prompts, tmp_path, monkeypatch
         (lambda: Recipe(1, start=(Path("1"), Path("2"))), "2 heads to train on from, but 1 drafts"),
         (lambda: Recipe(1, "lm", start=(Path("1"),)), "arch='head'"),
         (lambda: Recipe(arch="tree"), "arch 'tree' is unknown: choose head or lm"),
-        (lambda: Recipe(training=Settings(loss="mse")), "loss 'mse'"),
-        (lambda: Recipe(training=Settings(epochs=0)), "epochs=0"),
+        (lambda: Recipe(training=TrainingSettings(loss="mse")), "loss 'mse'"),
+        (lambda: Recipe(training=TrainingSettings(epochs=0)), "epochs=0"),
         (lambda: TextSettings(samples=0), "samples=0"),
         (lambda: TextSettings(new_tokens=0), "new_tokens=0"),
         (lambda: TextSettings(temperatures=()), "temperatures"),
@@ -430,7 +439,7 @@ def test_the_card_says_what_was_done(prompts, documents, tmp_path, monkeypatch, 
         monkeypatch.setattr(builtins, "__import__", without)
     folder = tmp_path / "2"
     data = Data.of(prompts, documents, 42, 4321, TextSettings(seed=7))
-    write_card(folder, "org/tiny", "head", data, Settings(learning_rate=0.125), FIGURES, [tmp_path / "1"])
+    write_card(folder, "org/tiny", "head", data, TrainingSettings(learning_rate=0.125), FIGURES, [tmp_path / "1"])
     card = (folder / "README.md").read_text()
     for words in (
         *("base_model: org/tiny", "prompts.jsonl (6)", "given.txt (2)", "42 texts, 4,321 tokens"),
@@ -451,7 +460,7 @@ def test_the_card_says_what_was_done(prompts, documents, tmp_path, monkeypatch, 
 @pytest.fixture
 def run(target, monkeypatch, capsys, prompts):
     """Run ``specinfer distill`` on the tiny target; return exit code, standard output and standard error."""
-    monkeypatch.setattr(specinfer.models, "load", lambda *_: Loaded(target, byte_tokenizer(), "tiny"))
+    monkeypatch.setattr(specinfer.loading, "load", lambda *_: Loaded(target, byte_tokenizer(), "tiny"))
 
     def call(*arguments):
         monkeypatch.setattr("sys.argv", ["specinfer", "distill", "--new-tokens", str(NEW), *map(str, arguments)])
@@ -534,8 +543,8 @@ BAD_OPTIONS = {
     "few tokens": (["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--vocabulary", "4"], "vocabulary=4"),
     "no such arch": (["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--arch", "rnn"], "'rnn'"),
     "no end": (["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--epochs", "inf"], "epochs=inf"),
-    "nothing shipped": (
-        ["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--start", "shipped"],
+    "nothing bundled": (
+        ["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--start", "bundled"],
         "no heads for",
     ),
     "no head": (
@@ -567,15 +576,15 @@ def test_the_command_has_exactly_these_options(run, monkeypatch):
 
 @pytest.mark.parametrize("broken", ["config.json", "model.safetensors", None])
 def test_a_bad_draft_folder_is_one_line(target, tokenizer, tmp_path, monkeypatch, broken):
-    """A folder that says it is a feature head and is not: a ModelError that names it."""
-    monkeypatch.setattr(specinfer.models, "load", lambda *_: Loaded(target, tokenizer, "tiny"))
-    config = {"model_type": "specinfer_feature_head", "head": {}, "fingerprint": {}, "name": "1"}
+    """A folder that says it is an EAGLE-style head and is not: a ModelError that names it."""
+    monkeypatch.setattr(specinfer.loading, "load", lambda *_: Loaded(target, tokenizer, "tiny"))
+    config = {"model_type": "specinfer_eagle_head", "head": {}, "fingerprint": {}, "name": "1"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes(b"no tensors")
     if broken == "model.safetensors":
         (tmp_path / broken).unlink()
     if broken == "config.json":
-        (tmp_path / broken).write_text('{"model_type": "specinfer_feature_head"}')
+        (tmp_path / broken).write_text('{"model_type": "specinfer_eagle_head"}')
     with pytest.raises(ModelError, match=str(tmp_path)) as caught:
         SpeculativeDecoder.from_pretrained("tiny", [str(tmp_path)])
     assert "\n" not in str(caught.value)

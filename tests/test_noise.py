@@ -31,7 +31,7 @@ def draws(own_key, count=20_000):
     return gumbel(int(own_key), count).numpy()
 
 
-# ---- pinned: a seed keeps its text from release to release ----
+# ---- settings: a seed keeps its text from release to release ----
 
 
 def test_golden_keys():

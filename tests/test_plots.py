@@ -84,9 +84,9 @@ def comparison(*groups: dict[str, Any]) -> Any:
 
 
 def group(name: str = "code", temperature: float = 0.0, ratios: bool = True) -> dict[str, Any]:
-    ratio = {"incremental": [1.4, 1.2, 1.5]} if ratios else {}
+    ratio = {"autoregressive": [1.4, 1.2, 1.5]} if ratios else {}
     methods = {
-        "incremental": {"tokens_per_pass": [1, 1, 1], "ratio": {}},
+        "autoregressive": {"tokens_per_pass": [1, 1, 1], "ratio": {}},
         "tree": {"tokens_per_pass": [2.5, 2.0, 2.6], "ratio": ratio},
         "a method of mine": {"tokens_per_pass": [1.5, 1.4, 1.6], "ratio": ratio},
     }
@@ -168,7 +168,7 @@ def test_draws_into_axes_of_no_grid_and_on_no_pyplot_figure(plot: Any) -> None:
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("", ".axes", ".trees", ".measures"):
-        monkeypatch.delitem(sys.modules, f"specinfer.plots{module}")
+        monkeypatch.delitem(sys.modules, f"specinfer.viz.plots{module}")
     for module in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.setitem(sys.modules, module, None)
     plots = importlib.import_module("specinfer.viz.plots")
@@ -335,7 +335,7 @@ def test_comparison() -> None:
     ax = plot_compare(comparison(group("all"), group(temperature=1.0)))
     assert bars(ax) == [[1, 1], [2.5, 2.5], [1.5, 1.5]]
     assert len({container[0].get_hatch() or "" for container in ax.containers}) > 1
-    assert key(ax) == ["incremental", "tree", "a method of mine"]
+    assert key(ax) == ["autoregressive", "tree", "a method of mine"]
     (lower,) = [other for other in ax.figure.axes if other is not ax]
     assert [line.get_ydata().tolist() for line in drawn(lower, "ratio-")] == [[1.4, 1.4]] * 2
     assert [label.get_text() for label in lower.get_xticklabels()] == ["all sets\nn = 5\nT = 0", "code\nn = 5\nT = 1"]
@@ -345,7 +345,7 @@ def test_comparison() -> None:
 
 def test_comparison_without_incremental_decoding() -> None:
     alone = group(ratios=False)
-    del alone["methods"]["incremental"]
+    del alone["methods"]["autoregressive"]
     ax = plot_compare(comparison(alone))
     assert "not measured" in ax.figure.axes[1].texts[0].get_text()
 

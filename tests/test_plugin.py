@@ -17,7 +17,7 @@ from transformers import (
 )
 
 import specinfer
-from specinfer import BestFirst, Chain, Sampled, SpeculativeDecoder, Widths
+from specinfer import BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder
 from specinfer.errors import InputError, SamplingError, UnsupportedModel
 from specinfer.integrations.transformers import SpeculativeOutput, custom_generate
 
@@ -39,7 +39,7 @@ def both(target, inputs, ours=None, **options):
     return wanted, target.generate(**inputs, **options, custom_generate=specinfer.custom_generate, **(ours or {}))
 
 
-@pytest.mark.parametrize("policy", [BestFirst(8, 4), Widths((2, 2)), Chain(3), None])
+@pytest.mark.parametrize("policy", [BestFirst(8, 4), Expansion((2, 2)), Chain(3), None])
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["single", "left-padded"])
 def test_greedy_sequences_are_those_of_generate(target, near, prompts, policy):
     """Single prompts and left-padded batches, with a model, the n-gram draft, or both."""

@@ -22,16 +22,16 @@ from transformers import (
     PhiConfig,
 )
 
-from specinfer.drafts.head import FeatureDraft
-from specinfer.drafts.head_network import FeatureHead
+from specinfer.drafts.head import HeadDraft
+from specinfer.drafts.head_network import HeadNetwork
 from specinfer.errors import InputError, NumericalError, SpecinferError, UnsupportedModel
 from specinfer.training import train
 from specinfer.training.data import Batch, Texts
 from specinfer.training.logits import check_logits
-from specinfer.training.train import EarlierDrafts, Settings, SoftCrossEntropy, train_causal_lm, train_head
+from specinfer.training.train import EarlierDrafts, SoftCrossEntropy, TrainingSettings, train_causal_lm, train_head
 
-TAPS = (1, 2)
-SETTINGS = Settings(
+AUX_LAYERS = (1, 2)
+SETTINGS = TrainingSettings(
     epochs=2.0, tokens_per_batch=128, vocabulary=64, held_out=0.1, checkpoint_every=4, learning_rate=5e-3, unroll=2
 )
 
@@ -49,7 +49,7 @@ def shards(target, tmp_path_factory):
     ids = target.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=20, do_sample=False)
     with torch.no_grad():
         hidden = target(ids, output_hidden_states=True).hidden_states
-    states = torch.stack([hidden[tap] for tap in TAPS], 2)
+    states = torch.stack([hidden[layer] for layer in AUX_LAYERS], 2)
     states = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], 1)
     rows, length = ids.shape
     columns = {"ids": ids.flatten().int(), "states": states.flatten(0, 1).contiguous()}
@@ -60,19 +60,19 @@ def shards(target, tmp_path_factory):
 
 
 def trained(target, shards, out, settings=SETTINGS, earlier=(), start=None, progress=lambda *_: None):
-    return train_head(target, byte_tokenizer(), shards, TAPS, out, settings, earlier, start, progress)
+    return train_head(target, byte_tokenizer(), shards, AUX_LAYERS, out, settings, earlier, start, progress)
 
 
 def test_the_gradient_made_on_the_way_forward_is_autograds():
     torch.manual_seed(0)
     logits, weights = torch.randn(5, 9, requires_grad=True), torch.rand(5)
-    law = torch.randn(5, 9).softmax(-1)
-    (SoftCrossEntropy.apply(logits, law) * weights).sum().backward()
+    distribution = torch.randn(5, 9).softmax(-1)
+    (SoftCrossEntropy.apply(logits, distribution) * weights).sum().backward()
     found, logits.grad = logits.grad, None
-    loss = -(law * logits.log_softmax(-1)).sum(-1)
+    loss = -(distribution * logits.log_softmax(-1)).sum(-1)
     (loss * weights).sum().backward()
     torch.testing.assert_close(found, logits.grad)
-    torch.testing.assert_close(SoftCrossEntropy.apply(logits, law), loss)
+    torch.testing.assert_close(SoftCrossEntropy.apply(logits, distribution), loss)
 
 
 # ---- the target's own logits ----
@@ -107,7 +107,7 @@ def written(model):
     ids = torch.randint(3, 40, (2, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         output = model(ids, output_hidden_states=True)
-    states = torch.stack([output.hidden_states[tap] for tap in TAPS], 2)
+    states = torch.stack([output.hidden_states[layer] for layer in AUX_LAYERS], 2)
     states = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], 1)
     return Batch(ids, states, torch.ones(2, 8, dtype=torch.bool)), output.logits[:, :-1].flatten(0, 1)
 
@@ -119,16 +119,16 @@ def test_heads_learn_from_the_targets_own_logits(family):
     batch, logits = written(model)
     check_logits(model)
     token_ids = torch.arange(3, 40, 2)
-    head = FeatureHead(train._head_config(model, TAPS, 1, len(token_ids)), token_ids).bind(model)
+    head = HeadNetwork(train._head_config(model, AUX_LAYERS, 1, len(token_ids)), token_ids).bind(model)
     unrolled = train.Unrolled(head, model, SETTINGS)
-    _, law = unrolled._goal(batch.ids[:, 1:].flatten(), batch.states[:, 1:, -1].flatten(0, 1))
-    torch.testing.assert_close(law, logits[:, token_ids].softmax(-1))
-    assert not law.requires_grad
+    _, distribution = unrolled._goal(batch.ids[:, 1:].flatten(), batch.states[:, 1:, -1].flatten(0, 1))
+    torch.testing.assert_close(distribution, logits[:, token_ids].softmax(-1))
+    assert not distribution.requires_grad
 
 
 @pytest.mark.parametrize("family", TARGETS)
 def test_a_small_language_model_learns_from_the_targets_own_logits(family):
-    """And with its own: one that is the target has the loss of the target's own law."""
+    """And with its own: one that is the target has the loss of the target's own distribution."""
     model = target_of(family)
     batch, logits = written(model)
     keep = torch.ones(16)
@@ -139,7 +139,7 @@ def test_a_small_language_model_learns_from_the_targets_own_logits(family):
 
 
 def test_targets_whose_logits_do_not_follow_from_their_states_are_refused(monkeypatch):
-    """Their drafts would learn another law."""
+    """Their drafts would learn another distribution."""
     forward = LlamaForCausalLM.forward
 
     @wraps(forward)
@@ -171,7 +171,7 @@ def test_training_learns_and_says_how_well(target, shards, tmp_path):
     first, last = figures["history"][0], figures["history"][-1]
     assert last["loss"] < 0.8 * first["loss"]  # 80 held-out tokens tell little from chance
     assert 0 < figures["coverage"] <= 1
-    draft = FeatureDraft.load(tmp_path / "1")
+    draft = HeadDraft.load(tmp_path / "1")
     assert len(draft.head.token_ids) == SETTINGS.vocabulary
 
 
@@ -238,7 +238,7 @@ def test_tokens_that_an_earlier_draft_proposes_first_weigh_less(target, shards, 
     texts = Texts(shards, SETTINGS.held_out)
     batch = texts.load(texts.train)
     weights = EarlierDrafts([tmp_path / "1"], target, SETTINGS).weights(batch)
-    head = FeatureDraft.load(tmp_path / "1").head.to(target.dtype).bind(target)
+    head = HeadDraft.load(tmp_path / "1").head.to(target.dtype).bind(target)
     _, hits = train.Unrolled(head, target, SETTINGS)(*batch, torch.ones_like(weights))
     assert 0 < int(hits[0, 0]) == int((weights != 1).sum()) < len(weights)
     assert set(weights[weights != 1].tolist()) == {torch.tensor(SETTINGS.boost).item()}
@@ -259,10 +259,10 @@ def test_too_few_texts_are_refused(shards, tmp_path, rows):
 
 
 def test_sharpness_is_what_flat_laws_lack(target, shards, tmp_path, monkeypatch):
-    """1 where the head knows the target's law; as much as its logits are smaller, where they are."""
+    """1 where the head knows the target's distribution; as much as its logits are smaller, where they are."""
     trained(target, shards, tmp_path / "1")
-    draft = FeatureDraft.load(tmp_path / "1")
-    assert draft.sharpness in train.SHARPNESS
+    draft = HeadDraft.load(tmp_path / "1")
+    assert draft.inverse_temperature in train.INVERSE_TEMPERATURES
     head, texts = draft.head.to(target.dtype).bind(target), Texts(shards, 0.5)
     for flatness in (1, 1.4):
         monkeypatch.setattr(
@@ -270,14 +270,16 @@ def test_sharpness_is_what_flat_laws_lack(target, shards, tmp_path, monkeypatch)
             "_first_logits",
             lambda own, batch, flatness=flatness: own.logits(batch.states[:, 1:, -1][batch.learn]) / flatness,
         )
-        assert train.fit_sharpness(train.Unrolled(head, target, SETTINGS), texts) == pytest.approx(flatness, abs=0.11)
+        assert train.fit_inverse_temperature(train.Unrolled(head, target, SETTINGS), texts) == pytest.approx(
+            flatness, abs=0.11
+        )
 
 
 def test_a_deeper_draft_starts_as_the_earlier_one(target, shards, tmp_path):
     trained(target, shards, tmp_path / "1")
-    earlier = FeatureDraft.load(tmp_path / "1").head.to(target.dtype).bind(target)
-    config = train._head_config(target, earlier.config.taps, 2, SETTINGS.vocabulary)
-    deeper = FeatureHead(config, earlier.token_ids).to(target.dtype).bind(target)
+    earlier = HeadDraft.load(tmp_path / "1").head.to(target.dtype).bind(target)
+    config = train._head_config(target, earlier.config.aux_layers, 2, SETTINGS.vocabulary)
+    deeper = HeadNetwork(config, earlier.token_ids).to(target.dtype).bind(target)
     train._start_from(deeper, target, [tmp_path / "1"])
     batch = (texts := Texts(shards, SETTINGS.held_out)).load(texts.train)
     weights = torch.ones(int(batch.learn.sum()))

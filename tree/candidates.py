@@ -44,9 +44,9 @@ def top_candidates(log_probs: Tensor, k: int, block: int | None = None) -> tuple
 def draw_candidates(
     log_probs: Tensor, k: int, replacement: bool, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw k tokens from each of the laws exp(log_probs), normalised, in float64.
+    """Draw k tokens from each of the distributions exp(log_probs), normalised, in float64.
 
-    With replacement by inverting the cumulative law.  Without by the exponential race: with E independent and
+    With replacement by inverting the cumulative distribution.  Without by the exponential race: with E independent and
     exponential, the order of q / E from the largest on is the order of drawing one by one and renormalising.
 
     Args:
@@ -57,18 +57,20 @@ def draw_candidates(
 
     Returns:
         tokens: (..., k) int64 in drawing order; min(k, V) without replacement.
-        log_probs: of the tokens under the law, same shape; -inf = nothing was left to draw.
-        laws: (..., V) float64; all zero where every log-probability is -inf.
+        log_probs: of the tokens under the distribution, same shape; -inf = nothing was left to draw.
+        distributions: (..., V) float64; all zero where every log-probability is -inf.
     """
     largest = log_probs.amax(-1, keepdim=True).double().clamp(min=-1e300)
     weights = (log_probs.double() - largest).exp()
-    laws = weights / weights.sum(-1, keepdim=True).clamp(min=1)  # the largest weight is 1
+    distributions = weights / weights.sum(-1, keepdim=True).clamp(min=1)  # the largest weight is 1
     if replacement:
-        cumulative = laws.cumsum(-1)
-        chance = torch.rand((*laws.shape[:-1], k), dtype=laws.dtype, device=laws.device, generator=generator)
+        cumulative = distributions.cumsum(-1)
+        chance = torch.rand(
+            (*distributions.shape[:-1], k), dtype=distributions.dtype, device=distributions.device, generator=generator
+        )
         tokens = torch.searchsorted(cumulative, chance * cumulative[..., -1:], right=True)
-        tokens.clamp_(max=laws.shape[-1] - 1)  # where the law is all zero
+        tokens.clamp_(max=distributions.shape[-1] - 1)  # where the distribution is all zero
     else:
-        race = torch.empty_like(laws).exponential_(generator=generator).clamp_(min=1e-300)
-        tokens, _ = top_candidates(laws / race, k)
-    return tokens, laws.gather(-1, tokens).log(), laws
+        race = torch.empty_like(distributions).exponential_(generator=generator).clamp_(min=1e-300)
+        tokens, _ = top_candidates(distributions / race, k)
+    return tokens, distributions.gather(-1, tokens).log(), distributions

@@ -51,8 +51,9 @@ class Forest(Sequence[TokenTree]):
     def merged(cls, forests: Sequence[Sequence[TokenTree]]) -> Forest:
         """Return the union, row by row, of trees from drafts of their own that grow from the same roots.
 
-        All draws are kept, all laws, and of scores the largest, for verification is exact only if each draw is tested
-        against the law it came from.  (SpecInfer, arXiv 2305.09781, Definition 3.2, merges trees as sets of paths.)
+        All draws are kept, all distributions, and of scores the largest, for verification is exact only if each draw is
+        tested against the distribution it came from.  (SpecInfer, arXiv 2305.09781, Definition 3.2, merges trees as
+        sets of paths.)
 
         Raises:
             TreeError: rows, roots or kinds differ, or two forests hold draws of the same draft.
@@ -143,7 +144,7 @@ class Forest(Sequence[TokenTree]):
 
 
 def merge(trees: Sequence[TokenTree]) -> TokenTree:
-    """Return the union of trees by path: all draws, all laws, of scores the largest.
+    """Return the union of trees by path: all draws, all distributions, of scores the largest.
 
     Associative and commutative: any grouping and any order give an equal tree.
 

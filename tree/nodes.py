@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Numbers = NDArray[np.int64]
-Laws = Mapping[tuple[int, int], np.ndarray]  # (node, draft) -> (V,) float64
+Distributions = Mapping[tuple[int, int], np.ndarray]  # (node, draft) -> (V,) float64
 
 
 class Draws(NamedTuple):
@@ -39,7 +39,7 @@ class Listed(NamedTuple):
     parents: Numbers  # (S,); -1 of the roots
     scores: NDArray[np.float64]  # (S,) log-probability of the path; 0 at the roots
     draws: Draws
-    laws: Laws
+    distributions: Distributions
     distinct: bool = False  # no path is listed twice
 
 
@@ -49,7 +49,7 @@ class Nodes:
     Attributes:
         starts: (B + 1,) where each row's root is, then N.
         tokens, parents, depths, scores: (N,); numbers of nodes count through all rows.
-        draws, laws: as `Listed`; draws by node, then draft, then order.
+        draws, distributions: as `Listed`; draws by node, then draft, then order.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class Nodes:
         depths: Numbers,
         scores: NDArray[np.float64],
         draws: Draws,
-        laws: Laws,
+        distributions: Distributions,
     ) -> None:
-        self.starts, self.draws, self.laws = starts, draws, laws
+        self.starts, self.draws, self.distributions = starts, draws, distributions
         self.tokens, self.parents, self.depths, self.scores = tokens, parents, depths, scores
         for array in (tokens, parents, depths, scores, *draws):
             array.flags.writeable = False
@@ -118,17 +118,17 @@ class Nodes:
             self.depths[own].copy(),
             self.scores[own].copy(),
             Draws(nodes - start, drafts, orders),
-            self._laws_by_row[row] if self.laws else {},
+            self._distributions_by_row[row] if self.distributions else {},
         )
         alone.proposers = self.proposers[own].copy()
         return alone
 
     @cached_property
-    def _laws_by_row(self) -> list[dict[tuple[int, int], np.ndarray]]:
-        """Every row's laws, by its own nodes."""
+    def _distributions_by_row(self) -> list[dict[tuple[int, int], np.ndarray]]:
+        """Every row's distributions, by its own nodes."""
         found: list[dict[tuple[int, int], np.ndarray]] = [{} for _ in self.sizes]
-        for (parent, draft), law in self.laws.items():
-            found[self.rows[parent]][int(self.places[parent]), draft] = law
+        for (parent, draft), distribution in self.distributions.items():
+            found[self.rows[parent]][int(self.places[parent]), draft] = distribution
         return found
 
     @cached_property
@@ -147,7 +147,7 @@ class Nodes:
             np.where(parents < 0, -1, place[parents]),
             self.scores[order],
             self.draws._replace(nodes=place[self.draws.nodes]),
-            {(int(place[p]), draft): law for (p, draft), law in self.laws.items()},
+            {(int(place[p]), draft): distribution for (p, draft), distribution in self.distributions.items()},
             distinct=True,
         )
 
@@ -171,7 +171,7 @@ class Nodes:
         order = np.lexsort((-least, self.rows))
         return self._kept(_inverse(order, self.places) <= max(count, 0))
 
-    def without_laws(self) -> Nodes:
+    def without_distributions(self) -> Nodes:
         """Return the trees as records."""
         return Nodes(self.starts, self.tokens, self.parents, self.depths, self.scores, self.draws, {})
 
@@ -183,8 +183,12 @@ class Nodes:
         parents = self.parents[keep]
         draws = self.draws.of(keep, place)
         parents = np.where(parents < 0, -1, place[parents])
-        used = set(zip(parents[draws.nodes].tolist(), draws.drafts.tolist(), strict=True)) if self.laws else set()
-        moved = {(int(place[p]), draft): law for (p, draft), law in self.laws.items() if keep[p]}
+        used = (
+            set(zip(parents[draws.nodes].tolist(), draws.drafts.tolist(), strict=True)) if self.distributions else set()
+        )
+        moved = {
+            (int(place[p]), draft): distribution for (p, draft), distribution in self.distributions.items() if keep[p]
+        }
         return Nodes(
             np.append(place[self.starts[:-1]], len(parents)),
             self.tokens[keep],
@@ -192,7 +196,7 @@ class Nodes:
             self.depths[keep],
             self.scores[keep],
             draws,
-            {key: law for key, law in moved.items() if key in used},
+            {key: distribution for key, distribution in moved.items() if key in used},
         )
 
 
@@ -207,9 +211,9 @@ def planted(listed: Listed) -> Nodes:
     order = _inverse(places, np.arange(len(places)))
     draws = listed.draws._replace(nodes=places[node[listed.draws.nodes]])
     turns = np.lexsort((draws.orders, draws.drafts, draws.nodes))
-    laws: dict[tuple[int, int], np.ndarray] = {}
-    for (parent, draft), law in listed.laws.items():
-        laws.setdefault((int(places[node[parent]]), draft), law)
+    distributions: dict[tuple[int, int], np.ndarray] = {}
+    for (parent, draft), distribution in listed.distributions.items():
+        distributions.setdefault((int(places[node[parent]]), draft), distribution)
     return Nodes(
         np.append(places[parents < 0], len(places)),
         tokens[order],
@@ -217,7 +221,7 @@ def planted(listed: Listed) -> Nodes:
         depths[order],
         scores[order],
         Draws(*(column[turns] for column in draws)),
-        laws,
+        distributions,
     )
 
 
@@ -246,7 +250,11 @@ def joined(parts: Sequence[Listed], rows: int) -> Listed:
         np.concatenate((first.parents, *(place(part.parents[rows:], shift) for part, shift in moved[1:]))),
         np.concatenate((first.scores, *(part.scores[rows:] for part in others))),
         Draws(*map(np.concatenate, zip(*draws, strict=True))),
-        {(p if p < rows else p + shift, d): law for part, shift in moved for (p, d), law in part.laws.items()},
+        {
+            (p if p < rows else p + shift, d): distribution
+            for part, shift in moved
+            for (p, d), distribution in part.distributions.items()
+        },
     )
 
 
@@ -264,7 +272,11 @@ def side_by_side(rows: Sequence[Nodes]) -> Nodes:
         np.concatenate([own.depths for own in rows]),
         np.concatenate([own.scores for own in rows]),
         Draws(*(np.concatenate(column) for column in zip(*draws, strict=True))),
-        {(p + shift, draft): law for own, shift in pairs for (p, draft), law in own.laws.items()},
+        {
+            (p + shift, draft): distribution
+            for own, shift in pairs
+            for (p, draft), distribution in own.distributions.items()
+        },
     )
 
 

@@ -62,7 +62,7 @@ class Source(Protocol):
         """
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return k drawn tokens in drawing order, their log-probabilities, and the laws drawn from.
+        """Return k drawn tokens in drawing order, their log-probabilities, and the distributions drawn from.
 
         Shapes (B, W, k), (B, W, k) and (B, W, V): see `draw_candidates`.
         """
@@ -101,7 +101,7 @@ class Growth(NamedTuple):
     scores: Tensor  # (B, M) log-probability of the path, float32 or float64
     valid: Tensor  # (B, M) bool; False = no node
     kind: Kind
-    laws: tuple[Tensor, ...] = ()  # sampled: (B, W, V) per level; joined, the law of node 0, 1, ...
+    distributions: tuple[Tensor, ...] = ()  # sampled: (B, W, V) per level; joined, the distribution of node 0, 1, ...
 
     def trees(self, roots: Sequence[int], draft: int = 0) -> Forest:
         """Bring the trees to the host.  Waits for the device.
@@ -146,18 +146,18 @@ class Growth(NamedTuple):
         numbers = np.concatenate((np.arange(rows)[:, None], numbers), 1)  # of each row's nodes, its root first
         above = np.take_along_axis(numbers, parents, 1)
         every = np.arange(rows, rows + len(found))
-        laws: dict[tuple[int, int], np.ndarray] = {}
-        if self.laws:
-            dense = torch.cat(self.laws, 1).cpu().double().numpy()
+        distributions: dict[tuple[int, int], np.ndarray] = {}
+        if self.distributions:
+            dense = torch.cat(self.distributions, 1).cpu().double().numpy()
             dense.flags.writeable = False
             families = zip(valid.nonzero()[0].tolist(), parents[valid].tolist(), above[valid].tolist(), strict=True)
-            laws = {(number, draft): dense[row, node] for row, node, number in families}
+            distributions = {(number, draft): dense[row, node] for row, node, number in families}
         return Listed(
             np.concatenate((roots, tokens[valid])),
             np.concatenate((np.full(rows, -1), above[valid])),
             np.concatenate((np.zeros(rows), found)),
             Draws(every, np.full(len(every), draft), every),
-            laws,
+            distributions,
             distinct=self.kind is not Kind.IID,
         )
 
@@ -311,8 +311,8 @@ class _Pool:
 
 
 @dataclass(frozen=True)
-class Widths:
-    """The `widths[d]` likeliest children of every node at depth d.
+class Expansion:
+    """The `expansion[d]` likeliest children of every node at depth d.
 
     This is SpecInfer's expansion configuration <k1, k2, ...> (arXiv 2305.09781, section 3).
 
@@ -320,14 +320,14 @@ class Widths:
         PolicyError: a width that is not a positive whole number.
     """
 
-    widths: tuple[int, ...]
+    expansion: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.widths, Sequence):
-            raise PolicyError(f"widths must be a list of whole numbers, one a level, got {self.widths!r}")
-        object.__setattr__(self, "widths", tuple(self.widths))
-        for depth, width in enumerate(self.widths):
-            _check_size(f"widths[{depth}]", width, 1)
+        if not isinstance(self.expansion, Sequence):
+            raise PolicyError(f"an expansion must be a list of whole numbers, one a level, got {self.expansion!r}")
+        object.__setattr__(self, "expansion", tuple(self.expansion))
+        for depth, width in enumerate(self.expansion):
+            _check_size(f"expansion[{depth}]", width, 1)
         _check_size("the sum of all levels' nodes", self.max_nodes, 0)
 
     @property
@@ -338,22 +338,22 @@ class Widths:
     @property
     def max_nodes(self) -> int:
         """The most nodes a tree can have, root excluded."""
-        return sum(accumulate(self.widths, mul))
+        return sum(accumulate(self.expansion, mul))
 
     @property
     def max_depth(self) -> int:
         """The number of levels below the root."""
-        return len(self.widths)
+        return len(self.expansion)
 
     def grow(self, source: Source, max_depth: int | None = None) -> Growth:
         """Grow one tree per row, asking the source once per level."""
         frontier, scores = _root(source), torch.zeros(source.batch, 1, device=source.device)
         above = 0  # how many nodes were sent before this frontier
         levels: list[tuple[Tensor, ...]] = []  # tokens, parents, scores, valid
-        laws: list[Tensor] = []
-        for depth, width in enumerate(self.widths[: _limit(self.max_depth, max_depth)], start=1):
-            tokens, log_probs, *law = self._ask(source, frontier, width)
-            laws += law
+        distributions: list[Tensor] = []
+        for depth, width in enumerate(self.expansion[: _limit(self.max_depth, max_depth)], start=1):
+            tokens, log_probs, *distribution = self._ask(source, frontier, width)
+            distributions += distribution
             rows, sent, k = tokens.shape
             scores = _path_scores(scores, log_probs)  # (B, W * k)
             parents = torch.arange(above, above + sent, device=tokens.device).repeat_interleave(k).expand(rows, -1)
@@ -365,7 +365,7 @@ class Widths:
         if not levels:
             return _bare(source, self.kind)
         tokens, parents, scores, valid = (torch.cat(c, 1) for c in zip(*levels, strict=True))
-        return Growth(tokens, parents, scores, valid, self.kind, tuple(laws))
+        return Growth(tokens, parents, scores, valid, self.kind, tuple(distributions))
 
     def fit(self, trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
         """Return the trees as they are: a draft's widths are promised, and drawn nodes must not be chosen from."""
@@ -375,7 +375,7 @@ class Widths:
         return source.top(frontier, k)
 
 
-class Chain(Widths):
+class Chain(Expansion):
     """One path of the likeliest tokens: sequence speculation."""
 
     def __init__(self, length: int) -> None:
@@ -387,8 +387,8 @@ class Chain(Widths):
 
 
 @dataclass(frozen=True)
-class Sampled(Widths):
-    """`widths[d]` draws from q under every draw at depth d, for multi-step speculative sampling.
+class Sampled(Expansion):
+    """`expansion[d]` draws from q under every draw at depth d, for multi-step speculative sampling.
 
     With replacement the draws are independent and a token drawn twice stays two draws, each with draws of its
     own below (SpecInfer, arXiv 2305.09781, Algorithm 2).  Without, q is renormalised after each draw, and a

@@ -7,18 +7,15 @@ text.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 from unicodedata import east_asian_width
-
-if TYPE_CHECKING:
-    from specinfer.tree.token_tree import TokenTree
 
 VISIBLE = {" ": "␠", "\n": "⏎", "\t": "⇥"}
 ACCEPTED, REJECTED, BONUS = "✓", "✗", "+"
 
 
 def render(
-    tree: TokenTree,
+    tree: Any,
     text: Callable[[int], str] | None = None,
     path: Sequence[int] | None = None,
     bonus: str | None = None,
@@ -26,7 +23,7 @@ def render(
     """Return the tree as text: token, draft probability given the parent and, once verified, the verdict.
 
     Args:
-        tree: what to draw.
+        tree: a `TokenTree`, which imports this module.
         text: from token id to text; white space is made visible.  Without it, ids are shown.
         path: the accepted nodes, root excluded, which are marked ✓ and the others ✗; None = not verified yet.
         bonus: the text of the target's own token, drawn with + below the last accepted node.

@@ -10,28 +10,25 @@ subtree needs is shared out evenly among the smaller ones beside it, and the tim
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from specinfer.tree.token_tree import TokenTree
 
-
-def tidy(tree: TokenTree, bonus: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+def tidy(parents: Iterable[int], bonus: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Return where each node stands: x across, siblings at rising x, and y down, its depth.
 
     Nodes of one depth are at least 1 apart, edges do not cross, and the smallest x is 0.  Swap x and y for a tree that
     grows to the right.
 
     Args:
-        tree: of N nodes.
+        parents: (N,) of nodes in depth-first order; the first one, the root, has -1.
         bonus: a node below which one more is placed, as its last child: the target's own token, which is in no tree.
 
     Returns:
         x and y, float64 (N,) each; (N + 1,) with a bonus, which comes last.
     """
-    parents = tree.parents.tolist() + ([] if bonus is None else [bonus])
+    parents = [*map(int, parents), *([] if bonus is None else [bonus])]
     families: list[list[int]] = [[] for _ in parents]
     for node, parent in enumerate(parents[1:], start=1):
         families[parent].append(node)

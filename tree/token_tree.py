@@ -6,7 +6,7 @@ a tree is host data, one row of `Nodes`, and never changed.  The engine works on
     root    node 0, the last committed token; everything below it was drafted
     score   log-probability of the whole path from the root, under the draft: 0 at the root
     draw    one act of drafting a token under a parent; a token drawn twice there is one node with two draws
-    law     the distribution q that a parent's children were drawn from: exact verification needs it
+    distribution     the distribution q that a parent's children were drawn from: exact verification needs it
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 from specinfer.common.display import Displayed
 from specinfer.errors import TreeError
-from specinfer.tree.nodes import Draws, Laws, Listed, Nodes, ancestors, planted
+from specinfer.tree.nodes import Distributions, Draws, Listed, Nodes, ancestors, planted
 from specinfer.tree.text import render
 
 if TYPE_CHECKING:
@@ -57,8 +57,9 @@ class TokenTree(Displayed):
         parents: (N,) numbers of nodes, less than the node's own; -1 at the root.
         scores: (N,) log-probabilities of the paths, natural logarithms; 0 at the root.
         draws: per node, sorted; () at the root.
-        laws: (parent, draft) -> (V,) the law q its children were drawn from.  A ranked tree has none; a sampled one has
-            one for each (parent, draft) in ``draws``, or none when it is a record (`without_laws`).
+        distributions: (parent, draft) -> (V,) the distribution q its children were drawn from.  A ranked tree has none;
+            a sampled one has one for each (parent, draft) in ``draws``, or none when it is a record
+            (`without_distributions`).
         kind: how children were chosen.
 
     Raises:
@@ -71,14 +72,14 @@ class TokenTree(Displayed):
         parents: Sequence[int] | np.ndarray,
         scores: Sequence[float] | np.ndarray,
         draws: Sequence[Sequence[Draw]],
-        laws: Laws | None = None,
+        distributions: Distributions | None = None,
         kind: Kind = Kind.RANKED,
     ) -> None:
         columns = np.array(tokens, np.int64), np.array(parents, np.int64), np.array(scores, np.float64)
         depths, families = _checked_shape(*columns, draws)
         _check_draws(families, draws)
-        owned = _read_only(laws or {})
-        _check_laws(columns[0], columns[1], draws, owned, Kind(kind))
+        owned = _read_only(distributions or {})
+        _check_distributions(columns[0], columns[1], draws, owned, Kind(kind))
         drawn = [(node, *draw) for node, own in enumerate(draws) for draw in own]
         who = Draws(*np.array(drawn, np.int64).reshape(-1, 3).T)
         ends = np.array([0, len(depths)])
@@ -105,7 +106,7 @@ class TokenTree(Displayed):
         parents: Sequence[int],
         scores: Sequence[float],
         draws: Sequence[Sequence[Draw]],
-        laws: Laws | None = None,
+        distributions: Distributions | None = None,
         kind: Kind = Kind.RANKED,
     ) -> TokenTree:
         """Build the tree from drafted nodes in any order; nodes with the same path become one.
@@ -117,7 +118,7 @@ class TokenTree(Displayed):
             scores: of nodes that become one, the largest counts.
             draws: at least one per node.  For each parent and draft they are renumbered 0, 1, ... in given order;
                 where several listed parents became one, first comes what was drawn under the one drawn first.
-            laws: by (node, draft); equal paths have equal laws, and the first is kept.
+            distributions: by (node, draft); equal paths have equal distributions, and the first is kept.
             kind: how the children were chosen.
 
         Raises:
@@ -134,12 +135,12 @@ class TokenTree(Displayed):
                 raise TreeError(f"listed node {i} has no draw: say which draft drew it")
             if tokens[i] < 0:
                 raise TreeError(f"listed node {i}: token {tokens[i]} is no token id")
-        if strange := [node for node, _ in laws or {} if not 0 <= node <= len(tokens)]:
-            raise TreeError(f"node {min(strange)} has a law, and is not in the list")
+        if strange := [node for node, _ in distributions or {} if not 0 <= node <= len(tokens)]:
+            raise TreeError(f"node {min(strange)} has a distribution, and is not in the list")
         path = np.array([0.0, *scores])
-        listed = Listed(np.array([root, *tokens], np.int64), above, path, _in_turn(above, draws), laws or {})
+        listed = Listed(np.array([root, *tokens], np.int64), above, path, _in_turn(above, draws), distributions or {})
         nodes = planted(listed)
-        return cls(nodes.tokens, nodes.parents, nodes.scores, _draws(nodes), nodes.laws, kind)
+        return cls(nodes.tokens, nodes.parents, nodes.scores, _draws(nodes), nodes.distributions, kind)
 
     @property
     def kind(self) -> Kind:
@@ -172,9 +173,9 @@ class TokenTree(Displayed):
         return self._nodes.scores
 
     @property
-    def laws(self) -> Laws:
-        """The laws that children were drawn from, by (parent, draft)."""
-        return self._nodes.laws
+    def distributions(self) -> Distributions:
+        """The distributions that children were drawn from, by (parent, draft)."""
+        return self._nodes.distributions
 
     @cached_property
     def draws(self) -> tuple[tuple[Draw, ...], ...]:
@@ -238,7 +239,7 @@ class TokenTree(Displayed):
     def pruned(self, max_depth: int) -> TokenTree:
         """Return the tree without the nodes deeper than `max_depth`.
 
-        A sampled tree keeps its law exact: a depth is known before any token is drawn.
+        A sampled tree keeps its distribution exact: a depth is known before any token is drawn.
         """
         return TokenTree.of(self._nodes.pruned([max_depth]), self.kind)
 
@@ -263,9 +264,9 @@ class TokenTree(Displayed):
         """Per node, as a bit mask, the drafts that drew it: bit d for draft d, 0 at the root."""
         return self._nodes.proposers.tolist()
 
-    def without_laws(self) -> TokenTree:
-        """Return the tree as a light record, which no verifier that needs laws can use any more."""
-        return TokenTree.of(self._nodes.without_laws(), self.kind)
+    def without_distributions(self) -> TokenTree:
+        """Return the tree as a light record, which no verifier that needs distributions can use any more."""
+        return TokenTree.of(self._nodes.without_distributions(), self.kind)
 
     def to_networkx(self) -> networkx.DiGraph:
         """Return a directed graph: nodes carry token, score, depth and draws, edges the probability."""
@@ -293,15 +294,20 @@ class TokenTree(Displayed):
             "parents": self.parents.tolist(),
             "scores": self.scores.tolist(),
             "draws": [[list(draw) for draw in draws] for draws in self.draws],
-            "laws": [{"parent": p, "draft": d, "law": q.tolist()} for (p, d), q in sorted(self.laws.items())],
+            "distributions": [
+                {"parent": p, "draft": d, "distribution": q.tolist()}
+                for (p, d), q in sorted(self.distributions.items())
+            ],
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TokenTree:
         """Build the tree that `to_dict` described.  Raises TreeError as the constructor does."""
         draws = tuple(tuple(Draw(*draw) for draw in node) for node in data["draws"])
-        laws = {(item["parent"], item["draft"]): np.array(item["law"]) for item in data["laws"]}
-        return cls(data["tokens"], data["parents"], data["scores"], draws, laws, Kind(data["kind"]))
+        distributions = {
+            (item["parent"], item["draft"]): np.array(item["distribution"]) for item in data["distributions"]
+        }
+        return cls(data["tokens"], data["parents"], data["scores"], draws, distributions, Kind(data["kind"]))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenTree):
@@ -310,8 +316,11 @@ class TokenTree(Displayed):
             self.kind == other.kind
             and self.draws == other.draws
             and all(np.array_equal(getattr(self, n), getattr(other, n)) for n in ("tokens", "parents", "scores"))
-            and self.laws.keys() == other.laws.keys()
-            and all(np.array_equal(law, other.laws[key]) for key, law in self.laws.items())
+            and self.distributions.keys() == other.distributions.keys()
+            and all(
+                np.array_equal(distribution, other.distributions[key])
+                for key, distribution in self.distributions.items()
+            )
         )
 
     def __repr__(self) -> str:
@@ -357,11 +366,11 @@ def _in_turn(parents: np.ndarray, draws: Sequence[Sequence[Draw]]) -> Draws:
     return Draws(*np.array(drawn, np.int64).reshape(-1, 3).T)
 
 
-def _read_only(laws: Laws) -> dict[tuple[int, int], np.ndarray]:
-    """Return laws in float64, without write access."""
-    owned = {key: np.asarray(law, np.float64).view() for key, law in laws.items()}
-    for law in owned.values():
-        law.flags.writeable = False
+def _read_only(distributions: Distributions) -> dict[tuple[int, int], np.ndarray]:
+    """Return distributions in float64, without write access."""
+    owned = {key: np.asarray(distribution, np.float64).view() for key, distribution in distributions.items()}
+    for distribution in owned.values():
+        distribution.flags.writeable = False
     return owned
 
 
@@ -428,23 +437,23 @@ def _check_draws(families: list[dict[int, int]], draws: Sequence[Sequence[Draw]]
                 raise TreeError(f"node {node}: draw {count} of draft {draft} under it is missing or doubled")
 
 
-def _check_laws(
-    tokens: np.ndarray, parents: np.ndarray, draws: Sequence[Sequence[Draw]], laws: Laws, kind: Kind
+def _check_distributions(
+    tokens: np.ndarray, parents: np.ndarray, draws: Sequence[Sequence[Draw]], distributions: Distributions, kind: Kind
 ) -> None:
-    """Raise TreeError unless a sampled tree has the law of each draw, or no laws, and a ranked one none."""
-    if not laws:
+    """Raise TreeError unless a sampled tree has each draw's distribution, or none at all, and a ranked one has none."""
+    if not distributions:
         return
     if kind is Kind.RANKED:
-        raise TreeError(f"node {min(laws)[0]}: a ranked tree is not drawn from laws; leave them out")
+        raise TreeError(f"node {min(distributions)[0]}: a ranked tree is not drawn from distributions; leave them out")
     used = set()
     for node, (token, parent) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True)):
         for draft, _ in draws[node]:
-            law = laws.get((parent, draft))
-            if law is None:
-                raise TreeError(f"node {parent}: the law that draft {draft} drew its children from is missing")
-            if law.ndim != 1 or token >= len(law) or not law[token] > 0:
-                raise TreeError(f"node {node}: token {token} has no probability in the law it was drawn from")
+            distribution = distributions.get((parent, draft))
+            if distribution is None:
+                raise TreeError(f"node {parent}: the distribution that draft {draft} drew its children from is missing")
+            if distribution.ndim != 1 or token >= len(distribution) or not distribution[token] > 0:
+                raise TreeError(f"node {node}: token {token} has no probability in the distribution it was drawn from")
             used.add((parent, draft))
-    if unused := laws.keys() - used:
+    if unused := distributions.keys() - used:
         node, draft = min(unused)
-        raise TreeError(f"node {node}: draft {draft} has a law here, but drew nothing from it")
+        raise TreeError(f"node {node}: draft {draft} has a distribution here, but drew nothing from it")

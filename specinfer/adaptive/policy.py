@@ -28,13 +28,13 @@ from torch import Tensor
 from specinfer.adaptive import profile as profiles
 from specinfer.adaptive.acceptance import Habits
 from specinfer.adaptive.cost_model import FAR, MEMORY, Average, Coalition, Hinge, Lock, subsets
-from specinfer.attention import rung
+from specinfer.attention import size_bucket
 from specinfer.common.files import write_json
 from specinfer.errors import InputError, PolicyError
 from specinfer.results import reach
 from specinfer.tree import BestFirst, Forest, Frontier, Growth, Kind, Nodes, Source, TokenTree, grow_best_first
 
-MAX_NODES, MAX_DEPTH = 23, 8  # with the root, 24 tokens: a `rung`
+MAX_NODES, MAX_DEPTH = 23, 8  # with the root, 24 tokens: a `size_bucket`
 SIZES = (4, 4, 0, 0, 15, 15, 9, 9)  # nodes of the first steps, by which costs become known; of two, one is timed
 EXPLORE = 16  # steps after which sizes are chosen, even if trees were never that large
 KNEES = 0, 4, 8, 16, 32, 64  # tokens fed up to which a pass may cost what one token costs
@@ -203,7 +203,7 @@ class Auto:
         if sum(map(sum, gains)) <= cost:
             return 0
         wanted = [place + 1 for row in gains for place, gain in enumerate(row) if gain * rows > NODE_SHARE * cost]
-        return rung(max(wanted, default=1))
+        return size_bucket(max(wanted, default=1))
 
     def _size(self, nodes: Nodes, reached: Sequence[float]) -> int:
         """Return how many nodes the target scores in each row, from all nodes' probabilities of acceptance."""
@@ -218,7 +218,7 @@ class Auto:
         if price is None:
             return min(SIZES[0], most)
         gains = [0.0, *accumulate(map(sum, zip_longest(*best, fillvalue=0.0)))]  # of so many nodes in every row
-        sizes = [count for count in range(most + 1) if rung(count + 1) == count + 1 or count == self.max_nodes]
+        sizes = [count for count in range(most + 1) if size_bucket(count + 1) == count + 1 or count == self.max_nodes]
         size = max(sizes, key=lambda count: gains[count] - price * self._seconds(rows, count))
         return size or (min(PROBE[1], most) if self.paces[rows].since_tree >= PROBE[0] and not self.frozen else 0)
 

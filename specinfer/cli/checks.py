@@ -25,7 +25,7 @@ def check_model(
 
 
 def certify(as_json: JsonOption = False) -> None:
-    """Enumerate the exact output law of every verifier and tree policy, and of broken ones that must fail."""
+    """Enumerate the exact output distribution of every verifier and tree policy, and of broken ones that must fail."""
     from tqdm import tqdm
 
     from specinfer.evaluation.certification import certify

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from specinfer.tree import Policy
 
 BatchOption = Annotated[int, typer.Option(help="Texts at a time.")]
-TREES = ["chain", "widths", "sampled", "best-first"]
+TREES = ["chain", "expansion", "sampled", "best-first"]
 BUDGETS = [4, 8, 16, 32, 64]
 WIDEST = 5
 
@@ -48,7 +48,9 @@ def record(
     seed: SeedOption = 0,
     nodes: Annotated[int, typer.Option(help="Largest best-first tree that can be replayed; 0 = none.")] = 64,
     depth: Annotated[int, typer.Option(help="Most levels that can be replayed.")] = 8,
-    top: Annotated[int, typer.Option(help="Candidates kept per node, tokens per law; 0 = whole laws.")] = 16,
+    top: Annotated[
+        int, typer.Option(help="Candidates kept per node, tokens per distribution; 0 = whole distributions.")
+    ] = 16,
     draws: Annotated[int, typer.Option(help="Draws per node that multi-step sampling can be replayed with.")] = 5,
     count: CountOption = 5,
     split: SplitOption = "dev",
@@ -93,9 +95,11 @@ def replay(
     depth: Annotated[
         int | None, typer.Option(help="Levels of chains and best-first trees.", show_default="as recorded")
     ] = None,
-    widths: Annotated[
+    expansion: Annotated[
         list[str] | None,
-        typer.Option(help="Children per level (widths, sampled). Repeat.", show_default="1,1,k,1,... for k = 1 to 5"),
+        typer.Option(
+            help="Children per level (expansion, sampled). Repeat.", show_default="1,1,k,1,... for k = 1 to 5"
+        ),
     ] = None,
     draft: Annotated[
         list[str] | None,
@@ -117,7 +121,7 @@ def replay(
     trace = Trace.load(folder)
     drafts = list(dict.fromkeys(_place(trace, name) for name in draft or range(len(trace.drafts))))
     names = [trace.drafts[place] for place in drafts]
-    policies = _policies(trace, tree or TREES, nodes, depth, widths)
+    policies = _policies(trace, tree or TREES, nodes, depth, expansion)
     if not policies:
         raise InputError(f"{folder} holds too little for trees of these kinds and sizes: choose others, or record anew")
     replays = [own for policy in policies for own in _replays(trace, policy, drafts)]
@@ -231,21 +235,21 @@ def _decoder(target: str | None, drafts: list[str] | None, dtype: str, device: s
 
 
 def _policies(
-    trace: "Trace", trees: list[str], nodes: list[int] | None, depth: int | None, widths: list[str] | None
+    trace: "Trace", trees: list[str], nodes: list[int] | None, depth: int | None, expansion: list[str] | None
 ) -> "list[Policy]":
     """Return the policies that the options name, by default what the trace can answer."""
-    from specinfer.tree import BestFirst, Chain, Sampled, Widths
+    from specinfer.tree import BestFirst, Chain, Expansion, Sampled
 
     if unknown := [name for name in trees if name not in TREES]:
         raise InputError(f"--tree {unknown[0]!r} is unknown: choose {', '.join(TREES)}")
     levels = trace.settings["depth"] if depth is None else depth
     budgets = nodes or [n for n in BUDGETS if n <= trace.settings["nodes"]]
-    shapes = [numbers(text) for text in widths or ()]
+    shapes = [numbers(text) for text in expansion or ()]
     widest = min(WIDEST, trace.settings["top"] or WIDEST, trace.settings["draws"] if trace.sampling else WIDEST)
     shapes = shapes or list(dict.fromkeys(tuple([1, 1, k, *[1] * levels][:levels]) for k in range(1, widest + 1)))
     makers: dict[str, Iterable[Policy]] = {
         "chain": [Chain(levels)],
-        "widths": map(Widths, shapes),
+        "expansion": map(Expansion, shapes),
         "sampled": [Sampled(s, r) for s in shapes for r in (True, False)] if trace.sampling else [],
         "best-first": [BestFirst(n, levels) for n in budgets],
     }
@@ -254,14 +258,14 @@ def _policies(
 
 def _replays(trace: "Trace", policy: "Policy", drafts: list[int]) -> "list[Replay]":
     """Replay a policy with every verifier that is exact for it."""
-    from specinfer.engine.verify import Walk
+    from specinfer.engine.verify import ExactMatch
     from specinfer.evaluation.traces.replaying import replay
-    from specinfer.tree import Kind, Widths
+    from specinfer.tree import Expansion, Kind
 
     if policy.kind is Kind.RANKED:
         made = [replay(trace, policy, drafts=drafts)]
-        uncoupled = trace.sampling and isinstance(policy, Widths)
+        uncoupled = trace.sampling and isinstance(policy, Expansion)
         return [*made, *([replay(trace, policy, drafts=drafts, coupled=False)] if uncoupled else [])]
     own = [replay(trace, policy, drafts=[place]) for place in drafts]
-    naive = [replay(trace, policy, Walk(), drafts=[place]) for place in drafts] if policy.kind is Kind.IID else []
+    naive = [replay(trace, policy, ExactMatch(), drafts=[place]) for place in drafts] if policy.kind is Kind.IID else []
     return own + naive

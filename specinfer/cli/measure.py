@@ -24,8 +24,8 @@ from specinfer.cli.options import (
 from specinfer.cli.terminal import print_json, quieten
 
 GREEDY = [0.0]
-METHODS = "incremental,sequence,tree,assisted,prompt-lookup"
-BENCH_METHODS = "incremental,sequence,tree,auto,one-draft,gate,generate,assisted,prompt-lookup"
+METHODS = "autoregressive,sequence,tree,assisted,prompt-lookup"
+BENCH_METHODS = "autoregressive,sequence,tree,auto,one-draft,gate,generate,assisted,prompt-lookup"
 
 
 def compare(

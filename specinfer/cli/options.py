@@ -15,9 +15,9 @@ TargetOption = Annotated[
 ]
 DraftOption = Annotated[
     list[str] | None,
-    typer.Option(help="A model, a trained head, ngram, shipped or auto. Repeat to merge.", show_default="auto"),
+    typer.Option(help="A model, a trained head, ngram, bundled or auto. Repeat to merge.", show_default="auto"),
 ]
-TreeOption = Annotated[str, typer.Option(help="auto, best-first, widths, chain, sampled or none.")]
+TreeOption = Annotated[str, typer.Option(help="auto, best-first, expansion, chain, sampled or none.")]
 NodesOption = Annotated[
     int | None,
     typer.Option(
@@ -26,7 +26,7 @@ NodesOption = Annotated[
     ),
 ]
 DepthOption = Annotated[int, typer.Option(help="Levels per tree at most (auto, best-first), or exactly (chain).")]
-WidthsOption = Annotated[str, typer.Option(help="Children per level (widths, sampled).")]
+ExpansionOption = Annotated[str, typer.Option(help="Children per level (expansion, sampled).")]
 CountOption = Annotated[int, typer.Option(help="Prompts per file at most.", min=1)]
 SplitOption = Annotated[str, typer.Option(help="The rows taken, where rows have a split.")]
 TokensOption = Annotated[int, typer.Option("--max-new-tokens", help="New tokens at most.")]

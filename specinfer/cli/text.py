@@ -11,6 +11,7 @@ from specinfer.cli.options import (
     DeviceOption,
     DraftOption,
     DtypeOption,
+    ExpansionOption,
     JsonOption,
     NodesOption,
     PromptArgument,
@@ -22,7 +23,6 @@ from specinfer.cli.options import (
     TopKOption,
     TopPOption,
     TreeOption,
-    WidthsOption,
 )
 from specinfer.cli.terminal import print_json, quieten
 from specinfer.errors import InputError
@@ -35,7 +35,7 @@ def generate(
     tree: TreeOption = "auto",
     nodes: NodesOption = None,
     depth: DepthOption = 8,
-    widths: WidthsOption = "3,2,1,1",
+    expansion: ExpansionOption = "3,2,1,1",
     max_new_tokens: TokensOption = 128,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = None,
@@ -59,7 +59,7 @@ def generate(
     if profile and tree != "auto":
         raise InputError(f"--profile is of what --tree auto learns, and --tree {tree} learns nothing: leave one out")
     given = profile if profile and profile.exists() else None
-    policy = build_policy(tree, nodes, depth, widths, given)
+    policy = build_policy(tree, nodes, depth, expansion, given)
     text, decoder = prepare(prompt, target, draft, policy, dtype, device, confidence_gate)
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     stream = decoder.stream(text, seed=seed, raw=raw, **options)
@@ -91,7 +91,7 @@ def tree(
     tree: TreeOption = "auto",
     nodes: NodesOption = None,
     depth: DepthOption = 8,
-    widths: WidthsOption = "3,2,1,1",
+    expansion: ExpansionOption = "3,2,1,1",
     max_new_tokens: TokensOption = 32,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = None,
@@ -103,7 +103,7 @@ def tree(
     as_json: JsonOption = False,
 ) -> None:
     """Draw the tree of one step: the first in which anything was drafted, else the last of --max-new-tokens."""
-    policy = build_policy(tree, nodes, depth, widths)
+    policy = build_policy(tree, nodes, depth, expansion)
     text, decoder = prepare(prompt, target, draft, policy, dtype, device)
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     run = decoder.open(text, seed=seed, raw=raw, **options)
@@ -118,20 +118,20 @@ def tree(
         print(drawn(decoder, step, number))
 
 
-def build_policy(tree: str, nodes: int | None, depth: int, widths: str, profile: Path | None = None) -> Any:
+def build_policy(tree: str, nodes: int | None, depth: int, expansion: str, profile: Path | None = None) -> Any:
     """Return the growth policy that the options name, or None for no speculation."""
     from specinfer.adaptive.policy import MAX_NODES, Auto
     from specinfer.decoder import DEFAULT_TREE
-    from specinfer.tree import BestFirst, Chain, Sampled, Widths
+    from specinfer.tree import BestFirst, Chain, Expansion, Sampled
 
     for name, value in (("nodes", nodes), ("depth", depth)):
         if value is not None and value < 1:
             raise InputError(f"--{name} {value} drafts nothing: give at least 1, or --tree none")
-    levels = numbers(widths)
+    levels = numbers(expansion)
     makers = {
         "auto": lambda: Auto(nodes or MAX_NODES, depth, profile),
         "best-first": lambda: BestFirst(nodes or DEFAULT_TREE.max_nodes, depth, DEFAULT_TREE.min_probability),
-        "widths": lambda: Widths(levels),
+        "expansion": lambda: Expansion(levels),
         "chain": lambda: Chain(depth),
         "sampled": lambda: Sampled(levels),
         "none": lambda: None,
@@ -184,11 +184,13 @@ def drawn(decoder: Any, step: Any, number: int) -> str:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Return the widths that an option lists."""
+    """Return the expansion that an option lists."""
     try:
         found = tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise InputError(f"--widths {text!r} is not a list of whole numbers such as 1,1,3") from None
+        raise InputError(f"--expansion {text!r} is not a list of whole numbers such as 1,1,3") from None
     if any(number < 1 for number in found):
-        raise InputError(f"--widths {text!r}: every level needs at least one child; leave levels out to stop earlier")
+        raise InputError(
+            f"--expansion {text!r}: every level needs at least one child; leave levels out to stop earlier"
+        )
     return found

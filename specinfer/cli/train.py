@@ -25,7 +25,7 @@ def distill(
     drafts: Annotated[int, typer.Option(help="Heads, each tuned on what the earlier ones miss.")] = 2,
     start: Annotated[
         list[str] | None,
-        typer.Option(help="Heads to train on from, sizes and all: folders, or shipped. Repeat.", show_default="none"),
+        typer.Option(help="Heads to train on from, sizes and all: folders, or bundled. Repeat.", show_default="none"),
     ] = None,
     arch: Annotated[str, typer.Option(help="head (reads the target's states) or lm (a small causal LM).")] = "head",
     samples: Annotated[
@@ -39,7 +39,7 @@ def distill(
         int, typer.Option(help="Most frequent tokens, which a head without --start may propose.")
     ] = 12_000,
     learning_rate: Annotated[float, typer.Option(help="Of the matrices (Muon), at its peak.")] = 4.5e-3,
-    loss: Annotated[str, typer.Option(help="kl (the target's law) or token (its choices).")] = "kl",
+    loss: Annotated[str, typer.Option(help="kl (the target's distribution) or token (its choices).")] = "kl",
     seed: Annotated[int, typer.Option(help="Of texts and training.")] = 0,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
@@ -47,10 +47,20 @@ def distill(
 ) -> None:
     """Train drafts for a target on text that the target writes."""
     from specinfer.loading import load
-    from specinfer.training import Recipe, Settings, TextSettings, distill, processes, read_documents, read_prompts
+    from specinfer.training import (
+        Recipe,
+        TextSettings,
+        TrainingSettings,
+        distill,
+        processes,
+        read_documents,
+        read_prompts,
+    )
 
     own = TextSettings(samples, new_tokens, _temperatures(temperatures), seed)
-    training = Settings(epochs, learning_rate=learning_rate, vocabulary=vocabulary, layers=layers, loss=loss, seed=seed)
+    training = TrainingSettings(
+        epochs, learning_rate=learning_rate, vocabulary=vocabulary, layers=layers, loss=loss, seed=seed
+    )
     recipe = Recipe(drafts, arch, own, training)
     asked, given = read_prompts(prompts), read_documents(text or ())
     quieten()
@@ -71,13 +81,13 @@ def distill(
 
 
 def _folders(start: Sequence[str], loaded: Any) -> tuple[Path, ...]:
-    """Return the folders of the heads to train on from, "shipped" spelt out."""
-    from specinfer.drafts.bundled import shipped_folders
+    """Return the folders of the heads to train on from, "bundled" spelt out."""
+    from specinfer.drafts.bundled import bundled_folders
 
-    shipped = shipped_folders(loaded.model, loaded.tokenizer) if "shipped" in start else []
-    if "shipped" in start and not shipped:
-        raise InputError(f"--start shipped: no heads for {loaded.name} come with the package; leave it out")
-    return tuple(own for name in start for own in (shipped if name == "shipped" else [Path(expanduser(name))]))
+    bundled = bundled_folders(loaded.model, loaded.tokenizer) if "bundled" in start else []
+    if "bundled" in start and not bundled:
+        raise InputError(f"--start bundled: no heads for {loaded.name} come with the package; leave it out")
+    return tuple(own for name in start for own in (bundled if name == "bundled" else [Path(expanduser(name))]))
 
 
 def _temperatures(text: str) -> tuple[float, ...]:

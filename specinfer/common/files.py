@@ -1,4 +1,4 @@
-"""Files that are whole or absent, folders that one run at a time fills, and settings that they are pinned to.
+"""Files that are whole or absent, folders that one run at a time fills, and settings that they are settings to.
 
 Knows: temporary names, locks, JSON, what a full disk looks like.  Does not know: what the files are for.
 """
@@ -147,7 +147,7 @@ def _parts(value: Any) -> Any:
     return value.values() if isinstance(value, dict) else value
 
 
-def pin(path: Path, settings: Mapping[str, Any], advice: str, empty: bool) -> None:
+def lock_settings(path: Path, settings: Mapping[str, Any], advice: str, empty: bool) -> None:
     """Record the settings under which a folder is filled, or check that they are the recorded ones.
 
     Args:
@@ -173,7 +173,7 @@ def pin(path: Path, settings: Mapping[str, Any], advice: str, empty: bool) -> No
         raise InputError(f"{path.parent} was begun with other settings ({'; '.join(changes)}): {advice}")
 
 
-def identified(folder: Path) -> str:
+def weights_digest(folder: Path) -> str:
     """Return a model folder's name and a digest of its weights: of every file, its size and bytes all along it.
 
     Raises:

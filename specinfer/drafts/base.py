@@ -14,24 +14,26 @@ import torch
 from torch import Tensor
 
 from specinfer.engine.gumbel import DRAFT, Coupling, key
-from specinfer.engine.sampling import Law
+from specinfer.engine.sampling import Processors
 from specinfer.tree import Policy, TokenTree, draw_candidates
 
 
 @dataclass(frozen=True)
-class Opening:
+class DraftContext:
     """What a draft is told about the rows it will draft for."""
 
     prompts: Sequence[Sequence[int]]  # token ids; the last one is the root of the first tree
     capacity: int  # slots per row to begin with, prompt and tree included
     max_capacity: int  # ... and at most
-    vocab_size: int  # of the target: laws have this length
+    vocab_size: int  # of the target: distributions have this length
     draft: int  # this draft's id in the trees
-    law: Law  # the target's law without its prefix-reading processors
+    processors: Processors  # the target's distribution without its prefix-reading processors
     seeds: Sequence[int]  # per row
     couplings: Sequence[Coupling] = ()  # per row, the target's own noise: it chooses by argmax(log p + noise); or none
-    taps: Sequence[int] = ()  # hidden states that the target hands out, as transformers counts layers
-    states: Sequence[Tensor | None] = ()  # per row (n - 1, taps, H): the target's, at all prompt tokens but the root
+    aux_layers: Sequence[int] = ()  # hidden states that the target hands out, as transformers counts layers
+    states: Sequence[
+        Tensor | None
+    ] = ()  # per row (n - 1, aux_layers, H): the target's, at all prompt tokens but the root
     graphs: bool = False  # replay passes as CUDA graphs
 
 
@@ -46,8 +48,8 @@ class Proposer(Protocol):
 
         Args:
             tokens: per row, the accepted path, then the bonus token; None retires the row.
-            states: per row (n, taps, H), the target's hidden states from which those n tokens were chosen; for
-                drafts with `taps`.
+            states: per row (n, aux_layers, H), the target's hidden states from which those n tokens were chosen; for
+                drafts with `aux_layers`.
         """
 
 
@@ -70,13 +72,14 @@ class DraftSession(Proposer, Protocol):
 class Draft(Protocol):
     """Anything that proposes trees.
 
-    A draft that reads the target's hidden states names them in ``taps`` and is given the target by ``attach``, which
+    A draft that reads the target's hidden states names them in ``aux_layers`` and is given the target by ``attach``,
+    which
     returns the draft to run: a bound copy, or None for itself.
     """
 
     name: str
 
-    def open(self, opening: Opening) -> DraftSession:
+    def open(self, context: DraftContext) -> DraftSession:
         """Start drafting for a batch of rows."""
 
 
@@ -107,5 +110,5 @@ def draw_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw for each row of (B, W, V) from its own generator: see `tree.draw_candidates`."""
     rows = [draw_candidates(row, k, replacement, own) for row, own in zip(log_probs, chance, strict=True)]
-    tokens, values, laws = (torch.stack(column) for column in zip(*rows, strict=True))
-    return tokens, values, laws
+    tokens, values, distributions = (torch.stack(column) for column in zip(*rows, strict=True))
+    return tokens, values, distributions

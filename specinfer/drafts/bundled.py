@@ -6,18 +6,18 @@ Knows: where they lie, and whose fingerprint they carry.  Does not know: how the
 from pathlib import Path
 from typing import Any
 
-from specinfer.drafts.head import FeatureDraft, check_fingerprint, read_config
+from specinfer.drafts.head import HeadDraft, check_fingerprint, read_config
 from specinfer.errors import ModelError
 
 FOLDER = Path(__file__).parent / "weights"
 
 
-def shipped_drafts(target: Any, tokenizer: Any = None) -> list[FeatureDraft]:
-    """Return the drafts that come with the package for a target model, [] for others: see `shipped_folders`."""
-    return [FeatureDraft.load(folder) for folder in shipped_folders(target, tokenizer)]
+def bundled_drafts(target: Any, tokenizer: Any = None) -> list[HeadDraft]:
+    """Return the drafts that come with the package for a target model, [] for others: see `bundled_folders`."""
+    return [HeadDraft.load(folder) for folder in bundled_folders(target, tokenizer)]
 
 
-def shipped_folders(target: Any, tokenizer: Any = None) -> list[Path]:
+def bundled_folders(target: Any, tokenizer: Any = None) -> list[Path]:
     """Return the folders of the drafts for a target model, in the order they were trained.
 
     Args:

@@ -1,4 +1,4 @@
-"""The feature head: a draft of a decoder layer or two that reads the target's hidden states.
+"""The EAGLE-style head: a draft of a decoder layer or two that reads the target's hidden states.
 
 Knows: which hidden states of the target it reads, which of the target's tokens it speaks, whose it is.
 Does not know: how trees grow, verification, how it was trained (`distill`).
@@ -27,13 +27,13 @@ from torch.nn import functional
 
 from specinfer.attention import TreeModel, lay_out_level, on_device
 from specinfer.common.files import parse_json, write_json, write_whole
-from specinfer.drafts.base import Opening, keep_rows
-from specinfer.drafts.head_network import FeatureHead, head_config
+from specinfer.drafts.base import DraftContext, keep_rows
+from specinfer.drafts.head_network import HeadNetwork, head_config
 from specinfer.drafts.language_model import ModelDraftSession
 from specinfer.errors import ModelError, TokenizerMismatch
 from specinfer.tree import Frontier
 
-MODEL_TYPE = "specinfer_feature_head"  # in config.json
+MODEL_TYPE = "specinfer_eagle_head"  # in config.json
 HEAD_FIELDS = (
     "hidden_size",
     "intermediate_size",
@@ -43,7 +43,7 @@ HEAD_FIELDS = (
     "max_position_embeddings",
     "vocab_size",
     "rms_norm_eps",
-    "taps",
+    "aux_layers",
 )
 FINGERPRINT = {"tokenizer", "layers", "hidden_size", "vocab_size", "sketch"}
 SKETCH_ROWS = 32  # embedding rows that stand for a target in its fingerprint
@@ -52,12 +52,12 @@ LARGEST = 1 << 24  # size of anything in a head's configuration
 SAME_TARGET = 0.9  # least cosine of two fingerprints: coarsely quantised weights stay above, others are far below
 
 # by target and head: compiled passes belong to a network, and are had once
-_copies: WeakKeyDictionary[Any, WeakKeyDictionary[FeatureHead, tuple[list[Any], FeatureHead]]] = WeakKeyDictionary()
+_copies: WeakKeyDictionary[Any, WeakKeyDictionary[HeadNetwork, tuple[list[Any], HeadNetwork]]] = WeakKeyDictionary()
 _binding = Lock()
 
 
-class FeatureDraft:
-    """A feature head as a draft.
+class HeadDraft:
+    """An EAGLE-style head as a draft.
 
     Attached to a target it runs on a copy of the head; decoders of one target share that, and the head stays as it is.
 
@@ -65,22 +65,27 @@ class FeatureDraft:
         head: the trained head.
         fingerprint: of the target it was trained for (`target_fingerprint`) and of its tokenizer.
         name: shown in results.
-        sharpness: of its law against the target's noise (`ModelDraftSession.top`).
+        inverse_temperature: of its distribution against the target's noise (`ModelDraftSession.top`).
     """
 
     def __init__(
-        self, head: FeatureHead, fingerprint: dict[str, Any], name: str = "head", sharpness: float = 1.0
+        self, head: HeadNetwork, fingerprint: dict[str, Any], name: str = "head", inverse_temperature: float = 1.0
     ) -> None:
-        self.head, self.fingerprint, self.name, self.sharpness = head.eval(), fingerprint, name, sharpness
-        self.taps: tuple[int, ...] = tuple(head.config.taps)
+        self.head, self.fingerprint, self.name, self.inverse_temperature = (
+            head.eval(),
+            fingerprint,
+            name,
+            inverse_temperature,
+        )
+        self.aux_layers: tuple[int, ...] = tuple(head.config.aux_layers)
         self.model: TreeModel | None = None
 
     @classmethod
-    def load(cls, folder: str | Path) -> "FeatureDraft":
+    def load(cls, folder: str | Path) -> "HeadDraft":
         """Read a head from a folder that `save` wrote.
 
         Raises:
-            ModelError: the folder holds no feature head.
+            ModelError: the folder holds no EAGLE-style head.
         """
         folder = Path(folder)
         record = read_config(folder)
@@ -88,10 +93,10 @@ class FeatureDraft:
             weights = load_file(folder / "model.safetensors")
             _check_sizes(record, weights)
             with torch.device("meta"):  # of wrong sizes nothing is made
-                head = FeatureHead(head_config(**record["head"]), weights["token_ids"].long())
+                head = HeadNetwork(head_config(**record["head"]), weights["token_ids"].long())
             types = {name: own.dtype for name, own in head.state_dict().items()}
             head.load_state_dict({name: w.to(types.get(name, w.dtype)) for name, w in weights.items()}, assign=True)
-            return cls(head, record["fingerprint"], record["name"], float(record.get("sharpness", 1.0)))
+            return cls(head, record["fingerprint"], record["name"], float(record.get("inverse_temperature", 1.0)))
         except Exception as error:  # whatever a damaged file makes of sizes
             raise _unreadable(folder, error) from error
 
@@ -105,7 +110,7 @@ class FeatureDraft:
         record = {
             "model_type": MODEL_TYPE,
             "name": self.name,
-            "sharpness": self.sharpness,
+            "inverse_temperature": self.inverse_temperature,
             "head": config,
             "fingerprint": self.fingerprint,
         }
@@ -117,7 +122,7 @@ class FeatureDraft:
         write_whole(folder / "model.safetensors", save(weights, {"format": "pt"}))
         write_json(folder / "config.json", record)
 
-    def attach(self, target: TreeModel, tokenizer: Any = None) -> "FeatureDraft":
+    def attach(self, target: TreeModel, tokenizer: Any = None) -> "HeadDraft":
         """Return this draft with the target's matrices borrowed.
 
         Raises:
@@ -129,14 +134,14 @@ class FeatureDraft:
         own.model = TreeModel(_bound(self.head, target.model))
         return own
 
-    def open(self, opening: Opening) -> "FeatureDraftSession":
+    def open(self, context: DraftContext) -> "HeadDraftSession":
         """Start drafting for a batch of rows."""
         if self.model is None:
             raise ModelError(f"draft {self.name} reads a target's states: attach it to one, or give it to a decoder")
-        return FeatureDraftSession(self.model, self.taps, self.sharpness, opening)
+        return HeadDraftSession(self.model, self.aux_layers, self.inverse_temperature, context)
 
 
-def _bound(head: FeatureHead, target: Any) -> FeatureHead:
+def _bound(head: HeadNetwork, target: Any) -> HeadNetwork:
     """Return the copy of a head that is bound to a target: the one there is, while the head is what it was."""
     stamp = [target.device, target.dtype, *((w.data_ptr(), w._version) for w in head.parameters())]
     with _binding:
@@ -147,36 +152,40 @@ def _bound(head: FeatureHead, target: Any) -> FeatureHead:
     return own
 
 
-class FeatureDraftSession(ModelDraftSession):
-    """A feature head at work.
+class HeadDraftSession(ModelDraftSession):
+    """An EAGLE-style head at work.
 
     Every committed token is fed once with the target's state that chose it; nodes of a tree are fed with the head's own
     states and always forgotten.
     """
 
-    own_taps = (0,)
+    draft_layers = (0,)
 
-    def __init__(self, model: TreeModel, taps: Sequence[int], sharpness: float, opening: Opening) -> None:
-        super().__init__(model, opening)
-        self.sharpness = sharpness
+    def __init__(
+        self, model: TreeModel, aux_layers: Sequence[int], inverse_temperature: float, context: DraftContext
+    ) -> None:
+        super().__init__(model, context)
+        self.inverse_temperature = inverse_temperature
         self.token_ids = model.model.token_ids
         self.vocab_size = len(self.token_ids)
-        places = [list(opening.taps).index(tap) for tap in taps]
-        own = places == list(range(len(opening.taps)))  # the states are handed out for this head alone
+        places = [list(context.aux_layers).index(layer) for layer in aux_layers]
+        own = places == list(range(len(context.aux_layers)))  # the states are handed out for this head alone
         self.places = slice(None) if own else on_device(places, self.device)
-        nothing = torch.zeros(1, len(taps), model.model.config.hidden_size, dtype=model.dtype, device=model.device)
+        nothing = torch.zeros(
+            1, len(aux_layers), model.model.config.hidden_size, dtype=model.dtype, device=model.device
+        )
         self.states = [  # per row, the target's states that chose the tokens it lacks; none chose the first
-            [nothing] if states is None else [nothing, states[:, self.places]] for states in opening.states
+            [nothing] if states is None else [nothing, states[:, self.places]] for states in context.states
         ]
 
     def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
-        """Forget the tree; the committed tokens and the target's states that chose them are lacking."""
+        """Forget the tree; the committed tokens and the target's states that chose them are uncached."""
         self.session.commit([None if new is None else () for new in tokens])
         survivors = []
         for i, (new, chose) in enumerate(zip(tokens, states, strict=True)):
             if new is not None and chose is not None:
                 survivors.append(i)
-                self.lacking[i] = [*self.lacking[i], *new]
+                self.uncached[i] = [*self.uncached[i], *new]
                 self.lengths[i] += len(new)
                 self.states[i].append(chose[:, self.places])
         self._keep_rows(survivors)
@@ -189,14 +198,14 @@ class FeatureDraftSession(ModelDraftSession):
     def _logits(self, frontier: Frontier) -> Tensor:
         """Return logits (B, W, V') after each frontier node, feeding them to the head."""
         if frontier.depth == 0:
-            return self._feed_lacking()
+            return self._feed_uncached()
         self.level = lay_out_level(frontier, self.level, self.device)
-        roots = torch.stack([states[-1:, 0] for states in self.own_states if states is not None])  # (B, 1, H)
-        own = torch.cat([roots, *(states[:, :, 0] for states in self.session.tapped)], 1)
+        roots = torch.stack([states[-1:, 0] for states in self.draft_states if states is not None])  # (B, 1, H)
+        own = torch.cat([roots, *(states[:, :, 0] for states in self.session.aux_states)], 1)
         parents = frontier.parents.clamp(min=0)[:, :, None].expand(-1, -1, own.shape[2])
-        return self.session.append(self.level, own_states=own.gather(1, parents))
+        return self.session.append(self.level, draft_states=own.gather(1, parents))
 
-    def _lacking_inputs(self) -> dict[str, list[Tensor]]:
+    def _uncached_inputs(self) -> dict[str, list[Tensor]]:
         """Return the target's states that chose the tokens each row lacks, and keep none."""
         states = [torch.cat(row) for row in self.states]
         self.states = [[] for _ in states]
@@ -231,26 +240,33 @@ def _check_sizes(record: dict[str, Any], weights: dict[str, Tensor]) -> None:
         weights: of the file.
     """
     head, target = record["head"], record["fingerprint"]
-    sizes = [name for name in HEAD_FIELDS if name not in ("rms_norm_eps", "taps")]
+    sizes = [name for name in HEAD_FIELDS if name not in ("rms_norm_eps", "aux_layers")]
     if wrong := [name for name in sizes if not (type(head[name]) is int and 0 < head[name] < LARGEST)]:
         raise ValueError(f"its {wrong[0]} is {head[wrong[0]]!r:.40}")
     if not 0 < head["rms_norm_eps"] < 1:
         raise ValueError(f"its rms_norm_eps is {head['rms_norm_eps']!r:.40}")
-    if not all(type(tap) is int and 0 <= tap <= target["layers"] for tap in head["taps"]) or not head["taps"]:
-        raise ValueError(f"its taps are {head['taps']!r:.40}, of a target with {target['layers']!r:.40} layers")
+    if (
+        not all(type(layer) is int and 0 <= layer <= target["layers"] for layer in head["aux_layers"])
+        or not head["aux_layers"]
+    ):
+        raise ValueError(
+            f"its aux_layers are {head['aux_layers']!r:.40}, of a target with {target['layers']!r:.40} layers"
+        )
     if head["num_hidden_layers"] != len({name.split(".")[1] for name in weights if name.startswith("layers.")}):
         raise ValueError(f"its file does not hold {head['num_hidden_layers']} layers")
     ids = weights["token_ids"].long()
     if ids.shape != (head["vocab_size"],) or ids[0] < 0 or ids[-1] >= target["vocab_size"] or (ids.diff() <= 0).any():
         raise ValueError("its token_ids are not ascending ids of the target")
-    if not isinstance(record["name"], str) or not 0 < float(record.get("sharpness", 1.0)) < inf:
-        raise ValueError(f"its name is {record['name']!r:.40}, its sharpness {record.get('sharpness')!r:.40}")
+    if not isinstance(record["name"], str) or not 0 < float(record.get("inverse_temperature", 1.0)) < inf:
+        raise ValueError(
+            f"its name is {record['name']!r:.40}, its inverse_temperature {record.get('inverse_temperature')!r:.40}"
+        )
     if bad := [name for name, weight in weights.items() if not weight.isfinite().all()]:
         raise ValueError(f"its {bad[0]} holds numbers that are none")
 
 
 def _unreadable(folder: Path, error: Exception) -> ModelError:
-    return ModelError(f"cannot load a feature head from {folder}: {' '.join(str(error).split())[:200]}")
+    return ModelError(f"cannot load an EAGLE-style head from {folder}: {' '.join(str(error).split())[:200]}")
 
 
 # ---- which target a head belongs to ----

@@ -1,4 +1,4 @@
-"""The network of a feature head: small layers that read a target's hidden states and borrow its outer matrices.
+"""The network of an EAGLE-style head: small layers that read a target's hidden states and borrow its outer matrices.
 
 Knows: its layers, what it borrows.  Does not know: drafting, caches' insides, files, how it is trained.
 """
@@ -15,24 +15,24 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 
 def head_config(**fields: Any) -> LlamaConfig:
-    """Return a head's configuration: sizes as transformers names them, and ``taps``."""
+    """Return a head's configuration: sizes as transformers names them, and ``aux_layers``."""
     return LlamaConfig(**{**fields, "attn_implementation": "sdpa"})
 
 
-class FeatureHead(nn.Module):
+class HeadNetwork(nn.Module):
     """The trainable part, with the forward signature of a ``transformers`` causal LM, so that it runs behind a mask.
 
     Args:
-        config: a Llama configuration of the layer's size (``hidden_size`` is the target's), with ``taps``, the hidden
-            states it reads.
+        config: a Llama configuration of the layer's size (``hidden_size`` is the target's), with ``aux_layers``, the
+            hidden states it reads.
         token_ids: (V',) int64 ascending, the target's ids that the head may propose.
     """
 
     def __init__(self, config: LlamaConfig, token_ids: Tensor) -> None:
         super().__init__()
         self.config = config
-        size, taps = config.hidden_size, len(config.taps)
-        self.fuse = nn.Linear(taps * size, size, bias=False)  # the target's states -> one
+        size, aux_layers = config.hidden_size, len(config.aux_layers)
+        self.fuse = nn.Linear(aux_layers * size, size, bias=False)  # the target's states -> one
         self.mix = nn.Linear(2 * size, size, bias=False)  # embedding and state -> the layer's input
         self.layers = nn.ModuleList(LlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
@@ -50,7 +50,7 @@ class FeatureHead(nn.Module):
         """The floating type of the weights."""
         return self.mix.weight.dtype
 
-    def bind(self, target: Any) -> "FeatureHead":
+    def bind(self, target: Any) -> "HeadNetwork":
         """Borrow a target's embedding and output matrices; return self on the target's device."""
         self.to(target.device)
         self.embedding = target.get_input_embeddings().weight.detach()
@@ -63,7 +63,7 @@ class FeatureHead(nn.Module):
         self.cosines, self.sines = cosines[0], sines[0]
         return self
 
-    def bound(self, target: Any) -> "FeatureHead":
+    def bound(self, target: Any) -> "HeadNetwork":
         """Return a copy in a target's dtype that is bound to it; weights that are there already are shared."""
         weights = (*self.parameters(), *self.buffers())
         return deepcopy(self, {id(weight): _moved(weight, target) for weight in weights}).bind(target)
@@ -72,7 +72,7 @@ class FeatureHead(nn.Module):
     def pass_inputs(self) -> tuple[dict[str, tuple[int, ...]], ...]:
         """The inputs that one pass or another takes beside the usual ones: name -> shape after (B, T)."""
         size = self.config.hidden_size
-        return {"target_states": (len(self.config.taps), size)}, {"own_states": (size,)}
+        return {"target_states": (len(self.config.aux_layers), size)}, {"draft_states": (size,)}
 
     def get_input_embeddings(self) -> Any:
         """Return what holds the borrowed embedding, as transformers' models do."""
@@ -85,7 +85,7 @@ class FeatureHead(nn.Module):
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
         target_states: Tensor | None = None,
-        own_states: Tensor | None = None,
+        draft_states: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         **_: Any,
     ) -> SimpleNamespace:
@@ -97,7 +97,7 @@ class FeatureHead(nn.Module):
             position_ids: (B, T).
             past_key_values: a cache of `LlamaDecoderLayer`'s keys and values.
             target_states: (B, T, K, H) the target's states that chose the tokens; or else
-            own_states: (B, T, H) the head's own states that did.
+            draft_states: (B, T, H) the head's own states that did.
             logits_to_keep: columns whose logits are wanted; 0 = all.
         """
         assert self.embedding is not None, "bind the head to a target first"
@@ -105,10 +105,10 @@ class FeatureHead(nn.Module):
         assert self.sines is not None
         assert position_ids is not None
         embedded = functional.embedding(input_ids, self.embedding).to(self.dtype)
-        if own_states is None:
+        if draft_states is None:
             assert target_states is not None
-            own_states = self.fuse(_normalised(target_states.to(self.dtype)).flatten(2))
-        hidden = self.mix(torch.cat((_normalised(embedded), own_states), -1))
+            draft_states = self.fuse(_normalised(target_states.to(self.dtype)).flatten(2))
+        hidden = self.mix(torch.cat((_normalised(embedded), draft_states), -1))
         cosines, sines = (part[position_ids].to(hidden.dtype) for part in (self.cosines, self.sines))
         for layer in self.layers:
             hidden = layer(

@@ -15,11 +15,13 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level, on_device
-from specinfer.drafts.base import Opening, coupling_noise, draw_rows, keep_rows, row_generators
+from specinfer.drafts.base import DraftContext, coupling_noise, draw_rows, keep_rows, row_generators
 from specinfer.errors import NumericalError, TreeError
 from specinfer.tree import Forest, Frontier, Policy, TokenTree
 
-CANDIDATES = 128  # tokens per node that processors and noise see when a draft ranks under a law with processors
+CANDIDATES = (
+    128  # tokens per node that processors and noise see when a draft ranks under a distribution with processors
+)
 CATCH_UP = 32  # committed tokens beyond which a draft prefills instead of feeding them with the root
 
 
@@ -38,9 +40,9 @@ class ModelDraft:
         full = name or str(getattr(model.config, "_name_or_path", ""))
         self.name = full.rstrip("/").split("/")[-1] or "draft"
 
-    def open(self, opening: Opening) -> "ModelDraftSession":
+    def open(self, context: DraftContext) -> "ModelDraftSession":
         """Start drafting for a batch of rows, with a cache of its own."""
-        return ModelDraftSession(self.model, opening)
+        return ModelDraftSession(self.model, context)
 
 
 class ModelDraftSession:
@@ -50,27 +52,27 @@ class ModelDraftSession:
     for go into the first pass of the next step together; each further level is one pass over all rows.
     """
 
-    sharpness = 1.0  # of the law against the target's noise, see `top`
-    own_taps: tuple[int, ...] = ()  # hidden states of this model that the session needs
+    inverse_temperature = 1.0  # of the distribution against the target's noise, see `top`
+    draft_layers: tuple[int, ...] = ()  # hidden states of this model that the session needs
 
-    def __init__(self, model: TreeModel, opening: Opening) -> None:
-        rows = len(opening.prompts)
-        self.opening = opening
-        self.session = model.session(rows, opening.capacity, opening.max_capacity, self.own_taps, opening.graphs)
-        self.lacking = [list(prompt) for prompt in opening.prompts]  # committed but not in the cache; root last
-        self.lengths = [len(prompt) for prompt in opening.prompts]  # committed tokens
-        self.seeds = list(opening.seeds)
-        self.couplings = list(opening.couplings)
+    def __init__(self, model: TreeModel, context: DraftContext) -> None:
+        rows = len(context.prompts)
+        self.context = context
+        self.session = model.session(rows, context.capacity, context.max_capacity, self.draft_layers, context.graphs)
+        self.uncached = [list(prompt) for prompt in context.prompts]  # committed but not in the cache; root last
+        self.lengths = [len(prompt) for prompt in context.prompts]  # committed tokens
+        self.seeds = list(context.seeds)
+        self.couplings = list(context.couplings)
         self.level: Layout | None = None  # layout of the newest level fed
         self.fed: list[Frontier] = []  # levels fed this step, as pending columns, root excluded
-        self.vocab_size = min(model.vocab_size, opening.vocab_size)
-        self.own_states: list[Tensor | None] = []  # tapped from this model at the tokens fed last, root last
+        self.vocab_size = min(model.vocab_size, context.vocab_size)
+        self.draft_states: list[Tensor | None] = []  # aux_states from this model at the tokens fed last, root last
         self.token_ids: Tensor | None = None  # (vocab_size,) what the model's ids mean to the target; None: the same
 
     @property
     def batch(self) -> int:
         """Rows still active."""
-        return len(self.lacking)
+        return len(self.uncached)
 
     @property
     def device(self) -> torch.device:
@@ -80,7 +82,7 @@ class ModelDraftSession:
     @property
     def draft(self) -> int:
         """The draft's id in the trees."""
-        return self.opening.draft
+        return self.context.draft
 
     @property
     def passes(self) -> int:
@@ -100,28 +102,28 @@ class ModelDraftSession:
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow one tree per row below its last committed token; bare roots where the draft's context ends."""
         self.level, self.fed = None, []
-        roots = [tokens[-1] for tokens in self.lacking]
+        roots = [tokens[-1] for tokens in self.uncached]
         room = min(max_depth, self._room())
         if room <= 0:
             return Forest(policy.kind, roots)
         growth = policy.grow(self, room)
         try:
-            return growth.trees(roots, self.opening.draft)
+            return growth.trees(roots, self.context.draft)
         except TreeError as error:
             raise NumericalError(
-                f"draft {self.opening.draft} proposed what is no tree ({error}), as logits that are NaN make it do: "
+                f"draft {self.context.draft} proposed what is no tree ({error}), as logits that are NaN make it do: "
                 "check its weights, or load it in float32"
             ) from error
 
     def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
-        """Keep what was fed of each committed path; remember the rest, the new root last, as lacking."""
+        """Keep what was fed of each committed path; remember the rest, the new root last, as uncached."""
         kept = _fed_paths(self.fed, tokens)
         self.session.commit(kept)
         survivors = [i for i, new in enumerate(tokens) if new is not None]
         for i in survivors:
             new, path = list(tokens[i] or ()), kept[i] or ()
-            # nothing fed this step (a bare root, say): what was lacking is lacking still
-            self.lacking[i] = new[len(path) :] if not self.lacking[i] else self.lacking[i] + new
+            # nothing fed this step (a bare root, say): what was uncached is uncached still
+            self.uncached[i] = new[len(path) :] if not self.uncached[i] else self.uncached[i] + new
             self.lengths[i] += len(new)
         self._keep_rows(survivors)
         self.fed = []
@@ -130,13 +132,14 @@ class ModelDraftSession:
         """Return each node's k likeliest choices of the target and their log-probabilities, both (B, W, k).
 
         Greedy: by q.  Coupled: the target will emit argmax(log p + g), so candidates are ranked by s log q + g with
-        the same Gumbel noise g, and a softmax of those sums estimates which of them it will be.  The sharpness s is 1
-        for q = p; but a draft that does not know p learns the mean of what p may be, which is flatter.
+        the same Gumbel noise g, and a softmax of those sums estimates which of them it will be.  The
+        inverse_temperature s is 1 for q = p; but a draft that does not know p learns the mean of what p may be, which
+        is flatter.
         """
         logits, likeliest = self._logits(frontier), None
-        if self.couplings and self.opening.law.processors:  # some, as top-p, would sort all tokens at every node
+        if self.couplings and self.context.processors.chain:  # some, as top-p, would sort all tokens at every node
             logits, likeliest = logits.topk(min(max(k, CANDIDATES), self.vocab_size))
-            logits = self.opening.law.scores(logits.flatten(0, 1), ()).view(*logits.shape)
+            logits = self.context.processors.scores(logits.flatten(0, 1), ()).view(*logits.shape)
         scores = self._noisy(logits, likeliest, frontier.depth) if self.couplings else logits.float()
         values, tokens = scores.topk(min(k, self.vocab_size))
         if not self.couplings:  # in 16 bits many are equal
@@ -147,29 +150,29 @@ class ModelDraftSession:
         return tokens if self.token_ids is None else self.token_ids[tokens], values - best - rest
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw k children per node from q, the draft's law after the target's warpers (`tree.draw_candidates`)."""
+        """Draw k children per node from q, the draft's after the target's warpers (`tree.draw_candidates`)."""
         logits = self._logits(frontier)
-        scores = self.opening.law.scores(logits.flatten(0, 1), ()).view(*logits.shape)
-        chance = row_generators(self.seeds, self.opening.draft, self.lengths, frontier.depth, self.device)
+        scores = self.context.processors.scores(logits.flatten(0, 1), ()).view(*logits.shape)
+        chance = row_generators(self.seeds, self.context.draft, self.lengths, frontier.depth, self.device)
         if self.token_ids is None:
-            missing = self.opening.vocab_size - self.vocab_size
+            missing = self.context.vocab_size - self.vocab_size
             return draw_rows(functional.pad(scores, (0, missing), value=-inf), k, replacement, chance)
-        everywhere = scores.new_full((*scores.shape[:2], self.opening.vocab_size), -inf)
+        everywhere = scores.new_full((*scores.shape[:2], self.context.vocab_size), -inf)
         everywhere[..., self.token_ids] = scores
         return draw_rows(everywhere, k, replacement, chance)
 
     def _noisy(self, logits: Tensor, likeliest: Tensor | None, depth: int) -> Tensor:
         """Return s log q + g but for a constant, float32, of the likeliest tokens (B, W, C), or of all (B, W, V')."""
-        noise = coupling_noise(self.couplings, self.lengths, depth, self.opening.vocab_size, self.device)
+        noise = coupling_noise(self.couplings, self.lengths, depth, self.context.vocab_size, self.device)
         noise = noise[:, : self.vocab_size] if self.token_ids is None else noise[:, self.token_ids]
         own = noise[:, None]
         if likeliest is not None:
             own = own.expand(-1, likeliest.shape[1], -1).gather(2, likeliest)
-        return torch.add(own, logits, alpha=self.sharpness)
+        return torch.add(own, logits, alpha=self.inverse_temperature)
 
     def _keep_rows(self, survivors: Sequence[int]) -> None:
         """Forget the rows that were retired."""
-        keep_rows(survivors, self.lacking, self.lengths, self.seeds, self.couplings)
+        keep_rows(survivors, self.uncached, self.lengths, self.seeds, self.couplings)
 
     def _room(self) -> int:
         """Return how many levels the draft's context has room for below the longest row."""
@@ -182,16 +185,16 @@ class ModelDraftSession:
     def _logits(self, frontier: Frontier) -> Tensor:
         """Return logits (B, W, V) after each frontier node, feeding them to the model."""
         if frontier.depth == 0:
-            return self._feed_lacking()[..., : self.vocab_size]
+            return self._feed_uncached()[..., : self.vocab_size]
         tokens = frontier.tokens.clamp(max=self.session.model.vocab_size - 1)
         self.level = lay_out_level(frontier._replace(tokens=tokens), self.level, self.device)
         self.fed.append(frontier)
         return self.session.append(self.level)[..., : self.vocab_size]
 
-    def _feed_lacking(self) -> Tensor:
+    def _feed_uncached(self) -> Tensor:
         """Feed and commit the tokens each row lacks, the root last; return the logits after the root, (B, 1, V)."""
         limit = self.session.model.vocab_size - 1
-        chains, inputs = [[min(token, limit) for token in tokens] for tokens in self.lacking], self._lacking_inputs()
+        chains, inputs = [[min(token, limit) for token in tokens] for tokens in self.uncached], self._uncached_inputs()
         if max(map(len, chains)) > CATCH_UP:
             early = {name: [row[:-1] for row in rows] for name, rows in inputs.items()}
             self.session.prefill([chain[:-1] for chain in chains], **early)
@@ -201,11 +204,11 @@ class ModelDraftSession:
         columns = sorted({len(chain) - 1 for chain in chains})  # the roots'
         places = on_device(columns, self.device)
         logits = self.session.append_last(lay_out_chains(chains, self.device), places, **padded)
-        self.own_states = self.session.commit([range(len(chain)) for chain in chains])
-        self.lacking = [[] for _ in chains]
+        self.draft_states = self.session.commit([range(len(chain)) for chain in chains])
+        self.uncached = [[] for _ in chains]
         return torch.stack([logits[row, columns.index(len(chain) - 1)] for row, chain in enumerate(chains)])[:, None]
 
-    def _lacking_inputs(self) -> dict[str, list[Tensor]]:
+    def _uncached_inputs(self) -> dict[str, list[Tensor]]:
         """Return what else the model is fed with the tokens that each row lacks, one entry per token."""
         return {}
 

@@ -15,7 +15,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from specinfer.drafts.base import Opening, coupling_noise, draw_rows, keep_rows, row_generators
+from specinfer.drafts.base import DraftContext, coupling_noise, draw_rows, keep_rows, row_generators
 from specinfer.errors import InputError
 from specinfer.tree import Forest, Frontier, Policy, TokenTree
 
@@ -39,9 +39,9 @@ class NGramDraft:
             raise InputError(f"max_ngram={max_ngram} looks nothing up: it must be at least 1")
         self.max_ngram = max_ngram
 
-    def open(self, opening: Opening) -> "NGramDraftSession":
+    def open(self, context: DraftContext) -> "NGramDraftSession":
         """Start drafting for a batch of rows."""
-        return NGramDraftSession(opening, self.max_ngram)
+        return NGramDraftSession(context, self.max_ngram)
 
 
 class _Text:
@@ -69,7 +69,7 @@ class _Text:
 
     def successors(self, path: Sequence[int]) -> dict[int, float]:
         """Return successor -> probability by PPM-C; newer successors come first."""
-        law: dict[int, float] = {}
+        distribution: dict[int, float] = {}
         left = 1.0
         for places in self.matches(path):
             counts: dict[int, int] = {}
@@ -78,9 +78,9 @@ class _Text:
                 counts[token] = counts.get(token, 0) + 1
             total = len(places) + len(counts)
             for token, count in counts.items():
-                law[token] = law.get(token, 0.0) + left * count / total
+                distribution[token] = distribution.get(token, 0.0) + left * count / total
             left *= len(counts) / total
-        return law
+        return distribution
 
 
 class NGramDraftSession:
@@ -91,11 +91,11 @@ class NGramDraftSession:
     prefill_seconds = 0.0
     device = torch.device("cpu")
 
-    def __init__(self, opening: Opening, max_ngram: int) -> None:
-        self.opening = opening
-        self.texts = [_Text(prompt, max_ngram) for prompt in opening.prompts]
-        self.seeds = list(opening.seeds)
-        self.couplings = list(opening.couplings)
+    def __init__(self, context: DraftContext, max_ngram: int) -> None:
+        self.context = context
+        self.texts = [_Text(prompt, max_ngram) for prompt in context.prompts]
+        self.seeds = list(context.seeds)
+        self.couplings = list(context.couplings)
         self.paths: list[list[tuple[int, ...]]] = []  # per row: path of every frontier node so far, root first
 
     @property
@@ -106,7 +106,7 @@ class NGramDraftSession:
     @property
     def draft(self) -> int:
         """The draft's id in the trees."""
-        return self.opening.draft
+        return self.context.draft
 
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow one tree per row below its last committed token."""
@@ -114,7 +114,7 @@ class NGramDraftSession:
         if not any(text.matches(()) for text in self.texts):
             return Forest(policy.kind, roots)
         self.paths = [[] for _ in self.texts]
-        return policy.grow(self, max_depth).trees(roots, self.opening.draft)
+        return policy.grow(self, max_depth).trees(roots, self.context.draft)
 
     def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
         """Append each row's committed tokens to its text; None retires the row."""
@@ -131,8 +131,8 @@ class NGramDraftSession:
         """
         count = None if self.couplings else k
         ranked = [
-            [sorted(law.items(), key=lambda item: (-item[1], item[0]))[:count] for law in row]
-            for row in self._laws(frontier)
+            [sorted(distribution.items(), key=lambda item: (-item[1], item[0]))[:count] for distribution in row]
+            for row in self._distributions(frontier)
         ]
         width = max((len(node) for row in ranked for node in row), default=0) or 1
         padded = [[[*node, *[(0, 0.0)] * (width - len(node))] for node in row] for row in ranked]
@@ -140,31 +140,33 @@ class NGramDraftSession:
         tokens, q = table[..., 0].long(), table[..., 1].float()
         if not self.couplings:
             return tokens, q.log()
-        every = coupling_noise(self.couplings, self._lengths(), frontier.depth, self.opening.vocab_size, self.device)
+        every = coupling_noise(self.couplings, self._lengths(), frontier.depth, self.context.vocab_size, self.device)
         noise = every.gather(1, tokens.flatten(1)).view_as(tokens)
         chosen, order = (-(1 - q) / q * (-noise).exp()).sort(dim=-1, descending=True, stable=True)
         return tokens.gather(2, order)[..., :k], chosen[..., :k]
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw k children per node from the normalised successor law; nodes without successors have none."""
-        laws = self._laws(frontier)
-        dense = torch.full((self.batch, len(laws[0]), self.opening.vocab_size), -inf)
-        for row, nodes in enumerate(laws):
-            for node, law in enumerate(nodes):
-                if law:
-                    dense[row, node, list(law)] = torch.tensor(list(law.values())).log()
-        chance = row_generators(self.seeds, self.opening.draft, self._lengths(), frontier.depth, self.device)
+        """Draw k children per node from the normalised successor distribution; nodes without successors have none."""
+        distributions = self._distributions(frontier)
+        dense = torch.full((self.batch, len(distributions[0]), self.context.vocab_size), -inf)
+        for row, nodes in enumerate(distributions):
+            for node, distribution in enumerate(nodes):
+                if distribution:
+                    dense[row, node, list(distribution)] = torch.tensor(list(distribution.values())).log()
+        chance = row_generators(self.seeds, self.context.draft, self._lengths(), frontier.depth, self.device)
         return draw_rows(dense, k, replacement, chance)
 
     def _lengths(self) -> list[int]:
         return [len(text.ids) for text in self.texts]
 
-    def _laws(self, frontier: Frontier) -> list[list[dict[int, float]]]:
+    def _distributions(self, frontier: Frontier) -> list[list[dict[int, float]]]:
         """Return every frontier node's successors, and remember the nodes' paths."""
         columns = (frontier.tokens.tolist(), frontier.parents.tolist(), frontier.valid.tolist())
-        laws: list[list[dict[int, float]]] = []
+        distributions: list[list[dict[int, float]]] = []
         for text, paths, *row in zip(self.texts, self.paths, *columns, strict=True):
             new = [() if frontier.depth == 0 else (*paths[p], t) for t, p, _ in zip(*row, strict=True)]
-            laws.append([text.successors(path) if real else {} for path, real in zip(new, row[2], strict=True)])
+            distributions.append(
+                [text.successors(path) if real else {} for path, real in zip(new, row[2], strict=True)]
+            )
             paths.extend(new)
-        return laws
+        return distributions

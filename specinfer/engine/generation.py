@@ -6,25 +6,46 @@ Knows: sessions, rows, seconds, the tokenizer's way from ids to text.  Does not 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from specinfer.adaptive.policy import Auto
-from specinfer.attention import TreeSession, padded_width, resumed, running
-from specinfer.drafts.base import DraftSession, Opening
+from specinfer.attention import TreeModel, TreeSession, padded_width, resumed, running
+from specinfer.drafts.base import Draft, DraftContext, DraftSession
 from specinfer.engine.gumbel import SILENT
 from specinfer.engine.loop import decode
 from specinfer.engine.sequence import Row
-from specinfer.engine.verify import Walk
+from specinfer.engine.verify import ExactMatch, Verifier
 from specinfer.errors import InputError, SpecinferError
-from specinfer.results import Choices, Result, Seconds, Stats, Step, acceptance_by_depth, contribution
+from specinfer.results import Result, Seconds, Stats, Step, TreeSizes, acceptance_by_depth, contribution
 from specinfer.tree import Policy, TokenTree
 
-if TYPE_CHECKING:
-    from specinfer.decoder import SpeculativeDecoder
-
 FIRST_TOKENS = 2048  # new tokens that caches have room for at first; beyond it they double
+
+
+class Decoder(Protocol):
+    """What a generation needs of the decoder: models, rules, and what was decided about them."""
+
+    target: TreeModel
+    drafts: list[Draft]
+    policy: Policy
+    verifier: Verifier
+    tokenizer: Any
+    notes: list[str]
+    aux_layers: list[int]
+    graphs: bool
+
+    @property
+    def networks(self) -> list[TreeModel]:
+        """All that runs passes."""
+
+    @property
+    def passes(self) -> str:
+        """How passes run, in words."""
+
+    def supported(self, policy: Policy, notes: list[str]) -> Policy:
+        """Return the policy, or another one that the models can work on."""
 
 
 @dataclass
@@ -54,7 +75,7 @@ class Run:
     they were before.
     """
 
-    def __init__(self, decoder: "SpeculativeDecoder", rows: Sequence[Row], single: bool) -> None:
+    def __init__(self, decoder: Decoder, rows: Sequence[Row], single: bool) -> None:
         self.decoder, self.rows, self.single = decoder, list(rows), single
         self.policy, self.passes = decoder.policy, ""  # how passes run, in words
         self.notes: list[str] = []  # what differs from the decoder's
@@ -153,29 +174,29 @@ class Run:
         first = min(most, longest + FIRST_TOKENS)  # ... that its cache holds at first
         nodes = padded_width(1 + policy.max_nodes * max(1, len(decoder.drafts)))
         fed = padded_width(1 + policy.max_nodes * max(1, policy.max_depth))  # best-first drops some of these later
-        taps = decoder.taps
-        target = decoder.target.session(len(rows), first + nodes, most + nodes, taps, decoder.graphs)
+        aux_layers = decoder.aux_layers
+        target = decoder.target.session(len(rows), first + nodes, most + nodes, aux_layers, decoder.graphs)
         states = target.prefill([prompt[:-1] for prompt in prompts])
         sampled = [row for row in rows if row.sampling]
-        law = (sampled or rows)[0].law.without_prefix_readers()
-        coupled = bool(sampled) and isinstance(decoder.verifier, Walk)
+        processors = (sampled or rows)[0].processors.without_prefix_readers()
+        coupled = bool(sampled) and isinstance(decoder.verifier, ExactMatch)
         couplings = [row.coupling if row.sampling else SILENT for row in rows] if coupled else ()
         drafts = []
         for number, draft in enumerate(decoder.drafts):
-            opening = Opening(
+            context = DraftContext(
                 prompts=prompts,
                 capacity=first + fed,
                 max_capacity=2 * most + fed,  # one row may lack what another has, and all get as many slots
                 vocab_size=decoder.target.vocab_size,
                 draft=number,
-                law=law,
+                processors=processors,
                 seeds=[row.seed for row in rows],
                 couplings=couplings,
-                taps=taps,
+                aux_layers=aux_layers,
                 states=states,
                 graphs=decoder.graphs,
             )
-            drafts.append(Timed(draft.open(opening)))
+            drafts.append(Timed(draft.open(context)))
         if isinstance(policy, Auto):
             self.policy = policy.begin(len(drafts), coupled)
         return target, drafts
@@ -184,15 +205,15 @@ class Run:
         steps = list(self.steps[row.index])
         new = row.ids[row.prompt_length :]
         tokenizer = self.decoder.tokenizer
-        choices = Choices.of(steps)
+        tree_sizes = TreeSizes.of(steps)
         stats = Stats(
             new_tokens=len(new),
             target_passes=len(steps),
             draft_passes=sum(passes for passes, _ in self.drafting),
             acceptance_by_depth=acceptance_by_depth(steps),
             seconds=self.seconds,
-            notes=(*self.decoder.notes, *self.notes, *filter(None, [self.passes]), *self._adapted(choices)),
-            choices=choices,
+            notes=(*self.decoder.notes, *self.notes, *filter(None, [self.passes]), *self._adapted(tree_sizes)),
+            tree_sizes=tree_sizes,
             drafts=tuple(
                 contribution(steps, number, draft.name, *spent)
                 for number, (draft, spent) in enumerate(zip(self.decoder.drafts, self.drafting, strict=True))
@@ -209,10 +230,10 @@ class Run:
             tokenizer=tokenizer,
         )
 
-    def _adapted(self, choices: Choices) -> list[str]:
+    def _adapted(self, tree_sizes: TreeSizes) -> list[str]:
         """Return what a policy that adapts chose, and why, as a note."""
         policy = self.policy
         if not isinstance(policy, Auto):
             return []
         reasons = policy.reasons([draft.name for draft in self.decoder.drafts], len(self.rows))
-        return [f"auto: {choices}; {reasons}" if reasons else f"auto: {choices}"]
+        return [f"auto: {tree_sizes}; {reasons}" if reasons else f"auto: {tree_sizes}"]

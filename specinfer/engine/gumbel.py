@@ -20,7 +20,7 @@ _MASK = (1 << 64) - 1
 
 CPU = torch.device("cpu")
 AHEAD = 8  # positions whose noise is made together
-# streams: target choices, acceptance coins and residual draws, draft draws, training, draws of recorded laws
+# streams: target choices, acceptance coins and residual draws, draft draws, training, draws of recorded distributions
 COUPLING, COIN, DRAFT, TRAINING, RECORDING = 1, 2, 3, 4, 5
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from specinfer.attention import TreeSession
 from specinfer.drafts.base import Proposer
 from specinfer.engine.sequence import Row
-from specinfer.engine.target_view import look
+from specinfer.engine.target_view import target_views
 from specinfer.engine.verify import Verifier
 from specinfer.errors import TreeError
 from specinfer.results import Step
@@ -36,7 +36,7 @@ def decode(
     """
     while rows:
         trees = propose(drafts, policy, rows)
-        views = look(rows, trees, target.score(trees))
+        views = target_views(rows, trees, target.score(trees))
         verdicts = [verifier.verify(tree, view) for tree, view in zip(trees, views, strict=True)]
         # each row is cut at end of sequence, stop strings and max_new_tokens, before anything is committed
         steps = [

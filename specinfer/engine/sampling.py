@@ -1,10 +1,11 @@
-"""From logits to the law that tokens are drawn from, and when a text ends: Hugging Face semantics, per node.
+"""From logits to the distribution that tokens are drawn from, and when a text ends: Hugging Face semantics, per node.
 
 Knows: `GenerationConfig`, logits processors, stopping criteria, one row's ids.
 Does not know: models, caches, drafting, verification.
 
-There is one path: `Law.scores` turns logits into processed scores; greedy takes their argmax, sampling adds noise.
-Processors that read ``input_ids`` (repetition penalty, no-repeat n-gram, anything custom) see each node's own path.
+There is one path: `Processors.scores` turns logits into processed scores; greedy takes their argmax, sampling adds
+noise. Processors that read ``input_ids`` (repetition penalty, no-repeat n-gram, anything custom) see each node's own
+path.
 """
 
 import copy
@@ -93,7 +94,7 @@ _DEFAULTS: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_k": 50
 
 
 @dataclass(frozen=True)
-class Settings:
+class GenerationSettings:
     """Validated options of one call.  `config` is whole: defaults filled in from the model's, then Hugging Face's."""
 
     config: Any  # transformers.GenerationConfig
@@ -136,7 +137,7 @@ def resolve(
     vocab_size: int | None = None,
     whole: bool = False,
     **options: Any,
-) -> Settings:
+) -> GenerationSettings:
     """Merge options over a generation config over the model's own, and validate the whole.
 
     ``temperature=0`` means greedy; a positive temperature, top_p, top_k ... given without ``do_sample`` means sampling.
@@ -188,7 +189,7 @@ def resolve(
     _check_tokens(config, given, vocab_size)
     processors, criteria = _callables(logits_processor=logits_processor, stopping_criteria=stopping_criteria)
     limit = _max_new_tokens(config, given, generation_config)
-    return Settings(config, _eos(config, vocab_size), limit, processors, criteria)
+    return GenerationSettings(config, _eos(config, vocab_size), limit, processors, criteria)
 
 
 def by_row(options: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
@@ -208,8 +209,8 @@ def by_row(options: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
     return [{**options, **{name: values[row] for name, values in lists.items()}} for row in range(rows if lists else 1)]
 
 
-def whole_law(temperature: float) -> dict[str, Any]:
-    """Return the options of greedy decoding (0), or of sampling from the whole law at a temperature."""
+def whole_distribution(temperature: float) -> dict[str, Any]:
+    """Return the options of greedy decoding (0), or of sampling from the whole distribution at a temperature."""
     if not temperature:
         return {"do_sample": False}
     return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
@@ -325,8 +326,8 @@ def _strings(value: str | Sequence[str] | None) -> list[str]:
     return [value] if isinstance(value, str) else list(value or ())
 
 
-class Law:
-    """The target's law at a node, for one row: logits in, processed scores out.
+class Processors:
+    """The target's distribution at a node, for one row: logits in, processed scores out.
 
     Args:
         processors: Hugging Face logits processors in the order they apply.
@@ -335,30 +336,30 @@ class Law:
 
     def __init__(self, processors: Sequence[Callable[..., Tensor]], padding: Sequence[int] = ()) -> None:
         self.padding = list(padding)
-        self.processors = [(processor, not _ignores_prefix(processor)) for processor in processors]
-        self.reads_path = any(reads for _, reads in self.processors)
+        self.chain = [(processor, not _ignores_prefix(processor)) for processor in processors]
+        self.reads_path = any(reads for _, reads in self.chain)
 
     @classmethod
-    def of(cls, settings: Settings, prompt_length: int, device: torch.device) -> "Law":
+    def of(cls, settings: GenerationSettings, prompt_length: int, device: torch.device) -> "Processors":
         """Build the processors of a row whose prompt has ``prompt_length`` tokens, in Hugging Face's order."""
         built = _processors(settings, prompt_length, device)
         warpers = _warpers(settings.config, device) if settings.do_sample else []
         return cls([*_merged(built, settings.processors), *warpers])
 
-    def without_prefix_readers(self) -> "Law":
-        """Return the law without the processors that read a prefix (what a draft ranks its candidates by)."""
-        return Law([processor for processor, reads in self.processors if not reads])
+    def without_prefix_readers(self) -> "Processors":
+        """Return the distribution without the processors that read a prefix (what a draft ranks its candidates by)."""
+        return Processors([processor for processor, reads in self.chain if not reads])
 
     def scores(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Process logits (N, V) of N nodes whose ids so far are ``paths``; return float32 (or wider) scores (N, V).
 
         ``paths`` may be empty when `reads_path` is False.  Where nothing is to be done, the logits may be returned.
         """
-        scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=bool(self.processors))
-        if not self.processors:
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=bool(self.chain))
+        if not self.chain:
             return scores
         nothing = torch.zeros(len(logits), 0, dtype=torch.long, device=logits.device)
-        for processor, reads in self.processors:
+        for processor, reads in self.chain:
             scores = self._by_path(processor, scores, paths) if reads else _asked(processor, nothing, scores)
         return scores
 
@@ -399,7 +400,7 @@ def _ignores_prefix(processor: Any) -> bool:
 _Line = tuple[str, Any, str, tuple[Any, ...], dict[str, Any]]
 
 
-def _processors(settings: Settings, prompt_length: int, device: Any) -> list[Callable[..., Tensor]]:
+def _processors(settings: GenerationSettings, prompt_length: int, device: Any) -> list[Callable[..., Tensor]]:
     """Processors that apply to greedy decoding and sampling alike (transformers' `_get_logits_processor` order)."""
     c, n, eos, on = settings.config, prompt_length, sorted(settings.eos), {"device": device}
     bias, decay, bad = c.sequence_bias, c.exponential_decay_length_penalty, c.bad_words_ids

@@ -1,22 +1,20 @@
 """The log-likelihood of a given continuation under the target: what evaluation harnesses and rankings ask for.
 
-Knows: prompts, the target's passes, its law without any processor.  Does not know: drafts, trees, sampling.
+Knows: prompts, the target's passes, its distribution without any processor.  Does not know: drafts, trees, sampling.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import fsum, isnan
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from specinfer.attention import TreeModel, lay_out_chains, running
 from specinfer.common.values import plain
 from specinfer.errors import InputError, NumericalError
-from specinfer.prompts import Prompt, check_ids, spelt
-
-if TYPE_CHECKING:
-    from specinfer.decoder import SpeculativeDecoder
+from specinfer.prompts import Prompts, check_ids, spelt
 
 SCORED = 256  # tokens of all rows whose logits a pass hands out at most: bounds its memory
 
@@ -50,20 +48,20 @@ class Score:
         return {"total": self.total, "is_greedy": self.is_greedy, **vars(self)}
 
 
-def score(decoder: "SpeculativeDecoder", prompt: Prompt, continuation: Any, raw: bool) -> Score | list[Score]:
-    """Score continuations: see `SpeculativeDecoder.score`."""
-    prompts = decoder.read(prompt, raw)
-    if not prompts.single and (isinstance(continuation, str) or not isinstance(continuation, Iterable)):
+def continuations(prompts: Prompts, given: Any, tokenizer: Any, vocab_size: int) -> list[list[int]]:
+    """Return the token ids of continuations, one for each prompt.
+
+    Raises:
+        InputError: not one for each, or one that cannot be read.
+    """
+    if not prompts.single and (isinstance(given, str) or not isinstance(given, Iterable)):
         raise InputError("several prompts need a list of continuations: give one for each prompt")
-    given = [continuation] if prompts.single else list(continuation)
-    if len(given) != len(prompts.rows):
-        raise InputError(f"{len(prompts.rows)} prompts and {len(given)} continuations: give one for each prompt")
-    wanted = [_ids(own, decoder.tokenizer, row) for row, own in enumerate(given)]
-    check_ids(wanted, decoder.target.vocab_size)
-    decoder.check_lengths(prompts.rows, [len(own) for own in wanted])
-    decoder.supported(decoder.policy, [])
-    scores = [Score(*own) for own in _scored(decoder.target, prompts.rows, wanted)]
-    return scores[0] if prompts.single else scores
+    every = [given] if prompts.single else list(given)
+    if len(every) != len(prompts.rows):
+        raise InputError(f"{len(prompts.rows)} prompts and {len(every)} continuations: give one for each prompt")
+    wanted = [_ids(continuation, tokenizer, row) for row, continuation in enumerate(every)]
+    check_ids(wanted, vocab_size)
+    return wanted
 
 
 def _ids(continuation: Any, tokenizer: Any, row: int) -> list[int]:
@@ -78,30 +76,36 @@ def _ids(continuation: Any, tokenizer: Any, row: int) -> list[int]:
     return list(continuation)
 
 
-def _scored(
-    target: TreeModel, prompts: Sequence[list[int]], wanted: Sequence[list[int]]
-) -> list[tuple[list[int], list[float], list[bool]]]:
-    """Return ids, log-probabilities and greediness, row by row; all rows share their passes."""
-    found: list[tuple[list[int], list[float], list[bool]]] = [(own, [], []) for own in wanted]
-    fed = [[prompt[-1], *own[:-1]] for prompt, own in zip(prompts, wanted, strict=True)]  # each chooses the next
-    longest = max(len(prompt) + len(own) for prompt, own in zip(prompts, wanted, strict=True))
+def score(target: TreeModel, prompts: Sequence[list[int]], wanted: Sequence[list[int]]) -> list[Score]:
+    """Score a continuation of each prompt; all rows share their passes.
+
+    Raises:
+        NumericalError: the target's logits are not numbers.
+    """
+    scores = [Score(continuation, [], []) for continuation in wanted]
+    fed = [[prompt[-1], *tokens[:-1]] for prompt, tokens in zip(prompts, wanted, strict=True)]  # each chooses the next
+    longest = max(len(prompt) + len(tokens) for prompt, tokens in zip(prompts, wanted, strict=True))
     chunk = max(1, SCORED // len(prompts))
     with running(target):
         session = target.session(len(prompts), longest + chunk)
         session.prefill([prompt[:-1] for prompt in prompts])
         for start in range(0, max(map(len, fed)), chunk):
-            chunks = [own[start : start + chunk] for own in fed]
+            chunks = [tokens[start : start + chunk] for tokens in fed]
             logits = session.append(lay_out_chains(chunks, target.device))
-            for row, own in enumerate(chunks):
-                _, log_probabilities, greedy = found[row]
-                laws = logits[row, : len(own)].to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-                tokens = torch.tensor(wanted[row][start : start + chunk], dtype=torch.long, device=laws.device)
-                log_probabilities += laws.gather(1, tokens[:, None])[:, 0].tolist()
-                greedy += (laws.argmax(-1) == tokens).tolist()
-                if any(map(isnan, log_probabilities)):
-                    raise NumericalError(
-                        f"row {row}: the target's logits are not numbers within {start + chunk} tokens after the "
-                        "prompt. Check the weights, or load the model in float32"
-                    )
-            session.commit([range(len(own)) for own in chunks])
-    return found
+            for row, tokens in enumerate(chunks):
+                _extend(scores[row], logits[row, : len(tokens)], start, row)
+            session.commit([range(len(tokens)) for tokens in chunks])
+    return scores
+
+
+def _extend(score: Score, logits: Tensor, start: int, row: int) -> None:
+    """Score the tokens from a place on, from the logits (T, V) that choose them."""
+    log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    tokens = torch.tensor(score.token_ids[start : start + len(logits)], dtype=torch.long, device=log_probs.device)
+    score.log_probabilities.extend(log_probs.gather(1, tokens[:, None])[:, 0].tolist())
+    score.greedy.extend((log_probs.argmax(-1) == tokens).tolist())
+    if any(map(isnan, score.log_probabilities)):
+        raise NumericalError(
+            f"row {row}: the target's logits are not numbers within {start + len(logits)} tokens after the prompt. "
+            "Check the weights, or load the model in float32"
+        )

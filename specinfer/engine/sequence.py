@@ -1,4 +1,4 @@
-"""One sequence being decoded: its ids, its law, its chance, and when it ends.
+"""One sequence being decoded: its ids, its distribution, its chance, and when it ends.
 
 Knows: everything that belongs to one row and to no other, so a row in a batch is the row alone.
 Does not know: models, caches, drafts, the other rows.
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from specinfer.engine.gumbel import Coupling
-from specinfer.engine.sampling import Law
+from specinfer.engine.sampling import Processors
 from specinfer.engine.stopping import Stopping
 from specinfer.engine.verify import Verdict
 from specinfer.results import Step, drafted_by
@@ -21,7 +21,7 @@ class Row:
     Args:
         index: its place in the caller's batch.
         prompt: token ids, at least one.
-        law: from logits to scores.
+        processors: from logits to scores.
         stopping: when it ends.
         seed: of its noise.
         sampling: draw tokens; otherwise take the argmax.
@@ -33,7 +33,7 @@ class Row:
         self,
         index: int,
         prompt: Sequence[int],
-        law: Law,
+        processors: Processors,
         stopping: Stopping,
         seed: int,
         sampling: bool,
@@ -42,7 +42,7 @@ class Row:
     ) -> None:
         self.index, self.seed, self.sampling = index, seed, sampling
         self.coupling = Coupling(seed)
-        self.law, self.stopping, self.draft_names = law, stopping, draft_names
+        self.processors, self.stopping, self.draft_names = processors, stopping, draft_names
         self.ids = list(prompt)
         self.prompt_length = len(prompt)
         self.step = 0
@@ -71,6 +71,6 @@ class Row:
             if self.finished:
                 break
         self.coupling.forget(inf if self.finished else len(self.ids))
-        record = tree.without_laws() if tree.laws else tree  # laws are large, and used up
+        record = tree.without_distributions() if tree.distributions else tree  # distributions are large, and used up
         proposers = drafted_by(tree, verdict.path, self.draft_names, len(emitted))
         return Step(record, verdict.path, tuple(emitted), proposers)

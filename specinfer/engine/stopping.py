@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specinfer.common.values import plain
-from specinfer.engine.sampling import Settings, _merged
+from specinfer.engine.sampling import GenerationSettings, _merged
 from specinfer.errors import SamplingError
 
 
@@ -29,7 +29,7 @@ class Stopping:
         SamplingError: ``stop_strings`` without a tokenizer.
     """
 
-    def __init__(self, settings: Settings, budget: int, device: Any = None, tokenizer: Any = None) -> None:
+    def __init__(self, settings: GenerationSettings, budget: int, device: Any = None, tokenizer: Any = None) -> None:
         from transformers import MaxTimeCriteria, StopStringCriteria
 
         self.eos, self.budget, self.stop_strings = settings.eos, budget, settings.stop_strings

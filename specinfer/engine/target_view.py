@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from specinfer.common.values import plain
 from specinfer.engine.gumbel import COIN, key, uniform
-from specinfer.engine.sampling import Law, resolve
+from specinfer.engine.sampling import Processors, resolve
 from specinfer.engine.sequence import Row
 from specinfer.engine.stopping import Stopping
 from specinfer.engine.verify import Probabilities, Verdict, Verifier, chosen_verifier
@@ -24,7 +24,7 @@ from specinfer.prompts import check_ids
 from specinfer.tree import TokenTree
 
 
-def look(rows: Sequence[Row], trees: Sequence[TokenTree], logits: Tensor) -> list["RowView"]:
+def target_views(rows: Sequence[Row], trees: Sequence[TokenTree], logits: Tensor) -> list["RowView"]:
     """Return the target's answers at the nodes of every row's tree, from logits (B, N or more, V)."""
     for row in rows:
         row.step += 1
@@ -83,8 +83,8 @@ class RowView:
         position = self.base + int(self.tree.depths[node])
         return self.row.coupling.at(position, self.logits.shape[1], self.logits.device)
 
-    def law(self, node: int) -> Probabilities:
-        """Return the target's law after a node, float64 (V,)."""
+    def distribution(self, node: int) -> Probabilities:
+        """Return the target's distribution after a node, float64 (V,)."""
         scores = self.scores(node)
         if not self.row.sampling:
             return np.eye(1, len(scores), int(scores.argmax()))[0]
@@ -99,15 +99,15 @@ class RowView:
         self.tosses += 1
         return uniform(self.coins, self.tosses) < probability
 
-    def draw(self, law: Probabilities) -> int:
-        """Draw a token by inverting the cumulative law."""
+    def draw(self, distribution: Probabilities) -> int:
+        """Draw a token by inverting the cumulative distribution."""
         self.tosses += 1
-        cumulative = law.cumsum()
+        cumulative = distribution.cumsum()
         token = np.searchsorted(cumulative, uniform(self.coins, self.tosses) * cumulative[-1], side="right")
-        return int(min(token, law.nonzero()[0][-1]))
+        return int(min(token, distribution.nonzero()[0][-1]))
 
     def scores(self, node: int) -> Tensor:
-        """Return the processed scores (V,) after a node: the logarithm of the target's law but for a constant.
+        """Return the processed scores (V,) after a node: the logarithm of the target's distribution but for a constant.
 
         Raises:
             NumericalError: nothing can be chosen from them.
@@ -118,9 +118,9 @@ class RowView:
 
     def _processed(self, nodes: Sequence[int]) -> Tensor:
         """Return the processed scores (n, V) after some nodes: one, or the first n."""
-        law = self.row.law
-        paths = [[*self.row.ids, *self.tree.path(node)] for node in nodes] if law.reads_path else []
-        return law.scores(self.logits[nodes[0] : nodes[-1] + 1], paths)
+        processors = self.row.processors
+        paths = [[*self.row.ids, *self.tree.path(node)] for node in nodes] if processors.reads_path else []
+        return processors.scores(self.logits[nodes[0] : nodes[-1] + 1], paths)
 
     def _check(self, largest: float, node: int) -> None:
         """Raise unless the largest score is a number: NaN wins a maximum, so this sees NaN, +inf and all -inf."""
@@ -180,15 +180,17 @@ def verify_tree(
             f"logits {tuple(getattr(logits, 'shape', ()))} for a tree of {len(tree)} nodes with ids up to "
             f"{int(tree.tokens.max())}: give a tensor with one row of the target's logits for each node"
         )
-    if any(len(law) != logits.shape[1] for law in tree.laws.values()):
-        raise InputError(f"the tree's laws are not of {logits.shape[1]} tokens, as the logits: pad or cut either")
+    if any(len(distribution) != logits.shape[1] for distribution in tree.distributions.values()):
+        raise InputError(
+            f"the tree's distributions are not of {logits.shape[1]} tokens, as the logits: pad or cut either"
+        )
     if isinstance(seed, bool) or not isinstance(seed := plain(seed), int):
         raise InputError(f"seed={seed!r:.60}: give one whole number")
     rule = chosen_verifier(verifier, tree.kind)
     settings = resolve(GenerationConfig(), vocab_size=logits.shape[1], **options)
     ids = [*plain(prefix), int(tree.tokens[0])]
     check_ids([ids], logits.shape[1])
-    law, stopping = Law.of(settings, len(ids), logits.device), Stopping(settings, 1, logits.device)
-    row = Row(0, ids, law, stopping, seed, settings.do_sample, draft_names=())
+    processors, stopping = Processors.of(settings, len(ids), logits.device), Stopping(settings, 1, logits.device)
+    row = Row(0, ids, processors, stopping, seed, settings.do_sample, draft_names=())
     with torch.inference_mode():
-        return rule.verify(tree, look([row], [tree], logits[None])[0])
+        return rule.verify(tree, target_views([row], [tree], logits[None])[0])

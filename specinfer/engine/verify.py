@@ -1,4 +1,5 @@
-"""Verification: which drafted nodes are accepted, and which token comes after them, without changing the target's law.
+"""Verification: which drafted nodes are accepted, and which token comes after them, without changing the target's
+distribution.
 
 Knows: one row's tree, and a `TargetView` that answers questions about the target at its nodes.
 Does not know: models, tensors, batches, caches.
@@ -9,7 +10,7 @@ Vocabulary (one step emits ``accepted tokens + 1``):
 
 Which rule is exact for which tree is a fact, not a taste; `specinfer certify` recomputes it by enumeration:
 
-    ranked tree (top-k, best-first)   `Walk`: the target's choice decides, descend while it was drafted
+    ranked tree (top-k, best-first)   `ExactMatch`: the target's choice decides, descend while it was drafted
     i.i.d. draws from q               `MultiStep(replacement=True)`: every draw tried once, duplicates tried again
     draws without replacement         `MultiStep(replacement=False)`: q renormalised after each rejection, in draw order
 """
@@ -30,16 +31,16 @@ class TargetView(Protocol):
     """One row's target at the nodes of one tree, and the chance that verification may use."""
 
     def choice(self, node: int) -> int:
-        """Return the token the target itself emits after ``node``: its argmax, or its draw from ``law(node)``."""
+        """Return the token the target itself emits after ``node``: its argmax, or its draw from `distribution`."""
 
-    def law(self, node: int) -> Probabilities:
-        """Return the target's law p after ``node``: float64 (V,), sums to 1."""
+    def distribution(self, node: int) -> Probabilities:
+        """Return the target's distribution p after ``node``: float64 (V,), sums to 1."""
 
     def accepts(self, probability: float) -> bool:
         """Toss a coin that is True with this probability (``u < probability`` with u in [0, 1))."""
 
-    def draw(self, law: Probabilities) -> int:
-        """Draw one token from a law."""
+    def draw(self, distribution: Probabilities) -> int:
+        """Draw one token from a distribution."""
 
 
 class Verdict(NamedTuple):
@@ -55,7 +56,7 @@ class Verifier(ABC):
     @property
     @abstractmethod
     def kinds(self) -> frozenset[Kind]:
-        """The kinds of tree for which the output law is the target's."""
+        """The kinds of tree for which the output distribution is the target's."""
 
     @abstractmethod
     def verify(self, tree: TokenTree, target: TargetView) -> Verdict:
@@ -66,13 +67,13 @@ class Verifier(ABC):
         if kind not in self.kinds:
             exact = " or ".join(sorted(self.kinds))
             raise PairingError(
-                f"{type(self).__name__} on a {kind} tree would change the target's output law: it is exact for "
-                f"{exact} trees only. Use Walk() for ranked trees, MultiStep(replacement=True) for i.i.d. draws, "
+                f"{type(self).__name__} on a {kind} tree would change the output distribution: it is exact for "
+                f"{exact} trees only. Use ExactMatch() for ranked trees, MultiStep(replacement=True) for i.i.d. draws, "
                 "MultiStep(replacement=False) for draws without replacement"
             )
 
 
-class Walk(Verifier):
+class ExactMatch(Verifier):
     """Descend while the target's own choice was drafted; exact for every tree.
 
     With argmax choices it is greedy verification; with choices drawn from p it is SpecInfer's naive sampling
@@ -81,7 +82,7 @@ class Walk(Verifier):
     """
 
     def __repr__(self) -> str:
-        return "Walk()"
+        return "ExactMatch()"
 
     @property
     def kinds(self) -> frozenset[Kind]:
@@ -105,8 +106,8 @@ class MultiStep(Verifier):
     """Multi-step speculative sampling: one acceptance test per draw, each with the q it was drawn from.
 
     SpecInfer Algorithm 2 (arXiv 2305.09781) with replacement, Sequoia (arXiv 2402.12374) without; on a chain both are
-    speculative sampling (arXiv 2211.17192, 2302.01318).  Symbols: p the target's law, q a draft's.  A token drawn
-    twice, or by two drafts, is tested once per draw.
+    speculative sampling (arXiv 2211.17192, 2302.01318).  Symbols: p the target's distribution, q a draft's.  A token
+    drawn twice, or by two drafts, is tested once per draw.
 
     Args:
         replacement: whether the tree's children were drawn with replacement.
@@ -127,10 +128,12 @@ class MultiStep(Verifier):
         """Descend through accepted draws; after the last, draw the bonus token from what p is left.
 
         Raises:
-            PairingError: the tree is a record without its laws (`TokenTree.without_laws`).
+            PairingError: the tree is a record without its distributions (`TokenTree.without_distributions`).
         """
-        if len(tree) > 1 and not tree.laws:
-            raise PairingError("this tree's laws were dropped or never drawn from, and acceptance divides by them")
+        if len(tree) > 1 and not tree.distributions:
+            raise PairingError(
+                "this tree's distributions were dropped or never drawn from, and acceptance divides by them"
+            )
         path: list[int] = []
         node = 0
         while True:
@@ -141,13 +144,13 @@ class MultiStep(Verifier):
             node = child
 
     def _descend(self, tree: TokenTree, node: int, target: TargetView) -> tuple[int | None, Probabilities]:
-        """Test the draws under a node in order; return the accepted child, or None and the residual law."""
-        p = target.law(node)
-        laws: dict[int, Probabilities] = {}
+        """Test the draws under a node in order; return the accepted child, or None and the residual distribution."""
+        p = target.distribution(node)
+        distributions: dict[int, Probabilities] = {}
         for draw, child in tree.draws_under(node):
-            if draw.draft not in laws:
-                laws[draw.draft] = tree.laws[node, draw.draft].copy()
-            q, token = laws[draw.draft], int(tree.tokens[child])
+            if draw.draft not in distributions:
+                distributions[draw.draft] = tree.distributions[node, draw.draft].copy()
+            q, token = distributions[draw.draft], int(tree.tokens[child])
             if target.accepts(min(1.0, p[token] / q[token])):
                 return child, p
             p = residual(p, q)
@@ -159,7 +162,7 @@ class MultiStep(Verifier):
 
 def usual_verifier(kind: Kind) -> Verifier:
     """Return the rule that trees of a kind are verified by unless another is asked for."""
-    return Walk() if kind is Kind.RANKED else MultiStep(replacement=kind is Kind.IID)
+    return ExactMatch() if kind is Kind.RANKED else MultiStep(replacement=kind is Kind.IID)
 
 
 def chosen_verifier(verifier: Any, kind: Kind) -> Verifier:
@@ -171,13 +174,15 @@ def chosen_verifier(verifier: Any, kind: Kind) -> Verifier:
     """
     own = usual_verifier(kind) if verifier is None else verifier
     if not isinstance(own, Verifier):
-        raise InputError(f"verifier={verifier!r:.60} is no verifier: give Walk(), MultiStep(), or None for the usual")
+        raise InputError(
+            f"verifier={verifier!r:.60} is no verifier: give ExactMatch(), MultiStep(), or None for the usual"
+        )
     own.check(kind)
     return own
 
 
 def residual(p: Probabilities, q: Probabilities) -> Probabilities:
-    """Return norm(max(p - q, 0)), the law left after a draw from q was rejected; p itself where nothing is left."""
+    """Return norm(max(p - q, 0)), what is left of p after a draw from q was rejected; p where nothing is left."""
     left = np.maximum(p - q, 0.0)
     total = float(left.sum())
     return left / total if total > 0.0 else p

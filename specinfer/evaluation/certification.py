@@ -1,11 +1,11 @@
-"""Certificates: the exact law of what speculative decoding emits, by enumeration, against the target's own.
+"""Certificates: the exact distribution of what speculative decoding emits, by enumeration, against the target's own.
 
 Knows: policies, `merge` and verifiers, the very objects the engine uses, and made-up models of a few tokens.
-Does not know: real models, logits, caches, random numbers.  That the engine hands a verifier the right laws
+Does not know: real models, logits, caches, random numbers.  That the engine hands a verifier the right distributions
 and fair coins is not certified here but tested where it is done: in `row`, `draft` and `attention`.
 
 How: nothing random happens.  Whatever draws, tosses or chooses asks a `Chance`, and a run is replayed once
-for every sequence of answers, in depth-first order, each with its exact probability in float64.  The law is
+for every sequence of answers, in depth-first order, each with its exact probability in float64.  The distribution is
 joint over several tokens, so that a dependence between steps shows; trees grow no deeper than
 `loop.propose` lets them.
 
@@ -20,9 +20,9 @@ Anything with ``verify(tree, target) -> Verdict`` can be certified:
     >>> class AcceptLikely:
     ...     def verify(self, tree, target):
     ...         for child in tree.children(0):
-    ...             if target.law(0)[tree.tokens[child]] > 0.3:
-    ...                 return Verdict((child,), target.draw(target.law(child)))
-    ...         return Verdict((), target.draw(target.law(0)))
+    ...             if target.distribution(0)[tree.tokens[child]] > 0.3:
+    ...                 return Verdict((child,), target.draw(target.distribution(child)))
+    ...         return Verdict((), target.draw(target.distribution(0)))
     >>> certify_verifier(AcceptLikely(), Sampled((1, 1))).lossless
     False
 """
@@ -39,9 +39,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specinfer.engine.verify import MultiStep, Probabilities, TargetView, Verdict, Walk
+from specinfer.engine.verify import ExactMatch, MultiStep, Probabilities, TargetView, Verdict
 from specinfer.errors import InputError
-from specinfer.tree import BestFirst, Chain, Draw, Frontier, Policy, Sampled, TokenTree, Widths, merge
+from specinfer.tree import BestFirst, Chain, Draw, Expansion, Frontier, Policy, Sampled, TokenTree, merge
 
 EXACT = 1e-12  # total variation that rounding in float64 may cause
 BROKEN = 1e-3  # total variation that a mistake must exceed to be seen
@@ -110,12 +110,12 @@ class Models(Protocol):
 
     vocabulary: int
 
-    def law(self, model: int, context: Context) -> Probabilities:
-        """Return a model's law of the next token, float64 (V,)."""
+    def distribution(self, model: int, context: Context) -> Probabilities:
+        """Return a model's distribution of the next token, float64 (V,)."""
 
 
 class RandomModels:
-    """Models with a random law for every context: most of full support, some with zeros, some one-hot.
+    """Models with a random distribution for every context: most of full support, some with zeros, some one-hot.
 
     Where every text begins, however, each draft underrates all tokens but one of its own.  A rejection then
     leaves V - 1 tokens in the residual, and every mistake below shows whatever the seed.
@@ -123,23 +123,23 @@ class RandomModels:
 
     def __init__(self, vocabulary: int, seed: int) -> None:
         self.vocabulary, self.seed = vocabulary, seed
-        self.law = cache(self._law)
+        self.distribution = cache(self._distribution)
 
-    def _law(self, model: int, context: Context) -> Probabilities:
+    def _distribution(self, model: int, context: Context) -> Probabilities:
         chance = np.random.default_rng([self.seed, model, len(context), *context])
         weights = chance.exponential(size=self.vocabulary)
         if context:
             zeros = chance.choice([0, 1, self.vocabulary - 1], p=[0.6, 0.3, 0.1])
             weights[chance.permutation(self.vocabulary)[:zeros]] = 0.0
         elif model:
-            weights = self.law(0, ()) * chance.uniform(0.3, 0.9, self.vocabulary)
+            weights = self.distribution(0, ()) * chance.uniform(0.3, 0.9, self.vocabulary)
             weights[(model - 1) % self.vocabulary] += 1.0 - weights.sum()
         else:
             weights += 1.0
         return weights / weights.sum()
 
 
-# How a draft behaves: from the law q that it claims (of what is left to draw) and the target's choice to the
+# How a draft behaves: from the distribution q that it claims (of what is left to draw) and the target's choice to the
 # weights that it really ranks by or draws from.
 Habit = Callable[[Probabilities, int], Probabilities]
 UNKNOWN = -1  # a choice that a draft cannot know
@@ -181,10 +181,10 @@ def peeks(q: Probabilities, choice: int) -> Probabilities:
 
 
 @dataclass
-class Draft:
+class EnumeratedDraft:
     """One draft below one context: a `Source` that takes its draws from a `Chance`."""
 
-    law: Callable[[Context], Probabilities]
+    distribution: Callable[[Context], Probabilities]
     habit: Habit
     choice: Callable[[Context], int]
     chance: Chance
@@ -198,26 +198,26 @@ class Draft:
         """Rank the vocabulary by habit; both (1, W, min(k, V))."""
         tokens, values = [], []
         for context in self._contexts(frontier):
-            weights = self.habit(self.law(context), self.choice(context))
+            weights = self.habit(self.distribution(context), self.choice(context))
             ranking = np.argsort(-weights, kind="stable")[:k]
             tokens.append(ranking)
             values.append(weights[ranking] / max(weights.sum(), 1e-300))
         return torch.from_numpy(np.array([tokens])), torch.from_numpy(np.array([values])).log()
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw by habit; tokens and log-probabilities (1, W, k), the laws that are claimed (1, W, V)."""
+        """Draw by habit; tokens and log-probabilities (1, W, k), the distributions that are claimed (1, W, V)."""
         contexts = self._contexts(frontier)
-        laws = np.array([self.law(context) for context in contexts])
-        tokens, values = np.zeros((len(laws), k), np.int64), np.zeros((len(laws), k))
+        distributions = np.array([self.distribution(context) for context in contexts])
+        tokens, values = np.zeros((len(distributions), k), np.int64), np.zeros((len(distributions), k))
         for node, valid in enumerate(frontier.valid[0].tolist()):
-            left = laws[node] * valid
+            left = distributions[node] * valid
             for turn in range(k):
                 if left.any():
                     weights = self.habit(left / left.sum(), self.choice(contexts[node]))
                     tokens[node, turn] = token = self.chance.choose(weights)
-                    values[node, turn] = laws[node, token]
+                    values[node, turn] = distributions[node, token]
                     left[token] *= replacement
-        found, probabilities, claimed = (torch.from_numpy(array)[None] for array in (tokens, values, laws))
+        found, probabilities, claimed = (torch.from_numpy(array)[None] for array in (tokens, values, distributions))
         return found, probabilities.log(), claimed
 
     def _contexts(self, frontier: Frontier) -> list[Context]:
@@ -278,19 +278,19 @@ class Pair:
 
 @dataclass(frozen=True)
 class Certificate:
-    """How far what a pair emits is from the target's law."""
+    """How far what a pair emits is from the target's distribution."""
 
     tree: str
     verifier: str
     drafts: int
     vocabulary: int
-    tokens: int  # the law is joint over the first so many
-    total_variation: float  # 0 = the same law, 1 = never the same text
+    tokens: int  # the distribution is joint over the first so many
+    total_variation: float  # 0 = the same distribution, 1 = never the same text
     expected_lossless: bool
 
     @property
     def lossless(self) -> bool:
-        """Whether the laws are equal up to rounding in float64."""
+        """Whether the distributions are equal up to rounding in float64."""
         return self.total_variation <= EXACT
 
     @property
@@ -315,7 +315,7 @@ def certify(
     Args:
         pairs: what to certify.
         vocabulary: number of tokens, 3 or more for the mistakes to show; work grows with a power of it.
-        tokens: the law is joint over so many emitted tokens, unless a pair sets its own number.
+        tokens: the distribution is joint over so many emitted tokens, unless a pair sets its own number.
         seed: of the made-up models.
         progress: wraps the list of pairs that is worked through, as ``tqdm`` does.
 
@@ -354,39 +354,39 @@ def certify_verifier(
 
 def _certificate(pair: Pair, models: Models, tokens: int) -> Certificate:
     drafts, vocabulary = len(pair.habits), models.vocabulary
-    distance = total_variation(output_law(pair, models, tokens), target_law(pair, models, tokens))
+    distance = total_variation(output_distribution(pair, models, tokens), target_distribution(pair, models, tokens))
     return Certificate(pair.tree, pair.rule, drafts, vocabulary, tokens, distance, pair.expected_lossless)
 
 
-# --- The two laws ---
+# --- The two distributions ---
 
 
 def total_variation(one: np.ndarray, other: np.ndarray) -> float:
-    """Return half the L1 distance of two laws."""
+    """Return half the L1 distance of two distributions."""
     return float(np.abs(one - other).sum()) / 2
 
 
-def target_law(pair: Pair, models: Models, tokens: int) -> np.ndarray:
-    """Return the target's own law of the first tokens, float64 (V,) * tokens."""
-    law = _target(pair, models)
+def target_distribution(pair: Pair, models: Models, tokens: int) -> np.ndarray:
+    """Return the target's own distribution of the first tokens, float64 (V,) * tokens."""
+    distribution = _target(pair, models)
     shape = (models.vocabulary,) * tokens
-    table = [prod(float(law(text[:i])[token]) for i, token in enumerate(text)) for text in np.ndindex(*shape)]
+    table = [prod(float(distribution(text[:i])[token]) for i, token in enumerate(text)) for text in np.ndindex(*shape)]
     return np.array(table).reshape(shape)
 
 
-def output_law(pair: Pair, models: Models, tokens: int) -> np.ndarray:
-    """Return the law of the first tokens that a pair emits, float64 (V,) * tokens."""
+def output_distribution(pair: Pair, models: Models, tokens: int) -> np.ndarray:
+    """Return the distribution of the first tokens that a pair emits, float64 (V,) * tokens."""
     if pair.choices in (Choices.COUPLED, Choices.REUSED):
-        return _law_with_noise(pair, models, tokens)
-    return _law_by_steps(pair, models, tokens)
+        return _distribution_with_noise(pair, models, tokens)
+    return _distribution_by_steps(pair, models, tokens)
 
 
-def _law_by_steps(pair: Pair, models: Models, tokens: int) -> np.ndarray:
-    """Sum over the outcomes of a decode step, each followed by the law of what comes after it."""
-    law = _target(pair, models)
+def _distribution_by_steps(pair: Pair, models: Models, tokens: int) -> np.ndarray:
+    """Sum over the outcomes of a decode step, each followed by the distribution of what comes after it."""
+    distribution = _target(pair, models)
 
     def step(context: Context, tree: TokenTree, chance: Chance) -> Context:
-        return _emitted(pair, View(law, context, tree, chance))
+        return _emitted(pair, EnumeratedTarget(distribution, context, tree, chance))
 
     @cache
     def rest(context: Context) -> np.ndarray:
@@ -402,18 +402,20 @@ def _law_by_steps(pair: Pair, models: Models, tokens: int) -> np.ndarray:
     return rest(())
 
 
-def _law_with_noise(pair: Pair, models: Models, tokens: int) -> np.ndarray:
+def _distribution_with_noise(pair: Pair, models: Models, tokens: int) -> np.ndarray:
     """Sum over the noise of every position, which fixes the target's choice in every context there.
 
-    Noise is one number u in [0, 1) per position, and a choice inverts the cumulative law at u, where the
+    Noise is one number u in [0, 1) per position, and a choice inverts the cumulative distribution at u, where the
     engine takes an argmax over Gumbel numbers; either way all contexts share it, and drafts may know it.
     """
-    law = _target(pair, models)
-    laws = [[law(text) for text in product(range(models.vocabulary), repeat=n)] for n in range(tokens)]
-    reused, intervals = _intervals(chain.from_iterable(laws)), [_intervals(own) for own in laws]
+    distribution = _target(pair, models)
+    distributions = [
+        [distribution(text) for text in product(range(models.vocabulary), repeat=n)] for n in range(tokens)
+    ]
+    reused, intervals = _intervals(chain.from_iterable(distributions)), [_intervals(own) for own in distributions]
 
     def choose(noise: Sequence[float], context: Context) -> int:
-        p = law(context)
+        p = distribution(context)
         return min(int(p.cumsum().searchsorted(noise[len(context)], "right")), int(p.nonzero()[0][-1]))
 
     @cache
@@ -429,7 +431,7 @@ def _law_with_noise(pair: Pair, models: Models, tokens: int) -> np.ndarray:
         context: Context = ()
         while (start := len(context)) < tokens:
             spanned = (0.0,) * start + tuple(noise[start:-1])  # all that the tree depends on
-            view = View(law, context, tree_for(context, spanned), chance, partial(choose, noise))
+            view = EnumeratedTarget(distribution, context, tree_for(context, spanned), chance, partial(choose, noise))
             context += _emitted(pair, view)
         return context[:tokens]
 
@@ -439,17 +441,19 @@ def _law_with_noise(pair: Pair, models: Models, tokens: int) -> np.ndarray:
     return table
 
 
-def _intervals(laws: Iterable[Probabilities]) -> tuple[list[float], Probabilities]:
-    """Return the middles and lengths of the intervals of [0, 1] in which u changes the choice of no law."""
-    ends = np.unique(np.concatenate([[0.0, 1.0], *(law.cumsum().clip(max=1.0) for law in laws)]))
+def _intervals(distributions: Iterable[Probabilities]) -> tuple[list[float], Probabilities]:
+    """Return the middles and lengths of the intervals of [0, 1] in which u changes the choice of no distribution."""
+    ends = np.unique(
+        np.concatenate([[0.0, 1.0], *(distribution.cumsum().clip(max=1.0) for distribution in distributions)])
+    )
     return ((ends[:-1] + ends[1:]) / 2).tolist(), np.diff(ends)
 
 
 def _target(pair: Pair, models: Models) -> Callable[[Context], Probabilities]:
-    """Return the law that the pair should emit: the target's, or a point mass on its argmax."""
+    """Return the distribution that the pair should emit: the target's, or a point mass on its argmax."""
     if pair.choices is Choices.GREEDY:
-        return lambda context: np.eye(models.vocabulary)[models.law(0, context).argmax()]
-    return lambda context: models.law(0, context)
+        return lambda context: np.eye(models.vocabulary)[models.distribution(0, context).argmax()]
+    return lambda context: models.distribution(0, context)
 
 
 def _trees(
@@ -464,7 +468,9 @@ def _trees(
 
     def grown(draft: int, habit: Habit) -> list[tuple[float, TokenTree]]:
         def grow(chance: Chance) -> TokenTree:
-            source = Draft(lambda text: models.law(1 + draft, text), habit, choice, chance, context, draft)
+            source = EnumeratedDraft(
+                lambda text: models.distribution(1 + draft, text), habit, choice, chance, context, draft
+            )
             return pair.policy.grow(source, max_depth).trees([root], draft)[0]
 
         return list(outcomes(grow))
@@ -474,24 +480,24 @@ def _trees(
         yield prod(weight for weight, _ in proposals), pair.edit(tree) if pair.edit else tree
 
 
-class View:
+class EnumeratedTarget:
     """A `TargetView` that takes its chance from a `Chance`, and its choices from noise if there is any."""
 
     def __init__(
         self,
-        law: Callable[[Context], Probabilities],
+        distribution: Callable[[Context], Probabilities],
         context: Context,
         tree: TokenTree,
         chance: Chance,
         choice: Callable[[Context], int] | None = None,
     ) -> None:
         self.tree, self.chance, self.draw = tree, chance, chance.choose
-        self._law, self._context = law, context
-        self._choice = cache(choice or (lambda text: chance.choose(law(text))))  # the same whenever asked
+        self._distribution, self._context = distribution, context
+        self._choice = cache(choice or (lambda text: chance.choose(distribution(text))))  # the same whenever asked
 
-    def law(self, node: int) -> Probabilities:
-        """Return the target's law after a node."""
-        return self._law((*self._context, *self.tree.path(node)))
+    def distribution(self, node: int) -> Probabilities:
+        """Return the target's distribution after a node."""
+        return self._distribution((*self._context, *self.tree.path(node)))
 
     def choice(self, node: int) -> int:
         """Return the target's choice after a node."""
@@ -502,7 +508,7 @@ class View:
         return self.chance.choose(np.array([1.0 - probability, probability])) == 1
 
 
-def _emitted(pair: Pair, view: View) -> Context:
+def _emitted(pair: Pair, view: EnumeratedTarget) -> Context:
     verdict = pair.verifier.verify(view.tree, view)
     return (*view.tree.tokens[list(verdict.path)].tolist(), verdict.token)
 
@@ -512,16 +518,16 @@ def _emitted(pair: Pair, view: View) -> Context:
 
 def lossless_pairs() -> list[Pair]:
     """Return every verifier with every policy it is exact for, with one to three drafts."""
-    ranked: list[Policy] = [Chain(0), Chain(3), Widths((2, 2)), BestFirst(5, 3), BestFirst(5, 3, 0.2)]
+    ranked: list[Policy] = [Chain(0), Chain(3), Expansion((2, 2)), BestFirst(5, 3), BestFirst(5, 3, 0.2)]
     widths = [(1,), (2,), (3,), (1, 1), (2, 2), (1, 2, 1)]
     sampled = [(Sampled(w, r), MultiStep(r)) for r in (True, False) for w in widths]
     several = [(Sampled(w, r), MultiStep(r)) for r in (True, False) for w in ((2,), (1, 1))]
     two, three, insiders = (honest,) * 2, (honest,) * 3, (favours, avoids, whims)
-    pairs = [Pair(p, Walk(), choices=c) for p in ranked for c in (Choices.GREEDY, Choices.SAMPLING)]
-    pairs += [Pair(p, Walk(), drafts) for p in ranked[1:] for drafts in (two, three)]
-    pairs += [Pair(p, Walk(), (habit,), Choices.COUPLED) for p in ranked for habit in insiders]
-    pairs += [Pair(p, Walk(), insiders, Choices.COUPLED) for p in ranked[1:]]
-    pairs += [Pair(p, Walk()) for p, _ in several]
+    pairs = [Pair(p, ExactMatch(), choices=c) for p in ranked for c in (Choices.GREEDY, Choices.SAMPLING)]
+    pairs += [Pair(p, ExactMatch(), drafts) for p in ranked[1:] for drafts in (two, three)]
+    pairs += [Pair(p, ExactMatch(), (habit,), Choices.COUPLED) for p in ranked for habit in insiders]
+    pairs += [Pair(p, ExactMatch(), insiders, Choices.COUPLED) for p in ranked[1:]]
+    pairs += [Pair(p, ExactMatch()) for p, _ in several]
     pairs += [Pair(p, rule, tokens=4 if p.max_depth == 3 else None) for p, rule in sampled]
     pairs += [Pair(p, rule, choices=Choices.GREEDY) for p, rule in several]
     pairs += [Pair(p, rule, two) for p, rule in several]
@@ -538,7 +544,7 @@ class NoResidual(MultiStep):
     def verify(self, tree: TokenTree, target: TargetView) -> Verdict:
         """Accept as `MultiStep`, and forget what it tested."""
         path = super().verify(tree, target).path
-        return Verdict(path, target.draw(target.law(path[-1] if path else 0)))
+        return Verdict(path, target.draw(target.distribution(path[-1] if path else 0)))
 
 
 def duplicates_tried_once(tree: TokenTree) -> TokenTree:
@@ -563,14 +569,14 @@ def unlikely_dropped(tree: TokenTree) -> TokenTree:
     return _with_draws(tree, [draws if keep else () for keep, draws in zip(likely, tree.draws, strict=True)])
 
 
-def first_law_for_all_drafts(tree: TokenTree) -> TokenTree:
+def first_q_for_all_drafts(tree: TokenTree) -> TokenTree:
     """Claim that all draws under a node came from its first draft's q."""
-    return _with_laws(tree, lambda laws: laws[0])
+    return _with_distributions(tree, lambda distributions: distributions[0])
 
 
-def mean_law_for_all_drafts(tree: TokenTree) -> TokenTree:
+def mean_q_for_all_drafts(tree: TokenTree) -> TokenTree:
     """Claim that all draws under a node came from the mean of the drafts' q."""
-    return _with_laws(tree, lambda laws: np.mean(laws, axis=0))
+    return _with_distributions(tree, lambda distributions: np.mean(distributions, axis=0))
 
 
 def _with_draws(tree: TokenTree, draws: Sequence[Sequence[Draw]]) -> TokenTree:
@@ -583,20 +589,25 @@ def _with_draws(tree: TokenTree, draws: Sequence[Sequence[Draw]]) -> TokenTree:
     parents = [place[parent] for parent in tree.parents[nodes].tolist()]
     own = [draws[node] for node in nodes]
     used = {(parent, draw.draft) for parent, some in zip(parents, own, strict=True) for draw in some}
-    laws = {(place[p], d): law for (p, d), law in tree.laws.items() if (place.get(p), d) in used}
+    distributions = {
+        (place[p], d): distribution for (p, d), distribution in tree.distributions.items() if (place.get(p), d) in used
+    }
     tokens, scores = tree.tokens[nodes].tolist(), tree.scores[nodes].tolist()
-    return TokenTree.from_nodes(int(tree.tokens[0]), tokens, parents, scores, own, laws, tree.kind)
+    return TokenTree.from_nodes(int(tree.tokens[0]), tokens, parents, scores, own, distributions, tree.kind)
 
 
-def _with_laws(tree: TokenTree, combine: Callable[[list[Probabilities]], Probabilities]) -> TokenTree:
-    """Return the tree with one law under each node, kept positive so that the test can divide by it."""
-    under = {node: [law for (p, _), law in sorted(tree.laws.items()) if p == node] for node, _ in tree.laws}
-    laws = {key: np.maximum(combine(under[key[0]]), 1e-300) for key in tree.laws}
-    return TokenTree(tree.tokens, tree.parents, tree.scores, tree.draws, laws, tree.kind)
+def _with_distributions(tree: TokenTree, combine: Callable[[list[Probabilities]], Probabilities]) -> TokenTree:
+    """Return the tree with one distribution under each node, kept positive so that the test can divide by it."""
+    under = {
+        node: [distribution for (p, _), distribution in sorted(tree.distributions.items()) if p == node]
+        for node, _ in tree.distributions
+    }
+    distributions = {key: np.maximum(combine(under[key[0]]), 1e-300) for key in tree.distributions}
+    return TokenTree(tree.tokens, tree.parents, tree.scores, tree.draws, distributions, tree.kind)
 
 
 def broken_pairs() -> list[Pair]:
-    """Return mistakes that change the law."""
+    """Return mistakes that change the distribution."""
     once, twice = Sampled((1,), replacement=True), Sampled((2,), replacement=True)
     chain_of_two, children = Sampled((1, 1)), Sampled((2,))
     fixed, renormalised = MultiStep(replacement=True), MultiStep(replacement=False)
@@ -609,12 +620,12 @@ def broken_pairs() -> list[Pair]:
         Pair(Sampled((3,)), renormalised, edit=likeliest_two_kept),
         Pair(Sampled((1,)), renormalised, edit=unlikely_dropped),
         Pair(once, fixed, (honest, honest), edit=duplicates_tried_once),
-        Pair(once, fixed, (honest, honest), edit=first_law_for_all_drafts),
-        Pair(once, fixed, (honest, honest), edit=mean_law_for_all_drafts),
+        Pair(once, fixed, (honest, honest), edit=first_q_for_all_drafts),
+        Pair(once, fixed, (honest, honest), edit=mean_q_for_all_drafts),
         Pair(chain_of_two, renormalised, (sharpened,)),
         Pair(chain_of_two, NoResidual()),
         Pair(children, NoResidual()),
         Pair(chain_of_two, renormalised, (peeks,), Choices.COUPLED),
-        Pair(Widths((2, 2)), Walk(), (favours,), Choices.REUSED),
+        Pair(Expansion((2, 2)), ExactMatch(), (favours,), Choices.REUSED),
     ]
     return [replace(mistake, expected_lossless=False) for mistake in mistakes]

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specinfer.drafts.base import Draft, DraftSession, Opening
+from specinfer.drafts.base import Draft, DraftContext, DraftSession
 from specinfer.tree import Chain, Growth, Kind, Policy, Source, TokenTree
 
 
@@ -48,7 +48,7 @@ class Probe:
     def __init__(self, draft: Draft, question: Question) -> None:
         self.draft, self.question = draft, question
 
-    def __getattr__(self, name: str) -> Any:  # name, taps, model: the draft's own
+    def __getattr__(self, name: str) -> Any:  # name, aux_layers, model: the draft's own
         return getattr(self.draft, name)
 
     @property
@@ -57,9 +57,9 @@ class Probe:
         attach = self.draft.attach  # type: ignore[attr-defined]  # without one, a probe has none
         return lambda *target: Probe(attach(*target) or self.draft, self.question)
 
-    def open(self, opening: Opening) -> "ProbeSession":
+    def open(self, context: DraftContext) -> "ProbeSession":
         """Open the draft's own session."""
-        return ProbeSession(self.draft.open(opening), self.question)
+        return ProbeSession(self.draft.open(context), self.question)
 
 
 class ProbeSession:

@@ -18,7 +18,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, PrefixConstrained
 from specinfer.common.values import plain
 from specinfer.decoder import SpeculativeDecoder, row_seeds
 from specinfer.engine.generation import Run
-from specinfer.engine.sampling import Law, resolve
+from specinfer.engine.sampling import Processors, resolve
 from specinfer.engine.sequence import Row
 from specinfer.engine.stopping import Stopping
 from specinfer.errors import InputError
@@ -96,7 +96,7 @@ def custom_generate(
         Row(
             index=index,
             prompt=row.ids,
-            law=Law([_of_row(processor, index) for processor in logits_processor], row.left),
+            processors=Processors([_of_row(processor, index) for processor in logits_processor], row.left),
             stopping=Stopping(settings, budget, input_ids.device),
             seed=own_seed,
             sampling=settings.do_sample,

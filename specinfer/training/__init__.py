@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from specinfer.attention import TreeModel
-from specinfer.common.files import identified, locked, pin, read_json, write_json
-from specinfer.drafts.head import FeatureDraft, check_fingerprint
+from specinfer.common.files import lock_settings, locked, read_json, weights_digest, write_json
+from specinfer.drafts.head import HeadDraft, check_fingerprint
 from specinfer.errors import InputError
 from specinfer.training import train
 from specinfer.training.card import Data, write_card
@@ -29,18 +29,18 @@ from specinfer.training.text import (
     Prompt,
     TextSettings,
     count,
-    default_taps,
-    pin_text,
+    default_aux_layers,
+    lock_text_settings,
     plan_text,
     read_documents,
     read_prompts,
     write_text,
 )
-from specinfer.training.train import Settings
+from specinfer.training.train import TrainingSettings
 
-__all__ = ["Recipe", "Settings", "TextSettings", "distill", "processes", "read_documents", "read_prompts"]
+__all__ = ["Recipe", "TextSettings", "TrainingSettings", "distill", "processes", "read_documents", "read_prompts"]
 
-ARCHITECTURES = ("head", "lm")  # a feature head; a plain small causal LM
+ARCHITECTURES = ("head", "lm")  # an EAGLE-style head; a plain small causal LM
 LOSSES = ("kl", "token")
 PATIENCE = timedelta(days=7)  # of processes that wait for the one that writes the text
 
@@ -54,7 +54,7 @@ class Recipe:
     drafts: int = 2
     arch: str = "head"  # or "lm"
     text: TextSettings = field(default_factory=TextSettings)
-    training: Settings = field(default_factory=Settings)
+    training: TrainingSettings = field(default_factory=TrainingSettings)
     start: tuple[Path, ...] = ()  # folders of heads that the first drafts are trained on from, with their sizes
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class Recipe:
                 "give at most one for each draft, and arch='head'"
             )
         if self.arch == "lm" and self.drafts > 1:
-            raise InputError("only feature heads are boost-tuned, so further lm drafts would be the same: drafts=1")
+            raise InputError("only EAGLE-style heads are boost-tuned, so further lm drafts would be the same: drafts=1")
         for name in ("epochs", "learning_rate", "vocabulary", "layers"):
             if not 0 < getattr(self.training, name) < inf:
                 raise InputError(f"{name}={getattr(self.training, name)} trains nothing: give a finite number above 0")
@@ -115,20 +115,20 @@ def distill(
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if recipe.arch == "lm" and recipe.training.layers > layers:
         raise InputError(f"layers={recipe.training.layers} of an lm are more than the target's {layers}: give fewer")
-    taps, jobs = _plan_training(model, tokenizer, out, recipe)
+    aux_layers, jobs = _plan_training(model, tokenizer, out, recipe)
     batches = plan_text(TreeModel(model), tokenizer, prompts, documents, recipe.text)
     if sum(map(len, batches)) < 2:
         raise InputError("one text is held out, so one alone leaves nothing to train on: give more prompts or samples")
 
     with locked(out if process.is_main_process else None):
         with process.main_process_first():  # the others find the text made
-            pin_text(model, tokenizer, out / "text", batches, taps, recipe.text)
+            lock_text_settings(model, tokenizer, out / "text", batches, aux_layers, recipe.text)
             for job in jobs:
-                job.pin()
+                job.lock_settings()
             if any(job.figures() is None for job in jobs):
                 check_logits(model)
             shards = write_text(
-                model, tokenizer, batches, out / "text", taps, recipe.text.new_tokens, partial(progress, "text")
+                model, tokenizer, batches, out / "text", aux_layers, recipe.text.new_tokens, partial(progress, "text")
             )
         texts, tokens = count(shards)
         data = Data.of(prompts, documents, texts, tokens, recipe.text)
@@ -136,7 +136,7 @@ def distill(
         for job in jobs:
             figures = job.figures()
             if figures is None:
-                figures = job.train(model, tokenizer, shards, taps, progress)
+                figures = job.train(model, tokenizer, shards, aux_layers, progress)
             if process.is_main_process:
                 write_json(job.folder / "figures.json", figures)
                 made_for = name or model.name_or_path or type(model).__name__
@@ -147,27 +147,27 @@ def distill(
 
 
 @dataclass(frozen=True)
-class _Job:
+class TrainingJob:
     """One draft to be trained."""
 
     folder: Path
     arch: str
-    settings: Settings
+    settings: TrainingSettings
     earlier: Sequence[Path]  # folders of those it complements
     start: Path | None  # of the head it is trained on from
     earlier_starts: Sequence[Path] = ()  # what the earlier ones are trained on from
 
-    def pin(self) -> None:
+    def lock_settings(self) -> None:
         """Pin the folder to these settings."""
-        pinned = {"arch": self.arch, "start": self.start and identified(self.start), **asdict(self.settings)}
+        settings = {"arch": self.arch, "start": self.start and weights_digest(self.start), **asdict(self.settings)}
         if self.earlier_starts:
-            pinned["earlier"] = [identified(folder) for folder in self.earlier_starts]
-        del pinned["learning_rate"], pinned["checkpoint_every"]  # training may go on with others
+            settings["earlier"] = [weights_digest(folder) for folder in self.earlier_starts]
+        del settings["learning_rate"], settings["checkpoint_every"]  # training may go on with others
         begun = self.folder.with_name(f"{self.folder.name}.checkpoint")
         half = begun.with_suffix(".new")  # left by a kill between the two halves of a checkpoint's swap
         advice = f"take the old settings, or remove {self.folder} and {begun} to train it anew on the same text"
         empty = not any(path.exists() for path in (begun, half, self.folder / "figures.json"))
-        pin(self.folder / "settings.json", pinned, advice, empty)
+        lock_settings(self.folder / "settings.json", settings, advice, empty)
 
     def figures(self) -> dict[str, Any] | None:
         """Return the figures of an earlier training, None if it was not finished.
@@ -182,26 +182,26 @@ class _Job:
         raise InputError(f"{path} does not hold the figures of a training: remove it, and the draft is trained anew")
 
     def train(
-        self, model: Any, tokenizer: Any, shards: Sequence[Path], taps: Sequence[int], progress: Progress
+        self, model: Any, tokenizer: Any, shards: Sequence[Path], aux_layers: Sequence[int], progress: Progress
     ) -> dict[str, Any]:
         """Train it; return its figures."""
         told = partial(progress, f"draft {self.folder.name}")
         if self.arch == "lm":
             return train.train_causal_lm(model, tokenizer, shards, self.folder, self.settings, told)
         return train.train_head(
-            model, tokenizer, shards, taps, self.folder, self.settings, self.earlier, self.start, told
+            model, tokenizer, shards, aux_layers, self.folder, self.settings, self.earlier, self.start, told
         )
 
 
-def _plan_training(model: Any, tokenizer: Any, out: Path, recipe: Recipe) -> tuple[list[int], list[_Job]]:
+def _plan_training(model: Any, tokenizer: Any, out: Path, recipe: Recipe) -> tuple[list[int], list[TrainingJob]]:
     """Return the target's hidden states that drafts read, and the drafts to be trained."""
-    heads = [FeatureDraft.load(folder) for folder in recipe.start]
+    heads = [HeadDraft.load(folder) for folder in recipe.start]
     for folder, head in zip(recipe.start, heads, strict=True):
         check_fingerprint(str(folder), head.fingerprint, model, tokenizer)
-        if head.taps != heads[0].taps:
+        if head.aux_layers != heads[0].aux_layers:
             raise InputError(
-                f"{folder} reads the target's states {head.taps}, {recipe.start[0]} reads {heads[0].taps}, and texts "
-                "are kept with one choice of states: train them on in two calls"
+                f"{folder} reads the target's layers {head.aux_layers}, {recipe.start[0]} {heads[0].aux_layers}, and "
+                "texts are kept with one choice of states: train them on in two calls"
             )
     folders = [out / str(number) for number in range(1, recipe.drafts + 1)]
     jobs = []
@@ -211,8 +211,8 @@ def _plan_training(model: Any, tokenizer: Any, out: Path, recipe: Recipe) -> tup
             config = heads[number].head.config
             start = recipe.start[number]
             settings = replace(settings, layers=config.num_hidden_layers, vocabulary=config.vocab_size)
-        jobs.append(_Job(folder, recipe.arch, settings, folders[:number], start, recipe.start[:number]))
-    return list(heads[0].taps if heads else default_taps(model)), jobs
+        jobs.append(TrainingJob(folder, recipe.arch, settings, folders[:number], start, recipe.start[:number]))
+    return list(heads[0].aux_layers if heads else default_aux_layers(model)), jobs
 
 
 def processes(device: torch.device) -> Any:

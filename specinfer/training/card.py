@@ -12,13 +12,13 @@ from typing import Any
 
 from specinfer.common.files import write_whole
 from specinfer.training.text import Prompt, TextSettings
-from specinfer.training.train import Settings
+from specinfer.training.train import TrainingSettings
 
 LOSS_ROWS = 12  # of the loss curve in the card
 PLOT = "loss.png"
 NO_PLOT = "No plot: matplotlib was not installed."
 KINDS = {
-    "head": "a feature head: decoder layers that read the target's hidden states and borrow its embedding and output",
+    "head": "an EAGLE-style head: decoder layers on the target's hidden states that borrow its embedding and output",
     "lm": "a plain small causal language model in Hugging Face format",
 }
 
@@ -32,7 +32,7 @@ tags: [speculative-decoding, draft-model]
 
 This is {kind}.
 It proposes tokens for **{target}** in speculative decoding; the target verifies every one of them, so that the text
-and its law are the target's own. Made by `specinfer distill`.
+and its distribution are the target's own. Made by `specinfer distill`.
 
 ```python
 from specinfer import SpeculativeDecoder
@@ -70,7 +70,7 @@ own proposal, as on level s of a tree.
 {coverage}
 ## What it is not for
 
-- Not for any other target: it was fitted to this one's choices, and a feature head to its hidden states.
+- Not for any other target: it was fitted to this one's choices, and an EAGLE-style head to its hidden states.
 - Not for writing text by itself: nothing but the target's verification makes its tokens right.
 - The rates above hold for text like the data above; they say nothing about speed, other languages or other subjects.
 - What the target must not be used for, this draft must not be used for either; the target's licence applies.
@@ -103,7 +103,7 @@ class Data:
             f"- The target's own text: up to {asked.new_tokens} new tokens, temperatures {own} in turn, seed "
             f"{asked.seed}; prompts of {_listed(self.prompts)}.",
         ]
-        given = f"- Given text, learnt from under the target's law: {_listed(self.documents)}."
+        given = f"- Given text, learnt from under the target's distribution: {_listed(self.documents)}."
         return "\n".join([*lines, given] if self.documents else lines)
 
 
@@ -112,7 +112,7 @@ def write_card(
     target: str,
     arch: str,
     data: Data,
-    training: Settings,
+    training: TrainingSettings,
     figures: dict[str, Any],
     earlier: Sequence[Path] = (),
     start: Path | None = None,
@@ -126,7 +126,7 @@ def write_card(
         data: what it was trained on.
         training: how.
         figures: what training returned: ``history`` (dicts of step, loss, held_out), ``hits[step][k - 1]`` and, for a
-            trimmed vocabulary, ``coverage`` and ``sharpness``.
+            trimmed vocabulary, ``coverage`` and ``inverse_temperature``.
         earlier: folders of the drafts that it complements.
         start: folder of the draft that it was trained on from.
 
@@ -174,8 +174,11 @@ def write_plot(path: Path, history: Sequence[dict[str, Any]]) -> bool:
     return True
 
 
-def _training(figures: dict[str, Any], training: Settings, earlier: Sequence[Path], start: Path | None) -> str:
-    goals = {"kl": "the target's law (forward Kullback-Leibler divergence)", "token": "the target's chosen tokens"}
+def _training(figures: dict[str, Any], training: TrainingSettings, earlier: Sequence[Path], start: Path | None) -> str:
+    goals = {
+        "kl": "the target's distribution (forward Kullback-Leibler divergence)",
+        "token": "the target's chosen tokens",
+    }
     text = f"{figures['steps']:,} steps on {goals[training.loss]}."
     if start:
         text += f" It was trained on from {start.name}; its weights are the mean of those before and after."
@@ -197,7 +200,7 @@ def _vocabulary(figures: dict[str, Any]) -> str:
         return ""
     return (
         f"\nIts vocabulary covers {figures['coverage']:.1%} of the tokens that it was trained on. When sampling, its "
-        f"log-probabilities are multiplied by {figures['sharpness']:g} before noise is added that the target shares.\n"
+        f"log-probabilities are multiplied by {figures['inverse_temperature']:g} before the target's noise is added.\n"
     )
 
 

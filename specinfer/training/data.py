@@ -22,7 +22,7 @@ LONGEST = 1024  # tokens of a text; what is beyond is left out
 POOL = 50  # batches whose texts are sorted by length together, so that padding is little
 
 
-class Text(NamedTuple):
+class TrainingText(NamedTuple):
     """Where one text lies."""
 
     shard: int
@@ -59,7 +59,7 @@ class Texts:
             lengths, prompts = (file.get_tensor(name).tolist() for name in ("lengths", "prompt_lengths"))
             start = 0
             for length, prompt in zip(lengths, prompts, strict=True):
-                texts.append(Text(number, start, min(length, LONGEST), prompt))
+                texts.append(TrainingText(number, start, min(length, LONGEST), prompt))
                 start += length
         texts = [text for text in texts if text.length > max(text.prompt_length, 1)]
         if len(texts) < 2:
@@ -75,16 +75,16 @@ class Texts:
             counts += torch.bincount(self._ids(text)[text.prompt_length :], minlength=vocab_size)
         return counts
 
-    def batches(self, texts: Sequence[Text], tokens: int, shuffle: Random | None) -> list[list[Text]]:
+    def batches(self, texts: Sequence[TrainingText], tokens: int, shuffle: Random | None) -> list[list[TrainingText]]:
         """Return batches of about ``tokens`` tokens, padding included; in random order with ``shuffle``."""
         order = list(texts)
         if shuffle:
             shuffle.shuffle(order)
         average = max(1, sum(text.length for text in order) // max(1, len(order)))
         pool = max(1, POOL * tokens // average)
-        found: list[list[Text]] = []
+        found: list[list[TrainingText]] = []
         for start in range(0, len(order), pool):
-            batch: list[Text] = []
+            batch: list[TrainingText] = []
             for text in sorted(order[start : start + pool], key=lambda text: text.length):
                 if batch and text.length * (len(batch) + 1) > tokens:
                     found.append(batch)
@@ -95,7 +95,7 @@ class Texts:
             shuffle.shuffle(found)
         return found
 
-    def load(self, texts: Sequence[Text]) -> Batch:
+    def load(self, texts: Sequence[TrainingText]) -> Batch:
         """Read and pad one batch."""
         rows = [self._ids(text) for text in texts]
         states = [self.files[t.shard].get_slice("states")[t.start : t.start + t.length] for t in texts]
@@ -103,11 +103,11 @@ class Texts:
         padded = (pad_sequence(column, batch_first=True) for column in (rows, states, learn))
         return Batch(*padded)
 
-    def _ids(self, text: Text) -> Tensor:
+    def _ids(self, text: TrainingText) -> Tensor:
         return self.ids[text.shard][text.start : text.start + text.length]
 
 
-def endless(texts: Texts, tokens: int, seed: int, skip: int) -> Iterator[list[Text]]:
+def endless(texts: Texts, tokens: int, seed: int, skip: int) -> Iterator[list[TrainingText]]:
     """Yield batches epoch after epoch, each in its own random order, from batch number ``skip`` on."""
     epoch = 0
     while True:

@@ -20,7 +20,7 @@ TRIED = 4  # tokens of the pass that a target is checked with
 CLOSE = 1e-2  # largest error there, as a share of the logits' spread
 
 
-class OwnLogits:
+class TargetLogits:
     """A model's logits of given states.
 
     Args:
@@ -53,8 +53,8 @@ def check_logits(model: Any) -> None:
         logits, states = passed.logits[0].float(), passed.hidden_states[-1][0]
         try:
             errors = [
-                OwnLogits(model)(states).float() - logits,
-                OwnLogits(model, ids)(states).float() - logits[:, ids],
+                TargetLogits(model)(states).float() - logits,
+                TargetLogits(model, ids)(states).float() - logits[:, ids],
             ]
             error = max(own.abs().max().item() for own in errors)
         except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as caught:

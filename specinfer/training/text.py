@@ -4,9 +4,9 @@ Knows: prompt files, the engine, shards.  Does not know: what is trained on them
 
 The engine hands the target's hidden states to drafts as it decodes, so a draft that proposes nothing and keeps what it
 is handed records them at no extra pass.  A finished batch is a shard, `text/00012.safetensors`, of texts end to end:
-``ids`` int32 (N,), ``states`` (N, K, H) in the target's dtype, the K tapped states of the target that chose each token
-(zeros for a text's first, which none chose), and per text ``lengths``, ``prompt_lengths`` (0: the text was given) and
-``temperatures`` (1 where the text was given: a draft learns the target's law as it is).
+``ids`` int32 (N,), ``states`` (N, K, H) in the target's dtype, the K aux_states states of the target that chose each
+token (zeros for a text's first, which none chose), and per text ``lengths``, ``prompt_lengths`` (0: the text was given)
+and ``temperatures`` (1 where the text was given: a draft learns the target's distribution as it is).
 """
 
 import hashlib
@@ -25,12 +25,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from specinfer.attention import TreeModel, running
-from specinfer.common.files import pin, write_whole
+from specinfer.common.files import lock_settings, write_whole
 from specinfer.decoder import SpeculativeDecoder
-from specinfer.drafts.base import Opening
+from specinfer.drafts.base import DraftContext
 from specinfer.drafts.head import target_fingerprint
 from specinfer.engine.gumbel import key
-from specinfer.engine.sampling import whole_law
+from specinfer.engine.sampling import whole_distribution
 from specinfer.engine.stopping import Stopping
 from specinfer.errors import InputError
 from specinfer.prompts import check_ids, encode, read_lines, read_rows
@@ -39,7 +39,7 @@ from specinfer.tree import Chain
 
 BATCH = 64  # texts per shard
 PIECE = 512  # tokens of given text that are read together
-TAPS = (0.4, 0.73, 1.0)  # depths of the target whose states are kept, the last being its output
+AUX_LAYERS = (0.4, 0.73, 1.0)  # depths of the target whose states are kept, the last being its output
 TEXT = 4  # noise stream of the texts' seeds; 1 to 3 are `noise`'s
 
 Progress = Callable[[int, int, dict[str, Any]], None]  # texts done, texts in all, figures
@@ -64,7 +64,11 @@ class TextSettings:
 
     samples: int | None = None  # texts; None: one per prompt
     new_tokens: int = 144
-    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)  # take turns over prompts; the whole law: no top-k, no top-p
+    temperatures: tuple[float, ...] = (
+        0.0,
+        0.7,
+        1.0,
+    )  # take turns over prompts; the whole distribution: no top-k, no top-p
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -76,7 +80,7 @@ class TextSettings:
             raise InputError(f"temperatures={self.temperatures}: give numbers of at least 0, such as 0,0.7,1")
 
 
-class Job(NamedTuple):
+class TextJob(NamedTuple):
     """One text to make: a prompt to continue, or given text to read (``seed`` is None)."""
 
     ids: list[int]
@@ -127,7 +131,7 @@ def read_documents(files: Sequence[Path]) -> list[Prompt]:
 
 def plan_text(
     target: TreeModel, tokenizer: Any, prompts: Sequence[Prompt], documents: Sequence[Prompt], settings: TextSettings
-) -> list[list[Job]]:
+) -> list[list[TextJob]]:
     """Return the batches to make, always the same for the same arguments; no model runs.
 
     The k-th text of a prompt has the k-th temperature from the prompt's own on; greedy text is made once a prompt.
@@ -152,12 +156,12 @@ def plan_text(
     pieces = [ids[start : start + size] for ids in read for start in range(0, len(ids), size)]
     check_ids([*rows, *pieces], target.vocab_size)
     jobs = _own_jobs(rows, settings) if rows else []
-    batches = _batches(jobs) + _batches([Job(piece, 1.0, None) for piece in pieces if len(piece) > 1])
+    batches = _batches(jobs) + _batches([TextJob(piece, 1.0, None) for piece in pieces if len(piece) > 1])
     Random(settings.seed).shuffle(batches)
     return batches
 
 
-def _own_jobs(rows: Sequence[list[int]], settings: TextSettings) -> list[Job]:
+def _own_jobs(rows: Sequence[list[int]], settings: TextSettings) -> list[TextJob]:
     temperatures = settings.temperatures
     warm = [temperature for temperature in temperatures if temperature > 0]
     samples = settings.samples or len(rows)
@@ -171,11 +175,11 @@ def _own_jobs(rows: Sequence[list[int]], settings: TextSettings) -> list[Job]:
         turn, place = divmod(number, len(rows))
         choices = temperatures if turn < len(temperatures) and warm else warm or temperatures
         own = key(settings.seed, TEXT, number)
-        jobs.append(Job(rows[place], choices[(place + turn) % len(choices)], own))
+        jobs.append(TextJob(rows[place], choices[(place + turn) % len(choices)], own))
     return jobs
 
 
-def _batches(jobs: Sequence[Job]) -> list[list[Job]]:
+def _batches(jobs: Sequence[TextJob]) -> list[list[TextJob]]:
     order = sorted(jobs, key=lambda job: (job.temperature, len(job.ids)))
     groups = [list(group) for _, group in groupby(order, lambda job: job.temperature)]
     return [group[start : start + BATCH] for group in groups for start in range(0, len(group), BATCH)]
@@ -184,14 +188,19 @@ def _batches(jobs: Sequence[Job]) -> list[list[Job]]:
 # ---- writing it ----
 
 
-def default_taps(model: Any) -> tuple[int, ...]:
+def default_aux_layers(model: Any) -> tuple[int, ...]:
     """Return the hidden states that are kept: of an early, a late and the last layer, as transformers counts."""
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    return tuple(sorted({max(1, round(share * layers)) for share in TAPS}))
+    return tuple(sorted({max(1, round(share * layers)) for share in AUX_LAYERS}))
 
 
-def pin_text(
-    model: Any, tokenizer: Any, folder: Path, batches: Sequence[Sequence[Job]], taps: Sequence[int], settings: Any
+def lock_text_settings(
+    model: Any,
+    tokenizer: Any,
+    folder: Path,
+    batches: Sequence[Sequence[TextJob]],
+    aux_layers: Sequence[int],
+    settings: Any,
 ) -> None:
     """Pin a folder to the text that is made in it.
 
@@ -201,22 +210,22 @@ def pin_text(
     manifest = {
         "target": target_fingerprint(model, tokenizer),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "taps": taps,
-        "law": "whole",
+        "aux_layers": aux_layers,
+        "distribution": "whole",
         **asdict(settings),
         "batches": len(batches),
         "texts": hashlib.sha256(json.dumps(batches).encode()).hexdigest(),  # prompts, given text, temperatures, seeds
     }
     empty = not any(folder.glob("*.safetensors"))
-    pin(folder / "manifest.json", manifest, "take the old settings, or choose another --out", empty)
+    lock_settings(folder / "manifest.json", manifest, "take the old settings, or choose another --out", empty)
 
 
 def write_text(
     model: Any,
     tokenizer: Any,
-    batches: Sequence[Sequence[Job]],
+    batches: Sequence[Sequence[TextJob]],
     folder: Path,
-    taps: Sequence[int],
+    aux_layers: Sequence[int],
     new_tokens: int,
     progress: Progress = lambda *_: None,
 ) -> list[Path]:
@@ -226,7 +235,7 @@ def write_text(
         SpecinferError: the disk is full; finished shards stay.
         InputError: the folder cannot be written.
     """
-    recorder = Recorder(taps)
+    recorder = Recorder(aux_layers)
     decoder = SpeculativeDecoder(model, tokenizer, [recorder], tree=Chain(0))
     shards = [folder / f"{number:05}.safetensors" for number in range(len(batches))]
     done, total, tokens = 0, sum(map(len, batches)), 0
@@ -257,29 +266,29 @@ def count(shards: Sequence[Path]) -> tuple[int, int]:
 
 
 def _continue(
-    decoder: SpeculativeDecoder, recorder: "Recorder", batch: Sequence[Job], new_tokens: int
+    decoder: SpeculativeDecoder, recorder: "Recorder", batch: Sequence[TextJob], new_tokens: int
 ) -> tuple[list[list[int]], list[Tensor]]:
     """Let the target continue prompts; return ids and states of whole texts."""
     prompts, seeds = [job.ids for job in batch], [job.seed or 0 for job in batch]
-    run = decoder.open(prompts, max_new_tokens=new_tokens, seed=seeds, **whole_law(batch[0].temperature))
+    run = decoder.open(prompts, max_new_tokens=new_tokens, seed=seeds, **whole_distribution(batch[0].temperature))
     for row in run.rows:
-        row.stopping = OneLate(row.stopping)
+        row.stopping = StopOneLater(row.stopping)
     run.finish()
     return [row.ids[:-1] for row in run.rows], recorder.take()
 
 
 def _follow(
-    decoder: SpeculativeDecoder, recorder: "Recorder", batch: Sequence[Job]
+    decoder: SpeculativeDecoder, recorder: "Recorder", batch: Sequence[TextJob]
 ) -> tuple[list[list[int]], list[Tensor]]:
     """Let the target read given text; return ids and states."""
     ids = [job.ids for job in batch]
-    session = decoder.target.session(len(ids), max(map(len, ids)), taps=recorder.taps)
+    session = decoder.target.session(len(ids), max(map(len, ids)), aux_layers=recorder.aux_layers)
     with running(decoder.target):
         states = session.prefill([row[:-1] for row in ids])
     return ids, [row for row in states if row is not None]
 
 
-def _packed(batch: Sequence[Job], ids: Sequence[Sequence[int]], states: Sequence[Tensor]) -> bytes:
+def _packed(batch: Sequence[TextJob], ids: Sequence[Sequence[int]], states: Sequence[Tensor]) -> bytes:
     """Return a shard; ``states`` are of each text's tokens but the first, which gets zeros."""
     columns = {
         "ids": torch.tensor([token for row in ids for token in row], dtype=torch.int32),
@@ -291,7 +300,7 @@ def _packed(batch: Sequence[Job], ids: Sequence[Sequence[int]], states: Sequence
     return save(columns, {"format": "pt"})
 
 
-class OneLate(Stopping):
+class StopOneLater(Stopping):
     """Ends a row one token late: its last token is committed, too, and the state that chose it handed out."""
 
     def __init__(self, stopping: Stopping) -> None:
@@ -311,18 +320,18 @@ class Recorder:
     """A draft that proposes nothing and keeps the target's states.
 
     Args:
-        taps: which, ascending.
+        aux_layers: which, ascending.
     """
 
     name = "recorder"
 
-    def __init__(self, taps: Sequence[int]) -> None:
-        self.taps = tuple(taps)
+    def __init__(self, aux_layers: Sequence[int]) -> None:
+        self.aux_layers = tuple(aux_layers)
         self.rows: list[list[Tensor]] = []
 
-    def open(self, opening: Opening) -> "RecorderSession":
+    def open(self, context: DraftContext) -> "RecorderSession":
         """Start with the states of the rows' prompts."""
-        self.rows = [[] if states is None else [states] for states in opening.states]
+        self.rows = [[] if states is None else [states] for states in context.states]
         return RecorderSession(self.rows)
 
     def take(self) -> list[Tensor]:

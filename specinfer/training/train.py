@@ -1,8 +1,8 @@
-"""Training drafts on a target's own text: feature heads and small causal language models, one after the other.
+"""Training drafts on a target's own text: EAGLE-style heads and small causal language models, one after the other.
 
 Knows: losses, optimisation, checkpoints.  Does not know: where texts come from, command lines, cards.
 
-A draft learns the target's law (Kullback-Leibler divergence, forward: cross entropy against the target's
+A draft learns the target's distribution (Kullback-Leibler divergence, forward: cross entropy against the target's
 probabilities), or the token that the target chose (SpecInfer, arXiv 2305.09781, section 3).  A head is unrolled: from
 its second step on it reads its own states, as it will below the root of a tree (EAGLE-3, arXiv 2503.01840,
 training-time test).  Boost-tuning (SpecInfer, section 3): to the next draft, tokens that an earlier one proposes first
@@ -29,22 +29,22 @@ from torch.nn import functional
 from transformers import DynamicCache, LlamaConfig
 
 from specinfer.common.files import read_json, storing, sync, write_json
-from specinfer.drafts.head import FeatureDraft, target_fingerprint
-from specinfer.drafts.head_network import FeatureHead, head_config
+from specinfer.drafts.head import HeadDraft, target_fingerprint
+from specinfer.drafts.head_network import HeadNetwork, head_config
 from specinfer.engine.gumbel import TRAINING, key
 from specinfer.errors import InputError, NumericalError
 from specinfer.training.data import Batch, Texts, endless
-from specinfer.training.logits import OwnLogits
+from specinfer.training.logits import TargetLogits
 
 RANKS = 5  # hit rates are measured for the 1, 2, ... RANKS first proposals
 RATES = 1.0, 1 / 3  # of the optimisers: shares of the learning rate
-SHARPNESS = [1 + step / 20 for step in range(21)]  # tried for a head, see `fit_sharpness`
-SHARPNESS_BATCHES = 8  # of held-out text that it is tried on
+INVERSE_TEMPERATURES = [1 + step / 20 for step in range(21)]  # tried for a head, see `fit_inverse_temperature`
+CALIBRATION_BATCHES = 8  # of held-out text that it is tried on
 Progress = Callable[[int, int, dict[str, Any]], None]  # steps done, steps in all, figures
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainingSettings:
     """How a draft is trained."""
 
     epochs: float = 3.0
@@ -69,17 +69,17 @@ class Unrolled(nn.Module):
     at token i - 1.  It attends to what a tree's node would: the target-fed tokens up to i - s + 1, then its own chain.
     """
 
-    def __init__(self, head: FeatureHead, target: Any, settings: Settings) -> None:
+    def __init__(self, head: HeadNetwork, target: Any, settings: TrainingSettings) -> None:
         super().__init__()
         self.head, self.settings = head, settings
-        self.target_logits = OwnLogits(target, head.token_ids)
+        self.target_logits = TargetLogits(target, head.token_ids)
 
     def forward(self, ids: Tensor, states: Tensor, learn: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss and the hits, long (unroll, RANKS): proposals of rank k that were the target's choice.
 
         Args:
             ids: (B, T).
-            states: (B, T, K, H), the last tap being the target's output.
+            states: (B, T, K, H), the last layer being the target's output.
             learn: (B, T - 1) bool, tokens i + 1 to learn.
             weights: (N,) of those tokens.
         """
@@ -97,7 +97,7 @@ class Unrolled(nn.Module):
                 position_ids,
                 cache,
                 target_states=states[:, :-1] if own is None else None,
-                own_states=own,
+                draft_states=own,
                 logits_to_keep=columns[:0],
             )
             (hidden,) = output.hidden_states
@@ -108,7 +108,7 @@ class Unrolled(nn.Module):
         return loss, torch.stack(hits)
 
     def _goal(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the tokens (N,) in the head's vocabulary, -1 = not in it, and the target's law over it, (N, V')."""
+        """Return tokens (N,) in the head's vocabulary, -1 = not in it, and the target's distribution there, (N, V')."""
         ids = self.head.token_ids
         places = torch.searchsorted(ids, tokens).clamp(max=len(ids) - 1)
         known = torch.where(ids[places] == tokens, places, -1)
@@ -119,19 +119,19 @@ class Unrolled(nn.Module):
 
 
 class SoftCrossEntropy(torch.autograd.Function):
-    """Cross entropy (N,) of logits (N, V) against laws (N, V).
+    """Cross entropy (N,) of logits (N, V) against distributions (N, V).
 
-    The gradient, softmax(logits) - law, is made on the way forward: a third of autograd's memory traffic, which is what
-    training a small head on a large vocabulary spends its time on.
+    The gradient, softmax(logits) - distribution, is made on the way forward: a third of autograd's memory traffic,
+    which is what training a small head on a large vocabulary spends its time on.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, law: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, distribution: Tensor) -> Tensor:
         """Return the cross entropies, float32."""
         values = logits.float()
         total = values.logsumexp(-1, keepdim=True)
-        expected = torch.linalg.vecdot(values, law)
-        ctx.save_for_backward((values - total).exp_().sub_(law).to(logits.dtype))
+        expected = torch.linalg.vecdot(values, distribution)
+        ctx.save_for_backward((values - total).exp_().sub_(distribution).to(logits.dtype))
         return total[:, 0] - expected
 
     @staticmethod
@@ -141,10 +141,10 @@ class SoftCrossEntropy(torch.autograd.Function):
         return difference * gradient.to(difference.dtype)[:, None], None
 
 
-def _loss(logits: Tensor, tokens: Tensor, law: Tensor | None) -> Tensor:
-    """Return the loss (N,) of logits (N, V): against laws if given, else against tokens, of which -1 is none."""
-    if law is not None:
-        return SoftCrossEntropy.apply(logits, law)
+def _loss(logits: Tensor, tokens: Tensor, distribution: Tensor | None) -> Tensor:
+    """Return the loss (N,) of logits (N, V): against distributions if given, else tokens, of which -1 is none."""
+    if distribution is not None:
+        return SoftCrossEntropy.apply(logits, distribution)
     return functional.cross_entropy(logits.float(), tokens, ignore_index=-1, reduction="none")
 
 
@@ -162,28 +162,28 @@ def _hits(logits: Tensor, tokens: Tensor) -> Tensor:
 class Plain(nn.Module):
     """A causal language model's loss over a batch; the arguments are those of `Unrolled`."""
 
-    def __init__(self, model: Any, target: Any, settings: Settings) -> None:
+    def __init__(self, model: Any, target: Any, settings: TrainingSettings) -> None:
         super().__init__()
         self.model, self.settings = model, settings
-        self.own_logits, self.target_logits = OwnLogits(model), OwnLogits(target)
+        self.target_logits, self.target_logits = TargetLogits(model), TargetLogits(target)
 
     def forward(self, ids: Tensor, states: Tensor, learn: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss and the hits, long (1, RANKS)."""
         keep = learn.flatten().nonzero()[:, 0]
         hidden = self.model.base_model(ids[:, :-1], use_cache=False).last_hidden_state.flatten(0, 1)[keep]
-        logits = self.own_logits(hidden)
-        tokens, law = ids[:, 1:].flatten()[keep], None
+        logits = self.target_logits(hidden)
+        tokens, distribution = ids[:, 1:].flatten()[keep], None
         if self.settings.loss == "kl":
             with torch.no_grad():
-                law = self.target_logits(states[:, 1:, -1].flatten(0, 1)[keep]).float().softmax(-1)
-        return (_loss(logits, tokens, law) * weights).sum() / weights.sum(), _hits(logits, tokens)[None]
+                distribution = self.target_logits(states[:, 1:, -1].flatten(0, 1)[keep]).float().softmax(-1)
+        return (_loss(logits, tokens, distribution) * weights).sum() / weights.sum(), _hits(logits, tokens)[None]
 
 
 class EarlierDrafts:
     """The heads trained before, as judges of what is hard."""
 
-    def __init__(self, folders: Sequence[Path], target: Any, settings: Settings) -> None:
-        self.heads = [FeatureDraft.load(folder).head.to(target.dtype).bind(target) for folder in folders]
+    def __init__(self, folders: Sequence[Path], target: Any, settings: TrainingSettings) -> None:
+        self.heads = [HeadDraft.load(folder).head.to(target.dtype).bind(target) for folder in folders]
         self.settings = settings
 
     @torch.no_grad()
@@ -197,7 +197,7 @@ class EarlierDrafts:
         return weights
 
 
-def _first_logits(head: FeatureHead, batch: Batch) -> Tensor:
+def _first_logits(head: HeadNetwork, batch: Batch) -> Tensor:
     """Return a head's logits (N, V') of the N tokens to learn, fed with the target's states."""
     columns = torch.arange(batch.ids.shape[1] - 1, device=batch.ids.device)
     output = head(
@@ -214,20 +214,20 @@ def train_head(
     target: Any,
     tokenizer: Any,
     shards: Sequence[Path],
-    taps: Sequence[int],
+    aux_layers: Sequence[int],
     out: Path,
-    settings: Settings,
+    settings: TrainingSettings,
     earlier: Sequence[Path] = (),
     start: Path | None = None,
     progress: Progress = lambda *_: None,
 ) -> dict[str, Any]:
-    """Train one feature head, or go on with its training; write it to ``out``; return its figures.
+    """Train one EAGLE-style head, or go on with its training; write it to ``out``; return its figures.
 
     Args:
         target: the target model.
         tokenizer: its tokenizer.
         shards: texts with states (`data`).
-        taps: which hidden states those are; the last must be the target's output.
+        aux_layers: which hidden states those are; the last must be the target's output.
         out: folder for the head; its checkpoints go beside it.
         settings: how.
         earlier: folders of heads that this one shall complement.
@@ -240,39 +240,40 @@ def train_head(
     torch.manual_seed(key(settings.seed, TRAINING))
     texts = Texts(shards, settings.held_out, settings.seed)
     counts = texts.counts(target.get_input_embeddings().weight.shape[0])
-    head = FeatureDraft.load(start).head if start else _new_head(target, taps, settings, counts, earlier)
+    head = HeadDraft.load(start).head if start else _new_head(target, aux_layers, settings, counts, earlier)
     judges, model = EarlierDrafts(earlier, target, settings), Unrolled(head.bind(target), target, settings)
     figures = _optimise(model, texts, judges, out, settings, progress)
     if start:
-        _meet_half_way(head, start)
+        _average_with_start(head, start)
         figures["hits"] = evaluate(model, texts, settings)
     figures["coverage"] = counts[head.token_ids.cpu()].sum().item() / counts.sum().item()
-    figures["sharpness"] = fit_sharpness(model, texts)
+    figures["inverse_temperature"] = fit_inverse_temperature(model, texts)
     if _writes():
-        FeatureDraft(head, target_fingerprint(target, tokenizer), out.name, figures["sharpness"]).save(out)
+        HeadDraft(head, target_fingerprint(target, tokenizer), out.name, figures["inverse_temperature"]).save(out)
     return figures
 
 
 @torch.no_grad()
-def fit_sharpness(model: Unrolled, texts: Texts) -> float:
-    """Return the sharpness under which a head best foretells choices by noise that it shares.
+def fit_inverse_temperature(model: Unrolled, texts: Texts) -> float:
+    """Return the inverse_temperature under which a head best foretells choices by noise that it shares.
 
-    At held-out places, tokens are chosen anew by the target's law and Gumbel noise.  Of `SHARPNESS`, that one is
-    returned with which the head's first candidate is right most often (see `ModelDraftSession.top`).
+    At held-out places, tokens are chosen anew by the target's distribution and Gumbel noise.  Of
+    `INVERSE_TEMPERATURES`, that one is returned with which the head's first candidate is right most often (see
+    `ModelDraftSession.top`).
     """
     head, settings = model.head, model.settings
     device = head.mix.weight.device
     chance = torch.Generator(device).manual_seed(key(settings.seed, TRAINING))
-    sharpness = torch.tensor(SHARPNESS, device=device)
-    hits = torch.zeros_like(sharpness)
-    for chosen in texts.batches(texts.held_out, settings.tokens_per_batch, Random(settings.seed))[:SHARPNESS_BATCHES]:
+    inverse_temperature = torch.tensor(INVERSE_TEMPERATURES, device=device)
+    hits = torch.zeros_like(inverse_temperature)
+    for chosen in texts.batches(texts.held_out, settings.tokens_per_batch, Random(settings.seed))[:CALIBRATION_BATCHES]:
         batch = Batch(*(column.to(device) for column in texts.load(chosen)))
         with torch.autocast(device.type, torch.bfloat16):
             q, p = _first_logits(head, batch).float(), model.target_logits(batch.states[:, 1:, -1][batch.learn]).float()
         noise = -torch.empty_like(p).exponential_(generator=chance).log()
         right = (p + noise).argmax(-1)
-        hits += torch.stack([((s * q + noise).argmax(-1) == right).sum() for s in sharpness])
-    return round(float(sharpness[hits.argmax()]), 2)
+        hits += torch.stack([((s * q + noise).argmax(-1) == right).sum() for s in inverse_temperature])
+    return round(float(inverse_temperature[hits.argmax()]), 2)
 
 
 def train_causal_lm(
@@ -280,7 +281,7 @@ def train_causal_lm(
     tokenizer: Any,
     shards: Sequence[Path],
     out: Path,
-    settings: Settings,
+    settings: TrainingSettings,
     progress: Progress = lambda *_: None,
 ) -> dict[str, Any]:
     """Train a small causal language model, the target's first and last layers, and write it as transformers does.
@@ -322,17 +323,17 @@ def _cut(target: Any, layers: int) -> Any:
 
 
 def _new_head(
-    target: Any, taps: Sequence[int], settings: Settings, counts: Tensor, earlier: Sequence[Path]
-) -> FeatureHead:
+    target: Any, aux_layers: Sequence[int], settings: TrainingSettings, counts: Tensor, earlier: Sequence[Path]
+) -> HeadNetwork:
     """Return a head that may propose the most frequent tokens; counts are of all, (V,)."""
     token_ids = counts.argsort(descending=True, stable=True)[: settings.vocabulary].sort().values
-    head = FeatureHead(_head_config(target, taps, settings.layers, len(token_ids)), token_ids)
+    head = HeadNetwork(_head_config(target, aux_layers, settings.layers, len(token_ids)), token_ids)
     _start_from(head, target, earlier)
     return head
 
 
 @torch.no_grad()
-def _meet_half_way(head: FeatureHead, start: Path) -> None:
+def _average_with_start(head: HeadNetwork, start: Path) -> None:
     """Give a head the mean of its weights and of those it was trained on from."""
     before = load_file(start / "model.safetensors")
     for name, weight in head.named_parameters():
@@ -340,7 +341,7 @@ def _meet_half_way(head: FeatureHead, start: Path) -> None:
             weight.lerp_(before[name].to(weight), 0.5)
 
 
-def _head_config(target: Any, taps: Sequence[int], layers: int, vocabulary: int) -> LlamaConfig:
+def _head_config(target: Any, aux_layers: Sequence[int], layers: int, vocabulary: int) -> LlamaConfig:
     """Return the configuration of a head with layers of the target's size."""
     config = target.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
@@ -353,11 +354,11 @@ def _head_config(target: Any, taps: Sequence[int], layers: int, vocabulary: int)
         max_position_embeddings=getattr(config, "max_position_embeddings", None) or 4096,
         vocab_size=vocabulary,
         rms_norm_eps=1e-6,
-        taps=list(taps),
+        aux_layers=list(aux_layers),
     )
 
 
-def _start_from(head: FeatureHead, target: Any, earlier: Sequence[Path]) -> None:
+def _start_from(head: HeadNetwork, target: Any, earlier: Sequence[Path]) -> None:
     """Start from the first draft's weights, layers that it lacks as the identity; the first from the target's last."""
     if earlier:
         weights = load_file(earlier[0] / "model.safetensors")
@@ -375,7 +376,7 @@ def _start_from(head: FeatureHead, target: Any, earlier: Sequence[Path]) -> None
 
 
 def _optimise(
-    model: nn.Module, texts: Texts, judges: Any, out: Path, settings: Settings, progress: Progress
+    model: nn.Module, texts: Texts, judges: Any, out: Path, settings: TrainingSettings, progress: Progress
 ) -> dict[str, Any]:
     """Run the training loop from the newest checkpoint to the end; return losses and held-out hit rates."""
     from accelerate import Accelerator
@@ -445,7 +446,7 @@ def _step(accelerator: Any, model: nn.Module, optimizers: Sequence[Any], batch: 
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, texts: Texts, settings: Settings) -> list[list[float]]:
+def evaluate(model: nn.Module, texts: Texts, settings: TrainingSettings) -> list[list[float]]:
     """Return held-out hit rates [draft step][k - 1]: how often the target's token was among the k first proposals."""
     device = next(model.parameters()).device
     hits, count = torch.zeros(()), 0

@@ -1,7 +1,7 @@
 """Looking into a result, step by step, and asking what other trees would have given: the step debugger.
 
-Knows: a result's steps with the target's opinion of every node; how a tree is cut, extended or grown anew.
-Does not know: how opinions are formed (`rescoring`), how they are drawn (`display`).
+Knows: a result's steps with the target's rescored of every node; how a tree is cut, extended or grown anew.
+Does not know: how scores are formed (`rescoring`), how they are drawn (`display`).
 
     inspection = inspect(decoder, decoder.generate(prompt, temperature=0.7, seed=1), temperature=0.7)
     step = inspection.step(3)
@@ -26,7 +26,7 @@ from specinfer.errors import InputError, TreeError, UnsupportedModel
 from specinfer.prompts import check_ids
 from specinfer.results import Result, State, Step, drafted_by
 from specinfer.tree import Draw, Kind, Policy, TokenTree, render
-from specinfer.viz.rescoring import Difference, NodeInspection, Opinion, Witness
+from specinfer.viz.rescoring import Difference, NodeInspection, Rescored, Rescorer
 
 AS_DECODED = "as decoded"
 ROOM = 64  # nodes that a step's cache has room for at first
@@ -50,8 +50,8 @@ def inspect(decoder: Any, result: Result, **options: Any) -> "Inspection":
         PairingError: the decoder's verifier is not for the result's trees.
         SamplingError: an impossible option.
     """
-    witness = Witness(decoder, result, options)
-    row, target = witness.row(0), decoder.target
+    rescorer = Rescorer(decoder, result, options)
+    row, target = rescorer.row(0), decoder.target
     steps: list[StepInspection] = []
     differences: list[Difference] = []
     length = len(row.ids) + len(result.token_ids) + max(len(step.tree) for step in result.steps)
@@ -60,17 +60,17 @@ def inspect(decoder: Any, result: Result, **options: Any) -> "Inspection":
         session.prefill([row.ids[:-1]])
         for number, step in enumerate(result.steps):
             logits = session.score([step.tree])[0]
-            differences += witness.differences(number, row, step, logits)
-            opinion = witness.opinion(row, step.tree, logits, step)
-            steps.append(StepInspection(number, step.tree, opinion, AS_DECODED, step, _Prefix(witness, number)))
+            differences += rescorer.differences(number, row, step, logits)
+            rescored = rescorer.rescored(row, step.tree, logits, step)
+            steps.append(StepInspection(number, step.tree, rescored, AS_DECODED, step, _Prefix(rescorer, number)))
             session.commit([(0, *step.path)])
             row.ids += step.tokens
-    return Inspection(result, tuple(steps), tuple(differences), tuple(map(witness.told, differences)))
+    return Inspection(result, tuple(steps), tuple(differences), tuple(map(rescorer.told, differences)))
 
 
 @dataclass(frozen=True)
 class Inspection(Displayed):
-    """A result with the target's opinion of every node that was drafted.
+    """A result with the target's rescored of every node that was drafted.
 
     Attributes:
         result: what was inspected.
@@ -101,7 +101,7 @@ class Inspection(Displayed):
 
 @dataclass(frozen=True)
 class StepInspection(Displayed):
-    """One step's tree, or another tree in its place, and the target's opinion of it.
+    """One step's tree, or another tree in its place, and the target's rescored of it.
 
     Methods that change the tree return a new inspection; each costs one pass of the target.  Where the text would have
     ended is not looked at.
@@ -109,14 +109,14 @@ class StepInspection(Displayed):
     Attributes:
         number: of the step, from 0.
         tree: what was scored.
-        opinion: the accepted path, the bonus token, and each node.
+        rescored: the accepted path, the bonus token, and each node.
         change: how the tree differs from the step's own.
         step: the recorded step; None if the tree is another.
     """
 
     number: int
     tree: TokenTree
-    opinion: Opinion = field(repr=False)
+    rescored: Rescored = field(repr=False)
     change: str
     step: Step | None = field(repr=False)
     _prefix: "_Prefix" = field(repr=False, compare=False)
@@ -124,12 +124,12 @@ class StepInspection(Displayed):
     @property
     def path(self) -> tuple[int, ...]:
         """The accepted nodes, root excluded."""
-        return self.opinion.path
+        return self.rescored.path
 
     @property
     def bonus(self) -> int | None:
         """The target's own token after the path; None where the text was cut before it and coins would decide."""
-        return self.opinion.bonus
+        return self.rescored.bonus
 
     @property
     def verdict(self) -> tuple[tuple[int, ...], int | None]:
@@ -139,7 +139,7 @@ class StepInspection(Displayed):
     @property
     def nodes(self) -> tuple[NodeInspection, ...]:
         """One per node of the tree, in its order."""
-        return self.opinion.nodes
+        return self.rescored.nodes
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -151,12 +151,12 @@ class StepInspection(Displayed):
     @property
     def draft_names(self) -> list[str]:
         """By draft id; the last one stands for nodes added by hand."""
-        return self._prefix.witness.draft_names
+        return self._prefix.rescorer.draft_names
 
     @property
     def tokenizer(self) -> Any:
         """The result's."""
-        return self._prefix.witness.result.tokenizer
+        return self._prefix.rescorer.result.tokenizer
 
     @property
     def drafted_by(self) -> tuple[tuple[str, ...], ...]:
@@ -167,7 +167,7 @@ class StepInspection(Displayed):
     def summary(self) -> str:
         """One line: what was accepted, and what follows."""
         words = [self._name(node) for node in self.path]
-        words += [] if self.bonus is None else ["+", self._prefix.witness.name(self.bonus)]
+        words += [] if self.bonus is None else ["+", self._prefix.rescorer.name(self.bonus)]
         return f"{len(self.path)} of {self.tree.num_drafted} drafted tokens accepted: {' '.join(words)}"
 
     def why(self, node: int) -> str:
@@ -216,7 +216,7 @@ class StepInspection(Displayed):
             [*tree.scores[1:].tolist(), *[float(tree.scores[parent])] * len(left)],
             [*tree.draws[1:], *[(by_hand,)] * len(left)],
         )
-        words = " ".join(map(self._prefix.witness.name, left))
+        words = " ".join(map(self._prefix.rescorer.name, left))
         return self._with(longer, f"with {words} below node {parent}")
 
     def without(self, node: int) -> "StepInspection":
@@ -253,7 +253,7 @@ class StepInspection(Displayed):
     def with_policy(self, policy: Policy) -> "StepInspection":
         """Return the step with the tree that the decoder's drafts grow there under another policy.
 
-        Law, noise and seed are the same.  The drafts read the text anew.
+        Processors, noise and seed are the same.  The drafts read the text anew.
 
         Raises:
             InputError: the decoder has no drafts, or the policy is ``Auto``, which needs a run's clock.
@@ -276,12 +276,12 @@ class StepInspection(Displayed):
 
     def __str__(self) -> str:
         """Draw the tree with the verdict."""
-        name = self._prefix.witness.name
+        name = self._prefix.rescorer.name
         bonus = None if self.bonus is None else name(self.bonus)
         return f"step {self.number}, {self.change}: {self.summary}\n{render(self.tree, name, self.path, bonus)}"
 
     def _name(self, node: int) -> str:
-        return self._prefix.witness.name(int(self.tree.tokens[node]))
+        return self._prefix.rescorer.name(int(self.tree.tokens[node]))
 
     def _choice(self, node: NodeInspection) -> str:
         """Say why the target's choice was this node, or not."""
@@ -291,7 +291,7 @@ class StepInspection(Displayed):
             lead = "the only token that the options leave" if isinf(node.margin) else f"by {node.margin:.2f} nats"
             return f"the target's {rule}, {lead}"
         right = next((i for i in self.path if self.tree.parents[i] == self.tree.parents[node.node]), None)
-        chosen = self._name(right) if right is not None else self._prefix.witness.name(self.bonus or 0)
+        chosen = self._name(right) if right is not None else self._prefix.rescorer.name(self.bonus or 0)
         lead = f"{-node.margin:.2f} nats ahead" if node.p else "and the options rule this token out"
         return f"the target's {rule} is {chosen}, {lead}"
 
@@ -300,9 +300,11 @@ class StepInspection(Displayed):
         words = []
         for coin, ratio in node.tests:
             if coin is None:
-                words.append("a coin that is not known: a token above was drawn more than once, and steps keep no laws")
+                words.append(
+                    "a coin that is not known: a token above was drawn more than once, and steps keep no distributions"
+                )
             elif ratio is None:
-                words.append(f"coin {coin:.3f}, against a ratio of laws that steps do not keep")
+                words.append(f"coin {coin:.3f}, against a ratio of distributions that steps do not keep")
             else:
                 words.append(f"coin {coin:.3f} {'<' if coin < ratio else '≥'} p/q {ratio:.3f}")
         return "; then ".join(words) or "a later draw above it decided"
@@ -320,8 +322,8 @@ class StepInspection(Displayed):
         """
         if self.tree.kind is not Kind.RANKED:
             raise TreeError(
-                f"this tree was sampled ({self.tree.kind}) and must be verified whole: its coins divide by the laws "
-                "that the tokens were drawn from, so adding or leaving out any by hand biases the output. Grow "
+                f"this tree was sampled ({self.tree.kind}) and must be verified whole: its coins divide by what "
+                "its tokens were drawn from, so adding or leaving out any by hand biases the output. Grow "
                 "another tree, with_policy(Sampled(...)), or look into a step of a ranked one"
             )
         return self._checked(node)
@@ -332,44 +334,44 @@ class StepInspection(Displayed):
         given = self.tokenizer(tokens, add_special_tokens=False)["input_ids"] if isinstance(tokens, str) else tokens
         if not (ids := list(given)):
             raise InputError("a branch needs at least one token")
-        check_ids([ids], self._prefix.witness.decoder.target.vocab_size)
+        check_ids([ids], self._prefix.rescorer.decoder.target.vocab_size)
         return ids
 
     def _with(self, tree: TokenTree, change: str) -> "StepInspection":
         changes = change if self.change == AS_DECODED else f"{self.change}, {change}"
-        return StepInspection(self.number, tree, self._prefix.opinion(tree), changes, None, self._prefix)
+        return StepInspection(self.number, tree, self._prefix.rescored(tree), changes, None, self._prefix)
 
 
 class _Prefix:
     """The text before a step, read by the target when the first tree is asked about: one pass a tree from then on."""
 
-    def __init__(self, witness: Witness, number: int) -> None:
-        self.witness, self.number = witness, number
+    def __init__(self, rescorer: Rescorer, number: int) -> None:
+        self.rescorer, self.number = rescorer, number
 
     @cached_property
     def session(self) -> TreeSession:
         """The target, with the text but its last token."""
-        ids = self.witness.row(self.number).ids
-        session = self.witness.decoder.target.session(1, len(ids) + ROOM, sys.maxsize)
+        ids = self.rescorer.row(self.number).ids
+        session = self.rescorer.decoder.target.session(1, len(ids) + ROOM, sys.maxsize)
         session.prefill([ids[:-1]])
         return session
 
-    def opinion(self, tree: TokenTree) -> Opinion:
+    def rescored(self, tree: TokenTree) -> Rescored:
         """Return what the target says of a tree in this place.
 
         Raises:
             UnsupportedModel: it can score chains only.
         """
-        target = self.witness.decoder.target
+        target = self.rescorer.decoder.target
         _check_branches([target], tree)
         with running(target):
             logits = self.session.score([tree])[0]
             self.session.commit([()])
-        return self.witness.opinion(self.witness.row(self.number), tree, logits)
+        return self.rescorer.rescored(self.rescorer.row(self.number), tree, logits)
 
     def grown(self, policy: Policy) -> TokenTree:
         """Return the tree that the drafts grow here.  Raises as `StepInspection.with_policy`."""
-        decoder = copy.copy(self.witness.decoder)
+        decoder = copy.copy(self.rescorer.decoder)
         if isinstance(policy, Auto) or not hasattr(policy, "grow"):
             raise InputError(
                 f"tree={policy!r} has no size of its own (Auto's is chosen by a run's clock): give a policy of a fixed "
@@ -379,7 +381,7 @@ class _Prefix:
             raise InputError("this decoder has no drafts to grow a tree: build it with some, or use with_branch")
         decoder.verifier.check(policy.kind)
         decoder.policy = policy
-        row = self.witness.row(self.number)
+        row = self.rescorer.row(self.number)
         run = Run(decoder, [row], single=True)
         with running(*run.decoder.networks):
             _, drafts = run.open_sessions()

@@ -39,7 +39,7 @@ PROMPT_CHARACTERS = 4000  # of a longer prompt, the last ones are shown
 
 
 @dataclass(frozen=True)
-class View:
+class DrawnStep:
     """One tree and what became of it, whatever it came from."""
 
     tree: TokenTree
@@ -57,10 +57,10 @@ class View:
         return self.path[-1] if self.path else 0
 
 
-def views(thing: Any) -> list[View]:
+def views(thing: Any) -> list[DrawnStep]:
     """Return the trees of whatever can be shown, in order."""
     if isinstance(thing, TokenTree):
-        return [View(thing)]
+        return [DrawnStep(thing)]
     if isinstance(thing, Step):
         return [_of_step(thing)]
     if isinstance(thing, StepInspection):
@@ -128,22 +128,22 @@ def plain(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _of_step(step: Step, position: int | None = None) -> View:
-    return View(step.tree, step.states, step.path, step.bonus, step.tokens, position, step.seconds)
+def _of_step(step: Step, position: int | None = None) -> DrawnStep:
+    return DrawnStep(step.tree, step.states, step.path, step.bonus, step.tokens, position, step.seconds)
 
 
-def _of_result(result: Result) -> Iterator[View]:
+def _of_result(result: Result) -> Iterator[DrawnStep]:
     position = len(result.prompt_ids) - 1
     for step in result.steps:
         yield _of_step(step, position)
         position += len(step.tokens)
 
 
-def _of_inspection(step: StepInspection) -> View:
+def _of_inspection(step: StepInspection) -> DrawnStep:
     fates = [node.state for node in step.nodes]
     seconds = step.step.seconds if step.step else None
     bonus = step.bonus if len(step.tokens) > len(step.path) else None  # cut before it: not emitted
-    return View(step.tree, fates, step.path, bonus, step.tokens, step.nodes[0].position, seconds, step)
+    return DrawnStep(step.tree, fates, step.path, bonus, step.tokens, step.nodes[0].position, seconds, step)
 
 
 def _rule(thing: Any) -> str | None:
@@ -169,7 +169,7 @@ def _of_call(result: Result, tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def _step(view: View) -> dict[str, Any]:
+def _step(view: DrawnStep) -> dict[str, Any]:
     """Return a view in columns."""
     tree, nodes = view.tree, view.inspection.nodes if view.inspection else ()
     data: dict[str, Any] = {

@@ -146,7 +146,7 @@ class Display {
     this.model = model;
     this.steps = model.steps.map(data => new Step(data, model.texts));
     this.round = this.best();
-    this.pinned = null;   // the item that stays selected when the pointer leaves; null = the round itself
+    this.settings = null;   // the item that stays selected when the pointer leaves; null = the round itself
     this.timer = null;
     this.root = el("div", { class: "root", tabindex: -1, keydown: event => this.key(event) });
     host.textContent = "";
@@ -217,14 +217,14 @@ class Display {
     this.facts.draw(item);
   }
 
-  pin(item) {
-    this.pinned = item;
+  lock_settings(item) {
+    this.settings = item;
     this.select(item);
   }
 
   draw() {
     const focused = this.tree.box.contains(this.root.getRootNode().activeElement);
-    this.pinned = null;
+    this.settings = null;
     for (const part of [this.scrubber, this.answer, this.tree, this.mask, this.facts]) part?.draw();
     this.tree.scrollToEnd();
     if (focused) this.root.focus({ preventScroll: true });   // what had it is gone, but keys shall go on working
@@ -446,8 +446,8 @@ class Tree {
       class: `chip ${state} ${this.display.look(authors)}`, "data-node": kind === "node" ? node : kind,
       role: "treeitem", tabindex: state === "root" ? 0 : -1, "aria-level": item.depth + 1,
       "aria-label": this.describe(item, text, state, authors),
-      mouseenter: () => this.display.select(item), mouseleave: () => this.display.select(this.display.pinned),
-      focus: () => this.display.pin(item), click: () => (more ? this.expand(node) : this.focus(item)),
+      mouseenter: () => this.display.select(item), mouseleave: () => this.display.select(this.display.settings),
+      focus: () => this.display.lock_settings(item), click: () => (more ? this.expand(node) : this.focus(item)),
       keydown: event => this.chipKey(event, item),
     },
       shapes && el("span", { class: "who" }, shapes), el("span", { class: "text" }, spaced(text)),
@@ -483,7 +483,7 @@ class Tree {
       ArrowRight: this.items.find(other => other.parent === item), ArrowLeft: item.parent,
       ArrowUp: column[place - 1], ArrowDown: column[place + 1],
     };
-    if (event.key === "Escape") this.display.pin(null);
+    if (event.key === "Escape") this.display.lock_settings(null);
     else if (item.kind === "more" && (event.key === "Enter" || event.key === " ")) this.expand(item.node);
     else if (!(event.key in to)) return;
     else if (to[event.key]) this.focus(to[event.key]);
@@ -567,7 +567,7 @@ class Mask {
       el("svg:rect", { class: name, x, y: y + 1, width, height: name === "hit" ? cell : cell - 2 });
     return el("svg:g", {
       class: display.look(step.authors(node)),
-      mouseenter: () => display.select(display.tree.itemOf(node)), mouseleave: () => display.select(display.pinned),
+      mouseenter: () => display.select(display.tree.itemOf(node)), mouseleave: () => display.select(display.settings),
     },
       label > 0 && el("svg:text", { x: label - 6, y: y + cell - 2, "text-anchor": "end" }, short),
       rect("prefix", label, prefix), step.line(node).map(seen => rect("cell", left + seen * cell + 1, cell - 2)),

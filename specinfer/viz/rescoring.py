@@ -1,11 +1,11 @@
-"""The target's opinion of every drafted node, worked out again after the text was written.
+"""The target's rescored of every drafted node, worked out again after the text was written.
 
 Knows: the options that a result was made with, the target, how each verifier decides.
 Does not know: how trees are changed (`inspection`), pictures.
 
-A step keeps its tree and its path, not the target's laws, which are large.  Scored again over the same prefix they are
-the same up to rounding, so a `Witness` recomputes them one pass a tree, checks that they lead to the tokens that were
-emitted, and says by how much where rounding decided otherwise.
+A step keeps its tree and its path, not the target's distributions, which are large.  Scored again over the same prefix
+they are the same up to rounding, so a `Rescorer` recomputes them one pass a tree, checks that they lead to the tokens
+that were emitted, and says by how much where rounding decided otherwise.
 """
 
 from collections import defaultdict
@@ -46,7 +46,7 @@ class Test(NamedTuple):
     """One acceptance test of multi-step sampling, passed where the coin is below the ratio."""
 
     coin: float | None  # u in [0, 1); None: a recorded step does not tell which
-    ratio: float | None  # min(1, p / q) of what was left of both laws; None: a recorded step does not tell
+    ratio: float | None  # min(1, p / q) of what was left of both distributions; None: a recorded step does not tell
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Difference:
     explained: float  # how much of a gap rounding explains
 
 
-class Opinion(NamedTuple):
+class Rescored(NamedTuple):
     """What the target says of one tree."""
 
     path: tuple[int, ...]  # accepted nodes, root excluded
@@ -88,7 +88,7 @@ class Opinion(NamedTuple):
     nodes: tuple[NodeInspection, ...]
 
 
-class Witness:
+class Rescorer:
     """A finished result, the decoder that made it, and the options.
 
     Args:
@@ -129,7 +129,7 @@ class Witness:
         row.ids += [token for earlier in self.result.steps[:step] for token in earlier.tokens]
         return row
 
-    def opinion(self, row: Row, tree: TokenTree, logits: Tensor, record: Step | None = None) -> Opinion:
+    def rescored(self, row: Row, tree: TokenTree, logits: Tensor, record: Step | None = None) -> Rescored:
         """Return what the target says of a tree.
 
         Args:
@@ -154,10 +154,10 @@ class Witness:
         nobody = len(self.draft_names) - 1
         fates = states(tree, path, kept, tests if coins else tried(tree, path))
         nodes = [_node(view, i, fate, after, tuple(tests.get(i, ())), nobody) for i, fate in enumerate(fates)]
-        return Opinion(path, bonus, tuple(nodes))
+        return Rescored(path, bonus, tuple(nodes))
 
     def differences(self, number: int, row: Row, step: Step, logits: Tensor) -> list[Difference]:
-        """Return where the target's choices, made again, are not those of a step; arguments as `opinion`.
+        """Return where the target's choices, made again, are not those of a step; arguments as `rescored`.
 
         Raises:
             InputError: rounding does not explain one.
@@ -206,7 +206,7 @@ class _Watched(RowView):
 
 
 class _After(NamedTuple):
-    """The target's law after one node."""
+    """The target's distribution after one node."""
 
     log_p: Tensor  # (V,)
     noise: Tensor | None  # (V,), if it counts
@@ -278,7 +278,7 @@ def _run_tests(tree: TokenTree, path: Sequence[int], tests: Sequence[Test]) -> d
 
 
 def _recorded_tests(view: RowView, path: Sequence[int]) -> dict[int, list[Test]]:
-    """Return by node the tests of a recorded step, whose laws are gone.
+    """Return by node the tests of a recorded step, whose distributions are gone.
 
     Coins are counted off in the order of the tests; only a node's first one has a ratio that p and q tell.  Where a
     token was drawn several times and one of its tests passed, which one may be unknown, and with it all later coins.
@@ -313,7 +313,7 @@ def _first_ratio(view: RowView, node: int, child: int) -> float | None:
     tree = view.tree
     if any(len({draw.draft for draw in tree.draws[own]}) > 1 for own in (node, child)):
         return None
-    return min(1.0, float(view.law(node)[tree.tokens[child]]) / max(tree.probability(child), 1e-300))
+    return min(1.0, float(view.distribution(node)[tree.tokens[child]]) / max(tree.probability(child), 1e-300))
 
 
 def _other_coins(view: RowView, step: Step) -> list[tuple[int, int, int, float, float]]:

@@ -15,7 +15,7 @@ from typing import Any
 from specinfer.results import State
 from specinfer.tree import tidy
 from specinfer.tree.text import ACCEPTED, BONUS, REJECTED, columns, percent
-from specinfer.viz.model import View, draft_names, tokenizer_of, views
+from specinfer.viz.model import DrawnStep, draft_names, tokenizer_of, views
 from specinfer.viz.rescoring import BY_HAND
 from specinfer.viz.token_text import token_text
 
@@ -92,7 +92,7 @@ def svg_of(thing: Any, tokenizer: Any = None) -> str:
     )
 
 
-def _chips(view: View, tokenizer: Any, shapes: Sequence[str]) -> list[Chip]:
+def _chips(view: DrawnStep, tokenizer: Any, shapes: Sequence[str]) -> list[Chip]:
     """Return what is drawn: the nodes, then the target's own token if there is one."""
     tree = view.tree
     states: Sequence[str] = view.states or [State.ROOT, *["drafted"] * (len(tree) - 1)]
@@ -117,9 +117,9 @@ def _label(tokenizer: Any, token: int) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 
-def _place(chips: Sequence[Chip], view: View) -> float:
+def _place(chips: Sequence[Chip], view: DrawnStep) -> float:
     """Put chips in columns by depth and lines by the tidy layout; return the lowest edge."""
-    lines, depths = tidy(view.tree, None if view.bonus is None else view.end)
+    lines, depths = tidy(view.tree.parents, None if view.bonus is None else view.end)
     widths = [0.0] * (int(depths.max()) + 1)
     for chip, depth in zip(chips, depths.astype(int), strict=True):
         widths[depth] = max(widths[depth], chip.width)
@@ -212,7 +212,7 @@ def _dashed(dashes: str) -> str:
     return f' stroke-dasharray="{dashes}"' if dashes else ""
 
 
-def _words(view: View, names: Sequence[str], shapes: Sequence[str]) -> str:
+def _words(view: DrawnStep, names: Sequence[str], shapes: Sequence[str]) -> str:
     """Return the legend."""
     drafts = sorted({draw.draft for draws in view.tree.draws for draw in draws})
     words = [f"{shapes[draft]} {names[draft]}" for draft in drafts]

@@ -2,7 +2,7 @@
 
     from pathlib import Path
     from specinfer import compare
-    print(compare([Path("code.jsonl"), "Why is the sky blue?"], methods=["incremental", "sequence", "tree"]))
+    print(compare([Path("code.jsonl"), "Why is the sky blue?"], methods=["autoregressive", "sequence", "tree"]))
 
 Knows: the order of the work.
 Does not know: what the work is (`plan`), models (`runner`), how a method decodes (`methods`), how a folder is kept
@@ -32,7 +32,7 @@ def compare(
     *,
     target: str | None = None,
     drafts: str | Sequence[str] = (),
-    methods: Sequence[str] = ("incremental", "sequence", "tree", "assisted", "prompt-lookup"),
+    methods: Sequence[str] = ("autoregressive", "sequence", "tree", "assisted", "prompt-lookup"),
     assistant: str | None = None,
     temperatures: Sequence[float] = (0.0,),
     nodes: int = 16,
@@ -55,7 +55,8 @@ def compare(
         drafts: names as the command line takes them; none means the default.
         methods: names of `methods.METHODS`.  Those that cannot run for this pair are left out, with the reason.
         assistant: a small language model for transformers' assisted generation; None takes a draft that is one.
-        temperatures: 0 is greedy; others sample from the whole law (top_k 0, top_p 1), our methods coupled to the seed.
+        temperatures: 0 is greedy; others sample from the whole distribution (top_k 0, top_p 1), our methods coupled to
+            the seed.
         nodes: drafted nodes at most, of every fixed tree.
         depth: levels at most, of every fixed tree and of the sequence: as many draft passes a step at most.
         max_new_tokens: per prompt.

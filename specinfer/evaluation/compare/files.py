@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from specinfer.common.files import parse_json, pin, read_json, storing
+from specinfer.common.files import lock_settings, parse_json, read_json, storing
 from specinfer.errors import InputError
 from specinfer.prompts import read_rows
 
@@ -62,7 +62,7 @@ def begin(folder: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     if os.path.exists(path) and not os.path.exists(folder / SETTINGS):
         raise InputError(f"{path} is not a comparison's ({SETTINGS} is missing beside it): choose another folder")
     records, whole = _parse(path)
-    pin(folder / SETTINGS, settings, "repeat those, or choose another folder", empty=not records)
+    lock_settings(folder / SETTINGS, settings, "repeat those, or choose another folder", empty=not records)
     with storing(path), path.open("a") as file:
         if file.tell() > whole:
             file.truncate(whole)

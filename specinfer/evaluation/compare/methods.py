@@ -14,18 +14,18 @@ from specinfer.adaptive.policy import Auto
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.drafts.base import Draft
 from specinfer.drafts.language_model import ModelDraft
-from specinfer.engine.sampling import whole_law
+from specinfer.engine.sampling import whole_distribution
 from specinfer.errors import InputError, SpecinferError, UnsupportedModel
 from specinfer.evaluation.probe import Probe, Question
 from specinfer.loading import Loaded, same_tokens
-from specinfer.tree import BestFirst, Chain, Policy, Source, TokenTree, Widths
+from specinfer.tree import BestFirst, Chain, Expansion, Policy, Source, TokenTree
 
 GATE = 0.5
 LOOKUP_TOKENS = 10  # of transformers' prompt lookup
 TOP = 5  # hit rates are those of the 1, 2, ... TOP likeliest tokens
 
 OURS = {
-    "incremental": "our loop without speculation",
+    "autoregressive": "our loop without speculation",
     "sequence": "a chain; of several drafts' chains, the one that promises most",
     "tree": "best-first trees of all drafts, no deeper than the chain: at most as many draft passes",
     "auto": 'tree="auto"',
@@ -94,7 +94,7 @@ def build_methods(
         return _theirs(model, assistant_model=own[0] if assistant is None else assistant.model)
 
     makers: dict[str, Callable[[], Method]] = {
-        "incremental": lambda: ours(None),
+        "autoregressive": lambda: ours(None),
         "sequence": lambda: ours(OnePath(depth)),
         "tree": lambda: ours(best_first),
         "auto": lambda: ours(Auto()),
@@ -115,8 +115,8 @@ def build_methods(
 
 
 def generation_options(temperature: float, max_new_tokens: int) -> dict[str, Any]:
-    """Return options that mean the same law to every method."""
-    return {"max_new_tokens": max_new_tokens, **whole_law(temperature)}
+    """Return options that mean the same distribution to every method."""
+    return {"max_new_tokens": max_new_tokens, **whole_distribution(temperature)}
 
 
 def _ours(decoder: SpeculativeDecoder) -> Method:
@@ -134,7 +134,7 @@ def _ours(decoder: SpeculativeDecoder) -> Method:
             "target_passes": stats["target_passes"],
             "draft_passes": stats["draft_passes"],
             "seconds": {"total": total, **passes, "bookkeeping": total - sum(passes.values())},
-            **{name: stats[name] for name in ("choices", "drafts", "notes")},
+            **{name: stats[name] for name in ("tree_sizes", "drafts", "notes")},
         }
 
     return run
@@ -198,7 +198,7 @@ class HitRates:
 
     def __init__(self, decoder: SpeculativeDecoder) -> None:
         self.probes = [Probe(draft, _FirstChoices()) for draft in decoder.drafts]
-        self.decoder = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, self.probes, Widths((TOP,)))
+        self.decoder = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, self.probes, Expansion((TOP,)))
 
     def count(self, ids: list[int], seed: int, options: dict[str, Any]) -> list[dict[str, Any]]:
         """Return, per draft, its name, the positions it was asked at, and at how many its k likeliest held the choice.
@@ -227,7 +227,7 @@ class _FirstChoices(Question):
         self.ranked: dict[int, list[int]] = {}  # by place, the likeliest first
 
     def ask(self, source: Source, max_depth: int | None) -> None:
-        growth = Widths((TOP,)).grow(source, max_depth)
+        growth = Expansion((TOP,)).grow(source, max_depth)
         self.ranked[self.place] = growth.tokens[0, growth.valid[0]].tolist()
 
     def everywhere(self) -> list[list[int]]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from specinfer import loading as models
-from specinfer.common.files import identified
+from specinfer.common.files import weights_digest
 from specinfer.common.values import checked_count, checked_flag, checked_names, checked_temperature
 from specinfer.errors import InputError
 from specinfer.evaluation.compare.files import read_prompts
@@ -136,7 +136,7 @@ class Plan:
             "target": self.target or models.DEFAULT_TARGET,
             "drafts": list(self.drafts) or "default",
             "assistant": self.assistant,
-            "weights": [identified(Path(folder)) for folder in self._folders()],
+            "weights": [weights_digest(Path(folder)) for folder in self._folders()],
             "dtype": str(models.resolve_dtype(self.dtype, device)).removeprefix("torch."),
             "methods": list(self.methods),
             "nodes": self.nodes,

@@ -15,7 +15,7 @@ from specinfer.evaluation.published import ALL, SPECINFER_TABLE_1
 
 Record = dict[str, Any]
 
-BASELINES = ("incremental", "generate", "assisted", "prompt-lookup")  # whose tokens per second others are divided by
+BASELINES = ("autoregressive", "generate", "assisted", "prompt-lookup")  # whose tokens per second others are divided by
 STAGES = ("prefill", "target", "draft", "bookkeeping")
 RESAMPLES = 2000
 
@@ -69,16 +69,16 @@ def _method(name: str, records: Sequence[Record]) -> dict[str, Any]:
         "ratio": {base: bootstrap(r, lambda v: np.median(v, axis=-1)) for base, r in ratios.items() if base != name},
         "draft_passes_per_target_pass": sum(row["draft_passes"] for row in own) / int(counts[:, 1].sum()),
     }
-    if "incremental" in ratios and name != "incremental":
-        ratio = ratios["incremental"]
+    if "autoregressive" in ratios and name != "autoregressive":
+        ratio = ratios["autoregressive"]
         both = np.column_stack((counts, ratio))
-        figures["worst_to_incremental"] = float(ratio.min())
+        figures["worst_to_autoregressive"] = float(ratio.min())
         figures["overhead"] = bootstrap(both, lambda b: _tau(b[..., :2]) / np.median(b[..., 2], axis=-1) - 1)
-    if "same_as_incremental" in own[0]:
-        reference = [record["methods"]["incremental"]["tokens"] for record in records]
-        same = [row["same_as_incremental"] for row in own]
+    if "same_as_autoregressive" in own[0]:
+        reference = [record["methods"]["autoregressive"]["tokens"] for record in records]
+        same = [row["same_as_autoregressive"] for row in own]
         equal = [s == row["tokens"] == r for s, row, r in zip(same, own, reference, strict=True)]
-        figures |= {"identical": float(np.mean(equal)), "same_as_incremental": float(np.mean(same))}
+        figures |= {"identical": float(np.mean(equal)), "same_as_autoregressive": float(np.mean(same))}
     if gaps := [row["gap"] for row in own if "gap" in row]:
         figures["largest_gap"] = max(gaps)
     return figures | (_stages(own) if "bookkeeping" in own[0]["seconds"] else {})
@@ -108,13 +108,13 @@ def _stages(rows: Sequence[Record]) -> dict[str, Any]:
     tokens = sum(row["tokens"] for row in rows)
     steps = [row["target_passes"] for row in rows]
     sizes = {
-        size: float(np.average([row["choices"][size] for row in rows], weights=steps))
+        size: float(np.average([row["tree_sizes"][size] for row in rows], weights=steps))
         for size in ("nodes_per_step", "levels_per_step")
     }
     return {
         "ms_per_token": {stage: 1000 * spent / tokens for stage, spent in seconds.items()},
         "bookkeeping": seconds["bookkeeping"] / (seconds["total"] - seconds["prefill"]),
-        "choices": {**sizes, "plain_steps": sum(row["choices"]["plain_steps"] for row in rows)},
+        "tree_sizes": {**sizes, "plain_steps": sum(row["tree_sizes"]["plain_steps"] for row in rows)},
         "drafts": [_added(own) for own in zip(*(row["drafts"] for row in rows), strict=True)],
     }
 
@@ -161,9 +161,9 @@ def _title(group: dict[str, Any]) -> str:
 def _method_lines(methods: dict[str, Any]) -> list[str]:
     bases = [base for base in BASELINES if base in methods]
     shapes = {  # header -> field, format
-        "worst x": ("worst_to_incremental", "{:.2f}"),
+        "worst x": ("worst_to_autoregressive", "{:.2f}"),
         "same ids": ("identical", "{:.0%}"),
-        "common prefix": ("same_as_incremental", "{:.1f}"),
+        "common prefix": ("same_as_autoregressive", "{:.1f}"),
         "largest gap": ("largest_gap", "{:.3g}"),
     }
     columns = ["tokens/pass", "draft passes", "tokens/s", *(f"x {base}" for base in bases), "overhead", *shapes]
@@ -203,7 +203,7 @@ def _stage_lines(methods: dict[str, Any]) -> list[str]:
         if "ms_per_token" not in figures:
             continue
         stages = [f"{figures['ms_per_token'][stage]:.2f}" for stage in ("total", *STAGES)]
-        sizes = [f"{figures['choices'][size]:.1f}" for size in ("nodes_per_step", "levels_per_step")]
+        sizes = [f"{figures['tree_sizes'][size]:.1f}" for size in ("nodes_per_step", "levels_per_step")]
         drafts = [f"{d['draft']} {d['tokens']} ({d['only']})" for d in figures["drafts"]]
         rows.append([name, *stages, f"{figures['bookkeeping']:.1%}", *sizes, ", ".join(drafts)])
     return _table(rows) if len(rows) > 1 else []

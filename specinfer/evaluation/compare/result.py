@@ -22,8 +22,8 @@ class Comparison:
     Attributes:
         settings: what all records have in common: models, methods, sizes, prompts, machine.
         records: one per prompt and temperature: by method tokens, passes and seconds, and
-            ``same_as_incremental``, the tokens shared with incremental decoding from the start; ``gap``, in logits,
-            between the target's two likeliest tokens where greedy ids first differ from it (a plain pass).
+            ``same_as_autoregressive``, the tokens shared with autoregressive decoding from the start; ``gap``, in
+            logits, between the target's two likeliest tokens where greedy ids first differ from it (a plain pass).
     """
 
     settings: dict[str, Any]
@@ -53,10 +53,11 @@ class Comparison:
 
         - ``tokens_per_pass``: tokens per target pass, bonus included, prefill not counted;
         - ``draft_passes_per_target_pass``; ``tokens_per_second``, the median;
-        - ``ratio``: by baseline, of tokens per second, the median over prompts; ``worst_to_incremental``, the smallest;
-        - ``overhead``: tokens_per_pass / ratio to incremental - 1, what a step costs beyond an incremental one;
-        - ``identical``: the share of prompts with incremental decoding's ids; ``same_as_incremental``: how many tokens
-          they share from the start, on average; ``largest_gap``: of the records' gaps (a tiny one is rounding);
+        - ``ratio``: by baseline, of tokens per second, the median over prompts; ``worst_to_autoregressive``, the
+        smallest; - ``overhead``: tokens_per_pass / ratio to autoregressive - 1, what a step costs beyond an
+        autoregressive one; - ``identical``: the share of prompts with autoregressive decoding's ids;
+          ``same_as_autoregressive``: how many tokens they share from the start, on average; ``largest_gap``: of the
+          records' gaps (a tiny one is rounding);
         - ``ms_per_token`` by stage; ``bookkeeping``, its share of the time after prefill;
         - ``choices``, the trees' sizes, and ``drafts``, each one's contribution, of all prompts together.
 

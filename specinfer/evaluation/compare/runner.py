@@ -65,14 +65,14 @@ class Runner:
         }
 
     def _compare(self, job: Job, records: dict[str, dict[str, Any]], ids: dict[str, list[int]]) -> None:
-        """Note in each record how far its ids are incremental decoding's, and how near the next choice was there."""
-        if "incremental" not in ids:
+        """Note in each record how far its ids are autoregressive decoding's, and how near the next choice was there."""
+        if "autoregressive" not in ids:
             return
-        reference, gaps = ids["incremental"], {}
+        reference, gaps = ids["autoregressive"], {}
         for name, own in ids.items():
             if name not in OURS and job.temperature:  # transformers draws other tokens from other noise
                 continue
-            same = records[name]["same_as_incremental"] = common_prefix(own, reference)
+            same = records[name]["same_as_autoregressive"] = common_prefix(own, reference)
             if own != reference and not job.temperature:
                 if same not in gaps:
                     gaps[same] = top2_gap(self.decoder.target.model, [*self.ids[job], *reference[:same]])

@@ -1,11 +1,12 @@
 """How likely it is that an emitted token had been drafted and accepted, in closed form.
 
-Knows: laws p (the target's) and q (a draft's) after one node, and the rules of `verify`.
+Knows: distributions p (the target's) and q (a draft's) after one node, and the rules of `verify`.
 Does not know: trees, texts, models.
 
 A rule that emits exactly p emits a token y in two ways: as an accepted draw, or as the bonus token after all K draws
 under the node were rejected.  Let R_m be the probability that the first m draws are rejected and U_m the residual then,
-weighted by it; U_0 = p, R_0 = 1.  With q_m the law of draw m (q, or q renormalised without what was drawn before),
+weighted by it; U_0 = p, R_0 = 1.  With q_m the distribution of draw m (q, or q renormalised without what was drawn
+before),
 
     U_m = max(U_(m-1) - R_(m-1) q_m, 0),    R_m = sum U_m
 
@@ -37,7 +38,7 @@ def expected_tests(p: Tensor, q: Tensor, draws: int) -> Tensor:
     """Return c_1 ... c_K for draws with replacement.
 
     Args:
-        p, q: (..., V) laws; q may be all zero, which draws nothing.
+        p, q: (..., V) distributions; q may be all zero, which draws nothing.
         draws: K.
 
     Returns:
@@ -57,7 +58,7 @@ def accepted_without_replacement(p: Tensor, q: Tensor, token: int, draws: int, c
     Given one sequence of rejected draws, which is drawn here: an unbiased estimate, exact for K = 1.
 
     Args:
-        p, q: (V,) laws, p(token) > 0.
+        p, q: (V,) distributions, p(token) > 0.
         token: y.
         draws: K.
         chance: for the rejected draws.
@@ -69,7 +70,9 @@ def accepted_without_replacement(p: Tensor, q: Tensor, token: int, draws: int, c
         total = left.sum()  # Z_(m-1)
         now = before + mass / total if total > 0 else before
         tests.append(now)
-        rejected = (now * left - p).clamp_(min=0) - (before * left - p).clamp_(min=0)  # draw m's law, times R_m
+        rejected = (now * left - p).clamp_(min=0) - (before * left - p).clamp_(
+            min=0
+        )  # draw m's distribution, times R_m
         cumulative = rejected.cumsum(0)
         place = torch.rand(1, generator=chance, dtype=p.dtype) * cumulative[-1]
         left[torch.searchsorted(cumulative, place, right=True).clamp_(max=len(p) - 1)] = 0

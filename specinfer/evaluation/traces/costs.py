@@ -111,16 +111,16 @@ def cost_model(trace: Trace, costs: Costs, lengths: Sequence[int] | None = None,
 
 
 def measured(comparison: Comparison, draft: str, temperature: float = 0.0) -> Costs:
-    """Return the costs that a comparison of "sequence" and "incremental" measured, over all its prompts.
+    """Return the costs that a comparison of "sequence" and "autoregressive" measured, over all its prompts.
 
     Raises:
         InputError: it holds no records of both at this temperature, or not of this draft alone, or it makes no passes.
     """
     own = [record["methods"] for record in comparison.records if record["temperature"] == temperature]
-    own = [methods for methods in own if {"sequence", "incremental"} <= methods.keys()]
+    own = [methods for methods in own if {"sequence", "autoregressive"} <= methods.keys()]
     if not own:
         raise InputError(
-            f"the comparison has no prompt at temperature {temperature:g} with both methods, sequence and incremental"
+            f"the comparison has no prompt at temperature {temperature:g} with both sequence and autoregressive"
         )
 
     def total(method: str, *path: str) -> float:
@@ -147,8 +147,8 @@ def measured(comparison: Comparison, draft: str, temperature: float = 0.0) -> Co
 
     return Costs(
         draft=total("sequence", "seconds", "draft") / total("sequence", "draft_passes"),
-        target=total("incremental", "seconds", "target") / total("incremental", "target_passes"),
+        target=total("autoregressive", "seconds", "target") / total("autoregressive", "target_passes"),
         verify=total("sequence", "seconds", "target") / total("sequence", "target_passes"),
         length=comparison.settings["depth"],
-        speed_up=per_token("incremental") / per_token("sequence"),
+        speed_up=per_token("autoregressive") / per_token("sequence"),
     )

@@ -6,8 +6,8 @@ Knows: what the tables count.  Does not know: how traces are recorded or replaye
     Table 2   tokens verified per step with trees <1, 1, k, 1, 1, 1, 1, 1>: "speculation length 8"
     Table 3   the same at k = 5: naive sampling against multi-step speculative sampling (MSS)
 
-Sampling is at T = 1 from the whole law.  The paper's stochastic figures are MSS's; beside them stand coupled sampling,
-which is our default, and draws without replacement.  Intervals are 95 % bootstraps over prompts.
+Sampling is at T = 1 from the whole distribution.  The paper's stochastic figures are MSS's; beside them stand coupled
+sampling, which is our default, and draws without replacement.  Intervals are 95 % bootstraps over prompts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,13 @@ import numpy as np
 from specinfer.common.files import locked
 from specinfer.common.tables import aligned, interval
 from specinfer.decoder import SpeculativeDecoder
-from specinfer.engine.verify import Walk
+from specinfer.engine.verify import ExactMatch
 from specinfer.errors import InputError
 from specinfer.evaluation.published import ALL, SPECINFER_TABLE_1, SPECINFER_TABLE_2, SPECINFER_TABLE_3
 from specinfer.evaluation.traces.recording import Progress, record
 from specinfer.evaluation.traces.replaying import Replay, ratio, replay
 from specinfer.evaluation.traces.trace import Trace
-from specinfer.tree import BestFirst, Sampled, Widths
+from specinfer.tree import BestFirst, Expansion, Sampled
 
 LENGTH, WIDTHS = 8, (1, 2, 3, 4, 5)
 TITLES = {
@@ -175,9 +175,9 @@ def _table_2(name: str, greedy: Trace, sampled: Trace) -> list[dict[str, Any]]:
         return _row(2, name, temperature, rule, WIDTHS, [own.tokens_per_pass for own in replays])
 
     rows = [
-        row(0.0, "greedy", [replay(greedy, Widths(expansion(k))) for k in WIDTHS]),
+        row(0.0, "greedy", [replay(greedy, Expansion(expansion(k))) for k in WIDTHS]),
         row(1.0, "MSS", [replay(sampled, Sampled(expansion(k), replacement=True)) for k in WIDTHS]),
-        row(1.0, "coupled", [replay(sampled, Widths(expansion(k))) for k in WIDTHS]),
+        row(1.0, "coupled", [replay(sampled, Expansion(expansion(k))) for k in WIDTHS]),
     ]
     return _beside_paper(rows, SPECINFER_TABLE_2)
 
@@ -185,10 +185,10 @@ def _table_2(name: str, greedy: Trace, sampled: Trace) -> list[dict[str, Any]]:
 def _table_3(name: str, _: Trace, sampled: Trace) -> list[dict[str, Any]]:
     widths = expansion(max(WIDTHS))
     replays = (
-        replay(sampled, Sampled(widths, replacement=True), Walk()),
+        replay(sampled, Sampled(widths, replacement=True), ExactMatch()),
         replay(sampled, Sampled(widths, replacement=True)),
         replay(sampled, Sampled(widths)),
-        replay(sampled, Widths(widths)),
+        replay(sampled, Expansion(widths)),
     )
     row = _row(3, name, 1.0, "all", RULES, [own.tokens_per_pass for own in replays])
     published = SPECINFER_TABLE_3.get(name)

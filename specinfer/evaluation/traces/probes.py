@@ -19,19 +19,19 @@ from specinfer.evaluation.traces.trace import TOP
 from specinfer.tree import Frontier, Source, grow_best_first, top_candidates
 
 
-class Plan(NamedTuple):
+class ProbePlan(NamedTuple):
     """How much is recorded."""
 
     nodes: int  # of best-first trees
     depth: int
-    top: int | None  # candidates and tokens of laws; None = whole laws
+    top: int | None  # candidates and tokens of distributions; None = whole distributions
     draws: int
 
 
 class TextQuestion(Question):
     """A question along texts that are known: what a draft is asked at every position of them."""
 
-    def __init__(self, plan: Plan, texts: Sequence[Sequence[int]], budget: int) -> None:
+    def __init__(self, plan: ProbePlan, texts: Sequence[Sequence[int]], budget: int) -> None:
         super().__init__(len(texts))
         self.plan = plan
         self.texts, self.budget = texts, budget
@@ -65,7 +65,7 @@ class TextQuestion(Question):
 class Candidates(TextQuestion):
     """What does it rank first at each node along the text?"""
 
-    def __init__(self, plan: Plan, texts: Sequence[Sequence[int]], budget: int) -> None:
+    def __init__(self, plan: ProbePlan, texts: Sequence[Sequence[int]], budget: int) -> None:
         super().__init__(plan, texts, budget)
         self.k = plan.top or TOP
         self.tokens = [np.full((len(text), plan.depth, self.k), -1, np.int32) for text in texts]
@@ -85,23 +85,28 @@ class Candidates(TextQuestion):
         return {"tokens": self.tokens[row], "log_probs": self.log_probs[row]}
 
 
-class Laws(TextQuestion):
-    """Which law does it draw from at each node along the text, and would the token have been accepted?"""
+class Distributions(TextQuestion):
+    """Which distribution does it draw from at each node along the text, and would the token have been accepted?"""
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ProbePlan,
         texts: Sequence[Sequence[int]],
         budget: int,
-        laws: Sequence[Tensor],
+        distributions: Sequence[Tensor],
         seeds: Sequence[int],
     ) -> None:
         super().__init__(plan, texts, budget)
-        self.laws = laws  # the target's
+        self.distributions = distributions  # the target's
         self.chance = [torch.Generator().manual_seed(key(seed, RECORDING)) for seed in seeds]
-        vocab = laws[0].shape[1]
+        vocab = distributions[0].shape[1]
         kept = min(plan.top or vocab, vocab)
-        widths = {"law_tokens": kept, "law_probs": kept, "tests": plan.draws, "without_replacement": plan.draws}
+        widths = {
+            "distribution_tokens": kept,
+            "distribution_probs": kept,
+            "tests": plan.draws,
+            "without_replacement": plan.draws,
+        }
         self.columns = [
             {
                 "probability": np.zeros((len(text), plan.depth), np.float32),
@@ -116,12 +121,16 @@ class Laws(TextQuestion):
     def ask(self, source: Source, max_depth: int | None) -> None:
         """See `TextQuestion`."""
         for level, frontier, asked in self.along(source, max_depth):
-            laws = source.draw(frontier, 1, True)[2][:, 0].float().cpu()  # (B, V)
+            distributions = source.draw(frontier, 1, True)[2][:, 0].float().cpu()  # (B, V)
             for place in asked:
                 row, node = self.rows[place], (self.place, level)
-                token, p, q = self.texts[row][self.place + level], self.laws[row][self.place + level], laws[place]
+                token, p, q = (
+                    self.texts[row][self.place + level],
+                    self.distributions[row][self.place + level],
+                    distributions[place],
+                )
                 answers: dict[str, Any] = {
-                    **law_arrays("law", q, self.plan.top),
+                    **distribution_arrays("distribution", q, self.plan.top),
                     "probability": q[token],
                     "tests": expected_tests(p, q, self.plan.draws),
                     "without_replacement": accepted_without_replacement(p, q, token, self.plan.draws, self.chance[row]),
@@ -146,7 +155,7 @@ class Trees(TextQuestion):
     those but the deepest level to the source, and the deepest is in the pool at the end.
     """
 
-    def __init__(self, plan: Plan, texts: Sequence[Sequence[int]], budget: int) -> None:
+    def __init__(self, plan: ProbePlan, texts: Sequence[Sequence[int]], budget: int) -> None:
         super().__init__(plan, texts, budget)
         self.trees: list[list[np.ndarray]] = [[np.zeros((0, 3))] * len(text) for text in texts]
 
@@ -211,7 +220,7 @@ def _union(levels: Sequence[_Nodes], grown: _Nodes) -> list[tuple[int, int, floa
     return [(nodes[node][0], rank.get(nodes[node][1], -1), nodes[node][2]) for node in ranked]
 
 
-def law_arrays(name: str, laws: Tensor, top: int | None) -> dict[str, np.ndarray]:
-    """Return the likeliest tokens of laws (..., V) and their probabilities; all of them if ``top`` is None."""
-    tokens, values = top_candidates(laws, top or laws.shape[-1])
+def distribution_arrays(name: str, distributions: Tensor, top: int | None) -> dict[str, np.ndarray]:
+    """Return the likeliest tokens of distributions (..., V) and their probabilities; all of them if ``top`` is None."""
+    tokens, values = top_candidates(distributions, top or distributions.shape[-1])
     return {f"{name}_tokens": tokens.int().numpy(), f"{name}_probs": values.numpy()}

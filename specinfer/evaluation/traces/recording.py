@@ -3,9 +3,9 @@
 Knows: the engine, whose own sessions feed the drafts, and the order of the work.
 Does not know: how a trace is kept (`trace`), what verification would make of it (`replaying`).
 
-Two runs per batch of texts.  In the first the target decodes plainly, which gives the texts and its laws.  The second
-goes through the same texts with a verifier that says what was written, and with probes in the drafts' places: a probe
-asks its draft one question after every token, and proposes nothing.
+Two runs per batch of texts.  In the first the target decodes plainly, which gives the texts and its distributions.  The
+second goes through the same texts with a verifier that says what was written, and with probes in the drafts' places: a
+probe asks its draft one question after every token, and proposes nothing.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,12 +20,19 @@ from specinfer.attention import Support, check_model
 from specinfer.common.files import locked
 from specinfer.common.values import checked_count, checked_names, checked_temperature, plain
 from specinfer.decoder import SpeculativeDecoder, row_seeds
-from specinfer.engine.sampling import whole_law
+from specinfer.engine.sampling import whole_distribution
 from specinfer.engine.target_view import RowView
-from specinfer.engine.verify import TargetView, Verdict, Walk
+from specinfer.engine.verify import ExactMatch, TargetView, Verdict
 from specinfer.errors import InputError, UnsupportedModel
 from specinfer.evaluation.probe import Probe
-from specinfer.evaluation.traces.probes import Candidates, Laws, Plan, TextQuestion, Trees, law_arrays
+from specinfer.evaluation.traces.probes import (
+    Candidates,
+    Distributions,
+    ProbePlan,
+    TextQuestion,
+    Trees,
+    distribution_arrays,
+)
 from specinfer.evaluation.traces.trace import (
     FORMAT,
     TOP,
@@ -63,19 +70,19 @@ def record(
 ) -> Trace:
     """Let the decoder's target continue prompts, and record what its drafts would have proposed along the texts.
 
-    A text position costs about ``3 * depth`` draft passes (a level of the tree, of the candidates, of the laws) and two
-    target passes; of a batch all at once.  The decoder's own tree and verifier do not matter.
+    A text position costs about ``3 * depth`` draft passes (a level of the tree, of the candidates, of the
+    distributions) and two target passes; of a batch all at once.  The decoder's own tree and verifier do not matter.
 
     Args:
         decoder: holds target, tokenizer and drafts.
         prompts: as `SpeculativeDecoder.generate`.
         max_new_tokens: per prompt.
-        temperature: 0 is greedy; others sample from the whole law (top_k 0, top_p 1).
+        temperature: 0 is greedy; others sample from the whole distribution (top_k 0, top_p 1).
         seed: of the first prompt; the next ones take the numbers after it.
         nodes: best-first trees of at most so many nodes can be replayed; 0 records none.
         depth: trees of at most so many levels can be replayed.
-        top: candidates kept per node along the text, and tokens per law: the widest level that can be replayed.  None
-            keeps whole laws, and `TOP` candidates.
+        top: candidates kept per node along the text, and tokens per distribution: the widest level that can be
+            replayed.  None keeps whole distributions, and `TOP` candidates.
         draws: draws per node that multi-step sampling can be replayed with; sampling only.
         batch: texts at a time.
         raw: feed strings without the chat template.
@@ -94,7 +101,7 @@ def record(
         checked_count(name, value, least, "leaves nothing to record")
     temperature, seed = checked_temperature(temperature), row_seeds(seed, 1)[0]
     max_new_tokens, batch = plain(max_new_tokens), plain(batch)
-    plan = Plan(plain(nodes), plain(depth), plain(top), plain(draws))
+    plan = ProbePlan(plain(nodes), plain(depth), plain(top), plain(draws))
     checked_names("out", "" if out is None else out)
     _check(decoder, plan)
     rows = decoder.read(prompts, raw).rows
@@ -127,7 +134,7 @@ def record(
     return Trace(settings, tuple(texts[number] for number in range(len(rows))))
 
 
-def _check(decoder: SpeculativeDecoder, plan: Plan) -> None:
+def _check(decoder: SpeculativeDecoder, plan: ProbePlan) -> None:
     """Raise for a decoder that cannot be recorded."""
     if not isinstance(decoder, SpeculativeDecoder):
         raise InputError(f"decoder={decoder!r:.60} is no SpeculativeDecoder: construct one with the drafts to record")
@@ -141,20 +148,20 @@ def _check(decoder: SpeculativeDecoder, plan: Plan) -> None:
 
 
 def _record(
-    decoder: SpeculativeDecoder, rows: Sequence[tuple[list[int], int]], plan: Plan, new: int, temperature: float
+    decoder: SpeculativeDecoder, rows: Sequence[tuple[list[int], int]], plan: ProbePlan, new: int, temperature: float
 ) -> list[Text]:
     """Record a batch of (prompt ids, seed)."""
     prompts, seeds = [prompt for prompt, _ in rows], [seed for _, seed in rows]
-    options: dict[str, Any] = {"seed": seeds, "max_new_tokens": new, **whole_law(temperature)}
+    options: dict[str, Any] = {"seed": seeds, "max_new_tokens": new, **whole_distribution(temperature)}
     model, tokenizer = decoder.target.model, decoder.tokenizer
     writer = _Writer(len(rows))
     results = SpeculativeDecoder(model, tokenizer, (), None, writer).generate(prompts, **options)
     texts = [result.token_ids for result in results]
-    laws = [torch.stack(own) for own in writer.laws]
+    distributions = [torch.stack(own) for own in writer.distributions]
 
     def questions() -> list[TextQuestion]:
         asked = [Candidates(plan, texts, new), *([Trees(plan, texts, new)] if plan.nodes else [])]
-        return [*asked, *([Laws(plan, texts, new, laws, seeds)] if temperature else [])]
+        return [*asked, *([Distributions(plan, texts, new, distributions, seeds)] if temperature else [])]
 
     asked = [questions() for _ in decoder.drafts]
     probes = [Probe(draft, each) for draft, own in zip(decoder.drafts, asked, strict=True) for each in own]
@@ -165,42 +172,44 @@ def _record(
             prompt_ids=prompts[row],
             token_ids=text,
             seed=seeds[row],
-            **law_arrays("target", law, plan.top),
-            probability=law[torch.arange(len(text)), text].numpy(),
+            **distribution_arrays("target", distribution, plan.top),
+            probability=distribution[torch.arange(len(text)), text].numpy(),
             drafted=tuple(_drafted(own, row, len(text), plan) for own in asked),
         )
-        for row, (text, law) in enumerate(zip(texts, laws, strict=True))
+        for row, (text, distribution) in enumerate(zip(texts, distributions, strict=True))
     ]
 
 
-def _drafted(questions: Sequence[TextQuestion], row: int, n: int, plan: Plan) -> Drafted:
+def _drafted(questions: Sequence[TextQuestion], row: int, n: int, plan: ProbePlan) -> Drafted:
     """Return the answers about one text; what was not asked is empty."""
     depth = plan.depth
     nothing = {
         "first": np.zeros(n + 1, np.int32),
         **{name: np.zeros(0, np.int32) for name in ("tree_tokens", "tree_parents")},
         "tree_scores": np.zeros(0, np.float32),
-        "law_tokens": np.zeros((n, depth, 0), np.int32),
-        **{name: np.zeros((n, depth, 0), np.float32) for name in ("law_probs", "tests", "without_replacement")},
+        "distribution_tokens": np.zeros((n, depth, 0), np.int32),
+        **{
+            name: np.zeros((n, depth, 0), np.float32) for name in ("distribution_probs", "tests", "without_replacement")
+        },
         "probability": np.zeros((n, depth), np.float32),
     }
     answers = [question.arrays(row) for question in questions]
     return Drafted(**{name: array for own in (nothing, *answers) for name, array in own.items()})
 
 
-class _Writer(Walk):
-    """Plain decoding that remembers the target's law at every position of every row: float32 (V,)."""
+class _Writer(ExactMatch):
+    """Plain decoding that remembers the target's distribution at every position of every row: float32 (V,)."""
 
     def __init__(self, rows: int) -> None:
-        self.laws: list[list[Tensor]] = [[] for _ in range(rows)]
+        self.distributions: list[list[Tensor]] = [[] for _ in range(rows)]
 
     def verify(self, tree: TokenTree, target: TargetView) -> Verdict:
         assert isinstance(target, RowView)
-        self.laws[target.row.index].append(target.scores(0).double().softmax(-1).float().cpu())
+        self.distributions[target.row.index].append(target.scores(0).double().softmax(-1).float().cpu())
         return super().verify(tree, target)
 
 
-class _Reader(Walk):
+class _Reader(ExactMatch):
     """A verifier that says what was written."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:

@@ -1,13 +1,13 @@
 """Replaying a trace: what a tree policy and a verifier would have made of the recorded texts.  No model runs.
 
-Knows: recorded trees and laws, the engine's rules for where a step ends.
+Knows: recorded trees and distributions, the engine's rules for where a step ends.
 Does not know: models, files.
 
-Ranked trees with `Walk` are replayed exactly: the text is the same with any tree, so each step's tree is looked up
-where the step begins, and followed as far as the text goes.  Sampled trees would have led to other texts.  But since
-their verifiers emit exactly the target's law, the recorded text is as likely as under them, and given the text, whether
-each token was an accepted draw has a known probability (`acceptance`), independent from node to node.  The expected
-number of steps over the text follows without any simulation.
+Ranked trees with `ExactMatch` are replayed exactly: the text is the same with any tree, so each step's tree is looked
+up where the step begins, and followed as far as the text goes.  Sampled trees would have led to other texts.  But since
+their verifiers emit exactly the target's distribution, the recorded text is as likely as under them, and given the
+text, whether each token was an accepted draw has a known probability (`acceptance`), independent from node to node.
+The expected number of steps over the text follows without any simulation.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,12 +20,12 @@ import numpy as np
 
 from specinfer.common.tables import interval
 from specinfer.common.values import checked_flag
-from specinfer.engine.verify import MultiStep, Verifier, Walk, chosen_verifier
+from specinfer.engine.verify import ExactMatch, MultiStep, Verifier, chosen_verifier
 from specinfer.errors import InputError
 from specinfer.evaluation.compare.report import bootstrap
 from specinfer.evaluation.traces.acceptance import Floats, multi_step, naive, survival
 from specinfer.evaluation.traces.trace import Drafted, Text, Trace
-from specinfer.tree import BestFirst, Chain, Draw, Kind, Policy, Sampled, TokenTree, Widths, merge
+from specinfer.tree import BestFirst, Chain, Draw, Expansion, Kind, Policy, Sampled, TokenTree, merge
 
 EXACT = "exact"
 EXPECTED = "teacher-forced expectation"
@@ -86,23 +86,23 @@ def replay(
 
     Args:
         trace: of `record`.
-        policy: `BestFirst`, `Widths`, `Chain` or `Sampled`, no larger than what was recorded.
-        verifier: by default the one that is exact for the policy's trees, as in `SpeculativeDecoder`.  `Walk` on trees
-            drawn with replacement is SpecInfer's naive sampling.
+        policy: `BestFirst`, `Expansion`, `Chain` or `Sampled`, no larger than what was recorded.
+        verifier: by default the one that is exact for the policy's trees, as in `SpeculativeDecoder`.  `ExactMatch` on
+            trees drawn with replacement is SpecInfer's naive sampling.
         drafts: which of the recorded drafts propose, by name or place; all by default, and exactly one if sampled.
-        coupled: drafts rank by the noise that the target chooses with.  False, on `Widths`: by their own law, as in
-            systems without shared noise; the target's law is the same.
+        coupled: drafts rank by the noise that the target chooses with.  False, on `Expansion`: by their own
+            distribution, as in systems without shared noise; the target's distribution is the same.
 
     Raises:
-        InputError: the trace cannot answer this: a policy that depends on clocks, a tree larger than recorded, laws
-            that were not recorded.
+        InputError: the trace cannot answer this: a policy that depends on clocks, a tree larger than recorded,
+            distributions that were not recorded.
         PairingError: the verifier would be biased on this policy's trees.
     """
     if not isinstance(trace, Trace):
         raise InputError(f"trace={trace!r:.60} is no Trace: record one, or read one with Trace.load")
     coupled = checked_flag("coupled", coupled)
     if not hasattr(policy, "kind") or isinstance(policy, type):
-        raise InputError(f"policy={policy!r:.60} is no growth policy: use BestFirst, Widths, Chain or Sampled")
+        raise InputError(f"policy={policy!r:.60} is no growth policy: use BestFirst, Expansion, Chain or Sampled")
     verifier = chosen_verifier(verifier, policy.kind)
     if not isinstance(drafts, Sequence | None):
         raise InputError(f"drafts={drafts!r:.60} are no list of drafts: give their names or places")
@@ -175,7 +175,7 @@ def _certain(lengths: np.ndarray, most: int) -> Floats:
 def _followed(
     text: Text, policy: Policy, drafts: Sequence[int], budget: int, source: Callable[..., TokenTree]
 ) -> Floats:
-    """Walk from the text's beginning; positions where no step begins stay zero."""
+    """ExactMatch from the text's beginning; positions where no step begins stay zero."""
     n, place = len(text.token_ids), 0
     lengths = np.zeros((n, policy.max_depth + 1))
     while place < n:
@@ -193,20 +193,20 @@ def _followed(
 
 
 def _tree(text: Text, draft: int, place: int, policy: Policy, depth: int) -> TokenTree:
-    """Return the tree that a draft would have grown at a position; of `Widths`, what may lie on the text."""
+    """Return the tree that a draft would have grown at a position; of `Expansion`, what may lie on the text."""
     drafted = text.drafted[draft]
     if isinstance(policy, BestFirst):
         return _best_first(text, drafted, draft, place, policy, depth)
-    assert isinstance(policy, Widths)
-    return _spine(text, draft, place, policy.widths[:depth], drafted.tokens[place], drafted.log_probs[place])
+    assert isinstance(policy, Expansion)
+    return _spine(text, draft, place, policy.expansion[:depth], drafted.tokens[place], drafted.log_probs[place])
 
 
-def _uncoupled_tree(text: Text, draft: int, place: int, policy: Widths, depth: int) -> TokenTree:
-    """Return the tree of `Widths` that a draft would have grown by its own law."""
+def _uncoupled_tree(text: Text, draft: int, place: int, policy: Expansion, depth: int) -> TokenTree:
+    """Return the tree of `Expansion` that a draft would have grown by its own distribution."""
     drafted = text.drafted[draft]
     with np.errstate(divide="ignore"):
-        values = np.log(drafted.law_probs[place])
-    return _spine(text, draft, place, policy.widths[:depth], drafted.law_tokens[place], values)
+        values = np.log(drafted.distribution_probs[place])
+    return _spine(text, draft, place, policy.expansion[:depth], drafted.distribution_tokens[place], values)
 
 
 def _best_first(text: Text, drafted: Drafted, draft: int, place: int, policy: BestFirst, max_depth: int) -> TokenTree:
@@ -260,14 +260,14 @@ def _sampled(text: Text, policy: Sampled, verifier: Verifier, draft: int) -> Flo
     padded = np.concatenate([text.probability.astype(np.float64), np.ones(depth)])
 
     def level(j: int, draws: int) -> Floats:
-        if isinstance(verifier, Walk):
+        if isinstance(verifier, ExactMatch):
             return naive(q[:, j], draws)
         if policy.replacement:
             return multi_step(padded[j : n + j], q[:, j], drafted.tests[:, j].astype(np.float64), draws)
         accepted = drafted.without_replacement[:, j, draws - 1].astype(np.float64)
         return np.stack([1 - accepted, accepted], 1)  # a token is drawn once at most
 
-    reached = np.concatenate([np.ones((n, 1)), survival(policy.widths, level, n), np.zeros((n, 1))], 1)
+    reached = np.concatenate([np.ones((n, 1)), survival(policy.expansion, level, n), np.zeros((n, 1))], 1)
     return reached[:, :-1] - reached[:, 1:]
 
 
@@ -277,21 +277,23 @@ def _sampled(text: Text, policy: Sampled, verifier: Verifier, draft: int) -> Flo
 def _check(trace: Trace, policy: Policy, verifier: Verifier, drafts: Sequence[int], coupled: bool) -> None:
     """Raise `InputError` where the trace does not hold what a replay needs."""
     _check_depth(trace, policy)
-    if type(policy) not in (BestFirst, Widths, Chain, Sampled) or type(verifier) not in (Walk, MultiStep):
+    if type(policy) not in (BestFirst, Expansion, Chain, Sampled) or type(verifier) not in (ExactMatch, MultiStep):
         raise InputError(
-            f"{policy!r} with {verifier!r} cannot be replayed: trees must be BestFirst, Widths, Chain or Sampled, "
-            "which depend on distributions alone, and the verifier Walk or MultiStep"
+            f"{policy!r} with {verifier!r} cannot be replayed: trees must be BestFirst, Expansion, Chain or Sampled, "
+            "which depend on distributions alone, and the verifier ExactMatch or MultiStep"
         )
     if isinstance(policy, BestFirst):
         if policy.max_nodes > trace.settings["nodes"]:
             _refuse(policy, f"best-first trees of at most {trace.settings['nodes']} nodes were recorded", "nodes")
         if not coupled and trace.sampling:
-            raise InputError(f"{policy!r} was recorded with drafts that know the noise: use Widths for others")
+            raise InputError(f"{policy!r} was recorded with drafts that know the noise: use Expansion for others")
     elif isinstance(policy, Sampled):
         _check_sampled(trace, policy, verifier, drafts)
-    elif isinstance(policy, Widths):
-        kept = getattr(trace.texts[0].drafted[0], "tokens" if coupled or not trace.sampling else "law_tokens").shape[2]
-        if max(policy.widths, default=0) > kept:
+    elif isinstance(policy, Expansion):
+        kept = getattr(
+            trace.texts[0].drafted[0], "tokens" if coupled or not trace.sampling else "distribution_tokens"
+        ).shape[2]
+        if max(policy.expansion, default=0) > kept:
             _refuse(policy, f"{kept} candidates per node were recorded", "top")
 
 
@@ -299,10 +301,12 @@ def _check_sampled(trace: Trace, policy: Sampled, verifier: Verifier, drafts: Se
     if len(drafts) != 1:
         raise InputError(f"{policy!r} is replayed with one draft: choose drafts=[...] among {', '.join(trace.drafts)}")
     if not trace.sampling:
-        raise InputError(f"{policy!r} needs a trace with a temperature: along greedy texts no laws are recorded")
-    if isinstance(verifier, Walk) and not policy.replacement:
-        raise InputError(f"{policy!r} cannot be replayed with Walk(): draw with replacement, or use MultiStep")
-    most = int(np.prod(policy.widths)) if policy.replacement else max(policy.widths, default=0)
+        raise InputError(
+            f"{policy!r} needs a trace with a temperature: along greedy texts no distributions are recorded"
+        )
+    if isinstance(verifier, ExactMatch) and not policy.replacement:
+        raise InputError(f"{policy!r} cannot be replayed with ExactMatch(): draw with replacement, or use MultiStep")
+    most = int(np.prod(policy.expansion)) if policy.replacement else max(policy.expansion, default=0)
     if isinstance(verifier, MultiStep) and most > trace.settings["draws"]:
         why = f"it may draw {most} times under a node, and {trace.settings['draws']} draws were recorded"
         _refuse(policy, why, "draws")

@@ -5,8 +5,8 @@ Knows: arrays and the folder that holds them.  Does not know: models at work, ve
 A trace is host data (numpy).  Along one text of n new tokens, D levels deep:
 
     position i   after i new tokens: the next step's root is the last of them
-    (i, j)       the draft at position i, after it has also drafted the next j tokens of the text itself (a feature head
-                 reads its own states there, so this is not position i + j); it is asked for token i + j
+    (i, j)       the draft at position i, after it has also drafted the next j tokens of the text itself (an EAGLE-style
+                 head reads its own states there, so this is not position i + j); it is asked for token i + j
 
 A folder holds ``trace.json`` (settings, format) and one ``.safetensors`` file per text, written when the text is done.
 """
@@ -27,18 +27,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from specinfer.attention import TreeModel
-from specinfer.common.files import locked, pin, read_json, write_whole
+from specinfer.common.files import lock_settings, locked, read_json, write_whole
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.drafts.head import tokenizer_fingerprint
 from specinfer.errors import InputError
 
-FORMAT = 1
+FORMAT = 2
 SETTINGS = "trace.json"
 LEASTS = {"depth": 1, "nodes": 0, "top": 1, "draws": 1, "max_new_tokens": 2}  # whole numbers that reading needs
 SHAPE = {"drafts", "temperature", *LEASTS}
 ROUNDING = 1e-4  # of probabilities
 TREE = ("first", "tree_tokens", "tree_parents", "tree_scores")
-TOP = 16  # candidates that are kept per node of whole laws, too
+TOP = 16  # candidates that are kept per node of whole distributions, too
 SKETCH = 16  # entries of each weight that stand for it in a fingerprint
 
 Ids = NDArray[np.int32]
@@ -55,8 +55,9 @@ class Drafted:
             any depth up to D, best first: parent (-1 = the root) within the position, log-probability of the path.
         tokens, log_probs: (n, D, k) the draft's first choices for token i + j and their log-probabilities, best first;
             when sampling, by the noise shared with the target.  Token -1 = none.
-        law_tokens, law_probs: (n, D, k) the likeliest tokens of its law q without that noise; what they lack to 1 is
-            the others'.  k = V if whole laws were asked for, 0 when greedy, as in the next ones but `probability`.
+        distribution_tokens, distribution_probs: (n, D, k) the likeliest tokens of its distribution q without that
+            noise; what they lack to 1 is the others'.  k = V if whole distributions were asked for, 0 when greedy, as
+            in the next ones but `probability`.
         probability: (n, D) q of token i + j.
         tests: (n, D, K) c_1 ... c_K of draws with replacement (`acceptance`).
         without_replacement: (n, D, K) the probability that token i + j was accepted among 1 ... K draws.
@@ -68,8 +69,8 @@ class Drafted:
     tree_scores: Floats
     tokens: Ids
     log_probs: Floats
-    law_tokens: Ids
-    law_probs: Floats
+    distribution_tokens: Ids
+    distribution_probs: Floats
     probability: Floats
     tests: Floats
     without_replacement: Floats
@@ -82,7 +83,7 @@ class Text:
     Attributes:
         prompt_ids, token_ids: the prompt, and the n new tokens.
         seed: of the noise that chose them, when sampling.
-        target_tokens, target_probs: (n, k) the likeliest tokens of the target's law p.
+        target_tokens, target_probs: (n, k) the likeliest tokens of the target's distribution p.
         probability: (n,) p of each token of the text.
         drafted: one per draft.
     """
@@ -231,7 +232,7 @@ def begin(folder: Path, settings: Mapping[str, Any]) -> None:
         InputError: it holds a trace of other settings, or cannot be written.
     """
     empty = not any(folder.glob("*.safetensors"))
-    pin(folder / SETTINGS, settings, "repeat those, or choose another folder", empty)
+    lock_settings(folder / SETTINGS, settings, "repeat those, or choose another folder", empty)
 
 
 def write_text(folder: Path, number: int, text: Text) -> None:
@@ -300,8 +301,8 @@ def _check_arrays(arrays: Mapping[str, np.ndarray], settings: Mapping[str, Any],
         "tree_scores": ((None,), -inf, ROUNDING),
         "tokens": ((n, depth, top), -1, last),
         "log_probs": ((n, depth, top), -inf, 0),
-        "law_tokens": ((n, depth, None), 0, last),
-        "law_probs": ((n, depth, None), 0, most),
+        "distribution_tokens": ((n, depth, None), 0, last),
+        "distribution_probs": ((n, depth, None), 0, most),
         "probability": ((n, depth), 0, most),
         "tests": ((n, depth, draws), 0, draws + ROUNDING),
         "without_replacement": ((n, depth, draws), 0, most),
@@ -322,7 +323,7 @@ def _check_arrays(arrays: Mapping[str, np.ndarray], settings: Mapping[str, Any],
         raise ValueError("a token of the text has probability 0")
     _check_pairs(arrays, "target_tokens", "target_probs")
     for place in range(len(settings["drafts"])):
-        _check_pairs(arrays, f"{place}.law_tokens", f"{place}.law_probs")
+        _check_pairs(arrays, f"{place}.distribution_tokens", f"{place}.distribution_probs")
         _check_trees(settings["nodes"], *(arrays[f"{place}.{name}"] for name in TREE))
 
 

@@ -48,7 +48,7 @@ STAGES = {  # of `Seconds`: name, colour, hatch
     "bookkeeping": ("bookkeeping", GREEN, "xx"),
 }
 METHODS = {  # colour, hatch, mark
-    "incremental": (PALE, "", "o"),
+    "autoregressive": (PALE, "", "o"),
     "sequence": (ORANGE, "///", "s"),
     "tree": (BLUE, "", "D"),
     "auto": (GREEN, "\\\\\\", "^"),
@@ -123,7 +123,7 @@ def _acceptance_by_depth(counts: np.ndarray, ax: Axes | None) -> Axes:
 
 
 def plot_compare(comparison: Any, ax: Axes | None = None) -> Axes:
-    """Draw, per set and method, tokens per target pass, and below the ratio of tokens/s to incremental decoding.
+    """Draw, per set and method, tokens per target pass, and below the ratio of tokens/s to autoregressive decoding.
 
     Both with their 95 % intervals.  The upper Axes is returned; the lower one takes a part of its room.
 
@@ -143,13 +143,15 @@ def plot_compare(comparison: Any, ax: Axes | None = None) -> Axes:
     ax = axes_of(ax, min(max(1.6 + len(groups) * (0.2 + 0.17 * len(methods)), 4.0), WIDEST), 4.8)
     ax.set(ylabel="tokens per target pass", xlim=(-0.5, len(groups) - 0.5))
     lower = lower_part(ax, 0.8)
-    lower.set_ylabel("tokens/s, ratio\nto incremental")
+    lower.set_ylabel("tokens/s, ratio\nto autoregressive")
     lower.axhline(1, color=BLACK, lw=0.8, ls="--", zorder=1)
     handles, width = [], 0.84 / len(methods)
     for i, (method, look) in enumerate(_method_looks(methods).items()):
         handles.append(_draw_method(ax, lower, groups, method, (i + 0.5) * width - 0.42, width, look))
     if not any(len(handle) > 1 for handle in handles):
-        lower.text(0.5, 0.5, "not measured: compare with incremental", transform=lower.transAxes, ha="center", va="top")
+        lower.text(
+            0.5, 0.5, "not measured: compare with autoregressive", transform=lower.transAxes, ha="center", va="top"
+        )
     warm = len({group["temperature"] for group in groups}) > 1
     lower.set_xticks(range(len(groups)), [_group_name(group, warm) for group in groups], fontsize=FONT, **PLAIN)
     lower.margins(y=0.15)
@@ -169,13 +171,13 @@ def _method_looks(methods: Sequence[str]) -> dict[str, tuple[str, str, str]]:
 def _draw_method(
     ax: Axes, lower: Axes, groups: Sequence[Any], method: str, place: float, width: float, look: tuple[str, str, str]
 ) -> list[Any]:
-    """Draw a method's bars and, where it was compared with incremental decoding, its ratios; return the handles."""
+    """Draw a method's bars and, where it was compared with autoregressive decoding, its ratios; return the handles."""
     colour, hatch, mark = look
     own = [(i + place, group["methods"][method]) for i, group in enumerate(groups) if method in group["methods"]]
     x, (value, low, high) = [at for at, _ in own], np.array([figures["tokens_per_pass"] for _, figures in own]).T
     bars = ax.bar(x, value, width, color=colour, hatch=hatch, ec=BLACK, lw=0.6, label=method)
     ax.vlines(x, low, high, color=BLACK, lw=1)
-    ratios = [(at, figures["ratio"]["incremental"]) for at, figures in own if "incremental" in figures["ratio"]]
+    ratios = [(at, figures["ratio"]["autoregressive"]) for at, figures in own if "autoregressive" in figures["ratio"]]
     if not ratios:
         return [bars]
     x, (value, low, high) = [at for at, _ in ratios], np.array([ratio for _, ratio in ratios]).T

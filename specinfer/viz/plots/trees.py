@@ -80,7 +80,7 @@ def plot_tree(step: Any, tokenizer: Any = None, ax: Axes | None = None, *, draft
     tokens = [*tree.tokens.tolist(), *([] if bonus is None else [bonus])]
     names = _labels(tokens, tokenizer or getattr(step, "tokenizer", None))
     labels = [f"{name} {NODES[role][-1]}".rstrip() for name, role in zip(names, roles, strict=True)]
-    rows, levels = tidy(tree, end)
+    rows, levels = tidy(tree.parents, end)
     lefts = _columns(labels, levels.astype(int).tolist())
     places = [(lefts[int(level)], float(row)) for level, row in zip(levels, rows, strict=True)]
     size = lefts[-1] * CHARACTER, (rows.max() + 1) * ROW

@@ -1,4 +1,4 @@
-"""Growth policies on made-up distributions: against a heap, brute force and the laws they draw from."""
+"""Growth policies on made-up distributions: against a heap, brute force and the distributions they draw from."""
 
 import heapq
 from itertools import product
@@ -17,15 +17,15 @@ from specinfer.tree import (
     BestFirst,
     Chain,
     DenseSource,
+    Expansion,
     Frontier,
     Growth,
     Kind,
     Policy,
     Sampled,
     TokenTree,
-    Widths,
     draw_candidates,
-    grow,
+    policies,
     top_candidates,
 )
 
@@ -46,7 +46,7 @@ FALSE_ALARM = 1e-4  # chance that a chi-square test below fails for a correct sa
 def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run a test also on the path for devices that nobody may wait for: static widths, no early end."""
     if request.param == "device":
-        monkeypatch.setattr(grow, "_on_host", lambda tensor: False)
+        monkeypatch.setattr(policies, "_on_host", lambda tensor: False)
     return request.param
 
 
@@ -111,7 +111,7 @@ def test_only_as_many_nodes_of_a_level_are_asked_about_as_are_wanted(route: str)
     """Nodes beyond the wanted ones stay leaves; the rest of the tree is the heap's of what was asked."""
     table = coarse_table(30, 11, 6, seed=6)
     source = TableSource(table)
-    growth = grow.grow_best_first(source, 12, 4, wanted=lambda frontier, _: 2 if frontier.depth < 3 else 0)
+    growth = policies.grow_best_first(source, 12, 4, wanted=lambda frontier, _: 2 if frontier.depth < 3 else 0)
     assert [frontier.tokens.shape[1] for frontier in source.frontiers] == [1, 2, 2]
     for nodes, row in zip(rows(growth), table.tolist(), strict=True):
         parents = {parent for _, parent, _ in nodes}
@@ -171,7 +171,7 @@ def brute_force(table: list, max_depth: int) -> dict[tuple[int, ...], float]:
 
 def test_widths_takes_the_likeliest_children_of_every_node(route: str) -> None:
     table = coarse_table(30, 11, 5, seed=2)
-    trees = Widths((2, 1, 3)).grow(TableSource(table)).trees(range(30))
+    trees = Expansion((2, 1, 3)).grow(TableSource(table)).trees(range(30))
     for row, tree in zip(table.tolist(), trees, strict=True):
         for node in range(len(tree)):
             state = 0
@@ -194,7 +194,7 @@ def test_chain_is_one_path() -> None:
 
 POLICIES = [
     BestFirst(6, 3),
-    Widths((2, 2, 1)),
+    Expansion((2, 2, 1)),
     Chain(3),
     Sampled((2, 2, 1)),
     Sampled((2, 2, 1), replacement=True),
@@ -209,7 +209,7 @@ def test_no_budget_asks_nothing(policy: Policy) -> None:
     assert not source.frontiers
 
 
-@pytest.mark.parametrize("policy", [BestFirst(0, 4), BestFirst(4, 0), Widths(()), Sampled(())], ids=repr)
+@pytest.mark.parametrize("policy", [BestFirst(0, 4), BestFirst(4, 0), Expansion(()), Sampled(())], ids=repr)
 def test_a_policy_without_budget_asks_nothing(policy: Policy) -> None:
     source = TableSource(coarse_table(1, 4, 5, seed=0))
     assert policy.grow(source).trees([4]) == [TokenTree.root_only(4, policy.kind)]
@@ -245,7 +245,7 @@ def test_impossible_tokens_never_enter(policy: Policy, route: str) -> None:
 def test_more_nodes_than_the_vocabulary_allows(route: str) -> None:
     (tree,) = BestFirst(100, 2).grow(TableSource(torch.full((1, 4, 3), -np.log(3)))).trees([0])
     assert tree.num_drafted == 3 + 9
-    (tree,) = Widths((9, 9)).grow(TableSource(torch.full((1, 4, 3), -np.log(3)))).trees([0])
+    (tree,) = Expansion((9, 9)).grow(TableSource(torch.full((1, 4, 3), -np.log(3)))).trees([0])
     assert tree.num_drafted == 3 + 9
 
 
@@ -280,8 +280,8 @@ def test_one_root_per_row() -> None:
         lambda: BestFirst(2, -1),
         lambda: BestFirst(2.0, 1),
         lambda: BestFirst(True, 1),
-        lambda: Widths((1, 0)),
-        lambda: Widths((1, "2")),
+        lambda: Expansion((1, 0)),
+        lambda: Expansion((1, "2")),
         lambda: Chain(-1),
         lambda: Chain(True),
         lambda: Sampled((1, -1)),
@@ -294,7 +294,7 @@ def test_impossible_budgets_are_refused(make) -> None:
         make()
 
 
-@pytest.mark.parametrize("make", [lambda: BestFirst(10**9, 8), lambda: Chain(10**9), lambda: Widths((3000, 3000))])
+@pytest.mark.parametrize("make", [lambda: BestFirst(10**9, 8), lambda: Chain(10**9), lambda: Expansion((3000, 3000))])
 def test_trees_that_no_target_scores_are_refused(make) -> None:
     """Before memory runs out."""
     with pytest.raises(PolicyError, match="more than any target scores in one pass"):
@@ -353,7 +353,7 @@ LAW = torch.tensor([0.4, 0.3, 0.0, 0.2, 0.1], dtype=torch.float64)
 
 
 def one_law(batch: int, seed: int) -> DenseSource:
-    """A source of one law everywhere, as logits that are not normalised."""
+    """A source of one distribution everywhere, as logits that are not normalised."""
     logits = (7 * LAW).log()
     return DenseSource(
         lambda frontier: logits.expand(*frontier.tokens.shape, -1), batch, torch.Generator().manual_seed(seed)
@@ -382,7 +382,7 @@ def test_ordered_pairs_of_draws_have_the_exact_law(replacement: bool) -> None:
 
 
 def test_a_wrong_law_fails_the_same_test() -> None:
-    """Power: draws sorted by probability, instead of in drawing order, are told from the law."""
+    """Power: draws sorted by probability, instead of in drawing order, are told from the distribution."""
     pairs = Sampled((2,)).grow(one_law(40_000, seed=5)).tokens[:, :2].tolist()
     q = LAW.tolist()
     expected = {(a, b): q[a] * q[b] / (1 - q[a]) for a, b in product((0, 1, 3, 4), repeat=2) if a != b}
@@ -393,7 +393,7 @@ def test_a_wrong_law_fails_the_same_test() -> None:
 
 @pytest.mark.parametrize("replacement", [True, False])
 def test_sampled_trees_hold_their_draws_and_laws(replacement: bool) -> None:
-    """Every listed draw is in the tree, its score is log q of its path, and its law is the one drawn from."""
+    """Every listed draw is in the tree, its score is log q of its path, and its distribution is the one drawn from."""
     table = torch.log_softmax(torch.randn(20, 11, 5, generator=torch.Generator().manual_seed(1)).double(), -1)
     growth = Sampled((3, 2, 2), replacement).grow(TableSource(table, torch.Generator().manual_seed(2)))
     for row, tree in zip(table.exp().numpy(), growth.trees([0] * 20, draft=6), strict=True):
@@ -406,7 +406,7 @@ def test_sampled_trees_hold_their_draws_and_laws(replacement: bool) -> None:
                 state = next_state(state, token, 11)
             assert tree.scores[node] == pytest.approx(np.log(probability))
             if tree.children(node):
-                assert tree.laws[node, 6] == pytest.approx(row[state])
+                assert tree.distributions[node, 6] == pytest.approx(row[state])
         if not replacement:
             assert max(map(len, tree.draws)) == 1
         else:
@@ -426,10 +426,10 @@ def test_draws_of_a_real_vocabulary(replacement: bool) -> None:
     """V = 151,936 of which two tokens are possible: nothing else is ever drawn, and nothing overflows."""
     log_probs = torch.full((1, 3, 151_936), -inf)
     log_probs[..., [7, 151_935]] = torch.tensor([-300.0, -300.5])
-    tokens, values, laws = draw_candidates(log_probs, 2, replacement, torch.Generator().manual_seed(0))
+    tokens, values, distributions = draw_candidates(log_probs, 2, replacement, torch.Generator().manual_seed(0))
     assert set(tokens.flatten().tolist()) <= {7, 151_935}
-    assert torch.equal(values, laws.gather(-1, tokens).log())
-    assert laws.sum(-1).tolist() == [[pytest.approx(1)] * 3]
+    assert torch.equal(values, distributions.gather(-1, tokens).log())
+    assert distributions.sum(-1).tolist() == [[pytest.approx(1)] * 3]
 
 
 def test_sampled_growth_repeats_with_its_generator() -> None:
