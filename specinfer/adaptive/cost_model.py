@@ -1,35 +1,21 @@
-"""What adaptive trees learn about steps: averages that forget, costs by size, what some drafts would have done alone.
+"""What steps cost: averages that forget, and seconds as a line over the size of a pass.
 
-Knows: figures.  Does not know: trees, what drafts are worth (`habits`), what is chosen by it (`adapt`), clocks, models.
+Knows: figures.  Does not know: trees, clocks, models, what is decided by costs (`policy`).
 """
 
-from collections.abc import Iterator, Sequence
 from math import inf
-from threading import RLock
 
-MEMORY = 24  # steps that averages look back on, about
-BUSY = 12  # steps over which it is seen how often trees were worth their costs
-FAR = 1.25  # times what was expected, or so much less: another load, or an interruption
-
-
-class Lock:
-    """A lock that may be taken again by its thread; copied or pickled, it is a new one."""
-
-    def __init__(self) -> None:
-        self._lock = RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-
-    def __reduce__(self) -> tuple[type["Lock"], tuple[()]]:
-        return Lock, ()
+MEMORY = 24  # figures that an average looks back on, about
+FAR = 1.5  # times what was expected, or that much less: the load of the machine has changed
+USUAL = 20  # tokens that cost as much as the rest of a step, about, on a CPU
 
 
 class Average:
-    """A running average that forgets; it starts as the mean of what it is told."""
+    """A running average that forgets.  It starts as the mean of what it is told.
+
+    Args:
+        memory: figures that it looks back on, about.
+    """
 
     def __init__(self, memory: int = MEMORY) -> None:
         self.value, self.count, self.memory = 0.0, 0, memory
@@ -40,26 +26,32 @@ class Average:
         self.value += (figure - self.value) / min(self.count, self.memory)
 
 
-class Hinge:
-    """Seconds as a function of a size: flat up to a knee (memory bounds a pass), then linear (arithmetic does).
+class Seconds(Average):
+    """An average of measured seconds: of two in a row, the lesser counts, because interruptions only add.
 
-    The line is the least squares for every knee, the older the lighter; the knee that fits best counts.  The level is
-    by how much everything is slower or faster than the line right now.  What interrupts a step only ever makes it
-    slower, so it is the lesser of the last two: one fast step is believed at once, one slow step not before the next.
-    The line learns from figures at their level, so it keeps its shape while others use the machine.
-
-    Args:
-        knees: sizes where the slope may begin.
-        ridge: sizes count as if their variance were so much larger, so that equal ones make a flat line.
-        memory: figures that the line looks back on, about.
+    The first measurement counts until there is a second one: kernels are slow the first time.
     """
 
-    def __init__(self, knees: Sequence[int] = (0,), ridge: float = 1.0, memory: int = 4 * MEMORY) -> None:
-        self.ridge, self.fade = ridge, 1 / memory
-        self.sums = {knee: [0.0] * 6 for knee in knees}  # of 1, n, n * n, seconds, n * seconds, seconds ** 2
-        self.count = self.knee = 0
-        self.base = self.slope = 0.0
-        self.level = self.last = 1.0
+    last = inf
+
+    def add(self, figure: float) -> None:
+        """Take a measurement into account."""
+        if self.count == 1:
+            self.value = figure
+        super().add(min(figure, self.last))
+        self.last = figure
+
+
+class Line:
+    """Seconds as a line over a size, by least squares; the older a figure, the lighter it is.
+
+    The line never falls.  Where sizes hardly differ, seconds are taken to grow as with `USUAL` more tokens.
+    """
+
+    def __init__(self) -> None:
+        self.sums = [0.0] * 5  # of 1, n, n * n, seconds, n * seconds
+        self.count, self.base, self.slope = 0, 0.0, 0.0
+        self.last = 1.0  # measured seconds over those expected, the last time
 
     @property
     def known(self) -> bool:
@@ -67,55 +59,72 @@ class Hinge:
         return self.count >= 3
 
     def at(self, size: float) -> float:
-        """Return the seconds that a size takes now."""
-        return self.level * (self.base + self.slope * max(0.0, size - self.knee))
+        """Return the seconds that a size takes."""
+        return self.base + self.slope * size
 
-    def add(self, size: int, seconds: float, weight: float = 1.0) -> None:
-        """Take a measurement into account, as so many; only those of weight 1 are counted."""
-        if weight == 1:
-            self.count += 1
-            line = self.at(size) / self.level
-            if self.count > 1 and line > 0:
-                self.last, before = seconds / line, self.last
-                low = min(self.last, before)
-                self.level = 1.0 if 1 / FAR < low < FAR else low
-                seconds = line * min(max(self.last / self.level, 1 / FAR), FAR)
-        least = inf
-        for knee, sums in self.sums.items():
-            n = max(0, size - knee)  # beyond the knee
-            figures = (1.0, n, n * n, seconds, n * seconds, seconds * seconds)
-            fade = 1 - weight * self.fade
-            sums[:] = [old * fade + weight * new for old, new in zip(sums, figures, strict=True)]
-            error, slope, base = self._fit(*sums)
-            if error < least:
-                least, self.knee, self.slope, self.base = error, knee, slope, max(0.0, base)
-
-    def _fit(self, total: float, n: float, nn: float, s: float, ns: float, ss: float) -> tuple[float, float, float]:
-        """Return the squared error, slope and base of the line through figures with these sums."""
-        spread, together = nn - n * n / total, ns - n * s / total
-        slope = max(0.0, together / (spread + self.ridge * total))
-        return ss - s * s / total - slope * (2 * together - slope * spread), slope, (s - slope * n) / total
+    def add(self, size: int, seconds: float) -> None:
+        """Take a measurement into account."""
+        self.count += 1
+        if self.known and (expected := self.at(size)):  # of two figures in a row, the lesser counts, as in `Seconds`
+            ratio, self.last = min(seconds / expected, self.last), seconds / expected
+            seconds = ratio * expected
+            if not 1 / FAR < ratio < FAR:  # the machine is faster or slower than it was, for all sizes
+                self.sums[3:] = [ratio * old for old in self.sums[3:]]
+        fade = 1 - 1 / MEMORY
+        figures = (1.0, size, size * size, seconds, size * seconds)
+        self.sums = [fade * old + new for old, new in zip(self.sums, figures, strict=True)]
+        total, n, nn, s, ns = self.sums
+        usual = s / (USUAL * total + n)
+        self.slope = max(0.0, (ns - n * s / total + total * usual) / (nn - n * n / total + total))
+        self.base = max(0.0, (s - self.slope * n) / total)
 
 
-def subsets(drafts: int) -> Iterator[int]:
-    """Yield every subset of a set of drafts, itself first and none last; all are bit masks."""
-    some = drafts
-    while some:
-        yield some
-        some = (some - 1) & drafts
-    yield 0
+class Costs:
+    """What steps cost on this machine, and what a second is worth.
 
-
-class Coalition:
-    """What some of the drafts asked would have done without the others: averages over the steps that asked those."""
+    Attributes:
+        plain: by rows, seconds of a step without drafted nodes.
+        trees: seconds of a step with trees, drafts excluded, over the tokens that its pass is fed.
+        levels: by draft, seconds of one level.
+        tokens, spent: by rows, tokens of the last steps, and the seconds that they cost by this model.
+    """
 
     def __init__(self) -> None:
-        self.tokens, self.nodes = Average(), Average()  # of the steps in which it had nodes scored
-        self.busy = Average(BUSY)  # how often that was: costs decide it, and they change
+        self.plain: dict[int, Seconds] = {}
+        self.trees = Line()
+        self.levels: dict[int, Seconds] = {}
+        self.tokens: dict[int, float] = {}
+        self.spent: dict[int, float] = {}
 
-    def add(self, tokens: float, nodes: int) -> None:
-        """Take a step into account: accepted tokens a row, and nodes the target scored."""
-        self.busy.add(nodes > 0)
-        if nodes:
-            self.tokens.add(tokens)
-            self.nodes.add(nodes)
+    def seconds(self, rows: int, nodes: float) -> float:
+        """Return what a step costs without its drafts, when the target scores so many nodes in each row."""
+        plain = self.plain.get(rows)
+        if self.trees.known and (nodes or plain is None):
+            return self.trees.at(rows * (nodes + 1))
+        return plain.value * (1 + rows * nodes / (USUAL + rows)) if plain else 0.0
+
+    def price(self, rows: int) -> float | None:
+        """Return the tokens that a second is worth to a batch; None if nothing was measured yet.
+
+        It is the rate of plain decoding, or that of the last steps if that is larger.
+        """
+        plain = self.seconds(rows, 0)
+        if not plain:
+            return None
+        spent = self.spent.get(rows, 0.0)
+        return max(rows / plain, self.tokens[rows] / spent if spent else 0.0)
+
+    def node(self, rows: int) -> float:
+        """Return the tokens that one more node must gain to pay for itself."""
+        return (self.price(rows) or 0.0) * self.trees.slope
+
+    def level(self, draft: int, rows: int) -> float | None:
+        """Return the tokens that a draft's level must gain to pay for itself; None if that is not known."""
+        price, level = self.price(rows), self.levels.get(draft)
+        return None if price is None or level is None else price * level.value
+
+    def earn(self, rows: int, tokens: int, seconds: float) -> None:
+        """Take into account what a step emitted, and what it cost by this model."""
+        fade = 1 - 1 / (2 * MEMORY)
+        self.tokens[rows] = fade * self.tokens.get(rows, 0.0) + tokens
+        self.spent[rows] = fade * self.spent.get(rows, 0.0) + seconds

@@ -1,152 +1,144 @@
-"""What adaptive trees have learnt, as JSON and back.
+"""What adaptive trees have learnt: shared by texts, saved as JSON, and read back.
 
-Knows: costs, calibration and ranks, field by field.  Does not know: how they are learnt, or what is chosen by them.
+Knows: costs and acceptance, field by field.  Does not know: how they are learnt, or what is decided by them.
 """
 
-from math import isfinite
+from collections import defaultdict
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from threading import RLock
+from typing import Any
 
-from specinfer.adaptive.acceptance import DEPTHS, Calibration, Habits, Ranks
-from specinfer.adaptive.cost_model import Hinge
+from specinfer.adaptive.acceptance import DEPTHS, Acceptance, Rate
+from specinfer.adaptive.cost_model import Costs, Seconds
 from specinfer.common.files import parse_json
 from specinfer.errors import InputError
 from specinfer.tree.token_tree import MOST_DRAFTS
 
-if TYPE_CHECKING:
-    from specinfer.adaptive.policy import Auto
-
-KIND, VERSION = "what adaptive trees learnt", 1
+KIND, VERSION = "what adaptive trees learnt", 2
 MOST = 1e9  # no count and no number of seconds is larger
-
-
-class Damaged(Exception):
-    """A field of a profile that is none; its text says which and why."""
-
-
-def to_json(auto: "Auto") -> dict[str, Any]:
-    """Return costs, calibration and ranks, JSON-ready."""
-    lines = {draft: line for draft, line in auto.asking.items() if line.count}
-    return {
-        "kind": KIND,
-        "version": VERSION,
-        "drafts": auto.counts.drafts,
-        "trees": _line(auto.line),
-        "plain": [
-            [rows, pace.plain.at(0), pace.tokens, pace.spent] for rows, pace in auto.paces.items() if pace.plain.count
-        ],
-        "levels": [[draft, *_line(line)] for draft, line in lines.items()],
-        "learnt": [[coupled, *_habits(habits)] for coupled, habits in auto.learnt.items()],
-    }
-
-
-def read(profile: dict[str, Any] | str | PathLike[str]) -> dict[str, Any]:
-    """Return a profile, from its file if it is a path.
-
-    Raises:
-        InputError: the file cannot be read, or is not JSON.
-    """
-    if isinstance(profile, dict):
-        return profile
-    try:
-        found = parse_json(Path(profile).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"cannot read the profile {profile!s:.200} ({error!s:.100}): {ADVICE}") from None
-    return found if isinstance(found, dict) else {}
-
-
 ADVICE = "save a new one with Auto.save, or leave the profile out"
 
 
-def restore(auto: "Auto", profile: dict[str, Any]) -> int:
-    """Give an object without experience what a profile holds; return the number of drafts that it is for.
+class Lock:
+    """A lock that its thread may take again; copied or pickled, it is a new one."""
 
-    Raises:
-        InputError: it is no profile, of another version, or damaged: says where.
+    def __init__(self) -> None:
+        self._lock = RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type["Lock"], tuple[()]]:
+        return Lock, ()
+
+
+class Damaged(Exception):
+    """A field of a profile is damaged; the text says which and why."""
+
+
+class Profile:
+    """What is learnt about a machine, a target and its drafts.
+
+    Attributes:
+        drafts: how many there are.
+        costs: what steps cost.
+        acceptance: which tokens are accepted, greedy (False) and coupled (True).
     """
-    try:
+
+    def __init__(self) -> None:
+        self.drafts, self.costs = 0, Costs()
+        self.acceptance: defaultdict[bool, Acceptance] = defaultdict(Acceptance)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it JSON-ready; `read` takes it back."""
+        costs = self.costs
+        return {
+            "kind": KIND,
+            "version": VERSION,
+            "drafts": self.drafts,
+            "trees": [costs.trees.base, costs.trees.slope],
+            "plain": [
+                [rows, plain.value, costs.tokens.get(rows, 0.0), costs.spent.get(rows, 0.0)]
+                for rows, plain in costs.plain.items()
+            ],
+            "levels": [[draft, level.value] for draft, level in costs.levels.items()],
+            "accepted": [
+                [int(coupled), kind, *key, rate.accepted, rate.expected]
+                for coupled, learnt in self.acceptance.items()
+                for kind, rates in enumerate((learnt.edges, learnt.families))
+                for key, rate in rates.items()
+            ],
+        }
+
+    @classmethod
+    def read(cls, profile: dict[str, Any] | str | PathLike[str]) -> "Profile":
+        """Return a profile from its JSON, or from the file at a path.
+
+        Raises:
+            InputError: the file cannot be read; or it is no profile, of another version, or damaged: says where.
+        """
+        if not isinstance(profile, dict):
+            try:
+                found = parse_json(Path(profile).read_text(encoding="utf-8"))
+            except (OSError, ValueError, TypeError) as error:
+                raise InputError(f"cannot read the profile {profile!s:.200} ({error!s:.100}): {ADVICE}") from None
+            profile = found if isinstance(found, dict) else {}
+        try:
+            return cls._restored(profile)
+        except (Damaged, RecursionError) as error:
+            raise InputError(f"this profile cannot be used ({error!s:.120}): {ADVICE}") from None
+
+    @classmethod
+    def _restored(cls, profile: dict[str, Any]) -> "Profile":
         version = profile.get("version")
         if profile.get("kind") != KIND or version != VERSION or isinstance(version, bool):
             raise Damaged(f"it does not say that it is {KIND!r}, version {VERSION}")
-        drafts = int(_number(profile.get("drafts"), "drafts", MOST_DRAFTS, whole=True))
-        auto.line = _hinge(profile.get("trees"), "trees", auto.line)
+        learnt = cls()
+        learnt.drafts = _count(profile.get("drafts"), "drafts", MOST_DRAFTS)
+        trees = learnt.costs.trees
+        ((trees.base, trees.slope),) = _rows([profile.get("trees")], "trees", 2)
+        trees.count = 3
         for rows, plain, tokens, spent in _rows(profile.get("plain"), "plain", 4):
-            pace = auto.paces[int(_number(rows, "plain", MOST, whole=True))]
-            pace.plain = _hinge([_number(plain, "plain", MOST), 0.0, 0], "plain", pace.plain)
-            pace.tokens, pace.spent = _number(tokens, "plain", MOST), _number(spent, "plain", MOST)
-        if not auto.paces:
+            batch = _count(rows, "plain", MOST)
+            learnt.costs.plain[batch] = _average(plain)
+            learnt.costs.tokens[batch], learnt.costs.spent[batch] = tokens, spent
+        if not learnt.costs.plain:
             raise Damaged("'plain' is empty")
-        for draft, *line in _rows(profile.get("levels"), "levels", 4):
-            place = int(_number(draft, "levels", max(drafts - 1, 0), whole=True))
-            auto.asking[place] = _hinge(line, "levels", auto.asking[place])
-        for coupled, accepted, ranks in _rows(profile.get("learnt"), "learnt", 3):
-            if not isinstance(coupled, bool):
-                raise Damaged("'learnt' has something else than true or false")
-            auto.learnt[coupled] = _restored(accepted, ranks, drafts)
-    except (Damaged, RecursionError) as error:
-        raise InputError(f"this profile cannot be used ({error!s:.120}): {ADVICE}") from None
-    return drafts
+        for draft, level in _rows(profile.get("levels"), "levels", 2):
+            learnt.costs.levels[_count(draft, "levels", max(learnt.drafts - 1, 0))] = _average(level)
+        for coupled, kind, who, depth, accepted, expected in _rows(profile.get("accepted"), "accepted", 6):
+            found = learnt.acceptance[bool(_count(coupled, "accepted", 1))]
+            rates = found.families if _count(kind, "accepted", 1) else found.edges
+            rate = rates[_count(who, "accepted", 2**learnt.drafts), _count(depth, "accepted", DEPTHS)] = Rate()
+            rate.accepted, rate.expected = accepted, max(expected, 1e-9)
+        return learnt
 
 
-def _line(line: Hinge) -> list[float]:
-    return [line.level * line.base, line.level * line.slope, line.knee]
+def _average(value: float) -> Seconds:
+    average = Seconds()
+    average.add(value)
+    return average
 
 
-def _hinge(value: Any, name: str, line: Hinge) -> Hinge:
-    """Give a line its base, slope and knee."""
-    (numbers,) = _rows([value], name, 3)
-    line.base, line.slope, knee = (_number(number, name, MOST) for number in numbers)
-    line.knee, line.count = int(knee), 3
-    return line
-
-
-def _habits(habits: Habits) -> list[Any]:
-    unit = habits.calibration.unit
-    accepted = [
-        [mask, depth, place, expected / unit, right / unit]
-        for mask, own in habits.calibration.counts.items()
-        for depth, bins in enumerate(own)
-        for place, (expected, right) in enumerate(bins)
-        if expected
-    ]
-    return [accepted, [[draft, ranks.counts, ranks.rates] for draft, ranks in habits.ranks.items()]]
-
-
-def _restored(accepted: Any, ranks: Any, drafts: int) -> Habits:
-    habits = Habits()
-    bounds = ((1 << drafts) - 1, DEPTHS - 1, len(Calibration.CENTRES) - 1)
-    for *place, expected, right in _rows(accepted, "accepted", 5):
-        where = [int(_number(n, "accepted", most, whole=True)) for n, most in zip(place, bounds, strict=True)]
-        figures = [_number(expected, "accepted", MOST), _number(right, "accepted", MOST)]
-        habits.calibration.counts[where[0]][where[1]][where[2]] = figures
-    for draft, counts, rates in _rows(ranks, "ranks", 3):
-        rank = habits.ranks[int(_number(draft, "ranks", max(drafts - 1, 0), whole=True))]
-        rank.counts = [int(_number(n, "ranks", MOST, least=1, whole=True)) for n in _list(counts, "ranks")]
-        rank.rates = [[_number(n, "ranks", 1.0) for n in row] for row in _rows(rates, "ranks", Ranks.WIDTH)]
-        if not len(rank.counts) == len(rank.rates) == DEPTHS:
-            raise Damaged(f"'ranks' needs {DEPTHS} depths")
-    return habits
-
-
-def _list(value: Any, name: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise Damaged(f"{name!r} is no list")
-    return value
+def _count(value: Any, name: str, most: float) -> int:
+    """Return a whole number within its bounds."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most or value != int(value):
+        raise Damaged(f"{name!r} has something else than whole numbers from 0 to {most:g}")
+    return int(value)
 
 
 def _rows(value: Any, name: str, width: int) -> list[list[Any]]:
-    """Return a list of lists of that length."""
-    for row in _list(value, name):
+    """Return a list of lists of that length, of finite numbers that are not negative."""
+    if not isinstance(value, list):
+        raise Damaged(f"{name!r} is no list")
+    for row in value:
         if not isinstance(row, list) or len(row) != width:
             raise Damaged(f"{name!r} has an entry that is no list of {width}")
+        for number in row:
+            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= MOST:
+                raise Damaged(f"{name!r} has something else than numbers from 0 to {MOST:g}")
     return list(value)
-
-
-def _number(value: Any, name: str, most: float, least: float = 0, whole: bool = False) -> float:
-    """Return a finite number within its bounds."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise Damaged(f"{name!r} has something else than numbers from {least:g} to {most:g}")
-    if not isfinite(value) or (whole and value != int(value)):
-        raise Damaged(f"{name!r} has something else than whole numbers")
-    return value
