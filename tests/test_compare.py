@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import specinfer.loading
 from specinfer import Chain, Comparison, ModelDraft, SpeculativeDecoder, TokenTree, check_model, cli, compare, merge
 from specinfer.errors import InputError, ModelError, SpecinferError
-from specinfer.evaluation.compare.files import RECORDS, SETTINGS, read_prompts
+from specinfer.evaluation.compare.files import RECORDS, SETTINGS, read_prompt_file
 from specinfer.evaluation.compare.methods import (
     METHODS,
     OURS,
@@ -27,8 +27,8 @@ from specinfer.evaluation.compare.methods import (
     OnePath,
     build_methods,
     common_prefix,
+    count_hits,
     generation_options,
-    hits,
 )
 from specinfer.evaluation.compare.report import bootstrap, summarise
 from specinfer.evaluation.published import SPECINFER_TABLE_1
@@ -338,7 +338,7 @@ def test_an_end_of_sequence_token_is_a_position(models):
 
 def test_hits_count_places():
     """First, third, absent; what has no choice is left out."""
-    found = hits([[7, 1, 2], [3, 4, 7], [1], [9]], [7, 7, 2])
+    found = count_hits([[7, 1, 2], [3, 4, 7], [1], [9]], [7, 7, 2])
     assert found == {"positions": 3, "hits": [1, 1, 2, 2, 2]}
 
 
@@ -725,7 +725,7 @@ def test_a_data_frame_has_a_row_per_set_temperature_and_method(monkeypatch):
     tree = frame[1]
     assert tree["tokens_per_pass"] == 40 / 25
     assert tree["tokens_per_pass_low"] <= tree["tokens_per_pass"] <= tree["tokens_per_pass_high"]
-    assert tree["ratio_incremental"] == 2
+    assert tree["ratio_autoregressive"] == 2
     assert tree["ms_per_token_total"] == pytest.approx(1000 * 3.5 / 40)
     assert all(isinstance(value, str | int | float) for row in frame for value in row.values())
     monkeypatch.setitem(sys.modules, "pandas", None)
@@ -887,13 +887,13 @@ def test_a_prompt_may_hold_any_line_end(tmp_path):
     """Rows end at newlines and nowhere else."""
     path = tmp_path / "set.jsonl"
     path.write_bytes('{"prompt": "a\u2028b"}\r\n{"prompt": "c"}'.encode())
-    assert read_prompts(path, "dev") == [("1", "a\u2028b"), ("2", "c")]
+    assert read_prompt_file(path, "dev") == [("1", "a\u2028b"), ("2", "c")]
 
 
 def test_rows_without_a_split_are_always_taken(files):
     """A set without splits has only prompts to measure."""
-    assert read_prompts(files[0], "train") == [("b", "never")]
-    assert len(read_prompts(files[1], "train")) == 3
+    assert read_prompt_file(files[0], "train") == [("b", "never")]
+    assert len(read_prompt_file(files[1], "train")) == 3
 
 
 @pytest.mark.parametrize("command", ["compare", "bench"])

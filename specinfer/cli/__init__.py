@@ -1,7 +1,7 @@
 """The command line: ``specinfer COMMAND``.
 
-Knows: which commands there are, exit codes.  Does not know: what a command does (a module each, or a few alike).
-Results go to stdout; summaries, progress and errors to stderr.  A user's error is one line and exit code 2, never a
+Knows: which commands there are, and exit codes.  Does not know: what a command does (its own module does).
+Results go to stdout; summaries, progress and errors go to stderr.  A user's error is one line and exit code 2, never a
 traceback.
 """
 
@@ -25,7 +25,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "check-model": checks.check_model,
     "certify": checks.certify,
     "compare": measure.compare,
-    "bench": measure.bench,
     "record": evidence.record,
     "replay": evidence.replay,
     "paper-tables": evidence.paper_tables,
@@ -33,6 +32,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 for _name, _command in COMMANDS.items():
     app.command(_name)(_command)
+app.command("bench", context_settings={"default_map": measure.PRESETS["bench"]})(measure.compare)
 
 
 def main() -> None:
@@ -53,20 +53,20 @@ def main() -> None:
     except Exception as error:
         if _ran_out_of_memory(error):
             fail("memory ran out: take fewer nodes or levels, a smaller batch, or a smaller model")
-        if not hasattr(error, "format_message"):  # a usage error of click, which typer may carry within itself
+        if not hasattr(error, "format_message"):  # click's usage errors have it; typer may bring its own click
             raise
         fail(error.format_message())
     raise SystemExit(code or 0)
 
 
 def _ran_out_of_memory(error: Exception) -> bool:
-    """Whether no memory was found: torch says so in words on CPUs, by a class of its own on GPUs."""
+    """Whether memory ran out: torch raises `OutOfMemoryError` on GPUs, and says it in words on CPUs."""
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return named or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
 
 
 def fail(message: str) -> None:
     """Print one line on stderr and exit with code 2."""
-    if message:  # typer's help, already printed, is an error without one
+    if message:  # typer raises an error without a message after it printed its help
         print(f"specinfer: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)

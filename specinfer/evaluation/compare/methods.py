@@ -1,8 +1,10 @@
 """The methods that are compared, and the probe that counts how often a draft ranks the target's choice high.
 
-Knows: decoders, transformers' own ways to generate, clocks.  Does not know: prompt files, what is done with the counts.
+Knows: decoders, transformers' own ways to generate, clocks.
+Does not know: prompt files, what the counts are used for.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
@@ -26,8 +28,8 @@ TOP = 5  # hit rates are those of the 1, 2, ... TOP likeliest tokens
 
 OURS = {
     "autoregressive": "our loop without speculation",
-    "sequence": "a chain; of several drafts' chains, the one that promises most",
-    "tree": "best-first trees of all drafts, no deeper than the chain: at most as many draft passes",
+    "sequence": "a chain; of several drafts' chains, the most promising one",
+    "tree": "best-first trees of all drafts, no deeper than the chain, so with at most as many draft passes",
     "auto": 'tree="auto"',
     "graphs": 'tree="auto", passes replayed as CUDA graphs',
     "one-draft": "best-first trees of the first draft alone",
@@ -47,17 +49,17 @@ Method = Callable[[list[int], int, dict[str, Any]], dict[str, Any]]
 class OnePath(Chain):
     """Sequence speculation with any number of drafts: each grows its chain, and the target scores one of them.
 
-    As `BestFirst` keeps the nodes whose path probabilities sum highest, this keeps the path whose nodes' do.
+    `BestFirst` keeps the nodes with the largest sum of path probabilities; this keeps the path with the largest sum.
     """
 
     def fit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         """Return the path of each merged tree on which most tokens are expected to be accepted."""
-        return [self._path(tree) for tree in trees]
-
-    def _path(self, tree: TokenTree) -> TokenTree:
-        paths = tree.ancestor_mask()  # (N, N): a row per path
-        best = paths[(paths[:, 1:] @ np.exp(tree.scores[1:])).argmax()]
-        return tree.best(int(best[1:].sum()), best)
+        fitted = []
+        for tree in trees:
+            paths = tree.ancestor_mask()  # (N, N): a row per path
+            best = paths[(paths[:, 1:] @ np.exp(tree.scores[1:])).argmax()]
+            fitted.append(tree.best(int(best[1:].sum()), best))
+        return fitted
 
 
 def build_methods(
@@ -75,10 +77,10 @@ def build_methods(
     model, best_first = decoder.target.model, BestFirst(nodes, depth)
 
     def ours(tree: Policy | None, drafts: Sequence[Draft] = decoder.drafts, **options: Any) -> Method:
-        own = SpeculativeDecoder(model, decoder.tokenizer, drafts, tree, **options)
-        if tree is not None and own.policy is not tree:
-            raise UnsupportedModel(own.notes[-1].partition(": ")[2])  # why it fell back to a chain
-        return _ours(own)
+        made = SpeculativeDecoder(model, decoder.tokenizer, drafts, tree, **options)
+        if tree is not None and made.policy is not tree:
+            raise UnsupportedModel(made.notes[-1].partition(": ")[2])  # why it fell back to a chain
+        return _ours(made)
 
     def one_draft() -> Method:
         if len(decoder.drafts) == 1:
@@ -86,12 +88,13 @@ def build_methods(
         return ours(best_first, decoder.drafts[:1])
 
     def assisted() -> Method:
-        own = [draft.model.model for draft in decoder.drafts if isinstance(draft, ModelDraft)]
+        models = [draft.model.model for draft in decoder.drafts if isinstance(draft, ModelDraft)]
         if assistant is not None:
             same_tokens(decoder.tokenizer, assistant.tokenizer)
-        elif not own:
+            models = [assistant.model]
+        if not models:
             raise InputError("no assistant was given, and no draft is a language model")
-        return _theirs(model, assistant_model=own[0] if assistant is None else assistant.model)
+        return _theirs(model, assistant_model=models[0])
 
     makers: dict[str, Callable[[], Method]] = {
         "autoregressive": lambda: ours(None),
@@ -143,19 +146,15 @@ def _ours(decoder: SpeculativeDecoder) -> Method:
 def _theirs(model: Any, **extra: Any) -> Method:
     """Return a method that times transformers' generate from the prompt's ids to the new ones.
 
-    Its first pass reads the whole prompt and counts as a target pass, since it yields a token; in our loop the prompt
-    without its last token is read before, and is not counted.
+    Its first pass reads the whole prompt and yields a token, so it counts as a target pass.  Our loop first reads the
+    prompt without its last token, and does not count that pass.
     """
     models = [model, *filter(None, [extra.get("assistant_model")])]
 
     def run(ids: list[int], seed: int, options: dict[str, Any]) -> dict[str, Any]:
         prompt = torch.tensor([ids], device=model.device)
-        passes = [0] * len(models)
-
-        def count(module: Any, _: Any) -> None:
-            passes[models.index(module)] += 1
-
-        hooks = [each.register_forward_pre_hook(count) for each in models]
+        passes: Counter[Any] = Counter()
+        hooks = [each.register_forward_pre_hook(lambda module, _: passes.update([module])) for each in models]
         try:
             torch.manual_seed(seed)
             started = perf_counter()
@@ -165,8 +164,8 @@ def _theirs(model: Any, **extra: Any) -> Method:
         finally:
             for hook in hooks:
                 hook.remove()
-        counts = {"tokens": len(new), "target_passes": passes[0], "draft_passes": sum(passes[1:])}
-        return {"ids": new, **counts, "seconds": {"total": total}}
+        counts = {"target_passes": passes[model], "draft_passes": passes.total() - passes[model]}
+        return {"ids": new, "tokens": len(new), **counts, "seconds": {"total": total}}
 
     return run
 
@@ -192,8 +191,8 @@ def top2_gap(model: Any, ids: Sequence[int]) -> float:
 class HitRates:
     """Counts how often the target's choice is among the tokens that each draft ranks first.
 
-    The target decodes plainly; after every committed token each draft is asked, and proposes nothing (teacher
-    forcing).  When sampling, drafts rank by the noise they share with the target, so a hit is a coupled one.
+    The target decodes plainly.  After every committed token each draft is asked, and proposes nothing (teacher
+    forcing).  When sampling, drafts rank by the noise that they share with the target.
     """
 
     def __init__(self, decoder: SpeculativeDecoder) -> None:
@@ -203,20 +202,21 @@ class HitRates:
     def count(self, ids: list[int], seed: int, options: dict[str, Any]) -> list[dict[str, Any]]:
         """Return, per draft, its name, the positions it was asked at, and at how many its k likeliest held the choice.
 
-        All positions but the last count where a text ends by its length: nothing is drafted there.
+        The last position of a text that ends by its length does not count: nothing is drafted there.
         """
-        questions = [_FirstChoices() for _ in self.probes]
-        for probe, question in zip(self.probes, questions, strict=True):
-            probe.question = question
+        questions = []
+        for probe in self.probes:
+            probe.question = question = _FirstChoices()
+            questions.append(question)
         chosen = self.decoder.generate(ids, seed=seed, **options).token_ids
         asked = zip(self.probes, questions, strict=True)
-        return [{"draft": probe.name, **hits(question.everywhere(), chosen)} for probe, question in asked]
+        return [{"draft": probe.name, **count_hits(question.everywhere(), chosen)} for probe, question in asked]
 
 
-def hits(ranked: Sequence[Sequence[int]], chosen: Sequence[int]) -> dict[str, Any]:
-    """Return positions and hits [k = 1 ... TOP] of ranked tokens per position, given the target's choices."""
-    places = [list(row).index(token) if token in row else TOP for row, token in zip(ranked, chosen, strict=False)]
-    return {"positions": len(places), "hits": [sum(place < k for place in places) for k in range(1, TOP + 1)]}
+def count_hits(ranked: Sequence[Sequence[int]], chosen: Sequence[int]) -> dict[str, Any]:
+    """Return the positions, and at how many the target's choice is among the first k = 1 ... TOP ranked tokens."""
+    pairs = list(zip(ranked, chosen, strict=False))
+    return {"positions": len(pairs), "hits": [sum(token in row[:k] for row, token in pairs) for k in range(1, TOP + 1)]}
 
 
 class _FirstChoices(Question):
@@ -224,12 +224,12 @@ class _FirstChoices(Question):
 
     def __init__(self) -> None:
         super().__init__(rows=1)
-        self.ranked: dict[int, list[int]] = {}  # by place, the likeliest first
+        self.ranked: dict[int, list[int]] = {}  # by position, the likeliest first
 
     def ask(self, source: Source, max_depth: int | None) -> None:
         growth = Expansion((TOP,)).grow(source, max_depth)
-        self.ranked[self.place] = growth.tokens[0, growth.valid[0]].tolist()
+        self.ranked[self.position] = growth.tokens[0, growth.valid[0]].tolist()
 
     def everywhere(self) -> list[list[int]]:
-        """Return them by place, nothing where the draft knew nothing."""
-        return [self.ranked.get(place, []) for place in range(self.wanted)]
+        """Return them by position, nothing where the draft knew nothing."""
+        return [self.ranked.get(position, []) for position in range(self.wanted)]

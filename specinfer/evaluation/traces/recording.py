@@ -3,53 +3,43 @@
 Knows: the engine, whose own sessions feed the drafts, and the order of the work.
 Does not know: how a trace is kept (`trace`), what verification would make of it (`replaying`).
 
-Two runs per batch of texts.  In the first the target decodes plainly, which gives the texts and its distributions.  The
-second goes through the same texts with a verifier that says what was written, and with probes in the drafts' places: a
-probe asks its draft one question after every token, and proposes nothing.
+There are two runs per batch of texts.  In the first the target decodes plainly, which gives the texts and its
+distributions.  The second goes through the same texts: its verifier emits the known tokens, and probes stand for the
+drafts.  A probe asks its draft one question after every token, and proposes nothing.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from specinfer.attention import Support, check_model
 from specinfer.common.files import locked
-from specinfer.common.values import checked_count, checked_names, checked_temperature, plain
+from specinfer.common.values import Progress, checked_count, checked_names, checked_temperature
 from specinfer.decoder import SpeculativeDecoder, row_seeds
 from specinfer.engine.sampling import whole_distribution
 from specinfer.engine.target_view import RowView
 from specinfer.engine.verify import ExactMatch, TargetView, Verdict
 from specinfer.errors import InputError, UnsupportedModel
 from specinfer.evaluation.probe import Probe
-from specinfer.evaluation.traces.probes import (
-    Candidates,
-    Distributions,
-    ProbePlan,
-    TextQuestion,
-    Trees,
-    distribution_arrays,
-)
+from specinfer.evaluation.traces.probes import Candidates, Distributions, ProbePlan, Trees, distribution_arrays
 from specinfer.evaluation.traces.trace import (
     FORMAT,
     TOP,
     Drafted,
-    Text,
     Trace,
+    TraceText,
     begin,
-    model_name,
     model_settings,
     read_text,
-    versions,
     write_text,
 )
 from specinfer.prompts import Prompt
 from specinfer.tree import BestFirst, TokenTree
-
-Progress = Callable[[list[list[int]], int], Iterable[list[int]]]  # (batches left, texts done) -> the batches
 
 
 def record(
@@ -95,49 +85,57 @@ def record(
         UnsupportedModel: best-first trees on a model that can score chains only.
         SpecinferError: what decoding raises; ``out`` keeps what was finished.
     """
-    sizes = {"nodes": (nodes, 0), "depth": (depth, 1), "top": (1 if top is None else top, 1), "draws": (draws, 1)}
-    sizes |= {"max_new_tokens": (max_new_tokens, 2), "batch": (batch, 1)}
-    for name, (value, least) in sizes.items():
-        checked_count(name, value, least, "leaves nothing to record")
+    advice = "leaves nothing to record"
+    plan = ProbePlan(
+        checked_count("nodes", nodes, 0, advice),
+        checked_count("depth", depth, 1, advice),
+        None if top is None else checked_count("top", top, 1, advice),
+        checked_count("draws", draws, 1, advice),
+    )
+    new, batch = checked_count("max_new_tokens", max_new_tokens, 2, advice), checked_count("batch", batch, 1, advice)
     temperature, seed = checked_temperature(temperature), row_seeds(seed, 1)[0]
-    max_new_tokens, batch = plain(max_new_tokens), plain(batch)
-    plan = ProbePlan(plain(nodes), plain(depth), plain(top), plain(draws))
     checked_names("out", "" if out is None else out)
     _check(decoder, plan)
-    rows = decoder.read(prompts, raw).rows
-    seeds = [seed + number for number in range(len(rows))]
-    settings = {
-        "format": FORMAT,
-        "model": model_name(decoder.target),
-        **model_settings(decoder),
-        **plan._asdict(),
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "versions": versions(),
-    }
+    rows = [(prompt, seed + number) for number, prompt in enumerate(decoder.read(prompts, raw).rows)]
+    settings = _settings(decoder, plan, new, temperature)
+    texts: dict[int, TraceText] = {}
     with locked(out):
-        folder = None if out is None else Path(out)
-        texts: dict[int, Text] = {}
-        if folder is not None:
-            begin(folder, settings)
-            vocab_size = decoder.target.vocab_size
-            found = [read_text(folder, i, row, seeds[i], settings, vocab_size) for i, row in enumerate(rows)]
+        if out is not None:
+            begin(Path(out), settings)
+            found = [read_text(Path(out), i, *row, settings, decoder.target.vocab_size) for i, row in enumerate(rows)]
             texts = {number: text for number, text in enumerate(found) if text is not None}
         left = [number for number in range(len(rows)) if number not in texts]
         batches = [left[i : i + batch] for i in range(0, len(left), batch)]
         for numbers in progress(batches, len(texts)):
-            own = [(rows[number], seeds[number]) for number in numbers]
-            for number, text in zip(numbers, _record(decoder, own, plan, max_new_tokens, temperature), strict=True):
+            written = _record(decoder, [rows[number] for number in numbers], plan, new, temperature)
+            for number, text in zip(numbers, written, strict=True):
                 texts[number] = text
-                if folder is not None:
-                    write_text(folder, number, text)
+                if out is not None:
+                    write_text(Path(out), number, text)
     return Trace(settings, tuple(texts[number] for number in range(len(rows))))
+
+
+def _settings(decoder: SpeculativeDecoder, plan: ProbePlan, new: int, temperature: float) -> dict[str, Any]:
+    """Return what all texts of a trace have in common."""
+    target = decoder.target
+    name = str(getattr(target.model.config, "_name_or_path", "")) or target.name
+    return {
+        "format": FORMAT,
+        "model": name.rstrip("/").split("/")[-1],
+        **model_settings(decoder),
+        **plan._asdict(),
+        "max_new_tokens": new,
+        "temperature": temperature,
+        "versions": {package: version(package) for package in ("specinfer", "torch", "transformers")},
+    }
 
 
 def _check(decoder: SpeculativeDecoder, plan: ProbePlan) -> None:
     """Raise for a decoder that cannot be recorded."""
     if not isinstance(decoder, SpeculativeDecoder):
-        raise InputError(f"decoder={decoder!r:.60} is no SpeculativeDecoder: construct one with the drafts to record")
+        raise InputError(
+            f"decoder={decoder!r:.60} is not a SpeculativeDecoder: construct one with the drafts to record"
+        )
     if not decoder.drafts:
         raise InputError(
             "this decoder has no drafts, so there is nothing to record: construct it with drafts and a tree"
@@ -149,56 +147,44 @@ def _check(decoder: SpeculativeDecoder, plan: ProbePlan) -> None:
 
 def _record(
     decoder: SpeculativeDecoder, rows: Sequence[tuple[list[int], int]], plan: ProbePlan, new: int, temperature: float
-) -> list[Text]:
+) -> list[TraceText]:
     """Record a batch of (prompt ids, seed)."""
-    prompts, seeds = [prompt for prompt, _ in rows], [seed for _, seed in rows]
+    prompts, seeds = map(list, zip(*rows, strict=True))
     options: dict[str, Any] = {"seed": seeds, "max_new_tokens": new, **whole_distribution(temperature)}
     model, tokenizer = decoder.target.model, decoder.tokenizer
     writer = _Writer(len(rows))
     results = SpeculativeDecoder(model, tokenizer, (), None, writer).generate(prompts, **options)
     texts = [result.token_ids for result in results]
-    distributions = [torch.stack(own) for own in writer.distributions]
+    distributions = [torch.stack(steps) for steps in writer.distributions]
 
-    def questions() -> list[TextQuestion]:
-        asked = [Candidates(plan, texts, new), *([Trees(plan, texts, new)] if plan.nodes else [])]
-        return [*asked, *([Distributions(plan, texts, new, distributions, seeds)] if temperature else [])]
-
-    asked = [questions() for _ in decoder.drafts]
-    probes = [Probe(draft, each) for draft, own in zip(decoder.drafts, asked, strict=True) for each in own]
-    room = BestFirst(plan.nodes + 1, plan.depth)  # what caches must hold
-    SpeculativeDecoder(model, tokenizer, probes, room, _Reader(texts)).generate(prompts, **options)
+    kept, draws = (plan.kept(distributions[0].shape[1]), plan.draws) if temperature else (0, 0)
+    probes, drafted, trees = [], [], []
+    for draft in decoder.drafts:
+        drafted.append([Drafted.blank(len(text), plan.depth, plan.top or TOP, kept, draws) for text in texts])
+        trees.append(Trees(plan, texts, new))
+        questions = [Candidates(plan, texts, new, drafted[-1]), *([trees[-1]] if plan.nodes else [])]
+        if temperature:
+            questions.append(Distributions(plan, texts, new, drafted[-1], distributions, seeds))
+        probes += [Probe(draft, question) for question in questions]
+    capacity = BestFirst(plan.nodes + 1, plan.depth)  # what caches must hold
+    SpeculativeDecoder(model, tokenizer, probes, capacity, _Reader(texts)).generate(prompts, **options)
     return [
-        Text(
+        TraceText(
             prompt_ids=prompts[row],
             token_ids=text,
             seed=seeds[row],
             **distribution_arrays("target", distribution, plan.top),
             probability=distribution[torch.arange(len(text)), text].numpy(),
-            drafted=tuple(_drafted(own, row, len(text), plan) for own in asked),
+            drafted=tuple(
+                replace(columns[row], **grown.arrays(row)) for columns, grown in zip(drafted, trees, strict=True)
+            ),
         )
         for row, (text, distribution) in enumerate(zip(texts, distributions, strict=True))
     ]
 
 
-def _drafted(questions: Sequence[TextQuestion], row: int, n: int, plan: ProbePlan) -> Drafted:
-    """Return the answers about one text; what was not asked is empty."""
-    depth = plan.depth
-    nothing = {
-        "first": np.zeros(n + 1, np.int32),
-        **{name: np.zeros(0, np.int32) for name in ("tree_tokens", "tree_parents")},
-        "tree_scores": np.zeros(0, np.float32),
-        "distribution_tokens": np.zeros((n, depth, 0), np.int32),
-        **{
-            name: np.zeros((n, depth, 0), np.float32) for name in ("distribution_probs", "tests", "without_replacement")
-        },
-        "probability": np.zeros((n, depth), np.float32),
-    }
-    answers = [question.arrays(row) for question in questions]
-    return Drafted(**{name: array for own in (nothing, *answers) for name, array in own.items()})
-
-
 class _Writer(ExactMatch):
-    """Plain decoding that remembers the target's distribution at every position of every row: float32 (V,)."""
+    """Plain decoding that keeps the target's distribution at every position of every row: float32 (V,)."""
 
     def __init__(self, rows: int) -> None:
         self.distributions: list[list[Tensor]] = [[] for _ in range(rows)]
@@ -210,7 +196,7 @@ class _Writer(ExactMatch):
 
 
 class _Reader(ExactMatch):
-    """A verifier that says what was written."""
+    """A verifier that emits the tokens of known texts."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self.texts = texts
