@@ -553,7 +553,7 @@ def test_drafts_of_one_name_are_told_apart_by_place(run, tmp_path):
     code, out, err = run("replay", tmp_path, "--tree", "best-first")
     assert (code, err, out.count("draft, draft")) == (0, "", 1 + 2 * 3)  # the trace; replays and oracles of 4, 8, 16
     code, _, err = run("replay", tmp_path, "--draft", "draft")
-    assert (code, "by its place, from 0" in err) == (2, True)
+    assert (code, "by its index, from 0" in err) == (2, True)
     told = [
         json.loads(run("replay", tmp_path, "--json", *options)[1])["drafts"]
         for options in (["--draft", 1], ["--draft", 1, "--draft", 1], [])

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import typer
 
-from specinfer.cli import checks, evidence, measure, packages, text, train
+from specinfer.cli import checks, evidence, measure, text, train
 from specinfer.errors import SpecinferError
 
 app = typer.Typer(
@@ -21,7 +21,7 @@ app = typer.Typer(
 COMMANDS: dict[str, Callable[..., None]] = {
     "generate": text.generate,
     "tree": text.tree,
-    "compile": packages.compile_passes,
+    "compile": checks.compile_passes,
     "check-model": checks.check_model,
     "certify": checks.certify,
     "compare": measure.compare,

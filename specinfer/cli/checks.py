@@ -1,14 +1,16 @@
-"""``specinfer check-model`` and ``specinfer certify``: is it exact?
+"""``specinfer check-model``, ``compile`` and ``certify``: what comes before any text.
 
-Knows: which checks there are.  Does not know: how they are made.
+Knows: the options.  Does not know: how models are checked or compiled, how distributions are enumerated.
 """
 
+import sys
 from typing import Annotated
 
 import typer
 
 from specinfer.cli import options
 from specinfer.cli.terminal import bar, quieten, show
+from specinfer.errors import NotCompiled
 
 
 def check_model(
@@ -23,6 +25,28 @@ def check_model(
 
     quieten()
     show([check_model(load(model, dtype, device).model)._asdict()], as_json)
+
+
+def compile_passes(
+    target: options.Target = None,
+    draft: options.Drafts = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    listed: Annotated[bool, typer.Option("--list", help="Show what is compiled, and make nothing.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove everything compiled, and make nothing.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Compile the passes of a target and its drafts for this machine: minutes, once. Needs a C++ compiler."""
+    from specinfer.attention.packages import packages, packages_folder, remove_packages
+
+    if remove:
+        print(f"{remove_packages()} packages removed from {packages_folder()}", file=sys.stderr)
+    elif not listed:
+        decoder = options.load_decoder(target, draft, dtype=dtype, device=device, compile=True)
+        print(decoder.passes, file=sys.stderr)
+        if reasons := [reason for reason in decoder.plain if reason]:
+            raise NotCompiled(f"{reasons[0]}; generation works, with plain passes")
+    show(packages() or [{"package": f"none in {packages_folder()}"}], as_json)
 
 
 def certify(as_json: options.Json = False) -> None:

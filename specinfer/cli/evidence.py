@@ -90,7 +90,7 @@ def replay(
     ] = None,
     draft: Annotated[
         list[str] | None,
-        typer.Option(help="Which recorded drafts propose, by name or place (from 0). Repeat.", show_default="all"),
+        typer.Option(help="Which recorded drafts propose, by name or index (from 0). Repeat.", show_default="all"),
     ] = None,
     costs: Annotated[
         Path | None, typer.Option(help="Folder of `specinfer compare`: check the cost model of chains against it.")
@@ -221,10 +221,9 @@ def _replays(trace: "Trace", policies: "Sequence[Policy]", drafts: list[int]) ->
     replays = []
     for policy in policies:
         if policy.kind is Kind.RANKED:
-            uncoupled = trace.sampling and isinstance(policy, Expansion)
-            ways = [True, False] if uncoupled else [True]
+            ways = (True, False) if trace.sampling and isinstance(policy, Expansion) else (True,)
             replays += [replay(trace, policy, drafts=drafts, coupled=coupled) for coupled in ways]
         else:
-            verifiers = [None, ExactMatch()] if policy.kind is Kind.IID else [None]
-            replays += [replay(trace, policy, rule, drafts=[index]) for rule in verifiers for index in drafts]
+            rules = (None, ExactMatch()) if policy.kind is Kind.IID else (None,)
+            replays += [replay(trace, policy, rule, drafts=[index]) for rule in rules for index in drafts]
     return replays + [oracle(trace, policy, drafts=drafts) for policy in policies if isinstance(policy, BestFirst)]

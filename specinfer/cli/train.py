@@ -58,13 +58,13 @@ def distill(
         epochs, learning_rate=learning_rate, vocabulary=vocabulary, layers=layers, loss=loss, seed=seed
     )
     recipe = training.Recipe(drafts, arch, written, steps)
-    asked, given = training.read_prompts(prompts), training.read_documents(text or ())
+    asked, documents = training.read_prompts(prompts), training.read_documents(text or ())
     quieten()
     loaded = load(target, dtype, device)
     recipe = replace(recipe, start=_folders(start or (), loaded))
     first = training.processes(loaded.model.device).is_main_process
     progress = stage_bars() if first else lambda *_: None
-    made = training.distill(loaded.model, loaded.tokenizer, asked, out, recipe, given, loaded.name, progress)
+    made = training.distill(loaded.model, loaded.tokenizer, asked, out, recipe, documents, loaded.name, progress)
     if first and as_json:
         print_json(made)
     elif first:

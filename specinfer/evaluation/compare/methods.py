@@ -6,6 +6,7 @@ Does not know: prompt files, what the counts are used for.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from time import perf_counter
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch
 
 from specinfer.adaptive.policy import Auto
 from specinfer.decoder import SpeculativeDecoder
-from specinfer.drafts.base import Draft
 from specinfer.drafts.language_model import ModelDraft
 from specinfer.engine.sampling import whole_distribution
 from specinfer.errors import InputError, SpecinferError, UnsupportedModel
@@ -25,22 +25,6 @@ from specinfer.tree import BestFirst, Chain, Expansion, Policy, Source, TokenTre
 GATE = 0.5
 LOOKUP_TOKENS = 10  # of transformers' prompt lookup
 TOP = 5  # hit rates are those of the 1, 2, ... TOP likeliest tokens
-
-OURS = {
-    "autoregressive": "our loop without speculation",
-    "sequence": "a chain; of several drafts' chains, the most promising one",
-    "tree": "best-first trees of all drafts, no deeper than the chain, so with at most as many draft passes",
-    "auto": 'tree="auto"',
-    "graphs": 'tree="auto", passes replayed as CUDA graphs',
-    "one-draft": "best-first trees of the first draft alone",
-    "gate": f"best-first, where the target was sure of its last token (confidence_gate={GATE})",
-}
-THEIRS = {
-    "generate": "transformers' generate",
-    "assisted": "transformers' assisted generation",
-    "prompt-lookup": f"transformers' prompt lookup (prompt_lookup_num_tokens={LOOKUP_TOKENS})",
-}
-METHODS = OURS | THEIRS
 
 # (prompt ids, seed, generation options) -> counts, seconds and the new ids
 Method = Callable[[list[int], int, dict[str, Any]], dict[str, Any]]
@@ -62,6 +46,30 @@ class OnePath(Chain):
         return fitted
 
 
+# name -> (nodes, depth) -> options of a decoder with all drafts
+OURS: dict[str, Callable[[int, int], dict[str, Any]]] = {
+    "autoregressive": lambda nodes, depth: {"tree": None},
+    # of several drafts' chains, the most promising one
+    "sequence": lambda nodes, depth: {"tree": OnePath(depth)},
+    # no deeper than the chain, so with at most as many draft passes
+    "tree": lambda nodes, depth: {"tree": BestFirst(nodes, depth)},
+    "auto": lambda nodes, depth: {"tree": Auto()},
+    # passes replayed as CUDA graphs
+    "graphs": lambda nodes, depth: {"tree": Auto(), "graphs": True},
+    # the first draft alone
+    "one-draft": lambda nodes, depth: {"tree": BestFirst(nodes, depth)},
+    # trees only after tokens that the target was sure of
+    "gate": lambda nodes, depth: {"tree": BestFirst(nodes, depth), "confidence_gate": GATE},
+}
+# name -> options of transformers' generate; "assisted" has an assistant, too
+THEIRS: dict[str, dict[str, Any]] = {
+    "generate": {},
+    "assisted": {},
+    "prompt-lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
+}
+METHODS = OURS | THEIRS
+
+
 def build_methods(
     names: Sequence[str], decoder: SpeculativeDecoder, nodes: int, depth: int, assistant: Loaded | None = None
 ) -> tuple[dict[str, Method], dict[str, str]]:
@@ -74,47 +82,41 @@ def build_methods(
         depth: levels at most, of every fixed tree and of the chain.
         assistant: for assisted generation; None takes the first draft that is a language model.
     """
-    model, best_first = decoder.target.model, BestFirst(nodes, depth)
-
-    def ours(tree: Policy | None, drafts: Sequence[Draft] = decoder.drafts, **options: Any) -> Method:
-        made = SpeculativeDecoder(model, decoder.tokenizer, drafts, tree, **options)
-        if tree is not None and made.policy is not tree:
-            raise UnsupportedModel(made.notes[-1].partition(": ")[2])  # why it fell back to a chain
-        return _ours(made)
-
-    def one_draft() -> Method:
-        if len(decoder.drafts) == 1:
-            raise InputError("there is one draft only: the method tree is that")
-        return ours(best_first, decoder.drafts[:1])
-
-    def assisted() -> Method:
-        models = [draft.model.model for draft in decoder.drafts if isinstance(draft, ModelDraft)]
-        if assistant is not None:
-            same_tokens(decoder.tokenizer, assistant.tokenizer)
-            models = [assistant.model]
-        if not models:
-            raise InputError("no assistant was given, and no draft is a language model")
-        return _theirs(model, assistant_model=models[0])
-
-    makers: dict[str, Callable[[], Method]] = {
-        "autoregressive": lambda: ours(None),
-        "sequence": lambda: ours(OnePath(depth)),
-        "tree": lambda: ours(best_first),
-        "auto": lambda: ours(Auto()),
-        "one-draft": one_draft,
-        "graphs": lambda: ours(Auto(), graphs=True),
-        "gate": lambda: ours(best_first, confidence_gate=GATE),
-        "generate": lambda: _theirs(model),
-        "assisted": assisted,
-        "prompt-lookup": lambda: _theirs(model, prompt_lookup_num_tokens=LOOKUP_TOKENS),
-    }
     methods, skipped = {}, {}
     for name in names:
         try:
-            methods[name] = makers[name]()
+            if name in OURS:
+                methods[name] = _ours(_decoder(name, decoder, **OURS[name](nodes, depth)))
+            else:
+                extra = {"assistant_model": _assistant(decoder, assistant)} if name == "assisted" else THEIRS[name]
+                methods[name] = _theirs(decoder.target.model, **extra)
         except SpecinferError as error:
             skipped[name] = str(error)
     return methods, skipped
+
+
+def _decoder(name: str, decoder: SpeculativeDecoder, tree: Policy | None, **options: Any) -> SpeculativeDecoder:
+    """Return a decoder of one of our methods."""
+    drafts = decoder.drafts
+    if name == "one-draft":
+        if len(drafts) == 1:
+            raise InputError("there is one draft only: the method tree is that")
+        drafts = drafts[:1]
+    made = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, drafts, tree, **options)
+    if tree is not None and made.policy is not tree:
+        raise UnsupportedModel(made.notes[-1].partition(": ")[2])  # why it fell back to a chain
+    return made
+
+
+def _assistant(decoder: SpeculativeDecoder, assistant: Loaded | None) -> Any:
+    """Return the model that assists transformers' generate."""
+    if assistant is not None:
+        same_tokens(decoder.tokenizer, assistant.tokenizer)
+        return assistant.model
+    models = [draft.model.model for draft in decoder.drafts if isinstance(draft, ModelDraft)]
+    if not models:
+        raise InputError("no assistant was given, and no draft is a language model")
+    return models[0]
 
 
 def generation_options(temperature: float, max_new_tokens: int) -> dict[str, Any]:
@@ -154,16 +156,14 @@ def _theirs(model: Any, **extra: Any) -> Method:
     def run(ids: list[int], seed: int, options: dict[str, Any]) -> dict[str, Any]:
         prompt = torch.tensor([ids], device=model.device)
         passes: Counter[Any] = Counter()
-        hooks = [each.register_forward_pre_hook(lambda module, _: passes.update([module])) for each in models]
-        try:
+        with ExitStack() as hooks:
+            for each in models:
+                hooks.callback(each.register_forward_pre_hook(lambda module, _: passes.update([module])).remove)
             torch.manual_seed(seed)
             started = perf_counter()
             output = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options, **extra)
             new = output[0, len(ids) :].tolist()
             total = perf_counter() - started
-        finally:
-            for hook in hooks:
-                hook.remove()
         counts = {"target_passes": passes[model], "draft_passes": passes.total() - passes[model]}
         return {"ids": new, "tokens": len(new), **counts, "seconds": {"total": total}}
 

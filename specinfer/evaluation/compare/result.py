@@ -72,9 +72,7 @@ class Comparison:
         """Return the summary as text."""
         return tables(self._summary)
 
-    def __str__(self) -> str:
-        """Return the table."""
-        return self.table()
+    __str__ = table
 
     def to_dict(self) -> dict[str, Any]:
         """Return settings and records, JSON-ready: ``Comparison(**comparison.to_dict())`` is equal."""

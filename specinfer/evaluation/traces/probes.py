@@ -5,6 +5,7 @@ Does not know: how texts were written, files.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -31,21 +32,17 @@ class ProbePlan(NamedTuple):
         return min(self.top or vocab_size, vocab_size)
 
 
+@dataclass(eq=False)
 class TextQuestion(Question):
-    """A question along texts that are known: what a draft is asked at every position of them.
+    """A question along texts that are known: what a draft is asked at every position of them."""
 
-    Args:
-        plan: how much is asked.
-        texts: token ids, one text per row.
-        budget: new tokens of a text at most.
-        drafted: where the answers go, per row.
-    """
+    plan: ProbePlan
+    texts: Sequence[Sequence[int]]  # token ids per row
+    budget: int  # new tokens of a text at most
+    drafted: Sequence[Drafted] = ()  # where the answers go, per row
 
-    def __init__(
-        self, plan: ProbePlan, texts: Sequence[Sequence[int]], budget: int, drafted: Sequence[Drafted] = ()
-    ) -> None:
-        super().__init__(len(texts))
-        self.plan, self.texts, self.budget, self.drafted = plan, texts, budget, drafted
+    def __post_init__(self) -> None:
+        super().__init__(len(self.texts))
 
     def levels(self, max_depth: int | None) -> int:
         """Return how many levels are asked about."""
@@ -84,21 +81,16 @@ class Candidates(TextQuestion):
                 drafted.log_probs[self.position, level, :count] = log_probs[index, :count].clamp(max=0)
 
 
+@dataclass(eq=False)
 class Distributions(TextQuestion):
     """Which distribution does the draft draw from at each node along the text, and would the token be accepted?"""
 
-    def __init__(
-        self,
-        plan: ProbePlan,
-        texts: Sequence[Sequence[int]],
-        budget: int,
-        drafted: Sequence[Drafted],
-        distributions: Sequence[Tensor],
-        seeds: Sequence[int],
-    ) -> None:
-        super().__init__(plan, texts, budget, drafted)
-        self.distributions = distributions  # the target's
-        self.chance = [torch.Generator().manual_seed(key(seed, RECORDING)) for seed in seeds]
+    distributions: Sequence[Tensor] = ()  # the target's, (n, V) per row
+    seeds: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.chance = [torch.Generator().manual_seed(key(seed, RECORDING)) for seed in self.seeds]
 
     def ask(self, source: Source, max_depth: int | None) -> None:
         """See `Question`."""
@@ -130,9 +122,9 @@ class Trees(TextQuestion):
     these nodes but the deepest level to the source, and holds the deepest at the end.
     """
 
-    def __init__(self, plan: ProbePlan, texts: Sequence[Sequence[int]], budget: int) -> None:
-        super().__init__(plan, texts, budget)
-        self.trees: list[list[np.ndarray]] = [[np.zeros((0, 3))] * len(text) for text in texts]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.trees: list[list[np.ndarray]] = [[np.zeros((0, 3))] * len(text) for text in self.texts]
 
     def ask(self, source: Source, max_depth: int | None) -> None:
         """See `Question`."""

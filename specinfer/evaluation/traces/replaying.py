@@ -32,6 +32,12 @@ from specinfer.tree import BestFirst, Chain, Draw, Expansion, Policy, Sampled, T
 EXACT = "exact"
 EXPECTED = "teacher-forced expectation"
 BOUND = "bound in hindsight"
+SIZES = {
+    "depth": "levels",
+    "nodes": "nodes of best-first trees",
+    "top": "candidates per node",
+    "draws": "draws under a node",
+}
 
 # text -> (n, D + 1), the probability that a step at each position accepts 0 ... D tokens
 Lengths = Callable[[TraceText], Floats]
@@ -123,7 +129,7 @@ def oracle(trace: Trace, policy: Policy, *, drafts: Sequence[int | str] | None =
         InputError: the policy is deeper than what was recorded.
     """
     indices = _indices(trace, drafts)
-    _check_depth(trace, policy)
+    _check_sizes(policy, depth=(policy.max_depth, trace.settings["depth"]))
     reach = min(policy.max_depth, policy.max_nodes)
 
     def lengths(text: TraceText) -> Floats:
@@ -173,12 +179,11 @@ def _followed(text: TraceText, policy: Policy, drafts: Sequence[int], budget: in
     while position < n:
         depth = min(policy.max_depth, budget - position - 1) if policy.max_nodes else 0
         (tree,) = policy.fit([merge([_tree(text, draft, position, policy, depth, coupled) for draft in drafts])])
-        node: int | None = 0
-        accepted = -1
+        ahead = [*text.token_ids[position:], -1]  # no node has token -1
+        accepted, node = 0, tree.child(0, ahead[0])
         while node is not None:
             accepted += 1
-            end = position + accepted == n
-            node = None if end else tree.child(node, text.token_ids[position + accepted])
+            node = tree.child(node, ahead[accepted])
         lengths[position, accepted] = 1.0
         position += accepted + 1
     return lengths
@@ -260,24 +265,22 @@ def _sampled(text: TraceText, policy: Sampled, verifier: Verifier, draft: int) -
 
 def _check(trace: Trace, policy: Policy, verifier: Verifier, drafts: Sequence[int], coupled: bool) -> None:
     """Raise `InputError` where the trace does not hold what a replay needs."""
-    _check_depth(trace, policy)
+    _check_sizes(policy, depth=(policy.max_depth, trace.settings["depth"]))
     if type(policy) not in (BestFirst, Expansion, Chain, Sampled) or type(verifier) not in (ExactMatch, MultiStep):
         raise InputError(
             f"{policy!r} with {verifier!r} cannot be replayed: trees must be BestFirst, Expansion, Chain or Sampled, "
             "which depend on distributions only, and the verifier ExactMatch or MultiStep"
         )
     if isinstance(policy, BestFirst):
-        if policy.max_nodes > trace.settings["nodes"]:
-            _refuse(policy, f"best-first trees of at most {trace.settings['nodes']} nodes were recorded", "nodes")
+        _check_sizes(policy, nodes=(policy.max_nodes, trace.settings["nodes"]))
         if not coupled:
             raise InputError(f"{policy!r} was recorded with drafts that know the noise: use Expansion for others")
     elif isinstance(policy, Sampled):
         _check_sampled(trace, policy, verifier, drafts)
-    else:
+    elif isinstance(policy, Expansion):
         drafted = trace.texts[0].drafted[0]
         kept = (drafted.tokens if coupled else drafted.distribution_tokens).shape[2]
-        if max(policy.expansion, default=0) > kept:
-            _refuse(policy, f"{kept} candidates per node were recorded", "top")
+        _check_sizes(policy, top=(max(policy.expansion, default=0), kept))
 
 
 def _check_sampled(trace: Trace, policy: Sampled, verifier: Verifier, drafts: Sequence[int]) -> None:
@@ -287,18 +290,18 @@ def _check_sampled(trace: Trace, policy: Sampled, verifier: Verifier, drafts: Se
         raise InputError(
             f"{policy!r} needs a trace with a temperature: along greedy texts no distributions are recorded"
         )
-    if isinstance(verifier, ExactMatch) and not policy.replacement:
+    if isinstance(verifier, MultiStep):
+        most = int(np.prod(policy.expansion)) if policy.replacement else max(policy.expansion, default=0)
+        _check_sizes(policy, draws=(most, trace.settings["draws"]))
+    elif not policy.replacement:
         raise InputError(f"{policy!r} cannot be replayed with ExactMatch(): draw with replacement, or use MultiStep")
-    most = int(np.prod(policy.expansion)) if policy.replacement else max(policy.expansion, default=0)
-    if isinstance(verifier, MultiStep) and most > trace.settings["draws"]:
-        why = f"it may draw {most} times under a node, and {trace.settings['draws']} draws were recorded"
-        _refuse(policy, why, "draws")
 
 
-def _check_depth(trace: Trace, policy: Policy) -> None:
-    if policy.max_depth > trace.settings["depth"]:
-        _refuse(policy, f"{trace.settings['depth']} levels were recorded", "depth")
-
-
-def _refuse(policy: Policy, why: str, size: str) -> None:
-    raise InputError(f"{policy!r} cannot be replayed: {why}; record again with a larger {size}")
+def _check_sizes(policy: Policy, **sizes: tuple[int, int]) -> None:
+    """Raise `InputError` for a size (that the policy needs, that was recorded) of which too little was recorded."""
+    for size, (needed, recorded) in sizes.items():
+        if needed > recorded:
+            raise InputError(
+                f"{policy!r} cannot be replayed: it needs {needed} {SIZES[size]}, and {recorded} were recorded; record "
+                f"again with a larger {size}"
+            )

@@ -27,6 +27,7 @@ from safetensors.numpy import save
 
 from specinfer.attention import TreeModel
 from specinfer.common.files import lock_settings, locked, read_json, write_whole
+from specinfer.common.values import checked_count, checked_temperature
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.drafts.head import tokenizer_fingerprint
 from specinfer.errors import InputError
@@ -185,7 +186,7 @@ class Trace:
         """
         names = self.drafts
         if names.count(draft) > 1:  # type: ignore[arg-type]  # a number is no name
-            raise InputError(f"the trace has several drafts called {draft!r}: name one by its place, from 0")
+            raise InputError(f"the trace has several drafts called {draft!r}: name one by its index, from 0")
         if draft in names:
             return names.index(str(draft))
         index = int(draft) if str(draft).isdecimal() else len(names)
@@ -277,23 +278,20 @@ def read_text(
 def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
     """Raise `InputError` for settings that no recording wrote."""
 
-    def refuse(what: str) -> None:
-        raise InputError(f"{path} is damaged: {what}; record it again")
-
-    if missing := SHAPE - settings.keys():
-        refuse(f"{', '.join(sorted(missing))} is missing")
-    for name, least in LEASTS.items():
-        value = settings[name]
-        if not (type(value) is int and least <= value < 2**31) and not (name == "top" and value is None):
-            refuse(f"{name} is {json.dumps(value):.40}, not a whole number of at least {least}")
-    temperature = settings["temperature"]
-    if type(temperature) not in (int, float) or not 0 <= temperature < inf:
-        refuse(f"temperature is {json.dumps(temperature):.40}, not a number of at least 0")
-    drafts = settings["drafts"]
-    if not isinstance(drafts, list) or not drafts:
-        refuse("drafts is no list of drafts")
-    if not all(isinstance(draft, dict) and isinstance(draft.get("name"), str) for draft in drafts):
-        refuse("a draft has no name")
+    drafts = settings.get("drafts")
+    try:
+        if missing := SHAPE - settings.keys():
+            raise InputError(f"{', '.join(sorted(missing))} is missing")
+        for name, least in LEASTS.items():
+            if name != "top" or settings[name] is not None:
+                checked_count(name, settings[name], least)
+        checked_temperature(settings["temperature"])
+        if not isinstance(drafts, list) or not drafts:
+            raise InputError("drafts is no list of drafts")
+        if not all(isinstance(draft, dict) and isinstance(draft.get("name"), str) for draft in drafts):
+            raise InputError("a draft has no name")
+    except InputError as error:
+        raise InputError(f"{path} is damaged: {error}; record it again") from None
 
 
 def _drafted_columns(n: int, depth: int, top: int, kept: int | None, draws: int, last: float) -> dict[str, Column]:
