@@ -798,18 +798,31 @@ def test_the_command_measures_and_reports(call, asked, files, tmp_path):
 
 
 def test_bench_is_compare_with_other_defaults(call, asked, files, tmp_path):
-    """All methods but those for GPUs, both temperatures, hit rates."""
+    """All methods but those for GPUs, both temperatures, hit rates; options that are given come first."""
     out = ["--out", tmp_path / "out"]
     options = ["--draft", "near", "--count", 1, "--max-new-tokens", NEW, *out]
-    table = call("--prompts", files[0], *options, command="bench")[1]
+    table = call("--prompts", files[0], *options, "--preset", "bench")[1]
     words = ("code, T = 0, 1 prompts", "code, T = 1, 1 prompts", "x generate", "overhead", "verify", "top 5", "near")
     assert [word for word in (*words, *FIXED, "auto") if word not in table] == []
     figures = json.loads(call(*out, "--report", "--json", command="bench")[1])
+    assert (figures["settings"]["max_new_tokens"], figures["settings"]["count"]) == (NEW, 1)
     assert figures["settings"]["methods"] == [name for name in METHODS if name != "graphs"]
     assert figures["skipped"] == {"one-draft": "there is one draft only: the method tree is that"}
     assert [group["temperature"] for group in figures["groups"]] == [0, 1]
     assert "hits" in figures["groups"][0]
     assert figures["settings"]["nodes"] == 32
+
+
+def test_the_presets_name_options_and_bench_is_one(call, monkeypatch):
+    """Every name is an option's; the command `bench` shows the same defaults as the preset."""
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("NO_COLOR", "1")
+    for name, defaults in cli.measure.PRESETS.items():
+        assert defaults.keys() <= inspect.signature(cli.measure.compare).parameters.keys()
+        listed = [line for line in call("--preset", name, "--help")[1].splitlines() if "--" in line]
+        assert listed == [line for line in call("--help", command=name)[1].splitlines() if "--" in line]
+    code, _, err = call("--out", "out", "--preset", "none")
+    assert (code, "choose bench" in err) == (2, True)
 
 
 def test_the_command_has_the_functions_defaults():
@@ -906,7 +919,7 @@ def test_the_help_names_every_method_and_option(call, monkeypatch, command):
     assert all(name in out for name in METHODS)
     listed = set(re.findall(r"^\W*(--[a-z][a-z-]*)", re.sub(r"\x1b\[[0-9;]*m", "", out), re.MULTILINE)) - {"--help"}
     promised = (
-        "out prompts prompt target draft assistant count split max-new-tokens temperature methods nodes depth hits "
-        "dtype device report json"
+        "out preset prompts prompt target draft assistant count split max-new-tokens temperature methods nodes depth "
+        "hits dtype device report json"
     )
     assert listed == {f"--{name}" for name in promised.split()}

@@ -40,7 +40,7 @@ from specinfer.evaluation.traces.costs import expected_tokens
 from specinfer.evaluation.traces.paper import RULES, WIDTHS, expansion
 from specinfer.evaluation.traces.probes import ProbePlan, Trees
 from specinfer.evaluation.traces.replaying import _sampled, _tree, _visits
-from specinfer.evaluation.traces.trace import SETTINGS, Drafted, begin
+from specinfer.evaluation.traces.trace import FORMAT, SETTINGS, Drafted, begin
 from specinfer.loading import Loaded
 
 PROMPTS = ALL_PROMPTS[:3]
@@ -563,7 +563,7 @@ def test_drafts_of_one_name_are_told_apart_by_place(run, tmp_path):
 
 def test_a_trace_that_lacks_settings_is_refused(tmp_path):
     trace_of().save(tmp_path)
-    (tmp_path / SETTINGS).write_text('{"format": 1, "drafts": []}')
+    (tmp_path / SETTINGS).write_text(json.dumps({"format": FORMAT, "drafts": []}))
     with pytest.raises(InputError, match="is damaged: depth, draws, max_new_tokens"):
         Trace.load(tmp_path)
 

@@ -27,7 +27,7 @@ Anything with ``verify(tree, target) -> Verdict`` can be certified:
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cache, partial
 from itertools import chain, product
@@ -178,6 +178,7 @@ class EnumeratedDraft:
     chance: EnumeratedChance
     root: Context
     draft: int
+    known: list[Context] = field(default_factory=list)  # all frontier nodes so far
     batch = 1
     device = torch.device("cpu")
 
@@ -213,11 +214,9 @@ class EnumeratedDraft:
 
     def _contexts(self, frontier: Frontier) -> list[Context]:
         """Return the tokens up to each frontier node, and remember them as parents of later ones."""
-        new = [self.root]
-        if frontier.depth:
-            nodes = zip(frontier.parents[0].tolist(), frontier.tokens[0].tolist(), strict=True)
-            new = [(*self.known[parent], token) for parent, token in nodes]
-        self.known = [*(self.known if frontier.depth else ()), *new]  # all frontier nodes so far
+        nodes = zip(frontier.parents[0].tolist(), frontier.tokens[0].tolist(), strict=True)
+        new = [(*self.known[parent], token) for parent, token in nodes] if frontier.depth else [self.root]
+        self.known += new
         return new
 
 
@@ -234,7 +233,7 @@ class Choices(StrEnum):
 
 
 class AnyVerifier(Protocol):
-    """Anything that verifies a tree; it must take all its chance from ``target``."""
+    """Anything that verifies a tree; its only chance must be that of ``target``."""
 
     def verify(self, tree: TokenTree, target: TargetView) -> Verdict:
         """Decide the accepted path and the bonus token."""
@@ -300,7 +299,7 @@ def certify(
     seed: int = 0,
     progress: Callable[[list[Pair]], Iterable[Pair]] = iter,
 ) -> list[Certificate]:
-    """Certify pairs by exact enumeration; by default all that are sold as lossless, and the known mistakes.
+    """Certify pairs by exact enumeration; by default all that should be lossless, and the known mistakes.
 
     Args:
         pairs: what to certify.
@@ -395,8 +394,8 @@ def _distribution_by_steps(pair: Pair, models: RandomModels, tokens: int) -> np.
 def _distribution_with_noise(pair: Pair, models: RandomModels, tokens: int) -> np.ndarray:
     """Sum over the noise of every position, which fixes the target's choice in every context there.
 
-    Noise is one number u in [0, 1) per position, and a choice inverts the cumulative distribution at u, where the
-    engine takes an argmax over Gumbel numbers; either way all contexts share it, and drafts may know it.
+    Noise is one number u in [0, 1) per position, and a choice inverts the cumulative distribution at u.  The engine
+    takes an argmax over Gumbel numbers instead.  Either way all contexts share the noise, and drafts may know it.
     """
     distribution = _target(pair, models)
     distributions = [

@@ -209,8 +209,10 @@ class HitRates:
             probe.question = question = _FirstChoices()
             questions.append(question)
         chosen = self.decoder.generate(ids, seed=seed, **options).token_ids
-        asked = zip(self.probes, questions, strict=True)
-        return [{"draft": probe.name, **count_hits(question.everywhere(), chosen)} for probe, question in asked]
+        return [
+            {"draft": probe.name, **count_hits([answers.ranked.get(i, []) for i in range(answers.wanted)], chosen)}
+            for probe, answers in zip(self.probes, questions, strict=True)
+        ]
 
 
 def count_hits(ranked: Sequence[Sequence[int]], chosen: Sequence[int]) -> dict[str, Any]:
@@ -224,12 +226,8 @@ class _FirstChoices(Question):
 
     def __init__(self) -> None:
         super().__init__(rows=1)
-        self.ranked: dict[int, list[int]] = {}  # by position, the likeliest first
+        self.ranked: dict[int, list[int]] = {}  # by position, the likeliest first; none where the draft knew nothing
 
     def ask(self, source: Source, max_depth: int | None) -> None:
         growth = Expansion((TOP,)).grow(source, max_depth)
         self.ranked[self.position] = growth.tokens[0, growth.valid[0]].tolist()
-
-    def everywhere(self) -> list[list[int]]:
-        """Return them by position, nothing where the draft knew nothing."""
-        return [self.ranked.get(position, []) for position in range(self.wanted)]

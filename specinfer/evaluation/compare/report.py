@@ -48,7 +48,7 @@ def bootstrap(values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray])
 
 def _group(name: str, temperature: float, records: Sequence[Record]) -> dict[str, Any]:
     names = [method for method in records[0]["methods"] if all(method in record["methods"] for record in records)]
-    rows = {method: [record["methods"][method] for record in records] for method in names}
+    rows: dict[str, Rows] = {method: [record["methods"][method] for record in records] for method in names}
     methods = {method: _method(method, rows) for method in names}
     group: dict[str, Any] = {"set": name, "temperature": temperature, "prompts": len(records), "methods": methods}
     if {"tree", "sequence"} <= methods.keys():

@@ -5,6 +5,7 @@ Knows: what is compared with what, and in which order.  Does not know: files, ho
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from specinfer import loading
@@ -70,15 +71,14 @@ class Runner:
         """Note in each record how many ids autoregressive decoding shares, and the gap of the target's choice there."""
         if "autoregressive" not in ids:
             return
-        reference, gaps = ids["autoregressive"], {}
+        model, prompt, reference = self.decoder.target.model, self.ids[job], ids["autoregressive"]
+        gap = cache(lambda same: top2_gap(model, [*prompt, *reference[:same]]))
         for name, new in ids.items():
             if name not in OURS and job.temperature:  # transformers samples with other noise
                 continue
             same = records[name]["same_as_autoregressive"] = common_prefix(new, reference)
             if new != reference and not job.temperature:
-                if same not in gaps:
-                    gaps[same] = top2_gap(self.decoder.target.model, [*self.ids[job], *reference[:same]])
-                records[name]["gap"] = gaps[same]
+                records[name]["gap"] = gap(same)
 
     def _ready(self, jobs: Sequence[Job]) -> dict[float, dict[str, Method]]:
         """Return the methods that run, by temperature: built, and each tried once."""

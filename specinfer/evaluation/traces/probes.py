@@ -27,10 +27,6 @@ class ProbePlan(NamedTuple):
     top: int | None  # candidates and tokens of distributions; None = whole distributions
     draws: int
 
-    def kept(self, vocab_size: int) -> int:
-        """Return how many tokens of a distribution are recorded."""
-        return min(self.top or vocab_size, vocab_size)
-
 
 @dataclass(eq=False)
 class TextQuestion(Question):
@@ -54,13 +50,11 @@ class TextQuestion(Question):
         The last token that a row's budget allows is never drafted, so it is asked for nowhere.
         """
         ahead = [self.texts[row][self.position : self.budget - 1] for row in self.rows]
+        padded = [[-1, *tokens, *[0] * self.plan.depth] for tokens in ahead]  # the root comes first
         for level in range(min(self.levels(max_depth), max(map(len, ahead)))):
             asked = [index for index, tokens in enumerate(ahead) if level < len(tokens)]
-            last = (
-                [tokens[level - 1] if level <= len(tokens) else 0 for tokens in ahead] if level else [-1] * len(ahead)
-            )
             frontier = Frontier(
-                torch.tensor(last, device=source.device)[:, None],
+                torch.tensor([[row[level]] for row in padded], device=source.device),
                 torch.full((len(ahead), 1), level - 1, device=source.device),  # the one node of the level above
                 torch.tensor([[not level or index in asked] for index in range(len(ahead))], device=source.device),
                 level,

@@ -157,7 +157,8 @@ def _record(
     texts = [result.token_ids for result in results]
     distributions = [torch.stack(steps) for steps in writer.distributions]
 
-    kept, draws = (plan.kept(distributions[0].shape[1]), plan.draws) if temperature else (0, 0)
+    vocab_size = distributions[0].shape[1]
+    kept, draws = (min(plan.top or vocab_size, vocab_size), plan.draws) if temperature else (0, 0)
     probes, drafted, trees = [], [], []
     for draft in decoder.drafts:
         drafted.append([Drafted.blank(len(text), plan.depth, plan.top or TOP, kept, draws) for text in texts])
