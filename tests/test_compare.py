@@ -20,17 +20,9 @@ import specinfer.loading
 from specinfer import Chain, Comparison, ModelDraft, SpeculativeDecoder, TokenTree, check_model, cli, compare, merge
 from specinfer.errors import InputError, ModelError, SpecinferError
 from specinfer.evaluation.compare.files import RECORDS, SETTINGS, read_prompt_file
-from specinfer.evaluation.compare.methods import (
-    METHODS,
-    OURS,
-    HitRates,
-    OnePath,
-    build_methods,
-    common_prefix,
-    count_hits,
-    generation_options,
-)
+from specinfer.evaluation.compare.methods import METHODS, OURS, HitRates, OnePath, build_methods, count_hits
 from specinfer.evaluation.compare.report import bootstrap, summarise
+from specinfer.evaluation.compare.runner import common_prefix, generation_options
 from specinfer.evaluation.published import SPECINFER_TABLE_1
 from specinfer.loading import Loaded
 from specinfer.tree import Draw

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import typer
 
-from specinfer.cli import checks, evidence, measure, text, train
+from specinfer.cli import checks, evidence, text, train
+from specinfer.cli.measure import PRESETS, compare
 from specinfer.errors import SpecinferError
 
 app = typer.Typer(
@@ -24,7 +25,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "compile": checks.compile_passes,
     "check-model": checks.check_model,
     "certify": checks.certify,
-    "compare": measure.compare,
+    "compare": compare,
     "record": evidence.record,
     "replay": evidence.replay,
     "paper-tables": evidence.paper_tables,
@@ -32,7 +33,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 for _name, _command in COMMANDS.items():
     app.command(_name)(_command)
-app.command("bench", context_settings={"default_map": measure.PRESETS["bench"]})(measure.compare)
+app.command("bench", help="Run compare --preset bench.", context_settings={"default_map": PRESETS["bench"]})(compare)
 
 
 def main() -> None:

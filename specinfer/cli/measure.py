@@ -60,7 +60,12 @@ def compare(
     max_new_tokens: options.NewTokens = 64,
     count: options.Count = 5,
     split: options.Split = "dev",
-    hits: Annotated[bool, typer.Option(help="Count how often each draft ranks the target's choice high.")] = False,
+    hits: Annotated[
+        bool,
+        typer.Option(
+            help="Count how often each draft ranks the target's choice high.", show_default="no-hits; bench: hits"
+        ),
+    ] = False,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     report_only: Annotated[bool, typer.Option("--report", help="Run nothing: report what the folder holds.")] = False,

@@ -16,7 +16,6 @@ import torch
 from specinfer.adaptive.policy import Auto
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.drafts.language_model import ModelDraft
-from specinfer.engine.sampling import whole_distribution
 from specinfer.errors import InputError, SpecinferError, UnsupportedModel
 from specinfer.evaluation.probe import Probe, Question
 from specinfer.loading import Loaded, same_tokens
@@ -119,11 +118,6 @@ def _assistant(decoder: SpeculativeDecoder, assistant: Loaded | None) -> Any:
     return models[0]
 
 
-def generation_options(temperature: float, max_new_tokens: int) -> dict[str, Any]:
-    """Return options that mean the same distribution to every method."""
-    return {"max_new_tokens": max_new_tokens, **whole_distribution(temperature)}
-
-
 def _ours(decoder: SpeculativeDecoder) -> Method:
     """Return a method that times a decoder from the prompt's ids to the text."""
 
@@ -168,21 +162,6 @@ def _theirs(model: Any, **extra: Any) -> Method:
         return {"ids": new, "tokens": len(new), **counts, "seconds": {"total": total}}
 
     return run
-
-
-# ---- identity ----
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return how many tokens two texts share from their start."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-@torch.inference_mode()
-def top2_gap(model: Any, ids: Sequence[int]) -> float:
-    """Return the gap between the two largest logits after ``ids`` in a plain pass, in logits."""
-    first, second = model(input_ids=torch.tensor([list(ids)], device=model.device)).logits[0, -1].float().topk(2).values
-    return float(first - second)
 
 
 # ---- hit rates ----

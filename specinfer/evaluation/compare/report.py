@@ -53,7 +53,7 @@ def _group(name: str, temperature: float, records: Sequence[Record]) -> dict[str
     group: dict[str, Any] = {"set": name, "temperature": temperature, "prompts": len(records), "methods": methods}
     if {"tree", "sequence"} <= methods.keys():
         counts = np.stack([_counts(rows[method]) for method in ("tree", "sequence")], 1)  # (prompts, methods, 2)
-        group["tree_to_sequence"] = bootstrap(counts, lambda c: np.divide(*np.moveaxis(_tau(c), -1, 0)))
+        group["tree_to_sequence"] = bootstrap(counts, lambda c: np.divide(*np.moveaxis(ratio_of_sums(c), -1, 0)))
     if "hits" in records[0]:
         group["hits"] = [_hit_rates(drafts) for drafts in zip(*(r["hits"] for r in records), strict=True)]
     published = SPECINFER_TABLE_1.get(temperature, {}).get(name)
@@ -67,7 +67,7 @@ def _method(name: str, methods: dict[str, Rows]) -> dict[str, Any]:
     }
     ratios = {base: speeds[name] / speeds[base] for base in BASELINES if base in methods and base != name}
     figures: dict[str, Any] = {
-        "tokens_per_pass": bootstrap(counts, _tau),
+        "tokens_per_pass": bootstrap(counts, ratio_of_sums),
         "tokens_per_second": float(np.median(speeds[name])),
         "ratio": {base: bootstrap(ratio, lambda v: np.median(v, axis=-1)) for base, ratio in ratios.items()},
         "draft_passes_per_target_pass": _sum(rows, "draft_passes") / int(counts[:, 1].sum()),
@@ -76,7 +76,7 @@ def _method(name: str, methods: dict[str, Rows]) -> dict[str, Any]:
         ratio = ratios["autoregressive"]
         both = np.column_stack((counts, ratio))
         figures["worst_to_autoregressive"] = float(ratio.min())
-        figures["overhead"] = bootstrap(both, lambda b: _tau(b[..., :2]) / np.median(b[..., 2], axis=-1) - 1)
+        figures["overhead"] = bootstrap(both, lambda b: ratio_of_sums(b[..., :2]) / np.median(b[..., 2], axis=-1) - 1)
     if "same_as_autoregressive" in rows[0]:
         same = [row["same_as_autoregressive"] for row in rows]
         pairs = zip(same, rows, methods["autoregressive"], strict=True)
@@ -96,9 +96,9 @@ def _counts(rows: Rows) -> np.ndarray:
     return np.array([(row["tokens"], row["target_passes"]) for row in rows])
 
 
-def _tau(counts: np.ndarray) -> np.ndarray:
-    """Return tokens per target pass, (resamples, ...), of counts (resamples, prompts, ..., 2)."""
-    sums = counts.sum(1)
+def ratio_of_sums(pairs: np.ndarray) -> np.ndarray:
+    """Return the ratio of sums over prompts, (resamples, ...), of pairs (resamples, prompts, ..., 2)."""
+    sums = pairs.sum(1)
     return sums[..., 0] / sums[..., 1]
 
 

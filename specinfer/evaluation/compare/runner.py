@@ -8,19 +8,13 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import torch
+
 from specinfer import loading
 from specinfer.decoder import SpeculativeDecoder
+from specinfer.engine.sampling import whole_distribution
 from specinfer.errors import InputError
-from specinfer.evaluation.compare.methods import (
-    OURS,
-    THEIRS,
-    HitRates,
-    Method,
-    build_methods,
-    common_prefix,
-    generation_options,
-    top2_gap,
-)
+from specinfer.evaluation.compare.methods import OURS, THEIRS, HitRates, Method, build_methods
 from specinfer.evaluation.compare.plan import Job, Plan
 from specinfer.tree import BestFirst
 
@@ -119,3 +113,20 @@ class Runner:
             return self.decoder.open(job.prompt, max_new_tokens=self.plan.max_new_tokens, seed=0).rows[0].ids
         except InputError as error:
             raise InputError(f"prompt {job.id} of {job.set}: {error}") from error
+
+
+def generation_options(temperature: float, max_new_tokens: int) -> dict[str, Any]:
+    """Return options that mean the same distribution to every method."""
+    return {"max_new_tokens": max_new_tokens, **whole_distribution(temperature)}
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many tokens two texts share from their start."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@torch.inference_mode()
+def top2_gap(model: Any, ids: Sequence[int]) -> float:
+    """Return the gap between the two largest logits after ``ids`` in a plain pass, in logits."""
+    first, second = model(input_ids=torch.tensor([list(ids)], device=model.device)).logits[0, -1].float().topk(2).values
+    return float(first - second)

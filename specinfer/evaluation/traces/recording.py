@@ -10,7 +10,6 @@ drafts.  A probe asks its draft one question after every token, and proposes not
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +26,7 @@ from specinfer.engine.verify import ExactMatch, TargetView, Verdict
 from specinfer.errors import InputError, UnsupportedModel
 from specinfer.evaluation.probe import Probe
 from specinfer.evaluation.traces.probes import Candidates, Distributions, ProbePlan, Trees, distribution_arrays
-from specinfer.evaluation.traces.trace import (
-    FORMAT,
-    TOP,
-    Drafted,
-    Trace,
-    TraceText,
-    begin,
-    model_settings,
-    read_text,
-    write_text,
-)
+from specinfer.evaluation.traces.trace import TOP, Drafted, Trace, TraceText, resume, trace_settings, write_text
 from specinfer.prompts import Prompt
 from specinfer.tree import BestFirst, TokenTree
 
@@ -61,7 +50,7 @@ def record(
     """Let the decoder's target continue prompts, and record what its drafts would have proposed along the texts.
 
     A text position costs about ``3 * depth`` draft passes (a level of the tree, of the candidates, of the
-    distributions) and two target passes; of a batch all at once.  The decoder's own tree and verifier do not matter.
+    distributions) and two target passes.  A batch shares its passes.  The decoder's tree and verifier do not matter.
 
     Args:
         decoder: holds target, tokenizer and drafts.
@@ -71,8 +60,8 @@ def record(
         seed: of the first prompt; the next ones take the numbers after it.
         nodes: best-first trees of at most so many nodes can be replayed; 0 records none.
         depth: trees of at most so many levels can be replayed.
-        top: candidates kept per node along the text, and tokens per distribution: the widest level that can be
-            replayed.  None keeps whole distributions, and `TOP` candidates.
+        top: candidates kept per node along the text, and tokens kept per distribution.  No wider level can be replayed.
+            None keeps complete distributions, and `TOP` candidates.
         draws: draws per node that multi-step sampling can be replayed with; sampling only.
         batch: texts at a time.
         raw: feed strings without the chat template.
@@ -97,13 +86,9 @@ def record(
     checked_names("out", "" if out is None else out)
     _check(decoder, plan)
     rows = [(prompt, seed + number) for number, prompt in enumerate(decoder.read(prompts, raw).rows)]
-    settings = _settings(decoder, plan, new, temperature)
-    texts: dict[int, TraceText] = {}
+    settings = trace_settings(decoder, plan._asdict(), new, temperature)
     with locked(out):
-        if out is not None:
-            begin(Path(out), settings)
-            found = [read_text(Path(out), i, *row, settings, decoder.target.vocab_size) for i, row in enumerate(rows)]
-            texts = {number: text for number, text in enumerate(found) if text is not None}
+        texts = {} if out is None else resume(Path(out), settings, rows, decoder.target.vocab_size)
         left = [number for number in range(len(rows)) if number not in texts]
         batches = [left[i : i + batch] for i in range(0, len(left), batch)]
         for numbers in progress(batches, len(texts)):
@@ -113,21 +98,6 @@ def record(
                 if out is not None:
                     write_text(Path(out), number, text)
     return Trace(settings, tuple(texts[number] for number in range(len(rows))))
-
-
-def _settings(decoder: SpeculativeDecoder, plan: ProbePlan, new: int, temperature: float) -> dict[str, Any]:
-    """Return what all texts of a trace have in common."""
-    target = decoder.target
-    name = str(getattr(target.model.config, "_name_or_path", "")) or target.name
-    return {
-        "format": FORMAT,
-        "model": name.rstrip("/").split("/")[-1],
-        **model_settings(decoder),
-        **plan._asdict(),
-        "max_new_tokens": new,
-        "temperature": temperature,
-        "versions": {package: version(package) for package in ("specinfer", "torch", "transformers")},
-    }
 
 
 def _check(decoder: SpeculativeDecoder, plan: ProbePlan) -> None:

@@ -24,7 +24,7 @@ from specinfer.common.tables import interval
 from specinfer.common.values import checked_flag, plain
 from specinfer.engine.verify import ExactMatch, MultiStep, Verifier, chosen_verifier
 from specinfer.errors import InputError
-from specinfer.evaluation.compare.report import bootstrap
+from specinfer.evaluation.compare.report import bootstrap, ratio_of_sums
 from specinfer.evaluation.traces.acceptance import Floats, multi_step, naive, survival
 from specinfer.evaluation.traces.trace import Drafted, Trace, TraceText
 from specinfer.tree import BestFirst, Chain, Draw, Expansion, Policy, Sampled, TokenTree, merge
@@ -73,7 +73,7 @@ class Replay:
 
 def ratio(above: np.ndarray, below: np.ndarray) -> list[float]:
     """Return the ratio of two sums over texts, (texts,) each, and the bounds of its 95 % bootstrap interval."""
-    return bootstrap(np.stack([above, below], 1), lambda pairs: pairs[..., 0].sum(-1) / pairs[..., 1].sum(-1))
+    return bootstrap(np.stack([above, below], 1), ratio_of_sums)
 
 
 def replay(

@@ -13,8 +13,9 @@ A folder holds ``trace.json`` (settings, format) and one ``.safetensors`` file p
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from importlib.metadata import version
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -250,26 +251,34 @@ def begin(folder: Path, settings: Mapping[str, Any]) -> None:
     lock_settings(folder / SETTINGS, settings, "repeat those, or choose another folder", empty)
 
 
-def write_text(folder: Path, number: int, text: TraceText) -> None:
-    """Write one finished text."""
-    write_whole(folder / f"{number:05d}.safetensors", text.to_bytes())
-
-
-def read_text(
-    folder: Path, number: int, prompt_ids: list[int], seed: int, settings: Mapping[str, Any], vocab_size: int
-) -> TraceText | None:
-    """Return a finished text, None if it is not there.
+def resume(
+    folder: Path, settings: Mapping[str, Any], rows: Sequence[tuple[list[int], int]], vocab_size: int
+) -> dict[int, TraceText]:
+    """Begin or continue a folder of texts with these (prompt ids, seed); return number -> finished text.
 
     Raises:
-        InputError: it is damaged, or of another prompt or seed.
+        InputError: see `begin`; or a text is damaged, or of another prompt or seed.
     """
-    path = folder / f"{number:05d}.safetensors"
-    if not path.exists():
-        return None
-    text = TraceText.from_file(path, settings, vocab_size)
-    if (text.prompt_ids, text.seed) != (prompt_ids, seed):
-        raise InputError(f"{path} is of another prompt or seed: give the same prompts, or choose another folder")
-    return text
+    begin(folder, settings)
+    texts = {}
+    for number, row in enumerate(rows):
+        path = _text_path(folder, number)
+        if path.exists():
+            texts[number] = text = TraceText.from_file(path, settings, vocab_size)
+            if (text.prompt_ids, text.seed) != row:
+                raise InputError(
+                    f"{path} is of another prompt or seed: give the same prompts, or choose another folder"
+                )
+    return texts
+
+
+def write_text(folder: Path, number: int, text: TraceText) -> None:
+    """Write one finished text."""
+    write_whole(_text_path(folder, number), text.to_bytes())
+
+
+def _text_path(folder: Path, number: int) -> Path:
+    return folder / f"{number:05d}.safetensors"
 
 
 # ---- is it a complete trace? ----
@@ -312,7 +321,7 @@ def _drafted_columns(n: int, depth: int, top: int, kept: int | None, draws: int,
     }
 
 
-def _dtype(name: str) -> type[np.number[Any]]:
+def _dtype(name: str) -> Any:
     return np.int32 if name.endswith(("ids", "tokens", "first", "parents")) else np.float32
 
 
@@ -379,6 +388,23 @@ def check_models(folder: Path, settings: Mapping[str, Any], decoder: Speculative
                 f"{folder} is a trace of other models: its {what} is {json.dumps(settings.get(what))[:200]}, the "
                 f"decoder's {json.dumps(value)[:200]}"
             )
+
+
+def trace_settings(
+    decoder: SpeculativeDecoder, sizes: Mapping[str, Any], max_new_tokens: int, temperature: float
+) -> dict[str, Any]:
+    """Return what all texts of a trace have in common."""
+    target = decoder.target
+    name = str(getattr(target.model.config, "_name_or_path", "")) or target.name
+    return {
+        "format": FORMAT,
+        "model": name.rstrip("/").split("/")[-1],
+        **model_settings(decoder),
+        **sizes,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "versions": {package: version(package) for package in ("specinfer", "torch", "transformers")},
+    }
 
 
 def model_settings(decoder: SpeculativeDecoder) -> dict[str, Any]:
