@@ -811,8 +811,9 @@ def test_the_presets_name_options_and_bench_is_one(call, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     for name, defaults in cli.measure.PRESETS.items():
         assert defaults.keys() <= inspect.signature(cli.measure.compare).parameters.keys()
-        listed = [line for line in call("--preset", name, "--help")[1].splitlines() if "--" in line]
-        assert listed == [line for line in call("--help", command=name)[1].splitlines() if "--" in line]
+        shown = (call("--preset", name, "--help"), call("--help", command=name))
+        listed = [[line for line in out.splitlines() if "[default: " in line] for _, out, _ in shown]
+        assert listed[0] == listed[1] != []
     code, _, err = call("--out", "out", "--preset", "none")
     assert (code, "choose bench" in err) == (2, True)
 
