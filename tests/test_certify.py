@@ -17,7 +17,7 @@ EXACT, VISIBLE = 1e-12, 1e-3  # total variation: rounding in float64, and a bias
 
 
 def named(pairs):
-    return [pytest.param(pair, id=f"{pair.tree} | {pair.rule} | {len(pair.habits)}") for pair in pairs]
+    return [pytest.param(pair, id=f"{pair.tree} | {pair.rule} | {len(pair.behaviours)}") for pair in pairs]
 
 
 @pytest.mark.parametrize("pair", named(module.lossless_pairs()))
@@ -41,7 +41,7 @@ def test_power_every_mistake_is_seen_whatever_the_seed(pair, seed, vocabulary):
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_other_models_and_another_vocabulary_are_lossless_too(seed):
-    cheap = [pair for pair in module.lossless_pairs() if pair.policy.max_nodes < 5 and len(pair.habits) < 3]
+    cheap = [pair for pair in module.lossless_pairs() if pair.policy.max_nodes < 5 and len(pair.behaviours) < 3]
     for certificate in module.certify(cheap, vocabulary=3, seed=seed):
         assert certificate.total_variation <= EXACT, certificate
 

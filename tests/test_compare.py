@@ -19,18 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import specinfer.loading
 from specinfer import Chain, Comparison, ModelDraft, SpeculativeDecoder, TokenTree, check_model, cli, compare, merge
 from specinfer.errors import InputError, ModelError, SpecinferError
-from specinfer.evaluation.compare.files import RECORDS, SETTINGS, read_prompts
-from specinfer.evaluation.compare.methods import (
-    METHODS,
-    OURS,
-    HitRates,
-    OnePath,
-    build_methods,
-    common_prefix,
-    generation_options,
-    hits,
-)
+from specinfer.evaluation.compare.files import RECORDS, SETTINGS, read_prompt_file
+from specinfer.evaluation.compare.methods import METHODS, OURS, HitRates, OnePath, build_methods, count_hits
 from specinfer.evaluation.compare.report import bootstrap, summarise
+from specinfer.evaluation.compare.runner import common_prefix, generation_options
 from specinfer.evaluation.published import SPECINFER_TABLE_1
 from specinfer.loading import Loaded
 from specinfer.tree import Draw
@@ -338,7 +330,7 @@ def test_an_end_of_sequence_token_is_a_position(models):
 
 def test_hits_count_places():
     """First, third, absent; what has no choice is left out."""
-    found = hits([[7, 1, 2], [3, 4, 7], [1], [9]], [7, 7, 2])
+    found = count_hits([[7, 1, 2], [3, 4, 7], [1], [9]], [7, 7, 2])
     assert found == {"positions": 3, "hits": [1, 1, 2, 2, 2]}
 
 
@@ -725,7 +717,7 @@ def test_a_data_frame_has_a_row_per_set_temperature_and_method(monkeypatch):
     tree = frame[1]
     assert tree["tokens_per_pass"] == 40 / 25
     assert tree["tokens_per_pass_low"] <= tree["tokens_per_pass"] <= tree["tokens_per_pass_high"]
-    assert tree["ratio_incremental"] == 2
+    assert tree["ratio_autoregressive"] == 2
     assert tree["ms_per_token_total"] == pytest.approx(1000 * 3.5 / 40)
     assert all(isinstance(value, str | int | float) for row in frame for value in row.values())
     monkeypatch.setitem(sys.modules, "pandas", None)
@@ -798,18 +790,32 @@ def test_the_command_measures_and_reports(call, asked, files, tmp_path):
 
 
 def test_bench_is_compare_with_other_defaults(call, asked, files, tmp_path):
-    """All methods but those for GPUs, both temperatures, hit rates."""
+    """All methods but those for GPUs, both temperatures, hit rates; options that are given come first."""
     out = ["--out", tmp_path / "out"]
     options = ["--draft", "near", "--count", 1, "--max-new-tokens", NEW, *out]
-    table = call("--prompts", files[0], *options, command="bench")[1]
+    table = call("--prompts", files[0], *options, "--preset", "bench")[1]
     words = ("code, T = 0, 1 prompts", "code, T = 1, 1 prompts", "x generate", "overhead", "verify", "top 5", "near")
     assert [word for word in (*words, *FIXED, "auto") if word not in table] == []
     figures = json.loads(call(*out, "--report", "--json", command="bench")[1])
+    assert (figures["settings"]["max_new_tokens"], figures["settings"]["count"]) == (NEW, 1)
     assert figures["settings"]["methods"] == [name for name in METHODS if name != "graphs"]
     assert figures["skipped"] == {"one-draft": "there is one draft only: the method tree is that"}
     assert [group["temperature"] for group in figures["groups"]] == [0, 1]
     assert "hits" in figures["groups"][0]
     assert figures["settings"]["nodes"] == 32
+
+
+def test_the_presets_name_options_and_bench_is_one(call, monkeypatch):
+    """Every name is an option's; the command `bench` shows the same defaults as the preset."""
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("NO_COLOR", "1")
+    for name, defaults in cli.measure.PRESETS.items():
+        assert defaults.keys() <= inspect.signature(cli.measure.compare).parameters.keys()
+        shown = (call("--preset", name, "--help"), call("--help", command=name))
+        listed = [[line for line in out.splitlines() if "[default: " in line] for _, out, _ in shown]
+        assert listed[0] == listed[1] != []
+    code, _, err = call("--out", "out", "--preset", "none")
+    assert (code, "choose bench" in err) == (2, True)
 
 
 def test_the_command_has_the_functions_defaults():
@@ -887,13 +893,13 @@ def test_a_prompt_may_hold_any_line_end(tmp_path):
     """Rows end at newlines and nowhere else."""
     path = tmp_path / "set.jsonl"
     path.write_bytes('{"prompt": "a\u2028b"}\r\n{"prompt": "c"}'.encode())
-    assert read_prompts(path, "dev") == [("1", "a\u2028b"), ("2", "c")]
+    assert read_prompt_file(path, "dev") == [("1", "a\u2028b"), ("2", "c")]
 
 
 def test_rows_without_a_split_are_always_taken(files):
     """A set without splits has only prompts to measure."""
-    assert read_prompts(files[0], "train") == [("b", "never")]
-    assert len(read_prompts(files[1], "train")) == 3
+    assert read_prompt_file(files[0], "train") == [("b", "never")]
+    assert len(read_prompt_file(files[1], "train")) == 3
 
 
 @pytest.mark.parametrize("command", ["compare", "bench"])
@@ -906,7 +912,7 @@ def test_the_help_names_every_method_and_option(call, monkeypatch, command):
     assert all(name in out for name in METHODS)
     listed = set(re.findall(r"^\W*(--[a-z][a-z-]*)", re.sub(r"\x1b\[[0-9;]*m", "", out), re.MULTILINE)) - {"--help"}
     promised = (
-        "out prompts prompt target draft assistant count split max-new-tokens temperature methods nodes depth hits "
-        "dtype device report json"
+        "out preset prompts prompt target draft assistant count split max-new-tokens temperature methods nodes depth "
+        "hits dtype device report json"
     )
     assert listed == {f"--{name}" for name in promised.split()}

@@ -33,14 +33,14 @@ from specinfer import (
 )
 from specinfer.common.files import locked
 from specinfer.errors import InputError, PairingError
-from specinfer.evaluation.certification import Pair, RandomModels, View, _emitted, _target, _trees, outcomes
-from specinfer.evaluation.traces import Costs, Text, calibration, cost_model, hits, measured, oracle
+from specinfer.evaluation.certification import EnumeratedTarget, Pair, RandomModels, _emitted, _target, _trees, outcomes
+from specinfer.evaluation.traces import Costs, TraceText, calibration, cost_model, hits, measured, oracle
 from specinfer.evaluation.traces.acceptance import accepted_without_replacement, expected_tests
 from specinfer.evaluation.traces.costs import expected_tokens
 from specinfer.evaluation.traces.paper import RULES, WIDTHS, expansion
 from specinfer.evaluation.traces.probes import ProbePlan, Trees
-from specinfer.evaluation.traces.replaying import _best_first, _sampled, _visits
-from specinfer.evaluation.traces.trace import SETTINGS, Drafted, begin
+from specinfer.evaluation.traces.replaying import _sampled, _tree, _visits
+from specinfer.evaluation.traces.trace import FORMAT, SETTINGS, Drafted, begin
 from specinfer.loading import Loaded
 
 PROMPTS = ALL_PROMPTS[:3]
@@ -114,12 +114,12 @@ def test_one_recorded_tree_holds_every_smaller_one(seed):
     for row in range(rows):
         names = [field.name for field in fields(Drafted)]
         drafted = Drafted(**dict.fromkeys(names, np.zeros(0)) | question.arrays(row))
-        text = SimpleNamespace(root=lambda place: 0)
+        text = SimpleNamespace(root=lambda place: 0, drafted=[drafted])
         for n in range(1, nodes + 1):
             for d in range(1, depth + 1):
                 policy = BestFirst(n, d)
                 (grown,) = policy.grow(TableSource(table[row : row + 1])).trees([0])
-                assert _best_first(text, drafted, 0, 0, policy, d) == grown
+                assert _tree(text, 0, 0, policy, d, True) == grown
 
 
 def test_a_pool_and_the_candidates_along_the_text_agree():
@@ -183,7 +183,9 @@ def enumerated(pair, models, tokens):
         if room == 0:
             return {(): (1.0, 0.0)}
         for weight, tree in _trees(pair, models, context, room - 1):
-            for chance, emitted in outcomes(lambda c, tree=tree: _emitted(pair, View(distribution, context, tree, c))):
+            for chance, emitted in outcomes(
+                lambda c, tree=tree: _emitted(pair, EnumeratedTarget(distribution, context, tree, c))
+            ):
                 for tail, (p, steps) in rest(context + emitted[:room]).items():
                     text = emitted[:room] + tail
                     before = found.get(text, (0.0, 0.0))
@@ -193,7 +195,7 @@ def enumerated(pair, models, tokens):
     return rest(())
 
 
-@pytest.mark.parametrize("expansion", [(1, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize("widths", [(1, 1), (2, 2), (3, 1)])
 @pytest.mark.parametrize("rule", ["MSS", "naive", "without replacement"])
 def test_expected_steps_are_those_of_the_enumeration(rule, widths):
     """For every text of three tokens: the verifier's steps, averaged over its chance, given that it wrote this text."""
@@ -219,7 +221,7 @@ def test_expected_steps_are_those_of_the_enumeration(rule, widths):
                     columns[name][place, level] = value
         nothing = dict.fromkeys([field.name for field in fields(Drafted)], np.zeros(0))
         p = np.array([models.distribution(0, text[:i])[token] for i, token in enumerate(text)])
-        written = Text([0], list(text), 0, np.zeros(0), np.zeros(0), p, (Drafted(**nothing | columns),))
+        written = TraceText([0], list(text), 0, np.zeros(0), np.zeros(0), p, (Drafted(**nothing | columns),))
         found = _visits(_sampled(written, pair.policy, pair.verifier, 0)).sum()
         assert found == pytest.approx(steps / probability, abs=1e-9 if replacement else 0.03)
 
@@ -551,7 +553,7 @@ def test_drafts_of_one_name_are_told_apart_by_place(run, tmp_path):
     code, out, err = run("replay", tmp_path, "--tree", "best-first")
     assert (code, err, out.count("draft, draft")) == (0, "", 1 + 2 * 3)  # the trace; replays and oracles of 4, 8, 16
     code, _, err = run("replay", tmp_path, "--draft", "draft")
-    assert (code, "by its place, from 0" in err) == (2, True)
+    assert (code, "by its index, from 0" in err) == (2, True)
     told = [
         json.loads(run("replay", tmp_path, "--json", *options)[1])["drafts"]
         for options in (["--draft", 1], ["--draft", 1, "--draft", 1], [])
@@ -561,7 +563,7 @@ def test_drafts_of_one_name_are_told_apart_by_place(run, tmp_path):
 
 def test_a_trace_that_lacks_settings_is_refused(tmp_path):
     trace_of().save(tmp_path)
-    (tmp_path / SETTINGS).write_text('{"format": 1, "drafts": []}')
+    (tmp_path / SETTINGS).write_text(json.dumps({"format": FORMAT, "drafts": []}))
     with pytest.raises(InputError, match="is damaged: depth, draws, max_new_tokens"):
         Trace.load(tmp_path)
 

@@ -7,6 +7,7 @@ Does not know: prompts, options, decoding.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from specinfer.errors import InputError
 
 if TYPE_CHECKING:
     pass
+
+Progress = Callable[[list[Any], int], Iterable[Any]]  # (work left, number done) -> the work, one by one
 
 
 def plain(value: Any) -> Any:

@@ -1,22 +1,21 @@
 """Certificates: the exact distribution of what speculative decoding emits, by enumeration, against the target's own.
 
-Knows: policies, `merge` and verifiers, the very objects the engine uses, and made-up models of a few tokens.
-Does not know: real models, logits, caches, random numbers.  That the engine hands a verifier the right distributions
-and fair coins is not certified here but tested where it is done: in `row`, `draft` and `attention`.
+Knows: policies, `merge` and verifiers, the same objects that the engine uses; made-up models of a few tokens.
+Does not know: real models, logits, caches, random numbers.  Certificates do not show that the engine hands a verifier
+the right distributions and fair coins: tests do, of `engine.target_view`, `engine.sampling` and `attention`.
 
-How: nothing random happens.  Whatever draws, tosses or chooses asks a `Chance`, and a run is replayed once
-for every sequence of answers, in depth-first order, each with its exact probability in float64.  The distribution is
-joint over several tokens, so that a dependence between steps shows; trees grow no deeper than
-`loop.propose` lets them.
+How: nothing random happens.  Whatever draws, tosses or chooses asks an `EnumeratedChance`.  A run is repeated for every
+sequence of answers, in depth-first order, each with its exact probability in float64.  The distribution is joint over
+several tokens, so that a dependence between steps shows.  Trees grow no deeper than `loop.propose` lets them.
 
-What is lossless, and why: arXiv 2211.17192 and 2302.01318 (chains), 2305.09781 (SpecInfer: i.i.d. draws,
-naive sampling), 2402.12374 (Sequoia: without replacement), 2408.07978 (coupled sampling).  The broken pairs
-are mistakes that were made in earnest; they show that the enumeration has the power to notice.
+What is lossless, and why: arXiv 2211.17192 and 2302.01318 (chains), 2305.09781 (SpecInfer: i.i.d. draws, naive
+sampling), 2402.12374 (Sequoia: without replacement), 2408.07978 (coupled sampling).  The broken pairs are mistakes that
+somebody really made.  They show that the enumeration has the power to notice.
 
 Anything with ``verify(tree, target) -> Verdict`` can be certified:
 
     >>> from specinfer import Sampled, certify_verifier
-    >>> from specinfer.verify import Verdict
+    >>> from specinfer.engine.verify import Verdict
     >>> class AcceptLikely:
     ...     def verify(self, tree, target):
     ...         for child in tree.children(0):
@@ -45,7 +44,7 @@ from specinfer.tree import BestFirst, Chain, Draw, Expansion, Frontier, Policy, 
 
 EXACT = 1e-12  # total variation that rounding in float64 may cause
 BROKEN = 1e-3  # total variation that a mistake must exceed to be seen
-MODELS = 6  # made-up targets and drafts that a verifier of one's own is tried on: one alone may hide its mistake
+MODELS = 6  # made-up targets and drafts that a user's verifier is tried on: one alone may hide its mistake
 
 _ELSEWHERE = (
     "a replayed run asked other questions than before, so its probabilities mean nothing: it must take all "
@@ -59,66 +58,54 @@ Result = TypeVar("Result")
 # --- Enumeration ---
 
 
-class Chance:
-    """Answers questions as a script says, and beyond its end by the first option."""
+class EnumeratedChance:
+    """Answers random questions as a script says, and beyond its end by the first option."""
 
-    def __init__(self, script: Sequence[int] = ()) -> None:
+    def __init__(self, script: tuple[int, ...] = ()) -> None:
         self.script = script
-        self.answers: list[tuple[int, int]] = []  # (option taken, number of options) of each question
+        self.answers: list[int] = []  # the option taken at each question
         self.probability = 1.0  # of all answers so far
+        self.others: list[tuple[int, ...]] = []  # scripts of the options not taken, the first ones last
 
     def choose(self, weights: Probabilities) -> int:
         """Return an index, each with probability proportional to its weight; weight 0 is no option."""
         options = weights.nonzero()[0]
         turn = len(self.answers)
+        if turn >= len(self.script):
+            self.others += [(*self.answers, option) for option in range(len(options) - 1, 0, -1)]
         taken = self.script[turn] if turn < len(self.script) else 0
         if taken >= len(options):
             raise InputError(_ELSEWHERE)
-        self.answers.append((taken, len(options)))
+        self.answers.append(taken)
         self.probability *= float(weights[options[taken]] / weights.sum())
         return int(options[taken])
 
-    def successor(self) -> list[int] | None:
-        """Return the next script in depth-first order, None after the last."""
-        script = list(self.answers)
-        while script and script[-1][0] + 1 == script[-1][1]:
-            script.pop()
-        return [*(taken for taken, _ in script[:-1]), script[-1][0] + 1] if script else None
 
-
-def outcomes(run: Callable[[Chance], Result]) -> Iterator[tuple[float, Result]]:
+def outcomes(run: Callable[[EnumeratedChance], Result]) -> Iterator[tuple[float, Result]]:
     """Yield every result of a run with its probability; the run's only chance is its argument.
 
     Raises:
         InputError: the run took chance from elsewhere.
     """
-    script: list[int] | None = []
-    while script is not None:
-        chance = Chance(script)
+    scripts: list[tuple[int, ...]] = [()]
+    while scripts:
+        chance = EnumeratedChance(scripts.pop())
         result = run(chance)
-        if len(chance.answers) < len(script):
+        if len(chance.answers) < len(chance.script):
             raise InputError(_ELSEWHERE)
         yield chance.probability, result
-        script = chance.successor()
+        scripts += chance.others
 
 
 # --- Models, and the drafts' behaviour ---
 
 
-class Models(Protocol):
-    """A target (model 0) and drafts (models 1, 2, ...) over a small vocabulary."""
-
-    vocabulary: int
-
-    def distribution(self, model: int, context: Context) -> Probabilities:
-        """Return a model's distribution of the next token, float64 (V,)."""
-
-
 class RandomModels:
-    """Models with a random distribution for every context: most of full support, some with zeros, some one-hot.
+    """A target (model 0) and drafts (models 1, 2, ...) with a random distribution for every context.
 
-    Where every text begins, however, each draft underrates all tokens but one of its own.  A rejection then
-    leaves V - 1 tokens in the residual, and every mistake below shows whatever the seed.
+    Most have full support, some have zeros, some are one-hot.  Where a text begins, however, each draft underrates all
+    tokens but one, another one per draft.  A rejection then leaves V - 1 tokens in the residual, and every mistake
+    below shows whatever the seed.
     """
 
     def __init__(self, vocabulary: int, seed: int) -> None:
@@ -126,6 +113,7 @@ class RandomModels:
         self.distribution = cache(self._distribution)
 
     def _distribution(self, model: int, context: Context) -> Probabilities:
+        """Return a model's distribution of the next token, float64 (V,)."""
         chance = np.random.default_rng([self.seed, model, len(context), *context])
         weights = chance.exponential(size=self.vocabulary)
         if context:
@@ -139,9 +127,9 @@ class RandomModels:
         return weights / weights.sum()
 
 
-# How a draft behaves: from the distribution q that it claims (of what is left to draw) and the target's choice to the
-# weights that it really ranks by or draws from.
-Habit = Callable[[Probabilities, int], Probabilities]
+# How a draft behaves: (the distribution q that it claims, of what is left to draw; the target's choice) -> the weights
+# that it really ranks by or draws from
+Behaviour = Callable[[Probabilities, int], Probabilities]
 UNKNOWN = -1  # a choice that a draft cannot know
 
 
@@ -182,30 +170,34 @@ def peeks(q: Probabilities, choice: int) -> Probabilities:
 
 @dataclass
 class EnumeratedDraft:
-    """One draft below one context: a `Source` that takes its draws from a `Chance`."""
+    """One draft below one context: a `Source` that takes its draws from an `EnumeratedChance`."""
 
-    distribution: Callable[[Context], Probabilities]
-    habit: Habit
+    models: RandomModels
+    behaviour: Behaviour
     choice: Callable[[Context], int]
-    chance: Chance
+    chance: EnumeratedChance
     root: Context
-    draft: int = 0
-    batch: int = 1
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    sent: list[Context] = field(default_factory=list)  # all frontier nodes so far
+    draft: int
+    known: list[Context] = field(default_factory=list)  # all frontier nodes so far
+    batch = 1
+    device = torch.device("cpu")
+
+    def distribution(self, context: Context) -> Probabilities:
+        """Return the distribution that the draft claims, float64 (V,)."""
+        return self.models.distribution(1 + self.draft, context)
 
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
-        """Rank the vocabulary by habit; both (1, W, min(k, V))."""
+        """Rank the vocabulary by what the draft really does; both (1, W, min(k, V))."""
         tokens, values = [], []
         for context in self._contexts(frontier):
-            weights = self.habit(self.distribution(context), self.choice(context))
+            weights = self.behaviour(self.distribution(context), self.choice(context))
             ranking = np.argsort(-weights, kind="stable")[:k]
             tokens.append(ranking)
             values.append(weights[ranking] / max(weights.sum(), 1e-300))
         return torch.from_numpy(np.array([tokens])), torch.from_numpy(np.array([values])).log()
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw by habit; tokens and log-probabilities (1, W, k), the distributions that are claimed (1, W, V)."""
+        """Draw as the draft really does; tokens and log-probabilities (1, W, k), and what it claims (1, W, V)."""
         contexts = self._contexts(frontier)
         distributions = np.array([self.distribution(context) for context in contexts])
         tokens, values = np.zeros((len(distributions), k), np.int64), np.zeros((len(distributions), k))
@@ -213,7 +205,7 @@ class EnumeratedDraft:
             left = distributions[node] * valid
             for turn in range(k):
                 if left.any():
-                    weights = self.habit(left / left.sum(), self.choice(contexts[node]))
+                    weights = self.behaviour(left / left.sum(), self.choice(contexts[node]))
                     tokens[node, turn] = token = self.chance.choose(weights)
                     values[node, turn] = distributions[node, token]
                     left[token] *= replacement
@@ -222,12 +214,9 @@ class EnumeratedDraft:
 
     def _contexts(self, frontier: Frontier) -> list[Context]:
         """Return the tokens up to each frontier node, and remember them as parents of later ones."""
-        if frontier.depth == 0:
-            self.sent = [self.root]
-            return self.sent
         nodes = zip(frontier.parents[0].tolist(), frontier.tokens[0].tolist(), strict=True)
-        new = [(*self.sent[parent], token) for parent, token in nodes]
-        self.sent = self.sent + new
+        new = [(*self.known[parent], token) for parent, token in nodes] if frontier.depth else [self.root]
+        self.known += new
         return new
 
 
@@ -244,7 +233,7 @@ class Choices(StrEnum):
 
 
 class AnyVerifier(Protocol):
-    """Anything that verifies a tree; it must take all its chance from ``target``."""
+    """Anything that verifies a tree; its only chance must be that of ``target``."""
 
     def verify(self, tree: TokenTree, target: TargetView) -> Verdict:
         """Decide the accepted path and the bonus token."""
@@ -256,7 +245,7 @@ class Pair:
 
     policy: Policy
     verifier: AnyVerifier
-    habits: tuple[Habit, ...] = (honest,)  # one per draft
+    behaviours: tuple[Behaviour, ...] = (honest,)  # one per draft
     choices: Choices = Choices.SAMPLING
     edit: Callable[[TokenTree], TokenTree] | None = None  # what is done to the merged tree
     expected_lossless: bool = True
@@ -265,9 +254,9 @@ class Pair:
     @property
     def tree(self) -> str:
         """How trees grow, in words."""
-        habits = dict.fromkeys(habit.__name__ for habit in self.habits if habit is not honest)
+        behaviours = dict.fromkeys(behaviour.__name__ for behaviour in self.behaviours if behaviour is not honest)
         edit = [self.edit.__name__.replace("_", " ")] if self.edit else []
-        return ", ".join([str(self.policy), *(f"draft {habit}" for habit in habits), *edit])
+        return ", ".join([str(self.policy), *(f"draft {behaviour}" for behaviour in behaviours), *edit])
 
     @property
     def rule(self) -> str:
@@ -310,7 +299,7 @@ def certify(
     seed: int = 0,
     progress: Callable[[list[Pair]], Iterable[Pair]] = iter,
 ) -> list[Certificate]:
-    """Certify pairs by exact enumeration; by default all that are sold as lossless, and the known mistakes.
+    """Certify pairs by exact enumeration; by default all that should be lossless, and the known mistakes.
 
     Args:
         pairs: what to certify.
@@ -335,7 +324,7 @@ def certify_verifier(
     tokens: int = 3,
     seed: int = 0,
 ) -> Certificate:
-    """Certify a verifier of your own on the trees of a policy: see the example at the top of this module.
+    """Certify your own verifier on the trees of a policy: see the example at the top of this module.
 
     Args:
         verifier: has ``verify(tree, target) -> Verdict`` and takes all its chance from ``target``.
@@ -348,12 +337,12 @@ def certify_verifier(
         InputError: the verifier took chance from elsewhere, and that was noticed.
     """
     pair = Pair(policy, verifier, (honest,) * drafts)
-    found = (_certificate(pair, RandomModels(vocabulary, own), tokens) for own in range(seed, seed + MODELS))
+    found = [_certificate(pair, RandomModels(vocabulary, model), tokens) for model in range(seed, seed + MODELS)]
     return max(found, key=lambda certificate: certificate.total_variation)
 
 
-def _certificate(pair: Pair, models: Models, tokens: int) -> Certificate:
-    drafts, vocabulary = len(pair.habits), models.vocabulary
+def _certificate(pair: Pair, models: RandomModels, tokens: int) -> Certificate:
+    drafts, vocabulary = len(pair.behaviours), models.vocabulary
     distance = total_variation(output_distribution(pair, models, tokens), target_distribution(pair, models, tokens))
     return Certificate(pair.tree, pair.rule, drafts, vocabulary, tokens, distance, pair.expected_lossless)
 
@@ -366,7 +355,7 @@ def total_variation(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.abs(one - other).sum()) / 2
 
 
-def target_distribution(pair: Pair, models: Models, tokens: int) -> np.ndarray:
+def target_distribution(pair: Pair, models: RandomModels, tokens: int) -> np.ndarray:
     """Return the target's own distribution of the first tokens, float64 (V,) * tokens."""
     distribution = _target(pair, models)
     shape = (models.vocabulary,) * tokens
@@ -374,45 +363,47 @@ def target_distribution(pair: Pair, models: Models, tokens: int) -> np.ndarray:
     return np.array(table).reshape(shape)
 
 
-def output_distribution(pair: Pair, models: Models, tokens: int) -> np.ndarray:
+def output_distribution(pair: Pair, models: RandomModels, tokens: int) -> np.ndarray:
     """Return the distribution of the first tokens that a pair emits, float64 (V,) * tokens."""
     if pair.choices in (Choices.COUPLED, Choices.REUSED):
         return _distribution_with_noise(pair, models, tokens)
     return _distribution_by_steps(pair, models, tokens)
 
 
-def _distribution_by_steps(pair: Pair, models: Models, tokens: int) -> np.ndarray:
+def _distribution_by_steps(pair: Pair, models: RandomModels, tokens: int) -> np.ndarray:
     """Sum over the outcomes of a decode step, each followed by the distribution of what comes after it."""
     distribution = _target(pair, models)
 
-    def step(context: Context, tree: TokenTree, chance: Chance) -> Context:
+    def step(context: Context, tree: TokenTree, chance: EnumeratedChance) -> Context:
         return _emitted(pair, EnumeratedTarget(distribution, context, tree, chance))
 
     @cache
     def rest(context: Context) -> np.ndarray:
-        room = tokens - len(context)
-        if room == 0:
+        left = tokens - len(context)
+        if left == 0:
             return np.ones(())
-        table = np.zeros((models.vocabulary,) * room)
-        for weight, tree in _trees(pair, models, context, room - 1):
+        table = np.zeros((models.vocabulary,) * left)
+        for weight, tree in _trees(pair, models, context, left - 1):
             for probability, emitted in outcomes(partial(step, context, tree)):
-                table[emitted[:room]] += weight * probability * rest(context + emitted[:room])
+                table[emitted[:left]] += weight * probability * rest(context + emitted[:left])
         return table
 
     return rest(())
 
 
-def _distribution_with_noise(pair: Pair, models: Models, tokens: int) -> np.ndarray:
+def _distribution_with_noise(pair: Pair, models: RandomModels, tokens: int) -> np.ndarray:
     """Sum over the noise of every position, which fixes the target's choice in every context there.
 
-    Noise is one number u in [0, 1) per position, and a choice inverts the cumulative distribution at u, where the
-    engine takes an argmax over Gumbel numbers; either way all contexts share it, and drafts may know it.
+    Noise is one number u in [0, 1) per position, and a choice inverts the cumulative distribution at u.  The engine
+    takes an argmax over Gumbel numbers instead.  Either way all contexts share the noise, and drafts may know it.
     """
     distribution = _target(pair, models)
     distributions = [
         [distribution(text) for text in product(range(models.vocabulary), repeat=n)] for n in range(tokens)
     ]
-    reused, intervals = _intervals(chain.from_iterable(distributions)), [_intervals(own) for own in distributions]
+    intervals = list(map(_intervals, distributions))
+    if pair.choices is Choices.REUSED:
+        intervals = [_intervals(list(chain.from_iterable(distributions)))]
 
     def choose(noise: Sequence[float], context: Context) -> int:
         p = distribution(context)
@@ -423,16 +414,14 @@ def _distribution_with_noise(pair: Pair, models: Models, tokens: int) -> np.ndar
         ((_, tree),) = _trees(pair, models, context, tokens - len(context) - 1, partial(choose, noise))
         return tree
 
-    def generate(chance: Chance) -> Context:
-        if pair.choices is Choices.REUSED:
-            noise = [reused[0][chance.choose(reused[1])]] * tokens
-        else:
-            noise = [middles[chance.choose(lengths)] for middles, lengths in intervals]
+    def generate(chance: EnumeratedChance) -> Context:
+        noise = [middles[chance.choose(lengths)] for middles, lengths in intervals]
+        noise *= tokens // len(noise)  # one number for all positions, if it is reused
         context: Context = ()
         while (start := len(context)) < tokens:
-            spanned = (0.0,) * start + tuple(noise[start:-1])  # all that the tree depends on
-            view = EnumeratedTarget(distribution, context, tree_for(context, spanned), chance, partial(choose, noise))
-            context += _emitted(pair, view)
+            tree = tree_for(context, (0.0,) * start + tuple(noise[start:-1]))  # all that the tree depends on
+            target = EnumeratedTarget(distribution, context, tree, chance, partial(choose, noise))
+            context += _emitted(pair, target)
         return context[:tokens]
 
     table = np.zeros((models.vocabulary,) * tokens)
@@ -441,15 +430,13 @@ def _distribution_with_noise(pair: Pair, models: Models, tokens: int) -> np.ndar
     return table
 
 
-def _intervals(distributions: Iterable[Probabilities]) -> tuple[list[float], Probabilities]:
+def _intervals(distributions: Sequence[Probabilities]) -> tuple[list[float], Probabilities]:
     """Return the middles and lengths of the intervals of [0, 1] in which u changes the choice of no distribution."""
-    ends = np.unique(
-        np.concatenate([[0.0, 1.0], *(distribution.cumsum().clip(max=1.0) for distribution in distributions)])
-    )
+    ends = np.unique([0.0, 1.0, *np.cumsum(distributions, axis=1).clip(max=1.0).flat])
     return ((ends[:-1] + ends[1:]) / 2).tolist(), np.diff(ends)
 
 
-def _target(pair: Pair, models: Models) -> Callable[[Context], Probabilities]:
+def _target(pair: Pair, models: RandomModels) -> Callable[[Context], Probabilities]:
     """Return the distribution that the pair should emit: the target's, or a point mass on its argmax."""
     if pair.choices is Choices.GREEDY:
         return lambda context: np.eye(models.vocabulary)[models.distribution(0, context).argmax()]
@@ -458,7 +445,7 @@ def _target(pair: Pair, models: Models) -> Callable[[Context], Probabilities]:
 
 def _trees(
     pair: Pair,
-    models: Models,
+    models: RandomModels,
     context: Context,
     max_depth: int,
     choice: Callable[[Context], int] = lambda context: UNKNOWN,
@@ -466,51 +453,48 @@ def _trees(
     """Yield every tree that may be proposed after a context, with its probability: see `loop.propose`."""
     root = context[-1] if context else 0
 
-    def grown(draft: int, habit: Habit) -> list[tuple[float, TokenTree]]:
-        def grow(chance: Chance) -> TokenTree:
-            source = EnumeratedDraft(
-                lambda text: models.distribution(1 + draft, text), habit, choice, chance, context, draft
-            )
-            return pair.policy.grow(source, max_depth).trees([root], draft)[0]
+    def grow(draft: int, chance: EnumeratedChance) -> TokenTree:
+        source = EnumeratedDraft(models, pair.behaviours[draft], choice, chance, context, draft)
+        return pair.policy.grow(source, max_depth).trees([root], draft)[0]
 
-        return list(outcomes(grow))
-
-    for proposals in product(*(grown(draft, habit) for draft, habit in enumerate(pair.habits))):
+    for proposals in product(*(outcomes(partial(grow, draft)) for draft in range(len(pair.behaviours)))):
         (tree,) = pair.policy.fit([merge([tree for _, tree in proposals])])
         yield prod(weight for weight, _ in proposals), pair.edit(tree) if pair.edit else tree
 
 
+@dataclass
 class EnumeratedTarget:
-    """A `TargetView` that takes its chance from a `Chance`, and its choices from noise if there is any."""
+    """A `TargetView` that takes its chance from an `EnumeratedChance`, and its choices from noise if there is any."""
 
-    def __init__(
-        self,
-        distribution: Callable[[Context], Probabilities],
-        context: Context,
-        tree: TokenTree,
-        chance: Chance,
-        choice: Callable[[Context], int] | None = None,
-    ) -> None:
-        self.tree, self.chance, self.draw = tree, chance, chance.choose
-        self._distribution, self._context = distribution, context
-        self._choice = cache(choice or (lambda text: chance.choose(distribution(text))))  # the same whenever asked
+    target: Callable[[Context], Probabilities]
+    context: Context
+    tree: TokenTree
+    chance: EnumeratedChance
+    chosen: Callable[[Context], int] | None = None
+
+    def __post_init__(self) -> None:
+        self.draw = self.chance.choose
+        self._chosen = cache(
+            self.chosen or (lambda context: self.draw(self.target(context)))
+        )  # the same whenever asked
 
     def distribution(self, node: int) -> Probabilities:
         """Return the target's distribution after a node."""
-        return self._distribution((*self._context, *self.tree.path(node)))
+        return self.target((*self.context, *self.tree.path(node)))
 
     def choice(self, node: int) -> int:
         """Return the target's choice after a node."""
-        return self._choice((*self._context, *self.tree.path(node)))
+        return self._chosen((*self.context, *self.tree.path(node)))
 
     def accepts(self, probability: float) -> bool:
         """Toss a coin."""
         return self.chance.choose(np.array([1.0 - probability, probability])) == 1
 
 
-def _emitted(pair: Pair, view: EnumeratedTarget) -> Context:
-    verdict = pair.verifier.verify(view.tree, view)
-    return (*view.tree.tokens[list(verdict.path)].tolist(), verdict.token)
+def _emitted(pair: Pair, target: EnumeratedTarget) -> Context:
+    """Return the tokens that one verified tree emits."""
+    verdict = pair.verifier.verify(target.tree, target)
+    return (*target.tree.tokens[list(verdict.path)].tolist(), verdict.token)
 
 
 # --- What is lossless ---
@@ -525,7 +509,7 @@ def lossless_pairs() -> list[Pair]:
     two, three, insiders = (honest,) * 2, (honest,) * 3, (favours, avoids, whims)
     pairs = [Pair(p, ExactMatch(), choices=c) for p in ranked for c in (Choices.GREEDY, Choices.SAMPLING)]
     pairs += [Pair(p, ExactMatch(), drafts) for p in ranked[1:] for drafts in (two, three)]
-    pairs += [Pair(p, ExactMatch(), (habit,), Choices.COUPLED) for p in ranked for habit in insiders]
+    pairs += [Pair(p, ExactMatch(), (behaviour,), Choices.COUPLED) for p in ranked for behaviour in insiders]
     pairs += [Pair(p, ExactMatch(), insiders, Choices.COUPLED) for p in ranked[1:]]
     pairs += [Pair(p, ExactMatch()) for p, _ in several]
     pairs += [Pair(p, rule, tokens=4 if p.max_depth == 3 else None) for p, rule in sampled]
@@ -539,10 +523,10 @@ def lossless_pairs() -> list[Pair]:
 
 
 class NoResidual(MultiStep):
-    """Draws the bonus token from p after rejections, too (what was rejected may come back too often)."""
+    """Draws the bonus token from p even after rejections, so that rejected tokens come back too often."""
 
     def verify(self, tree: TokenTree, target: TargetView) -> Verdict:
-        """Accept as `MultiStep`, and forget what it tested."""
+        """Accept as `MultiStep` does, and ignore the residual."""
         path = super().verify(tree, target).path
         return Verdict(path, target.draw(target.distribution(path[-1] if path else 0)))
 
@@ -553,7 +537,7 @@ def duplicates_tried_once(tree: TokenTree) -> TokenTree:
 
 
 def tried_likeliest_first(tree: TokenTree) -> TokenTree:
-    """Reorder draws by probability; siblings stand in that order."""
+    """Reorder draws by probability, which is the order of siblings."""
     return _with_draws(tree, [[Draw(d.draft, node) for d in draws] for node, draws in enumerate(tree.draws)])
 
 
@@ -564,9 +548,8 @@ def likeliest_two_kept(tree: TokenTree) -> TokenTree:
 
 
 def unlikely_dropped(tree: TokenTree) -> TokenTree:
-    """Drop tokens whose own q is small after drawing them (a confidence threshold)."""
-    likely = [tree.probability(node) > 0.2 for node in range(len(tree))]
-    return _with_draws(tree, [draws if keep else () for keep, draws in zip(likely, tree.draws, strict=True)])
+    """Drop tokens with a small q after drawing them (a confidence threshold)."""
+    return _with_draws(tree, [draws if tree.probability(node) > 0.2 else () for node, draws in enumerate(tree.draws)])
 
 
 def first_q_for_all_drafts(tree: TokenTree) -> TokenTree:
@@ -581,27 +564,25 @@ def mean_q_for_all_drafts(tree: TokenTree) -> TokenTree:
 
 def _with_draws(tree: TokenTree, draws: Sequence[Sequence[Draw]]) -> TokenTree:
     """Return the tree with other draws; nodes left without any are dropped with all that is below."""
-    place = {0: 0}
+    renumbered = {0: 0}
     for node, parent in enumerate(tree.parents.tolist()):
-        if draws[node] and parent in place:
-            place[node] = len(place)
-    nodes = list(place)[1:]
-    parents = [place[parent] for parent in tree.parents[nodes].tolist()]
-    own = [draws[node] for node in nodes]
-    used = {(parent, draw.draft) for parent, some in zip(parents, own, strict=True) for draw in some}
-    distributions = {
-        (place[p], d): distribution for (p, d), distribution in tree.distributions.items() if (place.get(p), d) in used
-    }
+        if draws[node] and parent in renumbered:
+            renumbered[node] = len(renumbered)
+    nodes = list(renumbered)[1:]
+    parents = [renumbered[parent] for parent in tree.parents[nodes].tolist()]
+    kept = [draws[node] for node in nodes]
+    used = {(parent, draw.draft) for parent, under in zip(parents, kept, strict=True) for draw in under}
+    claimed = {(renumbered.get(node), draft): q for (node, draft), q in tree.distributions.items()}
+    distributions = {key: claimed[key] for key in used}
     tokens, scores = tree.tokens[nodes].tolist(), tree.scores[nodes].tolist()
-    return TokenTree.from_nodes(int(tree.tokens[0]), tokens, parents, scores, own, distributions, tree.kind)
+    return TokenTree.from_nodes(int(tree.tokens[0]), tokens, parents, scores, kept, distributions, tree.kind)
 
 
 def _with_distributions(tree: TokenTree, combine: Callable[[list[Probabilities]], Probabilities]) -> TokenTree:
     """Return the tree with one distribution under each node, kept positive so that the test can divide by it."""
-    under = {
-        node: [distribution for (p, _), distribution in sorted(tree.distributions.items()) if p == node]
-        for node, _ in tree.distributions
-    }
+    under: dict[int, list[Probabilities]] = {}
+    for node, draft in sorted(tree.distributions):
+        under.setdefault(node, []).append(tree.distributions[node, draft])
     distributions = {key: np.maximum(combine(under[key[0]]), 1e-300) for key in tree.distributions}
     return TokenTree(tree.tokens, tree.parents, tree.scores, tree.draws, distributions, tree.kind)
 

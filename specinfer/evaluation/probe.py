@@ -1,6 +1,7 @@
 """Probes: drafts that are asked one question after every token of a text, and propose nothing.
 
-Knows: the draft interface.  Does not know: what is asked (`traces.probes`, `comparison.methods`), what becomes of it.
+Knows: the draft interface.
+Does not know: what is asked (`traces.probes`, `compare.methods`), and what the answers are used for.
 """
 
 from abc import ABC, abstractmethod
@@ -14,26 +15,26 @@ from specinfer.tree import Chain, Growth, Kind, Policy, Source, TokenTree
 
 
 class Question(ABC):
-    """What a draft is asked; to its session, a policy that grows bare roots."""
+    """What a draft is asked.  To the draft's session it is a policy that grows bare roots."""
 
     kind = Kind.RANKED
     max_nodes = max_depth = 0
 
     def __init__(self, rows: int) -> None:
-        self.rows, self.place = list(range(rows)), 0  # rows under way, and how many tokens were committed to them
-        self.wanted = 0  # places where proposals were wanted; a draft that knows nothing there does not ask
+        self.rows, self.position = list(range(rows)), 0  # rows that go on, and how many tokens each has committed
+        self.wanted = 0  # steps in which proposals were wanted; a draft that knows nothing then does not ask
 
     @abstractmethod
     def ask(self, source: Source, max_depth: int | None) -> None:
-        """Ask the rows' draft where they are, no deeper than ``max_depth``."""
+        """Ask the draft at the rows' position, no deeper than ``max_depth``."""
 
     def advance(self, tokens: Sequence[Sequence[int] | None]) -> None:
-        """Go to the next place; rows given None are at their end."""
+        """Go to the next position; rows given None are at their end."""
         self.rows = [row for row, new in zip(self.rows, tokens, strict=True) if new is not None]
-        self.place += 1
+        self.position += 1
 
     def grow(self, source: Source, max_depth: int | None = None) -> Growth:
-        """Ask, and grow nothing."""
+        """Ask the question, and grow nothing."""
         self.ask(source, max_depth)
         return Chain(0).grow(source)
 
@@ -43,7 +44,7 @@ class Question(ABC):
 
 
 class Probe:
-    """A draft with a question in the place of the policy."""
+    """A draft that is asked a question instead of growing a policy's trees."""
 
     def __init__(self, draft: Draft, question: Question) -> None:
         self.draft, self.question = draft, question
@@ -53,7 +54,7 @@ class Probe:
 
     @property
     def attach(self) -> Any:
-        """What attaches the draft, if it can be, and puts it to the question."""
+        """The draft's own `attach`, if it has one, returning a probe of the attached draft."""
         attach = self.draft.attach  # type: ignore[attr-defined]  # without one, a probe has none
         return lambda *target: Probe(attach(*target) or self.draft, self.question)
 
@@ -63,7 +64,7 @@ class Probe:
 
 
 class ProbeSession:
-    """The draft's session, at work."""
+    """The draft's own session, which is asked the question."""
 
     def __init__(self, session: DraftSession, question: Question) -> None:
         self.session, self.question = session, question
@@ -77,6 +78,6 @@ class ProbeSession:
         return self.session.propose(self.question, max_depth)
 
     def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
-        """Let the draft and the question take note."""
+        """Tell the draft and the question what was committed."""
         self.session.commit(tokens, states)
         self.question.advance(tokens)

@@ -1,6 +1,6 @@
 """Prompt files, and the folder of a comparison, which a killed run continues.
 
-Knows: JSON lines, what a cut-off line looks like.  Does not know: what is measured.
+Knows: JSON lines, and what a cut-off line looks like.  Does not know: what is measured.
 
 The folder holds ``settings.json``, and ``records.jsonl`` with a line per prompt and temperature.
 """
@@ -21,11 +21,16 @@ SETTINGS, RECORDS = "settings.json", "records.jsonl"
 FIELDS = {"set", "place", "temperature", "methods", "skipped"}  # of every record
 
 
-def read_prompts(path: Path, split: str) -> list[tuple[str, str]]:
-    """Return (id, prompt) of a file's rows that belong to a split, or say none.
+def read_prompt_file(path: Path, split: str, count: int | None = None) -> list[tuple[str, str]]:
+    """Return (id, prompt) of a file's first rows that belong to a split, or have none.
+
+    Args:
+        path: of JSON lines.
+        split: rows of other splits are left out.
+        count: rows at most; None is all.
 
     Raises:
-        InputError: the file cannot be read, a line is not what it should be, or nothing is left.
+        InputError: the file cannot be read, a line is not what it should be, or no row is left.
     """
     rows = [
         (str(row.get("id", number)), row["prompt"])
@@ -34,11 +39,11 @@ def read_prompts(path: Path, split: str) -> list[tuple[str, str]]:
     ]
     if not rows:
         raise InputError(f"{path} holds no prompts of split {split!r}: choose another --split or file")
-    return rows
+    return rows[:count]
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return settings and records; a last line that was cut off is left out, with a warning.
+    """Return settings and records.  A last line that was cut off is left out, with a warning.
 
     Raises:
         InputError: the folder cannot be read, or holds no comparison.
@@ -51,21 +56,21 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def begin(folder: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Begin a folder, or check that it may be continued; return its records, and drop a line that was cut off.
+    """Begin a folder, or check that it may be continued.  Return its records, and drop a line that was cut off.
 
     The caller holds the folder (`locked`) until it has appended its last record.
 
     Raises:
-        InputError: the folder cannot be written, or holds records of other settings, or of none.
+        InputError: the folder cannot be written, or holds records of other settings, or without settings.
     """
     path = folder / RECORDS
     if os.path.exists(path) and not os.path.exists(folder / SETTINGS):
         raise InputError(f"{path} is not a comparison's ({SETTINGS} is missing beside it): choose another folder")
-    records, whole = _parse(path)
+    records, size = _parse(path)
     lock_settings(folder / SETTINGS, settings, "repeat those, or choose another folder", empty=not records)
     with storing(path), path.open("a") as file:
-        if file.tell() > whole:
-            file.truncate(whole)
+        if file.tell() > size:
+            file.truncate(size)
     return records
 
 
@@ -73,7 +78,7 @@ def append(folder: Path, record: dict[str, Any]) -> None:
     """Write one record so that it is on the disk when this returns.
 
     Raises:
-        SpecinferError: the disk is full, say.
+        SpecinferError: for example, the disk is full.
     """
     path = folder / RECORDS
     with storing(path), path.open("a") as file:
@@ -83,7 +88,7 @@ def append(folder: Path, record: dict[str, Any]) -> None:
 
 
 def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the records of a file, if there is one, and how many of its bytes are whole."""
+    """Return the records of a file, if there is one, and the number of bytes before a line that was cut off."""
     try:
         lines = path.read_bytes().splitlines(keepends=True) if os.path.exists(path) else []
     except OSError as error:
@@ -99,7 +104,7 @@ def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:
-    """Return a whole line's record, None for any other line."""
+    """Return a complete line's record, None for any other line."""
     try:
         row = parse_json(line) if line.endswith(b"\n") else None
     except ValueError:

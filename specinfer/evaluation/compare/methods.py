@@ -1,9 +1,12 @@
 """The methods that are compared, and the probe that counts how often a draft ranks the target's choice high.
 
-Knows: decoders, transformers' own ways to generate, clocks.  Does not know: prompt files, what is done with the counts.
+Knows: decoders, transformers' own ways to generate, clocks.
+Does not know: prompt files, what the counts are used for.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from time import perf_counter
 from typing import Any
 
@@ -12,9 +15,7 @@ import torch
 
 from specinfer.adaptive.policy import Auto
 from specinfer.decoder import SpeculativeDecoder
-from specinfer.drafts.base import Draft
 from specinfer.drafts.language_model import ModelDraft
-from specinfer.engine.sampling import whole_distribution
 from specinfer.errors import InputError, SpecinferError, UnsupportedModel
 from specinfer.evaluation.probe import Probe, Question
 from specinfer.loading import Loaded, same_tokens
@@ -24,22 +25,6 @@ GATE = 0.5
 LOOKUP_TOKENS = 10  # of transformers' prompt lookup
 TOP = 5  # hit rates are those of the 1, 2, ... TOP likeliest tokens
 
-OURS = {
-    "autoregressive": "our loop without speculation",
-    "sequence": "a chain; of several drafts' chains, the one that promises most",
-    "tree": "best-first trees of all drafts, no deeper than the chain: at most as many draft passes",
-    "auto": 'tree="auto"',
-    "graphs": 'tree="auto", passes replayed as CUDA graphs',
-    "one-draft": "best-first trees of the first draft alone",
-    "gate": f"best-first, where the target was sure of its last token (confidence_gate={GATE})",
-}
-THEIRS = {
-    "generate": "transformers' generate",
-    "assisted": "transformers' assisted generation",
-    "prompt-lookup": f"transformers' prompt lookup (prompt_lookup_num_tokens={LOOKUP_TOKENS})",
-}
-METHODS = OURS | THEIRS
-
 # (prompt ids, seed, generation options) -> counts, seconds and the new ids
 Method = Callable[[list[int], int, dict[str, Any]], dict[str, Any]]
 
@@ -47,17 +32,41 @@ Method = Callable[[list[int], int, dict[str, Any]], dict[str, Any]]
 class OnePath(Chain):
     """Sequence speculation with any number of drafts: each grows its chain, and the target scores one of them.
 
-    As `BestFirst` keeps the nodes whose path probabilities sum highest, this keeps the path whose nodes' do.
+    `BestFirst` keeps the nodes with the largest sum of path probabilities; this keeps the path with the largest sum.
     """
 
     def fit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         """Return the path of each merged tree on which most tokens are expected to be accepted."""
-        return [self._path(tree) for tree in trees]
+        fitted = []
+        for tree in trees:
+            paths = tree.ancestor_mask()  # (N, N): a row per path
+            best = paths[(paths[:, 1:] @ np.exp(tree.scores[1:])).argmax()]
+            fitted.append(tree.best(int(best[1:].sum()), best))
+        return fitted
 
-    def _path(self, tree: TokenTree) -> TokenTree:
-        paths = tree.ancestor_mask()  # (N, N): a row per path
-        best = paths[(paths[:, 1:] @ np.exp(tree.scores[1:])).argmax()]
-        return tree.best(int(best[1:].sum()), best)
+
+# name -> (nodes, depth) -> options of a decoder with all drafts
+OURS: dict[str, Callable[[int, int], dict[str, Any]]] = {
+    "autoregressive": lambda nodes, depth: {"tree": None},
+    # of several drafts' chains, the most promising one
+    "sequence": lambda nodes, depth: {"tree": OnePath(depth)},
+    # no deeper than the chain, so with at most as many draft passes
+    "tree": lambda nodes, depth: {"tree": BestFirst(nodes, depth)},
+    "auto": lambda nodes, depth: {"tree": Auto()},
+    # passes replayed as CUDA graphs
+    "graphs": lambda nodes, depth: {"tree": Auto(), "graphs": True},
+    # the first draft alone
+    "one-draft": lambda nodes, depth: {"tree": BestFirst(nodes, depth)},
+    # trees only after tokens that the target was sure of
+    "gate": lambda nodes, depth: {"tree": BestFirst(nodes, depth), "confidence_gate": GATE},
+}
+# name -> options of transformers' generate; "assisted" has an assistant, too
+THEIRS: dict[str, dict[str, Any]] = {
+    "generate": {},
+    "assisted": {},
+    "prompt-lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
+}
+METHODS = OURS | THEIRS
 
 
 def build_methods(
@@ -72,51 +81,41 @@ def build_methods(
         depth: levels at most, of every fixed tree and of the chain.
         assistant: for assisted generation; None takes the first draft that is a language model.
     """
-    model, best_first = decoder.target.model, BestFirst(nodes, depth)
-
-    def ours(tree: Policy | None, drafts: Sequence[Draft] = decoder.drafts, **options: Any) -> Method:
-        own = SpeculativeDecoder(model, decoder.tokenizer, drafts, tree, **options)
-        if tree is not None and own.policy is not tree:
-            raise UnsupportedModel(own.notes[-1].partition(": ")[2])  # why it fell back to a chain
-        return _ours(own)
-
-    def one_draft() -> Method:
-        if len(decoder.drafts) == 1:
-            raise InputError("there is one draft only: the method tree is that")
-        return ours(best_first, decoder.drafts[:1])
-
-    def assisted() -> Method:
-        own = [draft.model.model for draft in decoder.drafts if isinstance(draft, ModelDraft)]
-        if assistant is not None:
-            same_tokens(decoder.tokenizer, assistant.tokenizer)
-        elif not own:
-            raise InputError("no assistant was given, and no draft is a language model")
-        return _theirs(model, assistant_model=own[0] if assistant is None else assistant.model)
-
-    makers: dict[str, Callable[[], Method]] = {
-        "autoregressive": lambda: ours(None),
-        "sequence": lambda: ours(OnePath(depth)),
-        "tree": lambda: ours(best_first),
-        "auto": lambda: ours(Auto()),
-        "one-draft": one_draft,
-        "graphs": lambda: ours(Auto(), graphs=True),
-        "gate": lambda: ours(best_first, confidence_gate=GATE),
-        "generate": lambda: _theirs(model),
-        "assisted": assisted,
-        "prompt-lookup": lambda: _theirs(model, prompt_lookup_num_tokens=LOOKUP_TOKENS),
-    }
     methods, skipped = {}, {}
     for name in names:
         try:
-            methods[name] = makers[name]()
+            if name in OURS:
+                methods[name] = _ours(_decoder(name, decoder, **OURS[name](nodes, depth)))
+            else:
+                extra = {"assistant_model": _assistant(decoder, assistant)} if name == "assisted" else THEIRS[name]
+                methods[name] = _theirs(decoder.target.model, **extra)
         except SpecinferError as error:
             skipped[name] = str(error)
     return methods, skipped
 
 
-def generation_options(temperature: float, max_new_tokens: int) -> dict[str, Any]:
-    """Return options that mean the same distribution to every method."""
-    return {"max_new_tokens": max_new_tokens, **whole_distribution(temperature)}
+def _decoder(name: str, decoder: SpeculativeDecoder, tree: Policy | None, **options: Any) -> SpeculativeDecoder:
+    """Return a decoder of one of our methods."""
+    drafts = decoder.drafts
+    if name == "one-draft":
+        if len(drafts) == 1:
+            raise InputError("there is one draft only: the method tree is that")
+        drafts = drafts[:1]
+    made = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, drafts, tree, **options)
+    if tree is not None and made.policy is not tree:
+        raise UnsupportedModel(made.notes[-1].partition(": ")[2])  # why it fell back to a chain
+    return made
+
+
+def _assistant(decoder: SpeculativeDecoder, assistant: Loaded | None) -> Any:
+    """Return the model that assists transformers' generate."""
+    if assistant is not None:
+        same_tokens(decoder.tokenizer, assistant.tokenizer)
+        return assistant.model
+    models = [draft.model.model for draft in decoder.drafts if isinstance(draft, ModelDraft)]
+    if not models:
+        raise InputError("no assistant was given, and no draft is a language model")
+    return models[0]
 
 
 def _ours(decoder: SpeculativeDecoder) -> Method:
@@ -143,47 +142,26 @@ def _ours(decoder: SpeculativeDecoder) -> Method:
 def _theirs(model: Any, **extra: Any) -> Method:
     """Return a method that times transformers' generate from the prompt's ids to the new ones.
 
-    Its first pass reads the whole prompt and counts as a target pass, since it yields a token; in our loop the prompt
-    without its last token is read before, and is not counted.
+    Its first pass reads the whole prompt and yields a token, so it counts as a target pass.  Our loop first reads the
+    prompt without its last token, and does not count that pass.
     """
     models = [model, *filter(None, [extra.get("assistant_model")])]
 
     def run(ids: list[int], seed: int, options: dict[str, Any]) -> dict[str, Any]:
         prompt = torch.tensor([ids], device=model.device)
-        passes = [0] * len(models)
-
-        def count(module: Any, _: Any) -> None:
-            passes[models.index(module)] += 1
-
-        hooks = [each.register_forward_pre_hook(count) for each in models]
-        try:
+        passes: Counter[Any] = Counter()
+        with ExitStack() as hooks:
+            for each in models:
+                hooks.callback(each.register_forward_pre_hook(lambda module, _: passes.update([module])).remove)
             torch.manual_seed(seed)
             started = perf_counter()
             output = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options, **extra)
             new = output[0, len(ids) :].tolist()
             total = perf_counter() - started
-        finally:
-            for hook in hooks:
-                hook.remove()
-        counts = {"tokens": len(new), "target_passes": passes[0], "draft_passes": sum(passes[1:])}
-        return {"ids": new, **counts, "seconds": {"total": total}}
+        counts = {"target_passes": passes[model], "draft_passes": passes.total() - passes[model]}
+        return {"ids": new, "tokens": len(new), **counts, "seconds": {"total": total}}
 
     return run
-
-
-# ---- identity ----
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return how many tokens two texts share from their start."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-@torch.inference_mode()
-def top2_gap(model: Any, ids: Sequence[int]) -> float:
-    """Return the gap between the two largest logits after ``ids`` in a plain pass, in logits."""
-    first, second = model(input_ids=torch.tensor([list(ids)], device=model.device)).logits[0, -1].float().topk(2).values
-    return float(first - second)
 
 
 # ---- hit rates ----
@@ -192,8 +170,8 @@ def top2_gap(model: Any, ids: Sequence[int]) -> float:
 class HitRates:
     """Counts how often the target's choice is among the tokens that each draft ranks first.
 
-    The target decodes plainly; after every committed token each draft is asked, and proposes nothing (teacher
-    forcing).  When sampling, drafts rank by the noise they share with the target, so a hit is a coupled one.
+    The target decodes plainly.  After every committed token each draft is asked, and proposes nothing (teacher
+    forcing).  When sampling, drafts rank by the noise that they share with the target.
     """
 
     def __init__(self, decoder: SpeculativeDecoder) -> None:
@@ -203,20 +181,23 @@ class HitRates:
     def count(self, ids: list[int], seed: int, options: dict[str, Any]) -> list[dict[str, Any]]:
         """Return, per draft, its name, the positions it was asked at, and at how many its k likeliest held the choice.
 
-        All positions but the last count where a text ends by its length: nothing is drafted there.
+        The last position of a text that ends by its length does not count: nothing is drafted there.
         """
-        questions = [_FirstChoices() for _ in self.probes]
-        for probe, question in zip(self.probes, questions, strict=True):
-            probe.question = question
+        questions = []
+        for probe in self.probes:
+            probe.question = question = _FirstChoices()
+            questions.append(question)
         chosen = self.decoder.generate(ids, seed=seed, **options).token_ids
-        asked = zip(self.probes, questions, strict=True)
-        return [{"draft": probe.name, **hits(question.everywhere(), chosen)} for probe, question in asked]
+        return [
+            {"draft": probe.name, **count_hits([answers.ranked.get(i, []) for i in range(answers.wanted)], chosen)}
+            for probe, answers in zip(self.probes, questions, strict=True)
+        ]
 
 
-def hits(ranked: Sequence[Sequence[int]], chosen: Sequence[int]) -> dict[str, Any]:
-    """Return positions and hits [k = 1 ... TOP] of ranked tokens per position, given the target's choices."""
-    places = [list(row).index(token) if token in row else TOP for row, token in zip(ranked, chosen, strict=False)]
-    return {"positions": len(places), "hits": [sum(place < k for place in places) for k in range(1, TOP + 1)]}
+def count_hits(ranked: Sequence[Sequence[int]], chosen: Sequence[int]) -> dict[str, Any]:
+    """Return the positions, and at how many the target's choice is among the first k = 1 ... TOP ranked tokens."""
+    pairs = list(zip(ranked, chosen, strict=False))
+    return {"positions": len(pairs), "hits": [sum(token in row[:k] for row, token in pairs) for k in range(1, TOP + 1)]}
 
 
 class _FirstChoices(Question):
@@ -224,12 +205,8 @@ class _FirstChoices(Question):
 
     def __init__(self) -> None:
         super().__init__(rows=1)
-        self.ranked: dict[int, list[int]] = {}  # by place, the likeliest first
+        self.ranked: dict[int, list[int]] = {}  # by position, the likeliest first; none where the draft knew nothing
 
     def ask(self, source: Source, max_depth: int | None) -> None:
         growth = Expansion((TOP,)).grow(source, max_depth)
-        self.ranked[self.place] = growth.tokens[0, growth.valid[0]].tolist()
-
-    def everywhere(self) -> list[list[int]]:
-        """Return them by place, nothing where the draft knew nothing."""
-        return [self.ranked.get(place, []) for place in range(self.wanted)]
+        self.ranked[self.position] = growth.tokens[0, growth.valid[0]].tolist()

@@ -1,4 +1,4 @@
-"""What is compared, on what: checked, in the order of the work, and as settings that all figures share.
+"""What is compared, and on what: the checked arguments, the jobs in order, and the settings that all figures share.
 
 Knows: prompts and their sets, the machine.  Does not know: how anything is measured or kept.
 """
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specinfer import loading as models
+from specinfer import loading
 from specinfer.common.files import weights_digest
 from specinfer.common.values import checked_count, checked_flag, checked_names, checked_temperature
 from specinfer.errors import InputError
-from specinfer.evaluation.compare.files import read_prompts
+from specinfer.evaluation.compare.files import read_prompt_file
 from specinfer.evaluation.compare.methods import METHODS
 from specinfer.evaluation.published import ALL
 from specinfer.prompts import is_text
@@ -31,7 +31,7 @@ class Job(NamedTuple):
 
     number: int  # in the order of the work
     set: str
-    place: int  # in its set, from 0; also the seed
+    seed: int  # the prompt's index in its set
     id: str
     prompt: str
     temperature: float
@@ -39,18 +39,18 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The arguments of `compare`, which describes them.
+    """The arguments of `compare`; its docstring describes them.
 
     Raises:
-        InputError: a count that is none, an unknown method, the same set twice.
+        InputError: a value of a wrong type or size, an unknown method, or the same set twice.
     """
 
-    prompts: Sequence[str | Path]
+    prompts: list[str | Path]
     target: str | None
-    drafts: Sequence[str]
-    methods: Sequence[str]
+    drafts: list[str]
+    methods: list[str]
     assistant: str | None
-    temperatures: Sequence[float]
+    temperatures: list[float]
     nodes: int
     depth: int
     max_new_tokens: int
@@ -74,29 +74,31 @@ class Plan:
         for name in self.methods:
             if name not in METHODS:
                 raise InputError(f"method {name!r} is unknown: choose among {', '.join(METHODS)}")
-        sets = [*(path.stem for path in self.files()), *([TEXTS] if self.texts() else [])]
+        sets = [*(path.stem for path in self.files), *([TEXTS] if self.texts else [])]
         if ALL in sets:
             raise InputError(f"a set of prompts is called {ALL!r}, as all of them together are: rename its file")
         for name, values in (("prompts", sets), ("methods", self.methods), ("temperatures", self.temperatures)):
             if not values or len(set(values)) < len(values):
                 raise InputError(f"{name} {list(values)}: give at least one, and none twice")
 
+    @property
     def files(self) -> list[Path]:
-        """Return the prompt files."""
+        """The prompt files."""
         return [prompt for prompt in self.prompts if isinstance(prompt, Path)]
 
+    @property
     def texts(self) -> list[str]:
-        """Return the prompts that were given as text."""
+        """The prompts that were given as text."""
         return [prompt for prompt in self.prompts if not isinstance(prompt, Path)]
 
     def sets(self) -> dict[str, list[tuple[str, str]]]:
         """Return set -> (id, prompt), read from the files; texts are a set of their own.
 
         Raises:
-            InputError: a file is unusable (`read_prompts`), a text is blank or was meant as a file.
+            InputError: a file is unusable (`read_prompt_file`), a text is blank or was meant as a file.
         """
-        sets = {path.stem: read_prompts(path, self.split)[: self.count] for path in self.files()}
-        for number, text in enumerate(self.texts(), 1):
+        sets = {path.stem: read_prompt_file(path, self.split, self.count) for path in self.files}
+        for number, text in enumerate(self.texts, 1):
             if not text.strip():
                 raise InputError(f"prompt {number} is empty: there is nothing to continue")
             if not is_text(text):
@@ -105,47 +107,37 @@ class Plan:
                 raise InputError(
                     f"prompt {number} is {text!r}, which looks like a file: give it as pathlib.Path, or --prompts"
                 )
-        texts = [(str(number), text) for number, text in enumerate(self.texts(), 1)]
-        return sets | ({TEXTS: texts} if texts else {})
-
-    def _folders(self) -> list[str]:
-        """Return the models that are folders: another one may come to lie there."""
-        named = [os.path.expanduser(name) for name in (self.target, *self.drafts, self.assistant) if name]
-        return [name for name in named if os.path.isdir(name)]
+            sets.setdefault(TEXTS, []).append((str(number), text))
+        return sets
 
     def jobs(self) -> list[Job]:
         """Return the work in order: the first prompt of every set, then the second, so that sets fill up together."""
         sets = self.sets()
         order = [
-            (name, place, *prompts[place], temperature)
-            for place in range(max(map(len, sets.values())))
+            (name, index, *prompts[index], temperature)
+            for index in range(max(map(len, sets.values())))
             for name, prompts in sets.items()
-            if place < len(prompts)
+            if index < len(prompts)
             for temperature in self.temperatures
         ]
-        return [Job(number, *rest) for number, rest in enumerate(order)]
+        return [Job(number, *job) for number, job in enumerate(order)]
 
     def settings(self, jobs: Sequence[Job]) -> dict[str, Any]:
         """Return what all figures of one folder have in common, JSON-ready: models, methods, prompts, machine."""
-        device = models.resolve_device(self.device)
+        device = loading.resolve_device(self.device)
+        named = [os.path.expanduser(name) for name in (self.target, *self.drafts, self.assistant) if name]
         digests = {
             name: hashlib.sha256("\n".join(job.prompt for job in jobs if job.set == name).encode()).hexdigest()[:16]
             for name in dict.fromkeys(job.set for job in jobs)
         }
+        same = ("assistant", "methods", "nodes", "depth", "max_new_tokens", "temperatures", "count", "hits")
         return {
-            "target": self.target or models.DEFAULT_TARGET,
-            "drafts": list(self.drafts) or "default",
-            "assistant": self.assistant,
-            "weights": [weights_digest(Path(folder)) for folder in self._folders()],
-            "dtype": str(models.resolve_dtype(self.dtype, device)).removeprefix("torch."),
-            "methods": list(self.methods),
-            "nodes": self.nodes,
-            "depth": self.depth,
-            "max_new_tokens": self.max_new_tokens,
-            "temperatures": list(self.temperatures),
-            "count": self.count,
+            "target": self.target or loading.DEFAULT_TARGET,
+            "drafts": self.drafts or "default",
+            "weights": [weights_digest(Path(name)) for name in named if os.path.isdir(name)],  # of folders: they change
+            "dtype": str(loading.resolve_dtype(self.dtype, device)).removeprefix("torch."),
+            **{name: getattr(self, name) for name in same},
             "prompts": digests,
-            "hits": self.hits,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "cpu": _cpu_name(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

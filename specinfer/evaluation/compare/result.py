@@ -1,4 +1,4 @@
-"""What a comparison found: settings and records, and what they amount to.
+"""What a comparison found: its settings and records, and their summary.
 
 Knows: where its parts come from.  Does not know: how anything was measured (`runner`) or is computed (`report`).
 """
@@ -21,9 +21,10 @@ class Comparison:
 
     Attributes:
         settings: what all records have in common: models, methods, sizes, prompts, machine.
-        records: one per prompt and temperature: by method tokens, passes and seconds, and
-            ``same_as_autoregressive``, the tokens shared with autoregressive decoding from the start; ``gap``, in
-            logits, between the target's two likeliest tokens where greedy ids first differ from it (a plain pass).
+        records: one per prompt and temperature, by method: tokens, passes and seconds;
+            ``same_as_autoregressive``, the number of tokens shared with autoregressive decoding from the start; and
+            ``gap``, the difference in logits, where greedy ids first differ from it, between the target's two likeliest
+            tokens in a plain pass.
     """
 
     settings: dict[str, Any]
@@ -47,19 +48,21 @@ class Comparison:
     def summary(self) -> dict[str, Any]:
         """Return settings, the number of records, ``skipped`` (method -> reason) and ``groups``, JSON-ready.
 
-        There is a group per temperature and set, before them (more than one set) ``"all"``: ``set``, ``temperature``,
-        ``prompts``, ``methods``, ``hits`` by draft, and ``tree_to_sequence``, the ratio of their tokens per pass.  Each
-        of its methods has
+        There is a group per temperature and set; with more than one set, a group ``"all"`` comes first.  A group has
+        ``set``, ``temperature``, ``prompts``, ``methods``, ``hits`` by draft, and ``tree_to_sequence``, the ratio of
+        their tokens per pass.  Each of its methods has
 
         - ``tokens_per_pass``: tokens per target pass, bonus included, prefill not counted;
-        - ``draft_passes_per_target_pass``; ``tokens_per_second``, the median;
-        - ``ratio``: by baseline, of tokens per second, the median over prompts; ``worst_to_autoregressive``, the
-        smallest; - ``overhead``: tokens_per_pass / ratio to autoregressive - 1, what a step costs beyond an
-        autoregressive one; - ``identical``: the share of prompts with autoregressive decoding's ids;
-          ``same_as_autoregressive``: how many tokens they share from the start, on average; ``largest_gap``: of the
-          records' gaps (a tiny one is rounding);
-        - ``ms_per_token`` by stage; ``bookkeeping``, its share of the time after prefill;
-        - ``choices``, the trees' sizes, and ``drafts``, each one's contribution, of all prompts together.
+        - ``draft_passes_per_target_pass``;
+        - ``tokens_per_second``: the median over prompts;
+        - ``ratio``: by baseline, the ratio of tokens per second, the median over prompts;
+        - ``worst_to_autoregressive``: the smallest such ratio to autoregressive decoding;
+        - ``overhead``: tokens_per_pass / ratio to autoregressive - 1, what a step costs beyond an autoregressive one;
+        - ``identical``: the share of prompts with autoregressive decoding's ids;
+        - ``same_as_autoregressive``: how many tokens they share from the start, on average;
+        - ``largest_gap``: the largest of the records' gaps; a tiny one is rounding;
+        - ``ms_per_token`` by stage, and ``bookkeeping``, its share of the time after prefill;
+        - ``tree_sizes``, and ``drafts``, each one's contribution, of all prompts together.
 
         Intervals are [value, low, high] at 95 %.  What was not measured is left out.
         """
@@ -69,9 +72,7 @@ class Comparison:
         """Return the summary as text."""
         return tables(self._summary)
 
-    def __str__(self) -> str:
-        """Return the table."""
-        return self.table()
+    __str__ = table
 
     def to_dict(self) -> dict[str, Any]:
         """Return settings and records, JSON-ready: ``Comparison(**comparison.to_dict())`` is equal."""

@@ -1,25 +1,20 @@
 """Models and methods at work: one record per prompt and temperature, every method in turn.
 
-Knows: what is compared with what, and in which order.  Does not know: files, or how a method decodes (`methods`).
+Knows: what is compared with what, and in which order.  Does not know: files, how a method decodes (`methods`).
 """
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
-from specinfer import loading as models
+import torch
+
+from specinfer import loading
 from specinfer.decoder import SpeculativeDecoder
+from specinfer.engine.sampling import whole_distribution
 from specinfer.errors import InputError
-from specinfer.evaluation.compare.methods import (
-    OURS,
-    THEIRS,
-    HitRates,
-    Method,
-    build_methods,
-    common_prefix,
-    generation_options,
-    top2_gap,
-)
+from specinfer.evaluation.compare.methods import OURS, THEIRS, HitRates, Method, build_methods
 from specinfer.evaluation.compare.plan import Job, Plan
 from specinfer.tree import BestFirst
 
@@ -55,9 +50,11 @@ class Runner:
         first = job.number % len(names)
         records = {name: self._run(methods[name], job) for name in (*names[first:], *names[:first])}
         self._compare(job, records, {name: record.pop("ids") for name, record in records.items()})
-        told = {"set": job.set, "place": job.place, "id": job.id, "temperature": job.temperature}
         return {
-            **told,
+            "set": job.set,
+            "place": job.seed,
+            "id": job.id,
+            "temperature": job.temperature,
             "prompt_tokens": len(self.ids[job]),
             "methods": {name: records[name] for name in names},
             "skipped": self.skipped,
@@ -65,24 +62,23 @@ class Runner:
         }
 
     def _compare(self, job: Job, records: dict[str, dict[str, Any]], ids: dict[str, list[int]]) -> None:
-        """Note in each record how far its ids are autoregressive decoding's, and how near the next choice was there."""
+        """Note in each record how many ids autoregressive decoding shares, and the gap of the target's choice there."""
         if "autoregressive" not in ids:
             return
-        reference, gaps = ids["autoregressive"], {}
-        for name, own in ids.items():
-            if name not in OURS and job.temperature:  # transformers draws other tokens from other noise
+        model, prompt, reference = self.decoder.target.model, self.ids[job], ids["autoregressive"]
+        gap = cache(lambda same: top2_gap(model, [*prompt, *reference[:same]]))
+        for name, new in ids.items():
+            if name not in OURS and job.temperature:  # transformers samples with other noise
                 continue
-            same = records[name]["same_as_autoregressive"] = common_prefix(own, reference)
-            if own != reference and not job.temperature:
-                if same not in gaps:
-                    gaps[same] = top2_gap(self.decoder.target.model, [*self.ids[job], *reference[:same]])
-                records[name]["gap"] = gaps[same]
+            same = records[name]["same_as_autoregressive"] = common_prefix(new, reference)
+            if new != reference and not job.temperature:
+                records[name]["gap"] = gap(same)
 
     def _ready(self, jobs: Sequence[Job]) -> dict[float, dict[str, Method]]:
         """Return the methods that run, by temperature: built, and each tried once."""
         plan, assistant = self.plan, None
         if "assisted" in plan.methods and plan.assistant is not None:
-            assistant = models.load(plan.assistant, plan.dtype, plan.device)
+            assistant = loading.load(plan.assistant, plan.dtype, plan.device)
         ready = {}
         for temperature in dict.fromkeys(job.temperature for job in jobs):
             ready[temperature], skipped = build_methods(plan.methods, self.decoder, plan.nodes, plan.depth, assistant)
@@ -92,8 +88,8 @@ class Runner:
             log.warning("%s is left out: %s", name, reason)
         ready = {t: {n: run for n, run in methods.items() if n not in self.skipped} for t, methods in ready.items()}
         if not all(ready.values()):
-            told = "; ".join(f"{name}: {reason}" for name, reason in self.skipped.items())
-            raise InputError(f"none of the methods can run ({told}): choose others")
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.skipped.items())
+            raise InputError(f"none of the methods can run ({reasons}): choose others")
         return ready
 
     def _refusals(self, methods: dict[str, Method], job: Job) -> dict[str, str]:
@@ -109,7 +105,7 @@ class Runner:
         return refusals
 
     def _run(self, method: Callable[..., Any], job: Job) -> Any:
-        return method(self.ids[job], job.place, generation_options(job.temperature, self.plan.max_new_tokens))
+        return method(self.ids[job], job.seed, generation_options(job.temperature, self.plan.max_new_tokens))
 
     def _encoded(self, job: Job) -> list[int]:
         """Return the prompt's ids, or say which prompt does not fit."""
@@ -117,3 +113,20 @@ class Runner:
             return self.decoder.open(job.prompt, max_new_tokens=self.plan.max_new_tokens, seed=0).rows[0].ids
         except InputError as error:
             raise InputError(f"prompt {job.id} of {job.set}: {error}") from error
+
+
+def generation_options(temperature: float, max_new_tokens: int) -> dict[str, Any]:
+    """Return options that mean the same distribution to every method."""
+    return {"max_new_tokens": max_new_tokens, **whole_distribution(temperature)}
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many tokens two texts share from their start."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@torch.inference_mode()
+def top2_gap(model: Any, ids: Sequence[int]) -> float:
+    """Return the gap between the two largest logits after ``ids`` in a plain pass, in logits."""
+    first, second = model(input_ids=torch.tensor([list(ids)], device=model.device)).logits[0, -1].float().topk(2).values
+    return float(first - second)

@@ -11,7 +11,7 @@ from specinfer.evaluation.traces.paper import PaperTables, paper_tables
 from specinfer.evaluation.traces.recording import record
 from specinfer.evaluation.traces.replaying import Replay, oracle, replay
 from specinfer.evaluation.traces.statistics import CalibrationCurve, HitTable, calibration, hits
-from specinfer.evaluation.traces.trace import Text, Trace
+from specinfer.evaluation.traces.trace import Trace, TraceText
 
 __all__ = [
     "CalibrationCurve",
@@ -20,8 +20,8 @@ __all__ = [
     "HitTable",
     "PaperTables",
     "Replay",
-    "Text",
     "Trace",
+    "TraceText",
     "calibration",
     "cost_model",
     "hits",

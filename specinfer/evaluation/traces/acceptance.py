@@ -1,4 +1,4 @@
-"""How likely it is that an emitted token had been drafted and accepted, in closed form.
+"""The probability that an emitted token was drafted and accepted, in closed form.
 
 Knows: distributions p (the target's) and q (a draft's) after one node, and the rules of `verify`.
 Does not know: trees, texts, models.
@@ -11,14 +11,14 @@ before),
     U_m = max(U_(m-1) - R_(m-1) q_m, 0),    R_m = sum U_m
 
 (SpecInfer, arXiv 2305.09781, Algorithm 2; Sequoia, arXiv 2402.12374).  Let Z_m be the mass of q after m draws are taken
-out of it (1 with replacement).  What was rejected has nothing left in U_m, and the maxima nest, so that for every token
+out of it (1 with replacement).  Rejected tokens have nothing left in U_m, and the maxima nest, so that for every token
 
     U_m = max(p - c_m q, 0)    with    c_m = R_0 / Z_0 + ... + R_(m-1) / Z_(m-1)
 
 and y was accepted with probability min(p(y), c_K q(y)), given that it was emitted with min(1, c_K q(y) / p(y)).  One
-draw is speculative sampling: c_1 = 1.  With replacement c_K is a number, the expected count of draws that are tested;
-without, it depends on what was rejected, and one sequence of that is drawn per node: the mean over many nodes has
-little noise, since whether a draw is accepted is not left to chance (Rao-Blackwell).
+draw is speculative sampling: c_1 = 1.  With replacement c_K is a number, the expected count of draws that are tested.
+Without, it depends on the rejected tokens, and one sequence of these is drawn per node.  The mean over many nodes has
+little noise, since probabilities of acceptance are averaged instead of outcomes (Rao-Blackwell).
 """
 
 from collections.abc import Callable
@@ -70,12 +70,10 @@ def accepted_without_replacement(p: Tensor, q: Tensor, token: int, draws: int, c
         total = left.sum()  # Z_(m-1)
         now = before + mass / total if total > 0 else before
         tests.append(now)
-        rejected = (now * left - p).clamp_(min=0) - (before * left - p).clamp_(
-            min=0
-        )  # draw m's distribution, times R_m
+        rejected = (now * left - p).relu() - (before * left - p).relu()  # draw m's distribution, times R_m
         cumulative = rejected.cumsum(0)
-        place = torch.rand(1, generator=chance, dtype=p.dtype) * cumulative[-1]
-        left[torch.searchsorted(cumulative, place, right=True).clamp_(max=len(p) - 1)] = 0
+        drawn = torch.rand(1, generator=chance, dtype=p.dtype) * cumulative[-1]
+        left[torch.searchsorted(cumulative, drawn, right=True).clamp_(max=len(p) - 1)] = 0
         before, mass = now, (p - now * q).clamp_(min=0).sum()
     return (torch.stack(tests) * q[token] / p[token]).clamp(max=1)
 
@@ -96,7 +94,7 @@ def naive(q: Floats, draws: int) -> Floats:
 def multi_step(p: Floats, q: Floats, tests: Floats, draws: int) -> Floats:
     """Return P(y was accepted and drawn m times), m = 0 ... K, of draws with replacement, given that y was emitted.
 
-    While y can still be accepted no earlier draw was y, for that one would have been accepted; later draws are free.
+    While y can still be accepted, no earlier draw was y: it would have been accepted.  Later draws may be anything.
 
     Args:
         p, q: (n,) probabilities of the emitted tokens, p positive.
@@ -104,7 +102,7 @@ def multi_step(p: Floats, q: Floats, tests: Floats, draws: int) -> Floats:
         draws: K.
 
     Returns:
-        (n, K + 1); column 0 is what is missing to 1.
+        (n, K + 1); column 0 is 1 minus the sum of the others.
     """
     reached = np.minimum(1.0, tests[:, :draws] * (q / p)[:, None])  # accepted within 1 ... K draws
     shares = np.diff(reached, axis=1, prepend=0.0)  # ... at draw t
@@ -116,13 +114,13 @@ def multi_step(p: Floats, q: Floats, tests: Floats, draws: int) -> Floats:
 
 
 def survival(widths: tuple[int, ...], level: Level, n: int) -> Floats:
-    """Return, for trees of `widths` draws under every draw, how likely an accepted path reaches depth 1, 2, ...
+    """Return the probability that the accepted path reaches depth 1, 2, ..., for trees of `widths` draws per draw.
 
     A token drawn m times has m times as many draws under it.
 
     Args:
-        widths: of the levels.
-        level: what becomes of the draws under a node.
+        widths: draws under every draw, by level.
+        level: the probabilities of what happens to the draws under a node.
         n: trees.
 
     Returns:
@@ -133,9 +131,8 @@ def survival(widths: tuple[int, ...], level: Level, n: int) -> Floats:
     for depth, width in enumerate((*widths[1:], 1)):
         below: dict[int, Floats] = {}
         for draws, probability in alive.items():
-            for times, share in enumerate(level(depth, draws).T):
-                if times:
-                    below[times * width] = below.get(times * width, 0.0) + probability * share
+            for times, share in enumerate(level(depth, draws).T[1:], 1):
+                below[times * width] = below.get(times * width, 0.0) + probability * share
         reached.append(np.sum(list(below.values()), axis=0))
         alive = below
     return np.stack(reached, 1) if widths else np.zeros((n, 0))

@@ -1,6 +1,6 @@
 """What chains of drafted tokens should gain, by the cost models of the literature, against what a trace replays.
 
-Knows: replayed chains, seconds that somebody measured.  Does not know: models, clocks.
+Knows: replayed chains, measured seconds.  Does not know: models, clocks.
 
 Symbols.  A chain of g drafted tokens, each accepted with the same probability b independently of the others, yields
 
@@ -14,10 +14,13 @@ that paper's (Theorem 3.8): E / (g c + 1), c = m / M.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from specinfer.common.tables import aligned
 from specinfer.errors import InputError
 from specinfer.evaluation.compare.result import Comparison
 from specinfer.evaluation.traces.acceptance import Floats
@@ -63,22 +66,24 @@ class CostModel:
         m, target, verify, *_ = self.costs
         return target * (self.lengths * self.accepted + 1) / (self.lengths * m + verify)
 
+    @property
+    def _columns(self) -> dict[str, np.ndarray]:
+        return {name: getattr(self, name) for name in ("lengths", "tokens", "fitted", "accepted", "speed_up")}
+
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
-        columns = {
-            name: getattr(self, name).tolist() for name in ("lengths", "tokens", "fitted", "accepted", "speed_up")
-        }
+        columns = {name: column.tolist() for name, column in self._columns.items()}
         return {"acceptance": self.acceptance, "costs": self.costs._asdict(), **columns}
 
     def __str__(self) -> str:
         c = self.costs
+        times = f"m = {1000 * c.draft:.1f} ms, M = {1000 * c.target:.1f} ms, M' = {1000 * c.verify:.1f} ms"
+        rows = zip(*self._columns.values(), strict=True)
+        cells = [[f"{length}", *(f"{figure:.2f}" for figure in figures)] for length, *figures in rows]
         lines = [
-            f"b = {self.acceptance:.3f}; m = {1000 * c.draft:.1f} ms, M = {1000 * c.target:.1f} ms, "
-            f"M' = {1000 * c.verify:.1f} ms",
-            "  g  tokens/pass  E(g)     p  speed-up",
+            f"b = {self.acceptance:.3f}; {times}",
+            *aligned([["g", "tokens/pass", "E(g)", "p", "speed-up"], *cells]),
         ]
-        rows = zip(self.lengths, self.tokens, self.fitted, self.accepted, self.speed_up, strict=True)
-        lines += [f"{g:3d}  {t:11.2f}  {e:4.2f}  {p:4.2f}  {s:8.2f}" for g, t, e, p, s in rows]
         measured = c.speed_up is not None and c.length is not None
         return "\n".join([*lines, f"measured, g = {c.length}: {c.speed_up:.2f}"] if measured else lines)
 
@@ -95,10 +100,10 @@ def cost_model(trace: Trace, costs: Costs, lengths: Sequence[int] | None = None,
         trace: of `record`.
         costs: measured seconds; `measured` reads them from a comparison.
         lengths: g; by default 1 to the depth recorded.
-        draft: which of the recorded drafts, by name or place.
+        draft: which of the recorded drafts, by name or index.
 
     Raises:
-        InputError: a length that was not recorded, or there is no such draft.
+        InputError: a length was not recorded, or there is no such draft.
     """
     lengths = list(range(1, trace.settings["depth"] + 1)) if lengths is None else list(lengths)
     if not lengths or min(lengths) < 1:
@@ -114,22 +119,19 @@ def measured(comparison: Comparison, draft: str, temperature: float = 0.0) -> Co
     """Return the costs that a comparison of "sequence" and "autoregressive" measured, over all its prompts.
 
     Raises:
-        InputError: it holds no records of both at this temperature, or not of this draft alone, or it makes no passes.
+        InputError: it has no records of both at this temperature, timed another draft, or the draft makes no passes.
     """
-    own = [record["methods"] for record in comparison.records if record["temperature"] == temperature]
-    own = [methods for methods in own if {"sequence", "autoregressive"} <= methods.keys()]
-    if not own:
+    records = [record["methods"] for record in comparison.records if record["temperature"] == temperature]
+    records = [methods for methods in records if {"sequence", "autoregressive"} <= methods.keys()]
+    if not records:
         raise InputError(
             f"the comparison has no prompt at temperature {temperature:g} with both sequence and autoregressive"
         )
 
-    def total(method: str, *path: str) -> float:
-        found = [methods[method] for methods in own]
-        for name in path:
-            found = [row[name] for row in found]
-        return float(np.sum(found))
+    def total(*path: str) -> float:
+        return float(np.sum([reduce(getitem, path, methods) for methods in records]))
 
-    models = {drafted["draft"] for methods in own for drafted in methods["sequence"]["drafts"] if drafted["passes"]}
+    models = {drafted["draft"] for methods in records for drafted in methods["sequence"]["drafts"] if drafted["passes"]}
     if models and models != {draft}:
         raise InputError(
             f"the comparison timed passes of {', '.join(sorted(models))}, not of {draft} alone: replay the draft that "

@@ -6,12 +6,13 @@ Knows: what the tables count.  Does not know: how traces are recorded or replaye
     Table 2   tokens verified per step with trees <1, 1, k, 1, 1, 1, 1, 1>: "speculation length 8"
     Table 3   the same at k = 5: naive sampling against multi-step speculative sampling (MSS)
 
-Sampling is at T = 1 from the whole distribution.  The paper's stochastic figures are MSS's; beside them stand coupled
+Sampling is at T = 1 from the whole distribution.  The paper's stochastic figures are of MSS.  Beside them stand coupled
 sampling, which is our default, and draws without replacement.  Intervals are 95 % bootstraps over prompts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,15 @@ import numpy as np
 
 from specinfer.common.files import locked
 from specinfer.common.tables import aligned, interval
+from specinfer.common.values import Progress
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.engine.verify import ExactMatch
 from specinfer.errors import InputError
 from specinfer.evaluation.published import ALL, SPECINFER_TABLE_1, SPECINFER_TABLE_2, SPECINFER_TABLE_3
-from specinfer.evaluation.traces.recording import Progress, record
-from specinfer.evaluation.traces.replaying import Replay, ratio, replay
-from specinfer.evaluation.traces.trace import Trace
-from specinfer.tree import BestFirst, Expansion, Sampled
+from specinfer.evaluation.traces.recording import record
+from specinfer.evaluation.traces.replaying import ratio, replay
+from specinfer.evaluation.traces.trace import Trace, TraceText
+from specinfer.tree import BestFirst, Expansion, Policy, Sampled
 
 LENGTH, WIDTHS = 8, (1, 2, 3, 4, 5)
 TITLES = {
@@ -35,6 +37,7 @@ TITLES = {
     3: "Table 3: tokens per step, trees <1,1,5,1,1,1,1,1>, T = 1",
 }
 RULES = ("naive", "MSS", "without replacement", "coupled")  # columns of Table 3
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class PaperTables:
     """
 
     settings: dict[str, Any]
-    rows: list[dict[str, Any]]
+    rows: list[Row]
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, JSON-ready."""
@@ -65,13 +68,14 @@ class PaperTables:
 
     def _table(self, number: int) -> list[str]:
         rows = [row for row in self.rows if row["table"] == number]
-        lines = [["", *(column if number == 3 else f"k = {column}" for column in rows[0]["columns"])]]
+        columns = rows[0]["columns"]
+        lines = [["", "", *(columns if number == 3 else [f"k = {column}" for column in columns])]]
         for row in rows:
             name = row["set"] if number == 3 else f"{row['set']}, {row['rule']}"
-            lines.append([name, *map(interval, row["ours"])])
+            lines.append(["", name, *map(interval, row["ours"])])
             if row["paper"]:
-                lines.append(["  paper", *("" if own is None else f"{own:.2f}" for own in row["paper"])])
-        return [TITLES[number], *(f"  {line}" for line in aligned(lines))]
+                lines.append(["", "  paper", *("" if figure is None else f"{figure:.2f}" for figure in row["paper"])])
+        return [TITLES[number], *aligned(lines)]  # the empty first column indents the table
 
 
 def paper_tables(
@@ -100,24 +104,17 @@ def paper_tables(
         raise InputError(f"sets {list(sets)}: give at least one, and to each a list of at least one prompt")
     if ALL in sets:
         raise InputError(f"a set of prompts is called {ALL!r}, as all of them together are: rename it")
-    own = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, decoder.drafts[:1], BestFirst(1, 1))
+    first = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, decoder.drafts[:1], BestFirst(1, 1))
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "nodes": 0, "depth": LENGTH, "draws": max(WIDTHS)}
+    options |= {"batch": batch, "progress": progress}
     with locked(out):
         traces = {
-            name: tuple(
+            name: [
                 record(
-                    own,
-                    list(prompts),
-                    max_new_tokens=max_new_tokens,
-                    temperature=temperature,
-                    nodes=0,
-                    depth=LENGTH,
-                    draws=max(WIDTHS),
-                    batch=batch,
-                    out=None if out is None else Path(out) / name / how,
-                    progress=progress,
+                    first, list(prompts), temperature=t, out=None if out is None else Path(out) / name / how, **options
                 )
-                for temperature, how in ((0.0, "greedy"), (1.0, "sampled"))
-            )
+                for t, how in ((0.0, "greedy"), (1.0, "sampled"))
+            ]
             for name, prompts in sets.items()
         }
     return tables(traces)
@@ -132,79 +129,63 @@ def tables(traces: Mapping[str, Sequence[Trace]]) -> PaperTables:
         **{name: first[name] for name in ("dtype", "max_new_tokens", "versions")},
         "prompts": {name: len(greedy.texts) for name, (greedy, _) in traces.items()},
     }
-    together = [Trace(own[0].settings, sum((t.texts for t in own), ())) for own in zip(*traces.values(), strict=True)]
-    sets = {ALL: together, **traces} if len(traces) > 1 else traces
+    pooled = [Trace(same[0].settings, sum((t.texts for t in same), ())) for same in zip(*traces.values(), strict=True)]
+    sets = {ALL: pooled, **traces} if len(traces) > 1 else traces
     makers = (_table_1, _table_2, _table_3)
     return PaperTables(settings, [row for make in makers for name, (g, s) in sets.items() for row in make(name, g, s)])
 
 
-def _row(
-    table: int, name: str, temperature: float, rule: str, columns: Sequence[Any], ours: Sequence[Any]
-) -> dict[str, Any]:
-    row = {"table": table, "set": name, "temperature": temperature, "rule": rule, "columns": list(columns)}
-    return {**row, "ours": list(ours), "paper": None}
+def _row(table: int, name: str, temperature: float, rule: str, ours: list[Any]) -> Row:
+    """Return a row of Table 1 or 2; the paper has figures of greedy decoding and of MSS."""
+    published = (SPECINFER_TABLE_1 if table == 1 else SPECINFER_TABLE_2)[temperature].get(name)
+    row = {"table": table, "set": name, "temperature": temperature, "rule": rule, "columns": list(WIDTHS)}
+    return {**row, "ours": ours, "paper": list(published) if published and rule != "coupled" else None}
 
 
-def _table_1(name: str, greedy: Trace, sampled: Trace) -> list[dict[str, Any]]:
-    """Every position of a text counts, but the last one if nothing is drafted there."""
+def _table_1(name: str, greedy: Trace, sampled: Trace) -> list[Row]:
+    """Every position of a text counts, except the last one where nothing is drafted there."""
 
-    def shares(trace: Trace, rule: str) -> dict[str, Any]:
+    def shares(trace: Trace, accepted: Callable[[TraceText], np.ndarray]) -> list[list[float]]:
+        """Return the share of positions that accept one of k tokens, given that of each position, (n, k)."""
         asked = [trace.asked(text)[:, 0] for text in trace.texts]
-        places = [text.ranks(0)[:, 0][own] for text, own in zip(trace.texts, asked, strict=True)]
-        within = [[((own >= 0) & (own < k)).sum() for own in places] for k in WIDTHS]
-        count = np.array([own.sum() for own in asked])
-        ours = [ratio(np.array(own), count) for own in within]
-        return _row(1, name, trace.settings["temperature"], rule, WIDTHS, ours)
+        pairs = zip(trace.texts, asked, strict=True)
+        sums = np.array([accepted(text)[positions].sum(0) for text, positions in pairs])  # (texts, k)
+        count = np.array([positions.sum() for positions in asked])
+        return [ratio(column, count) for column in sums.T]
 
-    asked = [sampled.asked(text)[:, 0] for text in sampled.texts]
-    accepted = [
-        np.minimum(1, text.drafted[0].tests[:, 0] * (text.drafted[0].probability[:, 0] / text.probability)[:, None])[
-            own
-        ]
-        for text, own in zip(sampled.texts, asked, strict=True)
-    ]
-    sums = np.array([own.sum(0) for own in accepted])  # (texts, k)
-    count = np.array([own.sum() for own in asked])
-    mss = _row(1, name, 1.0, "MSS", WIDTHS, [ratio(sums[:, k - 1], count) for k in WIDTHS])
-    rows = [shares(greedy, "greedy"), mss, shares(sampled, "coupled")]
-    return _beside_paper(rows, SPECINFER_TABLE_1)
+    def within(text: TraceText) -> np.ndarray:
+        ranks = text.ranks(0)[:, :1]
+        return (ranks >= 0) & (ranks < WIDTHS)
 
+    def multi_step(text: TraceText) -> np.ndarray:
+        drafted = text.drafted[0]
+        tests = drafted.tests[:, 0, : len(WIDTHS)]
+        return np.minimum(1, tests * (drafted.probability[:, 0] / text.probability)[:, None])
 
-def _table_2(name: str, greedy: Trace, sampled: Trace) -> list[dict[str, Any]]:
-    def row(temperature: float, rule: str, replays: list[Replay]) -> dict[str, Any]:
-        return _row(2, name, temperature, rule, WIDTHS, [own.tokens_per_pass for own in replays])
-
-    rows = [
-        row(0.0, "greedy", [replay(greedy, Expansion(expansion(k))) for k in WIDTHS]),
-        row(1.0, "MSS", [replay(sampled, Sampled(expansion(k), replacement=True)) for k in WIDTHS]),
-        row(1.0, "coupled", [replay(sampled, Expansion(expansion(k))) for k in WIDTHS]),
-    ]
-    return _beside_paper(rows, SPECINFER_TABLE_2)
-
-
-def _table_3(name: str, _: Trace, sampled: Trace) -> list[dict[str, Any]]:
-    widths = expansion(max(WIDTHS))
-    replays = (
-        replay(sampled, Sampled(widths, replacement=True), ExactMatch()),
-        replay(sampled, Sampled(widths, replacement=True)),
-        replay(sampled, Sampled(widths)),
-        replay(sampled, Expansion(widths)),
-    )
-    row = _row(3, name, 1.0, "all", RULES, [own.tokens_per_pass for own in replays])
-    published = SPECINFER_TABLE_3.get(name)
-    return [{**row, "paper": [*published, None, None] if published else None}]
-
-
-def _beside_paper(
-    rows: list[dict[str, Any]], published: Mapping[float, Mapping[str, Sequence[float]]]
-) -> list[dict[str, Any]]:
-    """Add the paper's figures to the rows that count what it counts: greedy, and MSS."""
     return [
-        {**row, "paper": list(published[row["temperature"]][row["set"]])}
-        if row["rule"] != "coupled" and row["set"] in published[row["temperature"]]
-        else row
-        for row in rows
+        _row(1, name, 0.0, "greedy", shares(greedy, within)),
+        _row(1, name, 1.0, "MSS", shares(sampled, multi_step)),
+        _row(1, name, 1.0, "coupled", shares(sampled, within)),
     ]
+
+
+def _table_2(name: str, greedy: Trace, sampled: Trace) -> list[Row]:
+    def row(trace: Trace, rule: str, policy: Callable[[tuple[int, ...]], Policy]) -> Row:
+        ours = [replay(trace, policy(expansion(k))).tokens_per_pass for k in WIDTHS]
+        return _row(2, name, trace.settings["temperature"], rule, ours)
+
+    drawn = partial(Sampled, replacement=True)
+    return [row(greedy, "greedy", Expansion), row(sampled, "MSS", drawn), row(sampled, "coupled", Expansion)]
+
+
+def _table_3(name: str, _: Trace, sampled: Trace) -> list[Row]:
+    widths = expansion(max(WIDTHS))
+    drawn = Sampled(widths, replacement=True)
+    ways = ((drawn, ExactMatch()), (drawn, None), (Sampled(widths), None), (Expansion(widths), None))
+    ours = [replay(sampled, policy, rule).tokens_per_pass for policy, rule in ways]
+    published = SPECINFER_TABLE_3.get(name)
+    row = {"table": 3, "set": name, "temperature": 1.0, "rule": "all", "columns": list(RULES), "ours": ours}
+    return [{**row, "paper": [*published, None, None] if published else None}]
 
 
 def expansion(k: int) -> tuple[int, ...]:

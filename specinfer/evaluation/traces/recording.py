@@ -3,53 +3,32 @@
 Knows: the engine, whose own sessions feed the drafts, and the order of the work.
 Does not know: how a trace is kept (`trace`), what verification would make of it (`replaying`).
 
-Two runs per batch of texts.  In the first the target decodes plainly, which gives the texts and its distributions.  The
-second goes through the same texts with a verifier that says what was written, and with probes in the drafts' places: a
-probe asks its draft one question after every token, and proposes nothing.
+There are two runs per batch of texts.  In the first the target decodes plainly, which gives the texts and its
+distributions.  The second goes through the same texts: its verifier emits the known tokens, and probes stand for the
+drafts.  A probe asks its draft one question after every token, and proposes nothing.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from specinfer.attention import Support, check_model
 from specinfer.common.files import locked
-from specinfer.common.values import checked_count, checked_names, checked_temperature, plain
+from specinfer.common.values import Progress, checked_count, checked_names, checked_temperature
 from specinfer.decoder import SpeculativeDecoder, row_seeds
 from specinfer.engine.sampling import whole_distribution
 from specinfer.engine.target_view import RowView
 from specinfer.engine.verify import ExactMatch, TargetView, Verdict
 from specinfer.errors import InputError, UnsupportedModel
 from specinfer.evaluation.probe import Probe
-from specinfer.evaluation.traces.probes import (
-    Candidates,
-    Distributions,
-    ProbePlan,
-    TextQuestion,
-    Trees,
-    distribution_arrays,
-)
-from specinfer.evaluation.traces.trace import (
-    FORMAT,
-    TOP,
-    Drafted,
-    Text,
-    Trace,
-    begin,
-    model_name,
-    model_settings,
-    read_text,
-    versions,
-    write_text,
-)
+from specinfer.evaluation.traces.probes import Candidates, Distributions, ProbePlan, Trees, distribution_arrays
+from specinfer.evaluation.traces.trace import TOP, Drafted, Trace, TraceText, resume, trace_settings, write_text
 from specinfer.prompts import Prompt
 from specinfer.tree import BestFirst, TokenTree
-
-Progress = Callable[[list[list[int]], int], Iterable[list[int]]]  # (batches left, texts done) -> the batches
 
 
 def record(
@@ -71,7 +50,7 @@ def record(
     """Let the decoder's target continue prompts, and record what its drafts would have proposed along the texts.
 
     A text position costs about ``3 * depth`` draft passes (a level of the tree, of the candidates, of the
-    distributions) and two target passes; of a batch all at once.  The decoder's own tree and verifier do not matter.
+    distributions) and two target passes.  A batch shares its passes.  The decoder's tree and verifier do not matter.
 
     Args:
         decoder: holds target, tokenizer and drafts.
@@ -81,8 +60,8 @@ def record(
         seed: of the first prompt; the next ones take the numbers after it.
         nodes: best-first trees of at most so many nodes can be replayed; 0 records none.
         depth: trees of at most so many levels can be replayed.
-        top: candidates kept per node along the text, and tokens per distribution: the widest level that can be
-            replayed.  None keeps whole distributions, and `TOP` candidates.
+        top: candidates kept per node along the text, and tokens kept per distribution.  No wider level can be replayed.
+            None keeps complete distributions, and `TOP` candidates.
         draws: draws per node that multi-step sampling can be replayed with; sampling only.
         batch: texts at a time.
         raw: feed strings without the chat template.
@@ -95,49 +74,38 @@ def record(
         UnsupportedModel: best-first trees on a model that can score chains only.
         SpecinferError: what decoding raises; ``out`` keeps what was finished.
     """
-    sizes = {"nodes": (nodes, 0), "depth": (depth, 1), "top": (1 if top is None else top, 1), "draws": (draws, 1)}
-    sizes |= {"max_new_tokens": (max_new_tokens, 2), "batch": (batch, 1)}
-    for name, (value, least) in sizes.items():
-        checked_count(name, value, least, "leaves nothing to record")
+    advice = "leaves nothing to record"
+    plan = ProbePlan(
+        checked_count("nodes", nodes, 0, advice),
+        checked_count("depth", depth, 1, advice),
+        None if top is None else checked_count("top", top, 1, advice),
+        checked_count("draws", draws, 1, advice),
+    )
+    new, batch = checked_count("max_new_tokens", max_new_tokens, 2, advice), checked_count("batch", batch, 1, advice)
     temperature, seed = checked_temperature(temperature), row_seeds(seed, 1)[0]
-    max_new_tokens, batch = plain(max_new_tokens), plain(batch)
-    plan = ProbePlan(plain(nodes), plain(depth), plain(top), plain(draws))
     checked_names("out", "" if out is None else out)
     _check(decoder, plan)
-    rows = decoder.read(prompts, raw).rows
-    seeds = [seed + number for number in range(len(rows))]
-    settings = {
-        "format": FORMAT,
-        "model": model_name(decoder.target),
-        **model_settings(decoder),
-        **plan._asdict(),
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "versions": versions(),
-    }
+    rows = [(prompt, seed + number) for number, prompt in enumerate(decoder.read(prompts, raw).rows)]
+    settings = trace_settings(decoder, plan._asdict(), new, temperature)
     with locked(out):
-        folder = None if out is None else Path(out)
-        texts: dict[int, Text] = {}
-        if folder is not None:
-            begin(folder, settings)
-            vocab_size = decoder.target.vocab_size
-            found = [read_text(folder, i, row, seeds[i], settings, vocab_size) for i, row in enumerate(rows)]
-            texts = {number: text for number, text in enumerate(found) if text is not None}
+        texts = {} if out is None else resume(Path(out), settings, rows, decoder.target.vocab_size)
         left = [number for number in range(len(rows)) if number not in texts]
         batches = [left[i : i + batch] for i in range(0, len(left), batch)]
         for numbers in progress(batches, len(texts)):
-            own = [(rows[number], seeds[number]) for number in numbers]
-            for number, text in zip(numbers, _record(decoder, own, plan, max_new_tokens, temperature), strict=True):
+            written = _record(decoder, [rows[number] for number in numbers], plan, new, temperature)
+            for number, text in zip(numbers, written, strict=True):
                 texts[number] = text
-                if folder is not None:
-                    write_text(folder, number, text)
+                if out is not None:
+                    write_text(Path(out), number, text)
     return Trace(settings, tuple(texts[number] for number in range(len(rows))))
 
 
 def _check(decoder: SpeculativeDecoder, plan: ProbePlan) -> None:
     """Raise for a decoder that cannot be recorded."""
     if not isinstance(decoder, SpeculativeDecoder):
-        raise InputError(f"decoder={decoder!r:.60} is no SpeculativeDecoder: construct one with the drafts to record")
+        raise InputError(
+            f"decoder={decoder!r:.60} is not a SpeculativeDecoder: construct one with the drafts to record"
+        )
     if not decoder.drafts:
         raise InputError(
             "this decoder has no drafts, so there is nothing to record: construct it with drafts and a tree"
@@ -149,56 +117,45 @@ def _check(decoder: SpeculativeDecoder, plan: ProbePlan) -> None:
 
 def _record(
     decoder: SpeculativeDecoder, rows: Sequence[tuple[list[int], int]], plan: ProbePlan, new: int, temperature: float
-) -> list[Text]:
+) -> list[TraceText]:
     """Record a batch of (prompt ids, seed)."""
-    prompts, seeds = [prompt for prompt, _ in rows], [seed for _, seed in rows]
+    prompts, seeds = map(list, zip(*rows, strict=True))
     options: dict[str, Any] = {"seed": seeds, "max_new_tokens": new, **whole_distribution(temperature)}
     model, tokenizer = decoder.target.model, decoder.tokenizer
     writer = _Writer(len(rows))
     results = SpeculativeDecoder(model, tokenizer, (), None, writer).generate(prompts, **options)
     texts = [result.token_ids for result in results]
-    distributions = [torch.stack(own) for own in writer.distributions]
+    distributions = [torch.stack(steps) for steps in writer.distributions]
 
-    def questions() -> list[TextQuestion]:
-        asked = [Candidates(plan, texts, new), *([Trees(plan, texts, new)] if plan.nodes else [])]
-        return [*asked, *([Distributions(plan, texts, new, distributions, seeds)] if temperature else [])]
-
-    asked = [questions() for _ in decoder.drafts]
-    probes = [Probe(draft, each) for draft, own in zip(decoder.drafts, asked, strict=True) for each in own]
-    room = BestFirst(plan.nodes + 1, plan.depth)  # what caches must hold
-    SpeculativeDecoder(model, tokenizer, probes, room, _Reader(texts)).generate(prompts, **options)
+    vocab_size = distributions[0].shape[1]
+    kept, draws = (min(plan.top or vocab_size, vocab_size), plan.draws) if temperature else (0, 0)
+    probes, drafted, trees = [], [], []
+    for draft in decoder.drafts:
+        drafted.append([Drafted.blank(len(text), plan.depth, plan.top or TOP, kept, draws) for text in texts])
+        trees.append(Trees(plan, texts, new))
+        questions = [Candidates(plan, texts, new, drafted[-1]), *([trees[-1]] if plan.nodes else [])]
+        if temperature:
+            questions.append(Distributions(plan, texts, new, drafted[-1], distributions, seeds))
+        probes += [Probe(draft, question) for question in questions]
+    capacity = BestFirst(plan.nodes + 1, plan.depth)  # what caches must hold
+    SpeculativeDecoder(model, tokenizer, probes, capacity, _Reader(texts)).generate(prompts, **options)
     return [
-        Text(
+        TraceText(
             prompt_ids=prompts[row],
             token_ids=text,
             seed=seeds[row],
             **distribution_arrays("target", distribution, plan.top),
             probability=distribution[torch.arange(len(text)), text].numpy(),
-            drafted=tuple(_drafted(own, row, len(text), plan) for own in asked),
+            drafted=tuple(
+                replace(columns[row], **grown.arrays(row)) for columns, grown in zip(drafted, trees, strict=True)
+            ),
         )
         for row, (text, distribution) in enumerate(zip(texts, distributions, strict=True))
     ]
 
 
-def _drafted(questions: Sequence[TextQuestion], row: int, n: int, plan: ProbePlan) -> Drafted:
-    """Return the answers about one text; what was not asked is empty."""
-    depth = plan.depth
-    nothing = {
-        "first": np.zeros(n + 1, np.int32),
-        **{name: np.zeros(0, np.int32) for name in ("tree_tokens", "tree_parents")},
-        "tree_scores": np.zeros(0, np.float32),
-        "distribution_tokens": np.zeros((n, depth, 0), np.int32),
-        **{
-            name: np.zeros((n, depth, 0), np.float32) for name in ("distribution_probs", "tests", "without_replacement")
-        },
-        "probability": np.zeros((n, depth), np.float32),
-    }
-    answers = [question.arrays(row) for question in questions]
-    return Drafted(**{name: array for own in (nothing, *answers) for name, array in own.items()})
-
-
 class _Writer(ExactMatch):
-    """Plain decoding that remembers the target's distribution at every position of every row: float32 (V,)."""
+    """Plain decoding that keeps the target's distribution at every position of every row: float32 (V,)."""
 
     def __init__(self, rows: int) -> None:
         self.distributions: list[list[Tensor]] = [[] for _ in range(rows)]
@@ -210,7 +167,7 @@ class _Writer(ExactMatch):
 
 
 class _Reader(ExactMatch):
-    """A verifier that says what was written."""
+    """A verifier that emits the tokens of known texts."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self.texts = texts

@@ -1,6 +1,6 @@
-"""What a trace says about its drafts: hits by depth and rank, and whether probabilities mean what they say.
+"""What a trace says about its drafts: hits by depth and rank, and how well their probabilities are calibrated.
 
-Knows: ranks, probabilities and whether they came true.  Does not know: models, trees, verification.
+Knows: ranks, probabilities, the target's tokens.  Does not know: models, trees, verification.
 """
 
 from dataclasses import dataclass
@@ -13,23 +13,21 @@ from specinfer.evaluation.traces.trace import Trace
 
 @dataclass(frozen=True)
 class HitTable:
-    """How often the target's token was a draft's first choice, second choice, ..., by depth."""
+    """How often the target's token was a draft's first choice, second choice, ..., by depth below the root."""
 
     draft: str
-    counts: NDArray[
-        np.int64
-    ]  # (depth, rank): the target's token stood at this place, at depth 1, 2, ... below the root
+    counts: NDArray[np.int64]  # (depth, rank): positions with the target's token at this rank
     tried: NDArray[np.int64]  # (depth,): positions at which the draft was asked
 
     @property
     def rates(self) -> NDArray[np.float64]:
-        """The share of positions with the target's token at exactly this place, (depth, rank); NaN where none tried."""
+        """The share of positions with the target's token at exactly this rank, (depth, rank); NaN where none tried."""
         with np.errstate(invalid="ignore"):
             return self.counts / self.tried[:, None]
 
     @property
     def within(self) -> NDArray[np.float64]:
-        """The share of positions with the target's token among the first 1, 2, ... places, (depth, rank)."""
+        """The share of positions with the target's token among the first 1, 2, ... ranks, (depth, rank)."""
         return self.rates.cumsum(1)
 
 
@@ -52,7 +50,7 @@ class CalibrationCurve:
 
 
 def hits(trace: Trace, draft: int | str = 0) -> HitTable:
-    """Count at which place of a draft's candidates the target's tokens stood, along all texts of a trace.
+    """Count the ranks of the target's tokens among a draft's candidates, along all texts of a trace.
 
     Every position of a text counts, whether or not a step of some policy would begin there.  At depth j the draft has
     drafted the j - 1 tokens before by itself.  When sampling, candidates are ranked by the shared noise.
@@ -60,40 +58,39 @@ def hits(trace: Trace, draft: int | str = 0) -> HitTable:
     Raises:
         InputError: there is no such draft.
     """
-    place = trace.draft(draft)
-    depth, top = trace.texts[0].drafted[place].tokens.shape[1:]
+    index = trace.draft(draft)
+    depth, top = trace.texts[0].drafted[index].tokens.shape[1:]
     counts, tried = np.zeros((depth, top), np.int64), np.zeros(depth, np.int64)
     for text in trace.texts:
-        ranks = text.ranks(place)
+        ranks = text.ranks(index)
         tried += trace.asked(text).sum(0)
-        levels, _ = np.broadcast_arrays(np.arange(depth), ranks)
-        np.add.at(counts, (levels[ranks >= 0], ranks[ranks >= 0]), 1)
-    return HitTable(trace.drafts[place], counts, tried)
+        np.add.at(counts, (np.nonzero(ranks >= 0)[1], ranks[ranks >= 0]), 1)
+    return HitTable(trace.drafts[index], counts, tried)
 
 
 def calibration(trace: Trace, draft: int | str = 0, bins: int = 10) -> CalibrationCurve:
     """Compare a draft's probabilities of its candidates, at all nodes on the texts, with how often they were right.
 
-    When sampling, these are the estimates by which best-first trees rank: the chance, given the noise, that the target
-    chooses the candidate.
+    When sampling, these are the estimates that best-first trees rank by: the probability, given the noise, that the
+    target chooses the candidate.
 
     Raises:
         InputError: there is no such draft.
     """
-    place = trace.draft(draft)
-    said, came = [np.zeros(0)], [np.zeros(0, bool)]
+    index = trace.draft(draft)
+    estimates, right = [np.zeros(0)], [np.zeros(0, bool)]
     for text in trace.texts:
-        own = text.drafted[place]
-        real = own.tokens >= 0  # (n, D, k)
-        said.append(np.exp(own.log_probs[real], dtype=np.float64))
-        came.append((np.arange(own.tokens.shape[2]) == text.ranks(place)[:, :, None])[real])
-    probability, accepted = np.concatenate(said), np.concatenate(came)
+        drafted = text.drafted[index]
+        real = drafted.tokens >= 0  # (n, D, k)
+        estimates.append(np.exp(drafted.log_probs[real], dtype=np.float64))
+        right.append((np.arange(real.shape[2]) == text.ranks(index)[:, :, None])[real])
+    probability, accepted = np.concatenate(estimates), np.concatenate(right)
     bin_ = np.minimum((probability * bins).astype(int), bins - 1)
     count = np.bincount(bin_, minlength=bins)
     true, total = np.bincount(bin_, accepted, bins), np.bincount(bin_, probability, bins)
     low, high = wilson(true, count)
     with np.errstate(invalid="ignore"):
-        return CalibrationCurve(trace.drafts[place], total / count, true / count, count, low, high)
+        return CalibrationCurve(trace.drafts[index], total / count, true / count, count, low, high)
 
 
 def wilson(true: np.ndarray, count: np.ndarray) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -1,19 +1,19 @@
 """A trace: what the target's and the drafts' distributions were along texts, and the trees that the drafts would grow.
 
-Knows: arrays and the folder that holds them.  Does not know: models at work, verification.
+Knows: arrays and the folder that holds them.  Does not know: how models run, verification.
 
 A trace is host data (numpy).  Along one text of n new tokens, D levels deep:
 
     position i   after i new tokens: the next step's root is the last of them
-    (i, j)       the draft at position i, after it has also drafted the next j tokens of the text itself (an EAGLE-style
-                 head reads its own states there, so this is not position i + j); it is asked for token i + j
+    (i, j)       the draft at position i, after it has also drafted the next j tokens of the text itself.  It is asked
+                 for token i + j.  An EAGLE-style head reads its own states there, so this is not position i + j
 
 A folder holds ``trace.json`` (settings, format) and one ``.safetensors`` file per text, written when the text is done.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.metadata import version
 from math import inf
@@ -28,6 +28,7 @@ from safetensors.numpy import save
 
 from specinfer.attention import TreeModel
 from specinfer.common.files import lock_settings, locked, read_json, write_whole
+from specinfer.common.values import checked_count, checked_temperature
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.drafts.head import tokenizer_fingerprint
 from specinfer.errors import InputError
@@ -38,11 +39,12 @@ LEASTS = {"depth": 1, "nodes": 0, "top": 1, "draws": 1, "max_new_tokens": 2}  # 
 SHAPE = {"drafts", "temperature", *LEASTS}
 ROUNDING = 1e-4  # of probabilities
 TREE = ("first", "tree_tokens", "tree_parents", "tree_scores")
-TOP = 16  # candidates that are kept per node of whole distributions, too
+TOP = 16  # candidates kept per node, also where whole distributions are kept
 SKETCH = 16  # entries of each weight that stand for it in a fingerprint
 
 Ids = NDArray[np.int32]
 Floats = NDArray[np.float32]
+Column = tuple[tuple[int | None, ...], float, float]  # shape (None: any size), least and greatest value
 
 
 @dataclass(frozen=True)
@@ -51,15 +53,15 @@ class Drafted:
 
     Attributes:
         first: (n + 1,) where each position's tree begins in the three columns below.
-        tree_tokens, tree_parents, tree_scores: every node of a best-first tree of at most the recorded nodes and of
-            any depth up to D, best first: parent (-1 = the root) within the position, log-probability of the path.
+        tree_tokens, tree_parents, tree_scores: every node of any best-first tree of at most the recorded nodes and
+            depth, best first.  A parent is an index within the position, -1 = the root; a score is the log-probability
+            of the path.
         tokens, log_probs: (n, D, k) the draft's first choices for token i + j and their log-probabilities, best first;
             when sampling, by the noise shared with the target.  Token -1 = none.
         distribution_tokens, distribution_probs: (n, D, k) the likeliest tokens of its distribution q without that
-            noise; what they lack to 1 is the others'.  k = V if whole distributions were asked for, 0 when greedy, as
-            in the next ones but `probability`.
+            noise.  The other tokens share the rest.  k = V for whole distributions, 0 when greedy.
         probability: (n, D) q of token i + j.
-        tests: (n, D, K) c_1 ... c_K of draws with replacement (`acceptance`).
+        tests: (n, D, K) c_1 ... c_K of draws with replacement (`acceptance`); K = 0 when greedy.
         without_replacement: (n, D, K) the probability that token i + j was accepted among 1 ... K draws.
     """
 
@@ -75,9 +77,16 @@ class Drafted:
     tests: Floats
     without_replacement: Floats
 
+    @classmethod
+    def blank(cls, n: int, depth: int, top: int, kept: int, draws: int) -> "Drafted":
+        """Return columns to be filled, which hold their least values, and no trees; ``kept`` is k of distributions."""
+        columns = _drafted_columns(n, depth, top, kept, draws, inf)
+        arrays = {name: np.full([size or 0 for size in c[0]], c[1], _dtype(name)) for name, c in columns.items()}
+        return cls(**arrays)
+
 
 @dataclass(frozen=True)
-class Text:
+class TraceText:
     """One text of the target, and what was recorded along it.
 
     Attributes:
@@ -96,12 +105,12 @@ class Text:
     probability: Floats
     drafted: tuple[Drafted, ...]
 
-    def root(self, place: int) -> int:
+    def root(self, position: int) -> int:
         """Return the token that the step at a position begins with."""
-        return self.token_ids[place - 1] if place else self.prompt_ids[-1]
+        return self.token_ids[position - 1] if position else self.prompt_ids[-1]
 
     def ranks(self, draft: int) -> np.ndarray:
-        """Return the place of token i + j among a draft's candidates, (n, D); -1 = it is not among them."""
+        """Return the rank of token i + j among a draft's candidates, (n, D), from 0; -1 = it is not among them."""
         tokens = self.drafted[draft].tokens  # (n, D, k)
         n, depth = tokens.shape[:2]
         padded = np.array([*self.token_ids, *[-2] * depth])
@@ -113,11 +122,11 @@ class Text:
         arrays = {name: getattr(self, name) for name in ("target_tokens", "target_probs", "probability")}
         arrays |= {name: np.array(getattr(self, name), np.int32) for name in ("prompt_ids", "token_ids")}
         arrays |= {f"{i}.{f.name}": getattr(d, f.name) for i, d in enumerate(self.drafted) for f in fields(Drafted)}
-        # a view with gaps would be written wrong
+        # safetensors would write a view with gaps wrong
         return save({name: np.ascontiguousarray(a) for name, a in arrays.items()}, {"seed": str(self.seed)})
 
     @classmethod
-    def from_file(cls, path: Path, settings: Mapping[str, Any], vocab_size: int | None = None) -> "Text":
+    def from_file(cls, path: Path, settings: Mapping[str, Any], vocab_size: int | None = None) -> "TraceText":
         """Read what `to_bytes` made.
 
         Args:
@@ -133,10 +142,12 @@ class Text:
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
                 seed = int(file.metadata()["seed"])
             _check_arrays(arrays, settings, vocab_size or np.iinfo(np.int32).max)
-            places = range(len(settings["drafts"]))
-            own = [Drafted(**{f.name: arrays.pop(f"{i}.{f.name}") for f in fields(Drafted)}) for i in places]
+            drafted = tuple(
+                Drafted(**{f.name: arrays.pop(f"{i}.{f.name}") for f in fields(Drafted)})
+                for i in range(len(settings["drafts"]))
+            )
             ids = {name: arrays.pop(name).tolist() for name in ("prompt_ids", "token_ids")}
-            return cls(seed=seed, drafted=tuple(own), **ids, **arrays)
+            return cls(seed=seed, drafted=drafted, **ids, **arrays)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise InputError(f"{path} is no text of this trace ({reason}): remove it and record it again") from error
@@ -147,11 +158,11 @@ class Trace:
     """Texts of one target and what its drafts would have proposed along them: see `record` and `replay`."""
 
     settings: Mapping[str, Any]
-    texts: tuple[Text, ...]
+    texts: tuple[TraceText, ...]
 
     @property
     def drafts(self) -> list[str]:
-        """The drafts' names, in the order of `Text.drafted`."""
+        """The drafts' names, in the order of `TraceText.drafted`."""
         return [draft["name"] for draft in self.settings["drafts"]]
 
     @property
@@ -159,27 +170,32 @@ class Trace:
         """Whether the texts were sampled; otherwise they are greedy."""
         return bool(self.settings["temperature"])
 
+    @property
+    def tokens(self) -> int:
+        """The new tokens of all texts."""
+        return sum(len(text.token_ids) for text in self.texts)
+
     def __repr__(self) -> str:
-        tokens = sum(len(text.token_ids) for text in self.texts)
         how = f"T = {self.settings['temperature']:g}" if self.sampling else "greedy"
-        return f"Trace({len(self.texts)} texts, {tokens} tokens, {how}, drafts {', '.join(self.drafts)})"
+        return f"Trace({len(self.texts)} texts, {self.tokens} tokens, {how}, drafts {', '.join(self.drafts)})"
 
     def draft(self, draft: int | str) -> int:
-        """Return a draft's place, given that or its name.
+        """Return a draft's index, given its name or that index, which may be written in digits.
 
         Raises:
             InputError: there is no such draft, or several.
         """
         names = self.drafts
         if names.count(draft) > 1:  # type: ignore[arg-type]  # a number is no name
-            raise InputError(f"the trace has several drafts called {draft!r}: name one by its place, from 0")
+            raise InputError(f"the trace has several drafts called {draft!r}: name one by its index, from 0")
         if draft in names:
             return names.index(str(draft))
-        if not isinstance(draft, int) or not 0 <= draft < len(names):
+        index = int(draft) if str(draft).isdecimal() else len(names)
+        if index >= len(names):
             raise InputError(f"the trace has no draft {draft!r}: it has {', '.join(names)} (0 to {len(names) - 1})")
-        return draft
+        return index
 
-    def asked(self, text: Text) -> np.ndarray:
+    def asked(self, text: TraceText) -> np.ndarray:
         """Return where a draft was asked for token i + j, (n, D): not for the last one that the budget allows."""
         n, budget = len(text.token_ids), self.settings["max_new_tokens"]
         return np.arange(n)[:, None] + np.arange(self.settings["depth"]) < min(n, budget - 1)
@@ -197,7 +213,7 @@ class Trace:
 
     @classmethod
     def load(cls, folder: str | Path, decoder: SpeculativeDecoder | None = None) -> "Trace":
-        """Read a trace, whole or as far as it was recorded.
+        """Read a trace, complete or as far as it was recorded.
 
         Args:
             folder: of `save` or `record`.
@@ -222,11 +238,11 @@ class Trace:
         paths = sorted(folder.glob("*.safetensors"))
         if not paths:
             raise InputError(f"{folder} holds a trace without any finished text: run the recording again")
-        return cls(settings, tuple(Text.from_file(path, settings, vocab_size) for path in paths))
+        return cls(settings, tuple(TraceText.from_file(path, settings, vocab_size) for path in paths))
 
 
 def begin(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Pin a folder, which the caller holds, to settings.
+    """Record the settings of a folder, or check that it has them.  The caller holds the folder.
 
     Raises:
         InputError: it holds a trace of other settings, or cannot be written.
@@ -235,105 +251,113 @@ def begin(folder: Path, settings: Mapping[str, Any]) -> None:
     lock_settings(folder / SETTINGS, settings, "repeat those, or choose another folder", empty)
 
 
-def write_text(folder: Path, number: int, text: Text) -> None:
-    """Write one finished text."""
-    write_whole(folder / f"{number:05d}.safetensors", text.to_bytes())
-
-
-def read_text(
-    folder: Path, number: int, prompt_ids: list[int], seed: int, settings: Mapping[str, Any], vocab_size: int
-) -> Text | None:
-    """Return a finished text, None if it is not there.
+def resume(
+    folder: Path, settings: Mapping[str, Any], rows: Sequence[tuple[list[int], int]], vocab_size: int
+) -> dict[int, TraceText]:
+    """Begin or continue a folder of texts with these (prompt ids, seed); return number -> finished text.
 
     Raises:
-        InputError: it is damaged, or of another prompt or seed.
+        InputError: see `begin`; or a text is damaged, or of another prompt or seed.
     """
-    path = folder / f"{number:05d}.safetensors"
-    if not path.exists():
-        return None
-    text = Text.from_file(path, settings, vocab_size)
-    if (text.prompt_ids, text.seed) != (prompt_ids, seed):
-        raise InputError(f"{path} is of another prompt or seed: give the same prompts, or choose another folder")
-    return text
+    begin(folder, settings)
+    texts = {}
+    for number, row in enumerate(rows):
+        path = _text_path(folder, number)
+        if path.exists():
+            texts[number] = text = TraceText.from_file(path, settings, vocab_size)
+            if (text.prompt_ids, text.seed) != row:
+                raise InputError(
+                    f"{path} is of another prompt or seed: give the same prompts, or choose another folder"
+                )
+    return texts
 
 
-# ---- is it a whole trace? ----
+def write_text(folder: Path, number: int, text: TraceText) -> None:
+    """Write one finished text."""
+    write_whole(_text_path(folder, number), text.to_bytes())
+
+
+def _text_path(folder: Path, number: int) -> Path:
+    return folder / f"{number:05d}.safetensors"
+
+
+# ---- is it a complete trace? ----
 
 
 def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
     """Raise `InputError` for settings that no recording wrote."""
 
-    def refuse(what: str) -> None:
-        raise InputError(f"{path} is damaged: {what}; record it again")
-
-    if missing := SHAPE - settings.keys():
-        refuse(f"{', '.join(sorted(missing))} is missing")
-    for name, least in LEASTS.items():
-        value = settings[name]
-        if not (type(value) is int and least <= value < 2**31) and not (name == "top" and value is None):
-            refuse(f"{name} is {json.dumps(value):.40}, not a whole number of at least {least}")
-    temperature = settings["temperature"]
-    if type(temperature) not in (int, float) or not 0 <= temperature < inf:
-        refuse(f"temperature is {json.dumps(temperature):.40}, not a number of at least 0")
-    drafts = settings["drafts"]
-    if not isinstance(drafts, list) or not drafts:
-        refuse("drafts is no list of drafts")
-    if not all(isinstance(draft, dict) and isinstance(draft.get("name"), str) for draft in drafts):
-        refuse("a draft has no name")
+    drafts = settings.get("drafts")
+    try:
+        if missing := SHAPE - settings.keys():
+            raise InputError(f"{', '.join(sorted(missing))} is missing")
+        for name, least in LEASTS.items():
+            if name != "top" or settings[name] is not None:
+                checked_count(name, settings[name], least)
+        checked_temperature(settings["temperature"])
+        if not isinstance(drafts, list) or not drafts:
+            raise InputError("drafts is no list of drafts")
+        if not all(isinstance(draft, dict) and isinstance(draft.get("name"), str) for draft in drafts):
+            raise InputError("a draft has no name")
+    except InputError as error:
+        raise InputError(f"{path} is damaged: {error}; record it again") from None
 
 
-def _check_arrays(arrays: Mapping[str, np.ndarray], settings: Mapping[str, Any], vocab_size: int) -> None:
-    """Raise `ValueError` or `KeyError` for columns that no recording with these settings wrote."""
-    depth, draws = settings["depth"], settings["draws"] if settings["temperature"] else 0
-    n, top, last = arrays["token_ids"].size, settings["top"] or TOP, vocab_size - 1
+def _drafted_columns(n: int, depth: int, top: int, kept: int | None, draws: int, last: float) -> dict[str, Column]:
+    """Return the columns of `Drafted` for n tokens, and a vocabulary that ends with token ``last``."""
     most = 1 + ROUNDING
-    columns: dict[str, tuple[tuple[int | None, ...], float, float]] = {  # name -> shape, least, most
-        "prompt_ids": ((None,), 0, last),
-        "token_ids": ((None,), 0, last),
-        "target_tokens": ((n, None), 0, last),
-        "target_probs": ((n, None), 0, most),
-        "probability": ((n,), 0, most),
-    }
-    per_draft: dict[str, tuple[tuple[int | None, ...], float, float]] = {
+    return {
         "first": ((n + 1,), 0, inf),
         "tree_tokens": ((None,), 0, last),
         "tree_parents": ((None,), -1, inf),
         "tree_scores": ((None,), -inf, ROUNDING),
         "tokens": ((n, depth, top), -1, last),
         "log_probs": ((n, depth, top), -inf, 0),
-        "distribution_tokens": ((n, depth, None), 0, last),
-        "distribution_probs": ((n, depth, None), 0, most),
+        "distribution_tokens": ((n, depth, kept), 0, last),
+        "distribution_probs": ((n, depth, kept), 0, most),
         "probability": ((n, depth), 0, most),
         "tests": ((n, depth, draws), 0, draws + ROUNDING),
         "without_replacement": ((n, depth, draws), 0, most),
     }
-    for place in range(len(settings["drafts"])):
-        columns |= {f"{place}.{name}": wanted for name, wanted in per_draft.items()}
+
+
+def _dtype(name: str) -> Any:
+    return np.int32 if name.endswith(("ids", "tokens", "first", "parents")) else np.float32
+
+
+def _check_arrays(arrays: Mapping[str, np.ndarray], settings: Mapping[str, Any], vocab_size: int) -> None:
+    """Raise `ValueError` or `KeyError` for columns that no recording with these settings wrote."""
+    n, last, drafts = arrays["token_ids"].size, vocab_size - 1, range(len(settings["drafts"]))
+    columns: dict[str, Column] = {
+        "prompt_ids": ((None,), 0, last),
+        "token_ids": ((None,), 0, last),
+        "target_tokens": ((n, None), 0, last),
+        "target_probs": ((n, None), 0, 1 + ROUNDING),
+        "probability": ((n,), 0, 1 + ROUNDING),
+    }
+    draws = settings["draws"] if settings["temperature"] else 0
+    per_draft = _drafted_columns(n, settings["depth"], settings["top"] or TOP, None, draws, last)
+    columns |= {f"{draft}.{name}": column for draft in drafts for name, column in per_draft.items()}
     for name, (shape, least, greatest) in columns.items():
-        own = arrays[name]
-        kind = np.int32 if name.endswith(("ids", "tokens", "first", "parents")) else np.float32
-        fits = own.ndim == len(shape) and all(w in (None, s) for w, s in zip(shape, own.shape, strict=True))
-        if own.dtype != kind or not fits:
-            raise ValueError(f"{name} has shape {own.shape} and type {own.dtype}")
-        if not ((own >= least) & (own <= greatest)).all():
+        array = arrays[name]
+        fits = array.ndim == len(shape) and all(w in (None, s) for w, s in zip(shape, array.shape, strict=True))
+        if array.dtype != _dtype(name) or not fits:
+            raise ValueError(f"{name} has shape {array.shape} and type {array.dtype}")
+        if not ((array >= least) & (array <= greatest)).all():
             raise ValueError(f"{name} is not within {least:g} and {greatest:g}")
     if not arrays["prompt_ids"].size or not 0 < n <= settings["max_new_tokens"]:
         raise ValueError(f"{arrays['prompt_ids'].size} tokens of a prompt, and {n} after it")
     if not arrays["probability"].all():
         raise ValueError("a token of the text has probability 0")
-    _check_pairs(arrays, "target_tokens", "target_probs")
-    for place in range(len(settings["drafts"])):
-        _check_pairs(arrays, f"{place}.distribution_tokens", f"{place}.distribution_probs")
-        _check_trees(settings["nodes"], *(arrays[f"{place}.{name}"] for name in TREE))
-
-
-def _check_pairs(arrays: Mapping[str, np.ndarray], tokens: str, values: str) -> None:
-    if arrays[tokens].shape != arrays[values].shape:
-        raise ValueError(f"{tokens} and {values} differ in shape")
+    for name in ("target", *(f"{draft}.distribution" for draft in drafts)):
+        if arrays[f"{name}_tokens"].shape != arrays[f"{name}_probs"].shape:
+            raise ValueError(f"{name}_tokens and {name}_probs differ in shape")
+    for draft in drafts:
+        _check_trees(settings["nodes"], *(arrays[f"{draft}.{name}"] for name in TREE))
 
 
 def _check_trees(most: int, first: Ids, tokens: Ids, parents: Ids, scores: Floats) -> None:
-    """Raise `ValueError` for recorded trees that are none, or are not in order."""
+    """Raise `ValueError` for columns that are not recorded trees, or not in order."""
     sizes = np.diff(first)
     if not len(tokens) == len(parents) == len(scores) == first[-1] or first[0] or (sizes < 0).any():
         raise ValueError("its trees are not as long as they should be")
@@ -366,6 +390,23 @@ def check_models(folder: Path, settings: Mapping[str, Any], decoder: Speculative
             )
 
 
+def trace_settings(
+    decoder: SpeculativeDecoder, sizes: Mapping[str, Any], max_new_tokens: int, temperature: float
+) -> dict[str, Any]:
+    """Return what all texts of a trace have in common."""
+    target = decoder.target
+    name = str(getattr(target.model.config, "_name_or_path", "")) or target.name
+    return {
+        "format": FORMAT,
+        "model": name.rstrip("/").split("/")[-1],
+        **model_settings(decoder),
+        **sizes,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "versions": {package: version(package) for package in ("specinfer", "torch", "transformers")},
+    }
+
+
 def model_settings(decoder: SpeculativeDecoder) -> dict[str, Any]:
     """Return what identifies the target, its tokens, the drafts and the arithmetic."""
     target, tokenizer = decoder.target, decoder.tokenizer
@@ -377,22 +418,11 @@ def model_settings(decoder: SpeculativeDecoder) -> dict[str, Any]:
     }
 
 
-def model_name(model: TreeModel) -> str:
-    """Return what a model is called, without the folders before it."""
-    full = str(getattr(model.model.config, "_name_or_path", "")) or model.name
-    return full.rstrip("/").split("/")[-1]
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that arithmetic may depend on."""
-    return {name: version(name) for name in ("specinfer", "torch", "transformers")}
-
-
 def _draft_settings(draft: Any) -> dict[str, Any]:
     model = getattr(draft, "model", None)
     weights = _fingerprint(model.model) if isinstance(model, TreeModel) else None
-    own = {"max_ngram": draft.max_ngram} if hasattr(draft, "max_ngram") else {}
-    return {"name": draft.name, "weights": weights, **own}
+    sizes = {"max_ngram": draft.max_ngram} if hasattr(draft, "max_ngram") else {}
+    return {"name": draft.name, "weights": weights, **sizes}
 
 
 def _fingerprint(model: torch.nn.Module) -> str:
