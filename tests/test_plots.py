@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from strategies import PROPERTY, token_trees
 
-from specinfer import SpeculativeDecoder
+from specinfer import SpeculativeDecoder, StepInspection
 from specinfer.errors import InputError
 from specinfer.evaluation.compare.methods import METHODS
 from specinfer.evaluation.traces.statistics import CalibrationCurve, HitTable, wilson
@@ -207,7 +207,7 @@ def test_what_became_of_a_node_is_told_by_mark_and_line() -> None:
     looks = [(box.get_linestyle(), box.get_linewidth()) for box in boxes]
     assert (looks[1], looks[3]) == (looks[2], looks[4])
     assert len(set(looks)) == 5, "root, accepted, rejected, unreached, bonus"
-    assert key(ax) == ["root", "✓ accepted", "✗ rejected", "unreached", "+ bonus", "head", "ngram"]
+    assert key(ax) == ["root", "✓ accepted", "✗ rejected", "not reached", "+ bonus token", "head", "ngram"]
     by_draft = drawn(ax, "draft-")
     assert [len(marks.get_offsets()) for marks in by_draft] == [3, 3]
     assert len(set(map(tuple, np.vstack([marks.get_offsets() for marks in by_draft])))) == 6, "no mark hides another"
@@ -227,9 +227,10 @@ def test_edges_are_as_wide_as_probable() -> None:
 
 
 def test_an_inspection_brings_its_tokenizer_and_names() -> None:
-    nodes = [SimpleNamespace(state=state) for state in STEP.states]
-    own = {"tree": STEP.tree, "path": STEP.path, "bonus": 7, "nodes": nodes}
-    ax = plot_tree(SimpleNamespace(**own, tokenizer=OddTokenizer(), draft_names=["head", "ngram", "by hand"]))
+    nodes = tuple(SimpleNamespace(state=state, position=4) for state in STEP.states)
+    result = SimpleNamespace(tokenizer=OddTokenizer())
+    prefix: Any = SimpleNamespace(rescorer=SimpleNamespace(draft_names=["head", "ngram", "by hand"], result=result))
+    ax = plot_tree(StepInspection(0, STEP.tree, STEP.path, 7, nodes, "as decoded", STEP, prefix))
     assert "ngram" in key(ax)
     assert texts(ax)[1] == r"$\frac{1 ✓"
 
@@ -386,7 +387,7 @@ UNDRAFTED = replace(RESULT, steps=[Step(TokenTree.root_only(1), (), (2,), ((),))
     [
         (plot_tree, (RESULT,), "result.steps"),
         (plot_tree, ([STEP],), "not a list"),
-        (plot_tree, (STEP, "gpt2"), "str is no tokenizer"),
+        (plot_tree, (STEP, "gpt2"), "str is not a tokenizer"),
         (plot_mask, (HITS,), "not a HitTable"),
         (plot_mask, (STEP, None, -1), "prefix is -1"),
         (plot_acceptance, (STEP,), "a HitTable, a Result"),
