@@ -98,16 +98,6 @@ class TreeDrawing:
         """The line that each node stands on, by the tidy layout; the first one is 0."""
         return tidy(node.parent for node in self.nodes)[0].tolist()
 
-    @property
-    def states(self) -> list[str]:
-        """The states that occur, in the order of `STATES`."""
-        return [state for state in STATES if any(node.state == state for node in self.nodes)]
-
-    @property
-    def drafts(self) -> list[int]:
-        """The ids of the drafts that proposed a node, ascending."""
-        return sorted({draft for node in self.nodes for draft in node.drafts})
-
     def lefts(self, widths: Sequence[float], gap: float) -> list[float]:
         """Return where the column of each depth begins, and last, a gap further, where the widest last node ends.
 

@@ -6,7 +6,8 @@ Knows: trees, steps, results, inspections, a tokenizer.  Does not know: HTML, pi
 
     drafts   names by draft id
     shapes   of drafts, by id
-    marks    state -> its mark and its words in a legend
+    marks    state -> its mark
+    legend   what shapes and marks mean, as [sign, words]
     rule     "greedy", "coupled" or "coins": what decided; null if that is not known
     seed     of a sampled result
     prompt   {"text", "tokens"}
@@ -30,18 +31,18 @@ Knows: trees, steps, results, inspections, a tokenizer.  Does not know: HTML, pi
 Probabilities and the like are rounded to three digits.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from math import isfinite
 from typing import Any
 
-from specinfer.results import Result, Seconds, State, Step
+from specinfer.results import Result, Step
 from specinfer.tree import TokenTree
 from specinfer.tree.drawing import STATES, TreeDrawing, columns
-from specinfer.viz.inspection import Inspection, StepInspection
+from specinfer.viz.inspection import StepInspection
 from specinfer.viz.rescoring import BY_HAND
-from specinfer.viz.style import shapes
+from specinfer.viz.style import SHAPES
 from specinfer.viz.token_text import token_text
 
 PROMPT_CHARACTERS = 4000  # of a longer prompt, the last ones are shown
@@ -54,38 +55,32 @@ class DrawnStep:
 
     tree: TokenTree
     drawing: TreeDrawing
-    states: Sequence[State] | None  # None: not verified
-    path: Sequence[int] = ()
+    record: Step | StepInspection | None = None  # None: not verified
     bonus: int | None = None
-    emitted: Sequence[int] = ()
-    position: int | None = None
-    seconds: Seconds | None = None
-    inspection: StepInspection | None = None
+    position: int | None = None  # of the root in the text
+
+    @property
+    def path(self) -> tuple[int, ...]:
+        """The accepted nodes, root excluded."""
+        return self.record.path if self.record else ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the step in columns."""
-        nodes = self.inspection.nodes if self.inspection else ()
         data: dict[str, Any] = {
             "tokens": self.tree.tokens.tolist(),
             "parents": self.tree.parents.tolist(),
             "q": [_short(node.probability) for node in self.drawing.nodes[: len(self.tree)]],
             "draws": [[list(draw) for draw in draws] for draws in self.tree.draws],
-            "lines": [round(line, 2) for line in self.drawing.lines],
-            "states": None if self.states is None else [str(state) for state in self.states],
+            "lines": [int(y) if y.is_integer() else round(y, 2) for y in self.drawing.lines],
+            "states": list(map(str, self.record.states)) if self.record else None,
             "path": list(self.path),
             "bonus": self.bonus,
-            "emitted": list(self.emitted),
+            "emitted": list(self.record.tokens) if self.record else [],
             "position": self.position,
         }
-        if self.seconds is not None:
-            data["seconds"] = _short(self.seconds.to_dict())
-        if self.inspection:
-            data["change"] = self.inspection.change
-            inspected = {name: [_short(getattr(node, name)) for node in nodes] for name in INSPECTED}
-            data |= {name: column for name, column in inspected.items() if name == "p" or any(column)}
-            data["top"] = [[_short([x for x in one if x is not None]) for one in node.top] for node in nodes]
-            data["why"] = [self.inspection.why(node) for node in range(len(nodes))]
-        return data
+        if step := getattr(self.record, "step", self.record):
+            data["seconds"] = _short(step.seconds.to_dict())
+        return data | (_inspected(self.record) if isinstance(self.record, StepInspection) else {})
 
 
 @dataclass(frozen=True)
@@ -93,20 +88,18 @@ class Description:
     """What there is to show.
 
     Attributes:
-        shows: the name of its type.
+        thing: what was described.
         drafts: names by draft id.
         steps: one per tree.
         tokenizer: from ids to text; None shows ids.
         result: what the steps belong to, if that is known.
-        notes: what the inspection has to say.
     """
 
-    shows: str
+    thing: Any
     drafts: list[str]
     steps: list[DrawnStep]
     tokenizer: Any
     result: Result | None
-    notes: Sequence[str]
 
     @property
     def best(self) -> DrawnStep:
@@ -131,21 +124,37 @@ class Description:
     @property
     def rule(self) -> str | None:
         """What decided, where the nodes tell: "greedy", "coupled" or "coins"."""
-        root = next((step.inspection.nodes[0] for step in self.steps if step.inspection), None)
-        if root is None:
+        record = self.steps[0].record
+        if not isinstance(record, StepInspection):
             return None
+        root = record.nodes[0]
         return "coins" if root.choice is None else "greedy" if root.top[0].noise is None else "coupled"
+
+    @property
+    def shapes(self) -> list[str]:
+        """The shapes of the drafts."""
+        return ["✎" if name == BY_HAND else SHAPES[draft % len(SHAPES)] for draft, name in enumerate(self.drafts)]
+
+    def legend(self, steps: Iterable[DrawnStep]) -> list[list[str]]:
+        """Return what shapes and marks mean, as [sign, words], as far as they occur in some steps."""
+        nodes = [node for step in steps for node in step.drawing.nodes]
+        drafts = sorted({draft for node in nodes for draft in node.drafts})
+        states = {node.state for node in nodes} - {"root", "drafted"}
+        signs = [[mark or "┄", words] for state, (mark, words) in STATES.items() if state in states]
+        return [*([self.shapes[draft], self.drafts[draft]] for draft in drafts), *signs]
 
     def to_dict(self) -> dict[str, Any]:
         """Return all that the page draws, ready for JSON."""
         steps = [step.to_dict() for step in self.steps]
-        ids = {token for step in steps for token in [*step["tokens"], *step["emitted"], *_alternatives(step)]}
+        tops = [token for step in steps for top in step.get("top", ()) for token, *_ in top]
+        ids = {*tops, *(token for step in steps for token in [*step["tokens"], *step["emitted"]])}
         texts = {str(token): token_text(self.tokenizer, token) for token in sorted(ids)}
         data: dict[str, Any] = {
-            "shows": self.shows,
+            "shows": type(self.thing).__name__,
             "drafts": self.drafts,
-            "shapes": shapes(self.drafts),
-            "marks": {state: list(words) for state, words in STATES.items()},
+            "shapes": self.shapes,
+            "marks": {state: mark for state, (mark, _) in STATES.items()},
+            "legend": self.legend(self.steps),
             "rule": self.rule,
             "texts": texts,
             "columns": {token: columns(text) for token, text in texts.items()},
@@ -153,16 +162,16 @@ class Description:
         }
         if self.result is None:
             return data
-        ids = self.result.prompt_ids
-        text = self.tokenizer.decode(ids) if self.tokenizer else " ".join(map(str, ids))
+        prompt = self.result.prompt_ids
+        text = self.tokenizer.decode(prompt) if self.tokenizer else " ".join(map(str, prompt))
         stats = self.result.stats.to_dict()
         kept = ("new_tokens", "target_passes", "draft_passes", "tokens_per_target_pass", "seconds")
         return data | {
             "seed": self.result.seed,
             "text": self.result.text,
             "finish_reason": self.result.finish_reason,
-            "notes": [*self.result.stats.notes, *self.notes],
-            "prompt": {"text": text[-PROMPT_CHARACTERS:], "tokens": len(ids)},
+            "notes": [*self.result.stats.notes, *getattr(self.thing, "notes", ())],
+            "prompt": {"text": text[-PROMPT_CHARACTERS:], "tokens": len(prompt)},
             "stats": {name: _short(stats[name]) for name in kept},
         }
 
@@ -178,7 +187,7 @@ def describe(thing: Any, tokenizer: Any = None) -> Description:
     tokenizer = tokenizer or getattr(thing if result is None else result, "tokenizer", None)
     drafts = _draft_names(thing, result)
     steps = list(_steps(thing, tokenizer, len(drafts) - 1 if BY_HAND in drafts else None))
-    return Description(type(thing).__name__, drafts, steps, tokenizer, result, getattr(thing, "notes", ()))
+    return Description(thing, drafts, steps, tokenizer, result)
 
 
 def _draft_names(thing: Any, result: Result | None) -> list[str]:
@@ -193,42 +202,37 @@ def _draft_names(thing: Any, result: Result | None) -> list[str]:
 
 def _steps(thing: Any, tokenizer: Any, by_hand: int | None) -> Iterator[DrawnStep]:
     text = cache(lambda token: token_text(tokenizer, token))
-    if not isinstance(thing, Result | Inspection):
-        yield _step(thing, text, by_hand)
-        return
-    position = len(getattr(thing, "result", thing).prompt_ids) - 1
-    for step in thing.steps:
-        yield _step(step, text, by_hand, position)
-        position += len(step.tokens)
+    if isinstance(thing, TokenTree):
+        yield DrawnStep(thing, TreeDrawing.of(thing, text))
+    elif isinstance(thing, Step):
+        yield _step(thing, text, None)
+    elif isinstance(thing, StepInspection):
+        yield _step(thing, text, thing.nodes[0].position, by_hand)
+    else:
+        position = len(getattr(thing, "result", thing).prompt_ids) - 1
+        for step in thing.steps:
+            yield _step(step, text, position)
+            position += len(step.tokens)
 
 
 def _step(
-    thing: TokenTree | Step | StepInspection,
-    text: Callable[[int], str],
-    by_hand: int | None,
-    position: int | None = None,
+    step: Step | StepInspection, text: Callable[[int], str], position: int | None, by_hand: int | None = None
 ) -> DrawnStep:
-    if isinstance(thing, TokenTree):
-        return DrawnStep(thing, TreeDrawing.of(thing, text), None)
-    inspection = thing if isinstance(thing, StepInspection) else None
-    bonus = thing.bonus if len(thing.tokens) > len(thing.path) else None  # cut before it: not emitted
+    bonus = step.bonus if len(step.tokens) > len(step.path) else None  # cut before it: not emitted
     bonus_text = None if bonus is None else text(bonus)
-    return DrawnStep(
-        tree=thing.tree,
-        drawing=TreeDrawing.of(thing.tree, text, thing.states, bonus_text, (0, *thing.path)[-1], by_hand),
-        states=thing.states,
-        path=thing.path,
-        bonus=bonus,
-        emitted=thing.tokens,
-        position=inspection.nodes[0].position if inspection else position,
-        seconds=getattr(inspection.step if inspection else thing, "seconds", None),
-        inspection=inspection,
-    )
+    drawing = TreeDrawing.of(step.tree, text, step.states, bonus_text, (0, *step.path)[-1], by_hand)
+    return DrawnStep(step.tree, drawing, step, bonus, position)
 
 
-def _alternatives(step: dict[str, Any]) -> list[int]:
-    """Return the token ids among an inspected step's alternatives."""
-    return [token for top in step.get("top", ()) for token, *_ in top]
+def _inspected(step: StepInspection) -> dict[str, Any]:
+    """Return the columns that an inspection adds."""
+    columns = {name: [_short(getattr(node, name)) for node in step.nodes] for name in INSPECTED}
+    return {
+        "change": step.change,
+        **{name: column for name, column in columns.items() if name == "p" or any(column)},
+        "top": [[_short([x for x in one if x is not None]) for one in node.top] for node in step.nodes],
+        "why": [step.why(node) for node in range(len(step.nodes))],
+    }
 
 
 def _short(value: Any) -> Any:

@@ -10,6 +10,7 @@ own: any number of them stand on one notebook page, apart from each other and fr
 
 import hashlib
 import json
+import re
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -59,4 +60,5 @@ def _palette() -> str:
 
 @cache
 def _template(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+    """Return a template without indentation and comment lines, which would make each page larger."""
+    return re.sub(r"(?m)^ *(//.*\n)?", "", files(__package__).joinpath(name).read_text(encoding="utf-8"))

@@ -426,7 +426,7 @@ class Tree {
     const { kind, node } = item, { step } = this.display, more = kind === "more";
     const authors = kind === "node" ? step.authors(node) : [], state = kind === "node" ? step.state(node) : kind;
     const text = more ? `+${item.count}` : kind === "bonus" ? step.text(step.bonus) : step.textOf(node);
-    const [mark] = this.display.model.marks[state] ?? [], shapes = authors.map(draft => this.display.shape(draft)).join("");
+    const mark = this.display.model.marks[state], shapes = authors.map(draft => this.display.shape(draft)).join("");
     const columns = more ? text.length : this.display.model.columns[kind === "bonus" ? step.bonus : step.tokens[node]];
     const least = more ? 36 : state === "root" ? 78 : 46;
     const words = CHARACTER * Math.min(columns, LONGEST) + (shapes ? 5 + 8 * authors.length : 0) + (mark ? 16 : 0);
@@ -512,16 +512,9 @@ class Tree {
   }
 
   keyOf(step) {
-    const drafts = unique(step.draws.flat().map(draw => draw[0])).sort();
-    const states = this.items.map(({ kind, node }) => (kind === "node" ? step.state(node) : kind));
-    const signs = Object.entries(this.display.model.marks).filter(([state, [mark]]) =>
-      states.includes(state) && (mark || state === "unreached")).map(([, [mark, words]]) => [mark || "┄", words]);
-    const entries = [
-      ...drafts.map(draft => [this.display.shape(draft), this.display.name(draft)]),
-      ...signs,
-      ...(step.size < 2 ? [] : [["▁", step.inspected ? "bars: draft q above target p" : "bar: draft q"]]),
-    ];
-    return entries.map(([sign, word]) => el("span", {}, el("b", {}, sign), ` ${word}`));
+    const bars = ["▁", step.inspected ? "bars: draft q above target p" : "bar: draft q"];
+    const entries = [...this.display.model.legend, ...(step.size < 2 ? [] : [bars])];
+    return entries.map(([sign, words]) => el("span", {}, el("b", {}, sign), ` ${words}`));
   }
 }
 

@@ -6,11 +6,9 @@ The colours of drafts are from the palette of Okabe and Ito ("Color Universal De
 lightened on black, so that text in them can be read.  What became of a node is told by mark, weight and line too.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from specinfer.tree.drawing import BONUS, DrawnNode
-from specinfer.viz.rescoring import BY_HAND
 
 LIGHT = {"paper": "#ffffff", "panel": "#f7f7f5", "mark": "#fff3c4", "pale": "#dcdcd8"}
 LIGHT |= {"ink": "#1d1f23", "soft": "#5b6068", "sign": "#868c95", "faint": "#b9bcc2"}
@@ -60,8 +58,3 @@ def edge(node: DrawnNode) -> tuple[float, tuple[int, ...]]:
     if node.state == BONUS:
         return 2.5, (1, 4)
     return 3.5 if node.accepted else 0.7 + 1.5 * (node.probability or 0.0), STYLES[node.state].dashes
-
-
-def shapes(names: Sequence[str]) -> list[str]:
-    """Return the shape of each draft, given their names by id."""
-    return ["✎" if name == BY_HAND else SHAPES[draft % len(SHAPES)] for draft, name in enumerate(names)]

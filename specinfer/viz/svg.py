@@ -8,43 +8,25 @@ this picture, because a style inside a notebook's page applies to the whole page
 
 from collections.abc import Iterator
 from html import escape
-from typing import NamedTuple
 
-from specinfer.tree.drawing import STATES, DrawnNode, columns
-from specinfer.viz.description import Description, DrawnStep
-from specinfer.viz.style import DARK, LIGHT, colour, edge, shapes, style
+from specinfer.tree.drawing import DrawnNode, columns
+from specinfer.viz.description import Description
+from specinfer.viz.style import DARK, LIGHT, colour, edge, style
 
 LONGEST = 20  # characters of a token's text
-CHARACTER, HEIGHT, ROW, GAP, MARGIN, PADDING = 7.6, 26, 36, 24, 16, 7  # pixels
+CHARACTER, HEIGHT, ROW, GAP, MARGIN, PADDING, SPACE = 7.6, 26, 36, 24, 16, 7, 5.3  # pixels
 FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
-
-
-class Word(NamedTuple):
-    """A piece of text in a node's box."""
-
-    text: str
-    colour: str
-    size: float
-    weight: int | None = None
-
-    @property
-    def width(self) -> float:
-        """In pixels."""
-        return CHARACTER * columns(self.text)
-
-
-SPACE = 0.7 * CHARACTER  # between two words
 
 
 def svg_of(description: Description) -> str:
     """Return a picture of the tree, or of the one that gained most."""
-    step, signs = description.best, shapes(description.drafts)
+    step = description.best
     nodes = step.drawing.nodes
-    words = [_words(node, signs) for node in nodes]
-    widths = [2 * PADDING + sum(word.width + SPACE for word in row) - SPACE for row in words]
+    words = [_words(node, description.shapes) for node in nodes]
+    widths = [2 * PADDING - SPACE + sum(SPACE + CHARACTER * columns(text) for text, *_ in row) for row in words]
     *lefts, end = step.drawing.lefts(widths, GAP)
     corners = [(MARGIN + lefts[n.depth], MARGIN + ROW * y) for n, y in zip(nodes, step.drawing.lines, strict=True)]
-    legend = _legend(step, description.drafts, signs)
+    legend = "   ".join([*map(" ".join, description.legend([step])), "% by the draft"])
     bottom = max(y for _, y in corners) + HEIGHT + ROW
     width, height = max(end - GAP, CHARACTER * columns(legend)) + 2 * MARGIN, bottom + MARGIN
     parts = [_element("rect", fill="paper", x="0", y="0", width=width, height=height, rx=10)]
@@ -62,30 +44,30 @@ def svg_of(description: Description) -> str:
     )
 
 
-def _words(node: DrawnNode, signs: list[str]) -> list[Word]:
-    """Return what a node's box holds: who drafted it, its text, its probability, its mark."""
-    text = node.text.replace("␠", "␣")  # few fonts have ␠
+def _words(node: DrawnNode, signs: list[str]) -> list[tuple[str, str, float, int]]:
+    """Return what a node's box holds: who drafted it, its text, its probability, its mark; colour, size, weight."""
+    text, ink = node.text.replace("␠", "␣"), style(node).ink  # few fonts have ␠
     text = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
-    ink = style(node).ink
     words = [
-        Word("".join(signs[draft] for draft in node.drafts), colour(node), 9.5),
-        Word(text, ink, 12.5, 600 if style(node).width > 1 else None),
-        Word(node.figure, "soft", 10.5),
-        Word(node.mark, ink, 11.5),
+        ("".join(signs[draft] for draft in node.drafts), colour(node), 9.5, 400),
+        (text, ink, 12.5, 600 if style(node).width > 1 else 400),
+        (node.figure, "soft", 10.5, 400),
+        (node.mark, ink, 11.5, 400),
     ]
-    return [word for word in words if word.text]
+    return [word for word in words if word[0]]
 
 
-def _box(node: DrawnNode, corner: tuple[float, float], width: float, words: list[Word]) -> Iterator[str]:
+def _box(
+    node: DrawnNode, corner: tuple[float, float], width: float, words: list[tuple[str, str, float, int]]
+) -> Iterator[str]:
     """Return a node's box and words, from its upper left corner on."""
     (x, y), shape = corner, style(node)
     box = {"x": x, "y": y, "width": width, "height": HEIGHT, "rx": shape.corner * HEIGHT}
     yield _element("rect", "", shape.fill, shape.line, shape.dashes, stroke_width=shape.width, **box)
     x += PADDING
-    for word in words:
-        placed = {"x": x, "y": y + 17.5, "font_size": word.size, "font_weight": word.weight}
-        yield _element("text", word.text, word.colour, **placed)
-        x += word.width + SPACE
+    for text, ink, size, weight in words:
+        yield _element("text", text, ink, x=x, y=y + 17.5, font_size=size, font_weight=weight)
+        x += CHARACTER * columns(text) + SPACE
 
 
 def _edge(node: DrawnNode, start: tuple[float, float], corner: tuple[float, float]) -> str:
@@ -111,12 +93,6 @@ def _element(
         given[name.replace("_", "-")] = str(round(value, 1) if isinstance(value, float) else value or "")
     written = "".join(f' {name}="{value}"' for name, value in given.items() if value)
     return f"<{tag}{written}>{escape(text)}</{tag}>" if text else f"<{tag}{written}/>"
-
-
-def _legend(step: DrawnStep, names: list[str], signs: list[str]) -> str:
-    drafts = [f"{signs[draft]} {names[draft]}" for draft in step.drawing.drafts]
-    marks = [" ".join(STATES[state]) for state in step.drawing.states if STATES[state][0]]
-    return "   ".join([*drafts, *marks, *(["% by the draft"] if drafts else [])])
 
 
 def _dark() -> str:

@@ -13,12 +13,12 @@ import numpy as np
 
 from specinfer.errors import InputError
 from specinfer.tree.drawing import columns
-from specinfer.viz.style import BY_DRAFT, SHAPES
+from specinfer.viz.style import BY_DRAFT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BLACK, GREY, PALE, WHITE = "#000000", "#6E6E6E", "#E6E6E6", "#FFFFFF"
+GREY, PALE = "#6E6E6E", "#E6E6E6"
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, RED, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 
@@ -29,10 +29,28 @@ LINE = 0.18  # inches, of a legend
 Options = dict[str, Any]  # keyword arguments of an artist
 PLAIN: Options = {"parse_math": False, "usetex": False}  # of text that others wrote: $ is a dollar
 
-MARKERS = dict(zip(SHAPES + "✎", "o^sD*Pp", strict=True))  # of drafts, by shape
-LINES = ("-", "-.", ":", "--", "-", "-.")
 HATCHES = ("", "////", "xxx", "...", "++", "\\\\\\\\")
-DRAFTS = tuple(zip(BY_DRAFT, MARKERS.values(), LINES, HATCHES, strict=False))  # by id: colour, mark, line style, hatch
+LINES = ("-", "-.", ":", "--", "-", "-.")
+DRAFTS = tuple(zip(BY_DRAFT, "o^sD*P", LINES, HATCHES, strict=True))  # by id: colour, mark, line style, hatch
+STAGES = {  # of `Seconds`: name, colour, hatch
+    "prefill": ("prefill", PALE, ".."),
+    "target": ("verify (target)", SKY, ""),
+    "draft": ("draft", ORANGE, "///"),
+    "bookkeeping": ("bookkeeping", GREEN, "xx"),
+}
+METHODS = {  # colour, hatch, mark
+    "autoregressive": (PALE, "", "o"),
+    "sequence": (ORANGE, "///", "s"),
+    "tree": (BLUE, "", "D"),
+    "auto": (GREEN, "\\\\\\", "^"),
+    "one-draft": (SKY, "++", "<"),
+    "gate": (RED, "oo", ">"),
+    "assisted": (PURPLE, "...", "v"),
+    "prompt-lookup": (YELLOW, "xx", "P"),
+    "generate": (GREY, "--", "X"),
+    "graphs": ("black", "**", "*"),
+}
+OTHERS = ((PALE, "++", "<"), (GREY, "oo", ">"))  # of methods that are not named above
 
 
 def part(name: str) -> Any:

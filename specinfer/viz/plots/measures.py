@@ -6,6 +6,7 @@ Knows: figures, by attribute.  Does not know: how they came about, matplotlib's 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,21 +16,13 @@ from specinfer.evaluation.published import ALL
 from specinfer.results import Result, counts_by_depth
 from specinfer.tree.drawing import percent
 from specinfer.viz.plots.axes import (
-    BLACK,
-    BLUE,
     DRAFTS,
     FONT,
-    GREEN,
-    GREY,
-    ORANGE,
-    PALE,
+    METHODS,
+    OTHERS,
     PLAIN,
-    PURPLE,
-    RED,
-    SKY,
-    WHITE,
+    STAGES,
     WIDEST,
-    YELLOW,
     Options,
     axes_of,
     drawable,
@@ -37,29 +30,10 @@ from specinfer.viz.plots.axes import (
     lower_part,
     open_frame,
 )
+from specinfer.viz.style import LIGHT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-STAGES = {  # of `Seconds`: name, colour, hatch
-    "prefill": ("prefill", PALE, ".."),
-    "target": ("verify (target)", SKY, ""),
-    "draft": ("draft", ORANGE, "///"),
-    "bookkeeping": ("bookkeeping", GREEN, "xx"),
-}
-METHODS = {  # colour, hatch, mark
-    "autoregressive": (PALE, "", "o"),
-    "sequence": (ORANGE, "///", "s"),
-    "tree": (BLUE, "", "D"),
-    "auto": (GREEN, "\\\\\\", "^"),
-    "one-draft": (SKY, "++", "<"),
-    "gate": (RED, "oo", ">"),
-    "assisted": (PURPLE, "...", "v"),
-    "prompt-lookup": (YELLOW, "xx", "P"),
-    "generate": (GREY, "--", "X"),
-    "graphs": (BLACK, "**", "*"),
-}
-OTHERS = ((PALE, "++", "<"), (GREY, "oo", ">"))  # of methods that are not named above
 
 
 def plot_acceptance(hits: Any, ax: Axes | None = None) -> Axes:
@@ -92,9 +66,10 @@ def _acceptance_by_rank(hits: Any, ax: Axes | None) -> Axes:
     rates = np.ma.masked_invalid(np.where(hits.tried[:, None] > 0, hits.rates, np.nan))
     top = float(rates.max()) if rates.count() else 1.0
     edges = np.arange(ranks + 1) + 0.5, np.arange(depths + 1) + 0.5
-    ax.pcolormesh(*edges, rates, cmap="Blues", vmin=0, vmax=top or 1.0, edgecolors=WHITE, linewidth=1, gid="rates")
+    ax.pcolormesh(*edges, rates, cmap="Blues", vmin=0, vmax=top or 1.0, edgecolors="white", linewidth=1, gid="rates")
     for (row, column), rate in np.ndenumerate(rates.filled(np.nan)):
-        label, ink = ("–", GREY) if np.isnan(rate) else (percent(rate), WHITE if rate > 0.6 * top else BLACK)
+        ink = "white" if rate > 0.6 * top else "black"
+        label = "–" if np.isnan(rate) else percent(rate)
         ax.text(column + 1, row + 1, label, ha="center", va="center", fontsize=FONT, color=ink)
     ax.set_xticks(range(1, ranks + 1))
     ax.set_yticks(range(1, depths + 1), [f"{d}  (n = {n})" for d, n in enumerate(hits.tried.tolist(), start=1)])
@@ -112,8 +87,8 @@ def _acceptance_by_depth(counts: np.ndarray, ax: Axes | None) -> Axes:
     depths, shares = np.arange(1, len(counts) + 1), accepted / tried
     low, high = wilson(accepted, tried)
     ax = axes_of(ax, min(1.5 + 0.5 * len(counts), WIDEST), 3.2)
-    ax.bar(depths, shares, 0.7, color=SKY, ec=BLACK, lw=0.6, gid="shares")
-    ax.vlines(depths, low, high, color=BLACK, lw=1)
+    ax.bar(depths, shares, 0.7, color=STAGES["target"][1], ec="black", lw=0.6, gid="shares")
+    ax.vlines(depths, low, high, color="black", lw=1)
     for depth, (top, of) in enumerate(zip(high, counts.tolist(), strict=True), start=1):
         ax.text(depth, top + 0.02, "{}/{}".format(*of), ha="center", va="bottom", fontsize=FONT - 1)
     ax.set(xlabel="depth", ylabel="accepted, of steps that got there", ylim=(0, 1.12), xticks=depths)
@@ -144,10 +119,10 @@ def plot_compare(comparison: Any, ax: Axes | None = None) -> Axes:
     ax.set(ylabel="tokens per target pass", xlim=(-0.5, len(groups) - 0.5))
     lower = lower_part(ax, 0.8)
     lower.set_ylabel("tokens/s, ratio\nto autoregressive")
-    lower.axhline(1, color=BLACK, lw=0.8, ls="--", zorder=1)
-    handles, width = [], 0.84 / len(methods)
+    lower.axhline(1, color="black", lw=0.8, ls="--", zorder=1)
+    handles, width, others = [], 0.84 / len(methods), cycle(OTHERS)
     for i, method in enumerate(methods):
-        style = METHODS.get(method) or OTHERS[i % len(OTHERS)]
+        style = METHODS.get(method) or next(others)
         handles.append(_draw_method(ax, lower, groups, method, (i + 0.5) * width - 0.42, width, style))
     if not any(len(handle) > 1 for handle in handles):
         lower.text(
@@ -170,14 +145,14 @@ def _draw_method(
     colour, hatch, mark = style
     rows = [(i + shift, group["methods"][method]) for i, group in enumerate(groups) if method in group["methods"]]
     x, (value, low, high) = [at for at, _ in rows], np.array([figures["tokens_per_pass"] for _, figures in rows]).T
-    bars = ax.bar(x, value, width, color=colour, hatch=hatch, ec=BLACK, lw=0.6, label=method)
-    ax.vlines(x, low, high, color=BLACK, lw=1)
+    bars = ax.bar(x, value, width, color=colour, hatch=hatch, ec="black", lw=0.6, label=method)
+    ax.vlines(x, low, high, color="black", lw=1)
     ratios = [(at, figures["ratio"]["autoregressive"]) for at, figures in rows if "autoregressive" in figures["ratio"]]
     if not ratios:
         return [bars]
     x, (value, low, high) = [at for at, _ in ratios], np.array([ratio for _, ratio in ratios]).T
-    lower.vlines(x, low, high, color=BLACK, lw=1)
-    dots: Options = {"color": colour, "mec": BLACK, "mew": 0.6, "ms": 5, "gid": f"ratio-{method}"}
+    lower.vlines(x, low, high, color="black", lw=1)
+    dots: Options = {"color": colour, "mec": "black", "mew": 0.6, "ms": 5, "gid": f"ratio-{method}"}
     return [bars, *lower.plot(x, value, mark, **dots)]
 
 
@@ -210,7 +185,7 @@ def plot_timeline(result: Result, ax: Axes | None = None) -> Axes:
     x, bottom = np.arange(count + 1), np.zeros(count + 1)
     handles = []
     for (name, colour, hatch), heights in zip(STAGES.values(), milliseconds, strict=True):
-        handles.append(ax.bar(x, heights, 0.8, bottom, color=colour, hatch=hatch, ec=BLACK, lw=0.5, label=name))
+        handles.append(ax.bar(x, heights, 0.8, bottom, color=colour, hatch=hatch, ec="black", lw=0.5, label=name))
         bottom += heights
     size = min(FONT, WIDEST * 72 / count * 0.7)
     for at, step in enumerate(result.steps, start=1):
@@ -243,7 +218,7 @@ def plot_calibration(curve: Any, ax: Axes | None = None) -> Axes:
         raise InputError("plot_calibration draws a CalibrationCurve, or a list of them, each with observations")
     ax = axes_of(ax, 4.2, 4.6)
     lower = lower_part(ax, 0.25)
-    handles: list[Any] = ax.plot([0, 1], [0, 1], color=GREY, lw=0.9, ls="--", zorder=0, label="calibrated")
+    handles: list[Any] = ax.plot([0, 1], [0, 1], color=LIGHT["soft"], lw=0.9, ls="--", zorder=0, label="calibrated")
     width = 0.7 / max(len(each.count) for each in curves) / len(curves)
     for i, each in enumerate(curves):
         handles.append(_draw_curve(ax, lower, each, i, (i + 0.5 - len(curves) / 2) * width, width))
@@ -265,5 +240,5 @@ def _draw_curve(ax: Axes, lower: Axes, curve: Any, number: int, shift: float, wi
     label = f"{drawable(curve.draft, 30)}: ECE {curve.error:.3f}, n = {curve.count.sum()}"
     (line,) = ax.plot(x, y, style, marker=mark, color=colour, ms=5, lw=1.2, label=label, gid=f"curve-{number}")
     ax.vlines(x, low, high, color=colour, lw=1)
-    bars = lower.bar(x + shift, curve.count[counted], width, color=colour, hatch=hatch, ec=BLACK, lw=0.4)
+    bars = lower.bar(x + shift, curve.count[counted], width, color=colour, hatch=hatch, ec="black", lw=0.4)
     return [line, bars]

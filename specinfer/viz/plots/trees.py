@@ -6,6 +6,8 @@ Knows: the description of a drawn step.  Does not know: matplotlib's fonts, figu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,18 +15,15 @@ import numpy as np
 from specinfer.errors import InputError
 from specinfer.results import Step
 from specinfer.tree import TokenTree, render
-from specinfer.tree.drawing import STATES, DrawnNode, TreeDrawing, columns
+from specinfer.tree.drawing import DrawnNode, columns
 from specinfer.viz.description import Description, describe
 from specinfer.viz.inspection import StepInspection
 from specinfer.viz.plots.axes import (
     BLUE,
     FONT,
-    GREY,
-    MARKERS,
-    PALE,
+    LINE,
     PLAIN,
     SKY,
-    WHITE,
     WIDEST,
     Options,
     axes_of,
@@ -33,7 +32,7 @@ from specinfer.viz.plots.axes import (
     legend,
     scale_of,
 )
-from specinfer.viz.style import BY_DRAFT, LIGHT, STYLES, NodeStyle, edge, shapes, style
+from specinfer.viz.style import BY_DRAFT, LIGHT, edge, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,82 +59,55 @@ def plot_tree(step: Any, tokenizer: Any = None, ax: Axes | None = None, *, draft
         InputError: not a tree, not a tokenizer, or matplotlib is not installed.
     """
     description = _described(step, tokenizer, "plot_tree")
-    drawing = description.best.drawing
-    labels = [f"{drawable(node.text, LONGEST)} {node.mark}".rstrip() for node in drawing.nodes]
-    *lefts, right = drawing.lefts([columns(label) for label in labels], GAP)
-    points = [(lefts[node.depth], line) for node, line in zip(drawing.nodes, drawing.lines, strict=True)]
-    right, lines = right - GAP + 2, max(drawing.lines) + 1
-    scale = scale_of(ax, right * CHARACTER, lines * ROW)
-    new, ax = ax is None, axes_of(ax, max(right * CHARACTER + 0.4, 3.5), lines * ROW + 0.5)
-    _draw_edges(ax, drawing.nodes, points, scale)
-    for number, (node, point, label) in enumerate(zip(drawing.nodes, points, labels, strict=True)):
-        _draw_node(ax, node, point, label, scale, f"node-{number}")
-    names = [*drafts, *description.drafts[len(drafts) :]]
-    proposers = _draw_proposers(ax, drawing, points, names, scale)
-    ax.set(xlim=(-1, right), ylim=(lines - 0.4, -0.6), yticks=[])
-    ax.set_xticks(lefts, ["depth 0", *map(str, range(1, len(lefts)))], ha="left", fontsize=FONT, color=GREY)
+    description = replace(description, drafts=[*drafts, *description.drafts[len(drafts) :]])
+    drawn = description.best
+    nodes, lines = drawn.drawing.nodes, drawn.drawing.lines
+    labels = [f"{drawable(node.text, LONGEST)} {node.mark}".rstrip() for node in nodes]
+    *lefts, end = drawn.drawing.lefts([columns(label) for label in labels], GAP)
+    size = (end - GAP + 2) * CHARACTER, (max(lines) + 1) * ROW
+    scale = scale_of(ax, *size)
+    width = max(size[0] + 0.4, 3.5) if ax is None else ax.get_window_extent().width / ax.figure.dpi
+    words = [f"{sign} {drawable(words, 24)}" for sign, words in description.legend([drawn])]
+    legend_lines = wrap("   ".join(word.replace(" ", "\xa0") for word in words), int(width / CHARACTER))
+    ax = axes_of(ax, width, size[1] + 0.5 + LINE * len(legend_lines))
+    ax.set_xlabel("\n".join(legend_lines), loc="left", family=families(), size=FONT, **PLAIN)
+    points = [(lefts[node.depth], line) for node, line in zip(nodes, lines, strict=True)]
+    for number, (node, label) in enumerate(zip(nodes, labels, strict=True)):
+        _draw_node(ax, number, node, label, points[number], scale)
+        if node.parent >= 0:
+            _draw_edge(ax, number, node, points[node.parent], points[number], scale)
+        for turn, draft in enumerate(node.drafts):
+            pen: Options = {"size": FONT * scale, "color": BY_DRAFT[draft % len(BY_DRAFT)], "gid": f"draft-{draft}"}
+            x, y = points[number]
+            ax.text(x - 0.9 - 1.3 * turn, y, description.shapes[draft], ha="center", va="center", zorder=4, **pen)
+    ax.set(xlim=(-1, end - GAP + 2), ylim=(max(lines) + 0.6, -0.6), yticks=[])
+    ax.set_xticks(lefts, ["depth 0", *map(str, range(1, len(lefts)))], ha="left", fontsize=FONT, color=LIGHT["soft"])
     ax.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False, length=0)
     ax.spines[:].set_visible(False)
-    legend(ax, [*_state_handles(drawing.states), *proposers], below=True, grow=new)
     return ax
 
 
-def _draw_edges(ax: Axes, nodes: Sequence[DrawnNode], points: Sequence[tuple[float, float]], scale: float) -> None:
-    """Draw a line from each parent, under whose box it begins, to its child, and write the probability above it."""
-    from matplotlib.collections import LineCollection
-
-    turn = np.linspace(0, 1, 24)
-    lines, pens = [], []
-    order = sorted(range(1, len(nodes)), key=lambda child: nodes[child].accepted)  # accepted ones above the others
-    for child in order:
-        node = nodes[child]
-        (x0, y0), (x1, y1) = points[node.parent], points[child]
-        bend = np.column_stack((x1 - GAP + 1 + 3 * turn, y0 + (y1 - y0) * turn**2 * (3 - 2 * turn)))
-        lines.append(np.vstack(([[x0 + 0.6, y0]], bend, [[x1, y1]])))
-        width, dashes = edge(node)
-        pens.append((LIGHT[style(node).line], 0.8 * width * scale, _line_style(dashes, width)))
-        if node.figure:
-            font: Options = {"fontsize": (FONT - 2) * scale, "color": GREY, "gid": f"probability-{child}"}
-            ax.text(x1 - GAP + 4.2, y1 - 0.08, node.figure, ha="left", va="bottom", **font)
-    if lines:
-        colours, widths, styles = map(list, zip(*pens, strict=True))
-        pen: Options = {"colors": colours, "linewidths": widths, "linestyles": styles, "capstyle": "round"}
-        ax.add_collection(LineCollection(lines, zorder=1, gid="edges", **pen), autolim=False)
+def _draw_node(ax: Axes, number: int, node: DrawnNode, label: str, point: tuple[float, float], scale: float) -> None:
+    shape = style(node)
+    box: Options = {"boxstyle": f"round,pad=0.3,rounding_size={1.6 * shape.corner}", "lw": shape.width * scale}
+    box |= {"fc": LIGHT[shape.fill], "ec": LIGHT[shape.line], "ls": _line_style(shape.dashes, shape.width)}
+    font: Options = {"family": families(), "size": FONT * scale, "color": LIGHT[shape.ink], **PLAIN}
+    ax.text(point[0] + 0.4, point[1], label, gid=f"node-{number}", bbox=box, va="center", zorder=3, **font)
 
 
-def _draw_node(ax: Axes, node: DrawnNode, point: tuple[float, float], label: str, scale: float, gid: str) -> None:
-    box = _box(style(node), scale) | {"boxstyle": f"round,pad=0.3,rounding_size={1.6 * style(node).corner}"}
-    font: Options = {"family": families(), "size": FONT * scale, "color": LIGHT[style(node).ink], **PLAIN}
-    ax.text(point[0] + 0.4, point[1], label, gid=gid, bbox=box, ha="left", va="center", zorder=3, **font)
-
-
-def _draw_proposers(
-    ax: Axes, drawing: TreeDrawing, points: Sequence[tuple[float, float]], names: Sequence[str], scale: float
-) -> list[Any]:
-    """Mark the nodes with the drafts that proposed them; return the legend's handles."""
-    from matplotlib.lines import Line2D
-
-    handles = []
-    for draft in drawing.drafts:
-        pairs = zip(points, drawing.nodes, strict=True)
-        at = [(x - 0.9 - 1.3 * node.drafts.index(draft), y) for (x, y), node in pairs if draft in node.drafts]
-        colour, marker = BY_DRAFT[draft % len(BY_DRAFT)], MARKERS[shapes(names)[draft]]
-        pen: Options = {"marker": marker, "s": 20 * scale**2, "edgecolors": WHITE, "linewidths": 0.4}
-        ax.scatter(*zip(*at, strict=True), c=colour, zorder=4, gid=f"draft-{draft}", **pen)
-        handles.append(Line2D([], [], color=colour, marker=marker, ls="", label=drawable(names[draft], 24)))
-    return handles
-
-
-def _state_handles(states: Sequence[str]) -> list[Any]:
-    from matplotlib.patches import Patch
-
-    return [Patch(label=" ".join(STATES[state]).strip(), **_box(STYLES[state])) for state in states]
-
-
-def _box(shape: NodeStyle, scale: float = 1.0) -> Options:
-    """Return the colours and the line of a node's box."""
-    line = {"ec": LIGHT[shape.line or "ink"], "lw": shape.width * scale, "ls": _line_style(shape.dashes, shape.width)}
-    return {"fc": LIGHT[shape.fill], **line}
+def _draw_edge(
+    ax: Axes, number: int, node: DrawnNode, start: tuple[float, float], point: tuple[float, float], scale: float
+) -> None:
+    """Draw the line from the parent, under whose box it begins, to the node, and write the probability above it."""
+    (x0, y0), (x1, y1), turn = start, point, np.linspace(0, 1, 24)
+    x = [x0 + 0.6, *(x1 - GAP + 1 + 3 * turn), x1]
+    y = [y0, *(y0 + (y1 - y0) * turn**2 * (3 - 2 * turn)), y1]
+    width, dashes = edge(node)
+    pen: Options = {"color": LIGHT[style(node).line], "lw": 0.8 * width * scale, "ls": _line_style(dashes, width)}
+    ax.plot(x, y, dash_capstyle="round", zorder=1.5 if node.accepted else 1, gid=f"edge-{number}", **pen)
+    font: Options = {"fontsize": (FONT - 2) * scale, "color": LIGHT["soft"], "gid": f"probability-{number}"}
+    if node.figure:
+        ax.text(x1 - GAP + 4.2, y1 - 0.08, node.figure, va="bottom", **font)
 
 
 def _line_style(dashes: tuple[int, ...], width: float) -> Any:
@@ -188,18 +160,18 @@ def _draw_mask(ax: Axes, mask: np.ndarray, prefix: int) -> list[Any]:
 
     nodes = np.arange(len(mask))
     edges = np.arange(len(mask) + 1) - 0.5
-    colours = ListedColormap([WHITE, SKY, BLUE])
     cells = mask + np.eye(len(mask))
-    ax.pcolormesh(edges, edges, cells, cmap=colours, vmin=0, vmax=2, edgecolors=PALE, linewidth=0.5, gid="mask")
-    ax.scatter(nodes, nodes, s=6, c=WHITE, zorder=3, gid="itself")
+    grid: Options = {"cmap": ListedColormap(["white", SKY, BLUE]), "edgecolors": LIGHT["pale"], "linewidth": 0.5}
+    ax.pcolormesh(edges, edges, cells, vmin=0, vmax=2, gid="mask", **grid)
+    ax.scatter(nodes, nodes, s=6, c="white", zorder=3, gid="itself")
     handles = [
         Patch(fc=BLUE, label="a row sees itself"),
         Patch(fc=SKY, label="its ancestors"),
-        Patch(fc=WHITE, ec=GREY, lw=0.5, label="nothing else"),
+        Patch(fc="white", ec=LIGHT["soft"], lw=0.5, label="nothing else"),
     ]
     if not prefix:
         return handles
-    prefixed: Options = {"fc": "#D5ECF9", "ec": GREY, "hatch": "///", "lw": 0.5}
+    prefixed: Options = {"fc": "#D5ECF9", "ec": LIGHT["soft"], "hatch": "///", "lw": 0.5}
     ax.add_patch(Rectangle((-2.5, -0.5), 1.8, len(mask), gid="prefix", **prefixed))
     return [*handles, Patch(label=f"the prefix of {prefix}", **prefixed)]
 
