@@ -1,6 +1,6 @@
 """Trees, steps, results and inspections as pages, pictures and JSON that need no network.
 
-    inspection.py   a result, step by step; other trees in the place of a step's
+    inspection.py   a result, step by step; other trees instead of a step's
     rescoring.py    what the target says of every node, computed again
     description.py  what there is to show, as data, for all painters
     style.py        colours, shapes and lines, for all painters

@@ -78,7 +78,8 @@ class DrawnStep:
             "emitted": list(self.record.tokens) if self.record else [],
             "position": self.position,
         }
-        if step := getattr(self.record, "step", self.record):
+        step: Any = getattr(self.record, "step", self.record)
+        if step is not None:
             data["seconds"] = _short(step.seconds.to_dict())
         return data | (_inspected(self.record) if isinstance(self.record, StepInspection) else {})
 

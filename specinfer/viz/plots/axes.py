@@ -122,8 +122,9 @@ def legend(ax: Axes, handles: Sequence[Any], below: bool = False, grow: bool = F
     made = ax.legend(shared, labels, frameon=False, prop={"family": families()[1:], "size": FONT}, **options)
     for text in made.get_texts():
         text.set(**PLAIN)
+    figure: Any = ax.figure
     if grow:
-        ax.figure.set_figheight(ax.figure.get_figheight() + LINE * -(-len(handles) // options["ncols"]))
+        figure.set_figheight(figure.get_figheight() + LINE * -(-len(handles) // options["ncols"]))
 
 
 def drawable(text: str, longest: int) -> str:
