@@ -155,7 +155,7 @@ class Rescorer:
                 bonus = view.choice((0, *path)[-1])
         tests = _tests(view, path, watched) if self.coins else {}
         found = states(tree, path, kept, tests if self.coins else tried(tree, path))
-        after = [_After.of(view, node, not self.coins) for node in range(len(tree))]
+        after = [_After.of(view, node, self.coins) for node in range(len(tree))]
         nodes = (self._node(view, i, state, after, tuple(tests.get(i, ()))) for i, state in enumerate(found))
         return Rescored(path, bonus, tuple(nodes))
 
@@ -169,7 +169,7 @@ class Rescorer:
         if node > 0:
             before = after[tree.parents[node]]
             _, p, noise = before.alternative(token)
-            margin = before.lead(token)
+            margin = None if self.coins else before.lead(token)
             if any(draw.draft < len(self.draft_names) - 1 for draw in tree.draws[node]):
                 q = tree.probability(node)
                 ratio = None if tree.kind is Kind.RANKED and noise is not None else p / max(q, 1e-300)
@@ -185,7 +185,7 @@ class Rescorer:
             noise=noise,
             margin=margin,
             tests=tests,
-            choice=here.best[0] if here.chooses else None,
+            choice=None if self.coins else here.best[0],
             top=tuple(here.alternative(token) for token in here.best),
         )
 
@@ -239,22 +239,21 @@ class _After(NamedTuple):
     noise: Tensor | None  # (V,), if it counts
     values: Tensor  # (V,) what a choice maximises
     best: list[int]  # the tokens of the largest values, descending
-    chooses: bool  # or else coins decide
 
     @classmethod
-    def of(cls, view: RowView, node: int, chooses: bool) -> "_After":
+    def of(cls, view: RowView, node: int, coins: bool = False) -> "_After":
         log_p = view.scores(node).log_softmax(-1)
-        noise = view.noise(node) if chooses else None
+        noise = None if coins else view.noise(node)
         values = log_p if noise is None else log_p + noise
-        return cls(log_p, noise, values, top_candidates(values, ALTERNATIVES)[0].tolist(), chooses)
+        return cls(log_p, noise, values, top_candidates(values, ALTERNATIVES)[0].tolist())
 
     def alternative(self, token: int) -> Alternative:
         noise = None if self.noise is None else float(self.noise[token])
         return Alternative(token, float(self.log_p[token].exp()), noise)
 
-    def lead(self, token: int) -> float | None:
+    def lead(self, token: int) -> float:
         rival = next(other for other in self.best if other != token)
-        return float(self.values[token] - self.values[rival]) if self.chooses else None
+        return float(self.values[token] - self.values[rival])
 
 
 # ---- acceptance tests of multi-step sampling ----
@@ -318,7 +317,7 @@ def _other_coins(view: RowView, step: Step) -> _Found:
 def _other_choices(view: RowView, step: Step) -> _Found:
     """Find where the target's choice along a step is not the token that was emitted."""
     for depth, (node, token) in enumerate(zip((0, *step.path), step.tokens, strict=False)):
-        after = _After.of(view, node, chooses=True)
+        after = _After.of(view, node)
         if after.best[0] != token:
             gap = float(after.values[after.best[0]] - after.values[token])
             yield view.base + depth, token, after.best[0], gap, _rounding(view, node)

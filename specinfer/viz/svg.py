@@ -18,6 +18,9 @@ CHARACTER, HEIGHT, ROW, GAP, MARGIN, PADDING, SPACE = 7.6, 26, 36, 24, 16, 7, 5.
 FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
 
+Word = tuple[str, str, float, int]  # in a node's box: text, colour, size, weight
+
+
 def svg_of(description: Description) -> str:
     """Return a picture of the tree, or of the one that gained most."""
     step = description.best
@@ -26,7 +29,8 @@ def svg_of(description: Description) -> str:
     widths = [2 * PADDING - SPACE + sum(SPACE + CHARACTER * columns(text) for text, *_ in row) for row in words]
     *lefts, end = step.drawing.lefts(widths, GAP)
     corners = [(MARGIN + lefts[n.depth], MARGIN + ROW * y) for n, y in zip(nodes, step.drawing.lines, strict=True)]
-    legend = "   ".join([*map(" ".join, description.legend([step])), "% by the draft"])
+    signs = [*description.legend([step]), *([["%", "by the draft"]] if step.tree.num_drafted else [])]
+    legend = "   ".join(map(" ".join, signs))
     bottom = max(y for _, y in corners) + HEIGHT + ROW
     width, height = max(end - GAP, CHARACTER * columns(legend)) + 2 * MARGIN, bottom + MARGIN
     parts = [_element("rect", fill="paper", x="0", y="0", width=width, height=height, rx=10)]
@@ -44,12 +48,12 @@ def svg_of(description: Description) -> str:
     )
 
 
-def _words(node: DrawnNode, signs: list[str]) -> list[tuple[str, str, float, int]]:
-    """Return what a node's box holds: who drafted it, its text, its probability, its mark; colour, size, weight."""
+def _words(node: DrawnNode, shapes: list[str]) -> list[Word]:
+    """Return what a node's box holds: who drafted it, its text, its probability, its mark."""
     text, ink = node.text.replace("␠", "␣"), style(node).ink  # few fonts have ␠
     text = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
     words = [
-        ("".join(signs[draft] for draft in node.drafts), colour(node), 9.5, 400),
+        ("".join(shapes[draft] for draft in node.drafts), colour(node), 9.5, 400),
         (text, ink, 12.5, 600 if style(node).width > 1 else 400),
         (node.figure, "soft", 10.5, 400),
         (node.mark, ink, 11.5, 400),
@@ -57,9 +61,7 @@ def _words(node: DrawnNode, signs: list[str]) -> list[tuple[str, str, float, int
     return [word for word in words if word[0]]
 
 
-def _box(
-    node: DrawnNode, corner: tuple[float, float], width: float, words: list[tuple[str, str, float, int]]
-) -> Iterator[str]:
+def _box(node: DrawnNode, corner: tuple[float, float], width: float, words: list[Word]) -> Iterator[str]:
     """Return a node's box and words, from its upper left corner on."""
     (x, y), shape = corner, style(node)
     box = {"x": x, "y": y, "width": width, "height": HEIGHT, "rx": shape.corner * HEIGHT}
