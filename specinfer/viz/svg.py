@@ -16,8 +16,6 @@ from specinfer.viz.style import DARK, LIGHT, colour, edge, style
 LONGEST = 20  # characters of a token's text
 CHARACTER, HEIGHT, ROW, GAP, MARGIN, PADDING, SPACE = 7.6, 26, 36, 24, 16, 7, 5.3  # pixels
 FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
-
-
 Word = tuple[str, str, float, int]  # in a node's box: text, colour, size, weight
 
 
@@ -33,7 +31,7 @@ def svg_of(description: Description) -> str:
     legend = "   ".join(map(" ".join, signs))
     bottom = max(y for _, y in corners) + HEIGHT + ROW
     width, height = max(end - GAP, CHARACTER * columns(legend)) + 2 * MARGIN, bottom + MARGIN
-    parts = [_element("rect", fill="paper", x="0", y="0", width=width, height=height, rx=10)]
+    parts = [_element("rect", fill="paper", x=0, y=0, width=width, height=height, rx=10)]
     for node, corner in zip(nodes[1:], corners[1:], strict=True):
         x, y = corners[node.parent]
         parts.append(_edge(node, (x + widths[node.parent], y), corner))
@@ -83,7 +81,7 @@ def _edge(node: DrawnNode, start: tuple[float, float], corner: tuple[float, floa
 def _element(
     tag: str, text: str = "", fill: str = "", line: str = "", dashes: tuple[int, ...] = (), **attributes: object
 ) -> str:
-    """Return an element.  Fill and line are names of the palette.  Attributes that are None or "" are left out."""
+    """Return an element.  Fill and line are names of the palette.  Without a line there is no stroke."""
     given = {
         "class": " ".join(filter(None, [fill, line and f"{line}-line"])),
         "fill": LIGHT.get(fill, "none"),
@@ -92,7 +90,7 @@ def _element(
         "xml:space": "preserve" if text else None,
     }
     for name, value in attributes.items():
-        given[name.replace("_", "-")] = str(round(value, 1) if isinstance(value, float) else value or "")
+        given[name.replace("_", "-")] = str(round(value, 1) if isinstance(value, float) else value)
     written = "".join(f' {name}="{value}"' for name, value in given.items() if value)
     return f"<{tag}{written}>{escape(text)}</{tag}>" if text else f"<{tag}{written}/>"
 
