@@ -1,8 +1,10 @@
 """Plots: what is drawn, by property and not by pixel; manners; text of any kind; wrong data."""
 
 import importlib
+import re
 import sys
 import warnings
+from collections import Counter
 from dataclasses import replace
 from io import StringIO
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from strategies import PROPERTY, token_trees
 
-from specinfer import SpeculativeDecoder
+from specinfer import SpeculativeDecoder, StepInspection
 from specinfer.errors import InputError
 from specinfer.evaluation.compare.methods import METHODS
 from specinfer.evaluation.traces.statistics import CalibrationCurve, HitTable, wilson
@@ -132,6 +134,11 @@ def key(ax: Any) -> list[str]:
     return [text.get_text() for text in ax.get_legend().get_texts()]
 
 
+def signs(ax: Any) -> list[str]:
+    """The words below a tree."""
+    return [" ".join(words.split()) for words in re.split(r"   |\n", ax.get_xlabel()) if words]
+
+
 # ---- manners ----
 
 
@@ -194,9 +201,8 @@ def test_every_node_is_drawn_once(tree: TokenTree) -> None:
     assert texts(ax) == [str(token) for token in tree.tokens.tolist()]
     assert len({text.get_position() for text in drawn(ax, "node-")}) == len(tree)
     assert len(drawn(ax, "probability-")) == tree.num_drafted
-    assert sum(len(edges.get_segments()) for edges in drawn(ax, "edges")) == tree.num_drafted
-    marks = sum(len(marks.get_offsets()) for marks in drawn(ax, "draft-"))
-    assert marks == sum(mask.bit_count() for mask in tree.proposers)
+    assert len(drawn(ax, "edge-")) == tree.num_drafted
+    assert len(drawn(ax, "draft-")) == sum(mask.bit_count() for mask in tree.proposers)
     plt.close("all")
 
 
@@ -207,10 +213,10 @@ def test_what_became_of_a_node_is_told_by_mark_and_line() -> None:
     looks = [(box.get_linestyle(), box.get_linewidth()) for box in boxes]
     assert (looks[1], looks[3]) == (looks[2], looks[4])
     assert len(set(looks)) == 5, "root, accepted, rejected, unreached, bonus"
-    assert key(ax) == ["root", "✓ accepted", "✗ rejected", "unreached", "+ bonus", "head", "ngram"]
+    assert signs(ax) == ["● head", "▲ ngram", "✓ accepted", "✗ rejected", "┄ not reached", "+ bonus token"]
     by_draft = drawn(ax, "draft-")
-    assert [len(marks.get_offsets()) for marks in by_draft] == [3, 3]
-    assert len(set(map(tuple, np.vstack([marks.get_offsets() for marks in by_draft])))) == 6, "no mark hides another"
+    assert Counter(shape.get_text() for shape in by_draft) == {"●": 3, "▲": 3}
+    assert len({shape.get_position() for shape in by_draft}) == 6, "no shape hides another"
 
 
 def test_accepted_nodes_beyond_the_end_of_the_text_are_cut() -> None:
@@ -220,17 +226,18 @@ def test_accepted_nodes_beyond_the_end_of_the_text_are_cut() -> None:
 
 def test_edges_are_as_wide_as_probable() -> None:
     tree = two_drafts()
-    (edges,) = drawn(plot_tree(tree), "edges")
+    widths = np.array([edge.get_linewidth() for edge in drawn(plot_tree(tree), "edge-")])
     order = np.argsort([tree.probability(node) for node in range(1, 6)])
-    assert (np.diff(np.array(edges.get_linewidths())[order]) >= 0).all()
-    assert len(set(edges.get_linewidths())) > 1
+    assert (np.diff(widths[order]) >= 0).all()
+    assert len(set(widths)) > 1
 
 
 def test_an_inspection_brings_its_tokenizer_and_names() -> None:
-    nodes = [SimpleNamespace(state=state) for state in STEP.states]
-    own = {"tree": STEP.tree, "path": STEP.path, "bonus": 7, "nodes": nodes}
-    ax = plot_tree(SimpleNamespace(**own, tokenizer=OddTokenizer(), draft_names=["head", "ngram", "by hand"]))
-    assert "ngram" in key(ax)
+    nodes = tuple(SimpleNamespace(state=state, position=4) for state in STEP.states)
+    result = SimpleNamespace(tokenizer=OddTokenizer())
+    prefix: Any = SimpleNamespace(rescorer=SimpleNamespace(draft_names=["head", "ngram", "by hand"], result=result))
+    ax = plot_tree(StepInspection(0, STEP.tree, STEP.path, 7, nodes, "as decoded", STEP, prefix))
+    assert "▲ ngram" in signs(ax)
     assert texts(ax)[1] == r"$\frac{1 ✓"
 
 
@@ -386,7 +393,7 @@ UNDRAFTED = replace(RESULT, steps=[Step(TokenTree.root_only(1), (), (2,), ((),))
     [
         (plot_tree, (RESULT,), "result.steps"),
         (plot_tree, ([STEP],), "not a list"),
-        (plot_tree, (STEP, "gpt2"), "str is no tokenizer"),
+        (plot_tree, (STEP, "gpt2"), "str is not a tokenizer"),
         (plot_mask, (HITS,), "not a HitTable"),
         (plot_mask, (STEP, None, -1), "prefix is -1"),
         (plot_acceptance, (STEP,), "a HitTable, a Result"),

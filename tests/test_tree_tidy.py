@@ -65,7 +65,7 @@ def test_a_subtree_is_drawn_the_same_wherever_it_stands(parents: list[int]) -> N
 def test_a_bonus_is_the_last_child_of_its_parent(parents: list[int], data: st.DataObject) -> None:
     tree = of(parents)
     end = data.draw(st.integers(0, len(tree) - 1))
-    x, y = tidy(tree.parents, end)
+    x, y = tidy([*tree.parents, end])
     assert len(x) == len(tree) + 1
     assert y[-1] == tree.depths[end] + 1
     others = [x[node] for node in tree.children(end)]

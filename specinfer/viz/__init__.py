@@ -1,8 +1,10 @@
-"""What one looks at: trees, steps, results and inspections as pages, pictures and JSON that need no network.
+"""Trees, steps, results and inspections as pages, pictures and JSON that need no network.
 
-    inspection.py   a result, step by step; other trees in a step's place
-    rescoring.py    what the target says of every node, worked out again
-    model.py        what there is to show, as plain data
+    inspection.py   a result, step by step; other trees instead of a step's
+    rescoring.py    what the target says of every node, computed again
+    description.py  what there is to show, as data, for all painters
+    style.py        colours, shapes and lines, for all painters
+    token_text.py   a token as text
     html.py         the interactive page: page.html, page.css and page.js with the data inside
     svg.py          the still picture of one tree
     plots/          pictures on matplotlib
@@ -14,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specinfer.common.files import write_whole
-from specinfer.viz.html import fragment_of, page_of
-from specinfer.viz.model import json_of, model
+from specinfer.viz.description import describe
+from specinfer.viz.html import fragment_of, page_of, to_json
 from specinfer.viz.svg import svg_of
 
 if TYPE_CHECKING:
@@ -26,26 +28,26 @@ __all__ = ["data", "fragment", "page", "picture", "plot_compare"]
 
 def fragment(thing: Any) -> str:
     """Return an element for a notebook."""
-    return fragment_of(model(thing))
+    return fragment_of(describe(thing))
 
 
 def page(thing: Any, path: "str | PathLike[str] | None" = None, tokenizer: Any = None) -> str:
-    """Return a whole document; write it if there is a path.
+    """Return a complete document; write it if there is a path.
 
     Raises:
         InputError: it cannot be written there.
     """
-    return _written(page_of(model(thing, tokenizer)), path)
+    return _written(page_of(describe(thing, tokenizer)), path)
 
 
 def picture(thing: Any, path: "str | PathLike[str] | None" = None, tokenizer: Any = None) -> str:
     """Return a picture; arguments and errors as `page`."""
-    return _written(svg_of(thing, tokenizer), path)
+    return _written(svg_of(describe(thing, tokenizer)), path)
 
 
 def data(thing: Any, path: "str | PathLike[str] | None" = None, tokenizer: Any = None) -> str:
-    """Return what the page shows; arguments and errors as `page`."""
-    return _written(json_of(model(thing, tokenizer)), path)
+    """Return what the page draws, as JSON; arguments and errors as `page`."""
+    return _written(to_json(describe(thing, tokenizer).to_dict()), path)
 
 
 def plot_compare(comparison: Any, ax: Any = None) -> Any:

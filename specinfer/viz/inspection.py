@@ -1,7 +1,7 @@
-"""Looking into a result, step by step, and asking what other trees would have given: the step debugger.
+"""The step debugger: what the target says of a result's steps, and what other trees would have given.
 
-Knows: a result's steps with the target's rescored of every node; how a tree is cut, extended or grown anew.
-Does not know: how scores are formed (`rescoring`), how they are drawn (`display`).
+Knows: a result's steps, scored again by the target; how a tree is cut, extended or grown anew.
+Does not know: how scores are formed (`rescoring`), how they are drawn (`description`).
 
     inspection = inspect(decoder, decoder.generate(prompt, temperature=0.7, seed=1), temperature=0.7)
     step = inspection.step(3)
@@ -26,10 +26,10 @@ from specinfer.errors import InputError, TreeError, UnsupportedModel
 from specinfer.prompts import check_ids
 from specinfer.results import Result, State, Step, drafted_by
 from specinfer.tree import Draw, Kind, Policy, TokenTree, render
-from specinfer.viz.rescoring import Difference, NodeInspection, Rescored, Rescorer
+from specinfer.viz.rescoring import Difference, NodeInspection, Rescored, Rescorer, Test
 
 AS_DECODED = "as decoded"
-ROOM = 64  # nodes that a step's cache has room for at first
+CAPACITY = 64  # nodes that a step's cache can hold at first
 
 
 def inspect(decoder: Any, result: Result, **options: Any) -> "Inspection":
@@ -61,16 +61,16 @@ def inspect(decoder: Any, result: Result, **options: Any) -> "Inspection":
         for number, step in enumerate(result.steps):
             logits = session.score([step.tree])[0]
             differences += rescorer.differences(number, row, step, logits)
-            rescored = rescorer.rescored(row, step.tree, logits, step)
-            steps.append(StepInspection(number, step.tree, rescored, AS_DECODED, step, _Prefix(rescorer, number)))
+            rescored, prefix = rescorer.rescored(row, step.tree, logits, step), _Prefix(rescorer, number)
+            steps.append(StepInspection(number, step.tree, *rescored, AS_DECODED, step, prefix))
             session.commit([(0, *step.path)])
             row.ids += step.tokens
-    return Inspection(result, tuple(steps), tuple(differences), tuple(map(rescorer.told, differences)))
+    return Inspection(result, tuple(steps), tuple(differences), tuple(map(rescorer.in_words, differences)))
 
 
 @dataclass(frozen=True)
 class Inspection(Displayed):
-    """A result with the target's rescored of every node that was drafted.
+    """A result, and what the target says of every node that was drafted.
 
     Attributes:
         result: what was inspected.
@@ -101,35 +101,29 @@ class Inspection(Displayed):
 
 @dataclass(frozen=True)
 class StepInspection(Displayed):
-    """One step's tree, or another tree in its place, and the target's rescored of it.
+    """One step's tree, or another tree instead of it, and what the target says of it.
 
-    Methods that change the tree return a new inspection; each costs one pass of the target.  Where the text would have
-    ended is not looked at.
+    Methods that change the tree return a new inspection.  Each costs one pass of the target.  They do not check where
+    the text would have ended.
 
     Attributes:
         number: of the step, from 0.
         tree: what was scored.
-        rescored: the accepted path, the bonus token, and each node.
+        path: the accepted nodes, root excluded.
+        bonus: the target's own token after the path; None where the text was cut before it and coins would decide.
+        nodes: one per node of the tree, in its order.
         change: how the tree differs from the step's own.
         step: the recorded step; None if the tree is another.
     """
 
     number: int
     tree: TokenTree
-    rescored: Rescored = field(repr=False)
+    path: tuple[int, ...]
+    bonus: int | None
+    nodes: tuple[NodeInspection, ...] = field(repr=False)
     change: str
     step: Step | None = field(repr=False)
     _prefix: "_Prefix" = field(repr=False, compare=False)
-
-    @property
-    def path(self) -> tuple[int, ...]:
-        """The accepted nodes, root excluded."""
-        return self.rescored.path
-
-    @property
-    def bonus(self) -> int | None:
-        """The target's own token after the path; None where the text was cut before it and coins would decide."""
-        return self.rescored.bonus
 
     @property
     def verdict(self) -> tuple[tuple[int, ...], int | None]:
@@ -137,13 +131,13 @@ class StepInspection(Displayed):
         return self.path, self.bonus
 
     @property
-    def nodes(self) -> tuple[NodeInspection, ...]:
-        """One per node of the tree, in its order."""
-        return self.rescored.nodes
+    def states(self) -> list[State]:
+        """What became of each node of the tree."""
+        return [node.state for node in self.nodes]
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The tokens that the step emits: the path's, then the bonus token; a recorded step's own."""
+        """The tokens that the step emits: the path's, then the bonus token; of a recorded step, those of the text."""
         if self.step is not None:
             return self.step.tokens
         return (*self.tree.tokens[list(self.path)].tolist(), *([] if self.bonus is None else [self.bonus]))
@@ -176,20 +170,21 @@ class StepInspection(Displayed):
         Raises:
             TreeError: there is no such node.
         """
-        own = self.nodes[self._checked(node)]
-        if own.state is State.ROOT:
+        inspected = self.nodes[self._checked(node)]
+        state = inspected.state
+        if state is State.ROOT:
             return "the last committed token: its keys and values are written in this pass"
-        if own.state is State.UNREACHED:
+        if state is State.UNREACHED:
             rejected = [i for i in self.tree.ancestors(node) if self.nodes[i].state is State.REJECTED]
             if rejected:
                 return f"not reached: node {rejected[0]} above it was rejected"
             return "not tried: a token drawn before it was accepted"
-        word = "rejected" if own.state is State.REJECTED else "accepted"
-        ended = ", but the text had ended" if own.state is State.CUT else ""
-        return f"{word}: {self._coins(own) if own.margin is None else self._choice(own)}{ended}"
+        reason = _coins(inspected.tests) if inspected.margin is None else self._choice(inspected)
+        ended = ", but the text had ended" if state is State.CUT else ""
+        return f"{'rejected' if state is State.REJECTED else 'accepted'}: {reason}{ended}"
 
     def with_branch(self, node: int, tokens: Sequence[int] | str) -> "StepInspection":
-        """Return the step with a chain of tokens below a node; those that are there already are shared.
+        """Return the step with a chain of tokens below a node; tokens that are there already are shared.
 
         Args:
             node: the parent of the first token.
@@ -197,8 +192,8 @@ class StepInspection(Displayed):
 
         Raises:
             TreeError: no such node, or a sampled tree.
-            InputError: no tokens, tokens that are no ids or there already, or text without a tokenizer.
-            UnsupportedModel: the target can score chains only, and this is none.
+            InputError: no tokens, tokens that are not ids or there already, or text without a tokenizer.
+            UnsupportedModel: the target can score chains only, and the tree branches.
         """
         parent = self._editable(node)
         left = list(self._ids(tokens))
@@ -228,7 +223,7 @@ class StepInspection(Displayed):
         if self._editable(node) == 0:
             raise TreeError("node 0 is the root, which is committed already: name a node below it")
         gone = self.tree.ancestor_mask()[:, node]
-        # pre-order: what is worth more than nothing stays, in the same order
+        # worth 1 or 0: what is worth 1 stays, in the same order
         smaller = self.tree.best(self.tree.num_drafted - int(gone.sum()), ~gone)
         return self._with(smaller, f"without node {node} ({self._name(node)})")
 
@@ -240,7 +235,7 @@ class StepInspection(Displayed):
 
         Raises:
             TreeError: a sampled tree.
-            InputError: no whole number, or more nodes than the step has.
+            InputError: not an integer from 0 to the nodes of the step.
         """
         self._editable(0)
         if not isinstance(nodes, int) or isinstance(nodes, bool) or not 0 <= nodes <= self.tree.num_drafted:
@@ -258,12 +253,12 @@ class StepInspection(Displayed):
         Raises:
             InputError: the decoder has no drafts, or the policy is ``Auto``, which needs a run's clock.
             PairingError: the decoder's verifier is not for such trees.
-            UnsupportedModel: a model can work on chains only, and this grows none.
+            UnsupportedModel: a model can work on chains only, and the tree branches.
         """
         return self._with(self._prefix.grown(policy), f"grown by {policy}")
 
     def compare(self, other: "StepInspection") -> str:
-        """Say in words what another tree in the same place would have given.
+        """Say in words what another tree of the same step would have given.
 
         Raises:
             InputError: it is of another step or result.
@@ -271,8 +266,8 @@ class StepInspection(Displayed):
         if other._prefix is not self._prefix:
             raise InputError("two inspections can be compared if they are of one step: change a copy of the same one")
         gain, width = len(other.path) - len(self.path), max(len(self.change), len(other.change))
-        lines = [f"{own.change:<{width}}  {own.summary}" for own in (self, other)]
-        return "\n".join([*lines, f"{'':{width}}  {gain:+d} tokens" if gain else f"{'':{width}}  as many tokens"])
+        lines = [f"{step.change:<{width}}  {step.summary}" for step in (self, other)]
+        return "\n".join([*lines, f"{'':{width}}  {f'{gain:+d}' if gain else 'as many'} tokens"])
 
     def __str__(self) -> str:
         """Draw the tree with the verdict."""
@@ -295,20 +290,6 @@ class StepInspection(Displayed):
         lead = f"{-node.margin:.2f} nats ahead" if node.p else "and the options rule this token out"
         return f"the target's {rule} is {chosen}, {lead}"
 
-    def _coins(self, node: NodeInspection) -> str:
-        """Say which coins were tossed for this node."""
-        words = []
-        for coin, ratio in node.tests:
-            if coin is None:
-                words.append(
-                    "a coin that is not known: a token above was drawn more than once, and steps keep no distributions"
-                )
-            elif ratio is None:
-                words.append(f"coin {coin:.3f}, against a ratio of distributions that steps do not keep")
-            else:
-                words.append(f"coin {coin:.3f} {'<' if coin < ratio else '≥'} p/q {ratio:.3f}")
-        return "; then ".join(words) or "a later draw above it decided"
-
     def _checked(self, node: int) -> int:
         if isinstance(node, bool) or not isinstance(node, int) or not 0 <= node < len(self.tree):
             raise TreeError(f"there is no node {node!r}: this tree has nodes 0 (the root) to {len(self.tree) - 1}")
@@ -322,9 +303,9 @@ class StepInspection(Displayed):
         """
         if self.tree.kind is not Kind.RANKED:
             raise TreeError(
-                f"this tree was sampled ({self.tree.kind}) and must be verified whole: its coins divide by what "
-                "its tokens were drawn from, so adding or leaving out any by hand biases the output. Grow "
-                "another tree, with_policy(Sampled(...)), or look into a step of a ranked one"
+                f"this tree was sampled ({self.tree.kind}) and must be verified as a unit: its coins divide by the "
+                "distributions that its tokens were drawn from, so adding or leaving out any token by hand biases the "
+                "output. Grow another tree, with_policy(Sampled(...)), or inspect a step with a ranked tree"
             )
         return self._checked(node)
 
@@ -339,11 +320,26 @@ class StepInspection(Displayed):
 
     def _with(self, tree: TokenTree, change: str) -> "StepInspection":
         changes = change if self.change == AS_DECODED else f"{self.change}, {change}"
-        return StepInspection(self.number, tree, self._prefix.rescored(tree), changes, None, self._prefix)
+        return StepInspection(self.number, tree, *self._prefix.rescored(tree), changes, None, self._prefix)
+
+
+def _coins(tests: Sequence[Test]) -> str:
+    """Say which coins were tossed for a node."""
+    words = []
+    for coin, ratio in tests:
+        if coin is None:
+            words.append(
+                "a coin that is not known: a token above was drawn more than once, and steps keep no distributions"
+            )
+        elif ratio is None:
+            words.append(f"coin {coin:.3f}, against a ratio of distributions that steps do not keep")
+        else:
+            words.append(f"coin {coin:.3f} {'<' if coin < ratio else '≥'} p/q {ratio:.3f}")
+    return "; then ".join(words) or "a later draw above it decided"
 
 
 class _Prefix:
-    """The text before a step, read by the target when the first tree is asked about: one pass a tree from then on."""
+    """The text before a step.  The target reads it when the first tree is scored; each tree then takes one pass."""
 
     def __init__(self, rescorer: Rescorer, number: int) -> None:
         self.rescorer, self.number = rescorer, number
@@ -352,12 +348,12 @@ class _Prefix:
     def session(self) -> TreeSession:
         """The target, with the text but its last token."""
         ids = self.rescorer.row(self.number).ids
-        session = self.rescorer.decoder.target.session(1, len(ids) + ROOM, sys.maxsize)
+        session = self.rescorer.decoder.target.session(1, len(ids) + CAPACITY, sys.maxsize)
         session.prefill([ids[:-1]])
         return session
 
     def rescored(self, tree: TokenTree) -> Rescored:
-        """Return what the target says of a tree in this place.
+        """Return what the target says of a tree after this text.
 
         Raises:
             UnsupportedModel: it can score chains only.

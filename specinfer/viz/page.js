@@ -1,11 +1,8 @@
-// Draws a model (model.py says what is in it) into elements of the page.
+// Draws a description (description.py says what is in it) into elements of the page.
 //
-// Everything that comes from the model reaches the document as text nodes, through `el`: no markup is ever made from
-// it.  All names are local, and what is drawn lives in a shadow root, so displays do not meet one another.
+// Everything that comes from the description reaches the document as text nodes, through `el`: no markup is ever made
+// from it.  All names are local, and what is drawn lives in a shadow root: displays on one page are independent.
 
-const SHAPES = ["●", "▲", "■", "◆", "★", "✚"];   // of drafts, by id
-const BY_HAND = "by hand";                        // who drafted a node that the user added
-const MARKS = { accepted: "✓", cut: "✓", rejected: "✗", bonus: "+" };
 const LEAST = [0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3];   // thresholds of path probability
 const ROW = 34, TOP = 22, CHARACTER = 7.6;        // of the tree, in pixels
 const GAP = 24, LEAST_GAP = 12, PADDING = 14;     // between columns; the same where they are many; around the tree
@@ -31,12 +28,6 @@ function el(tag, attributes = {}, ...children) {
 function spaced(text) {
   const sign = part => el("span", { class: part === "␠" ? "space blank" : "space" }, part);
   return text.split(/([␠⏎⇥])/).filter(part => part).map(part => ("␠⏎⇥".includes(part) ? sign(part) : part));
-}
-
-// How many characters wide a text is; Chinese characters and emoji count twice.
-function cells(text) {
-  const wide = /[\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\uff00-\uff60]|\p{Emoji_Presentation}/gu;
-  return [...text].length + (text.match(wide) ?? []).length;
 }
 
 function percent(p) {
@@ -108,35 +99,32 @@ class Step {
   below(node) { return sum(this.kids[node].map(kid => 1 + this.below(kid))); }
 }
 
-// Where everything stands: one column a depth, a parent beside its first child, subtrees as close as they fit.
-// Items are nodes, the target's own token ("bonus"), and what stands for nodes that are hidden ("more").
+// What is drawn of a tree: nodes, the bonus token, and what stands for hidden nodes ("more"), at its first one's line.
+// Rows are the lines of the description, without the gaps that hidden nodes leave.
 function layout(step, least, expanded) {
-  // Place a subtree from row 0 on; return its item, its items, and the first and last row it takes at each depth.
-  function place(node, parent, depth) {
-    const item = { kind: "node", node, parent, depth, row: 0 };
-    const hides = kid => step.mass[kid] < least && !step.onPath.has(kid) && !expanded.has(node);
-    const leaf = own => {
-      const made = { node, parent: item, depth: depth + 1, row: 0, ...own };
-      return { item: made, all: [made], first: [0], last: [0] };
-    };
-    const parts = step.kids[node].filter(kid => !hides(kid)).map(kid => place(kid, item, depth + 1));
-    if (step.bonus !== null && node === step.end) parts.push(leaf({ kind: "bonus" }));
-    const count = sum(step.kids[node].filter(hides).map(kid => 1 + step.below(kid)));
-    if (count) parts.push(leaf({ kind: "more", count }));
-    const all = [item], first = [], last = [];
-    for (const part of parts) {
-      const shift = Math.max(0, ...part.first.map((row, level) => (last[level] ?? -1) + 1 - row));
-      for (const other of part.all) other.row += shift;
-      part.first.forEach((row, level) => { first[level] ??= row + shift; });
-      part.last.forEach((row, level) => { last[level] = row + shift; });
-      all.push(...part.all);
+  const items = [], byNode = [];
+  const add = (kind, node, parent, line, count = 0) => {
+    items.push({ kind, node, parent, line, count, depth: parent ? parent.depth + 1 : 0 });
+    return items[items.length - 1];
+  };
+  for (let node = 0; node < step.size; node++) {
+    const parent = byNode[step.parents[node]], line = step.lines[node];
+    if (node > 0 && !parent) continue;   // above it, one is hidden
+    if (step.mass[node] >= least || step.onPath.has(node) || expanded.has(parent.node)) {
+      byNode[node] = add("node", node, parent, line);
+    } else {
+      parent.more ??= add("more", parent.node, parent, line);
+      parent.more.count += 1 + step.below(node);
     }
-    item.row = parts.length ? parts[0].item.row : 0;
-    return { item, all, first: [item.row, ...first], last: [item.row, ...last] };
   }
-
-  const { all, last } = place(0, null, 0);
-  return { items: all, rows: 1 + Math.max(...last) };
+  if (step.bonus !== null) add("bonus", step.end, byNode[step.end], step.lines[step.size]);
+  let row = 0, above = null;
+  for (const item of [...items].sort((a, b) => a.line - b.line)) {
+    row += Math.min(1, item.line - (above ?? item).line);
+    item.row = row;
+    above = item;
+  }
+  return { items, rows: 1 + row };
 }
 
 // ---- one display: which round and which item are shown ----
@@ -174,10 +162,10 @@ class Display {
   get step() { return this.steps[this.round]; }
 
   // What drafts are called and look like.
-  name(draft) { return this.model.drafts[draft] ?? BY_HAND; }
-  shape(draft) { return this.name(draft) === BY_HAND ? "✎" : SHAPES[draft % SHAPES.length]; }
+  name(draft) { return this.model.drafts[draft]; }
+  shape(draft) { return this.model.shapes[draft]; }
   names(authors) { return authors.map(draft => this.name(draft)).join(" and "); }
-  look(authors) { return authors.length ? `by${authors[0] % 6}${authors.length > 1 ? " many" : ""}` : "target"; }
+  colour(authors) { return authors.length ? `by${authors[0] % 6}${authors.length > 1 ? " many" : ""}` : "target"; }
 
   go(round) {
     this.round = Math.max(0, Math.min(this.steps.length - 1, round));
@@ -240,8 +228,8 @@ function figures({ stats, rule, seed }) {
     [number(stats.seconds.total), "seconds"],
     seed === null ? ["greedy", ""] : [`seed ${seed}`, sampling],
   ];
-  const shown = pairs.map(([figure, unit]) => el("div", {}, el("dt", {}, unit), el("dd", {}, figure)));
-  return el("dl", { class: "figures" }, shown);
+  const entries = pairs.map(([figure, unit]) => el("div", {}, el("dt", {}, unit), el("dd", {}, figure)));
+  return el("dl", { class: "figures" }, entries);
 }
 
 function notes(model) {
@@ -273,7 +261,7 @@ class Answer {
   word(text, authors, round) {
     const by = `by ${authors.length ? this.display.names(authors) : "the target"}, round ${round + 1}`;
     const word = el("span", {
-      class: `word ${this.display.look(authors)}`, role: "button", tabindex: -1,
+      class: `word ${this.display.colour(authors)}`, role: "button", tabindex: -1,
       title: by, "aria-label": `${text}, ${by}`,
       click: () => this.display.go(round), keydown: event => this.key(event, word),
     }, spaced(text));
@@ -291,7 +279,7 @@ class Answer {
     const entries = [...counts].sort((a, b) => b[1] - a[1]).map(([key, count]) => {
       const authors = key ? key.split(",").map(Number) : [];
       const names = authors.map(draft => `${this.display.shape(draft)} ${this.display.name(draft)}`).join(" and ");
-      const who = el("span", { class: `word ${this.display.look(authors)}` }, names || "the target itself");
+      const who = el("span", { class: `word ${this.display.colour(authors)}` }, names || "the target itself");
       return el("li", {}, who, ` ${count}`);
     });
     return el("ul", { class: "legend", "aria-label": "who wrote how many tokens" }, entries);
@@ -299,9 +287,9 @@ class Answer {
 
   // Arrows walk along the words; enter goes to a word's round.
   key(event, word) {
-    const place = this.words.indexOf(word);
-    const to = { ArrowLeft: place - 1, ArrowRight: place + 1, Home: 0, End: this.words.length - 1 }[event.key];
-    if (event.key === "Enter" || event.key === " ") this.display.go(this.rounds[place]);
+    const index = this.words.indexOf(word);
+    const to = { ArrowLeft: index - 1, ArrowRight: index + 1, Home: 0, End: this.words.length - 1 }[event.key];
+    if (event.key === "Enter" || event.key === " ") this.display.go(this.rounds[index]);
     else if (this.words[to]) moveFocus(this.words, this.words[to]);
     else return;
     taken(event);
@@ -325,7 +313,7 @@ class Scrubber {
     const most = Math.max(...steps.map(step => step.emitted.length)), unit = Math.min(8, (46 - most) / most);
     this.bars = steps.map((step, round) => {
       const parts = step.emitted.map((_, k) =>
-        el("i", { class: display.look(step.authorsOfEmitted(k)), style: `height: ${unit}px` }));
+        el("i", { class: display.colour(step.authorsOfEmitted(k)), style: `height: ${unit}px` }));
       return el("div", {
         class: "bar", title: `round ${round + 1}: ${plural(step.emitted.length, "token")}`,
         click: () => display.go(round),
@@ -373,8 +361,8 @@ class Tree {
     this.scroll = el("div", { class: "scroll" }, this.box);
     this.element = el("section", { class: "panel grown" },
       el("div", { class: "head" }, this.summary, this.threshold()), this.scroll, this.key);
-    const rows = Math.max(...display.steps.map(step => layout(step, 0, this.expanded).rows));
-    this.scroll.style.minHeight = `${Math.min(300, TOP + 18 + ROW * rows)}px`;   // so that playing moves nothing
+    const lines = Math.max(...display.steps.flatMap(step => step.lines));
+    this.scroll.style.minHeight = `${Math.min(300, TOP + 18 + ROW * (lines + 1))}px`;   // so that playing moves nothing
   }
 
   threshold() {
@@ -399,8 +387,8 @@ class Tree {
       this.makeChip(item);
       widths[item.depth] = Math.max(widths[item.depth] ?? 0, item.width);
     }
-    const room = (this.scroll.clientWidth || Infinity) - 2 * PADDING - sum(widths);
-    const gap = Math.max(LEAST_GAP, Math.min(GAP, room / Math.max(1, widths.length - 1)));
+    const free = (this.scroll.clientWidth || Infinity) - 2 * PADDING - sum(widths);
+    const gap = Math.max(LEAST_GAP, Math.min(GAP, free / Math.max(1, widths.length - 1)));
     const lefts = widths.map((_, depth) => sum(widths.slice(0, depth)) + depth * gap);
     const width = sum(widths) + (widths.length - 1) * gap, height = TOP + rows * ROW;
     const edges = el("svg:svg", { width, height, "aria-hidden": "true" });
@@ -425,10 +413,10 @@ class Tree {
   }
 
   edge({ kind, node, parent, x, y }) {
-    const { step, look } = this.display, state = kind === "node" ? step.state(node) : kind;
+    const { step } = this.display, state = kind === "node" ? step.state(node) : kind;
     const fromX = parent.x + parent.width, fromY = parent.y + 14, toY = y + 14, half = (x - fromX) / 2;
     return el("svg:path", {
-      class: `edge ${state} ${look(kind === "node" ? step.authors(node) : [])}`,
+      class: `edge ${state} ${this.display.colour(kind === "node" ? step.authors(node) : [])}`,
       d: `M${fromX} ${fromY}C${fromX + half} ${fromY} ${fromX + half} ${toY} ${x} ${toY}`,
       "stroke-width": kind === "node" ? 1 + 1.5 * (step.q[node] ?? 1) : 1,   // of paths that count, the style says more
     });
@@ -438,12 +426,13 @@ class Tree {
     const { kind, node } = item, { step } = this.display, more = kind === "more";
     const authors = kind === "node" ? step.authors(node) : [], state = kind === "node" ? step.state(node) : kind;
     const text = more ? `+${item.count}` : kind === "bonus" ? step.text(step.bonus) : step.textOf(node);
-    const mark = MARKS[state], shapes = authors.map(draft => this.display.shape(draft)).join("");
+    const mark = this.display.model.marks[state], shapes = authors.map(draft => this.display.shape(draft)).join("");
+    const columns = more ? text.length : this.display.model.columns[kind === "bonus" ? step.bonus : step.tokens[node]];
     const least = more ? 36 : state === "root" ? 78 : 46;
-    const words = CHARACTER * Math.min(cells(text), LONGEST) + (shapes ? 5 + 8 * authors.length : 0) + (mark ? 16 : 0);
+    const words = CHARACTER * Math.min(columns, LONGEST) + (shapes ? 5 + 8 * authors.length : 0) + (mark ? 16 : 0);
     item.width = Math.max(least, Math.round(16 + words));
     item.chip = el("div", {
-      class: `chip ${state} ${this.display.look(authors)}`, "data-node": kind === "node" ? node : kind,
+      class: `chip ${state} ${this.display.colour(authors)}`, "data-node": kind === "node" ? node : kind,
       role: "treeitem", tabindex: state === "root" ? 0 : -1, "aria-level": item.depth + 1,
       "aria-label": this.describe(item, text, state, authors),
       mouseenter: () => this.display.select(item), mouseleave: () => this.display.select(this.display.settings),
@@ -451,7 +440,7 @@ class Tree {
       keydown: event => this.chipKey(event, item),
     },
       shapes && el("span", { class: "who" }, shapes), el("span", { class: "text" }, spaced(text)),
-      mark && el("span", { class: "fate" }, mark),
+      mark && el("span", { class: "sign" }, mark),
       kind === "node" && node > 0 && [bar("q", step.q[node]), step.inspected && bar("p", step.p[node])]);
   }
 
@@ -459,7 +448,7 @@ class Tree {
   describe({ kind, node, count }, text, state, authors) {
     const { step } = this.display;
     if (kind === "more") return `${plural(count, "node")} less likely than ${threshold(this.least)}: press to show`;
-    if (kind === "bonus") return `${text}, the target's own token`;
+    if (kind === "bonus") return `${text}, the bonus token`;
     if (node === 0) return `${text}, the root`;
     const draft = step.q[node] === null ? "" : `, draft ${percent(step.q[node])}`;
     const target = step.inspected ? `, target ${percent(step.p[node])}` : "";
@@ -478,10 +467,10 @@ class Tree {
   // Arrows walk from item to item: right to a child, left to the parent, up and down within a column.
   chipKey(event, item) {
     const column = this.items.filter(other => other.depth === item.depth).sort((a, b) => a.row - b.row);
-    const place = column.indexOf(item);
+    const index = column.indexOf(item);
     const to = {
       ArrowRight: this.items.find(other => other.parent === item), ArrowLeft: item.parent,
-      ArrowUp: column[place - 1], ArrowDown: column[place + 1],
+      ArrowUp: column[index - 1], ArrowDown: column[index + 1],
     };
     if (event.key === "Escape") this.display.lock_settings(null);
     else if (item.kind === "more" && (event.key === "Enter" || event.key === " ")) this.expand(item.node);
@@ -517,20 +506,15 @@ class Tree {
   summaryOf(step) {
     const size = `${plural(step.size - 1, "node")} in ${plural(Math.max(...step.depths), "level")}`;
     if (!step.states) return [size];
-    const own = step.bonus === null ? "" : " + 1 of the target's own";
+    const bonus = step.bonus === null ? "" : " + bonus token";
     const change = step.change && step.change !== "as decoded" ? [" · ", ...spaced(step.change)] : [];
-    return [el("b", {}, `${step.path.length} accepted`), `${own} · ${size}`, ...change];
+    return [el("b", {}, `${step.path.length} accepted`), `${bonus} · ${size}`, ...change];
   }
 
   keyOf(step) {
-    const drafts = unique(step.draws.flat().map(draw => draw[0])).sort();
-    const states = [["✓", "accepted"], ["✗", "rejected"], ["┄", "not reached"], ["+", "the target's own"]];
-    const entries = [
-      ...drafts.map(draft => [this.display.shape(draft), this.display.name(draft)]),
-      ...(step.states ? states : []),
-      ...(step.size < 2 ? [] : [["▁", step.inspected ? "bars: draft q above target p" : "bar: draft q"]]),
-    ];
-    return entries.map(([sign, word]) => el("span", {}, el("b", {}, sign), ` ${word}`));
+    const bars = ["▁", step.inspected ? "bars: draft q above target p" : "bar: draft q"];
+    const entries = [...this.display.model.legend, ...(step.size < 2 ? [] : [bars])];
+    return entries.map(([sign, words]) => el("span", {}, el("b", {}, sign), ` ${words}`));
   }
 }
 
@@ -566,7 +550,7 @@ class Mask {
     const rect = (name, x, width) =>
       el("svg:rect", { class: name, x, y: y + 1, width, height: name === "hit" ? cell : cell - 2 });
     return el("svg:g", {
-      class: display.look(step.authors(node)),
+      class: display.colour(step.authors(node)),
       mouseenter: () => display.select(display.tree.itemOf(node)), mouseleave: () => display.select(display.settings),
     },
       label > 0 && el("svg:text", { x: label - 6, y: y + cell - 2, "text-anchor": "end" }, short),
@@ -578,7 +562,7 @@ class Mask {
     const line = item && item.kind === "node" ? this.display.step.line(item.node) : [];
     this.rows.forEach((row, node) => {
       row.classList.toggle("lit", node === line[line.length - 1]);
-      row.classList.toggle("own", line.includes(node));
+      row.classList.toggle("seen", line.includes(node));
     });
   }
 }
@@ -592,11 +576,11 @@ class Facts {
   }
 
   draw(item = null) {
-    const shown = {
+    const parts = {
       round: () => this.round(), node: () => this.node(item.node),
       bonus: () => this.bonus(), more: () => this.more(item),
     }[item ? item.kind : "round"]();
-    this.element.replaceChildren(...shown.filter(part => part));
+    this.element.replaceChildren(...parts.filter(part => part));
   }
 
   round() {
@@ -611,7 +595,7 @@ class Facts {
       list([
         ["drafted", plural(step.size - 1, "node")],
         step.states && ["accepted", accepted ? mono(accepted) : "none"],
-        step.bonus !== null && ["target's own", mono(step.text(step.bonus))],
+        step.bonus !== null && ["bonus token", mono(step.text(step.bonus))],
         step.position !== null && (last > first ? ["positions", `${first} to ${last}`] : ["position", String(first)]),
         ...(step.seconds?.total ? [["time", ms("total")], ["target", ms("target")], ["drafts", ms("draft")]] : []),
       ]),
@@ -621,7 +605,7 @@ class Facts {
 
   node(node) {
     const { step, model } = this.display, coupled = model.rule === "coupled", known = step.inspected;
-    const own = node > 0 ? [
+    const drafted = node > 0 ? [
       ["drafted by", this.drawsOf(node)],
       known && ["target p", percent(step.p[node])],
       [coupled ? "draft q, given g" : "draft q", percent(step.q[node])],
@@ -632,7 +616,7 @@ class Facts {
     return [
       title(step.textOf(node)),
       el("p", {}, step.why ? spaced(step.why[node]) : step.states ? step.state(node) : node ? "drafted" : "the root"),
-      list([...own, ...this.places(node), ["token id", String(step.tokens[node])]]),
+      list([...drafted, ...this.slots(node), ["token id", String(step.tokens[node])]]),
       ...this.alternatives(node),
     ];
   }
@@ -642,7 +626,7 @@ class Facts {
     return step.authors(node).map(draft => {
       const orders = step.draws[node].filter(draw => draw[0] === draft).map(draw => ordinal(draw[1] + 1));
       const name = this.display.name(draft);
-      return `${this.display.shape(draft)} ${name}${name === BY_HAND ? "" : `, ${orders.join(" and ")}`}`;
+      return `${this.display.shape(draft)} ${name}${step.q[node] === null ? "" : `, ${orders.join(" and ")}`}`;
     }).join("; ");
   }
 
@@ -658,7 +642,7 @@ class Facts {
     ];
   }
 
-  places(node) {
+  slots(node) {
     const { position, depths } = this.display.step;
     if (position === null) return [];
     const at = position + depths[node], slot = position + node;
@@ -670,8 +654,8 @@ class Facts {
   alternatives(node) {
     const { step, model } = this.display;
     if (!step.inspected) return [];
-    const rows = step.top[node].map(([token, p], place) => {
-      const chosen = place === 0 && model.rule !== "coins";
+    const rows = step.top[node].map(([token, p], rank) => {
+      const chosen = rank === 0 && model.rule !== "coins";
       return [
         el("span", { class: `mono${chosen ? " chosen" : ""}` }, chosen ? "→ " : "  ", spaced(step.text(token))),
         el("span", { class: "part" }, el("i", { style: `width: ${100 * p}%` })),
@@ -686,7 +670,7 @@ class Facts {
     const { step } = this.display, [, p, noise] = step.top?.[step.end].find(([token]) => token === step.bonus) ?? [];
     return [
       title(step.text(step.bonus)),
-      el("p", {}, "the target's own token after the accepted path; the root of the next tree"),
+      el("p", {}, "the target's choice after the accepted path; the root of the next tree"),
       list([
         p !== undefined && ["target p", percent(p)],
         noise !== undefined && ["noise g", number(noise)],

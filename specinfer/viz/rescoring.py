@@ -1,15 +1,15 @@
-"""The target's rescored of every drafted node, worked out again after the text was written.
+"""What the target says of every drafted node, computed again after the text was written.
 
 Knows: the options that a result was made with, the target, how each verifier decides.
 Does not know: how trees are changed (`inspection`), pictures.
 
-A step keeps its tree and its path, not the target's distributions, which are large.  Scored again over the same prefix
-they are the same up to rounding, so a `Rescorer` recomputes them one pass a tree, checks that they lead to the tokens
-that were emitted, and says by how much where rounding decided otherwise.
+A step keeps its tree and its path.  It does not keep the target's distributions, which are large.  A `Rescorer`
+computes them again over the same prefix, in one pass a tree: they are the same up to rounding.  It checks that they
+lead to the tokens that were emitted.  Where rounding decided otherwise, it says by how much.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -48,6 +48,11 @@ class Test(NamedTuple):
     coin: float | None  # u in [0, 1); None: a recorded step does not tell which
     ratio: float | None  # min(1, p / q) of what was left of both distributions; None: a recorded step does not tell
 
+    @property
+    def passed(self) -> bool:
+        """Whether it is known to have passed."""
+        return self.coin is not None and self.ratio is not None and self.coin < self.ratio
+
 
 @dataclass(frozen=True)
 class NodeInspection:
@@ -63,9 +68,9 @@ class NodeInspection:
     ratio: float | None  # p / q; None where q is given the noise, which p is not (ranked trees, coupled sampling)
     noise: float | None  # Gumbel noise of the token at this position; None unless coupled
     margin: float | None  # log p + noise, less the best other token's, in nats: above 0 if chosen; None if coins decide
-    tests: tuple[Test, ...]  # multi-step sampling: of its draws, as far as known
+    tests: tuple[Test, ...]  # in multi-step sampling: those of its draws, as far as known
     choice: int | None  # what the target itself says after this node; None if coins decide
-    top: tuple[Alternative, ...]  # what it nearly said after this node, the nearest first
+    top: tuple[Alternative, ...]  # the best tokens after this node, the best first
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,7 @@ class Rescorer:
             self.options["max_new_tokens"] = len(result.token_ids)
         for kind in {step.tree.kind for step in result.steps if step.tree.num_drafted}:
             decoder.verifier.check(kind)
+        self.coins = isinstance(decoder.verifier, MultiStep)  # they decide; else the target's choices
         sampling = self.row(0).sampling
         if sampling != (result.seed is not None):
             was, now = ("greedy", "sample") if sampling else (f"sampled with seed {result.seed}", "are greedy")
@@ -120,7 +126,7 @@ class Rescorer:
 
     @property
     def draft_names(self) -> list[str]:
-        """By draft id; the last one is nobody's, for nodes that are added."""
+        """By draft id; the last one is for nodes that a user adds."""
         return [*(draft.draft for draft in self.result.stats.drafts), BY_HAND]
 
     def row(self, step: int) -> Row:
@@ -138,23 +144,50 @@ class Rescorer:
             logits: (N or more, V) of the target after its nodes.
             record: what was decided when the text was written; without it, the verifier decides now.
         """
-        view, verifier = _Watched(row, tree, logits), self.decoder.verifier
-        coins, tests = isinstance(verifier, MultiStep), {}
+        view = _Watched(row, tree, logits)
         bonus: int | None
         if record is None:
-            path, bonus = verifier.verify(tree, view)
-            kept = len(path)
+            path, bonus = self.decoder.verifier.verify(tree, view)
+            kept, watched = len(path), view.tests
         else:
-            path, bonus, kept = record.path, record.bonus, len(record.tokens)
-            if bonus is None and not coins:
+            path, bonus, kept, watched = record.path, record.bonus, len(record.tokens), None
+            if bonus is None and not self.coins:
                 bonus = view.choice((0, *path)[-1])
-        if coins:
-            tests = _run_tests(tree, path, view.tests) if record is None else _recorded_tests(view, path)
-        after = [_After.of(view, node, not coins) for node in range(len(tree))]
-        nobody = len(self.draft_names) - 1
-        fates = states(tree, path, kept, tests if coins else tried(tree, path))
-        nodes = [_node(view, i, fate, after, tuple(tests.get(i, ())), nobody) for i, fate in enumerate(fates)]
+        tests = _tests(view, path, watched) if self.coins else {}
+        found = states(tree, path, kept, tests if self.coins else tried(tree, path))
+        after = [_After.of(view, node, self.coins) for node in range(len(tree))]
+        nodes = (self._node(view, i, state, after, tuple(tests.get(i, ()))) for i, state in enumerate(found))
         return Rescored(path, bonus, tuple(nodes))
+
+    def _node(
+        self, view: RowView, node: int, state: State, after: Sequence["_After"], tests: tuple[Test, ...]
+    ) -> NodeInspection:
+        """Return a node, given what follows each node."""
+        tree, here, root = view.tree, after[node], view.base - 1
+        token = int(tree.tokens[node])
+        p = q = ratio = noise = margin = None
+        if node > 0:
+            before = after[tree.parents[node]]
+            _, p, noise = before.alternative(token)
+            margin = None if self.coins else before.lead(token)
+            if any(draw.draft < len(self.draft_names) - 1 for draw in tree.draws[node]):
+                q = tree.probability(node)
+                ratio = None if tree.kind is Kind.RANKED and noise is not None else p / max(q, 1e-300)
+        return NodeInspection(
+            node=node,
+            token=token,
+            state=state,
+            position=root + int(tree.depths[node]),
+            slot=root + node,
+            p=p,
+            q=q,
+            ratio=ratio,
+            noise=noise,
+            margin=margin,
+            tests=tests,
+            choice=None if self.coins else here.best[0],
+            top=tuple(here.alternative(token) for token in here.best),
+        )
 
     def differences(self, number: int, row: Row, step: Step, logits: Tensor) -> list[Difference]:
         """Return where the target's choices, made again, are not those of a step; arguments as `rescored`.
@@ -162,29 +195,23 @@ class Rescorer:
         Raises:
             InputError: rounding does not explain one.
         """
-        view = RowView(row, step.tree, logits)
-        compare = _other_coins if isinstance(self.decoder.verifier, MultiStep) else _other_choices
-        found = [Difference(number, *difference) for difference in compare(view, step)]
+        compare = _other_coins if self.coins else _other_choices
+        found = [Difference(number, *each) for each in compare(RowView(row, step.tree, logits), step)]
         for difference in found:
             if not difference.gap <= difference.explained:
                 raise InputError(
-                    f"step {number}: {self.told(difference)}, and rounding explains {difference.explained:.2g}. Give "
-                    "the target and the options (temperature, top_p, logits_processor ...) that the result was made "
-                    "with"
+                    f"step {number}: {self.in_words(difference)}, and rounding explains {difference.explained:.2g}. "
+                    "Give the target and the options (temperature, top_p, logits_processor ...) that the result was "
+                    "made with"
                 )
         return found
 
-    def told(self, difference: Difference) -> str:
+    def in_words(self, difference: Difference) -> str:
         """Return a difference in words."""
+        written, at = self.name(difference.written), f"at position {difference.position}"
         if difference.written == difference.chosen:
-            return (
-                f"at position {difference.position} the coin for {self.name(difference.written)} is "
-                f"{difference.gap:.2g} on the other side of its ratio"
-            )
-        return (
-            f"at position {difference.position} the target chooses {self.name(difference.chosen)}, not "
-            f"{self.name(difference.written)}, by {difference.gap:.2g} nats"
-        )
+            return f"{at} the coin for {written} is {difference.gap:.2g} on the other side of its ratio"
+        return f"{at} the target chooses {self.name(difference.chosen)}, not {written}, by {difference.gap:.2g} nats"
 
     def name(self, token: int) -> str:
         """Return a token as it is drawn: its text with visible white space, or its id without a tokenizer."""
@@ -212,140 +239,92 @@ class _After(NamedTuple):
     noise: Tensor | None  # (V,), if it counts
     values: Tensor  # (V,) what a choice maximises
     best: list[int]  # the tokens of the largest values, descending
-    chooses: bool  # or else coins decide
 
     @classmethod
-    def of(cls, view: RowView, node: int, chooses: bool) -> "_After":
+    def of(cls, view: RowView, node: int, coins: bool = False) -> "_After":
         log_p = view.scores(node).log_softmax(-1)
-        noise = view.noise(node) if chooses else None
+        noise = None if coins else view.noise(node)
         values = log_p if noise is None else log_p + noise
-        return cls(log_p, noise, values, top_candidates(values, ALTERNATIVES)[0].tolist(), chooses)
+        return cls(log_p, noise, values, top_candidates(values, ALTERNATIVES)[0].tolist())
 
     def alternative(self, token: int) -> Alternative:
-        return Alternative(
-            token, float(self.log_p[token].exp()), None if self.noise is None else float(self.noise[token])
-        )
+        noise = None if self.noise is None else float(self.noise[token])
+        return Alternative(token, float(self.log_p[token].exp()), noise)
 
-    def lead(self, token: int) -> float | None:
+    def lead(self, token: int) -> float:
         rival = next(other for other in self.best if other != token)
-        return float(self.values[token] - self.values[rival]) if self.chooses else None
-
-
-def _node(
-    view: RowView, node: int, state: State, after: Sequence[_After], tests: tuple[Test, ...], nobody: int
-) -> NodeInspection:
-    """Return a node, given what follows each node, and the draft id of nodes that no draft proposed."""
-    tree, own = view.tree, after[node]
-    token, root = int(tree.tokens[node]), view.base - 1
-    p = q = ratio = noise = margin = None
-    if node > 0:
-        before = after[tree.parents[node]]
-        _, p, noise = before.alternative(token)
-        margin = before.lead(token)
-        if any(draw.draft != nobody for draw in tree.draws[node]):
-            q = tree.probability(node)
-            ratio = None if tree.kind is Kind.RANKED and noise is not None else p / max(q, 1e-300)
-    return NodeInspection(
-        node=node,
-        token=token,
-        state=state,
-        position=root + int(tree.depths[node]),
-        slot=root + node,
-        p=p,
-        q=q,
-        ratio=ratio,
-        noise=noise,
-        margin=margin,
-        tests=tests,
-        choice=own.best[0] if own.chooses else None,
-        top=tuple(own.alternative(token) for token in own.best),
-    )
+        return float(self.values[token] - self.values[rival])
 
 
 # ---- acceptance tests of multi-step sampling ----
 
 
-def _run_tests(tree: TokenTree, path: Sequence[int], tests: Sequence[Test]) -> dict[int, list[Test]]:
-    """Return by node the tests of a verification that was watched."""
-    by_node: defaultdict[int, list[Test]] = defaultdict(list)
-    left = iter(tests)
-    for node, accepted in zip((0, *path), (*path, None), strict=True):
-        for _, child in tree.draws_under(node):
-            by_node[child].append(test := next(left))
-            if child == accepted and _passed(test):
-                break
-    return by_node
+def _tests(view: RowView, path: Sequence[int], watched: Sequence[Test] | None = None) -> dict[int, list[Test]]:
+    """Return by node the tests of a verification: those that were watched, or those of a recorded step.
 
-
-def _recorded_tests(view: RowView, path: Sequence[int]) -> dict[int, list[Test]]:
-    """Return by node the tests of a recorded step, whose distributions are gone.
-
-    Coins are counted off in the order of the tests; only a node's first one has a ratio that p and q tell.  Where a
-    token was drawn several times and one of its tests passed, which one may be unknown, and with it all later coins.
+    The distributions of a recorded step are gone.  Its coins are counted off in the order of the tests, and only the
+    first test below a node has a ratio that p and q tell.  Where a token was drawn several times and one of its tests
+    passed, it may be unknown which one.  Then all later coins are unknown, too.
     """
     by_node: defaultdict[int, list[Test]] = defaultdict(list)
-    tosses: int | None = 0  # so far, if known
+    tosses, known = 0, True
     for node, accepted in zip((0, *path), (*path, None), strict=True):
         draws = [child for _, child in view.tree.draws_under(node)]
         for turn, child in enumerate(draws):
-            coin = ratio = None
-            if tosses is not None:
-                tosses += 1
-                coin, ratio = uniform(view.coins, tosses), _first_ratio(view, node, child) if turn == 0 else None
-            by_node[child].append(test := Test(coin, ratio))
+            tosses += 1
+            if watched is not None:
+                test = watched[tosses - 1]
+            elif known:
+                test = Test(uniform(view.coins, tosses), None if turn else _first_ratio(view, node, child))
+            else:
+                test = Test(None, None)
+            by_node[child].append(test)
             if child != accepted:
                 continue
-            if child not in draws[turn + 1 :] or _passed(test):
+            if child not in draws[turn + 1 :] or test.passed:
                 break
             if test.ratio is None:  # this draw of the token passed, or a later one
-                tosses = None
+                known = False
                 break
     return by_node
 
 
-def _passed(test: Test) -> bool:
-    """Return whether a test is known to have passed."""
-    return test.coin is not None and test.ratio is not None and test.coin < test.ratio
-
-
 def _first_ratio(view: RowView, node: int, child: int) -> float | None:
-    """Return min(1, p / q) of a family's first test; None where several drafts met, as a tree keeps their largest q."""
+    """Return min(1, p / q) of a family's first test; None after several drafts: a tree keeps their largest q."""
     tree = view.tree
-    if any(len({draw.draft for draw in tree.draws[own]}) > 1 for own in (node, child)):
+    if any(len({draw.draft for draw in tree.draws[each]}) > 1 for each in (node, child)):
         return None
     return min(1.0, float(view.distribution(node)[tree.tokens[child]]) / max(tree.probability(child), 1e-300))
 
 
-def _other_coins(view: RowView, step: Step) -> list[tuple[int, int, int, float, float]]:
-    """Return where the first test of a family would have gone another way than the record says."""
-    tests, tree = _recorded_tests(view, step.path), view.tree
-    found = []
+# Position, token written, token chosen, gap, and the gap that rounding explains: see `Difference`.
+_Found = Iterator[tuple[int, int, int, float, float]]
+
+
+def _other_coins(view: RowView, step: Step) -> _Found:
+    """Find where the first test of a family would have gone another way than the record says."""
+    tests, tree = _tests(view, step.path), view.tree
     for node, accepted in zip((0, *step.path), (*step.path, None), strict=True):
-        children = [child for _, child in tree.draws_under(node)]
-        coin, ratio = tests[children[0]][0] if children else Test(None, None)
+        first, *later = [child for _, child in tree.draws_under(node)] or [0]
+        coin, ratio = tests[first][0] if first else Test(None, None)
         if coin is None or ratio is None:
             continue
-        later = children[0] in children[1:]  # then it may have passed there
-        if (coin < ratio) != (children[0] == accepted) and not (later and coin >= ratio):
-            token = int(tree.tokens[children[0]])
-            explained = ratio * _rounding(view, node)
-            found.append((view.base + int(tree.depths[node]), token, token, abs(coin - ratio), explained))
-    return found
+        if (coin < ratio) != (first == accepted) and not (first in later and coin >= ratio):  # it may have passed later
+            token, explained = int(tree.tokens[first]), ratio * _rounding(view, node)
+            yield view.base + int(tree.depths[node]), token, token, abs(coin - ratio), explained
 
 
-def _other_choices(view: RowView, step: Step) -> list[tuple[int, int, int, float, float]]:
-    """Return where the target's choice along a step is not the token that was emitted."""
-    found = []
+def _other_choices(view: RowView, step: Step) -> _Found:
+    """Find where the target's choice along a step is not the token that was emitted."""
     for depth, (node, token) in enumerate(zip((0, *step.path), step.tokens, strict=False)):
-        after = _After.of(view, node, chooses=True)
+        after = _After.of(view, node)
         if after.best[0] != token:
             gap = float(after.values[after.best[0]] - after.values[token])
-            found.append((view.base + depth, token, after.best[0], gap, _rounding(view, node)))
-    return found
+            yield view.base + depth, token, after.best[0], gap, _rounding(view, node)
 
 
 def _rounding(view: RowView, node: int) -> float:
     """Return the gap between two scores after a node, in nats, that rounding explains."""
     scores = view.scores(node)
-    some = scores[scores.isfinite()]
-    return ROUNDING.get(view.logits.dtype, 0.0) * float(some.max() - some.mean())
+    finite = scores[scores.isfinite()]
+    return ROUNDING.get(view.logits.dtype, 0.0) * float(finite.max() - finite.mean())

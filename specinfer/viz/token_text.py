@@ -3,38 +3,33 @@
 Knows: tokenizers.  Does not know: trees, pictures.
 """
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from specinfer.tree.drawing import visible
 
 
 def token_text(tokenizer: Any, token: int) -> str:
     """Return one token's text with visible white space.
 
-    Bytes that are no whole character are shown as ``\\xe2``, ids that the tokenizer does not know as ``#264``.
+    Bytes that are no complete character are shown as ``\\xe2``, ids that the tokenizer does not know as ``#264``.
 
     Args:
         tokenizer: None shows the id.
         token: the id.
     """
-    from specinfer.tree.text import visible
-
     if tokenizer is None:
         return str(token)
     piece, text = tokenizer.convert_ids_to_tokens(token), tokenizer.decode([token])
     if piece is None:
         return f"#{token}"
     if "\ufffd" in text:
-        text = _spelt(piece)
+        text = _bytes_of(piece)
     elif piece.startswith("▁") and not text.startswith(" "):  # decoding drops the first space of a text
         text = f" {text}"
     return visible(text)
 
 
-def _spelt(piece: str) -> str:
+def _bytes_of(piece: str) -> str:
     """Return a token that ends inside a character, from how it is written in a byte-level table or as <0xE2>."""
     if piece.startswith("<0x"):
         return f"\\x{piece[3:5].lower()}"

@@ -12,31 +12,45 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specinfer.errors import InputError
-from specinfer.tree.text import columns, visible
+from specinfer.tree.drawing import columns
+from specinfer.viz.style import BY_DRAFT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BLACK, GREY, PALE, WHITE = "#000000", "#6E6E6E", "#E6E6E6", "#FFFFFF"
+GREY, PALE = "#6E6E6E", "#E6E6E6"
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, RED, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 
 FONT = 8.0  # points, of tokens
-LONGEST = 14  # characters of a token that are shown
 WIDEST = 14.0  # inches, of a figure whose bars or cells can be made smaller
 LARGEST = 60.0  # inches, of any figure
 LINE = 0.18  # inches, of a legend
-Look = dict[str, Any]  # keyword arguments of an artist
-PLAIN: Look = {"parse_math": False, "usetex": False}  # of text that others wrote: $ is a dollar
+Options = dict[str, Any]  # keyword arguments of an artist
+PLAIN: Options = {"parse_math": False, "usetex": False}  # of text that others wrote: $ is a dollar
 
-DRAFTS = (  # by id: colour, mark, line style, hatch
-    (BLUE, "o", "-", ""),
-    (PURPLE, "s", "-.", "////"),
-    (ORANGE, "^", ":", "xxx"),
-    (SKY, "D", "--", "..."),
-    (BLACK, "v", "-", "++"),
-    (YELLOW, "P", "-.", "\\\\\\\\"),
-)
+HATCHES = ("", "////", "xxx", "...", "++", "\\\\\\\\")
+LINES = ("-", "-.", ":", "--", "-", "-.")
+DRAFTS = tuple(zip(BY_DRAFT, "o^sD*P", LINES, HATCHES, strict=True))  # by id: colour, mark, line style, hatch
+STAGES = {  # of `Seconds`: name, colour, hatch
+    "prefill": ("prefill", PALE, ".."),
+    "target": ("verify (target)", SKY, ""),
+    "draft": ("draft", ORANGE, "///"),
+    "bookkeeping": ("bookkeeping", GREEN, "xx"),
+}
+METHODS = {  # colour, hatch, mark
+    "autoregressive": (PALE, "", "o"),
+    "sequence": (ORANGE, "///", "s"),
+    "tree": (BLUE, "", "D"),
+    "auto": (GREEN, "\\\\\\", "^"),
+    "one-draft": (SKY, "++", "<"),
+    "gate": (RED, "oo", ">"),
+    "assisted": (PURPLE, "...", "v"),
+    "prompt-lookup": (YELLOW, "xx", "P"),
+    "generate": (GREY, "--", "X"),
+    "graphs": ("black", "**", "*"),
+}
+OTHERS = ((PALE, "++", "<"), (GREY, "oo", ">"))  # of methods that are not named above
 
 
 def part(name: str) -> Any:
@@ -59,8 +73,8 @@ def scale_of(ax: Axes | None, width: float, height: float) -> float:
     if ax is None:
         there = LARGEST, LARGEST
     else:
-        extent, dpi = ax.get_window_extent(), ax.figure.dpi
-        there = extent.width / dpi, extent.height / dpi
+        box, dpi = ax.get_window_extent(), ax.figure.dpi
+        there = box.width / dpi, box.height / dpi
     return float(np.clip(min(there[0] / width, there[1] / height), 0.1, 1.0))
 
 
@@ -87,8 +101,8 @@ def open_frame(ax: Axes) -> None:
     ax.set_axisbelow(True)
 
 
-def legend(ax: Axes, handles: Sequence[Any], below: bool = False, ncols: int = 0) -> int:
-    """Put a legend above or below `ax`, in as many columns as fit, and return its lines.
+def legend(ax: Axes, handles: Sequence[Any], below: bool = False, grow: bool = False, ncols: int = 0) -> None:
+    """Put a legend above or below `ax`, in as many columns as fit; let the figure grow by its height if that is said.
 
     Handles in a list share the first one's label.
     """
@@ -98,32 +112,32 @@ def legend(ax: Axes, handles: Sequence[Any], below: bool = False, ncols: int = 0
     labels = [first.get_label() for first, *_ in shared]
     inches = ax.get_window_extent().width / ax.figure.dpi
     fitting = int(inches / (0.06 * max(map(len, labels)) + 0.6))
-    look: Look = {"loc": "upper left" if below else "lower left", "bbox_to_anchor": (0, 0 if below else 1)}
-    ncols = ncols or max(1, min(len(handles), fitting))
-    look |= {"ncols": ncols, "frameon": False}
-    look |= {"handlelength": 1.0 + max(map(len, shared)), "handler_map": {tuple: HandlerTuple(ndivide=None)}}
-    made = ax.legend(shared, labels, prop={"family": families()[1:], "size": FONT}, **look)
+    options: Options = {
+        "loc": "upper left" if below else "lower left",
+        "bbox_to_anchor": (0, 0 if below else 1),
+        "ncols": ncols or max(1, min(len(handles), fitting)),
+        "handlelength": 1.0 + max(map(len, shared)),
+        "handler_map": {tuple: HandlerTuple(ndivide=None)},
+    }
+    made = ax.legend(shared, labels, frameon=False, prop={"family": families()[1:], "size": FONT}, **options)
     for text in made.get_texts():
         text.set(**PLAIN)
-    return -(-len(handles) // ncols)
-
-
-def shown(text: str) -> str:
-    """Return a token's text as it can be drawn: with visible white space, in characters that a font has, and short."""
-    return drawable(visible(text), LONGEST)
+    figure: Any = ax.figure
+    if grow:
+        figure.set_figheight(figure.get_figheight() + LINE * -(-len(handles) // options["ncols"]))
 
 
 def drawable(text: str, longest: int) -> str:
     """Return text in characters that a font has, and short."""
     fonts = _fonts()
-    shown = ""
+    short = ""
     for character in text:
         known = any(font.get_char_index(ord(character)) for font in fonts)
         piece = character if known else "␣" if character == "␠" else character.encode("unicode_escape").decode()
-        if columns(shown + piece) > longest:
-            return shown + "…"
-        shown += piece
-    return shown
+        if columns(short + piece) > longest:
+            return short + "…"
+        short += piece
+    return short
 
 
 def families() -> list[str]:

@@ -6,6 +6,7 @@ Knows: figures, by attribute.  Does not know: how they came about, matplotlib's 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,53 +14,26 @@ import numpy as np
 from specinfer.errors import InputError
 from specinfer.evaluation.published import ALL
 from specinfer.results import Result, counts_by_depth
-from specinfer.tree.text import percent
+from specinfer.tree.drawing import percent
 from specinfer.viz.plots.axes import (
-    BLACK,
-    BLUE,
     DRAFTS,
     FONT,
-    GREEN,
-    GREY,
-    ORANGE,
-    PALE,
+    METHODS,
+    OTHERS,
     PLAIN,
-    PURPLE,
-    RED,
-    SKY,
-    WHITE,
+    STAGES,
     WIDEST,
-    YELLOW,
-    Look,
+    Options,
     axes_of,
     drawable,
     legend,
     lower_part,
     open_frame,
 )
+from specinfer.viz.style import LIGHT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-STAGES = {  # of `Seconds`: name, colour, hatch
-    "prefill": ("prefill", PALE, ".."),
-    "target": ("verify (target)", SKY, ""),
-    "draft": ("draft", ORANGE, "///"),
-    "bookkeeping": ("bookkeeping", GREEN, "xx"),
-}
-METHODS = {  # colour, hatch, mark
-    "autoregressive": (PALE, "", "o"),
-    "sequence": (ORANGE, "///", "s"),
-    "tree": (BLUE, "", "D"),
-    "auto": (GREEN, "\\\\\\", "^"),
-    "one-draft": (SKY, "++", "<"),
-    "gate": (RED, "oo", ">"),
-    "assisted": (PURPLE, "...", "v"),
-    "prompt-lookup": (YELLOW, "xx", "P"),
-    "generate": (GREY, "--", "X"),
-    "graphs": (BLACK, "**", "*"),
-}
-OTHERS = ((PALE, "++", "<"), (GREY, "oo", ">"))  # of methods that are not named above
 
 
 def plot_acceptance(hits: Any, ax: Axes | None = None) -> Axes:
@@ -71,7 +45,7 @@ def plot_acceptance(hits: Any, ax: Axes | None = None) -> Axes:
         ax: where to draw.
 
     Raises:
-        InputError: results without any drafted token, something else, or no matplotlib.
+        InputError: results without any drafted token, another type, or matplotlib is not installed.
     """
     if hasattr(hits, "rates"):
         return _acceptance_by_rank(hits, ax)
@@ -92,10 +66,11 @@ def _acceptance_by_rank(hits: Any, ax: Axes | None) -> Axes:
     rates = np.ma.masked_invalid(np.where(hits.tried[:, None] > 0, hits.rates, np.nan))
     top = float(rates.max()) if rates.count() else 1.0
     edges = np.arange(ranks + 1) + 0.5, np.arange(depths + 1) + 0.5
-    ax.pcolormesh(*edges, rates, cmap="Blues", vmin=0, vmax=top or 1.0, edgecolors=WHITE, linewidth=1, gid="rates")
+    ax.pcolormesh(*edges, rates, cmap="Blues", vmin=0, vmax=top or 1.0, edgecolors="white", linewidth=1, gid="rates")
     for (row, column), rate in np.ndenumerate(rates.filled(np.nan)):
-        told, ink = ("–", GREY) if np.isnan(rate) else (percent(rate), WHITE if rate > 0.6 * top else BLACK)
-        ax.text(column + 1, row + 1, told, ha="center", va="center", fontsize=FONT, color=ink)
+        ink = "white" if rate > 0.6 * top else "black"
+        label = "–" if np.isnan(rate) else percent(rate)
+        ax.text(column + 1, row + 1, label, ha="center", va="center", fontsize=FONT, color=ink)
     ax.set_xticks(range(1, ranks + 1))
     ax.set_yticks(range(1, depths + 1), [f"{d}  (n = {n})" for d, n in enumerate(hits.tried.tolist(), start=1)])
     ax.set(ylim=(depths + 0.5, 0.5), xlabel="rank among siblings", ylabel="depth")
@@ -112,8 +87,8 @@ def _acceptance_by_depth(counts: np.ndarray, ax: Axes | None) -> Axes:
     depths, shares = np.arange(1, len(counts) + 1), accepted / tried
     low, high = wilson(accepted, tried)
     ax = axes_of(ax, min(1.5 + 0.5 * len(counts), WIDEST), 3.2)
-    ax.bar(depths, shares, 0.7, color=SKY, ec=BLACK, lw=0.6, gid="shares")
-    ax.vlines(depths, low, high, color=BLACK, lw=1)
+    ax.bar(depths, shares, 0.7, color=STAGES["target"][1], ec="black", lw=0.6, gid="shares")
+    ax.vlines(depths, low, high, color="black", lw=1)
     for depth, (top, of) in enumerate(zip(high, counts.tolist(), strict=True), start=1):
         ax.text(depth, top + 0.02, "{}/{}".format(*of), ha="center", va="bottom", fontsize=FONT - 1)
     ax.set(xlabel="depth", ylabel="accepted, of steps that got there", ylim=(0, 1.12), xticks=depths)
@@ -125,14 +100,14 @@ def _acceptance_by_depth(counts: np.ndarray, ax: Axes | None) -> Axes:
 def plot_compare(comparison: Any, ax: Axes | None = None) -> Axes:
     """Draw, per set and method, tokens per target pass, and below the ratio of tokens/s to autoregressive decoding.
 
-    Both with their 95 % intervals.  The upper Axes is returned; the lower one takes a part of its room.
+    Both have 95 % intervals.  The upper Axes is returned; the lower one takes a part of its space.
 
     Args:
         comparison: of `compare`; its `summary()` is drawn.
         ax: where to draw.
 
     Raises:
-        InputError: no comparison, an empty one, or no matplotlib.
+        InputError: not a comparison, an empty one, or matplotlib is not installed.
     """
     if not hasattr(comparison, "summary"):
         raise InputError(f"plot_compare draws what `compare` returns, not a {type(comparison).__name__}")
@@ -144,10 +119,11 @@ def plot_compare(comparison: Any, ax: Axes | None = None) -> Axes:
     ax.set(ylabel="tokens per target pass", xlim=(-0.5, len(groups) - 0.5))
     lower = lower_part(ax, 0.8)
     lower.set_ylabel("tokens/s, ratio\nto autoregressive")
-    lower.axhline(1, color=BLACK, lw=0.8, ls="--", zorder=1)
-    handles, width = [], 0.84 / len(methods)
-    for i, (method, look) in enumerate(_method_looks(methods).items()):
-        handles.append(_draw_method(ax, lower, groups, method, (i + 0.5) * width - 0.42, width, look))
+    lower.axhline(1, color="black", lw=0.8, ls="--", zorder=1)
+    handles, width, others = [], 0.84 / len(methods), cycle(OTHERS)
+    for i, method in enumerate(methods):
+        style = METHODS.get(method) or next(others)
+        handles.append(_draw_method(ax, lower, groups, method, (i + 0.5) * width - 0.42, width, style))
     if not any(len(handle) > 1 for handle in handles):
         lower.text(
             0.5, 0.5, "not measured: compare with autoregressive", transform=lower.transAxes, ha="center", va="top"
@@ -162,27 +138,21 @@ def plot_compare(comparison: Any, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _method_looks(methods: Sequence[str]) -> dict[str, tuple[str, str, str]]:
-    """Return each method's colour, hatch and mark."""
-    unknown = [method for method in methods if method not in METHODS]
-    return {m: METHODS.get(m) or OTHERS[unknown.index(m) % len(OTHERS)] for m in methods}
-
-
 def _draw_method(
-    ax: Axes, lower: Axes, groups: Sequence[Any], method: str, place: float, width: float, look: tuple[str, str, str]
+    ax: Axes, lower: Axes, groups: Sequence[Any], method: str, shift: float, width: float, style: tuple[str, str, str]
 ) -> list[Any]:
     """Draw a method's bars and, where it was compared with autoregressive decoding, its ratios; return the handles."""
-    colour, hatch, mark = look
-    own = [(i + place, group["methods"][method]) for i, group in enumerate(groups) if method in group["methods"]]
-    x, (value, low, high) = [at for at, _ in own], np.array([figures["tokens_per_pass"] for _, figures in own]).T
-    bars = ax.bar(x, value, width, color=colour, hatch=hatch, ec=BLACK, lw=0.6, label=method)
-    ax.vlines(x, low, high, color=BLACK, lw=1)
-    ratios = [(at, figures["ratio"]["autoregressive"]) for at, figures in own if "autoregressive" in figures["ratio"]]
+    colour, hatch, mark = style
+    rows = [(i + shift, group["methods"][method]) for i, group in enumerate(groups) if method in group["methods"]]
+    x, (value, low, high) = [at for at, _ in rows], np.array([figures["tokens_per_pass"] for _, figures in rows]).T
+    bars = ax.bar(x, value, width, color=colour, hatch=hatch, ec="black", lw=0.6, label=method)
+    ax.vlines(x, low, high, color="black", lw=1)
+    ratios = [(at, figures["ratio"]["autoregressive"]) for at, figures in rows if "autoregressive" in figures["ratio"]]
     if not ratios:
         return [bars]
     x, (value, low, high) = [at for at, _ in ratios], np.array([ratio for _, ratio in ratios]).T
-    lower.vlines(x, low, high, color=BLACK, lw=1)
-    dots: Look = {"color": colour, "mec": BLACK, "mew": 0.6, "ms": 5, "gid": f"ratio-{method}"}
+    lower.vlines(x, low, high, color="black", lw=1)
+    dots: Options = {"color": colour, "mec": "black", "mew": 0.6, "ms": 5, "gid": f"ratio-{method}"}
     return [bars, *lower.plot(x, value, mark, **dots)]
 
 
@@ -201,21 +171,21 @@ def plot_timeline(result: Result, ax: Axes | None = None) -> Axes:
         ax: where to draw.
 
     Raises:
-        InputError: no result, one without steps, or no matplotlib.
+        InputError: not a result, one without steps, or matplotlib is not installed.
     """
     if not hasattr(result, "steps") or not hasattr(result, "stats"):
         raise InputError(f"plot_timeline draws a Result, not a {type(result).__name__}: of a batch, one row's")
     if not result.steps:
         raise InputError("the result has no steps: there is no time to draw; decode at least one new token")
     spent = np.array([[getattr(step.seconds, stage) for stage in STAGES] for step in result.steps])
-    whole = np.array([getattr(result.stats.seconds, stage) for stage in STAGES])
-    milliseconds = 1000 * np.vstack((np.maximum(whole - spent.sum(0), 0), spent)).T  # (stages, 1 + steps)
+    total = np.array([getattr(result.stats.seconds, stage) for stage in STAGES])
+    milliseconds = 1000 * np.vstack((np.maximum(total - spent.sum(0), 0), spent)).T  # (stages, 1 + steps)
     count = len(result.steps)
     ax = axes_of(ax, min(max(1.5 + 0.3 * count, 5.0), WIDEST), 3.4)
     x, bottom = np.arange(count + 1), np.zeros(count + 1)
     handles = []
     for (name, colour, hatch), heights in zip(STAGES.values(), milliseconds, strict=True):
-        handles.append(ax.bar(x, heights, 0.8, bottom, color=colour, hatch=hatch, ec=BLACK, lw=0.5, label=name))
+        handles.append(ax.bar(x, heights, 0.8, bottom, color=colour, hatch=hatch, ec="black", lw=0.5, label=name))
         bottom += heights
     size = min(FONT, WIDEST * 72 / count * 0.7)
     for at, step in enumerate(result.steps, start=1):
@@ -234,21 +204,21 @@ def plot_calibration(curve: Any, ax: Axes | None = None) -> Axes:
     """Draw a reliability diagram: the drafts' probabilities against the share accepted, and below how many there were.
 
     A calibrated draft lies on the diagonal; ECE is the expected calibration error.  Bars are 95 % Wilson intervals.
-    The upper Axes is returned; the lower one takes a part of its room.
+    The upper Axes is returned; the lower one takes a part of its space.
 
     Args:
         curve: a `CalibrationCurve`, or one per draft.
         ax: where to draw.
 
     Raises:
-        InputError: no curve, one without observations, or no matplotlib.
+        InputError: not a curve, one without observations, or matplotlib is not installed.
     """
     curves = list(curve) if isinstance(curve, Iterable) else [curve]
     if not curves or not all(hasattr(each, "accepted") and np.sum(each.count) for each in curves):
         raise InputError("plot_calibration draws a CalibrationCurve, or a list of them, each with observations")
     ax = axes_of(ax, 4.2, 4.6)
     lower = lower_part(ax, 0.25)
-    handles: list[Any] = ax.plot([0, 1], [0, 1], color=GREY, lw=0.9, ls="--", zorder=0, label="calibrated")
+    handles: list[Any] = ax.plot([0, 1], [0, 1], color=LIGHT["soft"], lw=0.9, ls="--", zorder=0, label="calibrated")
     width = 0.7 / max(len(each.count) for each in curves) / len(curves)
     for i, each in enumerate(curves):
         handles.append(_draw_curve(ax, lower, each, i, (i + 0.5 - len(curves) / 2) * width, width))
@@ -262,13 +232,13 @@ def plot_calibration(curve: Any, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _draw_curve(ax: Axes, lower: Axes, curve: Any, number: int, place: float, width: float) -> list[Any]:
+def _draw_curve(ax: Axes, lower: Axes, curve: Any, number: int, shift: float, width: float) -> list[Any]:
     """Draw one draft's curve and counts; return the handles."""
-    seen = curve.count > 0
-    x, y, low, high = (getattr(curve, name)[seen] for name in ("probability", "accepted", "low", "high"))
+    counted = curve.count > 0
+    x, y, low, high = (getattr(curve, name)[counted] for name in ("probability", "accepted", "low", "high"))
     colour, mark, style, hatch = DRAFTS[number % len(DRAFTS)]
     label = f"{drawable(curve.draft, 30)}: ECE {curve.error:.3f}, n = {curve.count.sum()}"
     (line,) = ax.plot(x, y, style, marker=mark, color=colour, ms=5, lw=1.2, label=label, gid=f"curve-{number}")
     ax.vlines(x, low, high, color=colour, lw=1)
-    bars = lower.bar(x + place, curve.count[seen], width, color=colour, hatch=hatch, ec=BLACK, lw=0.4)
+    bars = lower.bar(x + shift, curve.count[counted], width, color=colour, hatch=hatch, ec="black", lw=0.4)
     return [line, bars]

@@ -1,68 +1,53 @@
 """One token tree: as boxes and edges, and as the mask of its one pass.
 
-Knows: trees, and what became of their nodes.  Does not know: matplotlib's fonts, figures and legends (`axes`).
+Knows: the description of a drawn step.  Does not know: matplotlib's fonts, figures and legends (`axes`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from dataclasses import replace
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from specinfer.errors import InputError
 from specinfer.results import Step
-from specinfer.tree import TokenTree, render, tidy
-from specinfer.tree.text import ACCEPTED, BONUS, REJECTED, columns, percent
+from specinfer.tree import TokenTree, render
+from specinfer.tree.drawing import DrawnNode, columns
+from specinfer.viz.description import Description, describe
+from specinfer.viz.inspection import StepInspection
 from specinfer.viz.plots.axes import (
-    BLACK,
     BLUE,
-    DRAFTS,
     FONT,
-    GREEN,
-    GREY,
     LINE,
-    PALE,
     PLAIN,
-    RED,
     SKY,
-    WHITE,
     WIDEST,
-    Look,
+    Options,
     axes_of,
     drawable,
     families,
     legend,
     scale_of,
-    shown,
 )
-from specinfer.viz.token_text import token_text
+from specinfer.viz.style import BY_DRAFT, LIGHT, edge, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CHARACTER, ROW = 0.069, 0.24  # inches, of a character and of a line of the tree
 GAP = 10  # characters between two levels of a tree: the edge, its probability, the drafts' marks
-
-# What a node of a tree is: edge colour, line width, line style, fill, box style, mark.
-NODES = {
-    "root": (BLACK, 1.0, "-", PALE, "square", ""),
-    "drafted": (BLUE, 1.0, "-", WHITE, "round", ""),
-    "accepted": (GREEN, 2.0, "-", "#DDF3EC", "round", ACCEPTED),
-    "cut": (GREEN, 1.0, "-.", WHITE, "round", "✂"),
-    "rejected": (GREY, 1.0, "--", WHITE, "round", REJECTED),
-    "unreached": ("#A0A0A0", 0.8, ":", WHITE, "round", ""),
-    "bonus": (RED, 1.4, ":", "#FCE8DC", "roundtooth", BONUS),
-}
+LONGEST = 14  # characters of a token that are shown
 
 
 def plot_tree(step: Any, tokenizer: Any = None, ax: Axes | None = None, *, drafts: Sequence[str] = ()) -> Axes:
     """Draw a token tree from left to right, likeliest sibling on top.
 
-    A box is a node.  The edge to it is as wide as the draft's probability of it given its parent, which stands above,
-    and ends in the marks of the drafts that proposed it.  Of a step, ✓ are the accepted nodes, ✂ those accepted beyond
-    the text's end, ✗ the rejected ones, and + is the bonus token, the target's own.
+    A box is a node.  The draft's probability of it, given its parent, stands above the edge to it: likelier nodes have
+    wider edges.  The edge ends in the marks of the drafts that proposed the node.  In a step, ✓ are the accepted nodes,
+    ✂ those accepted beyond the text's end, ✗ the rejected ones, and + is the bonus token.
 
     Args:
         step: a `Step` or a `StepInspection`; or a `TokenTree`, which is not verified yet.
@@ -71,136 +56,63 @@ def plot_tree(step: Any, tokenizer: Any = None, ax: Axes | None = None, *, draft
         drafts: their names by id, such as ``[d.draft for d in result.stats.drafts]``; an inspection knows them.
 
     Raises:
-        InputError: no tree, no tokenizer, or no matplotlib.
+        InputError: not a tree, not a tokenizer, or matplotlib is not installed.
     """
-    tree = _tree_of(step, "plot_tree")
-    bonus = getattr(step, "bonus", None)
-    end = None if bonus is None else (0, *step.path)[-1]
-    roles = _roles(step) + ([] if bonus is None else ["bonus"])
-    tokens = [*tree.tokens.tolist(), *([] if bonus is None else [bonus])]
-    names = _labels(tokens, tokenizer or getattr(step, "tokenizer", None))
-    labels = [f"{name} {NODES[role][-1]}".rstrip() for name, role in zip(names, roles, strict=True)]
-    rows, levels = tidy(tree.parents, end)
-    lefts = _columns(labels, levels.astype(int).tolist())
-    places = [(lefts[int(level)], float(row)) for level, row in zip(levels, rows, strict=True)]
-    size = lefts[-1] * CHARACTER, (rows.max() + 1) * ROW
+    description = _described(step, tokenizer, "plot_tree")
+    description = replace(description, drafts=[*drafts, *description.drafts[len(drafts) :]])
+    drawn = description.best
+    nodes, lines = drawn.drawing.nodes, drawn.drawing.lines
+    labels = [f"{drawable(node.text, LONGEST)} {node.mark}".rstrip() for node in nodes]
+    *lefts, end = drawn.drawing.lefts([columns(label) for label in labels], GAP)
+    size = (end - GAP + 2) * CHARACTER, (max(lines) + 1) * ROW
     scale = scale_of(ax, *size)
-    new, ax = ax is None, axes_of(ax, max(size[0] + 0.4, 3.5), size[1] + 0.5)
-    _draw_edges(ax, tree, places, roles, scale, end)
-    for node, (place, label, role) in enumerate(zip(places, labels, roles, strict=True)):
-        _draw_node(ax, place, label, role, scale, f"node-{node}")
-    present = _draw_proposers(ax, tree, places, scale)
-    _mark_depths(ax, lefts, rows.max() + 1)
-    by = _draft_handles(present, drafts or getattr(step, "draft_names", ()))
-    _legend_below(ax, [*_role_handles(roles), *by], new)
+    width = max(size[0] + 0.4, 3.5) if ax is None else ax.get_window_extent().width / ax.figure.dpi
+    words = [f"{sign} {drawable(words, 24)}" for sign, words in description.legend([drawn])]
+    legend_lines = wrap("   ".join(word.replace(" ", "\xa0") for word in words), int(width / CHARACTER))
+    ax = axes_of(ax, width, size[1] + 0.5 + LINE * len(legend_lines))
+    ax.set_xlabel("\n".join(legend_lines), loc="left", family=families(), size=FONT, **PLAIN)
+    points = [(lefts[node.depth], line) for node, line in zip(nodes, lines, strict=True)]
+    for number, (node, label) in enumerate(zip(nodes, labels, strict=True)):
+        _draw_node(ax, number, node, label, points[number], scale)
+        if node.parent >= 0:
+            _draw_edge(ax, number, node, points[node.parent], points[number], scale)
+        for turn, draft in enumerate(node.drafts):
+            pen: Options = {"size": FONT * scale, "color": BY_DRAFT[draft % len(BY_DRAFT)], "gid": f"draft-{draft}"}
+            x, y = points[number]
+            ax.text(x - 0.9 - 1.3 * turn, y, description.shapes[draft], ha="center", va="center", zorder=4, **pen)
+    ax.set(xlim=(-1, end - GAP + 2), ylim=(max(lines) + 0.6, -0.6), yticks=[])
+    ax.set_xticks(lefts, ["depth 0", *map(str, range(1, len(lefts)))], ha="left", fontsize=FONT, color=LIGHT["soft"])
+    ax.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False, length=0)
+    ax.spines[:].set_visible(False)
     return ax
 
 
-def _roles(step: Any) -> list[str]:
-    """Return what each node of the tree is, a key of `NODES`."""
-    if isinstance(step, TokenTree):
-        return ["root"] + ["drafted"] * step.num_drafted
-    return [str(state) for state in (step.states if isinstance(step, Step) else (node.state for node in step.nodes))]
+def _draw_node(ax: Axes, number: int, node: DrawnNode, label: str, point: tuple[float, float], scale: float) -> None:
+    shape = style(node)
+    box: Options = {"boxstyle": f"round,pad=0.3,rounding_size={1.6 * shape.corner}", "lw": shape.width * scale}
+    box |= {"fc": LIGHT[shape.fill], "ec": LIGHT[shape.line], "ls": _line_style(shape.dashes, shape.width)}
+    font: Options = {"family": families(), "size": FONT * scale, "color": LIGHT[shape.ink], **PLAIN}
+    ax.text(point[0] + 0.4, point[1], label, gid=f"node-{number}", bbox=box, va="center", zorder=3, **font)
 
 
-def _columns(labels: Sequence[str], levels: Sequence[int]) -> list[float]:
-    """Return, in characters, where the labels of each level begin, and where the last level's end."""
-    widest = [0] * (max(levels) + 1)
-    for label, level in zip(labels, levels, strict=True):
-        widest[level] = max(widest[level], columns(label))
-    *lefts, end = accumulate((width + GAP for width in widest), initial=0)
-    return [*lefts, end - GAP + 2]
-
-
-def _draw_edges(
-    ax: Axes,
-    tree: TokenTree,
-    places: Sequence[tuple[float, float]],
-    roles: Sequence[str],
-    scale: float,
-    end: int | None,
+def _draw_edge(
+    ax: Axes, number: int, node: DrawnNode, start: tuple[float, float], point: tuple[float, float], scale: float
 ) -> None:
-    """Draw a line from each parent, under whose box it begins, to its child, and write the probability above it."""
-    from matplotlib.collections import LineCollection
-
-    turn = np.linspace(0, 1, 24)
-    edges = enumerate([*tree.parents.tolist()[1:], *([] if end is None else [end])], start=1)
-    lines, looks = [], []
-    for child, parent in sorted(edges, key=lambda edge: roles[edge[0]] == "accepted"):  # these above the others
-        (x0, y0), (x1, y1) = places[parent], places[child]
-        bend = np.column_stack((x1 - GAP + 1 + 3 * turn, y0 + (y1 - y0) * turn**2 * (3 - 2 * turn)))
-        lines.append(np.vstack(([[x0 + 0.6, y0]], bend, [[x1, y1]])))
-        colour, width, style, *_ = NODES[roles[child]]
-        if child < len(tree):
-            probability = tree.probability(child)
-            width = 0.6 + 2.6 * probability
-            font: Look = {"fontsize": (FONT - 2) * scale, "color": GREY, "gid": f"probability-{child}"}
-            ax.text(x1 - GAP + 4.2, y1 - 0.08, percent(probability), ha="left", va="bottom", **font)
-        looks.append((colour, width * scale, style))
-    if lines:
-        colours, widths, styles = map(list, zip(*looks, strict=True))
-        look: Look = {"colors": colours, "linewidths": widths, "linestyles": styles}
-        ax.add_collection(LineCollection(lines, zorder=1, gid="edges", **look), autolim=False)
+    """Draw the line from the parent, under whose box it begins, to the node, and write the probability above it."""
+    (x0, y0), (x1, y1), turn = start, point, np.linspace(0, 1, 24)
+    x = [x0 + 0.6, *(x1 - GAP + 1 + 3 * turn), x1]
+    y = [y0, *(y0 + (y1 - y0) * turn**2 * (3 - 2 * turn)), y1]
+    width, dashes = edge(node)
+    pen: Options = {"color": LIGHT[style(node).line], "lw": 0.8 * width * scale, "ls": _line_style(dashes, width)}
+    ax.plot(x, y, dash_capstyle="round", zorder=1.5 if node.accepted else 1, gid=f"edge-{number}", **pen)
+    font: Options = {"fontsize": (FONT - 2) * scale, "color": LIGHT["soft"], "gid": f"probability-{number}"}
+    if node.figure:
+        ax.text(x1 - GAP + 4.2, y1 - 0.08, node.figure, va="bottom", **font)
 
 
-def _draw_node(ax: Axes, place: tuple[float, float], label: str, role: str, scale: float, gid: str) -> None:
-    colour, width, style, fill, shape, _ = NODES[role]
-    box: Look = {"boxstyle": f"{shape},pad=0.3", "ec": colour, "fc": fill, "lw": width * scale, "ls": style}
-    ink = GREY if role in ("rejected", "unreached") else BLACK
-    font: Look = {"family": families(), "size": FONT * scale, "color": ink, **PLAIN}
-    ax.text(place[0] + 0.4, place[1], label, gid=gid, bbox=box, ha="left", va="center", zorder=3, **font)
-
-
-def _draw_proposers(ax: Axes, tree: TokenTree, places: Sequence[tuple[float, float]], scale: float) -> list[int]:
-    """Mark the nodes with the drafts that proposed them; return the drafts that proposed any."""
-    proposers = tree.proposers
-    present = [draft for draft in range(max(proposers).bit_length()) if any(mask >> draft & 1 for mask in proposers)]
-    for draft in present:
-        nodes = [node for node, mask in enumerate(proposers) if mask >> draft & 1]
-        nearer = [(proposers[node] & ((1 << draft) - 1)).bit_count() for node in nodes]  # marks before this one
-        x = [places[node][0] - 0.9 - 1.3 * count for node, count in zip(nodes, nearer, strict=True)]
-        colour, mark, *_ = DRAFTS[draft % len(DRAFTS)]
-        look: Look = {"c": colour, "marker": mark, "s": 20 * scale**2, "edgecolors": WHITE, "linewidths": 0.4}
-        ax.scatter(x, [places[node][1] for node in nodes], zorder=4, gid=f"draft-{draft}", **look)
-    return present
-
-
-def _mark_depths(ax: Axes, lefts: Sequence[float], lines: float) -> None:
-    """Number the levels along the top, and leave nothing else of the axes."""
-    ax.set(xlim=(-1, lefts[-1]), ylim=(lines - 0.4, -0.6), yticks=[])
-    levels = ["depth 0", *map(str, range(1, len(lefts) - 1))]
-    ax.set_xticks(lefts[:-1], levels, ha="left", fontsize=FONT, color=GREY)
-    ax.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False, length=0)
-    ax.spines[:].set_visible(False)
-
-
-def _legend_below(ax: Axes, handles: Sequence[Any], new: bool) -> None:
-    """Put a legend below `ax`; a new figure grows by as much."""
-    lines = legend(ax, handles, below=True)
-    figure: Any = ax.figure
-    if new:
-        figure.set_figheight(figure.get_figheight() + LINE * lines)
-
-
-def _role_handles(roles: Sequence[str]) -> list[Any]:
-    from matplotlib.patches import Patch
-
-    looks = [(role, NODES[role]) for role in NODES if role in roles]
-    return [
-        Patch(ec=colour, fc=fill, lw=width, ls=style, label=f"{mark} {role}".strip())
-        for role, (colour, width, style, fill, _, mark) in looks
-    ]
-
-
-def _draft_handles(present: Sequence[int], names: Sequence[str]) -> list[Any]:
-    from matplotlib.lines import Line2D
-
-    handles = []
-    for draft in present:
-        colour, mark, *_ = DRAFTS[draft % len(DRAFTS)]
-        name = drawable(names[draft], 24) if draft < len(names) else f"draft {draft}"
-        handles.append(Line2D([], [], color=colour, marker=mark, ls="", label=name))
-    return handles
+def _line_style(dashes: tuple[int, ...], width: float) -> Any:
+    """Return dashes as matplotlib takes them: in line widths."""
+    return (0, tuple(length / width for length in dashes)) if dashes else "-"
 
 
 def plot_mask(step: Any, tokenizer: Any = None, prefix: int = 0, ax: Axes | None = None) -> Axes:
@@ -216,28 +128,28 @@ def plot_mask(step: Any, tokenizer: Any = None, prefix: int = 0, ax: Axes | None
         ax: where to draw.
 
     Raises:
-        InputError: no tree, no tokenizer, a negative prefix, or no matplotlib.
+        InputError: not a tree, not a tokenizer, a negative prefix, or matplotlib is not installed.
     """
-    tree = _tree_of(step, "plot_mask")
     if prefix < 0:
         raise InputError(f"prefix is {prefix}: give the number of committed tokens in the cache, or 0 to leave it out")
-    tokens = tree.tokens.tolist()
-    names = _labels(tokens, tokenizer or getattr(step, "tokenizer", None))
-    rows = render(tree, dict(zip(tokens, names, strict=True)).__getitem__).split("\n")
+    drawn = _described(step, tokenizer, "plot_mask").best
+    tree = drawn.tree
+    names = [drawable(node.text, LONGEST) for node in drawn.drawing.nodes[: len(tree)]]
+    rows = render(tree, dict(zip(tree.tokens.tolist(), names, strict=True)).__getitem__).split("\n")
     longest, count, left = max(map(columns, rows)), len(tree), -2.5 if prefix else -0.5
     cell = float(np.clip(2.6 / count, min(0.22, WIDEST / count), 0.45))  # inches
     size = cell * (count - 0.5 - left), cell * count
     scale = scale_of(ax, *size) * min(1.0, cell * 72 * 0.7 / FONT)
     heads = [*(["prefix"] if prefix else []), *names]
-    room = CHARACTER * scale * longest + 0.4, CHARACTER * scale * max(map(columns, heads)) + 0.3
-    new, ax = ax is None, axes_of(ax, max(size[0] + room[0], 3.0), size[1] + room[1])
+    margins = CHARACTER * scale * longest + 0.4, CHARACTER * scale * max(map(columns, heads)) + 0.3
+    new, ax = ax is None, axes_of(ax, max(size[0] + margins[0], 3.0), size[1] + margins[1])
     handles = _draw_mask(ax, tree.ancestor_mask(), prefix)
-    font: Look = {"family": families(), "size": FONT * scale, **PLAIN}
+    font: Options = {"family": families(), "size": FONT * scale, **PLAIN}
     ax.set_yticks(range(count), [row + " " * (longest - columns(row)) for row in rows], **font)
     ax.set_xticks([*([-1.6] if prefix else []), *range(count)], heads, rotation=90, **font)
     ax.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False, length=0)
     ax.set(xlim=(left, count - 0.5), ylim=(count - 0.5, -0.5))
-    _legend_below(ax, handles, new)
+    legend(ax, handles, below=True, grow=new)
     return ax
 
 
@@ -248,31 +160,31 @@ def _draw_mask(ax: Axes, mask: np.ndarray, prefix: int) -> list[Any]:
 
     nodes = np.arange(len(mask))
     edges = np.arange(len(mask) + 1) - 0.5
-    colours = ListedColormap([WHITE, SKY, BLUE])
-    seen = mask + np.eye(len(mask))
-    ax.pcolormesh(edges, edges, seen, cmap=colours, vmin=0, vmax=2, edgecolors=PALE, linewidth=0.5, gid="mask")
-    ax.scatter(nodes, nodes, s=6, c=WHITE, zorder=3, gid="itself")
+    cells = mask + np.eye(len(mask))
+    grid: Options = {"cmap": ListedColormap(["white", SKY, BLUE]), "edgecolors": LIGHT["pale"], "linewidth": 0.5}
+    ax.pcolormesh(edges, edges, cells, vmin=0, vmax=2, gid="mask", **grid)
+    ax.scatter(nodes, nodes, s=6, c="white", zorder=3, gid="itself")
     handles = [
         Patch(fc=BLUE, label="a row sees itself"),
         Patch(fc=SKY, label="its ancestors"),
-        Patch(fc=WHITE, ec=GREY, lw=0.5, label="nothing else"),
+        Patch(fc="white", ec=LIGHT["soft"], lw=0.5, label="nothing else"),
     ]
     if not prefix:
         return handles
-    look: Look = {"fc": "#D5ECF9", "ec": GREY, "hatch": "///", "lw": 0.5}
-    ax.add_patch(Rectangle((-2.5, -0.5), 1.8, len(mask), gid="prefix", **look))
-    return [*handles, Patch(label=f"the prefix of {prefix}", **look)]
+    prefixed: Options = {"fc": "#D5ECF9", "ec": LIGHT["soft"], "hatch": "///", "lw": 0.5}
+    ax.add_patch(Rectangle((-2.5, -0.5), 1.8, len(mask), gid="prefix", **prefixed))
+    return [*handles, Patch(label=f"the prefix of {prefix}", **prefixed)]
 
 
-def _tree_of(data: Any, function: str) -> TokenTree:
-    tree = getattr(data, "tree", data)
-    if not isinstance(tree, TokenTree):
-        hint = ": a result has many, draw one of result.steps" if hasattr(data, "steps") else ""
-        raise InputError(f"{function} draws a TokenTree or a Step, not a {type(data).__name__}{hint}")
-    return tree
-
-
-def _labels(tokens: Sequence[int], tokenizer: Any) -> list[str]:
+def _described(thing: Any, tokenizer: Any, function: str) -> Description:
+    """Describe a step, an inspection of one, or whatever has a tree."""
+    if not isinstance(thing, Step | StepInspection):
+        thing = getattr(thing, "tree", thing)
+        if not isinstance(thing, TokenTree):
+            hint = ": a result has many, draw one of result.steps" if hasattr(thing, "steps") else ""
+            raise InputError(f"{function} draws a TokenTree or a Step, not a {type(thing).__name__}{hint}")
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
-        raise InputError(f"a {type(tokenizer).__name__} is no tokenizer: it has no `decode` that makes text of ids")
-    return [shown(token_text(tokenizer, token)) for token in tokens]
+        raise InputError(
+            f"a {type(tokenizer).__name__} is not a tokenizer: it has no `decode`, which turns ids into text"
+        )
+    return describe(thing, tokenizer)

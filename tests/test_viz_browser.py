@@ -8,7 +8,8 @@ import pytest
 from conftest import PROMPTS, HostileTokenizer
 
 from specinfer import BestFirst, SpeculativeDecoder, inspect
-from specinfer.viz import fragment, model
+from specinfer.viz import fragment
+from specinfer.viz.description import describe
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="pip install selenium")
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
@@ -51,7 +52,7 @@ def inspection(target, near):
 
 @pytest.fixture(scope="module")
 def data(inspection):
-    return model(inspection)
+    return describe(inspection).to_dict()
 
 
 class Displayed:
@@ -173,7 +174,7 @@ def test_hostile_text_stays_text(shown, browser, data):
 
 def test_displays_on_one_page_do_not_meet(browser, inspection, data, tmp_path):
     """Two results, one of them twice, under a notebook's most insistent style: each has its own round and look."""
-    fragments = [fragment(data), fragment(data), fragment(model(inspection.result))]
+    fragments = [fragment(inspection), fragment(inspection), fragment(inspection.result)]
     style = "<style>div, span { color: red !important; display: none } .chip { left: 0 !important }</style>"
     style += "<style>.specinfer { display: block !important }</style>"
     (tmp_path / "notebook.html").write_text(f"<!doctype html>{style}{''.join(fragments)}", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What is shown of trees and results: the data, the page as a file, the still picture.  No browser here."""
+"""What is shown of trees and results: the description, the page as a file, the still picture.  No browser here."""
 
 import json
 import re
@@ -12,9 +12,10 @@ from strategies import PROPERTY, token_trees
 
 from specinfer import BestFirst, Sampled, SpeculativeDecoder, TokenTree, inspect
 from specinfer.results import Result, State
-from specinfer.tree.text import visible
-from specinfer.viz import fragment, json_of, model, page, svg
-from specinfer.viz.page import in_script
+from specinfer.tree.drawing import visible
+from specinfer.viz import fragment, page, picture
+from specinfer.viz.description import describe
+from specinfer.viz.html import in_script, to_json
 from specinfer.viz.token_text import token_text
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -37,6 +38,11 @@ def things(hostile):
     step = result.steps[0]
     every = [result, inspection, step, step.tree, edited]
     return {type(thing).__name__: thing for thing in every}
+
+
+def described(thing):
+    """What the page draws."""
+    return describe(thing).to_dict()
 
 
 NAMES = ["Result", "Inspection", "Step", "TokenTree", "StepInspection"]
@@ -73,8 +79,8 @@ def test_a_first_space_that_decoding_drops_is_shown():
 @pytest.mark.parametrize("name", NAMES)
 def test_the_data_is_whole_and_plain_json(things, name):
     """Every column has an entry per node; every id has a text; it survives JSON."""
-    data = model(things[name])
-    assert json.loads(json_of(data)) == data
+    data = described(things[name])
+    assert json.loads(to_json(data)) == data
     assert data["shows"] == name
     assert data["steps"]
     for step in data["steps"]:
@@ -82,6 +88,7 @@ def test_the_data_is_whole_and_plain_json(things, name):
         inspected = name in ("Inspection", "StepInspection")
         for column in (*COLUMNS, *(INSPECTED if inspected else ())):
             assert len(step[column]) == nodes
+        assert len(step["lines"]) == nodes + (step["bonus"] is not None)
         assert (step["states"] is None) == (name == "TokenTree")
         assert {str(token) for token in [*step["tokens"], *step["emitted"]]} <= set(data["texts"])
         for draws in step["draws"][1:]:
@@ -90,7 +97,7 @@ def test_the_data_is_whole_and_plain_json(things, name):
 
 def test_the_data_of_a_result_is_its_steps(things):
     """Positions go on where the step before ended; what was emitted is the text."""
-    result, data = things["Result"], model(things["Result"])
+    result, data = things["Result"], described(things["Result"])
     assert [token for step in data["steps"] for token in step["emitted"]] == result.token_ids
     position = len(result.prompt_ids) - 1
     for step, own in zip(data["steps"], result.steps, strict=True):
@@ -103,7 +110,7 @@ def test_the_data_of_a_result_is_its_steps(things):
 
 def test_what_an_inspection_adds_is_in_the_data(things):
     """Rounded to three digits, node by node."""
-    inspection, data = things["Inspection"], model(things["Inspection"])
+    inspection, data = things["Inspection"], described(things["Inspection"])
     assert data["rule"] == "coupled"
     for step, own in zip(data["steps"], inspection.steps, strict=True):
         for i, node in enumerate(own.nodes):
@@ -120,8 +127,8 @@ def test_the_rule_is_told_by_the_nodes(target, near, options, rule):
     decoder = SpeculativeDecoder(target, drafts=[near], tree=Sampled((2, 1)) if rule == "coins" else BestFirst(4, 2))
     result = decoder.generate(PROMPTS[0], max_new_tokens=4, **options)
     options.pop("seed", None)
-    assert model(inspect(decoder, result, **options))["rule"] == rule
-    assert model(result)["rule"] is None
+    assert described(inspect(decoder, result, **options))["rule"] == rule
+    assert described(result)["rule"] is None
 
 
 def test_states_of_a_step():
@@ -176,8 +183,8 @@ class Page(HTMLParser):
 @pytest.mark.parametrize("name", NAMES)
 def test_no_text_of_a_model_becomes_markup(things, name):
     """The page has its own tags and no others, and the data inside its one script is the model's."""
-    data = model(things[name])
-    read = Page(page(data))
+    data = described(things[name])
+    read = Page(page(things[name]))
     own = ["html", "head", "meta", "meta", "meta", "link", "title", "style", "body", "div", "pre", "script"]
     assert read.tags == own
     assert not [name for name, _ in read.attributes if name.startswith("on") or name == "src"]
@@ -191,7 +198,7 @@ def test_no_text_of_a_model_becomes_markup(things, name):
 @pytest.mark.parametrize("text", [*HostileTokenizer.TEXTS, "plain", "é漢🙂"])
 def test_what_stands_in_a_script_is_equal_json_without_markup(text):
     """Escapes change how it is written, not what it is."""
-    written = in_script(json.dumps({text: [text]}, ensure_ascii=False))
+    written = in_script({text: [text]})
     assert json.loads(written) == {text: [text]}
     assert not set("<>&\u2028\u2029") & set(written)
 
@@ -199,7 +206,7 @@ def test_what_stands_in_a_script_is_equal_json_without_markup(text):
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_fetched_from_anywhere(things, name):
     """No address but the name of a namespace; no imports, no requests."""
-    text = page(model(things[name])) + svg(things[name])
+    text = page(things[name]) + picture(things[name])
     assert set(re.findall(r"https?://[^\s\"'`<)]+", text)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|import\(|<link[^>]+stylesheet", text)
 
@@ -232,7 +239,7 @@ def test_files_hold_what_is_returned(things, name, tmp_path):
 def test_a_tokenizer_can_be_given_to_what_has_none(things, tokenizer):
     """Trees and steps know ids only."""
     tree = things["TokenTree"]
-    assert model(tree)["texts"] == {str(token): str(token) for token in tree.tokens.tolist()}
+    assert described(tree)["texts"] == {str(token): str(token) for token in tree.tokens.tolist()}
     texts = json.loads(tree.to_json(tokenizer=HostileTokenizer()))["texts"]
     assert set(texts.values()) <= set(map(visible, HostileTokenizer.TEXTS))
 
@@ -242,7 +249,7 @@ def test_notebooks_show_a_fragment(things, name):
     """One element and one script, with text for where scripts do not run; equal things have equal fragments."""
     shown = things[name]._repr_html_()
     assert Page(shown).tags == ["div", "pre", "script"]
-    assert shown == things[name]._repr_html_() == fragment(model(things[name]))
+    assert shown == things[name]._repr_html_() == fragment(things[name])
     if name == "Result":
         assert things[name].text.replace("\x00", "") in Page(shown).text.replace("\x00", "")
 
@@ -251,10 +258,10 @@ def test_a_result_without_tokenizer_or_drafts_is_shown_too(target):
     """Ids, and trees that are bare roots."""
     result = SpeculativeDecoder(target, tree=None).generate(PROMPTS[0], max_new_tokens=3)
     assert isinstance(result, Result)
-    data = model(result)
+    data = described(result)
     assert data["drafts"] == []
     assert [step["tokens"] for step in data["steps"]] == [[step.tree.tokens[0]] for step in result.steps]
-    assert ET.fromstring(svg(result)) is not None
+    assert ET.fromstring(picture(result)) is not None
 
 
 # ---- the still picture ----
@@ -263,7 +270,7 @@ def test_a_result_without_tokenizer_or_drafts_is_shown_too(target):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_picture_is_well_formed_and_inert(things, name):
     """XML with hostile text in it, no script, no event, and styles that name their own class only."""
-    root = ET.fromstring(svg(things[name]))
+    root = ET.fromstring(picture(things[name]))
     assert root.tag == f"{SVG}svg"
     assert {element.tag.removeprefix(SVG) for element in root.iter()} <= {
         "svg",
@@ -284,7 +291,7 @@ def test_the_picture_is_well_formed_and_inert(things, name):
 @given(token_trees())
 def test_every_node_is_in_the_picture_and_none_overlap(tree):
     """A box per node and one for the paper, apart from each other and inside the picture."""
-    root = ET.fromstring(svg(tree))
+    root = ET.fromstring(picture(tree))
     paper, *boxes = [{k: float(b.get(k)) for k in ("x", "y", "width", "height")} for b in root.iter(f"{SVG}rect")]
     assert len(boxes) == len(tree)
     for i, box in enumerate(boxes):
