@@ -35,8 +35,7 @@ from specinfer.training import (
     train,
 )
 from specinfer.training.card import describe_data, write_card
-from specinfer.training.checkpoint import Checkpoint
-from specinfer.training.job import TrainingJob
+from specinfer.training.job import Checkpoint, TrainingJob
 
 NEW = 12
 WORDS = ["abcabc", "a", "the cat sat on the mat", "def f(x):", "one two three", "zz"]

@@ -19,7 +19,7 @@ from specinfer.common.files import locked, write_json
 from specinfer.drafts.head import HeadDraft, check_fingerprint
 from specinfer.errors import InputError
 from specinfer.training import train
-from specinfer.training.card import describe_data, write_card
+from specinfer.training.card import ARCHITECTURES, LOSSES, describe_data, write_card
 from specinfer.training.job import ProgressCallback, TrainingJob, TrainingSettings, processes
 from specinfer.training.logits import check_logits
 from specinfer.training.text import (
@@ -33,9 +33,6 @@ from specinfer.training.text import (
 )
 
 __all__ = ["Recipe", "TextSettings", "TrainingSettings", "distill", "processes", "read_documents", "read_prompts"]
-
-ARCHITECTURES = ("head", "lm")  # an EAGLE-style head; a plain small causal LM
-LOSSES = ("kl", "token")
 
 
 @dataclass(frozen=True)

@@ -17,20 +17,18 @@ from specinfer.training.text import TextSettings, TrainingPrompt
 LOSS_ROWS = 12  # of the card's table of losses
 PLOT = "loss.png"
 NO_PLOT = "No plot: matplotlib was not installed."
-KINDS = {
+ARCHITECTURES = {
     "head": "an EAGLE-style head: decoder layers on the target's hidden states that borrow its embedding and output",
     "lm": "a plain small causal language model in Hugging Face format",
 }
-
-GOALS = {
+LOSSES = {
     "kl": "the target's distribution (forward Kullback-Leibler divergence)",
     "token": "the target's chosen tokens",
 }
-VOCABULARY = """
-Its vocabulary covers {coverage:.1%} of the tokens that it was trained on. When sampling, its log-probabilities are
-multiplied by {inverse_temperature:g} before the target's noise is added.
-"""
-
+VOCABULARY = (
+    "\nIts vocabulary covers {coverage:.1%} of the tokens that it was trained on. When sampling, its log-probabilities "
+    "are multiplied by {inverse_temperature:g} before the target's noise is added.\n"
+)
 TEMPLATE = """---
 base_model: {target}
 library_name: specinfer
@@ -118,16 +116,17 @@ def write_card(job: TrainingJob, target: str, data: str, figures: dict[str, Any]
     Raises:
         SpecinferError, InputError: the disk is full, or the folder cannot be written.
     """
-    plotted = write_plot(job.folder / PLOT, figures["history"])
-    hits = figures["hits"]
+    history, hits = figures["history"], figures["hits"]
+    plotted = write_plot(job.folder / PLOT, history)
+    listed = history[::-1][:: -(-len(history) // LOSS_ROWS)][::-1]  # evenly spaced, the last step among them
     text = TEMPLATE.format(
         name=job.folder.name,
         target=Path(target).resolve().name if Path(target).is_dir() else target,  # no paths of this machine
-        kind=KINDS[job.arch],
+        kind=ARCHITECTURES[job.arch],
         data=data,
         training=_training(job, figures["steps"]),
         settings="\n".join(f"| {name} | {value} |" for name, value in asdict(job.settings).items()),
-        losses="\n".join(_loss_rows(figures["history"])),
+        losses="\n".join(f"| {row['step']} | {row['loss']:.4f} | {row['held_out'][0][0]:.3f} |" for row in listed),
         plot=f"![Loss and held-out hit rates]({PLOT})" if plotted else NO_PLOT,
         held_out=job.settings.held_out,
         ranks=" | ".join(f"top-{k}" for k in range(1, len(hits[0]) + 1)),
@@ -160,21 +159,13 @@ def write_plot(path: Path, history: Sequence[dict[str, Any]]) -> bool:
 
 
 def _training(job: TrainingJob, steps: int) -> str:
-    text = f"{steps:,} steps on {GOALS[job.settings.loss]}."
+    settings, text = job.settings, f"{steps:,} steps on {LOSSES[job.settings.loss]}."
     if job.start:
         text += f" It was trained on from {job.start.name}; its weights are the mean of those before and after."
     if job.earlier:
         names = " and ".join(folder.name for folder in job.earlier)
-        boost = f"{job.settings.boost:g}"
-        text += f" Boost-tuned after draft {names}: a token that one of those proposes first weighs {boost}."
+        text += f" Boost-tuned after draft {names}: a token that one of those proposes first weighs {settings.boost:g}."
     return text
-
-
-def _loss_rows(history: Sequence[dict[str, Any]]) -> list[str]:
-    """Return rows of the table of losses, evenly spaced, the last step among them."""
-    every = -(-len(history) // LOSS_ROWS)
-    chosen = history[::-1][::every][::-1]
-    return [f"| {entry['step']} | {entry['loss']:.4f} | {entry['held_out'][0][0]:.3f} |" for entry in chosen]
 
 
 def _by_file(prompts: Sequence[TrainingPrompt]) -> str:

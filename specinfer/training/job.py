@@ -1,20 +1,22 @@
-"""What to train: a draft's settings, its folder, and the records in that folder.
+"""What to train, what a training keeps on disk, and the processes that share it.
 
-Knows: settings, records, what a finished training leaves.  Does not know: how text is made, how a draft is trained.
+Knows: settings, figures and checkpoints.  Does not know: how text is made (`text`), how a draft is trained (`train`).
 """
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
-from specinfer.common.files import lock_settings, read_json, weights_digest
+from specinfer.common.files import lock_settings, read_json, storing, sync, weights_digest, write_json
 from specinfer.errors import InputError
-from specinfer.training.checkpoint import Checkpoint
 
 TIMEOUT = timedelta(days=7)  # of processes that wait for the one that writes the text
 ProgressCallback = Callable[[str, int, int, dict[str, Any]], None]  # stage, units done, units in all, figures
@@ -80,6 +82,71 @@ class TrainingJob:
         raise InputError(f"{path} does not hold the figures of a training: remove it, and the draft is trained anew")
 
 
+class Checkpoint:
+    """The checkpoint beside a draft's folder.  A new one replaces the old one as a whole.
+
+    Args:
+        draft: the draft's folder.
+    """
+
+    def __init__(self, draft: Path) -> None:
+        self.folder = draft.with_name(f"{draft.name}.checkpoint")
+        self.fresh = self.folder.with_suffix(".new")  # only while a checkpoint is replaced
+
+    def exists(self) -> bool:
+        """Whether a training was begun: a kill during the replacement may leave the fresh folder alone."""
+        return self.folder.exists() or self.fresh.exists()
+
+    def save(self, model: nn.Module, optimizers: Sequence[Any], step: int, history: list[Any]) -> None:
+        """Write a fresh folder, then rename it.
+
+        Raises:
+            SpecinferError, InputError: the disk is full, or the folder cannot be written.
+        """
+        tensors = {f"model.{name}": weight for name, weight in model.state_dict().items()}
+        for number, optimizer in enumerate(optimizers):
+            for index, state in optimizer.state_dict()["state"].items():
+                tensors |= {f"optimizer.{number}.{index}.{name}": value for name, value in state.items()}
+        copies = {name: value.detach().clone().contiguous() for name, value in tensors.items()}  # tied weights, too
+        with storing(self.folder):
+            shutil.rmtree(self.fresh, ignore_errors=True)
+            self.fresh.mkdir(parents=True)
+            save_file(copies, self.fresh / "state.safetensors")
+            sync(self.fresh / "state.safetensors")
+            write_json(self.fresh / "state.json", {"step": step, "history": history})  # last: it makes the folder valid
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.fresh.rename(self.folder)
+
+    def load(self, model: nn.Module, optimizers: Sequence[Any]) -> tuple[int, list[Any]]:
+        """Return the steps done and the history, (0, []) where nothing was saved.
+
+        Raises:
+            InputError: what was saved is damaged.
+        """
+        if not self.folder.exists() and (self.fresh / "state.json").exists():
+            self.fresh.rename(self.folder)  # killed after the old checkpoint was removed
+        if not (self.folder / "state.json").exists():
+            return 0, []
+        weights: dict[str, Tensor] = {}
+        states: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimizers]
+        try:
+            record = read_json(self.folder / "state.json")
+            for name, tensor in load_file(self.folder / "state.safetensors").items():
+                kind, rest = name.split(".", 1)
+                if kind == "model":
+                    weights[rest] = tensor
+                else:
+                    number, index, field = rest.split(".", 2)
+                    states[int(number)].setdefault(int(index), {})[field] = tensor
+            model.load_state_dict(weights)
+            for optimizer, state in zip(optimizers, states, strict=True):
+                optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+            return record["step"], record["history"]
+        except (SafetensorError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:120]
+            raise InputError(f"{self.folder} is damaged ({reason}): remove it, and training begins anew") from error
+
+
 def processes(device: torch.device) -> Any:
     """Return the processes that train together: this one, and those that a launcher started with it.
 
@@ -89,10 +156,10 @@ def processes(device: torch.device) -> Any:
     Raises:
         InputError: accelerate is not installed.
     """
-    if find_spec("accelerate") is None:
-        raise InputError("training needs accelerate: pip install accelerate")
-    from accelerate import PartialState
-
+    try:
+        from accelerate import PartialState
+    except ImportError:
+        raise InputError("training needs accelerate: pip install accelerate") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)  # accelerate takes the current device
     return PartialState(cpu=device.type == "cpu", timeout=TIMEOUT)

@@ -264,7 +264,7 @@ def _make_shard(decoder: SpeculativeDecoder, recorder: "Recorder", batch: TextBa
     for row in () if given else run.rows:
         row.stopping = StopOneLater(row.stopping)
     run.finish()
-    ids, states = [row.ids[:-1] for row in run.rows], recorder.take()
+    ids, states = [row.ids[:-1] for row in run.rows], [torch.cat(row) for row in recorder.rows]
     columns = {
         "ids": torch.tensor([token for row in ids for token in row], dtype=torch.int32),
         "lengths": torch.tensor([len(row) for row in ids], dtype=torch.int32),
@@ -303,7 +303,7 @@ class Recorder:
 
     def __init__(self, aux_layers: Sequence[int]) -> None:
         self.aux_layers = tuple(aux_layers)
-        self.rows: list[list[Tensor]] = []
+        self.rows: list[list[Tensor]] = []  # of the last run: in pieces, (n - 1, K, H) for n tokens
         self.active: list[list[Tensor]] = []
 
     def open(self, context: DraftContext) -> "Recorder":
@@ -311,11 +311,6 @@ class Recorder:
         self.rows = [[] if states is None else [states] for states in context.states]
         self.active = list(self.rows)
         return self
-
-    def take(self) -> list[Tensor]:
-        """Return the states of every row of the last run, (n - 1, K, H) for n tokens, and forget them."""
-        rows, self.rows = self.rows, []
-        return [torch.cat(row) for row in rows]
 
     def propose(self, policy: Any, max_depth: int) -> list[Any]:
         """Never called: trees have no nodes."""

@@ -30,9 +30,8 @@ from specinfer.drafts.head import HeadDraft, target_fingerprint
 from specinfer.drafts.head_network import HeadNetwork, head_config
 from specinfer.engine.gumbel import TRAINING, key
 from specinfer.errors import NumericalError
-from specinfer.training.checkpoint import Checkpoint
 from specinfer.training.data import Batch, Texts, endless
-from specinfer.training.job import ProgressCallback, TrainingJob, TrainingSettings, processes
+from specinfer.training.job import Checkpoint, ProgressCallback, TrainingJob, TrainingSettings, processes
 from specinfer.training.logits import TargetLogits
 
 RANKS = 5  # hit rates are measured for the 1, 2, ... RANKS first proposals
