@@ -80,7 +80,7 @@ def save(ax: Any, name: str) -> None:
 
 
 def photograph(inspection: Any) -> None:
-    """Photograph the interactive page as it opens, at the round that gained most, with the pointer on a rejected node."""
+    """Photograph the page as it opens, at the round that gained most, with the pointer on a rejected node."""
     from selenium import webdriver
     from selenium.webdriver.common.action_chains import ActionChains
 
