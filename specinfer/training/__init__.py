@@ -116,8 +116,9 @@ def distill(
 
     with locked(out if process.is_main_process else None):
         with process.main_process_first():  # the other processes find the text made
-            for filled in (text_folder, *jobs):
-                filled.lock_settings()
+            text_folder.lock_settings()
+            for job in jobs:
+                job.lock_settings()
             if any(job.figures() is None for job in jobs):
                 check_logits(model)
             shards, tokens = text_folder.write(progress)
