@@ -15,7 +15,7 @@ from typing import Any
 from specinfer import BestFirst, Chain, Expansion, ModelDraft, SpeculativeDecoder
 from specinfer.decoder import DEFAULT_TREE, WORDS
 from specinfer.evaluation.compare.files import read_prompt_file
-from specinfer.evaluation.compare.methods import common_prefix
+from specinfer.evaluation.compare.runner import common_prefix
 from specinfer.loading import load
 
 
@@ -35,7 +35,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def read_prompts(files: list[Path], count: int) -> list[str]:
     """Return the first `dev` prompts of each file, ``count`` in all."""
     each = -(-count // len(files))
-    return [prompt for file in files for _, prompt in read_prompt_file(file, "dev")[:each]][:count]
+    return [prompt for file in files for _, prompt in read_prompt_file(file, "dev", each)][:count]
 
 
 def load_models(args: argparse.Namespace, dtype: str) -> tuple[Any, Any, list[Any]]:

@@ -16,7 +16,7 @@ import torch
 from common import decoder, difference, load_models, parser, policies, read_prompts
 from tqdm import tqdm
 
-from specinfer.evaluation.compare.methods import top2_gap
+from specinfer.evaluation.compare.runner import top2_gap
 
 DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
