@@ -1,6 +1,6 @@
-"""What the measuring scripts share: models, prompts, first differences, and workers to compare with each other.
+"""What the measuring scripts share: models, prompts, first differences, and workers to compare.
 
-A worker is a process with an interpreter of its own, so that two versions of specinfer, or llama.cpp, can take turns.
+A worker is a process with its own interpreter, so that two versions of specinfer, or llama.cpp, can take turns.
 """
 
 import argparse
@@ -66,7 +66,7 @@ class Worker:
 
     Args:
         python: its interpreter.
-        script: has `serve` on it, when called with ``--worker`` and these arguments.
+        script: calls `serve` when it is run with ``--worker`` and these arguments.
     """
 
     def __init__(self, python: str, script: str, *arguments: str) -> None:
@@ -91,7 +91,7 @@ class Worker:
 
 
 def serve(answer: Callable[..., Any]) -> None:
-    """Answer the questions that come; whatever else is printed goes to stderr."""
+    """Answer the questions on stdin; anything else that is printed goes to stderr."""
     out, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         print(json.dumps(answer(**json.loads(line))), file=out, flush=True)

@@ -3,9 +3,9 @@
     python benchmarks/identity.py --target DIR --draft ngram --draft DIR --prompts code.jsonl chat.jsonl
 
 Greedy: ids against `generate(do_sample=False)` for each tree, prompt by prompt and in ragged batches of four.
-Sampling (--sampling): ids for one seed with trees, a chain, no speculation and in batches, at T = 1 and at T = 0.7
-with top_p = 0.9.  A difference is shown with the gap between the two largest logits where it begins.  Exit code 1 if
-ids differ where that gap is 0.001 or more (a smaller one is a near-tie that float32 rounding decides).
+Sampling (--sampling): ids for one seed with trees, a chain, no speculation and in batches, at T = 1 and at T = 0.7 with
+top_p = 0.9.  A difference is printed with the gap between the two largest logits where it begins.  The exit code is 1
+if ids differ where that gap is 0.001 or more (a smaller one is a near-tie that float32 rounding decides).
 """
 
 import json
@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from specinfer.evaluation.compare.runner import top2_gap
 
-LAWS: dict[str, dict[str, Any]] = {
+DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "T=1": {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
     "T=0.7 top_p=0.9": {"do_sample": True, "temperature": 0.7, "top_k": 0, "top_p": 0.9},
@@ -34,8 +34,8 @@ def main() -> None:
     prompts = read_prompts(args.prompts, args.count)
     trees = policies(args.nodes, args.depth)
     broken = False
-    for distribution in LAWS if args.sampling else ["greedy"]:
-        options = {"max_new_tokens": args.max_new_tokens, "seed": 7, **LAWS[distribution]}
+    for distribution in DISTRIBUTIONS if args.sampling else ["greedy"]:
+        options = {"max_new_tokens": args.max_new_tokens, "seed": 7, **DISTRIBUTIONS[distribution]}
         plain = decoder(model, tokenizer, drafts, None)
         reference = [
             plain_ids(plain, model, prompt, distribution, options)
@@ -66,12 +66,12 @@ def plain_ids(plain: Any, model: Any, prompt: str, distribution: str, options: d
 
 
 def report(model: Any, distribution: str, name: str, results: list[Any], reference: list[list[int]]) -> bool:
-    """Print how many prompts have equal ids; return whether some differ at no near-tie."""
+    """Print how many prompts have equal ids; return whether some differ elsewhere than at a near-tie."""
     gaps = {}
     for index, (result, expected) in enumerate(zip(results, reference, strict=True)):
-        place = difference(result.token_ids, expected)
-        if place is not None:
-            gaps[index] = round(top2_gap(model, result.prompt_ids + expected[:place]), 6)
+        length = difference(result.token_ids, expected)
+        if length is not None:
+            gaps[index] = round(top2_gap(model, result.prompt_ids + expected[:length]), 6)
     passes = sum(r.stats.target_passes for r in results)
     line = {
         "distribution": distribution,

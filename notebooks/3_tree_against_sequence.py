@@ -1,11 +1,11 @@
 # %% [markdown]
 # # 3. Tree against sequence
 #
-# Does branching pay? Measure it on your own prompts; then record once, and answer further questions without a model.
+# Does branching pay? Measure it on your own prompts. Then record once, and answer further questions without a model.
 #
 # ## Compare
 #
-# Every method on every prompt, interleaved. Tree and sequence have the same drafts, and as many levels.
+# Every method runs on every prompt, and they take turns. Tree and sequence have the same drafts and as many levels.
 
 # %%
 from specinfer import compare
@@ -20,9 +20,10 @@ comparison = compare(prompts, methods=["autoregressive", "sequence", "tree", "pr
 print(comparison)
 
 # %% [markdown]
-# How to read it: *tokens/pass* counts what one target pass commits, the target's own token included. *x autoregressive*
-# is the ratio of tokens/s, on the machine that ran this. *Overhead* is what a step costs beyond a plain one. In
-# bfloat16, near-ties may end *same ids*; *largest gap* is how far apart, in logits, the two tokens were.
+# How to read it: *tokens/pass* counts the tokens that one target pass commits, the target's own token included. *x
+# autoregressive* is the ratio of tokens/s, on the machine that ran this. *Overhead* is what a step costs beyond a step
+# without a tree. In bfloat16 near-ties may make ids differ (*same ids*); *largest gap* says how far apart the logits
+# of the two tokens were.
 
 # %%
 ax = comparison.plot()
@@ -30,7 +31,7 @@ ax = comparison.plot()
 # %% [markdown]
 # ## Record once
 #
-# A trace keeps the target's texts, and what the drafts would have proposed at every place of them.
+# A trace keeps the target's texts, and what the drafts would have proposed at every position of them.
 
 # %%
 from specinfer import SpeculativeDecoder, record
@@ -42,8 +43,8 @@ trace
 # %% [markdown]
 # ## Replay
 #
-# Chains of any length, expansions <1, 1, k, 1, ...>, best-first trees of any budget, here with one of the two
-# drafts. No model runs: the text does not depend on the tree, so these are the passes that a run would take.
+# Chains of any length, expansions <1, 1, k, 1, ...> and best-first trees of any budget, here with one of the two
+# drafts. No model runs: the text does not depend on the tree, so a run would take the same number of passes.
 
 # %%
 import matplotlib.pyplot as plt
@@ -80,7 +81,7 @@ from specinfer.viz.plots import plot_acceptance, plot_calibration
 ax = plot_acceptance(hits(trace, head))
 
 # %% [markdown]
-# And whether its probabilities mean what they say, which is what best-first ranks by:
+# And whether its probabilities are calibrated: best-first trees rank by them.
 
 # %%
 ax = plot_calibration([calibration(trace, draft.name) for draft in decoder.drafts])
@@ -88,8 +89,8 @@ ax = plot_calibration([calibration(trace, draft.name) for draft in decoder.draft
 # %% [markdown]
 # ## Sampling: which rule accepts most?
 #
-# At temperature 1, five children at the third level, as in SpecInfer's Table 3. Sampled trees would have led to other
-# texts, so their figures are expectations given this one; each line says which it is.
+# At temperature 1, with five children at the third level, as in SpecInfer's Table 3. Sampled trees would have led to
+# other texts, so their figures are expectations given this text; each line says which kind it is.
 
 # %%
 from specinfer import ExactMatch, MultiStep, Sampled
@@ -106,7 +107,7 @@ for policy, verifier in rules:
     print(replay(sampled, policy, verifier, drafts=[head]))
 
 # %% [markdown]
-# Four prompts are a taste, not a measurement: the intervals above say how little they prove. `specinfer compare`,
-# `record`, `replay` and `paper-tables` do the same for whole sets, and go on where they were killed.
+# Four prompts are an example, not a measurement: the intervals above are wide. `specinfer compare`, `record`, `replay`
+# and `paper-tables` do the same for whole sets, and go on after a kill.
 #
 # Next: why [sampling stays lossless](4_lossless_sampling.ipynb).

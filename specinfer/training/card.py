@@ -1,27 +1,34 @@
 """A trained draft's model card: README.md, and a plot of its training where matplotlib is installed.
 
-Knows: what was trained, on what, and how well it guesses held-out text.  Does not know: how any of it was done.
+Knows: what was trained, on what, and how well the draft predicts held-out text.  Does not know: how it was trained.
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from specinfer.common.files import write_whole
-from specinfer.training.text import Prompt, TextSettings
-from specinfer.training.train import TrainingSettings
+from specinfer.training.job import TrainingJob
+from specinfer.training.text import TextSettings, TrainingPrompt
 
-LOSS_ROWS = 12  # of the loss curve in the card
+LOSS_ROWS = 12  # of the card's table of losses
 PLOT = "loss.png"
 NO_PLOT = "No plot: matplotlib was not installed."
-KINDS = {
+ARCHITECTURES = {
     "head": "an EAGLE-style head: decoder layers on the target's hidden states that borrow its embedding and output",
     "lm": "a plain small causal language model in Hugging Face format",
 }
-
+LOSSES = {
+    "kl": "the target's distribution (forward Kullback-Leibler divergence)",
+    "token": "the target's chosen tokens",
+}
+VOCABULARY = (
+    "\nIts vocabulary covers {coverage:.1%} of the tokens that it was trained on. When sampling, its log-probabilities "
+    "are multiplied by {inverse_temperature:g} before the target's noise is added.\n"
+)
 TEMPLATE = """---
 base_model: {target}
 library_name: specinfer
@@ -77,80 +84,57 @@ own proposal, as on level s of a tree.
 """
 
 
-@dataclass(frozen=True)
-class Data:
-    """What a draft was trained on."""
-
-    prompts: dict[str, int]  # prompt files' names and how many prompts of each
-    documents: dict[str, int]  # given text: files' names and how many documents of each
-    texts: int
-    tokens: int
-    settings: TextSettings
-
-    @classmethod
-    def of(
-        cls, prompts: Sequence[Prompt], documents: Sequence[Prompt], texts: int, tokens: int, settings: TextSettings
-    ) -> "Data":
-        """Count prompts and documents by file."""
-        return cls(_by_file(prompts), _by_file(documents), texts, tokens, settings)
-
-    def __str__(self) -> str:
-        """Describe it, in Markdown."""
-        asked, own = self.settings, ", ".join(f"{t:g}" for t in self.settings.temperatures)
-        lines = [
-            f"{self.texts:,} texts, {self.tokens:,} tokens, prompts included.",
-            "",
-            f"- The target's own text: up to {asked.new_tokens} new tokens, temperatures {own} in turn, seed "
-            f"{asked.seed}; prompts of {_listed(self.prompts)}.",
-        ]
-        given = f"- Given text, learnt from under the target's distribution: {_listed(self.documents)}."
-        return "\n".join([*lines, given] if self.documents else lines)
+def describe_data(
+    prompts: Sequence[TrainingPrompt],
+    documents: Sequence[TrainingPrompt],
+    texts: int,
+    tokens: int,
+    settings: TextSettings,
+) -> str:
+    """Return what drafts were trained on, in Markdown."""
+    temperatures = ", ".join(f"{temperature:g}" for temperature in settings.temperatures)
+    text = (
+        f"{texts:,} texts, {tokens:,} tokens, prompts included.\n\n"
+        f"- The target's own text: up to {settings.new_tokens} new tokens, temperatures {temperatures} in turn, seed "
+        f"{settings.seed}; prompts of {_by_file(prompts)}."
+    )
+    if documents:
+        text += f"\n- Given text, learnt from under the target's distribution: {_by_file(documents)}."
+    return text
 
 
-def write_card(
-    folder: Path,
-    target: str,
-    arch: str,
-    data: Data,
-    training: TrainingSettings,
-    figures: dict[str, Any],
-    earlier: Sequence[Path] = (),
-    start: Path | None = None,
-) -> None:
-    """Write ``README.md`` and, where matplotlib is installed, ``loss.png``.
+def write_card(job: TrainingJob, target: str, data: str, figures: dict[str, Any]) -> None:
+    """Write ``README.md`` and, where matplotlib is installed, ``loss.png`` into the draft's folder.
 
     Args:
-        folder: of the draft.
+        job: what was trained.
         target: its name on the hub, or its folder.
-        arch: "head" or "lm".
-        data: what it was trained on.
-        training: how.
+        data: what the draft was trained on (`describe_data`).
         figures: what training returned: ``history`` (dicts of step, loss, held_out), ``hits[step][k - 1]`` and, for a
-            trimmed vocabulary, ``coverage`` and ``inverse_temperature``.
-        earlier: folders of the drafts that it complements.
-        start: folder of the draft that it was trained on from.
+            head, ``coverage`` and ``inverse_temperature``.
 
     Raises:
         SpecinferError, InputError: the disk is full, or the folder cannot be written.
     """
-    plotted = write_plot(folder / PLOT, figures["history"])
-    hits = figures["hits"]
+    history, hits = figures["history"], figures["hits"]
+    plotted = write_plot(job.folder / PLOT, history)
+    listed = history[::-1][:: -(-len(history) // LOSS_ROWS)][::-1]  # evenly spaced, the last step among them
     text = TEMPLATE.format(
-        name=folder.name,
-        target=Path(target).resolve().name if Path(target).is_dir() else target,  # a machine's paths say nothing
-        kind=KINDS[arch],
+        name=job.folder.name,
+        target=Path(target).resolve().name if Path(target).is_dir() else target,  # no paths of this machine
+        kind=ARCHITECTURES[job.arch],
         data=data,
-        training=_training(figures, training, earlier, start),
-        settings="\n".join(f"| {name} | {value} |" for name, value in asdict(training).items()),
-        losses="\n".join(_loss_rows(figures["history"])),
+        training=_training(job, figures["steps"]),
+        settings="\n".join(f"| {name} | {value} |" for name, value in asdict(job.settings).items()),
+        losses="\n".join(f"| {row['step']} | {row['loss']:.4f} | {row['held_out'][0][0]:.3f} |" for row in listed),
         plot=f"![Loss and held-out hit rates]({PLOT})" if plotted else NO_PLOT,
-        held_out=training.held_out,
+        held_out=job.settings.held_out,
         ranks=" | ".join(f"top-{k}" for k in range(1, len(hits[0]) + 1)),
         rules="|".join(["---"] * len(hits[0])),
         hits="\n".join(f"| {i} | {' | '.join(f'{rate:.3f}' for rate in row)} |" for i, row in enumerate(hits, 1)),
-        coverage=_vocabulary(figures),
+        coverage=VOCABULARY.format(**figures) if "coverage" in figures else "",
     )
-    write_whole(folder / "README.md", text)
+    write_whole(job.folder / "README.md", text)
 
 
 def write_plot(path: Path, history: Sequence[dict[str, Any]]) -> bool:
@@ -174,39 +158,16 @@ def write_plot(path: Path, history: Sequence[dict[str, Any]]) -> bool:
     return True
 
 
-def _training(figures: dict[str, Any], training: TrainingSettings, earlier: Sequence[Path], start: Path | None) -> str:
-    goals = {
-        "kl": "the target's distribution (forward Kullback-Leibler divergence)",
-        "token": "the target's chosen tokens",
-    }
-    text = f"{figures['steps']:,} steps on {goals[training.loss]}."
-    if start:
-        text += f" It was trained on from {start.name}; its weights are the mean of those before and after."
-    if earlier:
-        names = " and ".join(folder.name for folder in earlier)
-        text += f" Boost-tuned after draft {names}: a token that one of those proposes first weighs {training.boost:g}."
+def _training(job: TrainingJob, steps: int) -> str:
+    settings, text = job.settings, f"{steps:,} steps on {LOSSES[job.settings.loss]}."
+    if job.start:
+        text += f" It was trained on from {job.start.name}; its weights are the mean of those before and after."
+    if job.earlier:
+        names = " and ".join(folder.name for folder in job.earlier)
+        text += f" Boost-tuned after draft {names}: a token that one of those proposes first weighs {settings.boost:g}."
     return text
 
 
-def _loss_rows(history: Sequence[dict[str, Any]]) -> list[str]:
-    """Return rows of the loss curve, evenly spaced, the last one among them."""
-    every = -(-len(history) // LOSS_ROWS)
-    chosen = history[::-1][::every][::-1]
-    return [f"| {entry['step']} | {entry['loss']:.4f} | {entry['held_out'][0][0]:.3f} |" for entry in chosen]
-
-
-def _vocabulary(figures: dict[str, Any]) -> str:
-    if "coverage" not in figures:
-        return ""
-    return (
-        f"\nIts vocabulary covers {figures['coverage']:.1%} of the tokens that it was trained on. When sampling, its "
-        f"log-probabilities are multiplied by {figures['inverse_temperature']:g} before the target's noise is added.\n"
-    )
-
-
-def _by_file(prompts: Sequence[Prompt]) -> dict[str, int]:
-    return dict(Counter(Path(prompt.file).name for prompt in prompts))
-
-
-def _listed(counts: dict[str, int]) -> str:
+def _by_file(prompts: Sequence[TrainingPrompt]) -> str:
+    counts = Counter(Path(prompt.file).name for prompt in prompts)
     return ", ".join(f"{name} ({number:,})" for name, number in counts.items())

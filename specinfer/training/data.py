@@ -1,15 +1,16 @@
-"""Batches to distil from: texts with the target's hidden states, read from shards.
+"""Batches of texts with the target's hidden states, read from shards.
 
 Knows: the shard format, padding, shuffling.  Does not know: how texts were made (`text`), what is trained on them.
 
-A shard is a safetensors file of texts end to end: ``ids`` (N,), ``states`` (N, K, H), the target's K hidden states that
-chose each token (zeros for a text's first), and per text ``lengths`` and ``prompt_lengths``.
+A shard is a safetensors file that holds texts one after the other: ``ids`` (N,), ``states`` (N, K, H), the target's K
+hidden states that chose each token (zeros for a text's first token), and per text ``lengths`` and ``prompt_lengths``.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -18,15 +19,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specinfer.errors import InputError
 
-LONGEST = 1024  # tokens of a text; what is beyond is left out
-POOL = 50  # batches whose texts are sorted by length together, so that padding is little
+LONGEST = 1024  # tokens of a text; the rest is left out
+POOL = 50  # batches whose texts are sorted by length together, so that there is little padding
 
 
 class TrainingText(NamedTuple):
-    """Where one text lies."""
+    """Where one text is stored."""
 
     shard: int
-    start: int
+    start: int  # token of the shard
     length: int
     prompt_length: int
 
@@ -36,16 +37,16 @@ class Batch(NamedTuple):
 
     ids: Tensor  # (B, T) int64
     states: Tensor  # (B, T, K, H)
-    learn: Tensor  # (B, T - 1) bool: whether token i + 1 was the target's own and is there
+    learn: Tensor  # (B, T - 1) bool: token i + 1 was chosen by the target and is no padding
 
 
 class Texts:
-    """All texts of some shards, held out ones apart.
+    """All texts of some shards, split into texts to train on and held-out texts.
 
     Args:
         shards: files as above.
-        held_out: share of the texts that is kept for measuring, at least one text.
-        seed: of the choice.
+        held_out: share of the texts that are kept for measuring; at least one text is.
+        seed: of the split.
 
     Raises:
         InputError: fewer than two texts with tokens to learn.
@@ -65,53 +66,47 @@ class Texts:
         if len(texts) < 2:
             raise InputError(f"{len(texts)} texts to learn from, and one is held out: give at least 2")
         Random(seed).shuffle(texts)
-        apart = max(1, round(held_out * len(texts)))
-        self.held_out, self.train = texts[:apart], texts[apart:]
+        split = max(1, round(held_out * len(texts)))
+        self.held_out, self.train = texts[:split], texts[split:]
 
     def counts(self, vocab_size: int) -> Tensor:
         """Return how often each token occurs in the texts to train on, (V,)."""
-        counts = torch.zeros(vocab_size, dtype=torch.long)
-        for text in self.train:
-            counts += torch.bincount(self._ids(text)[text.prompt_length :], minlength=vocab_size)
-        return counts
+        tokens = torch.cat([self._ids(text)[text.prompt_length :] for text in self.train])
+        return torch.bincount(tokens, minlength=vocab_size)
 
     def batches(self, texts: Sequence[TrainingText], tokens: int, shuffle: Random | None) -> list[list[TrainingText]]:
         """Return batches of about ``tokens`` tokens, padding included; in random order with ``shuffle``."""
         order = list(texts)
         if shuffle:
             shuffle.shuffle(order)
-        average = max(1, sum(text.length for text in order) // max(1, len(order)))
+        average = sum(text.length for text in order) // len(order)
         pool = max(1, POOL * tokens // average)
-        found: list[list[TrainingText]] = []
+        batches: list[list[TrainingText]] = []
         for start in range(0, len(order), pool):
             batch: list[TrainingText] = []
+            batches.append(batch)
             for text in sorted(order[start : start + pool], key=lambda text: text.length):
                 if batch and text.length * (len(batch) + 1) > tokens:
-                    found.append(batch)
-                    batch = []
+                    batches.append(batch := [])
                 batch.append(text)
-            found.append(batch)
         if shuffle:
-            shuffle.shuffle(found)
-        return found
+            shuffle.shuffle(batches)
+        return batches
 
-    def load(self, texts: Sequence[TrainingText]) -> Batch:
+    def load(self, texts: Sequence[TrainingText], device: Any = "cpu") -> Batch:
         """Read and pad one batch."""
-        rows = [self._ids(text) for text in texts]
+        ids = [self._ids(text) for text in texts]
         states = [self.files[t.shard].get_slice("states")[t.start : t.start + t.length] for t in texts]
         learn = [torch.arange(1, t.length) >= t.prompt_length for t in texts]
-        padded = (pad_sequence(column, batch_first=True) for column in (rows, states, learn))
-        return Batch(*padded)
+        return Batch(*(pad_sequence(column, batch_first=True).to(device) for column in (ids, states, learn)))
 
     def _ids(self, text: TrainingText) -> Tensor:
         return self.ids[text.shard][text.start : text.start + text.length]
 
 
 def endless(texts: Texts, tokens: int, seed: int, skip: int) -> Iterator[list[TrainingText]]:
-    """Yield batches epoch after epoch, each in its own random order, from batch number ``skip`` on."""
-    epoch = 0
-    while True:
+    """Yield batches of one epoch after the other from batch number ``skip`` on; each epoch has its own random order."""
+    for epoch in count():
         batches = texts.batches(texts.train, tokens, Random(f"{seed} {epoch}"))
         yield from batches[skip:]
         skip = max(0, skip - len(batches))
-        epoch += 1

@@ -1,12 +1,13 @@
-"""From a model's last hidden states to its logits, as its own forward makes them.
+"""From a model's last hidden states to its logits, as its own ``forward`` makes them.
 
-Knows: that a causal LM calls a base model, then an output matrix, and does what it likes with the result: caps it
-(Gemma 2), scales it (Granite, Cohere), adds a bias.  Does not know: what the logits are for.
+Knows: that a causal LM calls a base model, then an output matrix, and may then change the logits: cap them (Gemma 2),
+scale them (Granite, Cohere), add a bias.  Does not know: what the logits are for.
 
-No layer is written anew and nothing is swapped in the model: its class's own ``forward`` runs on a view of the model
-whose base model hands out the given states, and whose output matrix has the wanted rows only.
+The model is not changed, and none of its layers is written anew.  Its class's ``forward`` runs on a stand-in for the
+model: the stand-in's base model returns given states, and its output matrix has only the wanted rows.
 """
 
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from torch.nn import functional
 from specinfer.attention import TreeModel, running
 from specinfer.errors import UnsupportedModel
 
-TRIED = 4  # tokens of the pass that a target is checked with
-CLOSE = 1e-2  # largest error there, as a share of the logits' spread
+CHECKED_TOKENS = 4  # of the pass that a target is checked with
+TOLERANCE = 1e-2  # largest error there, as a share of the logits' standard deviation
 
 
 class TargetLogits:
@@ -31,13 +32,14 @@ class TargetLogits:
     def __init__(self, model: Any, token_ids: Tensor | None = None) -> None:
         self.model, self.output = model, model.get_output_embeddings()
         if token_ids is not None:
-            self.output = _Rows(self.output, token_ids)
+            self.output = _OutputRows(self.output, token_ids)
 
     def __call__(self, states: Tensor) -> Tensor:
         """Return logits (N, V') of final hidden states (N, H)."""
-        view = _View(self.model, _Base(states.to(self.output.weight.dtype)[None]), self.output)
-        nothing = torch.zeros(1, len(states), dtype=torch.long, device=states.device)
-        logits: Tensor = type(self.model).forward(view, nothing).logits[0]
+        base_model = _FixedBaseModel((states.to(self.output.weight.dtype)[None],))
+        model = _StandIn(self.model, base_model, self.output)
+        input_ids = torch.zeros(1, len(states), dtype=torch.long, device=states.device)  # not read
+        logits: Tensor = type(self.model).forward(model, input_ids).logits[0]
         return logits
 
 
@@ -47,20 +49,17 @@ def check_logits(model: Any) -> None:
     Raises:
         UnsupportedModel: drafts would learn from logits that are not the target's.
     """
-    ids = torch.arange(1, TRIED + 1, device=model.device)
+    ids = torch.arange(1, CHECKED_TOKENS + 1, device=model.device)
     with running(TreeModel(model)):
-        passed = model(ids[None], output_hidden_states=True, use_cache=False)
-        logits, states = passed.logits[0].float(), passed.hidden_states[-1][0]
+        output = model(ids[None], output_hidden_states=True, use_cache=False)
+        logits, states = output.logits[0].float(), output.hidden_states[-1][0]
         try:
-            errors = [
-                TargetLogits(model)(states).float() - logits,
-                TargetLogits(model, ids)(states).float() - logits[:, ids],
-            ]
-            error = max(own.abs().max().item() for own in errors)
+            errors = TargetLogits(model)(states) - logits, TargetLogits(model, ids)(states) - logits[:, ids]
+            error = max(difference.abs().max().item() for difference in errors)
         except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as caught:
             reason = f"{type(model).__name__} does not say how: {' '.join(str(caught).split()):.120}"
         else:
-            if error <= CLOSE * logits.std().item():
+            if error <= TOLERANCE * logits.std().item():
                 return
             reason = f"largest error {error:.1e}"
     raise UnsupportedModel(
@@ -69,7 +68,7 @@ def check_logits(model: Any) -> None:
     )
 
 
-class _Rows:
+class _OutputRows:
     """Some rows of an output matrix, with their biases."""
 
     def __init__(self, output: Any, token_ids: Tensor) -> None:
@@ -81,40 +80,29 @@ class _Rows:
         return functional.linear(states, self.weight, self.bias)
 
 
-class _Base:
-    """In the place of a base model, or of the decoder in it: hands out states (1, N, H)."""
+class _FixedBaseModel(tuple[Tensor]):
+    """Stands in for a base model, for the decoder in it, and for what they return: the last hidden states (1, N, H).
 
-    def __init__(self, states: Tensor) -> None:
-        self.passed = _Passed(states)
+    Any other name, such as ``past_key_values``, is None.
+    """
 
-    def __call__(self, *_: Any, **__: Any) -> "_Passed":
-        return self.passed
+    last_hidden_state = property(itemgetter(0))
+    decoder = property(lambda self: self)
 
-    @property
-    def decoder(self) -> "_Base":
+    def __call__(self, *_: Any, **__: Any) -> "_FixedBaseModel":
         return self
-
-
-class _Passed:
-    """What a base model returns, under any name but the states' nothing."""
-
-    def __init__(self, states: Tensor) -> None:
-        self.last_hidden_state = states
-
-    def __getitem__(self, place: Any) -> Any:
-        return (self.last_hidden_state,)[place]
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
-class _View:
-    """A causal LM as its own ``forward`` sees it, but for its base model and its output matrix."""
+class _StandIn:
+    """Stands in for a causal LM: its attributes, but another base model and output matrix."""
 
-    def __init__(self, model: Any, base: _Base, output: Any) -> None:
-        self._parts = [(model.base_model, base), (model.get_output_embeddings(), output)]
+    def __init__(self, model: Any, base_model: _FixedBaseModel, output: Any) -> None:
         self._model = model
+        self._replaced = {id(model.base_model): base_model, id(model.get_output_embeddings()): output}
 
     def __getattr__(self, name: str) -> Any:
-        own = getattr(self._model, name)
-        return next((other for part, other in self._parts if own is part), own)
+        value = getattr(self._model, name)
+        return self._replaced.get(id(value), value)

@@ -18,12 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 import specinfer.loading
-import specinfer.training
 from specinfer import BestFirst, SpeculativeDecoder, cli
 from specinfer.attention import TreeModel
 from specinfer.common import files
 from specinfer.drafts.head import HeadDraft, target_fingerprint
-from specinfer.drafts.head_network import HeadNetwork
 from specinfer.errors import InputError, ModelError, SpecinferError
 from specinfer.loading import Loaded
 from specinfer.training import (
@@ -36,7 +34,8 @@ from specinfer.training import (
     text,
     train,
 )
-from specinfer.training.card import Data, write_card
+from specinfer.training.card import describe_data, write_card
+from specinfer.training.job import Checkpoint, TrainingJob
 
 NEW = 12
 WORDS = ["abcabc", "a", "the cat sat on the mat", "def f(x):", "one two three", "zz"]
@@ -75,12 +74,13 @@ def documents(tmp_path):
 
 
 def write(target, tokenizer, folder, prompts, documents=(), **options):
-    """Plan, lock_settings and write text; return its shards."""
+    """Plan text, lock its settings, write it; return its shards."""
     settings = TextSettings(**{"new_tokens": NEW, **options})
     aux_layers = text.default_aux_layers(target)
     batches = text.plan_text(TreeModel(target), tokenizer, prompts, documents, settings)
-    text.lock_text_settings(target, tokenizer, folder, batches, aux_layers, settings)
-    return text.write_text(target, tokenizer, batches, folder, aux_layers, settings.new_tokens)
+    made = text.TextFolder(folder, target, tokenizer, aux_layers, settings, batches)
+    made.lock_settings()
+    return made.write(lambda *_: None)[0]
 
 
 def texts(shards):
@@ -224,7 +224,7 @@ def test_a_folder_that_another_run_fills_is_refused(target, tokenizer, prompts, 
 def test_damaged_figures_are_one_line(tmp_path, content):
     """They stand for a draft that was finished."""
     (tmp_path / "figures.json").write_text(content)
-    job = specinfer.training.TrainingJob(tmp_path, "head", TrainingSettings(), (), None)
+    job = TrainingJob(tmp_path, "head", TrainingSettings(), (1, 2))
     if content == "null":
         assert job.figures() is None
         return
@@ -235,7 +235,7 @@ def test_damaged_figures_are_one_line(tmp_path, content):
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"step": 1, "history": []}', "[" * 100_000, "null"])
 def test_a_damaged_checkpoint_is_one_line(tmp_path, content):
-    checkpoint = train.Checkpoint(tmp_path / "1")
+    checkpoint = Checkpoint(tmp_path / "1")
     checkpoint.folder.mkdir()
     (checkpoint.folder / "state.json").write_text(content)
     (checkpoint.folder / "state.safetensors").write_bytes(b"short")
@@ -277,10 +277,10 @@ def trained(monkeypatch):
     """Training that takes no time; the calls of it."""
     calls = []
 
-    def train_head(target, tokenizer, shards, aux_layers, out, settings, earlier=(), start=None, progress=None):
-        sizes = settings.layers, settings.vocabulary
-        calls.append((out.name, [folder.name for folder in earlier], list(shards), tuple(aux_layers), start, *sizes))
-        progress(400, 400, {"loss": 2.0, "top1": 0.3, "held_out": FIGURES["hits"]})
+    def train_head(target, tokenizer, shards, job, progress):
+        earlier, sizes = [folder.name for folder in job.earlier], (job.settings.layers, job.settings.vocabulary)
+        calls.append((job.folder.name, earlier, list(shards), tuple(job.aux_layers), job.start, *sizes))
+        progress(f"draft {job.folder.name}", 400, 400, {"loss": 2.0, "top1": 0.3, "held_out": FIGURES["hits"]})
         return FIGURES
 
     monkeypatch.setattr(train, "train_head", train_head)
@@ -323,10 +323,10 @@ def test_settings_under_which_nothing_was_made_are_replaced(target, tokenizer, p
         raise InputError("no, not so")
 
     with monkeypatch.context() as patched:
-        patched.setattr("specinfer.training.write_text", fail)
+        patched.setattr(text.TextFolder, "write", fail)
         with pytest.raises(InputError, match="not so"):
             distill(target, tokenizer, prompts, tmp_path, Recipe(1, text=TextSettings(new_tokens=NEW + 1)))
-    monkeypatch.setattr("specinfer.training.write_text", fail)
+    monkeypatch.setattr(text.TextFolder, "write", fail)
     with pytest.raises(InputError, match="not so"):  # and not: begun with other settings
         distill(target, tokenizer, prompts, tmp_path, Recipe(1, text=TextSettings(new_tokens=NEW)))
     manifest = json.loads((tmp_path / "text" / "manifest.json").read_text())
@@ -336,7 +336,7 @@ def test_settings_under_which_nothing_was_made_are_replaced(target, tokenizer, p
 def test_a_draft_depends_on_what_the_earlier_ones_were_trained_on_from(target, tokenizer, prompts, tmp_path, trained):
     """The second is boost-tuned after the first: another first one, another second."""
     for name, token in (("a", 0), ("b", 64)):
-        head = HeadNetwork(train._head_config(target, (1, 2), 1, 64), torch.arange(token, token + 64))
+        head = train.new_head(target, (1, 2), 1, torch.arange(token, token + 64))
         HeadDraft(head, target_fingerprint(target, tokenizer)).save(tmp_path / name)
     recipe = Recipe(2, text=TextSettings(new_tokens=NEW), start=(tmp_path / "a",))
     distill(target, tokenizer, prompts, tmp_path / "out", recipe)
@@ -348,14 +348,13 @@ def test_a_draft_depends_on_what_the_earlier_ones_were_trained_on_from(target, t
 def test_a_damaged_shard_is_named(tmp_path):
     (tmp_path / "00000.safetensors").write_bytes(b"nothing")
     with pytest.raises(InputError, match=r"00000\.safetensors is damaged .*remove it"):
-        text.count([tmp_path / "00000.safetensors"])
+        text.count_tokens(tmp_path / "00000.safetensors")
 
 
 def test_heads_are_trained_on_from_others(target, tokenizer, prompts, tmp_path, trained):
     """Each from its own, with the sizes of that; a further draft begins anew.  What does not fit is refused at once."""
     for name, layers in (("a", 1), ("b", 2)):
-        config = train._head_config(target, (1, 2), layers, 64)
-        head = HeadNetwork(config, torch.arange(64))
+        head = train.new_head(target, (1, 2), layers, torch.arange(64))
         HeadDraft(head, target_fingerprint(target, tokenizer)).save(tmp_path / name)
     recipe = Recipe(3, text=TextSettings(new_tokens=NEW), start=(tmp_path / "a", tmp_path / "b"))
     distill(target, tokenizer, prompts, tmp_path / "out", recipe)
@@ -438,8 +437,9 @@ def test_the_card_says_what_was_done(prompts, documents, tmp_path, monkeypatch, 
 
         monkeypatch.setattr(builtins, "__import__", without)
     folder = tmp_path / "2"
-    data = Data.of(prompts, documents, 42, 4321, TextSettings(seed=7))
-    write_card(folder, "org/tiny", "head", data, TrainingSettings(learning_rate=0.125), FIGURES, [tmp_path / "1"])
+    data = describe_data(prompts, documents, 42, 4321, TextSettings(seed=7))
+    job = TrainingJob(folder, "head", TrainingSettings(learning_rate=0.125), (1, 2), [tmp_path / "1"])
+    write_card(job, "org/tiny", data, FIGURES)
     card = (folder / "README.md").read_text()
     for words in (
         *("base_model: org/tiny", "prompts.jsonl (6)", "given.txt (2)", "42 texts, 4,321 tokens"),
@@ -549,7 +549,7 @@ BAD_OPTIONS = {
     ),
     "no head": (
         ["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--start", "{tmp}/no"],
-        "cannot load a feature",
+        "cannot load an EAGLE-style head",
     ),
     "no such text": (["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--text", "{tmp}/no"], "No such file"),
 }
