@@ -50,8 +50,8 @@ def lay_out_trees(trees: Sequence[TokenTree], device: torch.device) -> Layout:
     nodes = Forest.of(trees).nodes
     visible = ancestors(nodes)
     tokens, depths = np.zeros((2, *visible.shape[:2]), np.int64)
-    tokens[nodes.rows, nodes.places] = nodes.tokens
-    depths[nodes.rows, nodes.places] = nodes.depths
+    tokens[nodes.rows, nodes.columns] = nodes.tokens
+    depths[nodes.rows, nodes.columns] = nodes.depths
     return Layout(*(on_device(array, device) for array in (tokens, depths, visible)))
 
 
