@@ -65,10 +65,10 @@ def check_model(model: Any) -> ModelCheck:
     Returns:
         ModelCheck: exact, chain only or unsupported, with the reason.  No model makes it raise, except out of memory.
     """
-    if (known := _known(model)) is None:
-        with _lock:  # one of several threads checks
-            known = _known(model) or _checked_now(model)
-    return known
+    if (known := _known(model)) is not None:
+        return known
+    with _lock:  # one of several threads checks
+        return _known(model) or _checked_now(model)
 
 
 def _known(model: Any) -> ModelCheck | None:

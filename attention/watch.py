@@ -4,7 +4,7 @@ Knows: what decides how a model computes, as far as this can be seen from outsid
 Does not know: graphs, packages, passes.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 from weakref import ref
@@ -57,27 +57,19 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.state = _state(model)
         modules = modules_of(model)
-        configs = _configs(modules)
-        owners = [*modules, *configs]
-        self.owners = [ref(owner) for owner in owners]
-        self.forwards = [_reference(vars(module).get("forward")) for module in modules]
-        self.functions, self.weights = _functions(modules, configs), _weights(modules)
         self.settings = [
-            (ref(owner), name, deepcopy(value)) for owner in owners for name, value in _settings(vars(owner)).items()
+            (ref(owner), name, deepcopy(value))
+            for owner in (*modules, *_configs(modules))
+            for name, value in _settings(vars(owner)).items()
         ]
 
     def changed(self, model: nn.Module) -> bool:
         """Whether the model changed since the watch began.  Values of weights and train mode do not count."""
-        modules = modules_of(model)
-        configs = _configs(modules)
-        if [owner() for owner in self.owners] != [*modules, *configs]:
+        if _state(model) != self.state:
             return True
-        if [forward() for forward in self.forwards] != [vars(module).get("forward") for module in modules]:
-            return True
-        if any(vars(owner()).get(name, ...) != value for owner, name, value in self.settings):
-            return True
-        return _functions(modules, configs) != self.functions or _weights(modules) != self.weights
+        return any(vars(owner()).get(name, ...) != value for owner, name, value in self.settings)
 
     def settle(self) -> None:
         """Ignore settings that changed since the watch began, such as counters of passes."""
@@ -104,20 +96,25 @@ def _configs(modules: Sequence[nn.Module]) -> list[Any]:
     return [config for config in configs.values() if hasattr(config, "_attn_implementation")]
 
 
-def _reference(forward: Any) -> Callable[[], Any]:
-    """Return a function that returns a patched forward while it is alive, else None."""
-    return (lambda: None) if forward is None else ref(forward)
+def _state(model: nn.Module) -> list[Any]:
+    """Return what a model runs: modules, configurations, patched forwards, attention, hooks, classes, kinds of weights.
 
-
-def _functions(modules: Sequence[nn.Module], configs: Sequence[Any]) -> list[Any]:
-    """Return what modules run: attention functions, hooks (by number), classes and their forwards."""
+    Names of weights are numbers here, which takes less time.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
 
-    global_hooks = nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks
+    modules = modules_of(model)
+    configs = _configs(modules)
+    forwards = (vars(module).get("forward") for module in modules)
+    columns = (column for module in modules for column in (module._parameters, module._buffers))
     return [
+        *map(ref, modules),
+        *map(ref, configs),
+        *(None if forward is None else ref(forward) for forward in forwards),
         *(FUNCTIONS.get(config._attn_implementation) for config in configs),
-        *map(tuple, global_hooks),
+        *map(tuple, (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)),
         *((type(module), type(module).forward, *_hooks(module)) for module in modules),
+        *_kinds_of(enumerate(tensor for column in columns for tensor in column.values() if tensor is not None)),
     ]
 
 
@@ -134,12 +131,6 @@ def _hooks(module: nn.Module) -> list[int]:
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return all parameters and buffers by name; tied ones under each of their names."""
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-
-
-def _weights(modules: Sequence[nn.Module]) -> list[tuple[Any, ...]]:
-    """Return the kinds of all weights, which are numbered: names would take longer."""
-    columns = (column for module in modules for column in (module._parameters, module._buffers))
-    return _kinds_of(enumerate(t for column in columns for t in column.values() if t is not None))
 
 
 def _kinds_of(weights: Iterable[tuple[Any, Tensor]]) -> list[tuple[Any, ...]]:

@@ -94,7 +94,8 @@ class Nodes:
         if len(self.sizes) == 1:
             return self
         start, end = self.starts[row : row + 2].tolist()
-        nodes, drafts, orders = (column[slice(*self._draw_starts[row : row + 2])].copy() for column in self.draws)
+        first, last = np.searchsorted(self.draws.nodes, (start, end))
+        nodes, drafts, orders = (column[first:last].copy() for column in self.draws)
         return Nodes(
             np.array([0, end - start]),
             self.tokens[start:end].copy(),  # a row may be kept for long: without the memory of the others
@@ -112,11 +113,6 @@ class Nodes:
         for (parent, draft), distribution in self.distributions.items():
             found[self.rows[parent]][int(self.columns[parent]), draft] = distribution
         return found
-
-    @cached_property
-    def _draw_starts(self) -> list[int]:
-        """The first draw of each row, then K."""
-        return np.searchsorted(self.draws.nodes, self.starts).tolist()
 
     def pruned(self, depths: Sequence[int]) -> Nodes:
         """Return the trees without the nodes that are deeper than their row's depth."""

@@ -63,9 +63,22 @@ class TokenTree(Displayed):
             (`without_distributions`).
         kind: how children were chosen.
 
+    Attributes:
+        tokens, parents, scores, distributions, kind: as given; arrays are read-only.
+        depths: (N,) int64; 0 at the root.
+        nodes: the tree as arrays.
+
     Raises:
         TreeError: an invariant is violated; the message names the node.
     """
+
+    nodes: Nodes
+    kind: Kind
+    tokens: np.ndarray
+    parents: np.ndarray
+    depths: np.ndarray
+    scores: np.ndarray
+    distributions: Distributions
 
     def __init__(
         self,
@@ -79,7 +92,7 @@ class TokenTree(Displayed):
         columns = np.array(tokens, np.int64), np.array(parents, np.int64), np.array(scores, np.float64)
         _check_columns(*columns, draws)
         drawn = [(node, *draw) for node, node_draws in enumerate(draws) for draw in node_draws]
-        self._nodes = Nodes(
+        nodes = Nodes(
             np.array([0, len(draws)]),
             *columns[:2],
             depths_of(columns[1]),
@@ -87,16 +100,23 @@ class TokenTree(Displayed):
             Draws(*np.array(drawn, np.int64).reshape(-1, 3).T),
             _read_only(distributions or {}),
         )
-        self._kind = Kind(kind)
-        _check_order(self._nodes)
-        _check_distributions(self._nodes, self._kind)
+        _check_order(nodes)
+        _check_distributions(nodes, Kind(kind))
+        self._set(nodes, Kind(kind))
 
     @classmethod
     def of(cls, nodes: Nodes, kind: Kind) -> TokenTree:
         """Return nodes of one row as a tree, unchecked."""
         tree = cls.__new__(cls)
-        tree._nodes, tree._kind = nodes, kind
+        tree._set(nodes, kind)
         return tree
+
+    def _set(self, nodes: Nodes, kind: Kind) -> None:
+        names = ("tokens", "parents", "depths", "scores", "distributions")
+        vars(self).update({name: getattr(nodes, name) for name in names}, nodes=nodes, kind=kind)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name} of a token tree cannot be set: trees do not change")
 
     @classmethod
     def root_only(cls, token: int, kind: Kind = Kind.RANKED) -> TokenTree:
@@ -146,45 +166,10 @@ class TokenTree(Displayed):
         nodes = in_order(Listed(np.array([root, *tokens], np.int64), above, path_scores, drawn, distributions or {}), 1)
         return cls(nodes.tokens, nodes.parents, nodes.scores, _draws(nodes), nodes.distributions, kind)
 
-    @property
-    def kind(self) -> Kind:
-        """How children were chosen."""
-        return self._kind
-
-    @property
-    def nodes(self) -> Nodes:
-        """The tree as arrays."""
-        return self._nodes
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """Token ids, (N,) int64."""
-        return self._nodes.tokens
-
-    @property
-    def parents(self) -> np.ndarray:
-        """Every node's parent, (N,) int64; -1 at the root."""
-        return self._nodes.parents
-
-    @property
-    def depths(self) -> np.ndarray:
-        """Every node's depth, (N,) int64; 0 at the root."""
-        return self._nodes.depths
-
-    @property
-    def scores(self) -> np.ndarray:
-        """Log-probabilities of the paths from the root, (N,) float64; 0 at the root."""
-        return self._nodes.scores
-
-    @property
-    def distributions(self) -> Distributions:
-        """The distributions that children were drawn from, by (parent, draft)."""
-        return self._nodes.distributions
-
     @cached_property
     def draws(self) -> tuple[tuple[Draw, ...], ...]:
         """Every node's draws, sorted; () at the root."""
-        return _draws(self._nodes)
+        return _draws(self.nodes)
 
     @cached_property
     def _children(self) -> list[dict[int, int]]:
@@ -197,7 +182,7 @@ class TokenTree(Displayed):
 
     def __len__(self) -> int:
         """Return the number of nodes, root included."""
-        return len(self._nodes)
+        return len(self.nodes)
 
     @property
     def num_drafted(self) -> int:
@@ -234,7 +219,7 @@ class TokenTree(Displayed):
 
     def ancestor_mask(self) -> np.ndarray:
         """Return the (N, N) bool mask: [i, j] is true where j is i or an ancestor of i."""
-        return ancestors(self._nodes)[0]
+        return ancestors(self.nodes)[0]
 
     def draws_under(self, node: int) -> list[tuple[Draw, int]]:
         """Return every draw made under a node with the child it produced, by draft, then in drawing order."""
@@ -245,7 +230,7 @@ class TokenTree(Displayed):
 
         Verification of a sampled tree stays exact: depths are known before any token is drawn.
         """
-        return TokenTree.of(self._nodes.pruned([max_depth]), self.kind)
+        return TokenTree.of(self.nodes.pruned([max_depth]), self.kind)
 
     def best(self, count: int, worth: np.ndarray) -> TokenTree:
         """Return the tree of the `count` drafted nodes that are worth most.
@@ -261,16 +246,16 @@ class TokenTree(Displayed):
         if self.num_drafted <= count:
             return self
         check_ranked(self.kind)
-        return TokenTree.of(self._nodes.best(count, worth), self.kind)
+        return TokenTree.of(self.nodes.best(count, worth), self.kind)
 
     @cached_property
     def proposers(self) -> list[int]:
         """Per node, as a bit mask, the drafts that drew it: bit d for draft d, 0 at the root."""
-        return self._nodes.proposers.tolist()
+        return self.nodes.proposers.tolist()
 
     def without_distributions(self) -> TokenTree:
         """Return the tree as a light record, which verifiers that need distributions can no longer use."""
-        return TokenTree.of(replace(self._nodes, distributions={}), self.kind)
+        return TokenTree.of(replace(self.nodes, distributions={}), self.kind)
 
     def to_networkx(self) -> networkx.DiGraph:
         """Return a directed graph: nodes carry token, score, depth and draws, edges the probability."""
