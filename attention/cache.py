@@ -57,10 +57,6 @@ class Stack:
         found = flat.index_select(0, (first + sources[:, None]).flatten())  # before anything is written
         flat.index_copy_(0, (first + targets[:, None]).flatten(), found)
 
-    def move_row(self, source: int, target: int, length: int) -> None:
-        """Copy the first slots of a row to another."""
-        self.data[:, target, :, :length] = self.data[:, source, :, :length]
-
 
 class TreeLayer(CacheLayerMixin):
     """Keys and values of one attention layer: views (rows, KV heads, capacity, head dim) of the cache's stacks."""
@@ -117,7 +113,7 @@ class TreeCache(Cache):
         max_capacity: the most slots per row; beyond it ``stage`` raises `CacheError`.
         uniform_layers: how many layers have the shape of the first one, as far as is known; they share a tensor.
         fixed: let passes attend to few different numbers of slots, and write where `slots` says.  Then passes over one
-            number of slots are the same work whatever the lengths, as a CUDA graph needs.
+            number of slots do the same work for all lengths, as a CUDA graph needs.
 
     Memory is ``2 * layers * rows * kv_heads * capacity * head_dim`` elements (see `nbytes`), and two and a half times
     that while it doubles.  Only `keep` and the rare doubling copy rows.
@@ -139,9 +135,8 @@ class TreeCache(Cache):
         self.fixed = fixed
         self.pending = 0  # slots written since the last `keep`, the same count in every row
         self.kv_length = 0  # columns that the current pass attends to
-        self._start: int | None = 0  # first staged slot, when it is the same in every row ...
-        self.slots: Tensor | None = None  # ... else all of them, (rows, T)
-        self._count = 0  # T
+        self._staged: slice | None = None  # the staged slots, if they are the same in every row ...
+        self.slots: Tensor | None = None  # ... else those of all rows, (rows, T)
         self._buffers: tuple[list[Tensor], list[Tensor]] | None = None  # see `buffers`
 
     @property
@@ -158,18 +153,18 @@ class TreeCache(Cache):
         first = [length + self.pending for length in self.lengths]
         self._reserve(max(first) + count)
         self.kv_length = max(first) + count
-        self._start = first[0] if len(set(first)) == 1 and not self.fixed else None
-        if self._start is None:
+        same = len(set(first)) == 1 and not self.fixed
+        self._staged = slice(first[0], first[0] + count) if same else None
+        if not same:
             self.slots = on_device(first, device)[:, None] + torch.arange(count, device=device)
         if self.fixed:
             self.kv_length = min(padded_kv_length(self.kv_length), self.capacity)
         self.pending += count
-        self._count = count
 
     def staged(self, device: torch.device) -> Tensor:
         """Return the staged slots, (rows, T) long."""
-        if self._start is not None:
-            return torch.arange(self._start, self._start + self._count, device=device).repeat(self.rows, 1)
+        if self._staged is not None:
+            return torch.arange(self._staged.start, self._staged.stop, device=device).repeat(self.rows, 1)
         assert self.slots is not None
         return self.slots
 
@@ -189,8 +184,8 @@ class TreeCache(Cache):
 
     def write(self, buffer: Tensor, states: Tensor) -> Tensor:
         """Write (rows, heads, T, dim) states into the staged slots of a buffer; return a view of all slots in use."""
-        if self._start is not None:
-            buffer[: self.rows, :, self._start : self._start + states.shape[2]] = states
+        if self._staged is not None:
+            buffer[: self.rows, :, self._staged] = states
         else:
             assert self.slots is not None
             buffer[_all_rows(self.rows, self.slots.device), :, self.slots] = states.transpose(1, 2)
@@ -241,7 +236,8 @@ class TreeCache(Cache):
         for target, source in enumerate(survivors):
             if target != source:
                 for stack in stacks:
-                    stack.move_row(source, target, self.lengths[source])
+                    length = self.lengths[source]
+                    stack.data[:, target, :, :length] = stack.data[:, source, :, :length]
         self.lengths = [self.lengths[row] for row in survivors]
         self.rows = len(survivors)
         self._buffers = None

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from math import inf
 from pathlib import Path
+from textwrap import shorten
 from threading import Lock
 from typing import Any
 from weakref import ref
@@ -67,7 +68,7 @@ class CompiledPass:
             self.layers: list[list[int]] = record["layers"]  # heads and dimension of keys, then of values
             self.runners = {tuple(each["extra"]): _Runner(folder, each, model.device) for each in record["variants"]}
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            raise NotCompiled(f"the package in {folder} is damaged ({_line(error)})") from error
+            raise NotCompiled(f"the package in {folder} is damaged ({shorten(str(error), 200)})") from error
         self.kinds = sorted(model.spec.windows)
         self.lock = Lock()
         self.watch = Watch(self.network())
@@ -85,7 +86,7 @@ class CompiledPass:
             with self.lock:
                 return self._bind()
         except RuntimeError as error:
-            return f"its weights cannot be packed ({_line(error)})"
+            return f"its weights cannot be packed ({shorten(str(error), 200)})"
 
     def _bind(self) -> str:
         """Give the runners the current weights of the model."""
@@ -200,8 +201,10 @@ def make(model: TreeModel, aux_layers: Sequence[int], folder: Path) -> None:
             _compile(graph, path)
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
             variants.append({"extra": sorted(extra), "file": path.name, "sha256": digest, "sources": sources})
-    except Exception as error:  # whatever torch cannot trace or compile in other people's models
-        raise NotCompiled(f"{model.name} cannot be compiled: {type(error).__name__}: {_line(error)}") from error
+    except Exception as error:  # of any kind: torch cannot trace or compile some models
+        raise NotCompiled(
+            f"{model.name} cannot be compiled: {type(error).__name__}: {shorten(str(error), 200)}"
+        ) from error
     record = {"aux_layers": list(aux_layers), "layers": layers, "variants": variants}
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
 
@@ -269,7 +272,7 @@ def check(model: TreeModel, compiled: CompiledPass, widths: Sequence[int] = ()) 
     try:
         worst = max(_difference(model, compiled, extra, widths) for extra in variants_of(model.model))
     except RuntimeError as error:
-        raise NotCompiled(f"compiled passes of {model.name} fail: {_line(error)}") from error
+        raise NotCompiled(f"compiled passes of {model.name} fail: {shorten(str(error), 200)}") from error
     limit = ROUNDING.get(model.dtype, 1e-4)
     if not worst <= limit:
         raise NotCompiled(f"compiled passes of {model.name} are off by {worst:.1e} where rounding explains {limit:.0e}")
@@ -316,9 +319,3 @@ def _error(plain: Tensor, found: Tensor) -> float:
     errors = ((plain - found).square().mean(-1) / spread.clamp(min=1e-24)).sqrt().flatten()
     worst = float(errors.quantile(MOST) if few_bits else errors.max())
     return worst if worst == worst else inf
-
-
-def _line(error: BaseException) -> str:
-    """Return an error's message as one short line."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -234,7 +234,7 @@ class _WeightInputs:
 
     Args:
         module: the graph, with the model's tensors as attributes.
-        model: what was exported; `Source` has its names.
+        model: the exported model, whose names `Source` has.
     """
 
     def __init__(self, module: fx.GraphModule, model: nn.Module) -> None:
@@ -287,7 +287,7 @@ class _WeightInputs:
         """Return the input for a source, one for each."""
         if source not in self.sources:
             with self.graph.inserting_after(self.last):
-                self.last = self.graph.placeholder(f"own_{len(self.sources)}")
+                self.last = self.graph.placeholder(f"weight_{len(self.sources)}")
             with self.example.fake_mode:
                 self.last.meta["val"] = torch.empty(source.shape, dtype=dtype, device=self.example.device)
             self.sources[source] = self.last

@@ -2,7 +2,7 @@
 
 Knows: the packed weights of MKL and oneDNN, how a compiled pass calls them.  Does not know: models, graphs.
 
-`torch.nn.Linear` reads a weight as it lies, and rearranges it in every product.  In float32, MKL's packed products of 1
+`torch.nn.Linear` rearranges a weight in every product.  In float32, MKL's packed products of 1
 to 8 states take little longer than reading the weight from memory; oneDNN's take a third to a half longer.  In 16 bits
 only oneDNN packs (``docs/performance.md``).
 """

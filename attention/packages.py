@@ -143,7 +143,7 @@ def _made(model: TreeModel, aux_layers: Sequence[int]) -> CompiledPass:
             if (compiled := _usable(model, aux_layers, anew=True)) is not None:  # another process made it
                 return compiled
             _tell(f"compiling the passes of {model.name}: minutes, once")
-            with suppress(*UNREADABLE):  # serve those whom a package served that has too few aux_layers
+            with suppress(*UNREADABLE):  # so that the new package also serves the models of the old one
                 aux_layers = [*aux_layers, *parse_json((folder / RECORD).read_text())["aux_layers"]]
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as temporary:
                 made = Path(temporary) / folder.name

@@ -1,4 +1,4 @@
-"""The trees of a batch: merged, cut and laid out all at once.  A `TokenTree` is made for whoever asks for one.
+"""The trees of a batch: merged and cut all at once.  A row becomes a `TokenTree` only when it is asked for.
 
 Knows: which rows and drafts belong together.  Does not know: how the arrays are computed (`nodes`).
 """

@@ -202,7 +202,7 @@ def grow_best_first(
     """Grow as `BestFirst` does, but ask about fewer nodes of a level where fewer are wanted.
 
     Args:
-        source: what is asked, at most `max_depth` times.
+        source: asked at most `max_depth` times.
         max_nodes, max_depth, min_probability: as `BestFirst`.
         wanted: takes a level's nodes, best first, and their scores, both (B, W); returns how many nodes of each row the
             source is asked about.
@@ -402,7 +402,7 @@ class DenseSource:
 
     log_probs: Callable[[Frontier], Tensor]  # (B, W, V), normalised or, for drawing only, not
     batch: int
-    generator: torch.Generator | None = None  # for drawing; None = torch's own of the device
+    generator: torch.Generator | None = None  # for drawing; None = torch's default one of the device
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     draft: int = 0
 
