@@ -202,9 +202,8 @@ def make(model: TreeModel, aux_layers: Sequence[int], folder: Path) -> None:
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
             variants.append({"extra": sorted(extra), "file": path.name, "sha256": digest, "sources": sources})
     except Exception as error:  # of any kind: torch cannot trace or compile some models
-        raise NotCompiled(
-            f"{model.name} cannot be compiled: {type(error).__name__}: {shorten(str(error), 200)}"
-        ) from error
+        reason = shorten(f"{type(error).__name__}: {error}", 200)
+        raise NotCompiled(f"{model.name} cannot be compiled: {reason}") from error
     record = {"aux_layers": list(aux_layers), "layers": layers, "variants": variants}
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
 
