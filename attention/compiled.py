@@ -71,7 +71,7 @@ class CompiledPass:
             raise NotCompiled(f"the package in {folder} is damaged ({shorten(str(error), 200)})") from error
         self.kinds = sorted(model.spec.windows)
         self.lock = Lock()
-        self.watch = Watch(self.network())
+        self.watch = Watch(model.model)
         self.stamps: list[tuple[int, int]] = []  # of the weights when they were packed
         self.samples: list[Tensor] = []  # some entries of each weight, as views
         self.sampled = torch.empty(0)  # their values when the weights were packed
