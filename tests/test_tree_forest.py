@@ -47,9 +47,8 @@ def test_rows_are_cut_as_if_each_were_alone(trees: list[TokenTree], count: int, 
 @given(st.sampled_from(list(Kind)).flatmap(lambda kind: batches(kind, (0, 1), 3)))
 def test_a_forest_is_its_trees_and_back(trees: list[TokenTree]) -> None:
     forest = Forest.of(trees)
-    nodes = Forest(forest.kind, forest.roots, listed=forest.nodes.listed()).nodes
-    assert Forest(forest.kind, forest.roots, nodes) == trees  # made anew, from arrays
-    assert (forest.roots, len(forest), forest.num_drafted) == ([0, 1, 2], 3, sum(tree.num_drafted for tree in trees))
+    assert Forest(forest.kind, forest.roots, forest.nodes) == trees  # made anew, from arrays
+    assert (forest.roots, len(forest), len(forest.nodes)) == ([0, 1, 2], 3, sum(map(len, trees)))
     assert forest[-1] == trees[-1]
     assert forest[1:] == trees[1:]
     assert [own for tree in trees for own in tree.proposers] == forest.nodes.proposers.tolist()

@@ -263,7 +263,7 @@ def test_scores_reach_the_host_exactly(dtype: torch.dtype) -> None:
 
 def test_log_probabilities_that_are_not_numbers_are_an_error() -> None:
     growth = BestFirst(2, 2).grow(TableSource(torch.full((1, 4, 3), float("nan"))))
-    with pytest.raises(TreeError, match="no number"):
+    with pytest.raises(TreeError, match="not a number"):
         growth.trees([0])
 
 

@@ -187,14 +187,14 @@ def test_without_laws_is_a_light_record() -> None:
     ("change", "message"),
     [
         ({"parents": [-1, 0, 1, 4, 0]}, "node 3: parent 4 does not come before it"),
-        ({"parents": [-1, 0, 1, 0, 1]}, "node 4 is out of depth-first order"),
+        ({"parents": [-1, 0, 1, 0, 1]}, "node 3 is out of order"),
         ({"parents": [0, 0, 1, 1, 0]}, "node 0 is the root"),
         ({"scores": [0, -1, -2, -3, np.nan]}, "node 4: score nan"),
         ({"scores": [0, -1, -0.5, -3, -2]}, "node 2: score -0.5 .* exceeds its parent's, -1"),
-        ({"scores": [0, -1, -3, -2, -2]}, "node 3 is out of sibling order"),
+        ({"scores": [0, -1, -3, -2, -2]}, "node 2 is out of order"),
         ({"scores": [-0.1, -1, -2, -3, -2]}, "node 0 is the root"),
-        ({"tokens": [9, 7, 8, 8, 5]}, "node 3: token 8"),
-        ({"tokens": [9, -7, 8, 6, 5]}, "node 1: token -7"),
+        ({"tokens": [9, 7, 8, 8, 5]}, "node 3: 8 is not a token id, or a sibling"),
+        ({"tokens": [9, -7, 8, 6, 5]}, "node 1: -7 is not a token id"),
         ({"tokens": [9, 7, 8, 6]}, "each node, root too, needs one"),
         ({"draws": ((), ONE, ONE, (), (Draw(0, 1),))}, "node 3: draws"),
         ({"draws": (ONE, ONE, ONE, (Draw(0, 1),), (Draw(0, 1),))}, "node 0 is the root"),
@@ -232,7 +232,7 @@ def test_from_nodes_errors_name_the_listed_node(parents: list, draws: list, mess
 
 
 def test_a_listed_token_that_is_none_is_named() -> None:
-    with pytest.raises(TreeError, match="listed node 1: token -1"):
+    with pytest.raises(TreeError, match="listed node 1: -1 is not a token id"):
         TokenTree.from_nodes(0, [1, -1], [0, 1], [-1, -2], [ONE, ONE])
     with pytest.raises(TreeError, match="node 5 has a distribution"):
         TokenTree.from_nodes(0, [1], [0], [-1], [ONE], {(5, 0): np.ones(3)}, Kind.IID)

@@ -12,15 +12,15 @@ from torch import Tensor
 
 
 def top_candidates(log_probs: Tensor, k: int, block: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return the places and values of the k largest of (..., V), descending, ties by the smaller index.
+    """Return the indices and values of the k largest of (..., V), descending, ties by the smaller index.
 
-    Exact and quick for large V: whatever is among the k largest lies in one of the k blocks that come first
-    by (maximum descending, index ascending), so only these are sorted.
+    Exact and quick for large V.  The k largest lie in the k blocks that come first by (maximum descending, index
+    ascending), so only these blocks are sorted.
 
     Args:
         log_probs: (..., V).
         k: how many; V if that is less.
-        block: the block size; it changes the time, not the result.  By default what sorts the fewest values.
+        block: the block size, which affects the time only.  By default the one that sorts the fewest values.
 
     Returns:
         tokens: (..., min(k, V)) int64.
@@ -37,8 +37,8 @@ def top_candidates(log_probs: Tensor, k: int, block: int | None = None) -> tuple
     blocks = maxima.argsort(dim=-1, descending=True, stable=True)[..., :k].sort(dim=-1).values  # (..., k) ascending
     ids = (blocks[..., None] * block + torch.arange(block, device=log_probs.device)).flatten(-2)  # (..., k * block)
     found = log_probs.gather(-1, ids.clamp(max=vocab - 1)).masked_fill_(ids >= vocab, -inf)
-    values, places = found.sort(dim=-1, descending=True, stable=True)
-    return ids.gather(-1, places[..., :k]), values[..., :k]
+    values, columns = found.sort(dim=-1, descending=True, stable=True)
+    return ids.gather(-1, columns[..., :k]), values[..., :k]
 
 
 def draw_candidates(
@@ -46,18 +46,18 @@ def draw_candidates(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw k tokens from each of the distributions exp(log_probs), normalised, in float64.
 
-    With replacement by inverting the cumulative distribution.  Without by the exponential race: with E independent and
-    exponential, the order of q / E from the largest on is the order of drawing one by one and renormalising.
+    With replacement: by inverting the cumulative distribution.  Without: by an exponential race.  With independent
+    exponential E, sorting q / E in descending order is the same as drawing one by one and renormalising.
 
     Args:
         log_probs: (..., V); -inf = probability zero, never drawn.
         k: how many draws.
         replacement: whether a token may be drawn again.
-        generator: the chance; None = torch's own of the device.
+        generator: None = torch's default one of the device.
 
     Returns:
         tokens: (..., k) int64 in drawing order; min(k, V) without replacement.
-        log_probs: of the tokens under the distribution, same shape; -inf = nothing was left to draw.
+        log_probs: of the tokens under the distribution, same shape; -inf = no token was left to draw.
         distributions: (..., V) float64; all zero where every log-probability is -inf.
     """
     largest = log_probs.amax(-1, keepdim=True).double().clamp(min=-1e300)
@@ -65,10 +65,8 @@ def draw_candidates(
     distributions = weights / weights.sum(-1, keepdim=True).clamp(min=1)  # the largest weight is 1
     if replacement:
         cumulative = distributions.cumsum(-1)
-        chance = torch.rand(
-            (*distributions.shape[:-1], k), dtype=distributions.dtype, device=distributions.device, generator=generator
-        )
-        tokens = torch.searchsorted(cumulative, chance * cumulative[..., -1:], right=True)
+        uniform = torch.rand((*weights.shape[:-1], k), dtype=weights.dtype, device=weights.device, generator=generator)
+        tokens = torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True)
         tokens.clamp_(max=distributions.shape[-1] - 1)  # where the distribution is all zero
     else:
         race = torch.empty_like(distributions).exponential_(generator=generator).clamp_(min=1e-300)

@@ -1,10 +1,11 @@
 """Growth policies: which nodes a draft scores next, and which of its candidates become the tree.
 
-This module knows distributions, not models: a policy asks a `Source` for the next-token distributions of one
-level of nodes at a time.  It works on B rows at once, on the device of the distributions, and does not wait
-for that device between levels; `Growth.trees` brings the grown trees to the host in one transfer.
+Knows: distributions.  Does not know: models.
+A policy asks a `Source` for the next-token distributions of one level of nodes at a time.  It works on B rows at once,
+on the device of the distributions.  It does not wait for that device between levels: `Growth.trees` brings the grown
+trees to the host in one transfer.
 
-A policy says before a token is drawn how many children a sampled node gets; only then is verification exact.
+A policy decides how many children a sampled node gets before it draws them.  Verification is exact only then.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from specinfer.tree.nodes import Draws, Listed
 from specinfer.tree.token_tree import Kind, TokenTree
 
 MOST = 1 << 16  # nodes of a tree, and levels
-MANY = 1 << 12  # candidates beyond which those that cannot enter the pool are left out before they are sorted
+MANY = 1 << 12  # candidates of a row; if there are more, only the best are sorted into the pool
 
 
 class Frontier(NamedTuple):
     """The nodes whose next-token distributions a policy asks for: one level of B trees."""
 
-    tokens: Tensor  # (B, W) int64; -1 at the root, which the source knows; padding holds some real id
-    parents: Tensor  # (B, W) int64: numbers among all nodes (and padding) of earlier frontiers; -1 at the root
+    tokens: Tensor  # (B, W) int64; -1 at the root, which the source knows; any real id in padding
+    parents: Tensor  # (B, W) int64: numbers among all nodes of earlier frontiers, padding included; -1 at the root
     valid: Tensor  # (B, W) bool; False = padding
     depth: int  # of these nodes; the root's is 0
 
@@ -57,12 +58,12 @@ class Source(Protocol):
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
         """Return the k likeliest tokens, no two equal, and their log-probabilities, both (B, W, min(k, V)).
 
-        A node's probabilities sum to 1 at most, or trees of thousands of nodes may lack some.  Descending, ties by the
-        smaller id; which of the equals at the end are left out is the source's affair.  At padding anything but NaN.
+        The probabilities of a node sum to 1 at most; otherwise large trees may lack some nodes.  Descending, ties by
+        the smaller id.  Ties at the cut-off are broken arbitrarily.  At padding: anything but NaN.
         """
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return k drawn tokens in drawing order, their log-probabilities, and the distributions drawn from.
+        """Return k drawn tokens in drawing order, their log-probabilities, and the distributions they were drawn from.
 
         Shapes (B, W, k), (B, W, k) and (B, W, V): see `draw_candidates`.
         """
@@ -84,12 +85,12 @@ class Policy(Protocol):
         """The greatest depth a node can have."""
 
     def grow(self, source: Source, max_depth: int | None = None) -> Growth:
-        """Grow one tree per row of the source, in this call no deeper than `max_depth` (0 asks nothing)."""
+        """Grow one tree per row of the source, no deeper than `max_depth` in this call (0 asks nothing)."""
 
     def fit(self, trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
-        """Return what the target is to score of one tree per row, each merged from all drafts' trees.
+        """Return the part of each row's tree that the target scores; each is merged from all drafts' trees.
 
-        Sampled trees must come back whole: whether a draw is kept may not depend on what was drawn.
+        A sampled tree must come back complete: whether a draw is kept may not depend on what was drawn.
         """
 
 
@@ -101,7 +102,7 @@ class Growth(NamedTuple):
     scores: Tensor  # (B, M) log-probability of the path, float32 or float64
     valid: Tensor  # (B, M) bool; False = no node
     kind: Kind
-    distributions: tuple[Tensor, ...] = ()  # sampled: (B, W, V) per level; joined, the distribution of node 0, 1, ...
+    distributions: tuple[Tensor, ...] = ()  # sampled: (B, W, V) per level; joined: of nodes 0, 1, ...
 
     def trees(self, roots: Sequence[int], draft: int = 0) -> Forest:
         """Bring the trees to the host.  Waits for the device.
@@ -111,16 +112,39 @@ class Growth(NamedTuple):
             draft: the id of the draft that grew them, for `Draw.draft`.
 
         Raises:
-            TreeError: as many roots as rows are needed; or a draft's log-probability was not a number.
+            TreeError: the number of roots is not the number of rows, or a draft's log-probability is not a number.
         """
-        if len(roots) != len(self.tokens):
-            raise TreeError(f"{len(roots)} roots for {len(self.tokens)} grown trees")
+        rows = len(roots)
+        if rows != len(self.tokens):
+            raise TreeError(f"{rows} roots for {len(self.tokens)} grown trees")
         if not self.tokens.shape[1]:
             return Forest(self.kind, roots)
-        return Forest(self.kind, roots, listed=self._listed(np.array(roots, np.int64), draft, *self._brought()))
+        tokens, parents, valid, scores = self._host_columns()
+        found, row_of = scores[valid], valid.nonzero()[0]
+        if not np.isfinite(found).all():
+            raise TreeError(f"a node of row {row_of[~np.isfinite(found)][0]} has a score that is not a number")
+        numbers = np.cumsum(valid).reshape(valid.shape) + (rows - 1)
+        numbers = np.concatenate((np.arange(rows)[:, None], numbers), 1)  # of each row's nodes, its root first
+        above = np.take_along_axis(numbers, parents, 1)[valid]
+        drafted = np.arange(rows, rows + len(found))
+        distributions: dict[tuple[int, int], np.ndarray] = {}
+        if self.distributions:
+            dense = torch.cat(self.distributions, 1).cpu().double().numpy()
+            dense.flags.writeable = False
+            drawn = zip(row_of.tolist(), parents[valid].tolist(), above.tolist(), strict=True)
+            distributions = {(number, draft): dense[row, node] for row, node, number in drawn}
+        listed = Listed(
+            np.concatenate((roots, tokens[valid])),
+            np.concatenate((np.full(rows, -1), above)),
+            np.concatenate((np.zeros(rows), found)),
+            Draws(drafted, np.full(len(drafted), draft), drafted),  # draws of one node stand in slot order
+            distributions,
+            distinct=self.kind is not Kind.IID,
+        )
+        return Forest(self.kind, roots, listed)
 
-    def _brought(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return tokens, parents, valid and scores: one transfer."""
+    def _host_columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return tokens, parents, valid and scores, (B, M) each, in one transfer."""
         if _on_host(self.tokens):
             return self.tokens.numpy(), self.parents.numpy(), self.valid.numpy(), self.scores.double().numpy()
         bits = torch.int64 if self.scores.dtype == torch.float64 else torch.int32
@@ -129,55 +153,22 @@ class Growth(NamedTuple):
         tokens, parents, valid, _ = packed.numpy()
         return tokens, parents, valid > 0, packed[3].to(bits).view(self.scores.dtype).double().numpy()
 
-    def _listed(
-        self,
-        roots: np.ndarray,
-        draft: int,
-        tokens: np.ndarray,
-        parents: np.ndarray,
-        valid: np.ndarray,
-        scores: np.ndarray,
-    ) -> Listed:
-        """Return the nodes of all rows, from arrays (B, M) on the host; draws of one node stand in slot order."""
-        rows, found = len(roots), scores[valid]
-        if not np.isfinite(found).all():
-            raise TreeError(f"a node of row {valid.nonzero()[0][~np.isfinite(found)][0]} has a score that is no number")
-        numbers = np.cumsum(valid).reshape(valid.shape) + (rows - 1)
-        numbers = np.concatenate((np.arange(rows)[:, None], numbers), 1)  # of each row's nodes, its root first
-        above = np.take_along_axis(numbers, parents, 1)
-        every = np.arange(rows, rows + len(found))
-        distributions: dict[tuple[int, int], np.ndarray] = {}
-        if self.distributions:
-            dense = torch.cat(self.distributions, 1).cpu().double().numpy()
-            dense.flags.writeable = False
-            families = zip(valid.nonzero()[0].tolist(), parents[valid].tolist(), above[valid].tolist(), strict=True)
-            distributions = {(number, draft): dense[row, node] for row, node, number in families}
-        return Listed(
-            np.concatenate((roots, tokens[valid])),
-            np.concatenate((np.full(rows, -1), above[valid])),
-            np.concatenate((np.zeros(rows), found)),
-            Draws(every, np.full(len(every), draft), every),
-            distributions,
-            distinct=self.kind is not Kind.IID,
-        )
-
 
 @dataclass(frozen=True)
 class BestFirst:
-    """The `max_nodes` likeliest paths no deeper than `max_depth`: a heap's tree, but in one pass per level.
+    """The `max_nodes` likeliest paths no deeper than `max_depth`: the tree that a heap finds, in one pass per level.
 
-    Log-probabilities add up downwards, so the likeliest N nodes hold their own ancestors.  Each round scores
-    all nodes of the newest level that are among the N best so far, and the rounds end when there is none.
-    Equal scores are ranked by smaller depth, then by the parents' ranks, then by sibling rank, as by a heap
-    with that key.
+    Log-probabilities add up downwards, so the N likeliest nodes include their ancestors.  Each round scores all nodes
+    of the newest level that are among the N best so far.  The rounds end when there is none.  Equal scores are ranked
+    by smaller depth, then by the parents' ranks, then by sibling rank, as by a heap with that key.
 
     Args:
         max_nodes: drafted nodes at most.
         max_depth: levels below the root at most.
-        min_probability: paths less likely than this are left out, so a draft that knows little drafts little.
+        min_probability: paths less likely than this are left out, so an unsure draft drafts little.
 
     Raises:
-        PolicyError: a size that is not a whole number, or negative; a probability outside [0, 1].
+        PolicyError: a size that is not a whole number or is negative; a probability outside [0, 1].
     """
 
     max_nodes: int
@@ -197,7 +188,7 @@ class BestFirst:
         return grow_best_first(source, self.max_nodes, _limit(self.max_depth, max_depth), self.min_probability)
 
     def fit(self, trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
-        """Return each tree's `max_nodes` likeliest paths, so that several drafts share one budget."""
+        """Return the `max_nodes` likeliest paths of each tree, so that several drafts share one budget."""
         return Forest.of(trees).best(self.max_nodes)
 
 
@@ -208,12 +199,12 @@ def grow_best_first(
     min_probability: float = 0.0,
     wanted: Callable[[Frontier, Tensor], int] | None = None,
 ) -> Growth:
-    """Grow as `BestFirst` does, and no further than wanted.
+    """Grow as `BestFirst` does, but ask about fewer nodes of a level where fewer are wanted.
 
     Args:
-        source: what is asked, at most `max_depth` times.
+        source: asked at most `max_depth` times.
         max_nodes, max_depth, min_probability: as `BestFirst`.
-        wanted: told a level's nodes, best first, and their scores, both (B, W), says how many of each row's the
+        wanted: takes a level's nodes, best first, and their scores, both (B, W); returns how many nodes of each row the
             source is asked about.
     """
     if not (max_nodes and max_depth):
@@ -237,11 +228,11 @@ class _Pool:
 
     def __init__(self, source: Source, size: int, least: float) -> None:
         self.size = size  # N
-        self.least = least  # the smallest score that is let in
+        self.least = least  # the smallest score of a node
         self.scores = torch.full((source.batch, size), -inf, device=source.device)  # (B, N) descending; -inf = empty
         self.numbers = torch.zeros_like(self.scores, dtype=torch.int64)  # (B, N)
         self.tokens = torch.zeros_like(self.numbers)  # (B, N)
-        # of the newest frontier, numbers and scores; the root's number is nobody's
+        # numbers and scores of the newest frontier; no candidate has the root's number
         self.front = self.numbers.new_full((source.batch, 1), -1), self.scores.new_zeros(source.batch, 1)
         self.fronts: list[Tensor] = []  # (B, W) numbers
         self.first = self.sent = 0  # frontier nodes before the newest level's parents, and in all
@@ -258,9 +249,8 @@ class _Pool:
         if self.least > -inf:
             paths.masked_fill_(paths < self.least, -inf)
         if paths.shape[1] > MANY and _on_host(paths):
-            places, real = _places(~(paths <= self.scores[:, -1:]))  # not a number is to be seen
-            paths = paths.gather(1, places).masked_fill_(~real, -inf)
-            arrivals, tokens = arrivals.gather(1, places), tokens.gather(1, places)
+            slots, paths = top_candidates(paths, self.size)
+            arrivals, tokens = arrivals.gather(1, slots), tokens.gather(1, slots)
         # The pool comes first and parents stand in pool order, so a stable sort breaks ties as the heap does.
         scores, best = torch.cat((self.scores, paths), 1).sort(dim=1, descending=True, stable=True)
         best = best[:, : self.size]
@@ -269,7 +259,7 @@ class _Pool:
         self.tokens = torch.cat((self.tokens, tokens), 1).gather(1, best)
 
     def children(self, frontier: Frontier) -> int:
-        """Return how many children of a frontier node may enter the pool, at most.
+        """Return the most children of one frontier node that may enter the pool.
 
         The i-th likeliest token of a distribution has at most the probability 1 / i.
         """
@@ -279,7 +269,7 @@ class _Pool:
         return min(self.size, int((self.front[1] - last).nan_to_num(inf).clamp(max=log(self.size)).exp().max()) + 1)
 
     def newest(self, depth: int) -> Frontier:
-        """Return the newest level's nodes that may have children in the pool: any but the last slot's."""
+        """Return the nodes of the newest level that may have children in the pool: any but the last slot's."""
         numbers, scores = self.numbers[:, :-1], self.scores[:, :-1]
         young = (numbers >= self.first * self.size).logical_and_(scores != -inf)
         width = int(young.sum(1).max()) if _on_host(young) else self.size - depth
@@ -289,7 +279,7 @@ class _Pool:
         return Frontier(self.tokens.gather(1, slots), numbers.div(self.size, rounding_mode="floor"), valid, depth)
 
     def narrowed(self, frontier: Frontier, width: int) -> Frontier:
-        """Return the newest level's best nodes."""
+        """Return the best nodes of the newest level."""
         numbers, scores = self.front
         self.front = numbers[:, :width], scores[:, :width]
         tokens, parents, valid, depth = frontier
@@ -297,17 +287,12 @@ class _Pool:
 
     def growth(self) -> Growth:
         """Return the pool as trees."""
-        place = self.numbers.div(self.size, rounding_mode="floor")
-        above = torch.cat(self.fronts, 1).gather(1, place)  # (B, N) numbers of the parents
+        parents = self.numbers.div(self.size, rounding_mode="floor")  # among frontier nodes
+        above = torch.cat(self.fronts, 1).gather(1, parents)  # (B, N) numbers of the parents
         ascending, slots = self.numbers.sort(dim=1, stable=True)  # empty slots hold 0, too, and come later
         parents = slots.gather(1, torch.searchsorted(ascending, above).clamp_(max=self.size - 1)) + 1
-        return Growth(
-            self.tokens,
-            parents.masked_fill_(above < 0, 0),
-            self.scores,
-            self.scores != -inf,  # not a number is one: it is to be seen
-            BestFirst.kind,
-        )
+        valid = self.scores != -inf  # NaN is valid, so that `Growth.trees` sees it
+        return Growth(self.tokens, parents.masked_fill_(above < 0, 0), self.scores, valid, BestFirst.kind)
 
 
 @dataclass(frozen=True)
@@ -348,27 +333,27 @@ class Expansion:
     def grow(self, source: Source, max_depth: int | None = None) -> Growth:
         """Grow one tree per row, asking the source once per level."""
         frontier, scores = _root(source), torch.zeros(source.batch, 1, device=source.device)
-        above = 0  # how many nodes were sent before this frontier
+        sent = 0  # nodes of earlier frontiers
         levels: list[tuple[Tensor, ...]] = []  # tokens, parents, scores, valid
         distributions: list[Tensor] = []
         for depth, width in enumerate(self.expansion[: _limit(self.max_depth, max_depth)], start=1):
             tokens, log_probs, *distribution = self._ask(source, frontier, width)
             distributions += distribution
-            rows, sent, k = tokens.shape
+            rows, asked, k = tokens.shape
             scores = _path_scores(scores, log_probs)  # (B, W * k)
-            parents = torch.arange(above, above + sent, device=tokens.device).repeat_interleave(k).expand(rows, -1)
+            parents = torch.arange(sent, sent + asked, device=tokens.device).repeat_interleave(k).expand(rows, -1)
             frontier = Frontier(tokens.flatten(1), parents, scores != -inf, depth)
             levels.append((frontier.tokens, parents, scores, frontier.valid))
-            above += sent
+            sent += asked
             if _on_host(scores) and not frontier.valid.any():
                 break
         if not levels:
             return _bare(source, self.kind)
-        tokens, parents, scores, valid = (torch.cat(c, 1) for c in zip(*levels, strict=True))
+        tokens, parents, scores, valid = (torch.cat(column, 1) for column in zip(*levels, strict=True))
         return Growth(tokens, parents, scores, valid, self.kind, tuple(distributions))
 
     def fit(self, trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
-        """Return the trees as they are: a draft's widths are promised, and drawn nodes must not be chosen from."""
+        """Return the trees as they are: the expansion fixes their sizes, and drawn nodes must not be chosen from."""
         return trees
 
     def _ask(self, source: Source, frontier: Frontier, k: int) -> tuple[Tensor, ...]:
@@ -390,9 +375,9 @@ class Chain(Expansion):
 class Sampled(Expansion):
     """`expansion[d]` draws from q under every draw at depth d, for multi-step speculative sampling.
 
-    With replacement the draws are independent and a token drawn twice stays two draws, each with draws of its
-    own below (SpecInfer, arXiv 2305.09781, Algorithm 2).  Without, q is renormalised after each draw, and a
-    family ends early where no token of positive probability is left (Sequoia, arXiv 2402.12374, section 3.2).
+    With replacement the draws are independent.  A token drawn twice counts as two draws, each with its own draws below
+    (SpecInfer, arXiv 2305.09781, Algorithm 2).  Without replacement q is renormalised after each draw, and a node gets
+    fewer children if no token of positive probability is left (Sequoia, arXiv 2402.12374, section 3.2).
     """
 
     replacement: bool = False
@@ -417,7 +402,7 @@ class DenseSource:
 
     log_probs: Callable[[Frontier], Tensor]  # (B, W, V), normalised or, for drawing only, not
     batch: int
-    generator: torch.Generator | None = None  # for drawing; None = torch's own of the device
+    generator: torch.Generator | None = None  # for drawing; None = torch's default one of the device
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     draft: int = 0
 
@@ -431,7 +416,7 @@ class DenseSource:
 
 
 def _on_host(tensor: Tensor) -> bool:
-    """Whether a value of the tensor may decide what to do next: elsewhere that would wait for the device."""
+    """Whether reading a value of the tensor waits for no device."""
     return tensor.device.type == "cpu"
 
 
@@ -440,26 +425,16 @@ def _root(source: Source) -> Frontier:
     return Frontier(unknown, unknown, torch.ones_like(unknown, dtype=torch.bool), 0)
 
 
-def _places(wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where (B, n) are true, row by row and in order, (B, most), and which of those places are real."""
-    places = wanted.nonzero()[:, 1]
-    counts = wanted.sum(1)
-    real = torch.arange(int(counts.max())) < counts[:, None]
-    table = torch.zeros(real.shape, dtype=torch.int64)
-    table[real] = places
-    return table, real
-
-
 def _path_scores(scores: Tensor, log_probs: Tensor) -> Tensor:
     """Return the scores (B, W * k) of the candidates of frontier nodes (B, W); -inf = no node, or no candidate.
 
-    A log-probability that rounding lifted above 0 counts as 0, so that no child outranks its parent.
+    A log-probability that rounding lifted above 0 counts as 0, so no child outranks its parent.
     """
     return (scores[:, :, None] + log_probs.clamp(max=0)).flatten(1)
 
 
 def _bare(source: Source, kind: Kind) -> Growth:
-    """Return bare roots."""
+    """Return trees that draft nothing."""
     none = torch.empty(source.batch, 0, dtype=torch.int64, device=source.device)
     return Growth(none, none, none.float(), none.bool(), kind)
 
