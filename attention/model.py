@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,14 +27,23 @@ from specinfer.attention.watch import modules_of
 from specinfer.errors import UnsupportedModel
 from specinfer.tree import TokenTree
 
-if TYPE_CHECKING:
-    from specinfer.attention.compiled import CompiledPass
-
 Inputs = dict[str, Any]  # of the model's forward
 Outputs = tuple[Tensor, ...]
 
 PREFILL_CHUNK = 512  # the most prompt tokens of a row that one pass reads ...
 PREFILL_TOKENS = 4096  # ... and of all rows: this bounds memory, and on a CPU larger passes are slower
+
+
+class FastPass(Protocol):
+    """What may run a model's passes in its place, as `compiled.CompiledPass` does."""
+
+    aux_layers: list[int]
+
+    def refresh(self) -> str:
+        """Return why it cannot stand for the model as it is now, or nothing."""
+
+    def __call__(self, inputs: Inputs, cache: TreeCache, aux_layers: Sequence[int]) -> Outputs:
+        """Run a pass: logits (B, C, V), and hidden states (B, T, K, H) if there are aux_layers."""
 
 
 class TreeModel:
@@ -73,7 +82,7 @@ class TreeModel:
         self.uniform_layers = config.num_hidden_layers - shared  # with keys of one shape, as far as is known
         self.takes_positions = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
-        self.compiled: CompiledPass | None = None
+        self.compiled: FastPass | None = None
         self.plain = ""  # why passes run plain although they are compiled, as of the last call of `running`
 
     @property
@@ -183,7 +192,7 @@ class TreeSession:
     """
 
     def __init__(
-        self, model: TreeModel, cache: TreeCache, aux_layers: Sequence[int] = (), compiled: "CompiledPass | None" = None
+        self, model: TreeModel, cache: TreeCache, aux_layers: Sequence[int] = (), compiled: FastPass | None = None
     ) -> None:
         self.model = model
         self.cache = cache
