@@ -1,6 +1,6 @@
-"""The log-likelihood of a given continuation under the target: what evaluation harnesses and rankings ask for.
+"""The log-likelihood of a given continuation under the target, for evaluation harnesses and rankings.
 
-Knows: prompts, the target's passes, its distribution without any processor.  Does not know: drafts, trees, sampling.
+Knows: prompts, the target's passes, its distribution without processors.  Does not know: drafts, trees, sampling.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specinfer.attention import TreeModel, lay_out_chains, running
+from specinfer.attention import TreeModel, lay_out_chains, on_device, running
 from specinfer.common.values import plain
 from specinfer.errors import InputError, NumericalError
 from specinfer.prompts import Prompts, check_ids, spelt
 
-SCORED = 256  # tokens of all rows whose logits a pass hands out at most: bounds its memory
+SCORED = 256  # tokens of all rows whose logits one pass returns at most: this bounds its memory
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Score:
 
     Attributes:
         token_ids: of the continuation.
-        log_probabilities: natural logarithms, of each token after the prompt and the tokens before it.
-        greedy: for each token, whether it is the target's likeliest there.
+        log_probabilities: natural logarithms, of each token given the prompt and the tokens before it.
+        greedy: for each token, whether it is the target's most likely one.
     """
 
     token_ids: list[int]
@@ -52,7 +52,7 @@ def continuations(prompts: Prompts, given: Any, tokenizer: Any, vocab_size: int)
     """Return the token ids of continuations, one for each prompt.
 
     Raises:
-        InputError: not one for each, or one that cannot be read.
+        InputError: there is not one for each, or one cannot be read.
     """
     if not prompts.single and (isinstance(given, str) or not isinstance(given, Iterable)):
         raise InputError("several prompts need a list of continuations: give one for each prompt")
@@ -99,9 +99,9 @@ def score(target: TreeModel, prompts: Sequence[list[int]], wanted: Sequence[list
 
 
 def _extend(score: Score, logits: Tensor, start: int, row: int) -> None:
-    """Score the tokens from a place on, from the logits (T, V) that choose them."""
+    """Score the tokens from index ``start`` on, from the logits (T, V) that choose them."""
     log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    tokens = torch.tensor(score.token_ids[start : start + len(logits)], dtype=torch.long, device=log_probs.device)
+    tokens = on_device(score.token_ids[start : start + len(logits)], log_probs.device)
     score.log_probabilities.extend(log_probs.gather(1, tokens[:, None])[:, 0].tolist())
     score.greedy.extend((log_probs.argmax(-1) == tokens).tolist())
     if any(map(isnan, score.log_probabilities)):

@@ -83,7 +83,7 @@ def custom_generate(
     spec_streamer = _only(spec_streamer=spec_streamer, streamer=None if streamer is None else _Prompted(streamer))
     decoder = SpeculativeDecoder(model, None, "ngram" if draft is None else draft, tree)
     vocab_size = decoder.target.vocab_size
-    settings = resolve(model.generation_config, generation_config, None, stopping_criteria, vocab_size, whole=True)
+    settings = resolve(model.generation_config, generation_config, None, stopping_criteria, vocab_size, complete=True)
     mask = model_inputs.pop("attention_mask", None)  # named as a parameter, transformers would pass it twice
     padded = _rows(input_ids, mask)
     prompts = [row.ids for row in padded]
