@@ -13,8 +13,8 @@ import torch
 from scipy.stats import chisquare
 from transformers import GenerationConfig
 
-from specinfer.drafts.base import draw_rows, row_generators
-from specinfer.engine.gumbel import Coupling, key
+from specinfer.drafts.rows import draw_rows
+from specinfer.engine.gumbel import DRAFT, Coupling, key
 from specinfer.engine.sampling import Processors, resolve
 from specinfer.engine.sequence import Row
 from specinfer.engine.stopping import Stopping
@@ -298,7 +298,7 @@ def verified(base, kind, rule=MultiStep(), children=2):  # noqa: B008  (rules ha
     """The first token that multi-step sampling emits, the draft's draws by the engine's own generator."""
     tokens, logits, replacement = [], torch.from_numpy(Q)[None, None].log(), rule.replacement
     for seed in range(SAMPLES):
-        draws = draw_rows(logits, children, replacement, row_generators([seed], 0, [1], 0, torch.device("cpu")))
+        draws = draw_rows(logits, children, replacement, [key(seed, DRAFT, 0, 1, 0)])
         order = [(0, token) for token in draws[0].flatten().tolist()]
         tree = family([Q], order, Kind.IID if replacement else Kind.WITHOUT_REPLACEMENT)
         target = view(base, tree, [P] + [HALVES] * (len(tree) - 1), seed, kind)

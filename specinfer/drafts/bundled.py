@@ -1,6 +1,6 @@
 """Drafts that come with the package, for the targets that they were trained for.
 
-Knows: where they lie, and whose fingerprint they carry.  Does not know: how they were made (each has a card there).
+Knows: their folder, and the fingerprints of their targets.  Does not know: how they were trained (each has a card).
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ def bundled_folders(target: Any, tokenizer: Any = None) -> list[Path]:
 
     Args:
         target: a ``transformers`` causal LM.
-        tokenizer: its own, compared where given.
+        tokenizer: the target's, compared if given.
     """
     folders = sorted(config.parent for config in FOLDER.glob("*/config.json"))
     return [folder for folder in folders if _fits(folder, target, tokenizer)]

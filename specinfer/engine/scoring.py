@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specinfer.attention import TreeModel, lay_out_chains, on_device, running
+from specinfer.attention import TreeModel, lay_out_chains, running
 from specinfer.common.values import plain
 from specinfer.errors import InputError, NumericalError
 from specinfer.prompts import Prompts, check_ids, spelt
@@ -101,7 +101,7 @@ def score(target: TreeModel, prompts: Sequence[list[int]], wanted: Sequence[list
 def _extend(score: Score, logits: Tensor, start: int, row: int) -> None:
     """Score the tokens from index ``start`` on, from the logits (T, V) that choose them."""
     log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    tokens = on_device(score.token_ids[start : start + len(logits)], log_probs.device)
+    tokens = torch.tensor(score.token_ids[start : start + len(logits)], dtype=torch.long, device=log_probs.device)
     score.log_probabilities.extend(log_probs.gather(1, tokens[:, None])[:, 0].tolist())
     score.greedy.extend((log_probs.argmax(-1) == tokens).tolist())
     if any(map(isnan, score.log_probabilities)):
