@@ -15,9 +15,8 @@ from transformers import GenerationConfig
 
 from specinfer.drafts.rows import draw_rows
 from specinfer.engine.gumbel import DRAFT, Coupling, key
-from specinfer.engine.sampling import Processors, resolve
+from specinfer.engine.sampling import resolve
 from specinfer.engine.sequence import Row
-from specinfer.engine.stopping import Stopping
 from specinfer.engine.target_view import RowView
 from specinfer.engine.verify import ExactMatch, MultiStep, Verdict, Verifier, residual
 from specinfer.errors import PairingError
@@ -228,8 +227,7 @@ HALVES = np.array([0.5, 0.1, 0.1, 0.1, 0.1, 0.1])
 def row(seed, sampling=True):
     options = {"top_k": 0} if sampling else {}
     settings = resolve(GenerationConfig(), do_sample=sampling, max_new_tokens=9, **options)
-    distribution = Processors.of(settings, 2, torch.device("cpu"))
-    return Row(0, [1, 2], distribution, Stopping(settings, 9), seed, sampling, ["draft"])
+    return Row(0, [1, 2], settings, 9, seed, torch.device("cpu"), draft_names=["draft"])
 
 
 @pytest.fixture(scope="module")

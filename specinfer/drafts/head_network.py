@@ -39,8 +39,8 @@ class HeadNetwork(nn.Module):
         self.token_ids: Tensor
         self.register_buffer("token_ids", token_ids)
         self.embedding: Tensor | None  # (V, H), the target's
-        self.cosines: Tensor | None  # (positions, D)
-        self.sines: Tensor | None
+        self.cosines: Tensor  # (positions, D)
+        self.sines: Tensor
         for name in ("embedding", "cosines", "sines"):  # set by `bind`, and never saved
             self.register_buffer(name, None, persistent=False)
         self.output: nn.Linear | None = None  # rows of the target's, (V', H)
@@ -101,8 +101,6 @@ class HeadNetwork(nn.Module):
             logits_to_keep: columns whose logits are wanted; 0 = all.
         """
         assert self.embedding is not None, "bind the head to a target first"
-        assert self.cosines is not None
-        assert self.sines is not None
         assert position_ids is not None
         embedded = functional.embedding(input_ids, self.embedding).to(self.dtype)
         if draft_states is None:

@@ -100,8 +100,8 @@ class ModelDraftSession(DraftRows):
             return growth.trees(roots, self.draft)
         except TreeError as error:
             raise NumericalError(
-                f"draft {self.draft} proposed what is not a tree ({error}); NaN logits cause this: check its weights, or "
-                "load it in float32"
+                f"draft {self.draft} proposed something that is not a tree ({error}). NaN logits do this: check its "
+                "weights, or load it in float32"
             ) from error
 
     def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
@@ -193,7 +193,7 @@ class ModelDraftSession(DraftRows):
 
 
 def _in_order(values: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values (.., k), descending, and their tokens, ties by the smaller token: `torch.topk` breaks them anyhow."""
+    """Return values (.., k), descending, and their tokens, ties by the smaller token (`torch.topk` has no rule)."""
     if values.device.type == "cpu" and not (values[..., 1:] == values[..., :-1]).any():
         return values, tokens
     tokens, order = tokens.sort(-1)

@@ -6,9 +6,12 @@ Does not know: models, caches, drafts, the other rows.
 
 from collections.abc import Callable, Sequence
 from math import inf
+from typing import Any
+
+import torch
 
 from specinfer.engine.gumbel import Coupling
-from specinfer.engine.sampling import Processors
+from specinfer.engine.sampling import GenerationSettings, Processors
 from specinfer.engine.stopping import Stopping
 from specinfer.engine.verify import Verdict
 from specinfer.results import Step, drafted_by
@@ -21,28 +24,36 @@ class Row:
     Args:
         index: of the sequence in the caller's batch.
         prompt: token ids, at least one.
-        processors: from logits to scores.
-        stopping: when it ends.
+        settings: of the call.
+        budget: new tokens at most.
         seed: of its noise.
-        sampling: draw tokens; otherwise take the argmax.
+        device: of the target's logits.
+        tokenizer: needed for stop strings only.
         draft_names: by draft id.
         gate: draft nothing after a token to which the target gave a smaller probability; None = always draft.
+        processors: from logits to scores; None = those of the settings.
+
+    Raises:
+        SamplingError: stop strings without a tokenizer, or an option that a processor refuses.
     """
 
     def __init__(
         self,
         index: int,
         prompt: Sequence[int],
-        processors: Processors,
-        stopping: Stopping,
+        settings: GenerationSettings,
+        budget: int,
         seed: int,
-        sampling: bool,
-        draft_names: Sequence[str],
+        device: torch.device,
+        tokenizer: Any = None,
+        draft_names: Sequence[str] = (),
         gate: float | None = None,
+        processors: Processors | None = None,
     ) -> None:
-        self.index, self.seed, self.sampling = index, seed, sampling
+        self.index, self.seed, self.sampling, self.draft_names = index, seed, settings.do_sample, draft_names
         self.coupling = Coupling(seed)
-        self.processors, self.stopping, self.draft_names = processors, stopping, draft_names
+        self.processors = processors or Processors.of(settings, len(prompt), device)
+        self.stopping = Stopping(settings, budget, device, tokenizer)
         self.ids = list(prompt)
         self.prompt_length = len(prompt)
         self.step = 0

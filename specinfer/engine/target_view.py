@@ -15,9 +15,8 @@ from transformers import GenerationConfig
 
 from specinfer.common.values import plain
 from specinfer.engine.gumbel import COIN, key, uniform
-from specinfer.engine.sampling import Processors, resolve
+from specinfer.engine.sampling import resolve
 from specinfer.engine.sequence import Row
-from specinfer.engine.stopping import Stopping
 from specinfer.engine.verify import Probabilities, Verdict, Verifier, chosen_verifier
 from specinfer.errors import InputError, NumericalError
 from specinfer.prompts import check_ids
@@ -189,7 +188,6 @@ def verify_tree(
     ids = [*plain(prefix), int(tree.tokens[0])]
     check_ids([ids], logits.shape[1])
     settings = resolve(GenerationConfig(), vocab_size=logits.shape[1], **options)
-    processors, stopping = Processors.of(settings, len(ids), logits.device), Stopping(settings, 1, logits.device)
-    row = Row(0, ids, processors, stopping, seed, settings.do_sample, draft_names=())
+    row = Row(0, ids, settings, 1, seed, logits.device)
     with torch.inference_mode():
         return rule.verify(tree, target_views([row], [tree], logits[None])[0])
