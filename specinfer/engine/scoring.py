@@ -14,7 +14,7 @@ from torch import Tensor
 from specinfer.attention import TreeModel, lay_out_chains, running
 from specinfer.common.values import plain
 from specinfer.errors import InputError, NumericalError
-from specinfer.prompts import Prompts, check_ids, spelt
+from specinfer.prompts import Prompts, check_ids, tokenized
 
 SCORED = 256  # tokens of all rows whose logits one pass returns at most: this bounds its memory
 
@@ -68,7 +68,7 @@ def _ids(continuation: Any, tokenizer: Any, row: int) -> list[int]:
     """Return the token ids of a continuation."""
     continuation = plain(continuation)
     if isinstance(continuation, str):
-        continuation = spelt(continuation, tokenizer, add_special_tokens=False)
+        continuation = tokenized(continuation, tokenizer, add_special_tokens=False)
     if not isinstance(continuation, Sequence):
         raise InputError(f"row {row}: a continuation must be text or token ids, not {type(continuation).__name__}")
     if not continuation:
