@@ -31,7 +31,7 @@ from specinfer.engine.sequence import Row
 from specinfer.engine.text_stream import TextStream
 from specinfer.engine.verify import Verifier, chosen_verifier
 from specinfer.errors import InputError, ModelError, SamplingError, UnsupportedModel
-from specinfer.prompts import Prompt, Prompts, check_beside, check_context, check_ids, encode
+from specinfer.prompts import Prompt, Prompts, check_beside, check_ids, encode
 from specinfer.results import Result
 from specinfer.tree import BestFirst, Chain, Kind, Policy
 from specinfer.tree.token_tree import MOST_DRAFTS
@@ -118,9 +118,7 @@ class SpeculativeDecoder:
             ModelError: a model cannot be found or loaded; and what the constructor raises.
         """
         if target is not None and not _is_name(target):
-            raise ModelError(
-                f"target={target!r:.60} is no name and no folder: a loaded model goes to SpeculativeDecoder"
-            )
+            raise ModelError(f"target={target!r:.60} is no name: a loaded model goes to SpeculativeDecoder")
         dtype, device = str(dtype).removeprefix("torch."), str(device)
         loaded = loading.load(target, dtype, device)
         ready = [
@@ -296,16 +294,18 @@ class SpeculativeDecoder:
         sampled = [setting.config for setting in settings if setting.do_sample]
         warpers = [[getattr(config, name, None) for name in WARPERS] for config in sampled]
         if self.policy.kind is not Kind.RANKED and any(other != warpers[0] for other in warpers):
-            raise SamplingError(
-                "rows differ in their distribution, and sampled trees are drawn from one: give a batch per distribution"
-            )
+            raise SamplingError("sampled trees are drawn from one distribution, and rows differ in it: split the batch")
 
     def check_lengths(self, rows: Sequence[Sequence[int]], budgets: Sequence[int]) -> None:
         """Raise `InputError` if a prompt and its new tokens (the budget) do not fit the target's context."""
         limit = self.target.position_limit()
         if limit is not None and not self.target.takes_positions:
             limit -= self.policy.max_nodes  # without positions, a model counts padding, too
-        check_context(rows, budgets, limit)
+        for index, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
+            if limit is not None and len(row) + budget > limit:
+                sizes = f"{len(row)} prompt tokens + {budget} new ones exceed the target's context of {limit}"
+                advice = f"shorten the prompt or ask for at most {max(limit - len(row), 0)} new tokens"
+                raise InputError(f"row {index}: {sizes}: {advice}")
 
     def _ready(self, drafts: list[Any]) -> list[Draft]:
         """Return drafts in the order given, with "auto" and "bundled" replaced by what they mean."""
@@ -340,14 +340,13 @@ class SpeculativeDecoder:
                 raise UnsupportedModel(f"{check.model} cannot score token trees: {check.reason}")
             if check.support is not Support.CHAIN_ONLY:
                 continue
+            limit = f"{check.model} can score chains only ({check.reason})"
             is_chain = set(getattr(policy, "expansion", (0,))) <= {1}
             if len(self.drafts) > 1 or not (is_chain or policy.kind is Kind.RANKED):
-                raise UnsupportedModel(
-                    f"{check.model} can score chains only ({check.reason}): use one draft and tree=Chain(k)"
-                )
+                raise UnsupportedModel(f"{limit}: use one draft and tree=Chain(k)")
             if not is_chain:
                 policy = Chain(policy.max_depth)
-                notes.append(f"tree={policy}: {check.model} can score chains only ({check.reason})")
+                notes.append(f"tree={policy}: {limit}")
         return policy
 
     def _check_tokenizers(self) -> None:
@@ -369,7 +368,7 @@ def _as_policy(tree: Any) -> Policy:
     policy = Chain(0) if tree is None else Auto() if tree == "auto" else tree
     if not hasattr(policy, "grow") or isinstance(policy, type):
         raise InputError(
-            f'tree={tree!r} is no growth policy: use "auto", BestFirst, Expansion, Chain, Sampled, or None for none'
+            f'tree={tree!r} is no growth policy: use "auto", BestFirst, Expansion, Chain, Sampled, or None'
         )
     return policy
 
@@ -378,17 +377,13 @@ def _checked_model(model: Any) -> Any:
     if _is_name(model):
         raise ModelError(f"{str(model)!r} is a name: use SpeculativeDecoder.from_pretrained, or load the model")
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
-        raise ModelError(
-            f"{model!r:.60} is no model: give a transformers causal language model, or use from_pretrained"
-        )
+        raise ModelError(f"{model!r:.60} is no model: give a transformers causal LM, or use from_pretrained")
     return model
 
 
 def _checked_tokenizer(tokenizer: Any) -> Any:
     if tokenizer is not None and (isinstance(tokenizer, bytes | type) or not hasattr(tokenizer, "decode")):
-        raise InputError(
-            f"tokenizer={tokenizer!r:.60} cannot decode: give the target's tokenizer, or None for ids only"
-        )
+        raise InputError(f"tokenizer={tokenizer!r:.60} cannot decode: give the target's, or None for ids only")
     return tokenizer
 
 

@@ -18,6 +18,8 @@ Knows: names.  Does not know: anything else; it imports nothing, and everything 
 A message says what is wrong, why it matters, and what to do.
 """
 
+CHECK_WEIGHTS = "Check the weights, or load the model in float32"  # advice, where logits are not numbers
+
 
 class SpecinferError(Exception):
     """Base class: catch this to catch everything specinfer raises on purpose.

@@ -300,10 +300,8 @@ def _check_complete(info: Mapping[str, Any]) -> None:
         if keys
     ]
     if wrong:
-        raise ModelError(
-            f"its weights are not those that its config.json describes: {', '.join(wrong)}; get the whole checkpoint, "
-            "and the config.json that belongs to it"
-        )
+        advice = "get the whole checkpoint, and the config.json that belongs to it"
+        raise ModelError(f"its weights are not those that its config.json describes: {', '.join(wrong)}; {advice}")
 
 
 @contextmanager

@@ -36,9 +36,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise InputError(f"{path}, line {number} is not JSON ({error}): give one object a line") from error
         prompt = row.get("prompt") if isinstance(row, dict) else None
         if not isinstance(prompt, str) or not prompt.strip():
-            raise InputError(
-                f'{path}, line {number} has no "prompt" with text in it: give one object a line, each with one'
-            )
+            raise InputError(f'{path}, line {number} has no "prompt" with text in it: give each line one')
         if not is_text(prompt):
             raise InputError(f"{path}, line {number} holds half a surrogate pair, which is no text")
         yield number, row
@@ -109,9 +107,7 @@ def encode(
     """
     prompt = plain(prompt)
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-        raise InputError(
-            f"a prompt must be text, a list of chat messages, or token ids (or a list of those), not {prompt!r:.60}"
-        )
+        raise InputError(f"a prompt must be text, chat messages or token ids, or a list of those, not {prompt!r:.60}")
     if not prompt:
         raise InputError("the prompt is empty: there is nothing to continue")
     single = isinstance(prompt, str) or isinstance(prompt[0], int | Mapping)
@@ -133,20 +129,8 @@ def check_ids(rows: Sequence[Sequence[int]], vocab_size: int) -> None:
     for index, row in enumerate(rows):
         for position, token in enumerate(row):
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-                raise InputError(
-                    f"row {index}, position {position}: token id {token!r} is not in the target's vocabulary "
-                    f"[0, {vocab_size}): encode the prompt with the target's own tokenizer"
-                )
-
-
-def check_context(rows: Sequence[Sequence[int]], budgets: Sequence[int], limit: int | None) -> None:
-    """Raise `InputError` if prompt + new tokens exceed the positions that the target can use."""
-    for index, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
-        if limit is not None and len(row) + budget > limit:
-            raise InputError(
-                f"row {index}: {len(row)} prompt tokens + {budget} new ones exceed the target's context of {limit}: "
-                f"shorten the prompt or ask for at most {max(limit - len(row), 0)} new tokens"
-            )
+                where, vocabulary = f"row {index}, position {position}", f"the target's vocabulary [0, {vocab_size})"
+                raise InputError(f"{where}: token id {token!r} is not in {vocabulary}: use the target's tokenizer")
 
 
 def _check_padding(rows: Sequence[Sequence[Any]], pad: int | None) -> None:
@@ -159,9 +143,8 @@ def _check_padding(rows: Sequence[Sequence[Any]], pad: int | None) -> None:
         some = len({len(row) for row in rows}) == 1 and len({end[0] == pad for end in ends}) == 2
         for index, end in enumerate(ends):
             if pad is not None and (end == [pad, pad] or (some and end[0] == pad)):
-                raise InputError(
-                    f"row {index} looks padded (token {pad} at its end): give attention_mask=, all ones if it is text"
-                )
+                advice = "give attention_mask=, all ones if it is text"
+                raise InputError(f"row {index} looks padded (token {pad} at its end): {advice}")
 
 
 def _is_text(item: Any) -> bool:
@@ -257,16 +240,12 @@ def check_beside(beside: Mapping[str, Any], rows: Sequence[Padded], model: TreeM
     for row, positions in zip(rows, given.get("position_ids", []), strict=False):
         start = len(row.left)
         if positions[start : start + len(row.ids)] != list(range(len(row.ids))):
-            raise InputError(
-                "position_ids cannot be used unless they count each row's tokens from 0, padding left out: give none"
-            )
+            raise InputError("position_ids must count each row's tokens from 0, without padding: give none")
     types = given.get("token_type_ids")
     if types is None or "token_type_ids" not in inspect.signature(model.model.forward).parameters:
         return
     if any(map(any, types)) or not _ignores_zero_types(model, rows[0].ids[:PROBED]):
-        raise InputError(
-            f"token_type_ids change what {model.name} answers, and trees are decoded from token ids alone: give none"
-        )
+        raise InputError(f"token_type_ids change what {model.name} answers, and decoding does not use them: give none")
 
 
 def _without_padding(index: int, ids: Sequence[int], kept: Sequence[Any]) -> Padded:

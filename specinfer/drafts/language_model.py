@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level, on_device
 from specinfer.drafts.base import DraftContext
 from specinfer.drafts.rows import DraftRows
-from specinfer.errors import NumericalError, TreeError
+from specinfer.errors import CHECK_WEIGHTS, NumericalError, TreeError
 from specinfer.tree import Forest, Frontier, Policy, TokenTree
 
 CANDIDATES = 128  # tokens per node that processors and noise see in a coupled draft, if there are processors
@@ -99,10 +99,8 @@ class ModelDraftSession(DraftRows):
         try:
             return growth.trees(roots, self.draft)
         except TreeError as error:
-            raise NumericalError(
-                f"draft {self.draft} proposed something that is not a tree ({error}). NaN logits do this: check its "
-                "weights, or load it in float32"
-            ) from error
+            problem = f"draft {self.draft} proposed something that is not a tree ({error}), perhaps by NaN logits"
+            raise NumericalError(f"{problem}. {CHECK_WEIGHTS}") from error
 
     def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
         """Keep what was fed of each committed path; the rest is uncached, the new root last."""

@@ -133,10 +133,8 @@ class GenerationSettings:
         if self.max_new_tokens is not None:
             return self.max_new_tokens
         if self.config.max_length <= prompt_length:
-            raise InputError(
-                f"max_length={self.config.max_length} leaves no room after a prompt of {prompt_length} tokens: raise "
-                "it or give max_new_tokens"
-            )
+            length = f"max_length={self.config.max_length}"
+            raise InputError(f"{length} leaves no room after {prompt_length} tokens: raise it or give max_new_tokens")
         return self.config.max_length - prompt_length
 
 
@@ -169,9 +167,7 @@ def resolve(
     if isinstance(generation_config, dict):
         generation_config, options = None, {**generation_config, **options}
     if not isinstance(generation_config, GenerationConfig | None):
-        raise SamplingError(
-            f"generation_config={generation_config!r:.60} is no GenerationConfig and no dict of options"
-        )
+        raise SamplingError(f"generation_config={generation_config!r:.60} is neither a GenerationConfig nor a dict")
     given = {name: plain(value) for name, value in options.items() if value is not None}
     if unknown := sorted(str(name) for name in given if name not in vars(GenerationConfig())):
         raise SamplingError(f"unknown option {', '.join(unknown)}: options are those of transformers.GenerationConfig")
@@ -217,9 +213,7 @@ def by_row(options: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
     lists = {name: plain(options[name]) for name in PER_ROW if isinstance(plain(options.get(name)), list | tuple)}
     for name, values in lists.items():
         if len(values) != rows:
-            raise SamplingError(
-                f"{name}={values!r:.60} has {len(values)} values: give one for all, or one per row ({rows})"
-            )
+            raise SamplingError(f"{name}={values!r:.60} has {len(values)} values: give one, or one per row ({rows})")
     return [{**options, **{name: values[row] for name, values in lists.items()}} for row in range(rows if lists else 1)]
 
 
@@ -234,10 +228,8 @@ def _check_greedy(given: dict[str, Any]) -> None:
     """Raise `SamplingError` for an option of sampling in a greedy call."""
     for name, values in _NEUTRAL.items():
         if name in given and given[name] not in values:
-            raise SamplingError(
-                f"{name}={given[name]!r} has no effect in greedy decoding: leave it out, or sample with a temperature "
-                "above 0"
-            )
+            advice = "leave it out, or sample with a temperature above 0"
+            raise SamplingError(f"{name}={given[name]!r} has no effect in greedy decoding: {advice}")
 
 
 def _max_new_tokens(config: Any, given: dict[str, Any], user_config: Any) -> int | None:
@@ -306,9 +298,7 @@ def _callables(name: str, value: Any) -> tuple[Callable[..., Any], ...]:
     found = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
     for item in found:
         if not callable(item) or isinstance(item, type):
-            raise SamplingError(
-                f"{name} holds {item!r:.60}, which cannot be called: give functions or objects that can"
-            )
+            raise SamplingError(f"{name} holds {item!r:.60}, which cannot be called: give functions")
     return found
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specinfer.attention import TreeModel, lay_out_chains, running
 from specinfer.common.values import plain
-from specinfer.errors import InputError, NumericalError
+from specinfer.errors import CHECK_WEIGHTS, InputError, NumericalError
 from specinfer.prompts import Prompts, check_ids, tokenized
 
 SCORED = 256  # tokens of all rows whose logits one pass returns at most: this bounds its memory
@@ -105,7 +105,5 @@ def _extend(score: Score, logits: Tensor, start: int, row: int) -> None:
     score.log_probabilities.extend(log_probs.gather(1, tokens[:, None])[:, 0].tolist())
     score.greedy.extend((log_probs.argmax(-1) == tokens).tolist())
     if any(map(isnan, score.log_probabilities)):
-        raise NumericalError(
-            f"row {row}: the target's logits are not numbers within {start + len(logits)} tokens after the prompt. "
-            "Check the weights, or load the model in float32"
-        )
+        where = f"row {row}, within {start + len(logits)} tokens after the prompt"
+        raise NumericalError(f"{where}: the target's logits are not numbers. {CHECK_WEIGHTS}")

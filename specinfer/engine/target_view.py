@@ -18,7 +18,7 @@ from specinfer.engine.gumbel import COIN, key, uniform
 from specinfer.engine.sampling import resolve
 from specinfer.engine.sequence import Row
 from specinfer.engine.verify import Probabilities, Verdict, Verifier, chosen_verifier
-from specinfer.errors import InputError, NumericalError
+from specinfer.errors import CHECK_WEIGHTS, InputError, NumericalError
 from specinfer.prompts import check_ids
 from specinfer.tree import TokenTree
 
@@ -124,11 +124,10 @@ class RowView:
     def _check(self, largest: float, node: int) -> None:
         """Raise unless the largest score is finite: NaN wins a maximum, so this sees NaN, +inf and all -inf."""
         if not isfinite(largest):
-            raise NumericalError(
-                f"row {self.row.index}, step {self.row.step}: the target's logits after "
-                f"{self.base + int(self.tree.depths[node])} tokens are NaN, infinite or all -inf; nothing can be "
-                "chosen from them. Check the weights, or load the model in float32"
+            where = (
+                f"row {self.row.index}, step {self.row.step}, after {self.base + int(self.tree.depths[node])} tokens"
             )
+            raise NumericalError(f"{where}: the target's logits are NaN, infinite or all -inf. {CHECK_WEIGHTS}")
 
 
 def _choose(wanted: Sequence[tuple[RowView, Sequence[int]]]) -> None:
@@ -180,7 +179,7 @@ def verify_tree(
         )
     if any(len(distribution) != logits.shape[1] for distribution in tree.distributions.values()):
         raise InputError(
-            f"the tree's distributions are not of {logits.shape[1]} tokens, as the logits: pad or cut either"
+            f"the tree's distributions are not of {logits.shape[1]} tokens, as the logits: pad or cut them"
         )
     if isinstance(seed, bool) or not isinstance(seed := plain(seed), int):
         raise InputError(f"seed={seed!r:.60}: give one whole number")

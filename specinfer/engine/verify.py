@@ -15,6 +15,7 @@ Each rule is exact for some kinds of tree only; `specinfer certify` checks this 
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -64,14 +65,14 @@ class Verifier(ABC):
     def check(self, kind: Kind) -> None:
         """Raise `PairingError` if trees of this kind would bias the output."""
         if kind not in self.kinds:
-            exact = " or ".join(sorted(self.kinds))
             raise PairingError(
                 f"{type(self).__name__} on a {kind} tree would change the output distribution: it is exact for "
-                f"{exact} trees only. Use ExactMatch() for ranked trees, MultiStep(replacement=True) for i.i.d. draws, "
-                "MultiStep(replacement=False) for draws without replacement"
+                f"{' or '.join(sorted(self.kinds))} trees only. Use ExactMatch() for ranked trees, "
+                "MultiStep(replacement=True) for i.i.d. draws, MultiStep() for draws without replacement"
             )
 
 
+@dataclass(frozen=True)
 class ExactMatch(Verifier):
     """Descend while the target's own choice was drafted; exact for every tree.
 
@@ -79,9 +80,6 @@ class ExactMatch(Verifier):
     (arXiv 2305.09781, section 4.3).  With choices drawn by shared Gumbel noise it is coupled sampling (Daliri, Musco,
     Suresh, arXiv 2408.07978), whose text does not depend on the tree at all.
     """
-
-    def __repr__(self) -> str:
-        return "ExactMatch()"
 
     @property
     def kinds(self) -> frozenset[Kind]:
@@ -97,6 +95,7 @@ class ExactMatch(Verifier):
         return Verdict(tuple(path[1:]), token)
 
 
+@dataclass(frozen=True)
 class MultiStep(Verifier):
     """Multi-step speculative sampling: one acceptance test per draw, each with the q it was drawn from.
 
@@ -108,11 +107,7 @@ class MultiStep(Verifier):
         replacement: whether the tree's children were drawn with replacement.
     """
 
-    def __init__(self, replacement: bool = False) -> None:
-        self.replacement = replacement
-
-    def __repr__(self) -> str:
-        return f"MultiStep(replacement={self.replacement})"
+    replacement: bool = False
 
     @property
     def kinds(self) -> frozenset[Kind]:
@@ -126,9 +121,7 @@ class MultiStep(Verifier):
             PairingError: the tree is a record without its distributions (`TokenTree.without_distributions`).
         """
         if len(tree) > 1 and not tree.distributions:
-            raise PairingError(
-                "this tree's distributions were dropped or never drawn from, and acceptance divides by them"
-            )
+            raise PairingError("this tree has no distributions (any more), and acceptance divides by them")
         path = [0]
         while True:
             child, p = self._accepted_child(tree, path[-1], target)
@@ -153,25 +146,19 @@ class MultiStep(Verifier):
         return None, p
 
 
-def usual_verifier(kind: Kind) -> Verifier:
-    """Return the default rule for trees of a kind."""
-    return ExactMatch() if kind is Kind.RANKED else MultiStep(replacement=kind is Kind.IID)
-
-
 def chosen_verifier(verifier: Any, kind: Kind) -> Verifier:
-    """Return the verifier for trees of a kind; None is the usual one.
+    """Return the verifier for trees of a kind; None is the usual one, which is exact for them.
 
     Raises:
         InputError: not a verifier.
         PairingError: it would be biased on such trees.
     """
-    rule = usual_verifier(kind) if verifier is None else verifier
-    if not isinstance(rule, Verifier):
-        raise InputError(
-            f"verifier={verifier!r:.60} is no verifier: give ExactMatch(), MultiStep(), or None for the usual"
-        )
-    rule.check(kind)
-    return rule
+    if verifier is None:
+        return ExactMatch() if kind is Kind.RANKED else MultiStep(replacement=kind is Kind.IID)
+    if not isinstance(verifier, Verifier):
+        raise InputError(f"verifier={verifier!r:.60} is not one: give ExactMatch(), MultiStep(), or None for the usual")
+    verifier.check(kind)
+    return verifier
 
 
 def residual(p: Probabilities, q: Probabilities) -> Probabilities:
