@@ -6,6 +6,7 @@ Does not know: how a step is decoded (`engine.loop`), how a run keeps its result
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -80,9 +81,9 @@ class SpeculativeDecoder:
         compile: bool | str = "auto",
     ) -> None:
         self.notes: list[str] = []
-        self.target = TreeModel(_checked_model(model))
-        self.tokenizer = _checked_tokenizer(tokenizer)
-        self.confidence_gate = _checked_gate(plain(confidence_gate))
+        gate = plain(confidence_gate)
+        _check_arguments(model, tokenizer, gate)
+        self.target, self.tokenizer, self.confidence_gate = TreeModel(model), tokenizer, gate
         self.graphs = checked_flag("graphs", graphs)
         policy = _as_policy(tree)
         self.drafts = self._ready(_as_list(drafts)) if tree is not None else []
@@ -367,30 +368,20 @@ def _as_list(drafts: Any) -> list[Any]:
 def _as_policy(tree: Any) -> Policy:
     policy = Chain(0) if tree is None else Auto() if tree == "auto" else tree
     if not hasattr(policy, "grow") or isinstance(policy, type):
-        raise InputError(
-            f'tree={tree!r} is no growth policy: use "auto", BestFirst, Expansion, Chain, Sampled, or None'
-        )
+        raise InputError(f'tree={tree!r} is no growth policy: use "auto", BestFirst, Expansion, Chain, Sampled or None')
     return policy
 
 
-def _checked_model(model: Any) -> Any:
+def _check_arguments(model: Any, tokenizer: Any, gate: Any) -> None:
+    """Raise `ModelError` or `InputError` for arguments of another kind."""
     if _is_name(model):
         raise ModelError(f"{str(model)!r} is a name: use SpeculativeDecoder.from_pretrained, or load the model")
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
         raise ModelError(f"{model!r:.60} is no model: give a transformers causal LM, or use from_pretrained")
-    return model
-
-
-def _checked_tokenizer(tokenizer: Any) -> Any:
     if tokenizer is not None and (isinstance(tokenizer, bytes | type) or not hasattr(tokenizer, "decode")):
         raise InputError(f"tokenizer={tokenizer!r:.60} cannot decode: give the target's, or None for ids only")
-    return tokenizer
-
-
-def _checked_gate(gate: Any) -> float | None:
     if gate is not None and (isinstance(gate, bool) or not isinstance(gate, int | float) or not 0 <= gate <= 1):
         raise InputError(f"confidence_gate={gate!r} is no probability: give a number from 0 to 1, or None for no gate")
-    return gate
 
 
 def _as_draft(draft: Any) -> Draft:
@@ -414,12 +405,9 @@ def _load_draft(name: str, dtype: str, device: str) -> Draft:
         ModelError: it cannot be loaded.
     """
     folder = Path(os.path.expanduser(name))
-    try:
-        kind = parse_json((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
-    except (OSError, ValueError, KeyError, TypeError):  # a name on the hub, or a folder that the loader will refuse
-        kind = None
-    if kind == MODEL_TYPE:
-        return HeadDraft.load(folder)
+    with suppress(OSError, ValueError, KeyError, TypeError):  # a name on the hub, or a folder that `load` will refuse
+        if parse_json((folder / "config.json").read_text(encoding="utf-8"))["model_type"] == MODEL_TYPE:
+            return HeadDraft.load(folder)
     loaded = loading.load(name, dtype, device)
     return ModelDraft(loaded.model, loaded.tokenizer, loaded.name)
 

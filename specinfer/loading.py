@@ -83,11 +83,17 @@ def load(name: str | os.PathLike[str] | None, dtype: str = "auto", device: str =
     where = resolve_device(device)
     kind = resolve_dtype(dtype, where)
     name = DEFAULT_TARGET if name is None else os.fspath(name)
-    model, tokenizer = _first(name, _sources(name, kind))
-    try:
-        return Loaded(model.to(where).eval(), tokenizer, name)
-    except RuntimeError as error:
-        raise ModelError(f"cannot move {name} to {where}: {_reason(error)}") from error
+    reasons: list[str] = []
+    for source in _sources(name, kind):
+        try:
+            model, tokenizer = source()
+            return Loaded(model.to(where).eval(), tokenizer, name)
+        except RuntimeError as error:
+            raise ModelError(f"cannot move {name} to {where}: {_reason(error)}") from error
+        except ModelError as error:
+            reasons.append(str(error))
+    advice = f". {OFFLINE_ADVICE}" if name == DEFAULT_TARGET else ""
+    raise ModelError(f"cannot load {name}: {'; '.join(reasons)}{advice}")
 
 
 def resolve_device(device: str) -> torch.device:
@@ -163,17 +169,6 @@ def _sources(name: str, kind: torch.dtype) -> Sequence[Callable[[], _Pair]]:
     except utils.HFValidationError as error:
         raise ModelError(f"cannot load {name!r}: no such folder, and not a name a hub model has") from error
     return [cached, downloaded]
-
-
-def _first(name: str, sources: Sequence[Callable[[], _Pair]]) -> _Pair:
-    reasons: list[str] = []
-    for source in sources:
-        try:
-            return source()
-        except ModelError as error:
-            reasons.append(str(error))
-    advice = f". {OFFLINE_ADVICE}" if name == DEFAULT_TARGET else ""
-    raise ModelError(f"cannot load {name}: {'; '.join(reasons)}{advice}")
 
 
 def _from_copy(kind: torch.dtype) -> _Pair:

@@ -70,11 +70,6 @@ class Padded(NamedTuple):
     ids: list[int]
     right: list[int]
 
-    @property
-    def given(self) -> list[int]:
-        """The row as it was given."""
-        return self.left + self.ids + self.right
-
 
 class Prompts(NamedTuple):
     """Rows of token ids, and whether the caller gave one prompt or a batch."""
@@ -205,8 +200,17 @@ def without_padding(rows: Sequence[Sequence[int]], mask: Any) -> list[Padded]:
     """
     if mask is None:
         return [Padded([], list(row), []) for row in rows]
-    masks = _one_per_token("attention_mask", mask, rows)
-    return [_without_padding(index, row, kept) for index, (row, kept) in enumerate(zip(rows, masks, strict=True))]
+    padded = []
+    for index, (ids, kept) in enumerate(zip(rows, _one_per_token("attention_mask", mask, rows), strict=True)):
+        if not all(value in (0, 1) for value in kept):
+            raise InputError(f"row {index}: attention_mask holds other numbers than 0 and 1, and only marks padding")
+        if 1 not in kept:
+            raise InputError(f"row {index} is empty: its attention_mask calls every token padding")
+        start, end = kept.index(1), len(kept) - kept[::-1].index(1)
+        if 0 in kept[start:end]:
+            raise InputError(f"row {index}: attention_mask has a hole: only the ends of a row can be padding")
+        padded.append(Padded(list(ids[:start]), list(ids[start:end]), list(ids[end:])))
+    return padded
 
 
 def _one_per_token(name: str, values: Any, rows: Sequence[Sequence[int]]) -> list[list[Any]]:
@@ -218,10 +222,8 @@ def _one_per_token(name: str, values: Any, rows: Sequence[Sequence[int]]) -> lis
     lists = plain(values)
     if isinstance(lists, list | tuple) and len(lists) == 1 < len(rows):
         lists = [lists[0]] * len(rows)
-    lengths = (
-        [len(v) if isinstance(v, list | tuple) else None for v in lists] if isinstance(lists, list | tuple) else []
-    )
-    if lengths != [len(row) for row in rows]:
+    known = isinstance(lists, list | tuple) and all(isinstance(row, list | tuple) for row in lists)
+    if not known or list(map(len, lists)) != list(map(len, rows)):
         raise InputError(f"{name} has not the shape of the token ids: give one number per token")
     return [list(row) for row in lists]
 
@@ -236,7 +238,7 @@ def check_beside(beside: Mapping[str, Any], rows: Sequence[Padded], model: TreeM
     for name in values:
         if name not in ("position_ids", "token_type_ids"):
             raise InputError(f"{name} cannot be used: trees are decoded from token ids alone, so leave it out")
-    given = {name: _one_per_token(name, value, [row.given for row in rows]) for name, value in values.items()}
+    given = {name: _one_per_token(name, value, [sum(row, []) for row in rows]) for name, value in values.items()}
     for row, positions in zip(rows, given.get("position_ids", []), strict=False):
         start = len(row.left)
         if positions[start : start + len(row.ids)] != list(range(len(row.ids))):
@@ -246,17 +248,6 @@ def check_beside(beside: Mapping[str, Any], rows: Sequence[Padded], model: TreeM
         return
     if any(map(any, types)) or not _ignores_zero_types(model, rows[0].ids[:PROBED]):
         raise InputError(f"token_type_ids change what {model.name} answers, and decoding does not use them: give none")
-
-
-def _without_padding(index: int, ids: Sequence[int], kept: Sequence[Any]) -> Padded:
-    if not all(value in (0, 1) for value in kept):
-        raise InputError(f"row {index}: attention_mask holds other numbers than 0 and 1, and only says what is padding")
-    if 1 not in kept:
-        raise InputError(f"row {index} is empty: its attention_mask calls every token padding")
-    start, end = kept.index(1), len(kept) - kept[::-1].index(1)
-    if 0 in kept[start:end]:
-        raise InputError(f"row {index}: attention_mask has a hole: only padding at the ends of a row can be left out")
-    return Padded(list(ids[:start]), list(ids[start:end]), list(ids[end:]))
 
 
 def _ignores_zero_types(model: TreeModel, ids: Sequence[int]) -> bool:

@@ -28,9 +28,7 @@ class DraftContext:
     draft: int  # this draft's id in the trees
     processors: Processors  # the target's, without those that read the prefix
     seeds: Sequence[int]  # per row
-    couplings: Sequence[
-        Coupling
-    ] = ()  # per row, the target's noise: it chooses argmax(log p + noise); () = no coupling
+    couplings: Sequence[Coupling] = ()  # per row, the target's noise: it chooses argmax(log p + noise); () = none
     aux_layers: Sequence[int] = ()  # the target's layers whose hidden states drafts get, counted as transformers does
     # per row, the target's hidden states (n - 1, aux_layers, H) at all prompt tokens except the root
     states: Sequence[Tensor | None] = ()

@@ -3,6 +3,7 @@
 Knows: their folder, and the fingerprints of their targets.  Does not know: how they were trained (each has a card).
 """
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,9 @@ def bundled_folders(target: Any, tokenizer: Any = None) -> list[Path]:
         target: a ``transformers`` causal LM.
         tokenizer: the target's, compared if given.
     """
-    folders = sorted(config.parent for config in FOLDER.glob("*/config.json"))
-    return [folder for folder in folders if _fits(folder, target, tokenizer)]
-
-
-def _fits(folder: Path, target: Any, tokenizer: Any) -> bool:
-    try:
-        check_fingerprint(folder.name, read_config(folder)["fingerprint"], target, tokenizer)
-    except ModelError:
-        return False
-    return True
+    fitting = []
+    for folder in sorted(config.parent for config in FOLDER.glob("*/config.json")):
+        with suppress(ModelError):
+            check_fingerprint(folder.name, read_config(folder)["fingerprint"], target, tokenizer)
+            fitting.append(folder)
+    return fitting

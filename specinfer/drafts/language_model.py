@@ -58,20 +58,14 @@ class ModelDraftSession(DraftRows):
     def __init__(self, model: TreeModel, context: DraftContext) -> None:
         super().__init__(context)
         slots = context.capacity, context.max_capacity
+        self.device = model.device  # of the distributions
         self.session = model.session(self.batch, *slots, self.draft_layers, context.graphs)
         self.uncached = [list(prompt) for prompt in context.prompts]  # committed but not in the cache; root last
         self.level: Layout | None = None  # layout of the newest level fed
-        self.fed: list[
-            Frontier
-        ] = []  # levels fed this step, root excluded; their nodes are the cache's pending columns
+        self.fed: list[Frontier] = []  # levels fed this step, root excluded: the cache's pending columns
         self.vocab_size = min(model.vocab_size, context.vocab_size)
         self.draft_states: list[Tensor | None] = []  # this model's hidden states at the tokens fed last, root last
         self.token_ids: Tensor | None = None  # (vocab_size,) the target's ids for the model's ids; None: the same
-
-    @property
-    def device(self) -> torch.device:
-        """Where the distributions are."""
-        return self.session.model.device
 
     @property
     def passes(self) -> int:

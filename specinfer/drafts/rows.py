@@ -19,7 +19,7 @@ class DraftRows:
     per_row: tuple[str, ...] = ("lengths", "seeds", "couplings")  # attributes that are lists with an entry per row
 
     def __init__(self, context: DraftContext) -> None:
-        self.context = context
+        self.context, self.draft = context, context.draft
         self.lengths = [len(prompt) for prompt in context.prompts]  # committed tokens
         self.seeds, self.couplings = list(context.seeds), list(context.couplings)
 
@@ -27,11 +27,6 @@ class DraftRows:
     def batch(self) -> int:
         """Rows still active."""
         return len(self.lengths)
-
-    @property
-    def draft(self) -> int:
-        """The draft's id in the trees."""
-        return self.context.draft
 
     def advance(self, tokens: Sequence[Sequence[int] | None]) -> None:
         """Count the tokens that each row committed, and forget the rows that were retired (None)."""

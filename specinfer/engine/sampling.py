@@ -9,7 +9,7 @@ see each node's own path.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, isnan
 from typing import Any
@@ -25,39 +25,31 @@ from specinfer.errors import InputError, SamplingError
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
-# Options that cannot work when one pass scores several branches, or that belong to another decoding method: the value
-# that does nothing (None does nothing either), and why all others are refused.
-_BEAMS = "beam search keeps several hypotheses; tree verification follows one"
-_CONSTRAINED = "constrained beam search keeps several hypotheses"
-_ENCODER = "it belongs to encoder-decoder models"
-_STEPS = "read result.steps instead"
-_REFUSED: dict[str, tuple[Any, str]] = {
-    "num_beams": (1, _BEAMS),
-    "num_beam_groups": (1, _BEAMS),
-    "diversity_penalty": (0, "it belongs to group beam search"),
-    "constraints": (None, _CONSTRAINED),
-    "force_words_ids": (None, _CONSTRAINED),
-    "penalty_alpha": (0, "contrastive search re-ranks by hidden states of the whole prefix"),
-    "dola_layers": (None, "DoLa contrasts layers, which a tree pass does not return"),
-    "guidance_scale": (1, "guidance needs a second, unconditional pass per node"),
-    "watermarking_config": (None, "watermarks keep a state per emitted token"),
-    "token_healing": (False, "it rewrites the prompt"),
-    "num_return_sequences": (1, "repeat the prompt in a batch with one seed each instead"),
-    "encoder_repetition_penalty": (1, _ENCODER),
-    "encoder_no_repeat_ngram_size": (0, _ENCODER),
-    "decoder_start_token_id": (None, _ENCODER),
-    "prompt_lookup_num_tokens": (None, 'use drafts=["ngram"] instead'),
-    "assistant_early_exit": (None, "use a draft model instead"),
-    "assistant_ensemble_weight": (0, "it is lossy by design"),
-    "use_mtp": (False, "use a draft model instead"),
-    "speculation_type": (None, "choose a tree policy instead"),
-    "output_attentions": (False, "tree passes do not return attentions"),
-    "output_hidden_states": (False, "tree passes do not return hidden states"),
-    "output_scores": (False, _STEPS),
-    "output_logits": (False, _STEPS),
-    "cache_implementation": ("dynamic", "the engine brings its own tree cache"),
-    "use_cache": (True, "trees are verified against a cache"),
-}
+# Options that cannot work when one pass scores several branches, or that belong to another decoding method: names, the
+# value that does nothing (None does nothing either), and why all others are refused.
+_REFUSED: list[tuple[str, Any, str]] = [
+    ("num_beams num_beam_groups", 1, "beam search keeps several hypotheses; tree verification follows one"),
+    ("diversity_penalty", 0, "it belongs to group beam search"),
+    ("constraints force_words_ids", None, "constrained beam search keeps several hypotheses"),
+    ("penalty_alpha", 0, "contrastive search re-ranks by hidden states of the whole prefix"),
+    ("dola_layers", None, "DoLa contrasts layers, which a tree pass does not return"),
+    ("guidance_scale", 1, "guidance needs a second, unconditional pass per node"),
+    ("watermarking_config", None, "watermarks keep a state per emitted token"),
+    ("token_healing", False, "it rewrites the prompt"),
+    ("num_return_sequences", 1, "repeat the prompt in a batch with one seed each instead"),
+    ("encoder_repetition_penalty", 1, "it belongs to encoder-decoder models"),
+    ("encoder_no_repeat_ngram_size", 0, "it belongs to encoder-decoder models"),
+    ("decoder_start_token_id", None, "it belongs to encoder-decoder models"),
+    ("prompt_lookup_num_tokens", None, 'use drafts=["ngram"] instead'),
+    ("assistant_early_exit", None, "use a draft model instead"),
+    ("assistant_ensemble_weight", 0, "it is lossy by design"),
+    ("use_mtp", False, "use a draft model instead"),
+    ("speculation_type", None, "choose a tree policy instead"),
+    ("output_attentions output_hidden_states", False, "tree passes do not return them"),
+    ("output_scores output_logits", False, "read result.steps instead"),
+    ("cache_implementation", "dynamic", "the engine brings its own tree cache"),
+    ("use_cache", True, "trees are verified against a cache"),
+]
 # Options in a checkpoint's own configuration that mean nothing to a call of a decoder-only model.
 _INHERITED = ("use_cache", "cache_implementation", "decoder_start_token_id")
 # What options must be: their names, type, a test, and the test in words.
@@ -73,18 +65,14 @@ _POSSIBLE: list[tuple[str, Any, Callable[[Any], bool], str]] = [
     ("no_repeat_ngram_size min_new_tokens min_length", int, lambda v: v >= 0, "a whole number, 0 for none"),
     ("max_time", int | float, lambda v: v >= 0, "a number of seconds, 0 or more"),
 ]
-# Options that hold token ids: what they look like, and lists of the ids in them.
-_LIST = ("a list of token ids", lambda v: [list(v)])
-_ONE_OR_MORE = ("a token id, or a list of them", lambda v: [v] if isinstance(v, list | tuple) else [[v]])
-_TOKENS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "eos_token_id": _ONE_OR_MORE,
-    "bad_words_ids": ("a list of lists of token ids", lambda v: [list(word) for word in v]),
-    "sequence_bias": ("a dict from tuples of token ids to numbers", lambda v: _biased(v)),
-    "suppress_tokens": _LIST,
-    "begin_suppress_tokens": _LIST,
-    "forced_bos_token_id": ("a token id", lambda v: [[v]]),
-    "forced_eos_token_id": _ONE_OR_MORE,
-}
+# Options that hold token ids: their names, what they look like, and lists of the ids in them.
+_TOKENS: list[tuple[str, str, Callable[[Any], Any]]] = [
+    ("eos_token_id forced_eos_token_id", "a token id, or a list of them", lambda v: [_as_list(v)]),
+    ("bad_words_ids", "a list of lists of token ids", lambda v: [list(word) for word in v]),
+    ("sequence_bias", "a dict from tuples of token ids to numbers", lambda v: _biased(v)),
+    ("suppress_tokens begin_suppress_tokens", "a list of token ids", lambda v: [list(v)]),
+    ("forced_bos_token_id", "a token id", lambda v: [[v]]),
+]
 # Of these, ids outside the vocabulary do nothing.
 _HARMLESS = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens")
 # Options of sampling only, and the values that a greedy call may give them.
@@ -117,7 +105,7 @@ class GenerationSettings:
     @property
     def stop_strings(self) -> list[str]:
         """The strings that end a text."""
-        return _strings(self.config.stop_strings)
+        return _as_list(self.config.stop_strings)
 
     @property
     def do_sample(self) -> bool:
@@ -176,26 +164,20 @@ def resolve(
     if not given.get("do_sample", True):
         _check_greedy(given)
         given.pop("temperature", None)
-    config = copy.deepcopy(generation_config if generation_config is not None else model_config)
-    for name, value in vars(config).items():
-        setattr(config, name, value if name.startswith("_") else plain(value))
-    for name, value in vars(model_config).items():
-        if getattr(config, name, None) is None:
-            setattr(config, name, None if complete else value)
-    for name in _INHERITED:
-        if getattr(config, name, None) == getattr(model_config, name, None):
-            setattr(config, name, None)
-    for name, value in given.items():
-        setattr(config, name, value)
-    for name, value in _DEFAULTS.items():
-        if getattr(config, name, None) is None:
-            setattr(config, name, value)
+    base = model_config if generation_config is None else generation_config
+    merged = {name: None if complete else value for name, value in vars(model_config).items()}
+    named = {name: value for name, value in vars(base).items() if value is not None}
+    merged |= {name: value if name.startswith("_") else plain(value) for name, value in named.items()}
+    merged |= {name: None for name in _INHERITED if merged.get(name) == getattr(model_config, name, None)}
+    merged |= given
+    merged |= {name: value for name, value in _DEFAULTS.items() if merged.get(name) is None}
+    config = copy.copy(base)
+    vars(config).update(copy.deepcopy(merged))
     _check_options(config)
     _check_tokens(config, given, vocab_size)
-    eos = config.eos_token_id if isinstance(config.eos_token_id, list | tuple) else [config.eos_token_id]
     return GenerationSettings(
         config=config,
-        eos=frozenset(token for token in eos if token is not None and 0 <= token < (vocab_size or inf)),
+        eos=frozenset(token for token in _as_list(config.eos_token_id) if 0 <= token < (vocab_size or inf)),
         max_new_tokens=_max_new_tokens(config, given, generation_config),
         processors=_callables("logits_processor", logits_processor),
         criteria=_callables("stopping_criteria", stopping_criteria),
@@ -241,23 +223,20 @@ def _max_new_tokens(config: Any, given: dict[str, Any], user_config: Any) -> int
 
 def _check_options(config: Any) -> None:
     """Raise `SamplingError` for an option that cannot be used or has an impossible value, by name."""
-    for name, (neutral, reason) in _REFUSED.items():
-        value = getattr(config, name, None)
-        if value is not None and value != neutral:
+    for name, value, neutral, reason in _present(config, _REFUSED):
+        if value != neutral:
             raise SamplingError(f"{name}={value!r} cannot be used with token trees: {reason}")
-    for names, kind, fits, wanted in _POSSIBLE:
-        for name in names.split():
-            value = getattr(config, name, None)
-            if value is None or (name == "temperature" and not config.do_sample):  # checkpoints may write greedy as 0
-                continue
-            if isinstance(value, bool) != (kind is bool) or not isinstance(value, kind) or not fits(value):
-                raise SamplingError(f"{name}={value!r} is not possible: it must be {wanted}")
+    for name, value, kind, fits, wanted in _present(config, _POSSIBLE):
+        if name == "temperature" and not config.do_sample:
+            continue  # checkpoints may write greedy decoding as 0
+        if isinstance(value, bool) != (kind is bool) or not isinstance(value, kind) or not fits(value):
+            raise SamplingError(f"{name}={value!r} is not possible: it must be {wanted}")
     if (config.min_new_tokens or 0) > (config.max_new_tokens or inf):
         raise SamplingError(f"min_new_tokens={config.min_new_tokens} exceeds max_new_tokens={config.max_new_tokens}")
     strings = config.stop_strings
     if not isinstance(strings, str | None) and not _is_list_of(str, strings):
         raise SamplingError(f"stop_strings={strings!r} is not possible: it must be a string or a list of strings")
-    if not all(_strings(strings)):
+    if not all(_as_list(strings)):
         raise SamplingError("stop_strings holds an empty string, which would end every text at once: remove it")
     decay = config.exponential_decay_length_penalty
     if decay is not None and not (_is_list_of(int | float, decay) and len(decay) == 2 and all(map(isfinite, decay))):
@@ -269,10 +248,7 @@ def _check_tokens(config: Any, given: Mapping[str, Any], vocab_size: int | None)
 
     An end of sequence may be -1, which is no token.  In a configuration it may be any id: no text ever holds it.
     """
-    for name, (shape, parts) in _TOKENS.items():
-        value = getattr(config, name, None)
-        if value is None:
-            continue
+    for name, value, shape, parts in _present(config, _TOKENS):
         try:
             ids = [token for part in parts(value) for token in part]
         except (TypeError, AttributeError, IndexError, ValueError):
@@ -295,7 +271,7 @@ def _biased(value: Any) -> list[list[int]]:
 
 def _callables(name: str, value: Any) -> tuple[Callable[..., Any], ...]:
     """Return one callable, several or None as a tuple."""
-    found = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+    found = tuple(_as_list(value))
     for item in found:
         if not callable(item) or isinstance(item, type):
             raise SamplingError(f"{name} holds {item!r:.60}, which cannot be called: give functions")
@@ -306,8 +282,17 @@ def _is_list_of(kind: Any, value: Any) -> bool:
     return isinstance(value, list | tuple | set) and all(isinstance(v, kind) and not isinstance(v, bool) for v in value)
 
 
-def _strings(value: str | Sequence[str] | None) -> list[str]:
-    return [value] if isinstance(value, str) else list(value or ())
+def _as_list(value: Any) -> list[Any]:
+    """Return one value, several or None as a list."""
+    return [] if value is None else list(value) if isinstance(value, list | tuple | set) else [value]
+
+
+def _present(config: Any, table: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Yield the name and value of each option of a table that is not None, with the rest of its line."""
+    for names, *rest in table:
+        for name in names.split():
+            if (value := getattr(config, name, None)) is not None:
+                yield (name, value, *rest)
 
 
 class Processors:

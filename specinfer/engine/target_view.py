@@ -124,10 +124,11 @@ class RowView:
     def _check(self, largest: float, node: int) -> None:
         """Raise unless the largest score is finite: NaN wins a maximum, so this sees NaN, +inf and all -inf."""
         if not isfinite(largest):
-            where = (
-                f"row {self.row.index}, step {self.row.step}, after {self.base + int(self.tree.depths[node])} tokens"
+            where = f"row {self.row.index}, step {self.row.step}"
+            length = self.base + int(self.tree.depths[node])
+            raise NumericalError(
+                f"{where}: the target's logits after {length} tokens are NaN, infinite or all -inf. {CHECK_WEIGHTS}"
             )
-            raise NumericalError(f"{where}: the target's logits are NaN, infinite or all -inf. {CHECK_WEIGHTS}")
 
 
 def _choose(wanted: Sequence[tuple[RowView, Sequence[int]]]) -> None:
@@ -178,9 +179,7 @@ def verify_tree(
             f"{int(tree.tokens.max())}: give a tensor with one row of the target's logits for each node"
         )
     if any(len(distribution) != logits.shape[1] for distribution in tree.distributions.values()):
-        raise InputError(
-            f"the tree's distributions are not of {logits.shape[1]} tokens, as the logits: pad or cut them"
-        )
+        raise InputError(f"the tree's distributions are not over {logits.shape[1]} tokens, as the logits: pad or cut")
     if isinstance(seed, bool) or not isinstance(seed := plain(seed), int):
         raise InputError(f"seed={seed!r:.60}: give one whole number")
     rule = chosen_verifier(verifier, tree.kind)

@@ -81,10 +81,7 @@ class ExactMatch(Verifier):
     Suresh, arXiv 2408.07978), whose text does not depend on the tree at all.
     """
 
-    @property
-    def kinds(self) -> frozenset[Kind]:
-        """Every kind: the choice does not depend on the tree."""
-        return frozenset(Kind)
+    kinds = frozenset(Kind)  # the choice does not depend on the tree
 
     def verify(self, tree: TokenTree, target: TargetView) -> Verdict:
         """Follow the target's choices through the tree; the first one without a child is the bonus token."""
