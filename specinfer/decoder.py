@@ -352,12 +352,10 @@ class SpeculativeDecoder:
 
     def _check_tokenizers(self) -> None:
         for draft in self.drafts:
-            if not isinstance(draft, ModelDraft):
-                continue
-            if draft.tokenizer is not None and self.tokenizer is not None:
-                loading.same_tokens(self.tokenizer, draft.tokenizer)
-            else:
+            if isinstance(draft, ModelDraft) and (draft.tokenizer is None or self.tokenizer is None):
                 self.notes.append(f"draft {draft.name}: its tokenizer was not compared with the target's; give both")
+            elif isinstance(draft, ModelDraft):
+                loading.same_tokens(self.tokenizer, draft.tokenizer)
 
 
 def _as_list(drafts: Any) -> list[Any]:

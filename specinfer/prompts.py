@@ -238,7 +238,8 @@ def check_beside(beside: Mapping[str, Any], rows: Sequence[Padded], model: TreeM
     for name in values:
         if name not in ("position_ids", "token_type_ids"):
             raise InputError(f"{name} cannot be used: trees are decoded from token ids alone, so leave it out")
-    given = {name: _one_per_token(name, value, [sum(row, []) for row in rows]) for name, value in values.items()}
+    everything = [[*row.left, *row.ids, *row.right] for row in rows]
+    given = {name: _one_per_token(name, value, everything) for name, value in values.items()}
     for row, positions in zip(rows, given.get("position_ids", []), strict=False):
         start = len(row.left)
         if positions[start : start + len(row.ids)] != list(range(len(row.ids))):

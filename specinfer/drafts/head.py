@@ -103,11 +103,9 @@ class HeadDraft:
             "head": {name: getattr(self.head.config, name) for name in HEAD_FIELDS},
             "fingerprint": self.fingerprint,
         }
-        weights = {
-            name: weight.to(torch.bfloat16 if weight.is_floating_point() else torch.int32).contiguous()
-            for name, weight in self.head.state_dict().items()
-            if not name.startswith("output.")
-        }
+        trained = {name: w for name, w in self.head.state_dict().items() if not name.startswith("output.")}
+        kinds = {name: torch.bfloat16 if w.is_floating_point() else torch.int32 for name, w in trained.items()}
+        weights = {name: w.to(kinds[name]).contiguous() for name, w in trained.items()}
         write_whole(folder / "model.safetensors", save(weights, {"format": "pt"}))
         write_json(folder / "config.json", record)
 
@@ -253,11 +251,8 @@ def target_fingerprint(model: Any, tokenizer: Any) -> dict[str, Any]:
     The sketch holds a few entries of the embedding matrix.  Copies in another precision (a quantised file, say) have
     nearly the same entries; the cosine of two sketches shows it (`SAME_TARGET`).
     """
-    return {
-        "tokenizer": tokenizer_fingerprint(tokenizer),
-        **_sizes(model),
-        "sketch": " ".join(f"{value:.4g}" for value in _sketch(model).tolist()),
-    }
+    sketch = " ".join(f"{value:.4g}" for value in _sketch(model).tolist())
+    return {"tokenizer": tokenizer_fingerprint(tokenizer), **_sizes(model), "sketch": sketch}
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

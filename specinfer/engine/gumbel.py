@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_ROUNDS = ((30, _MIX1), (27, _MIX2), (31, None))  # of the mixer: bits to shift, then a factor
 _MASK = (1 << 64) - 1
 
 CPU = torch.device("cpu")
@@ -93,11 +94,12 @@ def _strides(count: int, device: torch.device) -> Tensor:
 
 def _mixed(state: Tensor) -> Tensor:
     """Return the upper 53 bits of mixed states; works in place."""
-    _xor_shifted(state, 30)
-    state *= _signed(_MIX1)
-    _xor_shifted(state, 27)
-    state *= _signed(_MIX2)
-    _xor_shifted(state, 31)
+    for bits, factor in _ROUNDS:
+        shifted = state >> bits
+        shifted &= (1 << (64 - bits)) - 1  # torch's shift of negative numbers fills with ones
+        state ^= shifted
+        if factor is not None:
+            state *= _signed(factor)
     state >>= 11
     state &= (1 << 53) - 1
     return state
@@ -107,7 +109,7 @@ def _mixed_on_host(state: Tensor) -> Tensor:
     """Return `_mixed` with half the operations: numpy has unsigned numbers, whose shifts are logical."""
     numbers = state.numpy().view(np.uint64)
     shifted = np.empty_like(numbers)
-    for bits, factor in ((30, _MIX1), (27, _MIX2), (31, None)):
+    for bits, factor in _ROUNDS:
         numbers ^= np.right_shift(numbers, np.uint64(bits), out=shifted)
         if factor is not None:
             numbers *= np.uint64(factor)
@@ -125,10 +127,3 @@ def _mix(state: int) -> int:
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
-
-
-def _xor_shifted(state: Tensor, bits: int) -> None:
-    """Exclusive-or int64 numbers with themselves, shifted right logically (torch's shift is arithmetic)."""
-    shifted = state >> bits
-    shifted &= (1 << (64 - bits)) - 1
-    state ^= shifted

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput, PrefixConstrainedLogitsProcessor
 
@@ -169,10 +170,9 @@ def _of_row(processor: Any, index: int) -> Any:
 
 
 def _output(results: list[Result], input_ids: Tensor, generation_config: Any) -> Any:
-    pad = generation_config.pad_token_id
-    longest = max(len(result.token_ids) for result in results)
-    new = [[*r.token_ids, *[0 if pad is None else pad] * (longest - len(r.token_ids))] for r in results]
-    sequences: Any = torch.cat([input_ids, torch.tensor(new, device=input_ids.device)], 1)
+    new = [torch.tensor(result.token_ids, device=input_ids.device) for result in results]
+    padded = pad_sequence(new, batch_first=True, padding_value=generation_config.pad_token_id or 0)
+    sequences: Any = torch.cat([input_ids, padded], 1)
     if generation_config.return_dict_in_generate:
         return SpeculativeOutput(sequences=sequences, results=results)
     return sequences
