@@ -37,7 +37,7 @@ from specinfer.results import Result
 from specinfer.tree import BestFirst, Chain, Kind, Policy
 from specinfer.tree.token_tree import MOST_DRAFTS
 
-WORDS = ("auto", "bundled", "ngram")  # drafts that are no models' names
+WORDS = ("auto", "bundled", "ngram")  # words for drafts; others are names of models
 DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8, min_probability=0.05)
 
 
@@ -119,7 +119,7 @@ class SpeculativeDecoder:
             ModelError: a model cannot be found or loaded; and what the constructor raises.
         """
         if target is not None and not _is_name(target):
-            raise ModelError(f"target={target!r:.60} is no name: a loaded model goes to SpeculativeDecoder")
+            raise ModelError(f"target={target!r:.60} is not a name: a loaded model goes to SpeculativeDecoder")
         dtype, device = str(dtype).removeprefix("torch."), str(device)
         loaded = loading.load(target, dtype, device)
         ready = [
@@ -366,7 +366,9 @@ def _as_list(drafts: Any) -> list[Any]:
 def _as_policy(tree: Any) -> Policy:
     policy = Chain(0) if tree is None else Auto() if tree == "auto" else tree
     if not hasattr(policy, "grow") or isinstance(policy, type):
-        raise InputError(f'tree={tree!r} is no growth policy: use "auto", BestFirst, Expansion, Chain, Sampled or None')
+        raise InputError(
+            f'tree={tree!r} is not a growth policy: use "auto", BestFirst, Expansion, Chain, Sampled or None'
+        )
     return policy
 
 
@@ -375,11 +377,11 @@ def _check_arguments(model: Any, tokenizer: Any, gate: Any) -> None:
     if _is_name(model):
         raise ModelError(f"{str(model)!r} is a name: use SpeculativeDecoder.from_pretrained, or load the model")
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
-        raise ModelError(f"{model!r:.60} is no model: give a transformers causal LM, or use from_pretrained")
+        raise ModelError(f"{model!r:.60} is not a model: give a transformers causal LM, or use from_pretrained")
     if tokenizer is not None and (isinstance(tokenizer, bytes | type) or not hasattr(tokenizer, "decode")):
         raise InputError(f"tokenizer={tokenizer!r:.60} cannot decode: give the target's, or None for ids only")
     if gate is not None and (isinstance(gate, bool) or not isinstance(gate, int | float) or not 0 <= gate <= 1):
-        raise InputError(f"confidence_gate={gate!r} is no probability: give a number from 0 to 1, or None for no gate")
+        raise InputError(f"confidence_gate={gate!r} is no probability: give a number from 0 to 1, or None")
 
 
 def _as_draft(draft: Any) -> Draft:
@@ -388,7 +390,7 @@ def _as_draft(draft: Any) -> Draft:
     if _is_name(draft):
         raise InputError(f"draft {draft!r} is a name: use SpeculativeDecoder.from_pretrained, or load the model")
     if not hasattr(draft, "open") and not hasattr(draft, "config"):
-        raise InputError(f"{draft!r:.60} is no draft: give a model, a name, or () for none")
+        raise InputError(f"{draft!r:.60} is not a draft: give a model, a name, or () for none")
     return draft if hasattr(draft, "open") else ModelDraft(draft)
 
 

@@ -38,7 +38,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not isinstance(prompt, str) or not prompt.strip():
             raise InputError(f'{path}, line {number} has no "prompt" with text in it: give each line one')
         if not is_text(prompt):
-            raise InputError(f"{path}, line {number} holds half a surrogate pair, which is no text")
+            raise InputError(f"{path}, line {number} holds half a surrogate pair, which is not text")
         yield number, row
 
 

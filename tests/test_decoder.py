@@ -510,7 +510,7 @@ def test_names_of_drafts_need_from_pretrained(target, draft):
 
 @pytest.mark.parametrize("draft", [None, 42, object()])
 def test_what_is_no_draft_is_refused(target, draft):
-    with pytest.raises(InputError, match="is no draft"):
+    with pytest.raises(InputError, match="is not a draft"):
         SpeculativeDecoder(target, drafts=[draft])
 
 

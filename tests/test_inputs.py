@@ -390,9 +390,9 @@ def test_a_checkpoints_own_ids_may_be_any(near):
 
 
 CONSTRUCTED = {
-    "no model": ({"model": None}, ModelError, "None is no model"),
+    "no model": ({"model": None}, ModelError, "None is not a model"),
     "a name": ({"model": "gpt2"}, ModelError, "from_pretrained"),
-    "a layer": ({"model": torch.nn.Linear(2, 2)}, ModelError, "is no model"),
+    "a layer": ({"model": torch.nn.Linear(2, 2)}, ModelError, "is not a model"),
     "tokenizer": ({"tokenizer": "gpt2"}, InputError, "tokenizer"),
     "tokenizer class": ({"tokenizer": BatchEncoding}, InputError, "tokenizer"),
     "verifier": ({"verifier": "walk"}, InputError, "verifier"),

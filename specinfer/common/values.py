@@ -32,7 +32,7 @@ def checked_count(name: str, value: Any, least: int, advice: str = "") -> int:
     """Return a whole number; raise `InputError` for anything else, for less than the least and over 32 bits."""
     count = plain(value)
     if isinstance(count, bool) or not isinstance(count, int) or not least <= count < 2**31:
-        raise InputError(f"{name}={value!r:.60} {advice or 'is no count'}: give a whole number, at least {least}")
+        raise InputError(f"{name}={value!r:.60} {advice or 'is not a count'}: give a whole number, at least {least}")
     return count
 
 

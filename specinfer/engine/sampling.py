@@ -67,7 +67,7 @@ _POSSIBLE: list[tuple[str, Any, Callable[[Any], bool], str]] = [
 ]
 # Options that hold token ids: their names, what they look like, and lists of the ids in them.
 _TOKENS: list[tuple[str, str, Callable[[Any], Any]]] = [
-    ("eos_token_id forced_eos_token_id", "a token id, or a list of them", lambda v: [_as_list(v)]),
+    ("eos_token_id forced_eos_token_id", "a token id, or a list of them", lambda v: [_items(v)]),
     ("bad_words_ids", "a list of lists of token ids", lambda v: [list(word) for word in v]),
     ("sequence_bias", "a dict from tuples of token ids to numbers", lambda v: _biased(v)),
     ("suppress_tokens begin_suppress_tokens", "a list of token ids", lambda v: [list(v)]),
@@ -105,7 +105,7 @@ class GenerationSettings:
     @property
     def stop_strings(self) -> list[str]:
         """The strings that end a text."""
-        return _as_list(self.config.stop_strings)
+        return _items(self.config.stop_strings)
 
     @property
     def do_sample(self) -> bool:
@@ -177,7 +177,7 @@ def resolve(
     _check_tokens(config, given, vocab_size)
     return GenerationSettings(
         config=config,
-        eos=frozenset(token for token in _as_list(config.eos_token_id) if 0 <= token < (vocab_size or inf)),
+        eos=frozenset(token for token in _items(config.eos_token_id) if 0 <= token < (vocab_size or inf)),
         max_new_tokens=_max_new_tokens(config, given, generation_config),
         processors=_callables("logits_processor", logits_processor),
         criteria=_callables("stopping_criteria", stopping_criteria),
@@ -236,7 +236,7 @@ def _check_options(config: Any) -> None:
     strings = config.stop_strings
     if not isinstance(strings, str | None) and not _is_list_of(str, strings):
         raise SamplingError(f"stop_strings={strings!r} is not possible: it must be a string or a list of strings")
-    if not all(_as_list(strings)):
+    if not all(_items(strings)):
         raise SamplingError("stop_strings holds an empty string, which would end every text at once: remove it")
     decay = config.exponential_decay_length_penalty
     if decay is not None and not (_is_list_of(int | float, decay) and len(decay) == 2 and all(map(isfinite, decay))):
@@ -246,7 +246,7 @@ def _check_options(config: Any) -> None:
 def _check_tokens(config: Any, given: Mapping[str, Any], vocab_size: int | None) -> None:
     """Raise `SamplingError` for an option whose token ids are not the target's.
 
-    An end of sequence may be -1, which is no token.  In a configuration it may be any id: no text ever holds it.
+    An end of sequence may be -1, which is not a token.  In a configuration it may be any id: it does nothing there.
     """
     for name, value, shape, parts in _present(config, _TOKENS):
         try:
@@ -271,7 +271,7 @@ def _biased(value: Any) -> list[list[int]]:
 
 def _callables(name: str, value: Any) -> tuple[Callable[..., Any], ...]:
     """Return one callable, several or None as a tuple."""
-    found = tuple(_as_list(value))
+    found = tuple(_items(value))
     for item in found:
         if not callable(item) or isinstance(item, type):
             raise SamplingError(f"{name} holds {item!r:.60}, which cannot be called: give functions")
@@ -282,7 +282,7 @@ def _is_list_of(kind: Any, value: Any) -> bool:
     return isinstance(value, list | tuple | set) and all(isinstance(v, kind) and not isinstance(v, bool) for v in value)
 
 
-def _as_list(value: Any) -> list[Any]:
+def _items(value: Any) -> list[Any]:
     """Return one value, several or None as a list."""
     return [] if value is None else list(value) if isinstance(value, list | tuple | set) else [value]
 
