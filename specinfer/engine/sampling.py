@@ -105,7 +105,7 @@ class GenerationSettings:
     @property
     def stop_strings(self) -> list[str]:
         """The strings that end a text."""
-        return _items(self.config.stop_strings)
+        return _strings(self.config.stop_strings)
 
     @property
     def do_sample(self) -> bool:
@@ -236,7 +236,7 @@ def _check_options(config: Any) -> None:
     strings = config.stop_strings
     if not isinstance(strings, str | None) and not _is_list_of(str, strings):
         raise SamplingError(f"stop_strings={strings!r} is not possible: it must be a string or a list of strings")
-    if not all(_items(strings)):
+    if not all(_strings(strings)):
         raise SamplingError("stop_strings holds an empty string, which would end every text at once: remove it")
     decay = config.exponential_decay_length_penalty
     if decay is not None and not (_is_list_of(int | float, decay) and len(decay) == 2 and all(map(isfinite, decay))):
@@ -284,7 +284,11 @@ def _is_list_of(kind: Any, value: Any) -> bool:
 
 def _items(value: Any) -> list[Any]:
     """Return one value, several or None as a list."""
-    return [] if value is None else list(value) if isinstance(value, list | tuple | set) else [value]
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _strings(value: Any) -> list[str]:
+    return list(value) if isinstance(value, set) else _items(value)
 
 
 def _present(config: Any, table: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
