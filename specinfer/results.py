@@ -1,10 +1,11 @@
 """What a generation returns: text, ids, one record per step, and figures derived from those records.
 
-Knows: trees, paths, tokens, seconds.  Does not know: models or how anything was computed.
+Knows: trees, paths, tokens, seconds.  Does not know: models, how anything was computed.
 
-Everything countable is derived from the steps, so a result cannot disagree with itself.
+All counts are derived from the steps, so the parts of a result agree with each other.
 """
 
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
@@ -34,7 +35,7 @@ class Seconds:
 
     @property
     def bookkeeping(self) -> float:
-        """Everything that is not a forward pass: n-gram look-ups, growing, sampling, verification, pruning."""
+        """All work but forward passes: n-gram look-ups, growing, sampling, verification, pruning."""
         return max(0.0, self.total - self.prefill - self.target - self.draft)
 
     def __sub__(self, earlier: "Seconds") -> "Seconds":
@@ -51,9 +52,9 @@ class State(StrEnum):
 
     ROOT = "root"
     ACCEPTED = "accepted"
-    CUT = "cut"  # accepted, but the text ended above it
+    CUT = "cut"  # accepted, but the text ended before it
     REJECTED = "rejected"
-    UNREACHED = "unreached"  # below a rejected node, or drawn after the one that a coin accepted
+    UNREACHED = "unreached"  # below a rejected node, or drawn after the accepted sibling
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Step(Displayed):
     def states(self) -> list[State]:
         """What became of each node of the tree.
 
-        In a sampled tree whose accepted token was drawn twice, what was drawn in between counts as not tried.
+        If the accepted token of a sampled tree was drawn twice, the draws in between count as not tried.
         """
         return states(self.tree, self.path, len(self.tokens), tried(self.tree, self.path))
 
@@ -92,14 +93,14 @@ class Step(Displayed):
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one draft did for a row, next to the others.
+    """What one draft did for a row, beside the others.
 
     In a batch the rows share its passes and seconds, as in `Stats`.
     """
 
     draft: str
-    tokens: int  # emitted ones on accepted paths that it proposed, alone or with others
-    only: int  # leave-one-out: emitted ones that would not have been accepted without it, summed over steps
+    tokens: int  # emitted tokens on accepted paths that it proposed, alone or with others
+    only: int  # leave-one-out: emitted tokens that would not have been accepted without it, summed over steps
     passes: int  # forward passes, prefill excluded
     seconds: float  # wall-clock, in proposing trees: passes, look-ups and growing; prefill excluded
 
@@ -112,7 +113,7 @@ class Contribution:
 
 @dataclass(frozen=True)
 class TreeSizes:
-    """How large trees were, whoever decided it: means over the steps of a row."""
+    """How large the trees were: means over the steps of a row."""
 
     nodes_per_step: float = 0.0  # drafted nodes that the target scored
     levels_per_step: float = 0.0  # depth of those trees
@@ -121,7 +122,7 @@ class TreeSizes:
 
     @classmethod
     def of(cls, steps: Sequence[Step]) -> "TreeSizes":
-        """Count what stands in the steps."""
+        """Compute the means over steps."""
         nodes, levels = ([getattr(step.tree, name) for step in steps] for name in ("num_drafted", "depth"))
         count = max(len(steps), 1)
         return cls(sum(nodes) / count, sum(levels) / count, nodes.count(0), len(steps))
@@ -145,7 +146,7 @@ class Stats:
     draft_passes: int
     acceptance_by_depth: tuple[float, ...]  # [d]: accepted at depth d + 1, of the steps that tried that depth
     seconds: Seconds
-    notes: tuple[str, ...] = ()  # what the engine decided by itself, and why
+    notes: tuple[str, ...] = ()  # what the engine decided, and why
     tree_sizes: TreeSizes = TreeSizes()
     drafts: tuple[Contribution, ...] = ()  # by draft id
 
@@ -197,7 +198,7 @@ class Result(Displayed):
         finish_reason: "eos", "stop" (a stop string or stopping criterion), "length", or "unfinished".
         seed: what reproduces it when sampling; None when greedy.
         steps: one `Step` per target pass.
-        tokenizer: the decoder's, with which the result shows its tokens.
+        tokenizer: the decoder's, to display tokens.
     """
 
     text: str
@@ -216,7 +217,7 @@ class Result(Displayed):
 
     @property
     def accept_lengths(self) -> list[int]:
-        """Tokens that each step emitted, the target's own included: one figure per target pass."""
+        """Tokens that each step emitted, the target's own included: one number per target pass."""
         return [len(step.tokens) for step in self.steps]
 
     def __str__(self) -> str:
@@ -240,8 +241,8 @@ def states(tree: TokenTree, path: Sequence[int], kept: int, tried: Container[int
     Args:
         tree: of N nodes.
         path: the accepted ones, root excluded.
-        kept: how many of their tokens the text had room for.
-        tried: the nodes that verification asked about.
+        kept: how many of their tokens are in the text.
+        tried: the nodes that verification tested.
     """
     on_path = {node: State.ACCEPTED if depth < kept else State.CUT for depth, node in enumerate(path)}
     others = {True: State.REJECTED, False: State.UNREACHED}
@@ -249,7 +250,7 @@ def states(tree: TokenTree, path: Sequence[int], kept: int, tried: Container[int
 
 
 def tried(tree: TokenTree, path: Sequence[int]) -> set[int]:
-    """Return the nodes that verification asked about: all children along the path, or all drawn until one passed."""
+    """Return the nodes that verification tested: all children along the path, or all draws until one was accepted."""
     nodes: set[int] = set()
     for node, accepted in zip((0, *path), (*path, None), strict=True):
         drawn = [child for _, child in tree.draws_under(node)]
@@ -259,28 +260,22 @@ def tried(tree: TokenTree, path: Sequence[int]) -> set[int]:
 
 
 def acceptance_by_depth(steps: list[Step]) -> tuple[float, ...]:
-    """Return, per depth 1, 2, ..., the share of steps accepted there among those whose accepted path had children."""
-    return tuple(accepted / tried for accepted, tried in counts_by_depth(steps))
+    """Return, per depth 1, 2, ..., the share of steps with an accepted node there, of those that had a node to test."""
+    return tuple(accepted / tested for accepted, tested in counts_by_depth(steps))
 
 
 def counts_by_depth(steps: Iterable[Step]) -> list[tuple[int, int]]:
-    """Return, per depth 1, 2, ..., how many steps accepted a node there, of how many that had one to accept."""
-    tried: list[int] = []
-    accepted: list[int] = []
+    """Return, per depth 1, 2, ..., how many steps accepted a node there, and how many had a node to test."""
+    accepted: Counter[int] = Counter()
+    tested: Counter[int] = Counter()
     for step in steps:
-        for depth, node in enumerate((0, *step.path)):
-            if not step.tree.children(node):
-                break
-            if depth == len(tried):
-                tried.append(0)
-                accepted.append(0)
-            tried[depth] += 1
-            accepted[depth] += depth < len(step.path)
-    return list(zip(accepted, tried, strict=True))
+        accepted.update(range(len(step.path)))
+        tested.update(depth for depth, node in enumerate((0, *step.path)) if step.tree.children(node))
+    return [(accepted[depth], tested[depth]) for depth in range(len(tested))]
 
 
 def contribution(steps: Iterable[Step], draft: int, name: str, passes: int, seconds: float) -> Contribution:
-    """Return what the draft with this id did in the steps, of one row or of several."""
+    """Return what the draft with this id did in steps of one row or of several."""
     tokens = only = 0
     for step in steps:
         proposers = step.tree.proposers
@@ -303,10 +298,10 @@ def drafted_by(tree: TokenTree, path: Sequence[int], names: Sequence[str], token
 
 
 def reach(path: Iterable[int], drafts: int) -> int:
-    """Return how far an accepted path would have gone with some drafts only.
+    """Return how long an accepted path would have been with some drafts only.
 
     Args:
-        path: per node, who proposed it, a bit mask (`TokenTree.proposers`).
-        drafts: who is left, a bit mask.
+        path: per node, the drafts that proposed it, as a bit mask (`TokenTree.proposers`).
+        drafts: the drafts that remain, as a bit mask.
     """
     return sum(1 for _ in takewhile(lambda proposers: proposers & drafts, path))

@@ -340,8 +340,8 @@ BAD_PROMPTS = {
     "no rows": ([[]], "row 0.*empty"),
     "empty row": ([[1, 2], []], "row 1.*empty"),
     "empty text row": (["a", ""], "row 1.*empty"),
-    "id too large": ([5, VOCAB], f"row 0, place 1.*{VOCAB}"),
-    "negative id": ([[5], [3, -1]], "row 1, place 1.*-1"),
+    "id too large": ([5, VOCAB], f"row 0, position 1.*{VOCAB}"),
+    "negative id": ([[5], [3, -1]], "row 1, position 1.*-1"),
     "bool id": ([5, True], "True"),
     "bool first": ([True, 5], "True"),
     "fraction": ([5, 0.5], "0.5"),
@@ -510,7 +510,7 @@ def test_names_of_drafts_need_from_pretrained(target, draft):
 
 @pytest.mark.parametrize("draft", [None, 42, object()])
 def test_what_is_no_draft_is_refused(target, draft):
-    with pytest.raises(InputError, match="is no draft"):
+    with pytest.raises(InputError, match="is not a draft"):
         SpeculativeDecoder(target, drafts=[draft])
 
 

@@ -19,7 +19,7 @@ from specinfer.prompts import read_rows
 HOLD = """
 import sys
 from pathlib import Path
-from specinfer.files import locked
+from specinfer.common.files import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -288,7 +288,7 @@ def test_stop_strings_are_cut_from_the_text_on_request(target, prompt, strings, 
 def test_max_time_starts_with_the_run_and_not_when_it_is_opened(decoder, monkeypatch):
     """What the caller does between opening and iterating is the caller's time."""
     now = [0.0]
-    monkeypatch.setattr("specinfer.engine.sampling.monotonic", lambda: now[0])
+    monkeypatch.setattr("specinfer.engine.stopping.monotonic", lambda: now[0])
     run = decoder.open([5], max_time=5.0, max_new_tokens=6)
     now[0] = 100.0
     run.finish()
@@ -390,9 +390,9 @@ def test_a_checkpoints_own_ids_may_be_any(near):
 
 
 CONSTRUCTED = {
-    "no model": ({"model": None}, ModelError, "None is no model"),
+    "no model": ({"model": None}, ModelError, "None is not a model"),
     "a name": ({"model": "gpt2"}, ModelError, "from_pretrained"),
-    "a layer": ({"model": torch.nn.Linear(2, 2)}, ModelError, "is no model"),
+    "a layer": ({"model": torch.nn.Linear(2, 2)}, ModelError, "is not a model"),
     "tokenizer": ({"tokenizer": "gpt2"}, InputError, "tokenizer"),
     "tokenizer class": ({"tokenizer": BatchEncoding}, InputError, "tokenizer"),
     "verifier": ({"verifier": "walk"}, InputError, "verifier"),

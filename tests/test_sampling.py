@@ -34,7 +34,7 @@ from specinfer.engine.gumbel import COUPLING, gumbel, key
 from specinfer.engine.sampling import DEFAULT_MAX_NEW_TOKENS, Processors, resolve
 from specinfer.engine.target_view import _choose as choose_at_once
 from specinfer.engine.target_view import target_views
-from specinfer.engine.verify import usual_verifier
+from specinfer.engine.verify import chosen_verifier
 from specinfer.errors import InputError, PairingError, SamplingError
 from specinfer.tree import Draw, Kind
 
@@ -746,7 +746,7 @@ def test_a_tree_is_verified_on_given_logits_as_in_a_decode_step(target, tree, op
         options = {"temperature": 1.0}
     seen = []
 
-    class Watched(type(usual_verifier(tree.kind))):
+    class Watched(type(chosen_verifier(None, tree.kind))):
         def verify(self, grown, view):
             verdict = super().verify(grown, view)
             seen.append((grown, view.logits.clone(), list(view.row.ids[:-1]), verdict))

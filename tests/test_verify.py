@@ -13,11 +13,10 @@ import torch
 from scipy.stats import chisquare
 from transformers import GenerationConfig
 
-from specinfer.drafts.base import draw_rows, row_generators
-from specinfer.engine.gumbel import Coupling, key
-from specinfer.engine.sampling import Processors, resolve
+from specinfer.drafts.rows import draw_rows
+from specinfer.engine.gumbel import DRAFT, Coupling, key
+from specinfer.engine.sampling import resolve
 from specinfer.engine.sequence import Row
-from specinfer.engine.stopping import Stopping
 from specinfer.engine.target_view import RowView
 from specinfer.engine.verify import ExactMatch, MultiStep, Verdict, Verifier, residual
 from specinfer.errors import PairingError
@@ -228,8 +227,7 @@ HALVES = np.array([0.5, 0.1, 0.1, 0.1, 0.1, 0.1])
 def row(seed, sampling=True):
     options = {"top_k": 0} if sampling else {}
     settings = resolve(GenerationConfig(), do_sample=sampling, max_new_tokens=9, **options)
-    distribution = Processors.of(settings, 2, torch.device("cpu"))
-    return Row(0, [1, 2], distribution, Stopping(settings, 9), seed, sampling, ["draft"])
+    return Row(0, [1, 2], settings, 9, seed, torch.device("cpu"), draft_names=["draft"])
 
 
 @pytest.fixture(scope="module")
@@ -298,7 +296,7 @@ def verified(base, kind, rule=MultiStep(), children=2):  # noqa: B008  (rules ha
     """The first token that multi-step sampling emits, the draft's draws by the engine's own generator."""
     tokens, logits, replacement = [], torch.from_numpy(Q)[None, None].log(), rule.replacement
     for seed in range(SAMPLES):
-        draws = draw_rows(logits, children, replacement, row_generators([seed], 0, [1], 0, torch.device("cpu")))
+        draws = draw_rows(logits, children, replacement, [key(seed, DRAFT, 0, 1, 0)])
         order = [(0, token) for token in draws[0].flatten().tolist()]
         tree = family([Q], order, Kind.IID if replacement else Kind.WITHOUT_REPLACEMENT)
         target = view(base, tree, [P] + [HALVES] * (len(tree) - 1), seed, kind)

@@ -1,6 +1,6 @@
-"""Files that are whole or absent, folders that one run at a time fills, and settings that they are settings to.
+"""Files that are complete or absent, and folders that one run at a time fills under recorded settings.
 
-Knows: temporary names, locks, JSON, what a full disk looks like.  Does not know: what the files are for.
+Knows: temporary names, locks, JSON, how a full disk is reported.  Does not know: what the files are for.
 """
 
 import hashlib
@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from errno import EDQUOT, ENOSPC
+from itertools import chain
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -20,12 +21,12 @@ from specinfer.errors import InputError, SpecinferError
 
 LOCK, UNFINISHED = ".lock", f".{'[0-9a-f]' * 16}.new"  # in a folder that a run fills: names of both
 DEEPEST = 50  # levels of JSON
-SHOWN = 60  # characters of a setting in a message
-PLACES, SKETCHED = 32, 1 << 15  # of a file of weights that tell it from others, and bytes at each
+LISTED = 60  # characters of a setting in a message
+SAMPLES, SAMPLE_BYTES = 32, 1 << 15  # of a file of weights, in its digest
 
 
 def cache_folder() -> Path:
-    """Where specinfer keeps what it made once: `$SPECINFER_CACHE`, else `~/.cache/specinfer`."""
+    """Return specinfer's cache folder: `$SPECINFER_CACHE`, else `~/.cache/specinfer`."""
     return Path(os.environ.get("SPECINFER_CACHE") or "~/.cache/specinfer").expanduser()
 
 
@@ -39,18 +40,16 @@ def storing(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, SafetensorError) as error:  # safetensors writes by itself, and says so in words only
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk in words only
         if getattr(error, "errno", None) in (ENOSPC, EDQUOT) or "No space left" in str(error):
-            raise SpecinferError(
-                f"the disk is full, {path} could not be written: everything finished before is kept; make room and "
-                "run the same command again to go on"
-            ) from error
+            advice = "what was finished is kept; make room and run the same command again to go on"
+            raise SpecinferError(f"the disk is full, {path} could not be written: {advice}") from error
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"cannot write {path} ({reason}): choose a folder that can be written") from error
 
 
 def write_whole(path: Path, data: bytes | str) -> None:
-    """Write a file under a name of its own, then rename it: it is whole or absent, whenever the machine stops.
+    """Write a file under a temporary name, then rename it: it is complete or absent, whenever the machine stops.
 
     Raises:
         SpecinferError, InputError: see `storing`.
@@ -59,19 +58,19 @@ def write_whole(path: Path, data: bytes | str) -> None:
     with storing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with fresh.open("xb") as file:  # made here: neither another run's, nor what a link points to
+            with fresh.open("xb") as file:  # a new file: not another run's, and not a link's target
                 file.write(data.encode() if isinstance(data, str) else data)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(fresh, path)
         except BaseException:
-            fresh.unlink(missing_ok=True)  # half a file would only keep the disk full
+            fresh.unlink(missing_ok=True)  # half a file would keep the disk full
             raise
         sync(path.parent)
 
 
 def sync(*paths: Path) -> None:
-    """Have files, and what folders list, on the disk when this returns, where the system can."""
+    """Wait until files, and the entries of folders, are on the disk, if the system can do that."""
     for path in paths:
         with suppress(OSError):
             opened = os.open(path, os.O_RDONLY)
@@ -83,9 +82,9 @@ def sync(*paths: Path) -> None:
 
 @contextmanager
 def locked(folder: str | Path | None) -> Iterator[None]:
-    """Hold a folder for the whole of a run that fills it; None holds nothing.
+    """Hold a folder during a run that fills it; None holds nothing.
 
-    The system lets go of it when the process ends, however it ends.  What killed runs left half written is removed.
+    The system releases it when the process ends, however it ends.  Half-written files of killed runs are removed.
 
     Raises:
         InputError: another run holds the folder, or it cannot be written.
@@ -103,8 +102,8 @@ def locked(folder: str | Path | None) -> Iterator[None]:
         except Timeout:
             raise InputError(f"another run writes to {folder}: wait for it, or choose another folder") from None
     try:
-        for left in (*folder.glob(UNFINISHED), *folder.glob(f"*/{UNFINISHED}")):
-            left.unlink(missing_ok=True)
+        for unfinished in (*folder.glob(UNFINISHED), *folder.glob(f"*/{UNFINISHED}")):
+            unfinished.unlink(missing_ok=True)
         yield
     finally:
         lock.release()
@@ -116,7 +115,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Return what `write_json` wrote, or None where there is no such file.
+    """Return what `write_json` wrote, or None if there is no such file.
 
     Raises:
         InputError: the file is not JSON, or cannot be read.
@@ -130,21 +129,18 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value that a text of JSON says; ValueError if it is none, or nested deeper than anything we write."""
+    """Return the value of a JSON text; ValueError if it is not JSON, or nested deeper than anything we write."""
     try:
         value = json.loads(text)
     except RecursionError:
         raise ValueError("nested too deep") from None
     level = [value]
     for _ in range(DEEPEST):
-        level = [part for own in level if isinstance(own, dict | list) for part in _parts(own)]
+        lists = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level = [*chain(*lists)]
     if level:
         raise ValueError("nested too deep")
     return value
-
-
-def _parts(value: Any) -> Any:
-    return value.values() if isinstance(value, dict) else value
 
 
 def lock_settings(path: Path, settings: Mapping[str, Any], advice: str, empty: bool) -> None:
@@ -153,28 +149,27 @@ def lock_settings(path: Path, settings: Mapping[str, Any], advice: str, empty: b
     Args:
         path: of the record.
         settings: JSON-ready.
-        advice: what to do where they differ.
-        empty: nothing was made under recorded ones yet, so that others may replace them.
+        advice: what to do if they differ.
+        empty: nothing was made under the recorded settings yet, so others may replace them.
 
     Raises:
         InputError: the folder was begun with other settings; names them and gives the advice.
     """
     settings = json.loads(json.dumps(settings))
     found = read_json(path)
-    alike = isinstance(found, dict) and found.keys() == settings.keys()  # else it may be somebody else's
-    if found is None or (empty and alike):
+    if not isinstance(found, dict | None):
+        raise InputError(f"{path} does not hold settings: {advice}")
+    if found is None or (empty and found.keys() == settings.keys()):  # other keys: perhaps another program's file
         write_json(path, settings)
         return
-    if not isinstance(found, dict):
-        raise InputError(f"{path} does not hold settings: {advice}")
-    names = [name for name in {**settings, **found} if found.get(name) != settings.get(name)]
-    if names:
-        changes = [f"{name} was {_shown(found.get(name))}, now {_shown(settings.get(name))}" for name in names]
+    changed = [name for name in {**settings, **found} if found.get(name) != settings.get(name)]
+    if changed:
+        changes = [f"{name} was {_short(found.get(name))}, now {_short(settings.get(name))}" for name in changed]
         raise InputError(f"{path.parent} was begun with other settings ({'; '.join(changes)}): {advice}")
 
 
 def weights_digest(folder: Path) -> str:
-    """Return a model folder's name and a digest of its weights: of every file, its size and bytes all along it.
+    """Return a model folder's name and a digest of its weights: of each file, its size and samples of its bytes.
 
     Raises:
         InputError: a file cannot be read.
@@ -185,14 +180,14 @@ def weights_digest(folder: Path) -> str:
             size = path.stat().st_size
             digest.update(f"{path.name} {size} ".encode())
             with path.open("rb") as file:  # a draft's first bytes may be its target's, which never change
-                for place in range(PLACES):
-                    file.seek(size * place // PLACES)
-                    digest.update(file.read(SKETCHED))
+                for sample in range(SAMPLES):
+                    file.seek(size * sample // SAMPLES)
+                    digest.update(file.read(SAMPLE_BYTES))
     except OSError as error:
         raise InputError(f"cannot read {path} ({error.strerror}): is the model's folder whole?") from error
     return f"{folder.resolve().name} {digest.hexdigest()[:16]}"
 
 
-def _shown(value: Any) -> str:
+def _short(value: Any) -> str:
     text = json.dumps(value)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+    return text if len(text) <= LISTED else f"{text[: LISTED - 3]}..."

@@ -1,8 +1,9 @@
 """Drafts that come with the package, for the targets that they were trained for.
 
-Knows: where they lie, and whose fingerprint they carry.  Does not know: how they were made (each has a card there).
+Knows: their folder, and the fingerprints of their targets.  Does not know: how they were trained (each has a card).
 """
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,11 @@ def bundled_folders(target: Any, tokenizer: Any = None) -> list[Path]:
 
     Args:
         target: a ``transformers`` causal LM.
-        tokenizer: its own, compared where given.
+        tokenizer: the target's, compared if given.
     """
-    folders = sorted(config.parent for config in FOLDER.glob("*/config.json"))
-    return [folder for folder in folders if _fits(folder, target, tokenizer)]
-
-
-def _fits(folder: Path, target: Any, tokenizer: Any) -> bool:
-    try:
-        check_fingerprint(folder.name, read_config(folder)["fingerprint"], target, tokenizer)
-    except ModelError:
-        return False
-    return True
+    fitting = []
+    for folder in sorted(config.parent for config in FOLDER.glob("*/config.json")):
+        with suppress(ModelError):
+            check_fingerprint(folder.name, read_config(folder)["fingerprint"], target, tokenizer)
+            fitting.append(folder)
+    return fitting

@@ -1,13 +1,13 @@
 """The EAGLE-style head: a draft of a decoder layer or two that reads the target's hidden states.
 
-Knows: which hidden states of the target it reads, which of the target's tokens it speaks, whose it is.
+Knows: which hidden states of the target it reads, which tokens it may propose, which target it belongs to.
 Does not know: how trees grow, verification, how it was trained (`distill`).
 
-A language model that drafts must work out the context by itself.  A head need not: the target has just read it, and
-hands out its hidden states (EAGLE, arXiv 2401.15077; several layers of them, EAGLE-3, arXiv 2503.01840).  The head's
-input at position i is the pair (the target's state that chose token i + 1, the embedding of token i + 1); below the
-root, where the target has no states yet, the head's own state stands in.  Embedding and output matrix are the target's,
-the latter cut to the rows of the head's own vocabulary (FR-Spec, arXiv 2502.14856), so a head's file is small.
+A language model as a draft must read the context itself.  A head uses the hidden states of the target, which has just
+read it (EAGLE, arXiv 2401.15077; states of several layers, EAGLE-3, arXiv 2503.01840).  The head's input at position i
+is a pair: the target's state that chose token i + 1, and the embedding of token i + 1.  Below the root the target has
+no states yet, and the head uses its own.  Embedding and output matrix are the target's, the latter cut to the rows of
+the head's vocabulary (FR-Spec, arXiv 2502.14856), so a head's file is small.
 """
 
 import hashlib
@@ -27,31 +27,24 @@ from torch.nn import functional
 
 from specinfer.attention import TreeModel, lay_out_level, on_device
 from specinfer.common.files import parse_json, write_json, write_whole
-from specinfer.drafts.base import DraftContext, keep_rows
+from specinfer.drafts.base import DraftContext
 from specinfer.drafts.head_network import HeadNetwork, head_config
 from specinfer.drafts.language_model import ModelDraftSession
 from specinfer.errors import ModelError, TokenizerMismatch
 from specinfer.tree import Frontier
 
 MODEL_TYPE = "specinfer_eagle_head"  # in config.json
-HEAD_FIELDS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_hidden_layers",
-    "max_position_embeddings",
-    "vocab_size",
-    "rms_norm_eps",
-    "aux_layers",
+SIZES = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
+    *("max_position_embeddings", "vocab_size"),
 )
+HEAD_FIELDS = (*SIZES, "rms_norm_eps", "aux_layers")
 FINGERPRINT = {"tokenizer", "layers", "hidden_size", "vocab_size", "sketch"}
-SKETCH_ROWS = 32  # embedding rows that stand for a target in its fingerprint
-SKETCH_WIDTH = 8  # ... and entries of each
-LARGEST = 1 << 24  # size of anything in a head's configuration
+SKETCH_ROWS, SKETCH_WIDTH = 32, 8  # embedding rows in a target's fingerprint, and entries of each
+LARGEST = 1 << 24  # of any size in a head's configuration
 SAME_TARGET = 0.9  # least cosine of two fingerprints: coarsely quantised weights stay above, others are far below
 
-# by target and head: compiled passes belong to a network, and are had once
+# by target and head: compiled passes belong to a network, so there is one copy for each pair
 _copies: WeakKeyDictionary[Any, WeakKeyDictionary[HeadNetwork, tuple[list[Any], HeadNetwork]]] = WeakKeyDictionary()
 _binding = Lock()
 
@@ -59,24 +52,21 @@ _binding = Lock()
 class HeadDraft:
     """An EAGLE-style head as a draft.
 
-    Attached to a target it runs on a copy of the head; decoders of one target share that, and the head stays as it is.
+    Attached to a target it runs on a copy of the head, which all decoders of that target share.  The head stays as it
+    is.
 
     Args:
         head: the trained head.
         fingerprint: of the target it was trained for (`target_fingerprint`) and of its tokenizer.
-        name: shown in results.
+        name: in results.
         inverse_temperature: of its distribution against the target's noise (`ModelDraftSession.top`).
     """
 
     def __init__(
         self, head: HeadNetwork, fingerprint: dict[str, Any], name: str = "head", inverse_temperature: float = 1.0
     ) -> None:
-        self.head, self.fingerprint, self.name, self.inverse_temperature = (
-            head.eval(),
-            fingerprint,
-            name,
-            inverse_temperature,
-        )
+        self.head, self.fingerprint, self.name = head.eval(), fingerprint, name
+        self.inverse_temperature = inverse_temperature
         self.aux_layers: tuple[int, ...] = tuple(head.config.aux_layers)
         self.model: TreeModel | None = None
 
@@ -92,12 +82,12 @@ class HeadDraft:
         try:
             weights = load_file(folder / "model.safetensors")
             _check_sizes(record, weights)
-            with torch.device("meta"):  # of wrong sizes nothing is made
+            with torch.device("meta"):  # no memory is taken before the sizes are known to fit
                 head = HeadNetwork(head_config(**record["head"]), weights["token_ids"].long())
-            types = {name: own.dtype for name, own in head.state_dict().items()}
+            types = {name: weight.dtype for name, weight in head.state_dict().items()}
             head.load_state_dict({name: w.to(types.get(name, w.dtype)) for name, w in weights.items()}, assign=True)
             return cls(head, record["fingerprint"], record["name"], float(record.get("inverse_temperature", 1.0)))
-        except Exception as error:  # whatever a damaged file makes of sizes
+        except Exception as error:  # a damaged file may raise anything
             raise _unreadable(folder, error) from error
 
     def save(self, folder: Path) -> None:
@@ -106,19 +96,16 @@ class HeadDraft:
         Raises:
             SpecinferError, InputError: the disk is full, or the folder cannot be written.
         """
-        config = {name: getattr(self.head.config, name) for name in HEAD_FIELDS}
         record = {
             "model_type": MODEL_TYPE,
             "name": self.name,
             "inverse_temperature": self.inverse_temperature,
-            "head": config,
+            "head": {name: getattr(self.head.config, name) for name in HEAD_FIELDS},
             "fingerprint": self.fingerprint,
         }
-        weights = {
-            name: weight.to(torch.bfloat16 if weight.is_floating_point() else torch.int32).contiguous()
-            for name, weight in self.head.state_dict().items()
-            if not name.startswith("output.")
-        }
+        trained = {name: w for name, w in self.head.state_dict().items() if not name.startswith("output.")}
+        kinds = {name: torch.bfloat16 if w.is_floating_point() else torch.int32 for name, w in trained.items()}
+        weights = {name: w.to(kinds[name]).contiguous() for name, w in trained.items()}
         write_whole(folder / "model.safetensors", save(weights, {"format": "pt"}))
         write_json(folder / "config.json", record)
 
@@ -130,9 +117,9 @@ class HeadDraft:
             ModelError: trained for another target.
         """
         check_fingerprint(self.name, self.fingerprint, target.model, tokenizer)
-        own = copy(self)
-        own.model = TreeModel(_bound(self.head, target.model))
-        return own
+        attached = copy(self)
+        attached.model = TreeModel(_bound(self.head, target.model))
+        return attached
 
     def open(self, context: DraftContext) -> "HeadDraftSession":
         """Start drafting for a batch of rows."""
@@ -142,23 +129,24 @@ class HeadDraft:
 
 
 def _bound(head: HeadNetwork, target: Any) -> HeadNetwork:
-    """Return the copy of a head that is bound to a target: the one there is, while the head is what it was."""
+    """Return a copy of a head that is bound to a target; it is made again if the head has changed."""
     stamp = [target.device, target.dtype, *((w.data_ptr(), w._version) for w in head.parameters())]
     with _binding:
         copies = _copies.setdefault(target, WeakKeyDictionary())
-        earlier, own = copies.get(head, (None, head))
-        own = own.bind(target) if earlier == stamp else head.bound(target)
-        copies[head] = stamp, own
-    return own
+        earlier, network = copies.get(head, (None, head))
+        network = network.bind(target) if earlier == stamp else head.bound(target)
+        copies[head] = stamp, network
+    return network
 
 
 class HeadDraftSession(ModelDraftSession):
     """An EAGLE-style head at work.
 
-    Every committed token is fed once with the target's state that chose it; nodes of a tree are fed with the head's own
-    states and always forgotten.
+    Every committed token is fed once, with the target's state that chose it.  Nodes of a tree are fed with the head's
+    own states and always forgotten.
     """
 
+    per_row = (*ModelDraftSession.per_row, "states")
     draft_layers = (0,)
 
     def __init__(
@@ -168,32 +156,23 @@ class HeadDraftSession(ModelDraftSession):
         self.inverse_temperature = inverse_temperature
         self.token_ids = model.model.token_ids
         self.vocab_size = len(self.token_ids)
-        places = [list(context.aux_layers).index(layer) for layer in aux_layers]
-        own = places == list(range(len(context.aux_layers)))  # the states are handed out for this head alone
-        self.places = slice(None) if own else on_device(places, self.device)
-        nothing = torch.zeros(
-            1, len(aux_layers), model.model.config.hidden_size, dtype=model.dtype, device=model.device
-        )
-        self.states = [  # per row, the target's states that chose the tokens it lacks; none chose the first
-            [nothing] if states is None else [nothing, states[:, self.places]] for states in context.states
+        columns = [list(context.aux_layers).index(layer) for layer in aux_layers]
+        all_in_order = columns == list(range(len(context.aux_layers)))  # no other draft reads other layers
+        self.columns = slice(None) if all_in_order else on_device(columns, self.device)
+        shape = 1, len(aux_layers), model.model.config.hidden_size
+        nothing = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        self.states = [  # per row, the target's states that chose its uncached tokens; none chose the first one
+            [nothing] if states is None else [nothing, states[:, self.columns]] for states in context.states
         ]
 
     def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
-        """Forget the tree; the committed tokens and the target's states that chose them are uncached."""
+        """Forget the tree; the committed tokens are uncached, with the target's states that chose them."""
         self.session.commit([None if new is None else () for new in tokens])
-        survivors = []
         for i, (new, chose) in enumerate(zip(tokens, states, strict=True)):
             if new is not None and chose is not None:
-                survivors.append(i)
-                self.uncached[i] = [*self.uncached[i], *new]
-                self.lengths[i] += len(new)
-                self.states[i].append(chose[:, self.places])
-        self._keep_rows(survivors)
-
-    def _keep_rows(self, survivors: Sequence[int]) -> None:
-        """Forget the rows that were retired."""
-        super()._keep_rows(survivors)
-        keep_rows(survivors, self.states)
+                self.uncached[i] += new
+                self.states[i].append(chose[:, self.columns])
+        self.advance(tokens)
 
     def _logits(self, frontier: Frontier) -> Tensor:
         """Return logits (B, W, V') after each frontier node, feeding them to the head."""
@@ -201,12 +180,12 @@ class HeadDraftSession(ModelDraftSession):
             return self._feed_uncached()
         self.level = lay_out_level(frontier, self.level, self.device)
         roots = torch.stack([states[-1:, 0] for states in self.draft_states if states is not None])  # (B, 1, H)
-        own = torch.cat([roots, *(states[:, :, 0] for states in self.session.aux_states)], 1)
-        parents = frontier.parents.clamp(min=0)[:, :, None].expand(-1, -1, own.shape[2])
-        return self.session.append(self.level, draft_states=own.gather(1, parents))
+        fed = torch.cat([roots, *(states[:, :, 0] for states in self.session.aux_states)], 1)
+        parents = frontier.parents.clamp(min=0)[:, :, None].expand(-1, -1, fed.shape[2])
+        return self.session.append(self.level, draft_states=fed.gather(1, parents))
 
     def _uncached_inputs(self) -> dict[str, list[Tensor]]:
-        """Return the target's states that chose the tokens each row lacks, and keep none."""
+        """Return the target's states that chose each row's uncached tokens, and keep none."""
         states = [torch.cat(row) for row in self.states]
         self.states = [[] for _ in states]
         return {"target_states": states}
@@ -216,7 +195,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return what ``config.json`` says of a head.
 
     Raises:
-        ModelError: it is not there, or not a head's.
+        ModelError: there is no such file, or it is not a head's.
     """
     try:
         record: dict[str, Any] = parse_json((folder / "config.json").read_text(encoding="utf-8"))
@@ -226,43 +205,37 @@ def read_config(folder: Path) -> dict[str, Any]:
             raise ValueError(f"its fingerprint lacks {', '.join(sorted(missing))}")
         sketch = _as_sketch(record["fingerprint"]["sketch"])
         if sketch.shape != (SKETCH_ROWS * SKETCH_WIDTH,) or not sketch.isfinite().all():
-            raise ValueError("its fingerprint's sketch is not one")
+            raise ValueError("its fingerprint's sketch is damaged")
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         raise _unreadable(folder, error) from error
     return record
 
 
 def _check_sizes(record: dict[str, Any], weights: dict[str, Tensor]) -> None:
-    """Raise `ValueError`, or what a value of another type raises, for a head that would not be the one that was saved.
+    """Raise `ValueError`, or what a value of a wrong type raises, for a head that differs from the one that was saved.
 
     Args:
         record: of ``config.json``.
         weights: of the file.
     """
     head, target = record["head"], record["fingerprint"]
-    sizes = [name for name in HEAD_FIELDS if name not in ("rms_norm_eps", "aux_layers")]
-    if wrong := [name for name in sizes if not (type(head[name]) is int and 0 < head[name] < LARGEST)]:
+    wrong = [name for name in SIZES if not (type(head[name]) is int and 0 < head[name] < LARGEST)]
+    wrong += [] if 0 < head["rms_norm_eps"] < 1 else ["rms_norm_eps"]
+    if wrong:
         raise ValueError(f"its {wrong[0]} is {head[wrong[0]]!r:.40}")
-    if not 0 < head["rms_norm_eps"] < 1:
-        raise ValueError(f"its rms_norm_eps is {head['rms_norm_eps']!r:.40}")
-    if (
-        not all(type(layer) is int and 0 <= layer <= target["layers"] for layer in head["aux_layers"])
-        or not head["aux_layers"]
-    ):
-        raise ValueError(
-            f"its aux_layers are {head['aux_layers']!r:.40}, of a target with {target['layers']!r:.40} layers"
-        )
+    layers, most = head["aux_layers"], target["layers"]
+    if not layers or not all(type(layer) is int and 0 <= layer <= most for layer in layers):
+        raise ValueError(f"its aux_layers are {layers!r:.40}, of a target with {most!r:.40} layers")
     if head["num_hidden_layers"] != len({name.split(".")[1] for name in weights if name.startswith("layers.")}):
         raise ValueError(f"its file does not hold {head['num_hidden_layers']} layers")
     ids = weights["token_ids"].long()
     if ids.shape != (head["vocab_size"],) or ids[0] < 0 or ids[-1] >= target["vocab_size"] or (ids.diff() <= 0).any():
         raise ValueError("its token_ids are not ascending ids of the target")
-    if not isinstance(record["name"], str) or not 0 < float(record.get("inverse_temperature", 1.0)) < inf:
-        raise ValueError(
-            f"its name is {record['name']!r:.40}, its inverse_temperature {record.get('inverse_temperature')!r:.40}"
-        )
+    name, inverse_temperature = record["name"], record.get("inverse_temperature", 1.0)
+    if not isinstance(name, str) or not 0 < float(inverse_temperature) < inf:
+        raise ValueError(f"its name is {name!r:.40}, its inverse_temperature {inverse_temperature!r:.40}")
     if bad := [name for name, weight in weights.items() if not weight.isfinite().all()]:
-        raise ValueError(f"its {bad[0]} holds numbers that are none")
+        raise ValueError(f"its {bad[0]} holds numbers that are not finite")
 
 
 def _unreadable(folder: Path, error: Exception) -> ModelError:
@@ -273,16 +246,13 @@ def _unreadable(folder: Path, error: Exception) -> ModelError:
 
 
 def target_fingerprint(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Describe a target so that its versions agree and other targets do not.
+    """Describe a target: versions of one model have almost the same fingerprint, other models have another one.
 
-    The sketch holds a few entries of the embedding matrix.  Versions of one model in other precision (a quantised
-    file, say) have nearly the same; the cosine of two sketches tells (`SAME_TARGET`).
+    The sketch holds a few entries of the embedding matrix.  Copies in another precision (a quantised file, say) have
+    nearly the same entries; the cosine of two sketches shows it (`SAME_TARGET`).
     """
-    return {
-        "tokenizer": tokenizer_fingerprint(tokenizer),
-        **_sizes(model),
-        "sketch": " ".join(f"{value:.4g}" for value in _sketch(model).tolist()),
-    }
+    sketch = " ".join(f"{value:.4g}" for value in _sketch(model).tolist())
+    return {"tokenizer": tokenizer_fingerprint(tokenizer), **_sizes(model), "sketch": sketch}
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

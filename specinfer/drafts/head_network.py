@@ -1,6 +1,6 @@
 """The network of an EAGLE-style head: small layers that read a target's hidden states and borrow its outer matrices.
 
-Knows: its layers, what it borrows.  Does not know: drafting, caches' insides, files, how it is trained.
+Knows: its layers, what it borrows.  Does not know: drafting, how caches work, files, how it is trained.
 """
 
 from copy import deepcopy
@@ -39,9 +39,9 @@ class HeadNetwork(nn.Module):
         self.token_ids: Tensor
         self.register_buffer("token_ids", token_ids)
         self.embedding: Tensor | None  # (V, H), the target's
-        self.cosines: Tensor | None  # (positions, D)
-        self.sines: Tensor | None
-        for name in ("embedding", "cosines", "sines"):  # made by `bind`, and in no file
+        self.cosines: Tensor  # (positions, D)
+        self.sines: Tensor
+        for name in ("embedding", "cosines", "sines"):  # set by `bind`, and never saved
             self.register_buffer(name, None, persistent=False)
         self.output: nn.Linear | None = None  # rows of the target's, (V', H)
 
@@ -64,13 +64,13 @@ class HeadNetwork(nn.Module):
         return self
 
     def bound(self, target: Any) -> "HeadNetwork":
-        """Return a copy in a target's dtype that is bound to it; weights that are there already are shared."""
+        """Return a copy in a target's dtype that is bound to it; weights that fit as they are, are shared."""
         weights = (*self.parameters(), *self.buffers())
         return deepcopy(self, {id(weight): _moved(weight, target) for weight in weights}).bind(target)
 
     @property
     def pass_inputs(self) -> tuple[dict[str, tuple[int, ...]], ...]:
-        """The inputs that one pass or another takes beside the usual ones: name -> shape after (B, T)."""
+        """The additional inputs of each kind of pass: name -> shape after (B, T)."""
         size = self.config.hidden_size
         return {"target_states": (len(self.config.aux_layers), size)}, {"draft_states": (size,)}
 
@@ -101,8 +101,6 @@ class HeadNetwork(nn.Module):
             logits_to_keep: columns whose logits are wanted; 0 = all.
         """
         assert self.embedding is not None, "bind the head to a target first"
-        assert self.cosines is not None
-        assert self.sines is not None
         assert position_ids is not None
         embedded = functional.embedding(input_ids, self.embedding).to(self.dtype)
         if draft_states is None:

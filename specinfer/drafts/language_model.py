@@ -1,6 +1,6 @@
 """A draft that is a small causal language model.
 
-Knows: the model with its own cache, the committed tokens that are not in it yet, the noise it shares with the target.
+Knows: the model and its cache, the committed tokens that are not cached yet, the noise shared with the target.
 Does not know: the target, verification, text.
 """
 
@@ -15,14 +15,13 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level, on_device
-from specinfer.drafts.base import DraftContext, coupling_noise, draw_rows, keep_rows, row_generators
-from specinfer.errors import NumericalError, TreeError
+from specinfer.drafts.base import DraftContext
+from specinfer.drafts.rows import DraftRows
+from specinfer.errors import CHECK_WEIGHTS, NumericalError, TreeError
 from specinfer.tree import Forest, Frontier, Policy, TokenTree
 
-CANDIDATES = (
-    128  # tokens per node that processors and noise see when a draft ranks under a distribution with processors
-)
-CATCH_UP = 32  # committed tokens beyond which a draft prefills instead of feeding them with the root
+CANDIDATES = 128  # tokens per node that processors and noise see in a coupled draft, if there are processors
+CATCH_UP = 32  # uncached tokens that are fed together with the root; of more, all but the root are prefilled
 
 
 class ModelDraft:
@@ -31,7 +30,7 @@ class ModelDraft:
     Args:
         model: a ``transformers`` causal LM that shares the target's tokens; its vocabulary may be padded differently.
         tokenizer: compared with the target's when the decoder is built; None skips the comparison.
-        name: shown in results, without the folders before it; the model's own name by default.
+        name: in results, without the folders before it; by default the name that the model was loaded by.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None) -> None:
@@ -45,44 +44,28 @@ class ModelDraft:
         return ModelDraftSession(self.model, context)
 
 
-class ModelDraftSession:
+class ModelDraftSession(DraftRows):
     """A model draft at work: a `Source` of distributions over its own `TreeSession`.
 
-    It never feeds what it does not need: the last bonus token and whatever accepted tokens it lacks keys and values
-    for go into the first pass of the next step together; each further level is one pass over all rows.
+    The first pass of a step feeds the root together with all accepted tokens that are not in the cache yet.  Each
+    further level is one pass over all rows.
     """
 
+    per_row = (*DraftRows.per_row, "uncached")
     inverse_temperature = 1.0  # of the distribution against the target's noise, see `top`
-    draft_layers: tuple[int, ...] = ()  # hidden states of this model that the session needs
+    draft_layers: tuple[int, ...] = ()  # layers of this model whose hidden states the session needs
 
     def __init__(self, model: TreeModel, context: DraftContext) -> None:
-        rows = len(context.prompts)
-        self.context = context
-        self.session = model.session(rows, context.capacity, context.max_capacity, self.draft_layers, context.graphs)
+        super().__init__(context)
+        slots = context.capacity, context.max_capacity
+        self.device = model.device  # of the distributions
+        self.session = model.session(self.batch, *slots, self.draft_layers, context.graphs)
         self.uncached = [list(prompt) for prompt in context.prompts]  # committed but not in the cache; root last
-        self.lengths = [len(prompt) for prompt in context.prompts]  # committed tokens
-        self.seeds = list(context.seeds)
-        self.couplings = list(context.couplings)
         self.level: Layout | None = None  # layout of the newest level fed
-        self.fed: list[Frontier] = []  # levels fed this step, as pending columns, root excluded
+        self.fed: list[Frontier] = []  # levels fed this step, root excluded: the cache's pending columns
         self.vocab_size = min(model.vocab_size, context.vocab_size)
-        self.draft_states: list[Tensor | None] = []  # aux_states from this model at the tokens fed last, root last
-        self.token_ids: Tensor | None = None  # (vocab_size,) what the model's ids mean to the target; None: the same
-
-    @property
-    def batch(self) -> int:
-        """Rows still active."""
-        return len(self.uncached)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the distributions are."""
-        return self.session.model.device
-
-    @property
-    def draft(self) -> int:
-        """The draft's id in the trees."""
-        return self.context.draft
+        self.draft_states: list[Tensor | None] = []  # this model's hidden states at the tokens fed last, root last
+        self.token_ids: Tensor | None = None  # (vocab_size,) the target's ids for the model's ids; None: the same
 
     @property
     def passes(self) -> int:
@@ -103,46 +86,40 @@ class ModelDraftSession:
         """Grow one tree per row below its last committed token; bare roots where the draft's context ends."""
         self.level, self.fed = None, []
         roots = [tokens[-1] for tokens in self.uncached]
-        room = min(max_depth, self._room())
-        if room <= 0:
+        max_depth = min(max_depth, self._levels_left())
+        if max_depth <= 0:
             return Forest(policy.kind, roots)
-        growth = policy.grow(self, room)
+        growth = policy.grow(self, max_depth)
         try:
-            return growth.trees(roots, self.context.draft)
+            return growth.trees(roots, self.draft)
         except TreeError as error:
-            raise NumericalError(
-                f"draft {self.context.draft} proposed what is no tree ({error}), as logits that are NaN make it do: "
-                "check its weights, or load it in float32"
-            ) from error
+            problem = f"draft {self.draft} proposed something that is not a tree ({error}), perhaps by NaN logits"
+            raise NumericalError(f"{problem}. {CHECK_WEIGHTS}") from error
 
     def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
-        """Keep what was fed of each committed path; remember the rest, the new root last, as uncached."""
-        kept = _fed_paths(self.fed, tokens)
-        self.session.commit(kept)
-        survivors = [i for i, new in enumerate(tokens) if new is not None]
-        for i in survivors:
-            new, path = list(tokens[i] or ()), kept[i] or ()
-            # nothing fed this step (a bare root, say): what was uncached is uncached still
-            self.uncached[i] = new[len(path) :] if not self.uncached[i] else self.uncached[i] + new
-            self.lengths[i] += len(new)
-        self._keep_rows(survivors)
+        """Keep what was fed of each committed path; the rest is uncached, the new root last."""
+        paths = _fed_paths(self.fed, tokens)
+        self.session.commit(paths)
+        for uncached, new, path in zip(self.uncached, tokens, paths, strict=True):
+            uncached += (new or ())[len(path or ()) :]
+        self.advance(tokens)
         self.fed = []
 
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
         """Return each node's k likeliest choices of the target and their log-probabilities, both (B, W, k).
 
         Greedy: by q.  Coupled: the target will emit argmax(log p + g), so candidates are ranked by s log q + g with
-        the same Gumbel noise g, and a softmax of those sums estimates which of them it will be.  The
-        inverse_temperature s is 1 for q = p; but a draft that does not know p learns the mean of what p may be, which
-        is flatter.
+        the same Gumbel noise g, and a softmax of those sums estimates which of them it will be.  The inverse
+        temperature s is 1 for q = p.  But a draft that does not know p learns the mean of what p may be, which is
+        flatter, and s > 1 makes up for that.
         """
         logits, likeliest = self._logits(frontier), None
-        if self.couplings and self.context.processors.chain:  # some, as top-p, would sort all tokens at every node
+        if self.couplings and self.context.processors.chain:  # some, like top-p, would sort all tokens at every node
             logits, likeliest = logits.topk(min(max(k, CANDIDATES), self.vocab_size))
             logits = self.context.processors.scores(logits.flatten(0, 1), ()).view(*logits.shape)
         scores = self._noisy(logits, likeliest, frontier.depth) if self.couplings else logits.float()
         values, tokens = scores.topk(min(k, self.vocab_size))
-        if not self.couplings:  # in 16 bits many are equal
+        if not self.couplings:  # in 16 bits many values are equal
             values, tokens = _in_order(values, tokens)
         best = values[..., :1]
         rest = (scores - best).exp_().sum(-1, keepdim=True).log_()
@@ -153,33 +130,27 @@ class ModelDraftSession:
         """Draw k children per node from q, the draft's after the target's warpers (`tree.draw_candidates`)."""
         logits = self._logits(frontier)
         scores = self.context.processors.scores(logits.flatten(0, 1), ()).view(*logits.shape)
-        chance = row_generators(self.seeds, self.context.draft, self.lengths, frontier.depth, self.device)
         if self.token_ids is None:
-            missing = self.context.vocab_size - self.vocab_size
-            return draw_rows(functional.pad(scores, (0, missing), value=-inf), k, replacement, chance)
-        everywhere = scores.new_full((*scores.shape[:2], self.context.vocab_size), -inf)
-        everywhere[..., self.token_ids] = scores
-        return draw_rows(everywhere, k, replacement, chance)
+            dense = functional.pad(scores, (0, self.context.vocab_size - self.vocab_size), value=-inf)
+        else:
+            dense = scores.new_full((*scores.shape[:2], self.context.vocab_size), -inf)
+            dense[..., self.token_ids] = scores
+        return self.drawn(dense, k, replacement, frontier.depth)
 
     def _noisy(self, logits: Tensor, likeliest: Tensor | None, depth: int) -> Tensor:
-        """Return s log q + g but for a constant, float32, of the likeliest tokens (B, W, C), or of all (B, W, V')."""
-        noise = coupling_noise(self.couplings, self.lengths, depth, self.context.vocab_size, self.device)
-        noise = noise[:, : self.vocab_size] if self.token_ids is None else noise[:, self.token_ids]
-        own = noise[:, None]
+        """Return s log q + g plus a constant, float32, of the likeliest tokens (B, W, C), or of all (B, W, V')."""
+        noise = self.noise(depth, self.device)
+        noise = (noise[:, : self.vocab_size] if self.token_ids is None else noise[:, self.token_ids])[:, None]
         if likeliest is not None:
-            own = own.expand(-1, likeliest.shape[1], -1).gather(2, likeliest)
-        return torch.add(own, logits, alpha=self.inverse_temperature)
+            noise = noise.expand(-1, likeliest.shape[1], -1).gather(2, likeliest)
+        return torch.add(noise, logits, alpha=self.inverse_temperature)
 
-    def _keep_rows(self, survivors: Sequence[int]) -> None:
-        """Forget the rows that were retired."""
-        keep_rows(survivors, self.uncached, self.lengths, self.seeds, self.couplings)
-
-    def _room(self) -> int:
-        """Return how many levels the draft's context has room for below the longest row."""
+    def _levels_left(self) -> int:
+        """Return how many levels fit into the draft's context below the longest row."""
         model = self.session.model
         if model.max_positions is None:
             return sys.maxsize
-        spare = 0 if model.takes_positions else CATCH_UP  # such a model counts cache columns, padding included
+        spare = 0 if model.takes_positions else CATCH_UP  # without positions, a model counts padding, too
         return model.max_positions - max(self.lengths) - spare
 
     def _logits(self, frontier: Frontier) -> Tensor:
@@ -192,33 +163,33 @@ class ModelDraftSession:
         return self.session.append(self.level)[..., : self.vocab_size]
 
     def _feed_uncached(self) -> Tensor:
-        """Feed and commit the tokens each row lacks, the root last; return the logits after the root, (B, 1, V)."""
-        limit = self.session.model.vocab_size - 1
-        chains, inputs = [[min(token, limit) for token in tokens] for tokens in self.uncached], self._uncached_inputs()
+        """Feed and commit each row's uncached tokens, the root last; return the logits after the root, (B, 1, V)."""
+        limit, inputs = self.session.model.vocab_size - 1, self._uncached_inputs()
+        chains = [[min(token, limit) for token in tokens] for tokens in self.uncached]
         if max(map(len, chains)) > CATCH_UP:
             early = {name: [row[:-1] for row in rows] for name, rows in inputs.items()}
             self.session.prefill([chain[:-1] for chain in chains], **early)
             chains = [chain[-1:] for chain in chains]
             inputs = {name: [row[-1:] for row in rows] for name, rows in inputs.items()}
         padded = {name: pad_sequence(rows, batch_first=True) for name, rows in inputs.items()}
-        columns = sorted({len(chain) - 1 for chain in chains})  # the roots'
-        places = on_device(columns, self.device)
-        logits = self.session.append_last(lay_out_chains(chains, self.device), places, **padded)
+        columns = sorted({len(chain) - 1 for chain in chains})  # where the roots are
+        layout = lay_out_chains(chains, self.device)
+        logits = self.session.append_last(layout, on_device(columns, self.device), **padded)
         self.draft_states = self.session.commit([range(len(chain)) for chain in chains])
         self.uncached = [[] for _ in chains]
         return torch.stack([logits[row, columns.index(len(chain) - 1)] for row, chain in enumerate(chains)])[:, None]
 
     def _uncached_inputs(self) -> dict[str, list[Tensor]]:
-        """Return what else the model is fed with the tokens that each row lacks, one entry per token."""
+        """Return what else the model is fed with each row's uncached tokens, by name: one entry per token."""
         return {}
 
 
 def _in_order(values: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values (.., k), descending, and their tokens, of equals the smaller first: `torch.topk` promises none."""
+    """Return values (.., k), descending, and their tokens, ties by the smaller token (`torch.topk` has no rule)."""
     if values.device.type == "cpu" and not (values[..., 1:] == values[..., :-1]).any():
         return values, tokens
-    tokens, places = tokens.sort(-1)
-    values, order = values.gather(-1, places).sort(dim=-1, descending=True, stable=True)
+    tokens, order = tokens.sort(-1)
+    values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
     return values, tokens.gather(-1, order)
 
 
@@ -230,10 +201,11 @@ def _fed_paths(fed: Sequence[Frontier], tokens: Sequence[Sequence[int] | None]) 
     rows = torch.stack([column.long() for column in columns], 1).tolist()  # (B, 3, S), one transfer
     paths: list[list[int] | None] = []
     for new, (token, parent, valid) in zip(tokens, rows, strict=True):
-        places = {(p, t): i for i, (t, p, v) in reversed(list(enumerate(zip(token, parent, valid, strict=True)))) if v}
+        nodes = reversed([*enumerate(zip(parent, token, valid, strict=True))])  # of equal children the first one counts
+        children = {(p, t): column for column, (p, t, real) in nodes if real}
         path: list[int] = []
         for wanted in (new or ())[:-1]:
-            column = places.get((path[-1] + 1 if path else 0, wanted))  # parents count the root as 0
+            column = children.get((path[-1] + 1 if path else 0, wanted))  # parents count the root as 0
             if column is None:
                 break
             path.append(column)

@@ -1,25 +1,26 @@
-"""The n-gram draft: prompt lookup over the row's own text, as a tree.  No weights, no passes.
+"""The n-gram draft: prompt lookup over the row's own text, as a tree.  It has no weights and runs no passes.
 
 Knows: the token ids of each row.  Does not know: any model.
 
-What followed earlier occurrences of the last 1, 2, ... ``max_ngram`` tokens is counted, and longer contexts are blended
-with shorter ones by PPM's escape (Cleary and Witten 1984; method C, Moffat 1990): a context seen n times with d
-different successors gives successor v probability ``count(v) / (n + d)`` and leaves ``d / (n + d)`` to the next shorter
-context.  Below the shortest nothing is left to say, so probabilities sum to less than one.
+It counts what followed earlier occurrences of the last 1, 2, ... ``max_ngram`` tokens.  Longer contexts are blended
+with shorter ones by PPM's escape (Cleary and Witten 1984; method C, Moffat 1990): a context that was seen n times with
+d different successors gives successor v probability ``count(v) / (n + d)`` and leaves ``d / (n + d)`` to the next
+shorter context.  Nothing takes what the shortest context leaves, so probabilities sum to less than one.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from math import inf
 
 import torch
 from torch import Tensor
 
-from specinfer.drafts.base import DraftContext, coupling_noise, draw_rows, keep_rows, row_generators
+from specinfer.drafts.base import DraftContext
+from specinfer.drafts.rows import DraftRows
 from specinfer.errors import InputError
 from specinfer.tree import Forest, Frontier, Policy, TokenTree
 
-RECENT = 32  # most occurrences of one n-gram that are looked at, the newest first
+RECENT = 32  # occurrences of one n-gram that are counted at most, the newest first
 
 
 class NGramDraft:
@@ -45,68 +46,53 @@ class NGramDraft:
 
 
 class _Text:
-    """One row's ids, indexed: where each n-gram was followed by something."""
+    """One row's ids, with an index of where each n-gram was followed by something."""
 
     def __init__(self, ids: Sequence[int], max_ngram: int) -> None:
         self.max_ngram = max_ngram
         self.ids: list[int] = []
-        self.after: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # n-gram -> places that follow it
+        self.after: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # n-gram -> positions that follow it
         self.extend(ids)
 
     def extend(self, ids: Sequence[int]) -> None:
         """Append tokens and index the n-grams that they follow."""
-        for token in ids:
-            place = len(self.ids)
-            for n in range(1, min(self.max_ngram, place) + 1):
-                self.after[tuple(self.ids[place - n :])].append(place)
+        for position, token in enumerate(ids, len(self.ids)):
+            for n in range(1, min(self.max_ngram, position) + 1):
+                self.after[tuple(self.ids[position - n :])].append(position)
             self.ids.append(token)
 
     def matches(self, path: Sequence[int]) -> list[list[int]]:
-        """Return, longest context first, the newest places that followed the text's end extended by ``path``."""
+        """Return, longest context first, the newest positions that followed the text's end extended by ``path``."""
         context = (*self.ids[-self.max_ngram :], *path)[-self.max_ngram :]
         found = (self.after.get(context[-n:]) for n in range(len(context), 0, -1))
-        return [places[-RECENT:] for places in found if places]
+        return [positions[-RECENT:] for positions in found if positions]
 
     def successors(self, path: Sequence[int]) -> dict[int, float]:
         """Return successor -> probability by PPM-C; newer successors come first."""
         distribution: dict[int, float] = {}
         left = 1.0
-        for places in self.matches(path):
-            counts: dict[int, int] = {}
-            for place in reversed(places):
-                token = self.ids[place]
-                counts[token] = counts.get(token, 0) + 1
-            total = len(places) + len(counts)
+        for positions in self.matches(path):
+            counts = Counter(self.ids[position] for position in reversed(positions))
+            total = len(positions) + len(counts)
             for token, count in counts.items():
                 distribution[token] = distribution.get(token, 0.0) + left * count / total
             left *= len(counts) / total
         return distribution
 
 
-class NGramDraftSession:
+class NGramDraftSession(DraftRows):
     """An n-gram draft at work: a `Source` of sparse distributions on the CPU."""
 
+    per_row = (*DraftRows.per_row, "texts")
     passes = 0
     seconds = 0.0
     prefill_seconds = 0.0
     device = torch.device("cpu")
 
     def __init__(self, context: DraftContext, max_ngram: int) -> None:
-        self.context = context
+        super().__init__(context)
         self.texts = [_Text(prompt, max_ngram) for prompt in context.prompts]
-        self.seeds = list(context.seeds)
-        self.couplings = list(context.couplings)
         self.paths: list[list[tuple[int, ...]]] = []  # per row: path of every frontier node so far, root first
-
-    @property
-    def batch(self) -> int:
-        """Rows still active."""
-        return len(self.texts)
-
-    @property
-    def draft(self) -> int:
-        """The draft's id in the trees."""
-        return self.context.draft
 
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow one tree per row below its last committed token."""
@@ -114,14 +100,13 @@ class NGramDraftSession:
         if not any(text.matches(()) for text in self.texts):
             return Forest(policy.kind, roots)
         self.paths = [[] for _ in self.texts]
-        return policy.grow(self, max_depth).trees(roots, self.context.draft)
+        return policy.grow(self, max_depth).trees(roots, self.draft)
 
     def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
         """Append each row's committed tokens to its text; None retires the row."""
-        survivors = [i for i, new in enumerate(tokens) if new is not None]
-        for i in survivors:
-            self.texts[i].extend(tokens[i] or ())
-        keep_rows(survivors, self.texts, self.seeds, self.couplings)
+        for text, new in zip(self.texts, tokens, strict=True):
+            text.extend(new or ())
+        self.advance(tokens)
 
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
         """Return each node's k likeliest successors and their log-probabilities, both (B, W, at most k).
@@ -140,8 +125,7 @@ class NGramDraftSession:
         tokens, q = table[..., 0].long(), table[..., 1].float()
         if not self.couplings:
             return tokens, q.log()
-        every = coupling_noise(self.couplings, self._lengths(), frontier.depth, self.context.vocab_size, self.device)
-        noise = every.gather(1, tokens.flatten(1)).view_as(tokens)
+        noise = self.noise(frontier.depth, self.device).gather(1, tokens.flatten(1)).view_as(tokens)
         chosen, order = (-(1 - q) / q * (-noise).exp()).sort(dim=-1, descending=True, stable=True)
         return tokens.gather(2, order)[..., :k], chosen[..., :k]
 
@@ -153,20 +137,15 @@ class NGramDraftSession:
             for node, distribution in enumerate(nodes):
                 if distribution:
                     dense[row, node, list(distribution)] = torch.tensor(list(distribution.values())).log()
-        chance = row_generators(self.seeds, self.context.draft, self._lengths(), frontier.depth, self.device)
-        return draw_rows(dense, k, replacement, chance)
-
-    def _lengths(self) -> list[int]:
-        return [len(text.ids) for text in self.texts]
+        return self.drawn(dense, k, replacement, frontier.depth)
 
     def _distributions(self, frontier: Frontier) -> list[list[dict[int, float]]]:
         """Return every frontier node's successors, and remember the nodes' paths."""
         columns = (frontier.tokens.tolist(), frontier.parents.tolist(), frontier.valid.tolist())
         distributions: list[list[dict[int, float]]] = []
-        for text, paths, *row in zip(self.texts, self.paths, *columns, strict=True):
-            new = [() if frontier.depth == 0 else (*paths[p], t) for t, p, _ in zip(*row, strict=True)]
-            distributions.append(
-                [text.successors(path) if real else {} for path, real in zip(new, row[2], strict=True)]
-            )
+        for text, paths, tokens, parents, valid in zip(self.texts, self.paths, *columns, strict=True):
+            pairs = zip(tokens, parents, strict=True)
+            new = [() if frontier.depth == 0 else (*paths[parent], token) for token, parent in pairs]
+            distributions.append([text.successors(path) if real else {} for path, real in zip(new, valid, strict=True)])
             paths.extend(new)
         return distributions

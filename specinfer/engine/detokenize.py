@@ -1,9 +1,9 @@
-"""From token ids to text, piece by piece: each piece is final, and costs what is new.
+"""From token ids to text, piece by piece.  A piece is final, and decoding it costs no more than its new tokens.
 
 Knows: how tokenizers join tokens.  Does not know: runs, models.
 
-A tokenizer's text of some tokens depends on those before: a first token loses its space, a character may be spread
-over several.  So the tokens of the piece before are decoded again, as context, and only what follows them is new text
+The text of a token depends on the tokens before it: a first token loses its space, and a character may consist of
+several tokens.  So the tokens of the previous piece are decoded again, as context, and only the text after them is new
 (prefix and read offsets, as in the detokenizers of vLLM and Text Generation Inference).
 """
 
@@ -11,8 +11,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # tokens that are one byte: a run of them is text, or not, as a whole
-APART = re.compile(r"[^ ]{4}")  # what no clean-up reaches across: it joins four characters at most, the first a space
+BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a token that is one byte: a run of them is decoded together
+BARRIER = re.compile(r"[^ ]{4}")  # no clean-up reaches across: it joins at most four characters, the first a space
 UNTIDY = "a . b , c ? d ! it 's"
 
 
@@ -21,7 +21,7 @@ class Pieces:
 
     Args:
         tokenizer: a ``transformers`` tokenizer.
-        start: place of the first id that belongs to the text.
+        start: index of the first id that belongs to the text.
     """
 
     def __init__(self, tokenizer: Any, start: int = 0) -> None:
@@ -31,19 +31,19 @@ class Pieces:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special = {number for number, token in added.items() if token.special}
         self.options: dict[str, Any] = {"skip_special_tokens": True}
-        self.cleans: bool | None = False  # whether the tokenizer cleans spaces up; None: it says so
-        self.held = ""  # text that is not cleaned up yet, since the next tokens may join it
+        self.cleans: bool | None = False  # whether the tokenizer cleans spaces up; None: not known yet
+        self.held = ""  # text that is not cleaned up yet, because the next tokens may join it
         if getattr(tokenizer, "clean_up_tokenization_spaces", False):
             self.options["clean_up_tokenization_spaces"] = False
             self.cleans = self._is_cleaning(tokenizer(UNTIDY, add_special_tokens=False)["input_ids"])
 
     def more(self, ids: Sequence[int]) -> str:
-        """Return text that was not returned before and that no later token can change; perhaps none.
+        """Return new text that no later token can change; it may be empty.
 
         Args:
-            ids: all so far: those of the last call, and more.
+            ids: all ids so far: those of the last call, and more.
         """
-        last = next((own for own in reversed(ids[self.start :]) if own not in self.special), None)
+        last = next((token for token in reversed(ids[self.start :]) if token not in self.special), None)
         if last is None or BYTE.fullmatch(str(self.tokenizer.convert_ids_to_tokens(last))):
             return ""
         text = self.tokenizer.decode(ids[self.start :], **self.options)
@@ -55,9 +55,9 @@ class Pieces:
         return new if self.cleans is False else self._cleaned(new, ids)
 
     def _cleaned(self, new: str, ids: Sequence[int]) -> str:
-        """Return text as the tokenizer cleans it up, to the last place that nothing is joined across."""
+        """Return text as the tokenizer cleans it up, up to the last barrier."""
         self.held += new
-        end = max((found.end() for found in APART.finditer(self.held)), default=0)
+        end = max((found.end() for found in BARRIER.finditer(self.held)), default=0)
         raw, self.held = self.held[:end], self.held[end:]
         cleaned: str = self.tokenizer.clean_up_tokenization(raw)
         if self.cleans is None and cleaned != raw:
@@ -65,7 +65,7 @@ class Pieces:
         return cleaned if self.cleans else raw
 
     def _is_cleaning(self, ids: Sequence[int]) -> bool | None:
-        """Return whether the tokenizer cleans up as it says (not byte pairs); None if these ids do not tell."""
+        """Return whether the tokenizer cleans up as it says (byte pairs do not); None if these ids do not show it."""
         raw = self.tokenizer.decode(ids, **self.options)
         if self.tokenizer.clean_up_tokenization(raw) == raw:
             return None

@@ -1,6 +1,6 @@
-"""One call of the decoder under way: its sessions, its clock, its results; as steps or as text.
+"""One call of the decoder under way: its sessions, its clocks, its results.
 
-Knows: sessions, rows, seconds, the tokenizer's way from ids to text.  Does not know: how a step is decoded.
+Knows: sessions, rows, seconds, how token ids become text.  Does not know: how a step is decoded.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -21,7 +21,7 @@ from specinfer.errors import InputError, SpecinferError
 from specinfer.results import Result, Seconds, Stats, Step, TreeSizes, acceptance_by_depth, contribution
 from specinfer.tree import Policy, TokenTree
 
-FIRST_TOKENS = 2048  # new tokens that caches have room for at first; beyond it they double
+FIRST_TOKENS = 2048  # new tokens that caches hold at first; beyond it they double
 
 
 class Decoder(Protocol):
@@ -38,7 +38,7 @@ class Decoder(Protocol):
 
     @property
     def networks(self) -> list[TreeModel]:
-        """All that runs passes."""
+        """Everything that runs passes."""
 
     @property
     def passes(self) -> str:
@@ -50,7 +50,7 @@ class Decoder(Protocol):
 
 @dataclass
 class Timed:
-    """A draft's session, and what its proposals took: passes, look-ups and growing alike, prefill excluded."""
+    """A draft's session with a clock: seconds in its proposals (passes, look-ups, growing) without prefill."""
 
     session: DraftSession
     proposing: float = 0.0  # seconds
@@ -71,14 +71,13 @@ class Timed:
 class Run:
     """One call of the decoder under way: iterate for steps, then read `results`.
 
-    Sessions are opened by the first step and dropped when iteration ends, fails or is closed; models are then as
-    they were before.
+    The first step opens the sessions.  They are dropped when iteration ends, fails or is closed, and then the models
+    are as they were before.
     """
 
     def __init__(self, decoder: Decoder, rows: Sequence[Row], single: bool) -> None:
-        self.decoder, self.rows, self.single = decoder, list(rows), single
-        self.policy, self.passes = decoder.policy, ""  # how passes run, in words
-        self.notes: list[str] = []  # what differs from the decoder's
+        self.decoder, self.rows, self.single, self.policy = decoder, list(rows), single, decoder.policy
+        self.notes: list[str] = []  # in addition to the decoder's
         self.seconds = Seconds()
         self.drafting = [(0, 0.0)] * len(decoder.drafts)  # passes of each draft, and seconds in its proposals
         self.steps: dict[int, list[Step]] = {row.index: [] for row in self.rows}
@@ -92,16 +91,16 @@ class Run:
         self._iterator.close()
 
     def finish(self, streamer: Any = None) -> None:
-        """Decode to the end, feeding a ``transformers`` streamer if given: the prompt, then tokens, then the end.
+        """Decode to the end and feed a ``transformers`` streamer, if given: the prompt, then tokens, then the end.
 
         Raises:
-            InputError: what is no streamer, or one with more than one prompt.
+            InputError: the streamer is not one, or there is more than one prompt for it.
         """
-        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
-            raise InputError(f"streamer={streamer!r:.60} has no put and end: give a transformers streamer")
-        if streamer is not None and len(self.rows) > 1:
-            raise InputError("a streamer takes one prompt: pass the prompts one by one, or drop the streamer")
         if streamer is not None:
+            if not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+                raise InputError(f"streamer={streamer!r:.60} has no put and end: give a transformers streamer")
+            if len(self.rows) > 1:
+                raise InputError("a streamer takes one prompt: pass the prompts one by one, or drop the streamer")
             streamer.put(torch.tensor([self.rows[0].ids]))
         try:
             for emitted in self:
@@ -126,26 +125,26 @@ class Run:
         self.policy = self.decoder.supported(self.policy, self.notes)  # hooks may have come since the last call
         with running(*models):  # only while passes run: between steps the models are as they were
             target, drafts = self.open_sessions()
-            self.passes = self.decoder.passes
-        self._clock(started, target, drafts)
+            self.notes.append(self.decoder.passes)
+        self._read_clocks(started, target, drafts)
         steps = decode(target, drafts, self.policy, self.decoder.verifier, self.rows)
         while True:
             with resumed(*models):
                 emitted = next(steps, None)
             if emitted is None:
                 return
-            spent = self._clock(started, target, drafts, [step for _, step in emitted])
+            spent = self._read_clocks(started, target, drafts, [step for _, step in emitted])
             emitted = [(row, replace(step, seconds=spent)) for row, step in emitted]
             for row, step in emitted:
                 self.steps[row.index].append(step)
             paused = perf_counter()
             yield emitted
-            started += perf_counter() - paused  # the caller's time is not ours
+            started += perf_counter() - paused  # the caller's time is not counted
 
-    def _clock(
+    def _read_clocks(
         self, started: float, target: TreeSession, drafts: Sequence[Timed], steps: Sequence[Step] = ()
     ) -> Seconds:
-        """Read the clocks, tell a policy that adapts what came of the steps; return the seconds since last time."""
+        """Return the seconds since the last reading, and tell an adaptive policy how the steps went."""
         before, proposed = self.seconds, [seconds for _, seconds in self.drafting]
         self.seconds = Seconds(
             total=perf_counter() - started,
@@ -160,39 +159,36 @@ class Run:
                 trees=[step.tree for step in steps],
                 paths=[step.path for step in steps],
                 tokens=[step.tokens for step in steps],
-                proposing=[draft.proposing - old for draft, old in zip(drafts, proposed, strict=True)],
+                proposing=[draft.proposing - earlier for draft, earlier in zip(drafts, proposed, strict=True)],
                 seconds=spent.decoding,
             )
         return spent
 
     def open_sessions(self) -> tuple[TreeSession, list[Timed]]:
-        """Read what the rows hold so far into a session of the target and one of each draft, ready for a step."""
-        decoder, rows = self.decoder, self.rows
+        """Read the rows' tokens so far into a session of the target and one of each draft; ready for a step."""
+        decoder, rows, policy = self.decoder, self.rows, self.policy
         prompts = [list(row.ids) for row in rows]
-        policy, longest = self.policy, max(map(len, prompts))
-        most = longest + max(row.remaining for row in rows)  # tokens in a row, at its end
-        first = min(most, longest + FIRST_TOKENS)  # ... that its cache holds at first
+        longest = max(map(len, prompts))
+        end = longest + max(row.remaining for row in rows)  # tokens in a row at most
+        first = min(end, longest + FIRST_TOKENS)  # ... that its cache holds at first
         nodes = padded_width(1 + policy.max_nodes * max(1, len(decoder.drafts)))
         fed = padded_width(1 + policy.max_nodes * max(1, policy.max_depth))  # best-first drops some of these later
-        aux_layers = decoder.aux_layers
-        target = decoder.target.session(len(rows), first + nodes, most + nodes, aux_layers, decoder.graphs)
+        target = decoder.target.session(len(rows), first + nodes, end + nodes, decoder.aux_layers, decoder.graphs)
         states = target.prefill([prompt[:-1] for prompt in prompts])
         sampled = [row for row in rows if row.sampling]
-        processors = (sampled or rows)[0].processors.without_prefix_readers()
         coupled = bool(sampled) and isinstance(decoder.verifier, ExactMatch)
-        couplings = [row.coupling if row.sampling else SILENT for row in rows] if coupled else ()
         drafts = []
         for number, draft in enumerate(decoder.drafts):
             context = DraftContext(
                 prompts=prompts,
                 capacity=first + fed,
-                max_capacity=2 * most + fed,  # one row may lack what another has, and all get as many slots
+                max_capacity=2 * end + fed,  # a row may miss tokens that another has, and all get as many slots
                 vocab_size=decoder.target.vocab_size,
                 draft=number,
-                processors=processors,
+                processors=(sampled or rows)[0].processors.without_prefix_readers(),
                 seeds=[row.seed for row in rows],
-                couplings=couplings,
-                aux_layers=aux_layers,
+                couplings=[row.coupling if row.sampling else SILENT for row in rows] if coupled else (),
+                aux_layers=decoder.aux_layers,
                 states=states,
                 graphs=decoder.graphs,
             )
@@ -202,38 +198,32 @@ class Run:
         return target, drafts
 
     def _result(self, row: Row) -> Result:
-        steps = list(self.steps[row.index])
-        new = row.ids[row.prompt_length :]
-        tokenizer = self.decoder.tokenizer
+        decoder, steps, new = self.decoder, list(self.steps[row.index]), row.ids[row.prompt_length :]
         tree_sizes = TreeSizes.of(steps)
+        notes = [*decoder.notes, *self.notes]
+        if isinstance(self.policy, Auto):
+            reasons = self.policy.reasons([draft.name for draft in decoder.drafts], len(self.rows))
+            notes.append("; ".join(filter(None, [f"auto: {tree_sizes}", reasons])))
         stats = Stats(
             new_tokens=len(new),
             target_passes=len(steps),
             draft_passes=sum(passes for passes, _ in self.drafting),
             acceptance_by_depth=acceptance_by_depth(steps),
             seconds=self.seconds,
-            notes=(*self.decoder.notes, *self.notes, *filter(None, [self.passes]), *self._adapted(tree_sizes)),
+            notes=tuple(notes),
             tree_sizes=tree_sizes,
             drafts=tuple(
                 contribution(steps, number, draft.name, *spent)
-                for number, (draft, spent) in enumerate(zip(self.decoder.drafts, self.drafting, strict=True))
+                for number, (draft, spent) in enumerate(zip(decoder.drafts, self.drafting, strict=True))
             ),
         )
         return Result(
-            text=tokenizer.decode(new, skip_special_tokens=True) if tokenizer else "",
+            text=decoder.tokenizer.decode(new, skip_special_tokens=True) if decoder.tokenizer else "",
             token_ids=new,
             prompt_ids=row.ids[: row.prompt_length],
             finish_reason=row.finished or "unfinished",
             seed=row.seed if row.sampling else None,
             stats=stats,
             steps=steps,
-            tokenizer=tokenizer,
+            tokenizer=decoder.tokenizer,
         )
-
-    def _adapted(self, tree_sizes: TreeSizes) -> list[str]:
-        """Return what a policy that adapts chose, and why, as a note."""
-        policy = self.policy
-        if not isinstance(policy, Auto):
-            return []
-        reasons = policy.reasons([draft.name for draft in self.decoder.drafts], len(self.rows))
-        return [f"auto: {tree_sizes}; {reasons}" if reasons else f"auto: {tree_sizes}"]

@@ -1,9 +1,9 @@
 """Counter-based random numbers: pure functions of (seed, stream, counters).
 
-Their bits are equal on every device; the logarithms in Gumbel numbers may differ in the last place.
+Their bits are equal on every device; the logarithms in Gumbel numbers may differ in the last digit.
 
-Knows: how to turn a key and a counter into a uniform or Gumbel number.  Keeps no state, so any order of asking, any
-batch and any tree see the same numbers.
+Knows: how to turn a key and a counter into a uniform or Gumbel number.  Does not know: what the numbers decide.  There
+is no state, so the order of calls, the batch and the tree change nothing.
 
 The mixer is SplitMix64's finaliser (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA
 2014) over ``key + (counter + 1) * golden``, which is exactly the SplitMix64 sequence started at ``key``.
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_ROUNDS = ((30, _MIX1), (27, _MIX2), (31, None))  # of the mixer: bits to shift, then a factor
 _MASK = (1 << 64) - 1
 
 CPU = torch.device("cpu")
-AHEAD = 8  # positions whose noise is made together
+AHEAD = 8  # positions whose noise is computed together
 # streams: target choices, acceptance coins and residual draws, draft draws, training, draws of recorded distributions
 COUPLING, COIN, DRAFT, TRAINING, RECORDING = 1, 2, 3, 4, 5
 
@@ -40,8 +41,8 @@ def uniform(key_: int, counter: int) -> float:
 def gumbel(key_: int, count: int, device: torch.device = CPU) -> Tensor:
     """Return ``count`` standard Gumbel numbers of a key, float32 (count,).
 
-    ``-log(E)`` with ``E = -log(1 - w)`` exponential and ``w`` uniform: small ``E``, which win an argmax, keep full
-    relative precision because 53-bit ``w`` is rounded to float32 only after scaling towards zero.
+    ``-log(E)`` with ``E = -log(1 - w)`` exponential and ``w`` uniform.  Small ``E`` win an argmax.  They keep full
+    relative precision, because ``w`` with its 53 bits is scaled towards zero before it is rounded to float32.
     """
     state = _strides(count, device) + key_  # int64 arithmetic wraps, as intended
     mixed = _mixed_on_host(state) if device.type == "cpu" else _mixed(state)
@@ -50,9 +51,9 @@ def gumbel(key_: int, count: int, device: torch.device = CPU) -> Tensor:
 
 
 class Coupling:
-    """The Gumbel noise that a row's choices are made by: a vector a position, made once for its drafts and its target.
+    """A row's Gumbel noise: one vector per position, computed once for its drafts and its target.
 
-    A few positions are made together: after a pass caches are cold, and the first one costs most.
+    A few positions are computed together: right after a pass the CPU's caches are cold, and the first one costs most.
 
     Args:
         seed: the row's.
@@ -64,19 +65,18 @@ class Coupling:
 
     def at(self, position: int, count: int, device: torch.device) -> Tensor:
         """Return the noise (count,) of all tokens at a position."""
-        place = position, count, device
-        if place not in self._made:
+        if (position, count, device) not in self._made:
             for ahead in range(position, position + AHEAD):
                 self._made[ahead, count, device] = gumbel(key(self.seed, COUPLING, ahead), count, device)
-        return self._made[place]
+        return self._made[position, count, device]
 
     def forget(self, end: float) -> None:
-        """Keep no noise of positions before the end."""
-        self._made = {place: noise for place, noise in self._made.items() if place[0] >= end}
+        """Drop the noise of positions before the end."""
+        self._made = {made: noise for made, noise in self._made.items() if made[0] >= end}
 
 
 class Silence(Coupling):
-    """No noise: what a greedy row among sampled ones chooses by."""
+    """No noise, for a greedy row among sampled ones."""
 
     def at(self, position: int, count: int, device: torch.device) -> Tensor:
         """Return zeros (count,)."""
@@ -94,21 +94,22 @@ def _strides(count: int, device: torch.device) -> Tensor:
 
 def _mixed(state: Tensor) -> Tensor:
     """Return the upper 53 bits of mixed states; works in place."""
-    _xor_shifted(state, 30)
-    state *= _signed(_MIX1)
-    _xor_shifted(state, 27)
-    state *= _signed(_MIX2)
-    _xor_shifted(state, 31)
+    for bits, factor in _ROUNDS:
+        shifted = state >> bits
+        shifted &= (1 << (64 - bits)) - 1  # torch's shift of negative numbers fills with ones
+        state ^= shifted
+        if factor is not None:
+            state *= _signed(factor)
     state >>= 11
     state &= (1 << 53) - 1
     return state
 
 
 def _mixed_on_host(state: Tensor) -> Tensor:
-    """`_mixed` in half the operations: numpy has unsigned numbers, whose shifts are logical."""
+    """Return `_mixed` with half the operations: numpy has unsigned numbers, whose shifts are logical."""
     numbers = state.numpy().view(np.uint64)
     shifted = np.empty_like(numbers)
-    for bits, factor in ((30, _MIX1), (27, _MIX2), (31, None)):
+    for bits, factor in _ROUNDS:
         numbers ^= np.right_shift(numbers, np.uint64(bits), out=shifted)
         if factor is not None:
             numbers *= np.uint64(factor)
@@ -126,10 +127,3 @@ def _mix(state: int) -> int:
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
-
-
-def _xor_shifted(state: Tensor, bits: int) -> None:
-    """Exclusive-or int64 numbers with themselves, shifted right logically (torch's shift is arithmetic)."""
-    shifted = state >> bits
-    shifted &= (1 << (64 - bits)) - 1
-    state ^= shifted

@@ -1,6 +1,11 @@
-"""The decode loop: draft, score, verify, commit.  This is the whole algorithm.
+"""The decode loop, which is the whole algorithm: propose, score, verify, commit.
 
-Knows: the order of things.  Does not know: how trees grow, how attention works, which rule is exact, text.
+    trees     propose    the drafts grow one token tree per row, below the row's last token
+    logits    score      one pass of the target over all nodes of all trees
+    verdicts  verify     per row, the accepted path through its tree and the bonus token after it
+    caches    commit     the target and the drafts keep what was accepted and forget the rest of the trees
+
+Knows: the order of these steps.  Does not know: how trees grow, how attention works, which rule is exact, text.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,16 +21,12 @@ from specinfer.tree import Forest, Policy
 
 
 def decode(
-    target: TreeSession,
-    drafts: Sequence[Proposer],
-    policy: Policy,
-    verifier: Verifier,
-    rows: Sequence[Row],
+    target: TreeSession, drafts: Sequence[Proposer], policy: Policy, verifier: Verifier, rows: Sequence[Row]
 ) -> Iterator[list[tuple[Row, Step]]]:
     """Decode rows to their ends, one target pass a step; yield what each active row emitted.
 
     Args:
-        target: the target's session, holding every row's tokens but the last (its root).
+        target: the target's session, which holds every row's tokens except the last one (its root).
         drafts: one session per draft, in the order of their ids.
         policy: how trees grow.
         verifier: the rule that is exact for the policy's trees.
@@ -37,29 +38,28 @@ def decode(
     while rows:
         trees = propose(drafts, policy, rows)
         views = target_views(rows, trees, target.score(trees))
-        verdicts = [verifier.verify(tree, view) for tree, view in zip(trees, views, strict=True)]
-        # each row is cut at end of sequence, stop strings and max_new_tokens, before anything is committed
-        steps = [
-            row.advance(tree, verdict, view.probability)
-            for row, tree, verdict, view in zip(rows, trees, verdicts, views, strict=True)
+        verdicts = [verifier.verify(view.tree, view) for view in views]
+        # each row's text is cut where it ends (end of sequence, stop string, max_new_tokens) before the commit
+        emitted = [
+            (view.row, view.row.advance(view.tree, verdict, view.probability))
+            for view, verdict in zip(views, verdicts, strict=True)
         ]
-        states = target.commit([None if row.finished else (0, *s.path) for row, s in zip(rows, steps, strict=True)])
+        states = target.commit([None if row.finished else (0, *step.path) for row, step in emitted])
         for draft in drafts:
-            draft.commit([None if row.finished else s.tokens for row, s in zip(rows, steps, strict=True)], states)
-        yield list(zip(rows, steps, strict=True))
+            draft.commit([None if row.finished else step.tokens for row, step in emitted], states)
+        yield emitted
         rows = [row for row in rows if not row.finished]
 
 
 def propose(drafts: Sequence[Proposer], policy: Policy, rows: Sequence[Row]) -> Forest:
-    """Return one tree per row: the drafts' trees, merged, no deeper than what the row may still emit.
+    """Return one tree per row: the drafts' trees, merged, and cut to the depth that the row may still emit.
 
-    Rows that are not confident of their last token get bare roots; drafts are not asked for those alone.
+    If no row may grow a tree, all get bare roots and the drafts are not asked.
 
     Raises:
         TreeError: a draft's trees grow from other tokens than the rows' last ones.
     """
-    depths = [row.remaining - 1 if row.confident else 0 for row in rows]
-    roots = [row.ids[-1] for row in rows]
+    roots, depths = [row.ids[-1] for row in rows], [row.max_depth for row in rows]
     if drafts and policy.max_nodes and max(depths):
         trees = Forest.merged([draft.propose(policy, max(depths)) for draft in drafts]).pruned(depths)
     else:

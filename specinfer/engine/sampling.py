@@ -1,21 +1,23 @@
-"""From logits to the distribution that tokens are drawn from, and when a text ends: Hugging Face semantics, per node.
+"""From logits to the distribution that tokens are drawn from, with the semantics of Hugging Face, per node.
 
 Knows: `GenerationConfig`, logits processors, stopping criteria, one row's ids.
 Does not know: models, caches, drafting, verification.
 
-There is one path: `Processors.scores` turns logits into processed scores; greedy takes their argmax, sampling adds
-noise. Processors that read ``input_ids`` (repetition penalty, no-repeat n-gram, anything custom) see each node's own
-path.
+There is one path.  `Processors.scores` turns logits into processed scores.  Greedy decoding takes their argmax, and
+sampling adds noise first.  Processors that read ``input_ids`` (repetition penalty, no-repeat n-gram, anything custom)
+see each node's own path.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, isnan
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation import logits_process as hf
 
 from specinfer.attention import on_device
 from specinfer.common.values import plain
@@ -23,79 +25,76 @@ from specinfer.errors import InputError, SamplingError
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
-# Options that cannot work when several tokens of several branches are scored in one pass, or that belong to another
-# decoding method: their neutral values, and why anything else is refused.
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "num_beams": ((None, 1), "beam search keeps several hypotheses; tree verification follows one"),
-    "num_beam_groups": ((None, 1), "beam search keeps several hypotheses; tree verification follows one"),
-    "diversity_penalty": ((None, 0, 0.0), "it belongs to group beam search"),
-    "constraints": ((None,), "constrained beam search keeps several hypotheses"),
-    "force_words_ids": ((None,), "constrained beam search keeps several hypotheses"),
-    "penalty_alpha": ((None, 0, 0.0), "contrastive search re-ranks by hidden states of the whole prefix"),
-    "dola_layers": ((None,), "DoLa contrasts layers, which a tree pass does not return"),
-    "guidance_scale": ((None, 1, 1.0), "guidance needs a second, unconditional pass per node"),
-    "watermarking_config": ((None,), "watermarks keep a state per emitted token"),
-    "token_healing": ((None, False), "it rewrites the prompt"),
-    "num_return_sequences": ((None, 1), "repeat the prompt in a batch with one seed each instead"),
-    "encoder_repetition_penalty": ((None, 1, 1.0), "it belongs to encoder-decoder models"),
-    "encoder_no_repeat_ngram_size": ((None, 0), "it belongs to encoder-decoder models"),
-    "decoder_start_token_id": ((None,), "it belongs to encoder-decoder models"),
-    "prompt_lookup_num_tokens": ((None,), 'use drafts=["ngram"] instead'),
-    "assistant_early_exit": ((None,), "use a draft model instead"),
-    "assistant_ensemble_weight": ((None, 0, 0.0), "it is lossy by design"),
-    "use_mtp": ((None, False), "use a draft model instead"),
-    "speculation_type": ((None,), "choose a tree policy instead"),
-    "output_attentions": ((None, False), "tree passes do not return attentions"),
-    "output_hidden_states": ((None, False), "tree passes do not return hidden states"),
-    "output_scores": ((None, False), "read result.steps instead"),
-    "output_logits": ((None, False), "read result.steps instead"),
-    "cache_implementation": ((None, "dynamic"), "the engine brings its own tree cache"),
-    "use_cache": ((None, True), "trees are verified against a cache"),
-}
-# What a checkpoint's own configuration may carry and does not mean for a call of a decoder-only model.
+# Options that cannot work when one pass scores several branches, or that belong to another decoding method: names, the
+# value that does nothing (None does nothing either), and why all others are refused.
+_REFUSED: list[tuple[str, Any, str]] = [
+    ("num_beams num_beam_groups", 1, "beam search keeps several hypotheses; tree verification follows one"),
+    ("diversity_penalty", 0, "it belongs to group beam search"),
+    ("constraints force_words_ids", None, "constrained beam search keeps several hypotheses"),
+    ("penalty_alpha", 0, "contrastive search re-ranks by hidden states of the whole prefix"),
+    ("dola_layers", None, "DoLa contrasts layers, which a tree pass does not return"),
+    ("guidance_scale", 1, "guidance needs a second, unconditional pass per node"),
+    ("watermarking_config", None, "watermarks keep a state per emitted token"),
+    ("token_healing", False, "it rewrites the prompt"),
+    ("num_return_sequences", 1, "repeat the prompt in a batch with one seed each instead"),
+    ("encoder_repetition_penalty", 1, "it belongs to encoder-decoder models"),
+    ("encoder_no_repeat_ngram_size", 0, "it belongs to encoder-decoder models"),
+    ("decoder_start_token_id", None, "it belongs to encoder-decoder models"),
+    ("prompt_lookup_num_tokens", None, 'use drafts=["ngram"] instead'),
+    ("assistant_early_exit", None, "use a draft model instead"),
+    ("assistant_ensemble_weight", 0, "it is lossy by design"),
+    ("use_mtp", False, "use a draft model instead"),
+    ("speculation_type", None, "choose a tree policy instead"),
+    ("output_attentions output_hidden_states", False, "tree passes do not return them"),
+    ("output_scores output_logits", False, "read result.steps instead"),
+    ("cache_implementation", "dynamic", "the engine brings its own tree cache"),
+    ("use_cache", True, "trees are verified against a cache"),
+]
+# Options in a checkpoint's own configuration that mean nothing to a call of a decoder-only model.
 _INHERITED = ("use_cache", "cache_implementation", "decoder_start_token_id")
-# What a number or a flag must be: its type, a test, and the test in words.
-_NUMBER = (int, float)
-_SHARE: tuple[Any, ...] = (_NUMBER, lambda v: 0 <= v <= 1, "between 0 and 1")
-_COUNT: tuple[Any, ...] = (int, lambda v: v >= 0, "a whole number, 0 for none")
-_FLAG: tuple[Any, ...] = (bool, lambda v: True, "True or False")
-_POSSIBLE: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
-    "do_sample": _FLAG,
-    "temperature": (_NUMBER, lambda v: 0 < v < inf, "positive and finite (0 selects greedy decoding)"),
-    "top_p": (_NUMBER, lambda v: 0 < v <= 1, "above 0 and at most 1"),
-    "top_k": (int, lambda v: v >= 0, "a count of tokens, or 0 for all of them"),
-    **dict.fromkeys(("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"), _SHARE),
-    "repetition_penalty": (_NUMBER, lambda v: 0 < v < inf, "positive and finite (1 is none)"),
-    **dict.fromkeys(("max_new_tokens", "max_length"), (int, lambda v: v >= 1, "a whole number, at least 1")),
-    **dict.fromkeys(("no_repeat_ngram_size", "min_new_tokens", "min_length"), _COUNT),
-    "max_time": (_NUMBER, lambda v: v >= 0, "a number of seconds, 0 or more"),
-    **dict.fromkeys(("renormalize_logits", "remove_invalid_values", "return_dict_in_generate"), _FLAG),
-}
-# Options that hold token ids: what they look like, and where the ids are.
-_ONE = ("a token id", lambda v: [[v]])
-_SOME = ("a token id, or a list of them", lambda v: [v] if isinstance(v, list | tuple) else [[v]])
-_LIST = ("a list of token ids", lambda v: [list(v)])
-_TOKENS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "eos_token_id": _SOME,
-    "bad_words_ids": ("a list of lists of token ids", lambda v: [list(word) for word in v]),
-    "sequence_bias": ("a dict from tuples of token ids to numbers", lambda v: _biased(v)),
-    "suppress_tokens": _LIST,
-    "begin_suppress_tokens": _LIST,
-    "forced_bos_token_id": _ONE,
-    "forced_eos_token_id": _SOME,
-}
-_NEVER_MET = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens")  # outside the vocabulary, these do nothing
-WARPERS = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+# What options must be: their names, type, a test, and the test in words.
+_POSSIBLE: list[tuple[str, Any, Callable[[Any], bool], str]] = [
+    ("do_sample renormalize_logits", bool, lambda v: True, "True or False"),
+    ("remove_invalid_values return_dict_in_generate", bool, lambda v: True, "True or False"),
+    ("temperature", int | float, lambda v: 0 < v < inf, "positive and finite (0 selects greedy decoding)"),
+    ("top_p", int | float, lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    ("top_k", int, lambda v: v >= 0, "a count of tokens, or 0 for all of them"),
+    ("min_p typical_p epsilon_cutoff eta_cutoff top_h", int | float, lambda v: 0 <= v <= 1, "between 0 and 1"),
+    ("repetition_penalty", int | float, lambda v: 0 < v < inf, "positive and finite (1 is none)"),
+    ("max_new_tokens max_length", int, lambda v: v >= 1, "a whole number, at least 1"),
+    ("no_repeat_ngram_size min_new_tokens min_length", int, lambda v: v >= 0, "a whole number, 0 for none"),
+    ("max_time", int | float, lambda v: v >= 0, "a number of seconds, 0 or more"),
+]
+# Options that hold token ids: their names, what they look like, and lists of the ids in them.
+_TOKENS: list[tuple[str, str, Callable[[Any], Any]]] = [
+    ("eos_token_id forced_eos_token_id", "a token id, or a list of them", lambda v: [_items(v)]),
+    ("bad_words_ids", "a list of lists of token ids", lambda v: [list(word) for word in v]),
+    ("sequence_bias", "a dict from tuples of token ids to numbers", lambda v: _biased(v)),
+    ("suppress_tokens begin_suppress_tokens", "a list of token ids", lambda v: [list(v)]),
+    ("forced_bos_token_id", "a token id", lambda v: [[v]]),
+]
+# Of these, ids outside the vocabulary do nothing.
+_HARMLESS = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens")
+# Options of sampling only, and the values that a greedy call may give them.
+_NEUTRAL: dict[str, tuple[float, ...]] = {"temperature": (0, 1), "top_k": (0, 50), "top_h": ()}
+_NEUTRAL |= dict.fromkeys(("top_p", "typical_p"), (1,)) | dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff"), (0,))
+WARPERS = tuple(_NEUTRAL)
 PER_ROW = (  # options that a batch may have a list of, one value a row
     *("do_sample", *WARPERS, "repetition_penalty", "no_repeat_ngram_size"),
     *("max_new_tokens", "min_new_tokens", "max_length", "min_length"),
 )
 _DEFAULTS: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
+# Processors that do not read the tokens before a node.
+_PREFIX_FREE = (
+    *(hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper, hf.TopHLogitsWarper),
+    *(hf.TypicalLogitsWarper, hf.EpsilonLogitsWarper, hf.EtaLogitsWarper),
+    *(hf.LogitNormalization, hf.InfNanRemoveLogitsProcessor),
+)
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """Validated options of one call.  `config` is whole: defaults filled in from the model's, then Hugging Face's."""
+    """Validated options of one call.  `config` is complete: the model's own and Hugging Face's defaults are in it."""
 
     config: Any  # transformers.GenerationConfig
     eos: frozenset[int]
@@ -117,15 +116,13 @@ class GenerationSettings:
         """Return how many tokens a row with this prompt may emit, at least 1.
 
         Raises:
-            InputError: ``max_length`` leaves no room after the prompt.
+            InputError: the prompt is as long as ``max_length`` or longer.
         """
         if self.max_new_tokens is not None:
             return self.max_new_tokens
         if self.config.max_length <= prompt_length:
-            raise InputError(
-                f"max_length={self.config.max_length} leaves no room after a prompt of {prompt_length} tokens: raise "
-                "it or give max_new_tokens"
-            )
+            length = f"max_length={self.config.max_length}"
+            raise InputError(f"{length} leaves no room after {prompt_length} tokens: raise it or give max_new_tokens")
         return self.config.max_length - prompt_length
 
 
@@ -135,12 +132,12 @@ def resolve(
     logits_processor: Any = None,
     stopping_criteria: Any = None,
     vocab_size: int | None = None,
-    whole: bool = False,
+    complete: bool = False,
     **options: Any,
 ) -> GenerationSettings:
-    """Merge options over a generation config over the model's own, and validate the whole.
+    """Merge options over a generation config over the model's own, and validate the result.
 
-    ``temperature=0`` means greedy; a positive temperature, top_p, top_k ... given without ``do_sample`` means sampling.
+    ``temperature=0`` means greedy.  A positive temperature, top_p, top_k ... without ``do_sample`` means sampling.
     Otherwise names and defaults are Hugging Face's (sampling has ``top_k=50`` unless told otherwise), but a call that
     names neither ``max_new_tokens`` nor ``max_length`` gets `DEFAULT_MAX_NEW_TOKENS`.
 
@@ -149,53 +146,48 @@ def resolve(
         generation_config: a ``GenerationConfig``, or a dict of options.
         logits_processor, stopping_criteria: callables, or one.
         vocab_size: of the target: token ids in options must be below it.
-        whole: the generation config is over the model's already, and what is None in it is meant.
+        complete: the generation config holds the model's already, and a None in it is meant.
         **options: fields of ``GenerationConfig``; numbers may be numpy's or torch's.
 
     Raises:
         SamplingError: an unknown, contradictory, impossible or unsupported option, by name.
     """
-    from transformers import GenerationConfig
-
     if isinstance(generation_config, dict):
         generation_config, options = None, {**generation_config, **options}
     if not isinstance(generation_config, GenerationConfig | None):
-        raise SamplingError(
-            f"generation_config={generation_config!r:.60} is no GenerationConfig and no dict of options"
-        )
+        raise SamplingError(f"generation_config={generation_config!r:.60} is neither a GenerationConfig nor a dict")
     given = {name: plain(value) for name, value in options.items() if value is not None}
     if unknown := sorted(str(name) for name in given if name not in vars(GenerationConfig())):
         raise SamplingError(f"unknown option {', '.join(unknown)}: options are those of transformers.GenerationConfig")
-    config = copy.deepcopy(generation_config if generation_config is not None else model_config)
-    for name, value in vars(config).items():
-        setattr(config, name, value if name.startswith("_") else plain(value))
-    if "do_sample" not in given:
-        given |= _implied_sampling(given)
+    if "do_sample" not in given and not given.keys().isdisjoint(WARPERS):
+        given["do_sample"] = given.get("temperature") != 0
     if not given.get("do_sample", True):
         _check_greedy(given)
         given.pop("temperature", None)
-    for name in vars(model_config):
-        value = given.get(name, getattr(config, name, None))
-        setattr(config, name, getattr(model_config, name) if value is None and not whole else value)
-    for name in _INHERITED:
-        if name not in given and getattr(config, name, None) == getattr(model_config, name, None):
-            setattr(config, name, None)
-    for name, value in given.items():
-        setattr(config, name, value)
-    for name, value in _DEFAULTS.items():
-        if getattr(config, name, None) is None:
-            setattr(config, name, value)
-    _validate(config)
+    base = model_config if generation_config is None else generation_config
+    merged = {name: None if complete else value for name, value in vars(model_config).items()}
+    named = {name: value for name, value in vars(base).items() if value is not None}
+    merged |= {name: value if name.startswith("_") else plain(value) for name, value in named.items()}
+    merged |= {name: None for name in _INHERITED if merged.get(name) == getattr(model_config, name, None)}
+    merged |= given
+    merged |= {name: value for name, value in _DEFAULTS.items() if merged.get(name) is None}
+    config = copy.copy(base)
+    vars(config).update(copy.deepcopy(merged))
+    _check_options(config)
     _check_tokens(config, given, vocab_size)
-    processors, criteria = _callables(logits_processor=logits_processor, stopping_criteria=stopping_criteria)
-    limit = _max_new_tokens(config, given, generation_config)
-    return GenerationSettings(config, _eos(config, vocab_size), limit, processors, criteria)
+    return GenerationSettings(
+        config=config,
+        eos=frozenset(token for token in _items(config.eos_token_id) if 0 <= token < (vocab_size or inf)),
+        max_new_tokens=_max_new_tokens(config, given, generation_config),
+        processors=_callables("logits_processor", logits_processor),
+        criteria=_callables("stopping_criteria", stopping_criteria),
+    )
 
 
 def by_row(options: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
     """Return the options of each row: a list for one of `PER_ROW` holds a value per row, all else is every row's.
 
-    Where there is no such list, one entry is returned for all rows.
+    Without such a list, one entry is returned for all rows.
 
     Raises:
         SamplingError: a list of another length.
@@ -203,9 +195,7 @@ def by_row(options: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
     lists = {name: plain(options[name]) for name in PER_ROW if isinstance(plain(options.get(name)), list | tuple)}
     for name, values in lists.items():
         if len(values) != rows:
-            raise SamplingError(
-                f"{name}={values!r:.60} has {len(values)} values: give one for all, or one per row ({rows})"
-            )
+            raise SamplingError(f"{name}={values!r:.60} has {len(values)} values: give one, or one per row ({rows})")
     return [{**options, **{name: values[row] for name, values in lists.items()}} for row in range(rows if lists else 1)]
 
 
@@ -216,52 +206,30 @@ def whole_distribution(temperature: float) -> dict[str, Any]:
     return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
 
 
-def _implied_sampling(given: dict[str, Any]) -> dict[str, Any]:
-    if "temperature" in given:
-        return {"do_sample": given["temperature"] != 0}
-    return {"do_sample": True} if any(name in given for name in WARPERS) else {}
-
-
 def _check_greedy(given: dict[str, Any]) -> None:
-    """Raise `SamplingError` for an option that says sample in a call that says do not."""
-    neutral: dict[str, tuple[float, ...]] = {"temperature": (0, 1), "top_k": (0, 50), "top_p": (1,), "typical_p": (1,)}
-    neutral |= dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff"), (0,)) | {"top_h": ()}
-    for name, values in neutral.items():
+    """Raise `SamplingError` for an option of sampling in a greedy call."""
+    for name, values in _NEUTRAL.items():
         if name in given and given[name] not in values:
-            raise SamplingError(
-                f"{name}={given[name]!r} has no effect in greedy decoding: leave it out, or sample with a temperature "
-                "above 0"
-            )
+            advice = "leave it out, or sample with a temperature above 0"
+            raise SamplingError(f"{name}={given[name]!r} has no effect in greedy decoding: {advice}")
 
 
 def _max_new_tokens(config: Any, given: dict[str, Any], user_config: Any) -> int | None:
-    named = config.max_new_tokens
+    if config.max_new_tokens is not None and ("max_new_tokens" in given or "max_length" not in given):
+        return int(config.max_new_tokens)
     length_named = "max_length" in given or getattr(user_config, "max_length", None) is not None
-    if named is not None and not ("max_length" in given and "max_new_tokens" not in given):
-        return int(named)
     return None if length_named else DEFAULT_MAX_NEW_TOKENS
 
 
-def _eos(config: Any, vocab_size: int | None) -> frozenset[int]:
-    """Return the tokens that end a text; what is none of the target's would mislead processors."""
-    eos = config.eos_token_id
-    every = [] if eos is None else [eos] if isinstance(eos, int) else eos
-    return frozenset(token for token in every if 0 <= token < (vocab_size or inf))
-
-
-def _validate(config: Any) -> None:
-    """Raise `SamplingError` for an option that cannot be, by name."""
-    for name, (neutral, reason) in _REFUSED.items():
-        value = getattr(config, name, None)
-        if not any(value is n or value == n for n in neutral):
+def _check_options(config: Any) -> None:
+    """Raise `SamplingError` for an option that cannot be used or has an impossible value, by name."""
+    for name, value, neutral, reason in _present(config, _REFUSED):
+        if value != neutral:
             raise SamplingError(f"{name}={value!r} cannot be used with token trees: {reason}")
-    for name, (kind, fits, wanted) in _POSSIBLE.items():
-        value = getattr(config, name, None)
+    for name, value, kind, fits, wanted in _present(config, _POSSIBLE):
         if name == "temperature" and not config.do_sample:
-            continue  # checkpoints write greedy decoding as 0
-        if value is not None and (
-            isinstance(value, bool) != (kind is bool) or not isinstance(value, kind) or not fits(value)
-        ):
+            continue  # checkpoints may write greedy decoding as 0
+        if isinstance(value, bool) != (kind is bool) or not isinstance(value, kind) or not fits(value):
             raise SamplingError(f"{name}={value!r} is not possible: it must be {wanted}")
     if (config.min_new_tokens or 0) > (config.max_new_tokens or inf):
         raise SamplingError(f"min_new_tokens={config.min_new_tokens} exceeds max_new_tokens={config.max_new_tokens}")
@@ -271,50 +239,42 @@ def _validate(config: Any) -> None:
     if not all(_strings(strings)):
         raise SamplingError("stop_strings holds an empty string, which would end every text at once: remove it")
     decay = config.exponential_decay_length_penalty
-    if decay is not None and not (_is_list_of((int, float), decay) and len(decay) == 2 and all(map(isfinite, decay))):
+    if decay is not None and not (_is_list_of(int | float, decay) and len(decay) == 2 and all(map(isfinite, decay))):
         raise SamplingError(f"exponential_decay_length_penalty={decay!r} is not possible: it must be (start, factor)")
 
 
 def _check_tokens(config: Any, given: Mapping[str, Any], vocab_size: int | None) -> None:
-    """Raise `SamplingError` for an option whose token ids are none of the target's.
+    """Raise `SamplingError` for an option whose token ids are not the target's.
 
-    An end of sequence may be -1, which is no token, and a configuration's may be any: it is never met.
+    An end of sequence may be -1, which is not a token.  In a configuration it may be any id: it does nothing there.
     """
-    for name, (shape, parts) in _TOKENS.items():
-        value = getattr(config, name, None)
-        if value is None:
-            continue
+    for name, value, shape, parts in _present(config, _TOKENS):
         try:
             ids = [token for part in parts(value) for token in part]
         except (TypeError, AttributeError, IndexError, ValueError):
             ids = [None]
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        if not _is_list_of(int, ids):
             raise SamplingError(f"{name}={value!r:.60} is not possible: it must be {shape}")
         meant = name in given and not (name == "eos_token_id" and value in (-1, [-1]))
         outside = [token for token in ids if vocab_size is not None and not 0 <= token < vocab_size]
-        if outside and (meant or name not in _NEVER_MET):
+        if outside and (meant or name not in _HARMLESS):
             raise SamplingError(f"{name}: token id {outside[0]} is not in the target's vocabulary [0, {vocab_size})")
 
 
 def _biased(value: Any) -> list[list[int]]:
-    """Return the sequences of a sequence_bias; raise ValueError for a bias that is no number."""
+    """Return the sequences of a sequence_bias; raise ValueError for a bias that is not a number."""
     pairs = list(value.items() if isinstance(value, dict) else value)
-    if not _is_list_of((int, float), [bias for _, bias in pairs]) or any(isnan(bias) for _, bias in pairs):
+    if not _is_list_of(int | float, [bias for _, bias in pairs]) or any(isnan(bias) for _, bias in pairs):
         raise ValueError
     return [list(ids) for ids, _ in pairs]
 
 
-def _callables(**given: Any) -> list[tuple[Callable[..., Any], ...]]:
-    """Return what stands for each name as a tuple: one callable, or several."""
-    found = []
-    for name, value in given.items():
-        several = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
-        for own in several:
-            if not callable(own) or isinstance(own, type):
-                raise SamplingError(
-                    f"{name} holds {own!r:.60}, which cannot be called: give functions or objects that can"
-                )
-        found.append(several)
+def _callables(name: str, value: Any) -> tuple[Callable[..., Any], ...]:
+    """Return one callable, several or None as a tuple."""
+    found = tuple(_items(value))
+    for item in found:
+        if not callable(item) or isinstance(item, type):
+            raise SamplingError(f"{name} holds {item!r:.60}, which cannot be called: give functions")
     return found
 
 
@@ -322,8 +282,21 @@ def _is_list_of(kind: Any, value: Any) -> bool:
     return isinstance(value, list | tuple | set) and all(isinstance(v, kind) and not isinstance(v, bool) for v in value)
 
 
-def _strings(value: str | Sequence[str] | None) -> list[str]:
-    return [value] if isinstance(value, str) else list(value or ())
+def _items(value: Any) -> list[Any]:
+    """Return one value, several or None as a list."""
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _strings(value: Any) -> list[str]:
+    return list(value) if isinstance(value, set) else _items(value)
+
+
+def _present(config: Any, table: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Yield the name and value of each option of a table that is not None, with the rest of its line."""
+    for names, *rest in table:
+        for name in names.split():
+            if (value := getattr(config, name, None)) is not None:
+                yield (name, value, *rest)
 
 
 class Processors:
@@ -331,12 +304,12 @@ class Processors:
 
     Args:
         processors: Hugging Face logits processors in the order they apply.
-        padding: ids that processors see before the row's own (the left padding of a `transformers` batch).
+        padding: ids that processors see before the row's ids (the left padding of a `transformers` batch).
     """
 
     def __init__(self, processors: Sequence[Callable[..., Tensor]], padding: Sequence[int] = ()) -> None:
         self.padding = list(padding)
-        self.chain = [(processor, not _ignores_prefix(processor)) for processor in processors]
+        self.chain = [(processor, type(processor) not in _PREFIX_FREE) for processor in processors]
         self.reads_path = any(reads for _, reads in self.chain)
 
     @classmethod
@@ -344,23 +317,23 @@ class Processors:
         """Build the processors of a row whose prompt has ``prompt_length`` tokens, in Hugging Face's order."""
         built = _processors(settings, prompt_length, device)
         warpers = _warpers(settings.config, device) if settings.do_sample else []
-        return cls([*_merged(built, settings.processors), *warpers])
+        return cls([*with_custom(built, settings.processors), *warpers])
 
     def without_prefix_readers(self) -> "Processors":
-        """Return the distribution without the processors that read a prefix (what a draft ranks its candidates by)."""
+        """Return the distribution without the processors that read a prefix: drafts rank their candidates by it."""
         return Processors([processor for processor, reads in self.chain if not reads])
 
     def scores(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Process logits (N, V) of N nodes whose ids so far are ``paths``; return float32 (or wider) scores (N, V).
 
-        ``paths`` may be empty when `reads_path` is False.  Where nothing is to be done, the logits may be returned.
+        ``paths`` may be empty if `reads_path` is False.  Without processors, the logits themselves may be returned.
         """
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=bool(self.chain))
         if not self.chain:
             return scores
         nothing = torch.zeros(len(logits), 0, dtype=torch.long, device=logits.device)
         for processor, reads in self.chain:
-            scores = self._by_path(processor, scores, paths) if reads else _asked(processor, nothing, scores)
+            scores = self._by_path(processor, scores, paths) if reads else _applied(processor, nothing, scores)
         return scores
 
     def _by_path(self, processor: Callable[..., Tensor], scores: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
@@ -368,114 +341,78 @@ class Processors:
         for length in sorted({len(path) for path in paths}):
             rows = [i for i, path in enumerate(paths) if len(path) == length]
             ids = on_device([[*self.padding, *paths[i]] for i in rows], scores.device)
-            places = on_device(rows, scores.device)
-            scores[places] = _asked(processor, ids, scores[places])
+            indices = on_device(rows, scores.device)
+            scores[indices] = _applied(processor, ids, scores[indices])
         return scores
 
 
-def _asked(processor: Callable[..., Tensor], ids: Tensor, scores: Tensor) -> Tensor:
-    """Return a processor's scores; raise `SamplingError` for an answer that is none."""
+def _applied(processor: Callable[..., Tensor], ids: Tensor, scores: Tensor) -> Tensor:
+    """Return a processor's scores; raise `SamplingError` if it returns something else."""
     answer = processor(ids, scores)
     if not isinstance(answer, Tensor) or answer.shape != scores.shape:
         raise SamplingError(f"the logits processor {processor!r:.60} returns no scores: return them, changed")
     return answer
 
 
-def _merged(built: Sequence[Any], custom: Sequence[Any]) -> list[Any]:
-    """Return what was built with custom ones in the place of their own type, then the other custom ones."""
-    merged = [next((own for own in custom if type(own) is type(made)), made) for made in built]
-    return merged + [own for own in custom if not any(own is taken for taken in merged)]
-
-
-def _ignores_prefix(processor: Any) -> bool:
-    import transformers as hf
-
-    names = ("Temperature", "TopK", "TopP", "MinP", "Typical", "Epsilon", "Eta", "TopH")
-    known = [getattr(hf.generation, f"{name}LogitsWarper", None) for name in names]
-    known += [hf.generation.LogitNormalization, hf.generation.InfNanRemoveLogitsProcessor]
-    return type(processor) in known
-
-
-# One line of a table of processors: the option it serves, whether it is wanted, its class in transformers, arguments.
-_Line = tuple[str, Any, str, tuple[Any, ...], dict[str, Any]]
+def with_custom(built: Sequence[Any], custom: Sequence[Any]) -> list[Any]:
+    """Return what was built, with custom objects in place of those of their type, then the other custom ones."""
+    merged = [next((mine for mine in custom if type(mine) is type(made)), made) for made in built]
+    return merged + [mine for mine in custom if not any(mine is taken for taken in merged)]
 
 
 def _processors(settings: GenerationSettings, prompt_length: int, device: Any) -> list[Callable[..., Tensor]]:
-    """Processors that apply to greedy decoding and sampling alike (transformers' `_get_logits_processor` order)."""
-    c, n, eos, on = settings.config, prompt_length, sorted(settings.eos), {"device": device}
-    bias, decay, bad = c.sequence_bias, c.exponential_decay_length_penalty, c.bad_words_ids
-    bos, last, suppress, first = (
-        c.forced_bos_token_id,
-        c.forced_eos_token_id,
-        c.suppress_tokens,
-        c.begin_suppress_tokens,
+    """Build what applies to greedy decoding and sampling, in the order of transformers' `_get_logits_processor`."""
+    c, n, eos = settings.config, prompt_length, sorted(settings.eos)
+    bos, last, penalty = c.forced_bos_token_id, c.forced_eos_token_id, c.repetition_penalty
+    decay = eos and c.exponential_decay_length_penalty
+    end, begin = n + settings.budget(n), n + (n == 1 and bos is not None)
+    least, least_new, suppressed, first = c.min_length, c.min_new_tokens, c.suppress_tokens, c.begin_suppress_tokens
+    return _built(
+        sequence_bias=c.sequence_bias is not None and (hf.SequenceBiasLogitsProcessor, c.sequence_bias),
+        repetition_penalty=penalty not in (None, 1) and (hf.RepetitionPenaltyLogitsProcessor, float(penalty)),
+        no_repeat_ngram_size=c.no_repeat_ngram_size and (hf.NoRepeatNGramLogitsProcessor, c.no_repeat_ngram_size),
+        bad_words_ids=c.bad_words_ids is not None and (hf.NoBadWordsLogitsProcessor, c.bad_words_ids, eos or None),
+        min_length=least and eos and not least_new and (hf.MinLengthLogitsProcessor, least, eos, device),
+        min_new_tokens=least_new and eos and (hf.MinNewTokensLengthLogitsProcessor, n, least_new, eos, device),
+        forced_bos_token_id=bos is not None and (hf.ForcedBOSTokenLogitsProcessor, bos),
+        forced_eos_token_id=last is not None and (hf.ForcedEOSTokenLogitsProcessor, end, last, device),
+        remove_invalid_values=c.remove_invalid_values and (hf.InfNanRemoveLogitsProcessor,),
+        exponential_decay_length_penalty=decay and (hf.ExponentialDecayLengthPenalty, decay, eos, n),
+        suppress_tokens=suppressed is not None and (hf.SuppressTokensLogitsProcessor, suppressed, device),
+        begin_suppress_tokens=first is not None and (hf.SuppressTokensAtBeginLogitsProcessor, first, begin, device),
     )
-    penalty, begin, end = c.repetition_penalty, n + (n == 1 and bos is not None), n + settings.budget(n)
-    min_length = c.min_length if eos and not c.min_new_tokens else None
-    lines: list[_Line] = [
-        ("sequence_bias", bias is not None, "SequenceBiasLogitsProcessor", (bias,), {}),
-        (
-            "repetition_penalty",
-            penalty not in (None, 1),
-            "RepetitionPenaltyLogitsProcessor",
-            (float(penalty or 1),),
-            {},
-        ),
-        ("no_repeat_ngram_size", c.no_repeat_ngram_size, "NoRepeatNGramLogitsProcessor", (c.no_repeat_ngram_size,), {}),
-        ("bad_words_ids", bad is not None, "NoBadWordsLogitsProcessor", (bad, eos or None), {}),
-        ("min_length", min_length, "MinLengthLogitsProcessor", (min_length, eos), on),
-        (
-            "min_new_tokens",
-            c.min_new_tokens and eos,
-            "MinNewTokensLengthLogitsProcessor",
-            (n, c.min_new_tokens, eos),
-            on,
-        ),
-        ("forced_bos_token_id", bos is not None, "ForcedBOSTokenLogitsProcessor", (bos,), {}),
-        ("forced_eos_token_id", last is not None, "ForcedEOSTokenLogitsProcessor", (end, last), on),
-        ("remove_invalid_values", c.remove_invalid_values, "InfNanRemoveLogitsProcessor", (), {}),
-        (
-            "exponential_decay_length_penalty",
-            decay is not None and eos,
-            "ExponentialDecayLengthPenalty",
-            (decay, eos, n),
-            {},
-        ),
-        ("suppress_tokens", suppress is not None, "SuppressTokensLogitsProcessor", (suppress,), on),
-        ("begin_suppress_tokens", first is not None, "SuppressTokensAtBeginLogitsProcessor", (first, begin), on),
-    ]
-    return _build(lines)
 
 
-def _warpers(config: Any, device: Any) -> list[Callable[..., Tensor]]:
-    """Warpers, which apply to sampling only, in transformers' order."""
-    c, top_h = config, getattr(config, "top_h", None)
+def _warpers(c: Any, device: Any) -> list[Callable[..., Tensor]]:
+    """Build what applies to sampling only, in transformers' order."""
+    top_h = getattr(c, "top_h", None)
 
     def cuts(value: float | None) -> bool:
         return value is not None and 0 < value < 1
 
-    lines: list[_Line] = [
-        ("temperature", c.temperature != 1, "TemperatureLogitsWarper", (float(c.temperature),), {}),
-        ("top_h", top_h is not None, "TopHLogitsWarper", (top_h,), {}),
-        ("top_k", c.top_k, "TopKLogitsWarper", (c.top_k,), {}),
-        ("top_p", c.top_p < 1, "TopPLogitsWarper", (float(c.top_p),), {}),
-        ("min_p", c.min_p, "MinPLogitsWarper", (c.min_p,), {}),
-        ("typical_p", cuts(c.typical_p), "TypicalLogitsWarper", (c.typical_p,), {}),
-        ("epsilon_cutoff", cuts(c.epsilon_cutoff), "EpsilonLogitsWarper", (c.epsilon_cutoff,), {}),
-        ("eta_cutoff", cuts(c.eta_cutoff), "EtaLogitsWarper", (c.eta_cutoff,), {"device": device}),
-        ("renormalize_logits", c.renormalize_logits, "LogitNormalization", (), {}),
-    ]
-    return _build(lines)
+    return _built(
+        temperature=c.temperature != 1 and (hf.TemperatureLogitsWarper, float(c.temperature)),
+        top_h=top_h is not None and (hf.TopHLogitsWarper, top_h),
+        top_k=c.top_k and (hf.TopKLogitsWarper, c.top_k),
+        top_p=c.top_p < 1 and (hf.TopPLogitsWarper, float(c.top_p)),
+        min_p=c.min_p and (hf.MinPLogitsWarper, c.min_p),
+        typical_p=cuts(c.typical_p) and (hf.TypicalLogitsWarper, c.typical_p),
+        epsilon_cutoff=cuts(c.epsilon_cutoff) and (hf.EpsilonLogitsWarper, c.epsilon_cutoff),
+        eta_cutoff=cuts(c.eta_cutoff) and (hf.EtaLogitsWarper, c.eta_cutoff, -inf, 1, device),
+        renormalize_logits=c.renormalize_logits and (hf.LogitNormalization,),
+    )
 
 
-def _build(lines: Iterable[_Line]) -> list[Callable[..., Tensor]]:
-    """Construct the wanted processors; one that refuses its value is a `SamplingError` that names the option."""
-    from transformers import generation
+def _built(**wanted: Any) -> list[Callable[..., Tensor]]:
+    """Construct processors from (class, *arguments) by option; an option with a false value needs none.
 
+    Raises:
+        SamplingError: a processor refuses its value; names the option.
+    """
     built = []
-    for option, wanted, name, arguments, keywords in lines:
+    for option, line in wanted.items():
         try:
-            built += [getattr(generation, name)(*arguments, **keywords)] if wanted else []
+            built += [line[0](*line[1:])] if line else []
         except (ValueError, TypeError) as error:
             raise SamplingError(f"{option} has an impossible value: {error}") from error
     return built

@@ -1,6 +1,6 @@
-"""The log-likelihood of a given continuation under the target: what evaluation harnesses and rankings ask for.
+"""The log-likelihood of a given continuation under the target, for evaluation harnesses and rankings.
 
-Knows: prompts, the target's passes, its distribution without any processor.  Does not know: drafts, trees, sampling.
+Knows: prompts, the target's passes, its distribution without processors.  Does not know: drafts, trees, sampling.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from specinfer.attention import TreeModel, lay_out_chains, running
 from specinfer.common.values import plain
-from specinfer.errors import InputError, NumericalError
-from specinfer.prompts import Prompts, check_ids, spelt
+from specinfer.errors import CHECK_WEIGHTS, InputError, NumericalError
+from specinfer.prompts import Prompts, check_ids, tokenized
 
-SCORED = 256  # tokens of all rows whose logits a pass hands out at most: bounds its memory
+SCORED = 256  # tokens of all rows whose logits one pass returns at most: this bounds its memory
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Score:
 
     Attributes:
         token_ids: of the continuation.
-        log_probabilities: natural logarithms, of each token after the prompt and the tokens before it.
-        greedy: for each token, whether it is the target's likeliest there.
+        log_probabilities: natural logarithms, of each token given the prompt and the tokens before it.
+        greedy: for each token, whether it is the target's most likely one.
     """
 
     token_ids: list[int]
@@ -52,7 +52,7 @@ def continuations(prompts: Prompts, given: Any, tokenizer: Any, vocab_size: int)
     """Return the token ids of continuations, one for each prompt.
 
     Raises:
-        InputError: not one for each, or one that cannot be read.
+        InputError: there is not one for each, or one cannot be read.
     """
     if not prompts.single and (isinstance(given, str) or not isinstance(given, Iterable)):
         raise InputError("several prompts need a list of continuations: give one for each prompt")
@@ -68,7 +68,7 @@ def _ids(continuation: Any, tokenizer: Any, row: int) -> list[int]:
     """Return the token ids of a continuation."""
     continuation = plain(continuation)
     if isinstance(continuation, str):
-        continuation = spelt(continuation, tokenizer, add_special_tokens=False)
+        continuation = tokenized(continuation, tokenizer, add_special_tokens=False)
     if not isinstance(continuation, Sequence):
         raise InputError(f"row {row}: a continuation must be text or token ids, not {type(continuation).__name__}")
     if not continuation:
@@ -99,13 +99,11 @@ def score(target: TreeModel, prompts: Sequence[list[int]], wanted: Sequence[list
 
 
 def _extend(score: Score, logits: Tensor, start: int, row: int) -> None:
-    """Score the tokens from a place on, from the logits (T, V) that choose them."""
+    """Score the tokens from index ``start`` on, from the logits (T, V) that choose them."""
     log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     tokens = torch.tensor(score.token_ids[start : start + len(logits)], dtype=torch.long, device=log_probs.device)
     score.log_probabilities.extend(log_probs.gather(1, tokens[:, None])[:, 0].tolist())
     score.greedy.extend((log_probs.argmax(-1) == tokens).tolist())
     if any(map(isnan, score.log_probabilities)):
-        raise NumericalError(
-            f"row {row}: the target's logits are not numbers within {start + len(logits)} tokens after the prompt. "
-            "Check the weights, or load the model in float32"
-        )
+        where = f"row {row}, within {start + len(logits)} tokens after the prompt"
+        raise NumericalError(f"{where}: the target's logits are not numbers. {CHECK_WEIGHTS}")

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import MaxTimeCriteria, StopStringCriteria
 
 from specinfer.common.values import plain
-from specinfer.engine.sampling import GenerationSettings, _merged
+from specinfer.engine.sampling import GenerationSettings, with_custom
 from specinfer.errors import SamplingError
 
 
@@ -20,9 +21,9 @@ class Stopping:
     """Decides, token by token, whether a row's text has ended, and why.
 
     Args:
-        settings: the call's settings.
-        budget: most new tokens.
-        device: where criteria find the ids.
+        settings: of the call.
+        budget: new tokens at most.
+        device: of the ids that criteria are given.
         tokenizer: needed for ``stop_strings`` only.
 
     Raises:
@@ -30,16 +31,13 @@ class Stopping:
     """
 
     def __init__(self, settings: GenerationSettings, budget: int, device: Any = None, tokenizer: Any = None) -> None:
-        from transformers import MaxTimeCriteria, StopStringCriteria
-
-        self.eos, self.budget, self.stop_strings = settings.eos, budget, settings.stop_strings
-        self.device = device
-        if settings.stop_strings and tokenizer is None:
+        self.eos, self.budget, self.stop_strings, self.device = settings.eos, budget, settings.stop_strings, device
+        if self.stop_strings and tokenizer is None:
             raise SamplingError("stop_strings needs a tokenizer: construct the decoder with one")
-        built = [StopStringCriteria(tokenizer, settings.stop_strings)] if settings.stop_strings else []
-        self.criteria = _merged(built, settings.criteria)
-        own_clock = any(type(criterion) is MaxTimeCriteria for criterion in settings.criteria)
-        self.seconds = None if own_clock else settings.config.max_time
+        built = [StopStringCriteria(tokenizer, self.stop_strings)] if self.stop_strings else []
+        self.criteria = with_custom(built, settings.criteria)
+        has_clock = any(type(criterion) is MaxTimeCriteria for criterion in settings.criteria)
+        self.seconds = None if has_clock else settings.config.max_time
         self.deadline = inf
 
     def begin(self) -> None:
@@ -60,7 +58,7 @@ class Stopping:
 
 
 def _answer(criterion: Callable[..., Any], ids: Tensor) -> bool:
-    """Return what a stopping criterion says; raise `SamplingError` where that is neither yes nor no."""
+    """Return a stopping criterion's answer; raise `SamplingError` if it is neither yes nor no."""
     answer = plain(criterion(ids, None))
     values = answer if isinstance(answer, list) else [answer]
     if not all(isinstance(value, bool | int) for value in values):

@@ -1,6 +1,6 @@
-"""What the target says at the nodes of one row's tree: choices, distributions, acceptance tests.
+"""The target at the nodes of one row's tree: its choices and distributions, and the coins of acceptance tests.
 
-Knows: logits, one sequence's processors and noise.  Does not know: models, caches, which nodes are asked about.
+Knows: logits, one sequence's processors and noise.  Does not know: models, caches, which nodes verification visits.
 """
 
 from collections.abc import Sequence
@@ -15,34 +15,33 @@ from transformers import GenerationConfig
 
 from specinfer.common.values import plain
 from specinfer.engine.gumbel import COIN, key, uniform
-from specinfer.engine.sampling import Processors, resolve
+from specinfer.engine.sampling import resolve
 from specinfer.engine.sequence import Row
-from specinfer.engine.stopping import Stopping
 from specinfer.engine.verify import Probabilities, Verdict, Verifier, chosen_verifier
-from specinfer.errors import InputError, NumericalError
+from specinfer.errors import CHECK_WEIGHTS, InputError, NumericalError
 from specinfer.prompts import check_ids
 from specinfer.tree import TokenTree
 
 
 def target_views(rows: Sequence[Row], trees: Sequence[TokenTree], logits: Tensor) -> list["RowView"]:
-    """Return the target's answers at the nodes of every row's tree, from logits (B, N or more, V)."""
+    """Return a view of the target for every row's tree, from logits (B, N or more, V)."""
     for row in rows:
         row.step += 1
-    views = [RowView(*own) for own in zip(rows, trees, logits, strict=True)]
-    together = [ref(view) for view in views]
+    views = [RowView(*row) for row in zip(rows, trees, logits, strict=True)]
+    step = [ref(view) for view in views]
     for view in views:
-        view.together = together
+        view.step = step
     return views
 
 
 class RowView:
     """A `TargetView` on one row's logits.
 
-    Verification visits a handful of a tree's nodes.  On a CPU, each is processed when it is asked for, and only then.
-    A GPU does all nodes of all rows when one is asked for: to wait for it once is what costs.
+    Verification visits a few of a tree's nodes.  On a CPU, a node is processed when verification asks for it.  On a
+    GPU, all nodes of all rows are processed when it asks for the first one, because each wait for a GPU costs much.
 
     Attributes:
-        together: the views of a step, this one among them; held weakly, so that logits go with the step.
+        step: the views of the step, this one included.  The references are weak: logits are freed with the step.
     """
 
     def __init__(self, row: Row, tree: TokenTree, logits: Tensor) -> None:
@@ -50,20 +49,20 @@ class RowView:
         self.base = len(row.ids)  # position of the token that follows the root
         self.coins = key(row.seed, COIN, self.base)
         self.tosses = 0
-        self.together: Sequence[ref[RowView]] = (ref(self),)
+        self.step: Sequence[ref[RowView]] = (ref(self),)
         self._chosen: dict[int, tuple[int, float]] = {}  # by node, the target's choice and its score
 
     def choice(self, node: int) -> int:
         """Return argmax(scores + noise): the target's greedy choice, or its draw by the Gumbel-max trick.
 
-        The noise depends on seed and position only, so the choice does not depend on the tree, the batch or
-        whether there was any speculation (coupled sampling, arXiv 2408.07978).
+        The noise depends on seed and position only.  So the choice does not depend on the tree or the batch, or on
+        whether there is speculation at all (coupled sampling, arXiv 2408.07978).
         """
         if node not in self._chosen:
             if self.logits.device.type == "cpu":
                 _choose([(self, [node])])
             else:
-                views = [view for own in self.together if (view := own())]
+                views = [view for reference in self.step if (view := reference())]
                 _choose([(view, range(len(view.tree))) for view in views])
         token, largest = self._chosen[node]
         self._check(largest, node)
@@ -71,7 +70,7 @@ class RowView:
 
     def noisy(self, nodes: Sequence[int]) -> Tensor:
         """Return scores + noise after some nodes, (n, V)."""
-        scores, noise = self._processed(nodes), [own for node in nodes if (own := self.noise(node)) is not None]
+        scores, noise = self._processed(nodes), [noise for node in nodes if (noise := self.noise(node)) is not None]
         if not noise:
             return scores
         return scores + (torch.stack(noise) if len(noise) > 1 else noise[0])
@@ -91,11 +90,11 @@ class RowView:
         return scores.double().softmax(-1).cpu().numpy()
 
     def probability(self, node: int, token: int) -> float:
-        """Return the target's probability of a token after a node; greedy decoding has one, too."""
+        """Return the target's probability of a token after a node, also in greedy decoding."""
         return float(self.scores(node).softmax(-1)[token])
 
     def accepts(self, probability: float) -> bool:
-        """Toss a coin from the row's own stream."""
+        """Toss a coin from the row's stream of random numbers."""
         self.tosses += 1
         return uniform(self.coins, self.tosses) < probability
 
@@ -107,7 +106,7 @@ class RowView:
         return int(min(token, distribution.nonzero()[0][-1]))
 
     def scores(self, node: int) -> Tensor:
-        """Return the processed scores (V,) after a node: the logarithm of the target's distribution but for a constant.
+        """Return the processed scores (V,) after a node: log probabilities of the target plus a constant.
 
         Raises:
             NumericalError: nothing can be chosen from them.
@@ -117,33 +116,32 @@ class RowView:
         return scores
 
     def _processed(self, nodes: Sequence[int]) -> Tensor:
-        """Return the processed scores (n, V) after some nodes: one, or the first n."""
+        """Return the processed scores (n, V) after consecutive nodes."""
         processors = self.row.processors
         paths = [[*self.row.ids, *self.tree.path(node)] for node in nodes] if processors.reads_path else []
         return processors.scores(self.logits[nodes[0] : nodes[-1] + 1], paths)
 
     def _check(self, largest: float, node: int) -> None:
-        """Raise unless the largest score is a number: NaN wins a maximum, so this sees NaN, +inf and all -inf."""
+        """Raise unless the largest score is finite: NaN wins a maximum, so this sees NaN, +inf and all -inf."""
         if not isfinite(largest):
+            where = f"row {self.row.index}, step {self.row.step}"
+            length = self.base + int(self.tree.depths[node])
             raise NumericalError(
-                f"row {self.row.index}, step {self.row.step}: the target's logits after "
-                f"{self.base + int(self.tree.depths[node])} tokens are NaN, infinite or all -inf; nothing can be "
-                "chosen from them. Check the weights, or load the model in float32"
+                f"{where}: the target's logits after {length} tokens are NaN, infinite or all -inf. {CHECK_WEIGHTS}"
             )
 
 
 def _choose(wanted: Sequence[tuple[RowView, Sequence[int]]]) -> None:
-    """Let views know the target's choices after some of their nodes: one transfer from the device."""
+    """Store in views the target's choices after some of their nodes, with one transfer from the device."""
     noisy = [view.noisy(nodes) for view, nodes in wanted]
-    if noisy[0].device.type == "cpu":  # torch's own maximum is slow there
-        found = [(token := int(row.argmax()), float(row[token])) for scores in noisy for row in scores.numpy()]
+    if noisy[0].device.type == "cpu":  # where torch's maximum is slower than numpy's
+        chosen = iter([(token := int(row.argmax()), float(row[token])) for scores in noisy for row in scores.numpy()])
     else:
-        best, places = (torch.cat(column) for column in zip(*(scores.max(-1) for scores in noisy), strict=True))
-        largest, tokens = torch.stack([best, places.to(best.dtype)]).tolist()
-        found = list(zip(map(int, tokens), largest, strict=True))
-    left = iter(found)
+        best, columns = (torch.cat(parts) for parts in zip(*(scores.max(-1) for scores in noisy), strict=True))
+        largest, tokens = torch.stack([best, columns.to(best.dtype)]).tolist()
+        chosen = zip(map(int, tokens), largest, strict=True)
     for view, nodes in wanted:
-        view._chosen.update(zip(nodes, left, strict=False))
+        view._chosen.update(zip(nodes, chosen, strict=False))
 
 
 def verify_tree(
@@ -155,23 +153,23 @@ def verify_tree(
     seed: int = 0,
     **options: Any,
 ) -> Verdict:
-    """Verify one tree on given logits, as a decode step does: no model is needed, so rules can be compared.
+    """Verify one tree on given logits, as a decode step does.  No model is needed, so rules are easy to compare.
 
     Args:
         tree: of N nodes.
         logits: (N, V), the target's after each node.
         verifier: the rule; None is the usual one for the tree's kind.
         prefix: the token ids before the root: processors read them, and noise depends on how many there are.
-        seed: of all chance.
+        seed: of all random numbers.
         **options: any ``GenerationConfig`` field: temperature, top_p, ...; greedy without.
 
     Returns:
         Verdict: accepted nodes, and the token after them.
 
     Raises:
-        InputError: logits of another shape or vocabulary than the tree's; a prefix that is no ids, or no seed.
+        InputError: logits of another shape or vocabulary than the tree's; a bad prefix or seed.
         PairingError: the rule would be biased on such trees.
-        SamplingError: an option, by name.
+        SamplingError: an option that is unknown or impossible, by name.
         NumericalError: nothing can be chosen from the logits.
     """
     fits = isinstance(logits, Tensor) and logits.ndim == 2 and len(logits) == len(tree)
@@ -181,16 +179,13 @@ def verify_tree(
             f"{int(tree.tokens.max())}: give a tensor with one row of the target's logits for each node"
         )
     if any(len(distribution) != logits.shape[1] for distribution in tree.distributions.values()):
-        raise InputError(
-            f"the tree's distributions are not of {logits.shape[1]} tokens, as the logits: pad or cut either"
-        )
+        raise InputError(f"the tree's distributions are not over {logits.shape[1]} tokens, as the logits: pad or cut")
     if isinstance(seed, bool) or not isinstance(seed := plain(seed), int):
         raise InputError(f"seed={seed!r:.60}: give one whole number")
     rule = chosen_verifier(verifier, tree.kind)
-    settings = resolve(GenerationConfig(), vocab_size=logits.shape[1], **options)
     ids = [*plain(prefix), int(tree.tokens[0])]
     check_ids([ids], logits.shape[1])
-    processors, stopping = Processors.of(settings, len(ids), logits.device), Stopping(settings, 1, logits.device)
-    row = Row(0, ids, processors, stopping, seed, settings.do_sample, draft_names=())
+    settings = resolve(GenerationConfig(), vocab_size=logits.shape[1], **options)
+    row = Row(0, ids, settings, 1, seed, logits.device)
     with torch.inference_mode():
         return rule.verify(tree, target_views([row], [tree], logits[None])[0])

@@ -1,24 +1,20 @@
-"""A generation as a stream of text.
+"""A run as a stream of text.
 
-Knows: a generation under way, the tokenizer.  Does not know: how a step is decoded.
+Knows: a run under way, the tokenizer.  Does not know: how a step is decoded.
 """
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING
 
 from specinfer.engine.detokenize import Pieces
+from specinfer.engine.generation import Run
 from specinfer.errors import InputError
 from specinfer.results import Result
 
-if TYPE_CHECKING:
-    pass
-from specinfer.engine.generation import Run
-
 
 class TextStream:
-    """Text as it is decided: an iterator of pieces that can be closed at any time.
+    """Text as it is decoded: an iterator of pieces that can be closed at any time.
 
-    Pieces end at whole characters; joined, they are ``result.text``.
+    Each piece ends at a whole character.  Together they are ``result.text``.
     """
 
     def __init__(self, run: Run) -> None:
@@ -36,7 +32,7 @@ class TextStream:
         return next(self._pieces)
 
     def close(self) -> None:
-        """Stop decoding; what was decided so far stays in `result`."""
+        """Stop decoding; what was decoded so far stays in `result`."""
         self._pieces.close()
         self._run.close()
 
@@ -46,7 +42,7 @@ class TextStream:
         return self._run.results()[0]
 
     def _decode(self) -> Generator[str]:
-        """Yield text that later tokens cannot change: up to the last piece that ends inside a character."""
+        """Yield text that later tokens cannot change, and at the end the rest."""
         row = self._run.rows[0]
         pieces = Pieces(self._run.decoder.tokenizer, row.prompt_length)
         done = 0  # characters yielded

@@ -1,14 +1,13 @@
-"""Verification: which drafted nodes are accepted, and which token comes after them, without changing the target's
-distribution.
+"""Verification: which drafted nodes are accepted, and which token comes next, so that the output is the target's.
 
 Knows: one row's tree, and a `TargetView` that answers questions about the target at its nodes.
 Does not know: models, tensors, batches, caches.
 
-Vocabulary (one step emits ``accepted tokens + 1``):
+One step emits the accepted tokens and one more:
     accepted path   the nodes that verification descends through
     bonus token     the target's own token after the accepted path: drawn from p, or from the residual after rejections
 
-Which rule is exact for which tree is a fact, not a taste; `specinfer certify` recomputes it by enumeration:
+Each rule is exact for some kinds of tree only; `specinfer certify` checks this by enumeration:
 
     ranked tree (top-k, best-first)   `ExactMatch`: the target's choice decides, descend while it was drafted
     i.i.d. draws from q               `MultiStep(replacement=True)`: every draw tried once, duplicates tried again
@@ -16,6 +15,7 @@ Which rule is exact for which tree is a fact, not a taste; `specinfer certify` r
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -28,10 +28,10 @@ Probabilities = NDArray[np.float64]
 
 
 class TargetView(Protocol):
-    """One row's target at the nodes of one tree, and the chance that verification may use."""
+    """One row's target at the nodes of one tree, and the random numbers that verification may use."""
 
     def choice(self, node: int) -> int:
-        """Return the token the target itself emits after ``node``: its argmax, or its draw from `distribution`."""
+        """Return the token that the target itself emits after ``node``: its argmax, or a draw from `distribution`."""
 
     def distribution(self, node: int) -> Probabilities:
         """Return the target's distribution p after ``node``: float64 (V,), sums to 1."""
@@ -65,59 +65,46 @@ class Verifier(ABC):
     def check(self, kind: Kind) -> None:
         """Raise `PairingError` if trees of this kind would bias the output."""
         if kind not in self.kinds:
-            exact = " or ".join(sorted(self.kinds))
             raise PairingError(
                 f"{type(self).__name__} on a {kind} tree would change the output distribution: it is exact for "
-                f"{exact} trees only. Use ExactMatch() for ranked trees, MultiStep(replacement=True) for i.i.d. draws, "
-                "MultiStep(replacement=False) for draws without replacement"
+                f"{' or '.join(sorted(self.kinds))} trees only. Use ExactMatch() for ranked trees, "
+                "MultiStep(replacement=True) for i.i.d. draws, MultiStep() for draws without replacement"
             )
 
 
+@dataclass(frozen=True)
 class ExactMatch(Verifier):
     """Descend while the target's own choice was drafted; exact for every tree.
 
-    With argmax choices it is greedy verification; with choices drawn from p it is SpecInfer's naive sampling
-    (arXiv 2305.09781, section 4.3); with choices drawn by shared Gumbel noise it is coupled sampling (Daliri, Musco,
+    With argmax choices it is greedy verification.  With choices drawn from p it is SpecInfer's naive sampling
+    (arXiv 2305.09781, section 4.3).  With choices drawn by shared Gumbel noise it is coupled sampling (Daliri, Musco,
     Suresh, arXiv 2408.07978), whose text does not depend on the tree at all.
     """
 
-    def __repr__(self) -> str:
-        return "ExactMatch()"
-
-    @property
-    def kinds(self) -> frozenset[Kind]:
-        """Every kind: the choice does not look at the tree."""
-        return frozenset(Kind)
+    kinds = frozenset(Kind)  # the choice does not depend on the tree
 
     def verify(self, tree: TokenTree, target: TargetView) -> Verdict:
-        """Follow the target's choices through the tree; the first one that is no child is the bonus token."""
-        path: list[int] = []
-        node = 0
-        while True:
-            token = target.choice(node)
-            child = tree.child(node, token)
-            if child is None:
-                return Verdict(tuple(path), token)
+        """Follow the target's choices through the tree; the first one without a child is the bonus token."""
+        path, token = [0], target.choice(0)
+        while (child := tree.child(path[-1], token)) is not None:
             path.append(child)
-            node = child
+            token = target.choice(child)
+        return Verdict(tuple(path[1:]), token)
 
 
+@dataclass(frozen=True)
 class MultiStep(Verifier):
     """Multi-step speculative sampling: one acceptance test per draw, each with the q it was drawn from.
 
-    SpecInfer Algorithm 2 (arXiv 2305.09781) with replacement, Sequoia (arXiv 2402.12374) without; on a chain both are
-    speculative sampling (arXiv 2211.17192, 2302.01318).  Symbols: p the target's distribution, q a draft's.  A token
-    drawn twice, or by two drafts, is tested once per draw.
+    It is SpecInfer's Algorithm 2 (arXiv 2305.09781) with replacement, and Sequoia's (arXiv 2402.12374) without.  On a
+    chain both are speculative sampling (arXiv 2211.17192, 2302.01318).  Symbols: p is the target's distribution, q is
+    a draft's.  A token that was drawn twice, or by two drafts, is tested once per draw.
 
     Args:
         replacement: whether the tree's children were drawn with replacement.
     """
 
-    def __init__(self, replacement: bool = False) -> None:
-        self.replacement = replacement
-
-    def __repr__(self) -> str:
-        return f"MultiStep(replacement={self.replacement})"
+    replacement: bool = False
 
     @property
     def kinds(self) -> frozenset[Kind]:
@@ -125,32 +112,28 @@ class MultiStep(Verifier):
         return frozenset({Kind.IID if self.replacement else Kind.WITHOUT_REPLACEMENT})
 
     def verify(self, tree: TokenTree, target: TargetView) -> Verdict:
-        """Descend through accepted draws; after the last, draw the bonus token from what p is left.
+        """Descend through accepted draws; after the last one, draw the bonus token from p or its residual.
 
         Raises:
             PairingError: the tree is a record without its distributions (`TokenTree.without_distributions`).
         """
         if len(tree) > 1 and not tree.distributions:
-            raise PairingError(
-                "this tree's distributions were dropped or never drawn from, and acceptance divides by them"
-            )
-        path: list[int] = []
-        node = 0
+            raise PairingError("this tree has no distributions (any more), and acceptance divides by them")
+        path = [0]
         while True:
-            child, left = self._descend(tree, node, target)
+            child, p = self._accepted_child(tree, path[-1], target)
             if child is None:
-                return Verdict(tuple(path), target.draw(left))
+                return Verdict(tuple(path[1:]), target.draw(p))
             path.append(child)
-            node = child
 
-    def _descend(self, tree: TokenTree, node: int, target: TargetView) -> tuple[int | None, Probabilities]:
+    def _accepted_child(self, tree: TokenTree, node: int, target: TargetView) -> tuple[int | None, Probabilities]:
         """Test the draws under a node in order; return the accepted child, or None and the residual distribution."""
         p = target.distribution(node)
-        distributions: dict[int, Probabilities] = {}
+        remaining: dict[int, Probabilities] = {}  # each draft's q, without what was rejected
         for draw, child in tree.draws_under(node):
-            if draw.draft not in distributions:
-                distributions[draw.draft] = tree.distributions[node, draw.draft].copy()
-            q, token = distributions[draw.draft], int(tree.tokens[child])
+            if draw.draft not in remaining:
+                remaining[draw.draft] = tree.distributions[node, draw.draft].copy()
+            q, token = remaining[draw.draft], int(tree.tokens[child])
             if target.accepts(min(1.0, p[token] / q[token])):
                 return child, p
             p = residual(p, q)
@@ -160,29 +143,23 @@ class MultiStep(Verifier):
         return None, p
 
 
-def usual_verifier(kind: Kind) -> Verifier:
-    """Return the rule that trees of a kind are verified by unless another is asked for."""
-    return ExactMatch() if kind is Kind.RANKED else MultiStep(replacement=kind is Kind.IID)
-
-
 def chosen_verifier(verifier: Any, kind: Kind) -> Verifier:
-    """Return the verifier for trees of a kind; None is the usual one.
+    """Return the verifier for trees of a kind; None is the usual one, which is exact for them.
 
     Raises:
-        InputError: what is no verifier.
+        InputError: not a verifier.
         PairingError: it would be biased on such trees.
     """
-    own = usual_verifier(kind) if verifier is None else verifier
-    if not isinstance(own, Verifier):
-        raise InputError(
-            f"verifier={verifier!r:.60} is no verifier: give ExactMatch(), MultiStep(), or None for the usual"
-        )
-    own.check(kind)
-    return own
+    if verifier is None:
+        return ExactMatch() if kind is Kind.RANKED else MultiStep(replacement=kind is Kind.IID)
+    if not isinstance(verifier, Verifier):
+        raise InputError(f"verifier={verifier!r:.60} is not one: give ExactMatch(), MultiStep(), or None for the usual")
+    verifier.check(kind)
+    return verifier
 
 
 def residual(p: Probabilities, q: Probabilities) -> Probabilities:
-    """Return norm(max(p - q, 0)), what is left of p after a draw from q was rejected; p where nothing is left."""
-    left = np.maximum(p - q, 0.0)
-    total = float(left.sum())
-    return left / total if total > 0.0 else p
+    """Return norm(max(p - q, 0)), the rest of p after a draw from q was rejected; p if nothing is left."""
+    rest = np.maximum(p - q, 0.0)
+    total = float(rest.sum())
+    return rest / total if total > 0.0 else p

@@ -1,6 +1,6 @@
 """`model.generate(..., custom_generate=specinfer.custom_generate)`: the engine inside transformers' own call.
 
-Knows: what transformers hands to a custom decoding loop.  Does not know: how decoding works.
+Knows: what transformers gives to a custom decoding loop.  Does not know: how decoding works.
 """
 
 import copy
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput, PrefixConstrainedLogitsProcessor
 
@@ -20,19 +21,18 @@ from specinfer.decoder import SpeculativeDecoder, row_seeds
 from specinfer.engine.generation import Run
 from specinfer.engine.sampling import Processors, resolve
 from specinfer.engine.sequence import Row
-from specinfer.engine.stopping import Stopping
 from specinfer.errors import InputError
 from specinfer.prompts import Padded, check_beside, check_ids, without_padding
 from specinfer.results import Result
 from specinfer.tree import Policy
 
-# What transformers prepares for every causal model, and the engine makes by itself.
+# What transformers prepares for every causal model, and the engine does not need.
 _PREPARED = ("cache_position", "logits_to_keep", "use_cache")
 
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """transformers' output with one `Result` per row; returned where ``return_dict_in_generate=True``."""
+    """transformers' output with one `Result` per row; returned if ``return_dict_in_generate=True``."""
 
     results: list[Result] | None = None
 
@@ -53,22 +53,22 @@ def custom_generate(
 ) -> Any:
     """Decode with token trees inside ``model.generate(**inputs, custom_generate=specinfer.custom_generate, ...)``.
 
-    ``draft_model``, ``tree``, ``seed`` and ``spec_streamer`` are given to ``generate`` as keyword arguments;
-    transformers passes them on.  It keeps ``streamer`` and ``assistant_model`` to itself, so they are taken from its
-    call; ``tokenizer`` cannot be: for stop strings use ``stopping_criteria=[StopStringCriteria(tokenizer, strings)]``.
+    Give ``draft_model``, ``tree``, ``seed`` and ``spec_streamer`` to ``generate`` as keyword arguments; transformers
+    passes them on.  It does not pass on ``streamer`` and ``assistant_model``, so they are read from its call.  Nor does
+    it pass on ``tokenizer``: for stop strings use ``stopping_criteria=[StopStringCriteria(tokenizer, strings)]``.
 
     Args:
         model: the target.
         input_ids: (B, T) long, left-padded where ``attention_mask`` is 0.
-        logits_processor: built by transformers, warpers included; each is asked about one row at a time.
-        stopping_criteria: asked after every single token.
+        logits_processor: built by transformers, warpers included; each is called for one row at a time.
+        stopping_criteria: called after every single token.
         generation_config: complete.
         draft_model: a draft model, "ngram", a `Draft`, or a list of those; None is "ngram".
-        tree: the growth policy; None = no speculation.  Give all calls one `Auto` for it to keep what it learns.
+        tree: the growth policy; None = no speculation.  Give all calls the same `Auto`, and it keeps what it learns.
         seed: as `SpeculativeDecoder.open`.
         spec_streamer: a transformers streamer, for one row, that gets the prompt, too.
         assistant_model: the draft model by transformers' name.
-        streamer: a transformers streamer, for one row, that has the prompt already, as `generate` sees to.
+        streamer: a transformers streamer, for one row, that `generate` has given the prompt already.
         **model_inputs: what transformers prepared for the model; ``attention_mask`` (B, T) says what is padding.
 
     Returns:
@@ -83,51 +83,46 @@ def custom_generate(
     spec_streamer = _only(spec_streamer=spec_streamer, streamer=None if streamer is None else _Prompted(streamer))
     decoder = SpeculativeDecoder(model, None, "ngram" if draft is None else draft, tree)
     vocab_size = decoder.target.vocab_size
-    settings = resolve(model.generation_config, generation_config, None, stopping_criteria, vocab_size, whole=True)
-    mask = model_inputs.pop("attention_mask", None)  # named as a parameter, transformers would pass it twice
-    padded = _rows(input_ids, mask)
+    settings = resolve(model.generation_config, generation_config, None, stopping_criteria, vocab_size, complete=True)
+    mask = model_inputs.pop("attention_mask", None)  # if it were a parameter, transformers would pass it twice
+    padded = without_padding(input_ids.tolist(), mask)
+    for index, row in enumerate(padded):
+        if row.right:
+            raise InputError(f"row {index} is padded on the right, where its text will stand: pad prompts on the left")
     prompts = [row.ids for row in padded]
     check_ids(prompts, vocab_size)
     budget = settings.budget(input_ids.shape[1])
     decoder.check_lengths(prompts, [budget] * len(prompts))
-    seeds = row_seeds(seed, len(prompts))
     _check_inputs(model_inputs, padded, decoder)
-    rows = [
-        Row(
-            index=index,
-            prompt=row.ids,
-            processors=Processors([_of_row(processor, index) for processor in logits_processor], row.left),
-            stopping=Stopping(settings, budget, input_ids.device),
-            seed=own_seed,
-            sampling=settings.do_sample,
-            draft_names=[draft.name for draft in decoder.drafts],
-        )
-        for index, (row, own_seed) in enumerate(zip(padded, seeds, strict=True))
-    ]
+    names, rows = [draft.name for draft in decoder.drafts], []
+    for index, (row, row_seed) in enumerate(zip(padded, row_seeds(seed, len(padded)), strict=True)):
+        processors = Processors([_of_row(processor, index) for processor in logits_processor], row.left)
+        given = index, row.ids, settings, budget, row_seed, input_ids.device
+        rows.append(Row(*given, draft_names=names, processors=processors))
     run = Run(decoder, rows, single=len(rows) == 1)
     run.finish(spec_streamer)
     return _output(run.results(), input_ids, generation_config)
 
 
 class _Prompted:
-    """A streamer that has the prompt already, so that the first thing put is left out."""
+    """A streamer that has the prompt already: the first call of `put` does nothing."""
 
     def __init__(self, streamer: Any) -> None:
         self.streamer, self.begun = streamer, False
 
     def end(self) -> None:
-        """Pass the end on."""
+        """End."""
         self.streamer.end()
 
     def put(self, tokens: Tensor) -> None:
-        """Pass tokens on, but for the prompt."""
+        """Put tokens, except for the prompt."""
         if self.begun:
             self.streamer.put(tokens)
         self.begun = True
 
 
 def _only(**given: Any) -> Any:
-    """Return what was given of arguments that mean the same, or None."""
+    """Return the one that was given of arguments that mean the same, or None."""
     named = {name: value for name, value in given.items() if value is not None}
     if len(named) > 1:
         raise InputError(f"{' and '.join(named)} mean the same: give one of them")
@@ -135,9 +130,9 @@ def _only(**given: Any) -> Any:
 
 
 def _kept_back(input_ids: Tensor) -> dict[str, Any]:
-    """Return what is local to the `generate` that these ids come from: it passes some of its arguments to nobody.
+    """Return the local variables of the `generate` call that these ids come from.
 
-    A custom loop is not told of ``streamer`` and ``assistant_model`` (transformers 5.23), and they would be lost.
+    transformers 5.23 does not pass ``streamer`` and ``assistant_model`` to a custom loop.
     """
     code = inspect.unwrap(GenerationMixin.generate).__code__
     frame = sys._getframe()
@@ -147,31 +142,22 @@ def _kept_back(input_ids: Tensor) -> dict[str, Any]:
     return {}
 
 
-def _rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[Padded]:
-    """Part rows into left padding and prompt."""
-    rows = without_padding(input_ids.tolist(), attention_mask)
-    for index, row in enumerate(rows):
-        if row.right:
-            raise InputError(f"row {index} is padded on the right, where its text will stand: pad prompts on the left")
-    return rows
-
-
 def _check_inputs(model_inputs: dict[str, Any], rows: Sequence[Padded], decoder: SpeculativeDecoder) -> None:
-    """Raise `InputError` for an input that decoding with trees would drop without a word."""
+    """Raise `InputError` for an input that decoding with trees would silently ignore."""
     beside = {name: value for name, value in model_inputs.items() if name not in _PREPARED}
     cache: Any = beside.get("past_key_values")
     if hasattr(cache, "get_seq_length") and not cache.get_seq_length():
         beside.pop("past_key_values")
     positions = plain(beside.pop("position_ids", None))
     planes = positions if isinstance(positions, list) and isinstance(positions[0][0], list) else [positions]
-    for plane in planes:  # one for each direction of an image, all alike for text
+    for plane in planes:  # one for each direction of an image; for text they are equal
         check_beside({**beside, "position_ids": plane}, rows, decoder.target)
 
 
 def _of_row(processor: Any, index: int) -> Any:
-    """Return the processor as one row of the batch, alone, needs it.
+    """Return the processor for one row of the batch.
 
-    transformers' repetition penalty knows every row's padding, and a prefix constraint asks for the row's number.
+    transformers' repetition penalty holds every row's padding, and a prefix constraint takes the row's index.
     """
     ignored = getattr(processor, "prompt_ignore_length", None)
     if isinstance(ignored, Tensor):
@@ -184,10 +170,9 @@ def _of_row(processor: Any, index: int) -> Any:
 
 
 def _output(results: list[Result], input_ids: Tensor, generation_config: Any) -> Any:
-    pad = generation_config.pad_token_id
-    longest = max(len(result.token_ids) for result in results)
-    new = [[*r.token_ids, *[0 if pad is None else pad] * (longest - len(r.token_ids))] for r in results]
-    sequences: Any = torch.cat([input_ids, torch.tensor(new, device=input_ids.device)], 1)
+    new = [torch.tensor(result.token_ids, device=input_ids.device) for result in results]
+    padded = pad_sequence(new, batch_first=True, padding_value=generation_config.pad_token_id or 0)
+    sequences: Any = torch.cat([input_ids, padded], 1)
     if generation_config.return_dict_in_generate:
         return SpeculativeOutput(sequences=sequences, results=results)
     return sequences
