@@ -37,64 +37,27 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "specinfer.adaptive.policy": ("Auto",),
-    "specinfer.attention": (
-        "ModelCheck",
-        "check_model",
-    ),
-    "specinfer.decoder": ("SpeculativeDecoder",),
-    "specinfer.drafts.base": ("Draft",),
-    "specinfer.drafts.head": ("HeadDraft",),
-    "specinfer.drafts.language_model": ("ModelDraft",),
-    "specinfer.drafts.ngram": ("NGramDraft",),
-    "specinfer.engine.generation": ("Run",),
-    "specinfer.engine.scoring": ("Score",),
-    "specinfer.engine.target_view": ("verify_tree",),
-    "specinfer.engine.text_stream": ("TextStream",),
-    "specinfer.engine.verify": (
-        "MultiStep",
-        "Verdict",
-        "Verifier",
-        "ExactMatch",
-    ),
-    "specinfer.evaluation.certification": (
-        "Certificate",
-        "certify",
-        "certify_verifier",
-    ),
-    "specinfer.evaluation.compare": (
-        "Comparison",
-        "compare",
-    ),
-    "specinfer.evaluation.traces": (
-        "PaperTables",
-        "Replay",
-        "Trace",
-        "paper_tables",
-        "record",
-        "replay",
-    ),
-    "specinfer.integrations.transformers": ("custom_generate",),
-    "specinfer.results": (
-        "Result",
-        "Stats",
-        "Step",
-    ),
-    "specinfer.tree": (
-        "BestFirst",
-        "Chain",
-        "Sampled",
-        "TokenTree",
-        "Expansion",
-        "merge",
-    ),
-    "specinfer.viz.inspection": (
-        "Inspection",
-        "StepInspection",
-        "inspect",
-    ),
+    "adaptive.policy": "Auto",
+    "attention": "ModelCheck check_model",
+    "decoder": "SpeculativeDecoder",
+    "drafts.base": "Draft",
+    "drafts.head": "HeadDraft",
+    "drafts.language_model": "ModelDraft",
+    "drafts.ngram": "NGramDraft",
+    "engine.generation": "Run",
+    "engine.scoring": "Score",
+    "engine.target_view": "verify_tree",
+    "engine.text_stream": "TextStream",
+    "engine.verify": "ExactMatch MultiStep Verdict Verifier",
+    "evaluation.certification": "Certificate certify certify_verifier",
+    "evaluation.compare": "Comparison compare",
+    "evaluation.traces": "PaperTables Replay Trace paper_tables record replay",
+    "integrations.transformers": "custom_generate",
+    "results": "Result Stats Step",
+    "tree": "BestFirst Chain Expansion Sampled TokenTree merge",
+    "viz.inspection": "Inspection StepInspection inspect",
 }
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
 __all__ = [
     "Auto",
@@ -144,7 +107,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'specinfer' has no attribute {name!r}")
-    value = getattr(import_module(_MODULE_OF[name]), name)
+    value = getattr(import_module(f"specinfer.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
 
