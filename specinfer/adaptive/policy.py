@@ -322,15 +322,15 @@ class _Levels:
 
     def __call__(self, frontier: Frontier, scores: Tensor) -> int:
         auto, width = self.auto, frontier.tokens.shape[1]
-        if frontier.tokens.device.type == "cpu":
-            with auto.lock:
+        with auto.lock:
+            if frontier.tokens.device.type == "cpu":
                 level = self._level(frontier, scores)
                 width = auto.wanted_nodes(self.draft, frontier.depth, [[chance for _, chance in row] for row in level])
-            for known, row in zip(self.known, level, strict=True):
-                known += row[:width]
-        else:
-            average = auto.acceptance.expected(self.draft, frontier.depth)
-            width *= auto.wanted_nodes(self.draft, frontier.depth, [[average]] * len(self.known))
+                for known, row in zip(self.known, level, strict=True):
+                    known += row[:width]
+            else:
+                average = auto.acceptance.expected(self.draft, frontier.depth)
+                width *= auto.wanted_nodes(self.draft, frontier.depth, [[average]] * len(self.known))
         auto.levels[self.draft] += width > 0
         return width
 
