@@ -29,17 +29,20 @@ class Average:
 class Seconds(Average):
     """An average of measured seconds: of two in a row, the lesser counts, because interruptions only add.
 
-    The first measurement counts until there is a second one: kernels are slow the first time.
+    Where that is far from the average, the load of the machine has changed, and the average starts anew.  The first
+    measurement counts until there is a second one: kernels are slow the first time.
     """
 
     last = inf
 
     def add(self, figure: float) -> None:
         """Take a measurement into account."""
-        if self.count == 1:
-            self.value = figure
-        super().add(min(figure, self.last))
-        self.last = figure
+        lesser, self.last = min(figure, self.last), figure
+        if not self.value / FAR < lesser < self.value * FAR:
+            self.count = 0
+        elif self.count == 1:
+            self.value = lesser
+        super().add(lesser)
 
 
 class Line:
@@ -86,7 +89,7 @@ class Costs:
         plain: by rows, seconds of a step without drafted nodes.
         trees: seconds of a step with trees, drafts excluded, over the tokens that its pass is fed.
         levels: by draft, seconds of one level.
-        tokens, spent: by rows, tokens of the last steps, and the seconds that they cost by this model.
+        tokens, spent: by rows, tokens of the last steps, and what they cost by this model, in plain steps.
     """
 
     def __init__(self) -> None:
@@ -112,7 +115,7 @@ class Costs:
         if not plain:
             return None
         spent = self.spent.get(rows, 0.0)
-        return max(rows / plain, self.tokens[rows] / spent if spent else 0.0)
+        return max(rows, self.tokens[rows] / spent if spent else 0.0) / plain
 
     def node(self, rows: int) -> float:
         """Return the tokens that one more node must gain to pay for itself."""
@@ -127,4 +130,6 @@ class Costs:
         """Take into account what a step emitted, and what it cost by this model."""
         fade = 1 - 1 / (2 * MEMORY)
         self.tokens[rows] = fade * self.tokens.get(rows, 0.0) + tokens
-        self.spent[rows] = fade * self.spent.get(rows, 0.0) + seconds
+        self.spent[rows] = fade * self.spent.get(rows, 0.0) + (
+            seconds / plain if (plain := self.seconds(rows, 0)) else 1.0
+        )

@@ -38,7 +38,7 @@ FIRST_NODES = 4  # of a tree whose cost is not known, and of one that is scored 
 PLAIN_AGAIN = 2, 128  # steps after which a plain one measures the machine: at first, and at most
 PATIENCE = 8  # steps without a tree that was worth its cost, after which all drafts are idle
 MARGIN = 1.03  # a draft must promise to be worth so many times what it costs, for averages err
-JUDGED = 5  # steps in which a draft is asked before it is judged ...
+JUDGED = 4  # steps in which a draft is asked before it is judged ...
 TRIAL = 2  # ... and those of an idle draft's trial, in which trees are scored whatever they cost ...
 WAITS = 8, 64  # ... after so many idle steps: at first, doubled with every failure, and at most
 NODE_SHARE = 1 / 32  # of a level's cost, is the cost of asking about one more node
@@ -53,12 +53,14 @@ class DraftRecord:
         gained: tokens a step that it added to those of cheaper drafts.
         levels: levels a step, in steps that asked it.
         until: the step before which it is asked in any case.
-        wait: steps that it will be idle next time.
+        idle_from: the step from which it is idle, if it is.
+        wait: steps that it is idle then, or next time.
     """
 
-    def __init__(self, step: int) -> None:
+    def __init__(self) -> None:
         self.gained, self.levels = Average(), Average()
-        self.until, self.wait = step + JUDGED, WAITS[0]
+        self.until, self.wait = JUDGED, WAITS[0]
+        self.idle_from: int | None = None
 
     def tried(self, step: int) -> bool:
         """Return whether a step belongs to a trial of the draft, after it was idle."""
@@ -75,11 +77,13 @@ class DraftRecord:
         if step < self.until or price is None:
             return True
         if pays and self.gained.value > MARGIN * price * self.levels.value:
-            self.wait = WAITS[0]
+            self.idle_from, self.wait = None, WAITS[0]
             return True
-        if step < self.until + self.wait:
+        self.idle_from = step if self.idle_from is None else self.idle_from
+        if step < self.idle_from + self.wait:
             return False
-        self.gained, self.until, self.wait = Average(), step + TRIAL, min(2 * self.wait, WAITS[1])
+        self.gained, self.until, self.idle_from = Average(), step + TRIAL, None
+        self.wait = min(2 * self.wait, WAITS[1])
         return True
 
 
@@ -144,7 +148,7 @@ class Auto:
         self.costs, self.acceptance = self.learnt.costs, self.learnt.acceptance[coupled]
         self.steps = self.since_plain = self.since_tree = 0
         self.worth = False  # whether this step has a tree that is worth its cost
-        self.records = [DraftRecord(0) for _ in range(drafts)]
+        self.records = [DraftRecord() for _ in range(drafts)]
         self.asked = (1 << drafts) - 1  # the drafts to ask in the next step, a bit mask
         self.warm = 0  # those asked in the step before: the others must first read what they missed
         self.levels: defaultdict[int, int] = defaultdict(int)  # asked for in this step, by draft
