@@ -66,7 +66,7 @@ policies = [Chain(4), Expansion((2, 2, 1)), BestFirst(7, 4)]
 figure, axes = plt.subplots(3, 1, figsize=(6.5, 4.5), height_ratios=(1, 4, 2), layout="constrained")
 for ax, policy in zip(axes, policies, strict=True):
     plot_tree(grow(policy, first), Words(), ax=ax).set_title(str(policy), loc="left", fontsize="medium")
-    ax.get_legend().remove()
+    ax.set_xlabel("")
 
 # %% [markdown]
 # ## Two drafts, one tree

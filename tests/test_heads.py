@@ -1,4 +1,4 @@
-"""Feature heads: drafting equals what training saw, ids do not depend on them, and whose they are."""
+"""EAGLE-style heads: drafting equals what training saw, ids do not depend on them, and whose they are."""
 
 import copy
 import gc

@@ -41,5 +41,5 @@ class Displayed:
         return str(draw("picture", self, path, tokenizer))
 
     def to_json(self, path: str | PathLike[str] | None = None, tokenizer: Any = None) -> str:
-        """Return the page's data as JSON (`specinfer.viz.model`).  Arguments: as `to_html`."""
+        """Return the page's data as JSON (`specinfer.viz.description`).  Arguments: as `to_html`."""
         return str(draw("data", self, path, tokenizer))
