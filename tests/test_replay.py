@@ -119,7 +119,7 @@ def test_one_recorded_tree_holds_every_smaller_one(seed):
             for d in range(1, depth + 1):
                 policy = BestFirst(n, d)
                 (grown,) = policy.grow(TableSource(table[row : row + 1])).trees([0])
-                assert _tree(text, 0, 0, policy, d, True) == grown
+                assert _tree(text, 0, 0, policy, d) == grown
 
 
 def test_a_pool_and_the_candidates_along_the_text_agree():

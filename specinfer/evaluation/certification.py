@@ -364,76 +364,61 @@ def target_distribution(pair: Pair, models: RandomModels, tokens: int) -> np.nda
 
 
 def output_distribution(pair: Pair, models: RandomModels, tokens: int) -> np.ndarray:
-    """Return the distribution of the first tokens that a pair emits, float64 (V,) * tokens."""
-    if pair.choices in (Choices.COUPLED, Choices.REUSED):
-        return _distribution_with_noise(pair, models, tokens)
-    return _distribution_by_steps(pair, models, tokens)
+    """Return the distribution of the first tokens that a pair emits, float64 (V,) * tokens.
 
+    It sums over the outcomes of a decode step, each followed by the distribution of what comes after it.  With coupled
+    choices it also sums over the noise of every position, which fixes the target's choice in every context there.
+    """
+    distribution, coupled = _target(pair, models), pair.choices in (Choices.COUPLED, Choices.REUSED)
 
-def _distribution_by_steps(pair: Pair, models: RandomModels, tokens: int) -> np.ndarray:
-    """Sum over the outcomes of a decode step, each followed by the distribution of what comes after it."""
-    distribution = _target(pair, models)
+    def choose(noise: Sequence[float], context: Context) -> int:
+        if not coupled:
+            return UNKNOWN
+        p = distribution(context)
+        number = noise[len(context) - tokens]  # counted from the end, where all noise ends
+        return min(int(p.cumsum().searchsorted(number, "right")), int(p.nonzero()[0][-1]))
 
-    def step(context: Context, tree: TokenTree, chance: EnumeratedChance) -> Context:
-        return _emitted(pair, EnumeratedTarget(distribution, context, tree, chance))
+    def step(context: Context, tree: TokenTree, noise: Sequence[float], chance: EnumeratedChance) -> Context:
+        chosen = partial(choose, noise) if coupled else None
+        return _emitted(pair, EnumeratedTarget(distribution, context, tree, chance, chosen))
 
     @cache
-    def rest(context: Context) -> np.ndarray:
-        left = tokens - len(context)
-        if left == 0:
-            return np.ones(())
-        table = np.zeros((models.vocabulary,) * left)
-        for weight, tree in _trees(pair, models, context, left - 1):
-            for probability, emitted in outcomes(partial(step, context, tree)):
-                table[emitted[:left]] += weight * probability * rest(context + emitted[:left])
+    def trees(context: Context, noise: tuple[float, ...]) -> list[tuple[float, TokenTree]]:
+        return list(_trees(pair, models, context, len(noise) - 1, partial(choose, noise)))
+
+    @cache
+    def rest(context: Context, noise: tuple[float, ...]) -> np.ndarray:
+        """Return the distribution after a context, given the noise of the positions that are left."""
+        left = len(noise)
+        table = np.zeros((models.vocabulary,) * left) if left else np.ones(())
+        for weight, tree in trees(context, (*noise[:-1], 0.0)) if left else ():  # no tree reaches the last position
+            for probability, emitted in outcomes(partial(step, context, tree, noise)):
+                new = emitted[:left]
+                table[new] += weight * probability * rest(context + new, noise[len(new) :])
         return table
 
-    return rest(())
+    noises = _noises(pair, models, tokens) if coupled else [(1.0, (0.0,) * tokens)]
+    return np.sum([weight * rest((), noise) for weight, noise in noises], axis=0)
 
 
-def _distribution_with_noise(pair: Pair, models: RandomModels, tokens: int) -> np.ndarray:
-    """Sum over the noise of every position, which fixes the target's choice in every context there.
+def _noises(pair: Pair, models: RandomModels, tokens: int) -> list[tuple[float, tuple[float, ...]]]:
+    """Return the noise of all positions, as far as it makes a difference, each with its probability.
 
     Noise is one number u in [0, 1) per position, and a choice inverts the cumulative distribution at u.  The engine
     takes an argmax over Gumbel numbers instead.  Either way all contexts share the noise, and drafts may know it.
     """
-    distribution = _target(pair, models)
-    distributions = [
-        [distribution(text) for text in product(range(models.vocabulary), repeat=n)] for n in range(tokens)
-    ]
-    intervals = list(map(_intervals, distributions))
+    texts = [product(range(models.vocabulary), repeat=n) for n in range(tokens)]
+    distributions = [list(map(_target(pair, models), same)) for same in texts]
     if pair.choices is Choices.REUSED:
-        intervals = [_intervals(list(chain.from_iterable(distributions)))]
-
-    def choose(noise: Sequence[float], context: Context) -> int:
-        p = distribution(context)
-        return min(int(p.cumsum().searchsorted(noise[len(context)], "right")), int(p.nonzero()[0][-1]))
-
-    @cache
-    def tree_for(context: Context, noise: tuple[float, ...]) -> TokenTree:
-        ((_, tree),) = _trees(pair, models, context, tokens - len(context) - 1, partial(choose, noise))
-        return tree
-
-    def generate(chance: EnumeratedChance) -> Context:
-        noise = [middles[chance.choose(lengths)] for middles, lengths in intervals]
-        noise *= tokens // len(noise)  # one number for all positions, if it is reused
-        context: Context = ()
-        while (start := len(context)) < tokens:
-            tree = tree_for(context, (0.0,) * start + tuple(noise[start:-1]))  # all that the tree depends on
-            target = EnumeratedTarget(distribution, context, tree, chance, partial(choose, noise))
-            context += _emitted(pair, target)
-        return context[:tokens]
-
-    table = np.zeros((models.vocabulary,) * tokens)
-    for probability, text in outcomes(generate):
-        table[text] += probability
-    return table
+        return [(length, (u,) * tokens) for length, u in _intervals([*chain.from_iterable(distributions)])]
+    by_position = product(*map(_intervals, distributions))
+    return [(prod(length for length, _ in some), tuple(u for _, u in some)) for some in by_position]
 
 
-def _intervals(distributions: Sequence[Probabilities]) -> tuple[list[float], Probabilities]:
-    """Return the middles and lengths of the intervals of [0, 1] in which u changes the choice of no distribution."""
+def _intervals(distributions: Sequence[Probabilities]) -> list[tuple[float, float]]:
+    """Return the lengths and middles of the intervals of [0, 1] in which u changes the choice of no distribution."""
     ends = np.unique([0.0, 1.0, *np.cumsum(distributions, axis=1).clip(max=1.0).flat])
-    return ((ends[:-1] + ends[1:]) / 2).tolist(), np.diff(ends)
+    return list(zip(np.diff(ends).tolist(), ((ends[:-1] + ends[1:]) / 2).tolist(), strict=True))
 
 
 def _target(pair: Pair, models: RandomModels) -> Callable[[Context], Probabilities]:

@@ -84,6 +84,10 @@ class Drafted:
         arrays = {name: np.full([size or 0 for size in c[0]], c[1], _dtype(name)) for name, c in columns.items()}
         return cls(**arrays)
 
+    def candidates(self, coupled: bool = True) -> Ids:
+        """Return the tokens that the draft ranks first, (n, D, k); if not coupled, by its distribution.  -1 = none."""
+        return self.tokens if coupled else np.where(self.distribution_probs > 0, self.distribution_tokens, -1)
+
 
 @dataclass(frozen=True)
 class TraceText:
@@ -109,9 +113,9 @@ class TraceText:
         """Return the token that the step at a position begins with."""
         return self.token_ids[position - 1] if position else self.prompt_ids[-1]
 
-    def ranks(self, draft: int) -> np.ndarray:
-        """Return the rank of token i + j among a draft's candidates, (n, D), from 0; -1 = it is not among them."""
-        tokens = self.drafted[draft].tokens  # (n, D, k)
+    def ranks(self, draft: int, coupled: bool = True) -> np.ndarray:
+        """Return the rank of token i + j among a draft's `candidates`, (n, D), from 0; -1 = it is not among them."""
+        tokens = self.drafted[draft].candidates(coupled)
         n, depth = tokens.shape[:2]
         padded = np.array([*self.token_ids, *[-2] * depth])
         hit = tokens == padded[np.arange(n)[:, None] + np.arange(depth)][:, :, None]
