@@ -41,6 +41,7 @@ from torch import Tensor
 from specinfer.engine.verify import ExactMatch, MultiStep, Probabilities, TargetView, Verdict
 from specinfer.errors import InputError
 from specinfer.tree import BestFirst, Chain, Draw, Expansion, Frontier, Policy, Sampled, TokenTree, merge
+from specinfer.tree.candidates import top_candidates
 
 EXACT = 1e-12  # total variation that rounding in float64 may cause
 BROKEN = 1e-3  # total variation that a mistake must exceed to be seen
@@ -188,13 +189,10 @@ class EnumeratedDraft:
 
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
         """Rank the vocabulary by what the draft really does; both (1, W, min(k, V))."""
-        tokens, values = [], []
-        for context in self._contexts(frontier):
-            weights = self.behaviour(self.distribution(context), self.choice(context))
-            ranking = np.argsort(-weights, kind="stable")[:k]
-            tokens.append(ranking)
-            values.append(weights[ranking] / max(weights.sum(), 1e-300))
-        return torch.from_numpy(np.array([tokens])), torch.from_numpy(np.array([values])).log()
+        contexts = self._contexts(frontier)
+        weights = np.array([[self.behaviour(self.distribution(c), self.choice(c)) for c in contexts]])
+        tokens, values = top_candidates(torch.from_numpy(weights), k)
+        return tokens, (values / torch.from_numpy(weights).sum(-1, keepdim=True).clamp(min=1e-300)).log()
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Draw as the draft really does; tokens and log-probabilities (1, W, k), and what it claims (1, W, V)."""
@@ -556,9 +554,8 @@ def _with_draws(tree: TokenTree, draws: Sequence[Sequence[Draw]]) -> TokenTree:
     nodes = list(renumbered)[1:]
     parents = [renumbered[parent] for parent in tree.parents[nodes].tolist()]
     kept = [draws[node] for node in nodes]
-    used = {(parent, draw.draft) for parent, under in zip(parents, kept, strict=True) for draw in under}
-    claimed = {(renumbered.get(node), draft): q for (node, draft), q in tree.distributions.items()}
-    distributions = {key: claimed[key] for key in used}
+    used = {(int(tree.parents[node]), draw.draft) for node in nodes for draw in draws[node]}
+    distributions = {(renumbered[node], draft): tree.distributions[node, draft] for node, draft in used}
     tokens, scores = tree.tokens[nodes].tolist(), tree.scores[nodes].tolist()
     return TokenTree.from_nodes(int(tree.tokens[0]), tokens, parents, scores, kept, distributions, tree.kind)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from importlib.metadata import version
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from specinfer.errors import InputError
 
 FORMAT = 2
 SETTINGS = "trace.json"
-LEASTS = {"depth": 1, "nodes": 0, "top": 1, "draws": 1, "max_new_tokens": 2}  # whole numbers that reading needs
+LEASTS = {"nodes": 0, "depth": 1, "top": 1, "draws": 1, "max_new_tokens": 2}  # whole numbers that reading needs
 SHAPE = {"drafts", "temperature", *LEASTS}
 ROUNDING = 1e-4  # of probabilities
 TREE = ("first", "tree_tokens", "tree_parents", "tree_scores")
@@ -45,6 +45,22 @@ SKETCH = 16  # entries of each weight that stand for it in a fingerprint
 Ids = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Column = tuple[tuple[int | None, ...], float, float]  # shape (None: any size), least and greatest value
+
+
+class Sizes(NamedTuple):
+    """How much is recorded: see `record`."""
+
+    nodes: int
+    depth: int
+    top: int | None
+    draws: int
+    max_new_tokens: int
+
+    @classmethod
+    def checked(cls, sizes: Mapping[str, Any], advice: str = "") -> "Sizes":
+        """Return the sizes among other settings; raise `InputError` for one that is unusable."""
+        given = {name: sizes[name] for name in LEASTS if name != "top" or sizes["top"] is not None}
+        return cls(**{"top": None} | {name: checked_count(name, n, LEASTS[name], advice) for name, n in given.items()})
 
 
 @dataclass(frozen=True)
@@ -295,9 +311,7 @@ def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
     try:
         if missing := SHAPE - settings.keys():
             raise InputError(f"{', '.join(sorted(missing))} is missing")
-        for name, least in LEASTS.items():
-            if name != "top" or settings[name] is not None:
-                checked_count(name, settings[name], least)
+        Sizes.checked(settings)
         checked_temperature(settings["temperature"])
         if not isinstance(drafts, list) or not drafts:
             raise InputError("drafts is no list of drafts")
@@ -394,9 +408,7 @@ def check_models(folder: Path, settings: Mapping[str, Any], decoder: Speculative
             )
 
 
-def trace_settings(
-    decoder: SpeculativeDecoder, sizes: Mapping[str, Any], max_new_tokens: int, temperature: float
-) -> dict[str, Any]:
+def trace_settings(decoder: SpeculativeDecoder, sizes: Mapping[str, Any], temperature: float) -> dict[str, Any]:
     """Return what all texts of a trace have in common."""
     target = decoder.target
     name = str(getattr(target.model.config, "_name_or_path", "")) or target.name
@@ -405,7 +417,6 @@ def trace_settings(
         "model": name.rstrip("/").split("/")[-1],
         **model_settings(decoder),
         **sizes,
-        "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "versions": {package: version(package) for package in ("specinfer", "torch", "transformers")},
     }
