@@ -63,21 +63,21 @@ class EnumeratedChance:
     """Answers random questions as a script says, and beyond its end by the first option."""
 
     def __init__(self, script: tuple[int, ...] = ()) -> None:
-        self.script = script
-        self.answers: list[int] = []  # the option taken at each question
+        self.script = script  # the option to take at each question
+        self.asked = 0  # questions so far
         self.probability = 1.0  # of all answers so far
         self.others: list[tuple[int, ...]] = []  # scripts of the options not taken, the first ones last
 
     def choose(self, weights: Probabilities) -> int:
         """Return an index, each with probability proportional to its weight; weight 0 is no option."""
         options = weights.nonzero()[0]
-        turn = len(self.answers)
-        if turn >= len(self.script):
-            self.others += [(*self.answers, option) for option in range(len(options) - 1, 0, -1)]
-        taken = self.script[turn] if turn < len(self.script) else 0
+        if self.asked == len(self.script):
+            self.others += [(*self.script, option) for option in range(len(options) - 1, 0, -1)]
+            self.script += (0,)
+        taken = self.script[self.asked]
         if taken >= len(options):
             raise InputError(_ELSEWHERE)
-        self.answers.append(taken)
+        self.asked += 1
         self.probability *= float(weights[options[taken]] / weights.sum())
         return int(options[taken])
 
@@ -92,7 +92,7 @@ def outcomes(run: Callable[[EnumeratedChance], Result]) -> Iterator[tuple[float,
     while scripts:
         chance = EnumeratedChance(scripts.pop())
         result = run(chance)
-        if len(chance.answers) < len(chance.script):
+        if chance.asked < len(chance.script):
             raise InputError(_ELSEWHERE)
         yield chance.probability, result
         scripts += chance.others
@@ -457,9 +457,8 @@ class EnumeratedTarget:
 
     def __post_init__(self) -> None:
         self.draw = self.chance.choose
-        self._chosen = cache(
-            self.chosen or (lambda context: self.draw(self.target(context)))
-        )  # the same whenever asked
+        # the same whenever asked
+        self._chosen = cache(self.chosen or (lambda context: self.draw(self.target(context))))
 
     def distribution(self, node: int) -> Probabilities:
         """Return the target's distribution after a node."""
@@ -562,10 +561,9 @@ def _with_draws(tree: TokenTree, draws: Sequence[Sequence[Draw]]) -> TokenTree:
 
 def _with_distributions(tree: TokenTree, combine: Callable[[list[Probabilities]], Probabilities]) -> TokenTree:
     """Return the tree with one distribution under each node, kept positive so that the test can divide by it."""
-    under: dict[int, list[Probabilities]] = {}
-    for node, draft in sorted(tree.distributions):
-        under.setdefault(node, []).append(tree.distributions[node, draft])
-    distributions = {key: np.maximum(combine(under[key[0]]), 1e-300) for key in tree.distributions}
+    keys = sorted(tree.distributions)
+    under = {node: combine([tree.distributions[key] for key in keys if key[0] == node]) for node, _ in keys}
+    distributions = {key: np.maximum(under[key[0]], 1e-300) for key in keys}
     return TokenTree(tree.tokens, tree.parents, tree.scores, tree.draws, distributions, tree.kind)
 
 

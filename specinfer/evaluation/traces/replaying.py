@@ -131,7 +131,7 @@ def oracle(trace: Trace, policy: Policy, *, drafts: Sequence[int | str] | None =
     _check_size(policy, "depth", policy.max_depth, trace.settings["depth"])
     widths = [np.inf] * min(policy.max_depth, policy.max_nodes)
     return _replayed(
-        trace, policy, "oracle", indices, BOUND, lambda text: _accepted(_hits(text, widths, indices).any(0))
+        trace, policy, "oracle", indices, BOUND, lambda text: _accepted(_hits(text, widths, indices).max(0))
     )
 
 
@@ -181,7 +181,7 @@ def _accepted(hits: np.ndarray) -> Floats:
 
 def _expanded(text: TraceText, widths: Sequence[int], drafts: Sequence[int], coupled: bool) -> Floats:
     """Return the table of `Expansion`: a step follows the draft whose own tree goes furthest."""
-    return _accepted(_hits(text, widths, drafts, coupled).cumprod(2).any(0))
+    return _accepted(_hits(text, widths, drafts, coupled).cumprod(2).max(0))
 
 
 def _followed(text: TraceText, policy: BestFirst, drafts: Sequence[int], budget: int) -> Floats:
@@ -209,9 +209,9 @@ def _tree(text: TraceText, draft: int, position: int, policy: BestFirst, max_dep
     least = np.float32(log(policy.min_probability)) if policy.min_probability else -np.inf
     depths = depths_of(np.append(-1, parents))[1:]
     keep = np.flatnonzero((depths <= max_depth) & (scores >= least))[: policy.max_nodes]
-    columns = drafted.tree_tokens[recorded][keep], np.append(0, keep + 1).searchsorted(parents[keep]), scores[keep]
+    tokens, above = drafted.tree_tokens[recorded][keep], np.append(0, keep + 1).searchsorted(parents[keep])
     draws = [[Draw(draft, turn)] for turn in range(len(keep))]
-    return TokenTree.from_nodes(text.root(position), *(column.tolist() for column in columns), draws)
+    return TokenTree.from_nodes(text.root(position), tokens.tolist(), above.tolist(), scores[keep].tolist(), draws)
 
 
 # ---- sampled trees ----

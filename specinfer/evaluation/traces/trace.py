@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
@@ -50,9 +51,9 @@ Column = tuple[tuple[int | None, ...], float, float]  # shape (None: any size), 
 class Sizes(NamedTuple):
     """How much is recorded: see `record`."""
 
-    nodes: int
+    nodes: int  # of best-first trees
     depth: int
-    top: int | None
+    top: int | None  # candidates and tokens of distributions; None = whole distributions
     draws: int
     max_new_tokens: int
 
@@ -60,7 +61,8 @@ class Sizes(NamedTuple):
     def checked(cls, sizes: Mapping[str, Any], advice: str = "") -> "Sizes":
         """Return the sizes among other settings; raise `InputError` for one that is unusable."""
         given = {name: sizes[name] for name in LEASTS if name != "top" or sizes["top"] is not None}
-        return cls(**{"top": None} | {name: checked_count(name, n, LEASTS[name], advice) for name, n in given.items()})
+        found: dict[str, Any] = {name: checked_count(name, size, LEASTS[name], advice) for name, size in given.items()}
+        return cls(**{"top": None} | found)
 
 
 @dataclass(frozen=True)
@@ -132,9 +134,8 @@ class TraceText:
     def ranks(self, draft: int, coupled: bool = True) -> np.ndarray:
         """Return the rank of token i + j among a draft's `candidates`, (n, D), from 0; -1 = it is not among them."""
         tokens = self.drafted[draft].candidates(coupled)
-        n, depth = tokens.shape[:2]
-        padded = np.array([*self.token_ids, *[-2] * depth])
-        hit = tokens == padded[np.arange(n)[:, None] + np.arange(depth)][:, :, None]
+        depth = tokens.shape[1]
+        hit = tokens == sliding_window_view([*self.token_ids, *[-2] * (depth - 1)], depth)[:, :, None]
         return np.where(hit.any(2), hit.argmax(2), -1)
 
     def to_bytes(self) -> bytes:
