@@ -38,9 +38,9 @@ from specinfer.evaluation.traces import Costs, TraceText, calibration, cost_mode
 from specinfer.evaluation.traces.acceptance import accepted_without_replacement, expected_tests
 from specinfer.evaluation.traces.costs import expected_tokens
 from specinfer.evaluation.traces.paper import RULES, WIDTHS, expansion
-from specinfer.evaluation.traces.probes import ProbePlan, Trees
+from specinfer.evaluation.traces.probes import Trees
 from specinfer.evaluation.traces.replaying import _sampled, _tree, _visits
-from specinfer.evaluation.traces.trace import FORMAT, SETTINGS, Drafted, begin
+from specinfer.evaluation.traces.trace import FORMAT, SETTINGS, Drafted, Sizes, begin
 from specinfer.loading import Loaded
 
 PROMPTS = ALL_PROMPTS[:3]
@@ -109,7 +109,7 @@ def test_one_recorded_tree_holds_every_smaller_one(seed):
     """Any budget and any depth, ties included."""
     rows, nodes, depth = 3, 9, 4
     table = coarse_table(rows, 7, 5, seed).float()
-    question = Trees(ProbePlan(nodes, depth, 5, 1), [[0]] * rows, 9)
+    question = Trees(Sizes(nodes, depth, 5, 1, 9), [[0]] * rows)
     question.grow(TableSource(table), depth)
     for row in range(rows):
         names = [field.name for field in fields(Drafted)]
@@ -119,7 +119,7 @@ def test_one_recorded_tree_holds_every_smaller_one(seed):
             for d in range(1, depth + 1):
                 policy = BestFirst(n, d)
                 (grown,) = policy.grow(TableSource(table[row : row + 1])).trees([0])
-                assert _tree(text, 0, 0, policy, d, True) == grown
+                assert _tree(text, 0, 0, policy, d) == grown
 
 
 def test_a_pool_and_the_candidates_along_the_text_agree():

@@ -41,6 +41,7 @@ from torch import Tensor
 from specinfer.engine.verify import ExactMatch, MultiStep, Probabilities, TargetView, Verdict
 from specinfer.errors import InputError
 from specinfer.tree import BestFirst, Chain, Draw, Expansion, Frontier, Policy, Sampled, TokenTree, merge
+from specinfer.tree.candidates import top_candidates
 
 EXACT = 1e-12  # total variation that rounding in float64 may cause
 BROKEN = 1e-3  # total variation that a mistake must exceed to be seen
@@ -62,21 +63,21 @@ class EnumeratedChance:
     """Answers random questions as a script says, and beyond its end by the first option."""
 
     def __init__(self, script: tuple[int, ...] = ()) -> None:
-        self.script = script
-        self.answers: list[int] = []  # the option taken at each question
+        self.script = script  # the option to take at each question
+        self.asked = 0  # questions so far
         self.probability = 1.0  # of all answers so far
         self.others: list[tuple[int, ...]] = []  # scripts of the options not taken, the first ones last
 
     def choose(self, weights: Probabilities) -> int:
         """Return an index, each with probability proportional to its weight; weight 0 is no option."""
         options = weights.nonzero()[0]
-        turn = len(self.answers)
-        if turn >= len(self.script):
-            self.others += [(*self.answers, option) for option in range(len(options) - 1, 0, -1)]
-        taken = self.script[turn] if turn < len(self.script) else 0
+        if self.asked == len(self.script):
+            self.others += [(*self.script, option) for option in range(len(options) - 1, 0, -1)]
+            self.script += (0,)
+        taken = self.script[self.asked]
         if taken >= len(options):
             raise InputError(_ELSEWHERE)
-        self.answers.append(taken)
+        self.asked += 1
         self.probability *= float(weights[options[taken]] / weights.sum())
         return int(options[taken])
 
@@ -91,7 +92,7 @@ def outcomes(run: Callable[[EnumeratedChance], Result]) -> Iterator[tuple[float,
     while scripts:
         chance = EnumeratedChance(scripts.pop())
         result = run(chance)
-        if len(chance.answers) < len(chance.script):
+        if chance.asked < len(chance.script):
             raise InputError(_ELSEWHERE)
         yield chance.probability, result
         scripts += chance.others
@@ -188,13 +189,10 @@ class EnumeratedDraft:
 
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
         """Rank the vocabulary by what the draft really does; both (1, W, min(k, V))."""
-        tokens, values = [], []
-        for context in self._contexts(frontier):
-            weights = self.behaviour(self.distribution(context), self.choice(context))
-            ranking = np.argsort(-weights, kind="stable")[:k]
-            tokens.append(ranking)
-            values.append(weights[ranking] / max(weights.sum(), 1e-300))
-        return torch.from_numpy(np.array([tokens])), torch.from_numpy(np.array([values])).log()
+        contexts = self._contexts(frontier)
+        weights = np.array([[self.behaviour(self.distribution(c), self.choice(c)) for c in contexts]])
+        tokens, values = top_candidates(torch.from_numpy(weights), k)
+        return tokens, (values / torch.from_numpy(weights).sum(-1, keepdim=True).clamp(min=1e-300)).log()
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Draw as the draft really does; tokens and log-probabilities (1, W, k), and what it claims (1, W, V)."""
@@ -364,76 +362,61 @@ def target_distribution(pair: Pair, models: RandomModels, tokens: int) -> np.nda
 
 
 def output_distribution(pair: Pair, models: RandomModels, tokens: int) -> np.ndarray:
-    """Return the distribution of the first tokens that a pair emits, float64 (V,) * tokens."""
-    if pair.choices in (Choices.COUPLED, Choices.REUSED):
-        return _distribution_with_noise(pair, models, tokens)
-    return _distribution_by_steps(pair, models, tokens)
+    """Return the distribution of the first tokens that a pair emits, float64 (V,) * tokens.
 
+    It sums over the outcomes of a decode step, each followed by the distribution of what comes after it.  With coupled
+    choices it also sums over the noise of every position, which fixes the target's choice in every context there.
+    """
+    distribution, coupled = _target(pair, models), pair.choices in (Choices.COUPLED, Choices.REUSED)
 
-def _distribution_by_steps(pair: Pair, models: RandomModels, tokens: int) -> np.ndarray:
-    """Sum over the outcomes of a decode step, each followed by the distribution of what comes after it."""
-    distribution = _target(pair, models)
+    def choose(noise: Sequence[float], context: Context) -> int:
+        if not coupled:
+            return UNKNOWN
+        p = distribution(context)
+        number = noise[len(context) - tokens]  # counted from the end, where all noise ends
+        return min(int(p.cumsum().searchsorted(number, "right")), int(p.nonzero()[0][-1]))
 
-    def step(context: Context, tree: TokenTree, chance: EnumeratedChance) -> Context:
-        return _emitted(pair, EnumeratedTarget(distribution, context, tree, chance))
+    def step(context: Context, tree: TokenTree, noise: Sequence[float], chance: EnumeratedChance) -> Context:
+        chosen = partial(choose, noise) if coupled else None
+        return _emitted(pair, EnumeratedTarget(distribution, context, tree, chance, chosen))
 
     @cache
-    def rest(context: Context) -> np.ndarray:
-        left = tokens - len(context)
-        if left == 0:
-            return np.ones(())
-        table = np.zeros((models.vocabulary,) * left)
-        for weight, tree in _trees(pair, models, context, left - 1):
-            for probability, emitted in outcomes(partial(step, context, tree)):
-                table[emitted[:left]] += weight * probability * rest(context + emitted[:left])
+    def trees(context: Context, noise: tuple[float, ...]) -> list[tuple[float, TokenTree]]:
+        return list(_trees(pair, models, context, len(noise) - 1, partial(choose, noise)))
+
+    @cache
+    def rest(context: Context, noise: tuple[float, ...]) -> np.ndarray:
+        """Return the distribution after a context, given the noise of the positions that are left."""
+        left = len(noise)
+        table = np.zeros((models.vocabulary,) * left) if left else np.ones(())
+        for weight, tree in trees(context, (*noise[:-1], 0.0)) if left else ():  # no tree reaches the last position
+            for probability, emitted in outcomes(partial(step, context, tree, noise)):
+                new = emitted[:left]
+                table[new] += weight * probability * rest(context + new, noise[len(new) :])
         return table
 
-    return rest(())
+    noises = _noises(pair, models, tokens) if coupled else [(1.0, (0.0,) * tokens)]
+    return np.sum([weight * rest((), noise) for weight, noise in noises], axis=0)
 
 
-def _distribution_with_noise(pair: Pair, models: RandomModels, tokens: int) -> np.ndarray:
-    """Sum over the noise of every position, which fixes the target's choice in every context there.
+def _noises(pair: Pair, models: RandomModels, tokens: int) -> list[tuple[float, tuple[float, ...]]]:
+    """Return the noise of all positions, as far as it makes a difference, each with its probability.
 
     Noise is one number u in [0, 1) per position, and a choice inverts the cumulative distribution at u.  The engine
     takes an argmax over Gumbel numbers instead.  Either way all contexts share the noise, and drafts may know it.
     """
-    distribution = _target(pair, models)
-    distributions = [
-        [distribution(text) for text in product(range(models.vocabulary), repeat=n)] for n in range(tokens)
-    ]
-    intervals = list(map(_intervals, distributions))
+    texts = [product(range(models.vocabulary), repeat=n) for n in range(tokens)]
+    distributions = [list(map(_target(pair, models), same)) for same in texts]
     if pair.choices is Choices.REUSED:
-        intervals = [_intervals(list(chain.from_iterable(distributions)))]
-
-    def choose(noise: Sequence[float], context: Context) -> int:
-        p = distribution(context)
-        return min(int(p.cumsum().searchsorted(noise[len(context)], "right")), int(p.nonzero()[0][-1]))
-
-    @cache
-    def tree_for(context: Context, noise: tuple[float, ...]) -> TokenTree:
-        ((_, tree),) = _trees(pair, models, context, tokens - len(context) - 1, partial(choose, noise))
-        return tree
-
-    def generate(chance: EnumeratedChance) -> Context:
-        noise = [middles[chance.choose(lengths)] for middles, lengths in intervals]
-        noise *= tokens // len(noise)  # one number for all positions, if it is reused
-        context: Context = ()
-        while (start := len(context)) < tokens:
-            tree = tree_for(context, (0.0,) * start + tuple(noise[start:-1]))  # all that the tree depends on
-            target = EnumeratedTarget(distribution, context, tree, chance, partial(choose, noise))
-            context += _emitted(pair, target)
-        return context[:tokens]
-
-    table = np.zeros((models.vocabulary,) * tokens)
-    for probability, text in outcomes(generate):
-        table[text] += probability
-    return table
+        return [(length, (u,) * tokens) for length, u in _intervals([*chain.from_iterable(distributions)])]
+    by_position = product(*map(_intervals, distributions))
+    return [(prod(length for length, _ in some), tuple(u for _, u in some)) for some in by_position]
 
 
-def _intervals(distributions: Sequence[Probabilities]) -> tuple[list[float], Probabilities]:
-    """Return the middles and lengths of the intervals of [0, 1] in which u changes the choice of no distribution."""
+def _intervals(distributions: Sequence[Probabilities]) -> list[tuple[float, float]]:
+    """Return the lengths and middles of the intervals of [0, 1] in which u changes the choice of no distribution."""
     ends = np.unique([0.0, 1.0, *np.cumsum(distributions, axis=1).clip(max=1.0).flat])
-    return ((ends[:-1] + ends[1:]) / 2).tolist(), np.diff(ends)
+    return list(zip(np.diff(ends).tolist(), ((ends[:-1] + ends[1:]) / 2).tolist(), strict=True))
 
 
 def _target(pair: Pair, models: RandomModels) -> Callable[[Context], Probabilities]:
@@ -474,9 +457,8 @@ class EnumeratedTarget:
 
     def __post_init__(self) -> None:
         self.draw = self.chance.choose
-        self._chosen = cache(
-            self.chosen or (lambda context: self.draw(self.target(context)))
-        )  # the same whenever asked
+        # the same whenever asked
+        self._chosen = cache(self.chosen or (lambda context: self.draw(self.target(context))))
 
     def distribution(self, node: int) -> Probabilities:
         """Return the target's distribution after a node."""
@@ -571,19 +553,17 @@ def _with_draws(tree: TokenTree, draws: Sequence[Sequence[Draw]]) -> TokenTree:
     nodes = list(renumbered)[1:]
     parents = [renumbered[parent] for parent in tree.parents[nodes].tolist()]
     kept = [draws[node] for node in nodes]
-    used = {(parent, draw.draft) for parent, under in zip(parents, kept, strict=True) for draw in under}
-    claimed = {(renumbered.get(node), draft): q for (node, draft), q in tree.distributions.items()}
-    distributions = {key: claimed[key] for key in used}
+    used = {(int(tree.parents[node]), draw.draft) for node in nodes for draw in draws[node]}
+    distributions = {(renumbered[node], draft): tree.distributions[node, draft] for node, draft in used}
     tokens, scores = tree.tokens[nodes].tolist(), tree.scores[nodes].tolist()
     return TokenTree.from_nodes(int(tree.tokens[0]), tokens, parents, scores, kept, distributions, tree.kind)
 
 
 def _with_distributions(tree: TokenTree, combine: Callable[[list[Probabilities]], Probabilities]) -> TokenTree:
     """Return the tree with one distribution under each node, kept positive so that the test can divide by it."""
-    under: dict[int, list[Probabilities]] = {}
-    for node, draft in sorted(tree.distributions):
-        under.setdefault(node, []).append(tree.distributions[node, draft])
-    distributions = {key: np.maximum(combine(under[key[0]]), 1e-300) for key in tree.distributions}
+    keys = sorted(tree.distributions)
+    under = {node: combine([tree.distributions[key] for key in keys if key[0] == node]) for node, _ in keys}
+    distributions = {key: np.maximum(under[key[0]], 1e-300) for key in keys}
     return TokenTree(tree.tokens, tree.parents, tree.scores, tree.draws, distributions, tree.kind)
 
 

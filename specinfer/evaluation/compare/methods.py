@@ -183,10 +183,9 @@ class HitRates:
 
         The last position of a text that ends by its length does not count: nothing is drafted there.
         """
-        questions = []
-        for probe in self.probes:
-            probe.question = question = _FirstChoices()
-            questions.append(question)
+        questions = [_FirstChoices() for _ in self.probes]
+        for probe, question in zip(self.probes, questions, strict=True):
+            probe.question = question
         chosen = self.decoder.generate(ids, seed=seed, **options).token_ids
         return [
             {"draft": probe.name, **count_hits([answers.ranked.get(i, []) for i in range(answers.wanted)], chosen)}

@@ -6,7 +6,6 @@ Does not know: how texts were written, files.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,26 +14,16 @@ from torch import Tensor
 from specinfer.engine.gumbel import RECORDING, key
 from specinfer.evaluation.probe import Question
 from specinfer.evaluation.traces.acceptance import accepted_without_replacement, expected_tests
-from specinfer.evaluation.traces.trace import Drafted
-from specinfer.tree import Frontier, Source, grow_best_first, top_candidates
-
-
-class ProbePlan(NamedTuple):
-    """How much is recorded."""
-
-    nodes: int  # of best-first trees
-    depth: int
-    top: int | None  # candidates and tokens of distributions; None = whole distributions
-    draws: int
+from specinfer.evaluation.traces.trace import Drafted, Sizes
+from specinfer.tree import Frontier, Growth, Source, grow_best_first, top_candidates
 
 
 @dataclass(eq=False)
 class TextQuestion(Question):
     """A question along texts that are known: what a draft is asked at every position of them."""
 
-    plan: ProbePlan
+    plan: Sizes
     texts: Sequence[Sequence[int]]  # token ids per row
-    budget: int  # new tokens of a text at most
     drafted: Sequence[Drafted] = ()  # where the answers go, per row
 
     def __post_init__(self) -> None:
@@ -49,7 +38,7 @@ class TextQuestion(Question):
 
         The last token that a row's budget allows is never drafted, so it is asked for nowhere.
         """
-        ahead = [self.texts[row][self.position : self.budget - 1] for row in self.rows]
+        ahead = [self.texts[row][self.position : self.plan.max_new_tokens - 1] for row in self.rows]
         padded = [[-1, *tokens, *[0] * self.plan.depth] for tokens in ahead]  # the root comes first
         for level in range(min(self.levels(max_depth), max(map(len, ahead)))):
             asked = [index for index, tokens in enumerate(ahead) if level < len(tokens)]
@@ -104,8 +93,7 @@ class Distributions(TextQuestion):
                     getattr(self.drafted[row], name)[self.position, level] = values
 
 
-# A row's nodes of one level, or of the grown tree: (token, parent, whether it is a node, path score) each
-_Nodes = list[tuple[int, int, bool, float]]
+_Node = tuple[int, int, bool, float]  # (token, parent, whether it is a node, path score) of a row's slot
 
 
 class Trees(TextQuestion):
@@ -122,16 +110,16 @@ class Trees(TextQuestion):
 
     def ask(self, source: Source, max_depth: int | None) -> None:
         """See `Question`."""
-        levels: list[list[_Nodes]] = []  # by level, then by row
+        asked: list[list[_Node]] = [[] for _ in self.rows]  # the frontiers below the root, one after the other
 
         def note(frontier: Frontier, scores: Tensor) -> int:
-            levels.append(_by_row(frontier.tokens, frontier.parents, frontier.valid, scores))
+            for row, nodes in zip(asked, _by_row(frontier, scores), strict=True):
+                row += nodes
             return frontier.tokens.shape[1]
 
         growth = grow_best_first(source, self.plan.nodes + 1, self.levels(max_depth), wanted=note)
-        grown = _by_row(growth.tokens, growth.parents, growth.valid, growth.scores)
-        for index, row in enumerate(self.rows):
-            nodes = _union([level[index] for level in levels], grown[index][: self.plan.nodes])
+        for row, *listed in zip(self.rows, asked, _by_row(growth, growth.scores), strict=True):
+            nodes = _union(listed[0], listed[1][: self.plan.nodes])
             self.trees[row][self.position] = np.array(nodes, np.float64).reshape(-1, 3)
 
     def arrays(self, row: int) -> dict[str, np.ndarray]:
@@ -146,30 +134,25 @@ class Trees(TextQuestion):
         }
 
 
-def _by_row(*columns: Tensor) -> list[_Nodes]:
-    return [list(zip(*row, strict=True)) for row in zip(*(column.tolist() for column in columns), strict=True)]
+def _by_row(nodes: Frontier | Growth, scores: Tensor) -> list[list[_Node]]:
+    columns = (column.tolist() for column in (nodes.tokens, nodes.parents, nodes.valid, scores))
+    return [list(zip(*row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-def _union(levels: Sequence[_Nodes], grown: _Nodes) -> list[tuple[int, int, float]]:
+def _union(asked: Sequence[_Node], grown: Sequence[_Node]) -> list[tuple[int, int, float]]:
     """Return (token, parent, path score) of all nodes of a row, best first; parent -1 = the root.
 
     Args:
-        levels: the frontiers below the root; parents count all frontier nodes before, the root as 0.
+        asked: the frontiers below the root; parents count all frontier nodes before, the root as 0.
         grown: the tree; parents count its nodes, the root as 0.
     """
     found: dict[tuple[int, ...], tuple[float, int]] = {}  # tokens from the root -> path score, index in its list
-    paths: list[tuple[int, ...]] = [()]  # of the root and all frontier nodes
-    for level in levels:
-        for index, (token, parent, valid, score) in enumerate(level):
+    for nodes in (asked, grown):
+        paths: list[tuple[int, ...]] = [()]  # of the root and all nodes
+        for index, (token, parent, valid, score) in enumerate(nodes):
             paths.append((*paths[parent], token) if valid else ())
             if valid:
-                found[paths[-1]] = score, index
-    paths = [()]
-    for index, (token, parent, valid, score) in enumerate(grown):
-        if not valid:
-            break
-        paths.append((*paths[parent], token))
-        found.setdefault(paths[-1], (score, index))
+                found.setdefault(paths[-1], (score, index))
     ranked = sorted(found, key=lambda path: (-found[path][0], len(path), found[path][1]))
     rank = {path: i for i, path in enumerate([(), *ranked], -1)}
     return [(path[-1], rank[path[:-1]], found[path][0]) for path in ranked]

@@ -25,8 +25,8 @@ from specinfer.engine.target_view import RowView
 from specinfer.engine.verify import ExactMatch, TargetView, Verdict
 from specinfer.errors import InputError, UnsupportedModel
 from specinfer.evaluation.probe import Probe
-from specinfer.evaluation.traces.probes import Candidates, Distributions, ProbePlan, Trees, distribution_arrays
-from specinfer.evaluation.traces.trace import TOP, Drafted, Trace, TraceText, resume, trace_settings, write_text
+from specinfer.evaluation.traces.probes import Candidates, Distributions, Trees, distribution_arrays
+from specinfer.evaluation.traces.trace import TOP, Drafted, Sizes, Trace, TraceText, resume, trace_settings, write_text
 from specinfer.prompts import Prompt
 from specinfer.tree import BestFirst, TokenTree
 
@@ -75,24 +75,20 @@ def record(
         SpecinferError: what decoding raises; ``out`` keeps what was finished.
     """
     advice = "leaves nothing to record"
-    plan = ProbePlan(
-        checked_count("nodes", nodes, 0, advice),
-        checked_count("depth", depth, 1, advice),
-        None if top is None else checked_count("top", top, 1, advice),
-        checked_count("draws", draws, 1, advice),
-    )
-    new, batch = checked_count("max_new_tokens", max_new_tokens, 2, advice), checked_count("batch", batch, 1, advice)
+    sizes = {"nodes": nodes, "depth": depth, "top": top, "draws": draws, "max_new_tokens": max_new_tokens}
+    plan = Sizes.checked(sizes, advice)
+    batch = checked_count("batch", batch, 1, advice)
     temperature, seed = checked_temperature(temperature), row_seeds(seed, 1)[0]
     checked_names("out", "" if out is None else out)
     _check(decoder, plan)
     rows = [(prompt, seed + number) for number, prompt in enumerate(decoder.read(prompts, raw).rows)]
-    settings = trace_settings(decoder, plan._asdict(), new, temperature)
+    settings = trace_settings(decoder, plan._asdict(), temperature)
     with locked(out):
         texts = {} if out is None else resume(Path(out), settings, rows, decoder.target.vocab_size)
         left = [number for number in range(len(rows)) if number not in texts]
         batches = [left[i : i + batch] for i in range(0, len(left), batch)]
         for numbers in progress(batches, len(texts)):
-            written = _record(decoder, [rows[number] for number in numbers], plan, new, temperature)
+            written = _record(decoder, [rows[number] for number in numbers], plan, temperature)
             for number, text in zip(numbers, written, strict=True):
                 texts[number] = text
                 if out is not None:
@@ -100,7 +96,7 @@ def record(
     return Trace(settings, tuple(texts[number] for number in range(len(rows))))
 
 
-def _check(decoder: SpeculativeDecoder, plan: ProbePlan) -> None:
+def _check(decoder: SpeculativeDecoder, plan: Sizes) -> None:
     """Raise for a decoder that cannot be recorded."""
     if not isinstance(decoder, SpeculativeDecoder):
         raise InputError(
@@ -116,11 +112,11 @@ def _check(decoder: SpeculativeDecoder, plan: ProbePlan) -> None:
 
 
 def _record(
-    decoder: SpeculativeDecoder, rows: Sequence[tuple[list[int], int]], plan: ProbePlan, new: int, temperature: float
+    decoder: SpeculativeDecoder, rows: Sequence[tuple[list[int], int]], plan: Sizes, temperature: float
 ) -> list[TraceText]:
     """Record a batch of (prompt ids, seed)."""
     prompts, seeds = map(list, zip(*rows, strict=True))
-    options: dict[str, Any] = {"seed": seeds, "max_new_tokens": new, **whole_distribution(temperature)}
+    options: dict[str, Any] = {"seed": seeds, "max_new_tokens": plan.max_new_tokens, **whole_distribution(temperature)}
     model, tokenizer = decoder.target.model, decoder.tokenizer
     writer = _Writer(len(rows))
     results = SpeculativeDecoder(model, tokenizer, (), None, writer).generate(prompts, **options)
@@ -132,10 +128,10 @@ def _record(
     probes, drafted, trees = [], [], []
     for draft in decoder.drafts:
         drafted.append([Drafted.blank(len(text), plan.depth, plan.top or TOP, kept, draws) for text in texts])
-        trees.append(Trees(plan, texts, new))
-        questions = [Candidates(plan, texts, new, drafted[-1]), *([trees[-1]] if plan.nodes else [])]
+        trees.append(Trees(plan, texts))
+        questions = [Candidates(plan, texts, drafted[-1]), *([trees[-1]] if plan.nodes else [])]
         if temperature:
-            questions.append(Distributions(plan, texts, new, drafted[-1], distributions, seeds))
+            questions.append(Distributions(plan, texts, drafted[-1], distributions, seeds))
         probes += [Probe(draft, question) for question in questions]
     capacity = BestFirst(plan.nodes + 1, plan.depth)  # what caches must hold
     SpeculativeDecoder(model, tokenizer, probes, capacity, _Reader(texts)).generate(prompts, **options)

@@ -3,8 +3,9 @@
 Knows: recorded trees and distributions, the engine's rules for where a step ends.
 Does not know: models, files.
 
-Ranked trees with `ExactMatch` are replayed exactly.  The text is the same with any tree, so each step's tree is looked
-up where the step begins, and followed as far as the text goes.
+Ranked trees with `ExactMatch` are replayed exactly, because the text is the same with any tree.  Best-first trees are
+looked up where a step begins, and followed as far as the text goes.  `Expansion` needs no trees: a step accepts as long
+as one draft ranks the text's next tokens within the widths.
 
 Sampled trees would have led to other texts.  But their verifiers emit exactly the target's distribution, so the
 recorded text is as likely under them.  Given the text, the probability that a token was an accepted draw is known
@@ -26,8 +27,9 @@ from specinfer.engine.verify import ExactMatch, MultiStep, Verifier, chosen_veri
 from specinfer.errors import InputError
 from specinfer.evaluation.compare.report import bootstrap, ratio_of_sums
 from specinfer.evaluation.traces.acceptance import Floats, multi_step, naive, survival
-from specinfer.evaluation.traces.trace import Drafted, Trace, TraceText
+from specinfer.evaluation.traces.trace import Trace, TraceText
 from specinfer.tree import BestFirst, Chain, Draw, Expansion, Policy, Sampled, TokenTree, merge
+from specinfer.tree.nodes import depths_of
 
 EXACT = "exact"
 EXPECTED = "teacher-forced expectation"
@@ -41,9 +43,6 @@ SIZES = {
 
 # text -> (n, D + 1), the probability that a step at each position accepts 0 ... D tokens
 Lengths = Callable[[TraceText], Floats]
-Nodes = tuple[
-    list[int], list[int], list[float]
-]  # tokens, parents and path scores, as `TokenTree.from_nodes` takes them
 
 
 @dataclass(frozen=True)
@@ -102,21 +101,21 @@ def replay(
     """
     if not isinstance(trace, Trace):
         raise InputError(f"trace={trace!r:.60} is not a Trace: record one, or read one with Trace.load")
-    coupled = checked_flag("coupled", coupled)
+    coupled = checked_flag("coupled", coupled) or not trace.sampling
     if not hasattr(policy, "kind") or isinstance(policy, type):
         raise InputError(f"policy={policy!r:.60} is not a growth policy: use BestFirst, Expansion, Chain or Sampled")
     verifier = chosen_verifier(verifier, policy.kind)
-    indices = _indices(trace, drafts)
-    coupled = coupled or not trace.sampling
+    indices, how = _indices(trace, drafts), EXACT
     _check(trace, policy, verifier, indices, coupled)
     lengths: Lengths
     if isinstance(policy, Sampled):
-        lengths = partial(_sampled, policy=policy, verifier=verifier, draft=indices[0])
+        lengths, how = partial(_sampled, policy=policy, verifier=verifier, draft=indices[0]), EXPECTED
+    elif isinstance(policy, Expansion):
+        lengths = partial(_expanded, widths=policy.expansion, drafts=indices, coupled=coupled)
     else:
-        budget = trace.settings["max_new_tokens"]
-        lengths = partial(_followed, policy=policy, drafts=indices, budget=budget, coupled=coupled)
-    rule = repr(verifier) if coupled else f"{verifier!r}, not coupled"
-    return _replayed(trace, policy, rule, indices, EXPECTED if isinstance(policy, Sampled) else EXACT, lengths)
+        assert isinstance(policy, BestFirst)
+        lengths = partial(_followed, policy=policy, drafts=indices, budget=trace.settings["max_new_tokens"])
+    return _replayed(trace, policy, repr(verifier) + ("" if coupled else ", not coupled"), indices, how, lengths)
 
 
 def oracle(trace: Trace, policy: Policy, *, drafts: Sequence[int | str] | None = None) -> Replay:
@@ -129,14 +128,11 @@ def oracle(trace: Trace, policy: Policy, *, drafts: Sequence[int | str] | None =
         InputError: the policy is deeper than what was recorded.
     """
     indices = _indices(trace, drafts)
-    _check_sizes(policy, depth=(policy.max_depth, trace.settings["depth"]))
-    reach = min(policy.max_depth, policy.max_nodes)
-
-    def lengths(text: TraceText) -> Floats:
-        found = np.any([text.ranks(index) >= 0 for index in indices], axis=0)[:, :reach]
-        return np.eye(reach + 1)[found.cumprod(1).sum(1)]
-
-    return _replayed(trace, policy, "oracle", indices, BOUND, lengths)
+    _check_size(policy, "depth", policy.max_depth, trace.settings["depth"])
+    widths = [np.inf] * min(policy.max_depth, policy.max_nodes)
+    return _replayed(
+        trace, policy, "oracle", indices, BOUND, lambda text: _accepted(_hits(text, widths, indices).max(0))
+    )
 
 
 def _indices(trace: Trace, drafts: Sequence[int | str] | None) -> list[int]:
@@ -172,13 +168,29 @@ def _visits(lengths: Floats) -> Floats:
 # ---- ranked trees ----
 
 
-def _followed(text: TraceText, policy: Policy, drafts: Sequence[int], budget: int, coupled: bool) -> Floats:
+def _hits(text: TraceText, widths: Sequence[float], drafts: Sequence[int], coupled: bool = True) -> np.ndarray:
+    """Return whether each draft ranks token i + j below the level's width, (drafts, n, levels)."""
+    ranks = np.stack([text.ranks(draft, coupled)[:, : len(widths)] for draft in drafts])
+    return (ranks >= 0) & (ranks < np.array(widths))
+
+
+def _accepted(hits: np.ndarray) -> Floats:
+    """Return a table of `Lengths` for steps that accept all tokens before the first False, given (n, levels) bool."""
+    return np.eye(hits.shape[1] + 1)[hits.cumprod(1).sum(1)]
+
+
+def _expanded(text: TraceText, widths: Sequence[int], drafts: Sequence[int], coupled: bool) -> Floats:
+    """Return the table of `Expansion`: a step follows the draft whose own tree goes furthest."""
+    return _accepted(_hits(text, widths, drafts, coupled).cumprod(2).max(0))
+
+
+def _followed(text: TraceText, policy: BestFirst, drafts: Sequence[int], budget: int) -> Floats:
     """Follow the text with `ExactMatch` from its beginning; positions where no step begins stay zero."""
     n, position = len(text.token_ids), 0
     lengths = np.zeros((n, policy.max_depth + 1))
     while position < n:
-        depth = min(policy.max_depth, budget - position - 1) if policy.max_nodes else 0
-        (tree,) = policy.fit([merge([_tree(text, draft, position, policy, depth, coupled) for draft in drafts])])
+        depth = min(policy.max_depth, budget - position - 1)
+        (tree,) = policy.fit([merge([_tree(text, draft, position, policy, depth) for draft in drafts])])
         ahead = [*text.token_ids[position:], -1]  # no node has token -1
         accepted, node = 0, tree.child(0, ahead[0])
         while node is not None:
@@ -189,54 +201,17 @@ def _followed(text: TraceText, policy: Policy, drafts: Sequence[int], budget: in
     return lengths
 
 
-def _tree(text: TraceText, draft: int, position: int, policy: Policy, depth: int, coupled: bool) -> TokenTree:
-    """Return the tree that a draft would have grown at a position; of `Expansion`, what may lie on the text."""
+def _tree(text: TraceText, draft: int, position: int, policy: BestFirst, max_depth: int) -> TokenTree:
+    """Return the tree that a draft would have grown at a position: the recorded nodes that the policy keeps."""
     drafted = text.drafted[draft]
-    if isinstance(policy, BestFirst):
-        nodes = _best_first(drafted, position, policy, depth)
-    else:
-        assert isinstance(policy, Expansion)
-        tokens, values = drafted.tokens[position], drafted.log_probs[position]
-        if not coupled:
-            tokens = drafted.distribution_tokens[position]
-            with np.errstate(divide="ignore"):
-                values = np.log(drafted.distribution_probs[position])
-        nodes = _along(text.token_ids[position:], policy.expansion[:depth], tokens, values)
-    draws = [[Draw(draft, turn)] for turn in range(len(nodes[0]))]
-    return TokenTree.from_nodes(text.root(position), *nodes, draws)
-
-
-def _best_first(drafted: Drafted, position: int, policy: BestFirst, max_depth: int) -> Nodes:
-    """Return the recorded nodes that the policy keeps."""
     recorded = slice(*drafted.first[position : position + 2])
-    parents, scores = drafted.tree_parents[recorded].tolist(), drafted.tree_scores[recorded]
+    parents, scores = drafted.tree_parents[recorded] + 1, drafted.tree_scores[recorded]  # parent 0 = the root
     least = np.float32(log(policy.min_probability)) if policy.min_probability else -np.inf
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    keep = [node for node, depth in enumerate(depths) if depth <= max_depth and scores[node] >= least]
-    keep = keep[: policy.max_nodes]
-    renumbered = {node: i for i, node in enumerate([-1, *keep])}
-    tokens = drafted.tree_tokens[recorded][keep].tolist()
-    return tokens, [renumbered[parents[node]] for node in keep], scores[keep].tolist()
-
-
-def _along(text: Sequence[int], widths: Sequence[int], candidates: np.ndarray, log_probs: np.ndarray) -> Nodes:
-    """Return the children of the nodes on the text, level by level, given candidates there, (D, k) each."""
-    tokens: list[int] = []
-    parents: list[int] = []
-    scores: list[float] = []
-    above, score = 0, 0.0
-    for level, width in enumerate(widths):
-        first, real = len(tokens), (candidates[level, :width] >= 0) & (log_probs[level, :width] > -np.inf)
-        tokens += candidates[level, :width][real].tolist()
-        scores += [score + value for value in log_probs[level, :width][real].tolist()]
-        parents += [above] * (len(tokens) - first)
-        if level >= len(text) or text[level] not in tokens[first:]:
-            break
-        above = tokens.index(text[level], first) + 1
-        score = scores[above - 1]
-    return tokens, parents, scores
+    depths = depths_of(np.append(-1, parents))[1:]
+    keep = np.flatnonzero((depths <= max_depth) & (scores >= least))[: policy.max_nodes]
+    tokens, above = drafted.tree_tokens[recorded][keep], np.append(0, keep + 1).searchsorted(parents[keep])
+    draws = [[Draw(draft, turn)] for turn in range(len(keep))]
+    return TokenTree.from_nodes(text.root(position), tokens.tolist(), above.tolist(), scores[keep].tolist(), draws)
 
 
 # ---- sampled trees ----
@@ -265,22 +240,21 @@ def _sampled(text: TraceText, policy: Sampled, verifier: Verifier, draft: int) -
 
 def _check(trace: Trace, policy: Policy, verifier: Verifier, drafts: Sequence[int], coupled: bool) -> None:
     """Raise `InputError` where the trace does not hold what a replay needs."""
-    _check_sizes(policy, depth=(policy.max_depth, trace.settings["depth"]))
+    _check_size(policy, "depth", policy.max_depth, trace.settings["depth"])
     if type(policy) not in (BestFirst, Expansion, Chain, Sampled) or type(verifier) not in (ExactMatch, MultiStep):
         raise InputError(
             f"{policy!r} with {verifier!r} cannot be replayed: trees must be BestFirst, Expansion, Chain or Sampled, "
             "which depend on distributions only, and the verifier ExactMatch or MultiStep"
         )
     if isinstance(policy, BestFirst):
-        _check_sizes(policy, nodes=(policy.max_nodes, trace.settings["nodes"]))
+        _check_size(policy, "nodes", policy.max_nodes, trace.settings["nodes"])
         if not coupled:
             raise InputError(f"{policy!r} was recorded with drafts that know the noise: use Expansion for others")
     elif isinstance(policy, Sampled):
         _check_sampled(trace, policy, verifier, drafts)
     elif isinstance(policy, Expansion):
-        drafted = trace.texts[0].drafted[0]
-        kept = (drafted.tokens if coupled else drafted.distribution_tokens).shape[2]
-        _check_sizes(policy, top=(max(policy.expansion, default=0), kept))
+        kept = trace.texts[0].drafted[0].candidates(coupled).shape[2]
+        _check_size(policy, "top", max(policy.expansion, default=0), kept)
 
 
 def _check_sampled(trace: Trace, policy: Sampled, verifier: Verifier, drafts: Sequence[int]) -> None:
@@ -292,16 +266,15 @@ def _check_sampled(trace: Trace, policy: Sampled, verifier: Verifier, drafts: Se
         )
     if isinstance(verifier, MultiStep):
         most = int(np.prod(policy.expansion)) if policy.replacement else max(policy.expansion, default=0)
-        _check_sizes(policy, draws=(most, trace.settings["draws"]))
+        _check_size(policy, "draws", most, trace.settings["draws"])
     elif not policy.replacement:
         raise InputError(f"{policy!r} cannot be replayed with ExactMatch(): draw with replacement, or use MultiStep")
 
 
-def _check_sizes(policy: Policy, **sizes: tuple[int, int]) -> None:
-    """Raise `InputError` for a size (that the policy needs, that was recorded) of which too little was recorded."""
-    for size, (needed, recorded) in sizes.items():
-        if needed > recorded:
-            raise InputError(
-                f"{policy!r} cannot be replayed: it needs {needed} {SIZES[size]}, and {recorded} were recorded; record "
-                f"again with a larger {size}"
-            )
+def _check_size(policy: Policy, size: str, needed: int, recorded: int) -> None:
+    """Raise `InputError` if a policy needs more of a size than was recorded."""
+    if needed > recorded:
+        raise InputError(
+            f"{policy!r} cannot be replayed: it needs {needed} {SIZES[size]}, and {recorded} were recorded; record "
+            f"again with a larger {size}"
+        )

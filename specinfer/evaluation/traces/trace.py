@@ -18,10 +18,11 @@ from dataclasses import dataclass, fields
 from importlib.metadata import version
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
@@ -35,7 +36,7 @@ from specinfer.errors import InputError
 
 FORMAT = 2
 SETTINGS = "trace.json"
-LEASTS = {"depth": 1, "nodes": 0, "top": 1, "draws": 1, "max_new_tokens": 2}  # whole numbers that reading needs
+LEASTS = {"nodes": 0, "depth": 1, "top": 1, "draws": 1, "max_new_tokens": 2}  # whole numbers that reading needs
 SHAPE = {"drafts", "temperature", *LEASTS}
 ROUNDING = 1e-4  # of probabilities
 TREE = ("first", "tree_tokens", "tree_parents", "tree_scores")
@@ -45,6 +46,23 @@ SKETCH = 16  # entries of each weight that stand for it in a fingerprint
 Ids = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Column = tuple[tuple[int | None, ...], float, float]  # shape (None: any size), least and greatest value
+
+
+class Sizes(NamedTuple):
+    """How much is recorded: see `record`."""
+
+    nodes: int  # of best-first trees
+    depth: int
+    top: int | None  # candidates and tokens of distributions; None = whole distributions
+    draws: int
+    max_new_tokens: int
+
+    @classmethod
+    def checked(cls, sizes: Mapping[str, Any], advice: str = "") -> "Sizes":
+        """Return the sizes among other settings; raise `InputError` for one that is unusable."""
+        given = {name: sizes[name] for name in LEASTS if name != "top" or sizes["top"] is not None}
+        found: dict[str, Any] = {name: checked_count(name, size, LEASTS[name], advice) for name, size in given.items()}
+        return cls(**{"top": None} | found)
 
 
 @dataclass(frozen=True)
@@ -84,6 +102,10 @@ class Drafted:
         arrays = {name: np.full([size or 0 for size in c[0]], c[1], _dtype(name)) for name, c in columns.items()}
         return cls(**arrays)
 
+    def candidates(self, coupled: bool = True) -> Ids:
+        """Return the tokens that the draft ranks first, (n, D, k); if not coupled, by its distribution.  -1 = none."""
+        return self.tokens if coupled else np.where(self.distribution_probs > 0, self.distribution_tokens, -1)
+
 
 @dataclass(frozen=True)
 class TraceText:
@@ -109,12 +131,11 @@ class TraceText:
         """Return the token that the step at a position begins with."""
         return self.token_ids[position - 1] if position else self.prompt_ids[-1]
 
-    def ranks(self, draft: int) -> np.ndarray:
-        """Return the rank of token i + j among a draft's candidates, (n, D), from 0; -1 = it is not among them."""
-        tokens = self.drafted[draft].tokens  # (n, D, k)
-        n, depth = tokens.shape[:2]
-        padded = np.array([*self.token_ids, *[-2] * depth])
-        hit = tokens == padded[np.arange(n)[:, None] + np.arange(depth)][:, :, None]
+    def ranks(self, draft: int, coupled: bool = True) -> np.ndarray:
+        """Return the rank of token i + j among a draft's `candidates`, (n, D), from 0; -1 = it is not among them."""
+        tokens = self.drafted[draft].candidates(coupled)
+        depth = tokens.shape[1]
+        hit = tokens == sliding_window_view([*self.token_ids, *[-2] * (depth - 1)], depth)[:, :, None]
         return np.where(hit.any(2), hit.argmax(2), -1)
 
     def to_bytes(self) -> bytes:
@@ -291,9 +312,7 @@ def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
     try:
         if missing := SHAPE - settings.keys():
             raise InputError(f"{', '.join(sorted(missing))} is missing")
-        for name, least in LEASTS.items():
-            if name != "top" or settings[name] is not None:
-                checked_count(name, settings[name], least)
+        Sizes.checked(settings)
         checked_temperature(settings["temperature"])
         if not isinstance(drafts, list) or not drafts:
             raise InputError("drafts is no list of drafts")
@@ -390,9 +409,7 @@ def check_models(folder: Path, settings: Mapping[str, Any], decoder: Speculative
             )
 
 
-def trace_settings(
-    decoder: SpeculativeDecoder, sizes: Mapping[str, Any], max_new_tokens: int, temperature: float
-) -> dict[str, Any]:
+def trace_settings(decoder: SpeculativeDecoder, sizes: Mapping[str, Any], temperature: float) -> dict[str, Any]:
     """Return what all texts of a trace have in common."""
     target = decoder.target
     name = str(getattr(target.model.config, "_name_or_path", "")) or target.name
@@ -401,7 +418,6 @@ def trace_settings(
         "model": name.rstrip("/").split("/")[-1],
         **model_settings(decoder),
         **sizes,
-        "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "versions": {package: version(package) for package in ("specinfer", "torch", "transformers")},
     }
