@@ -15,7 +15,7 @@ It implements transformers' cache interface (``Cache.update``), so unmodified mo
 
 import weakref
 from collections.abc import Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from itertools import chain, pairwise
 from typing import Any
 
@@ -37,6 +37,8 @@ class Stack:
 
     def __init__(self, layers: int, states: Tensor, rows: int, capacity: int) -> None:
         self.data = states.new_zeros(layers, rows, states.shape[1], capacity, states.shape[3])
+        planes = torch.arange(self.data.shape[:3].numel(), device=states.device)  # of (slots, dim)
+        self.planes = planes.view(self.data.shape[:3])
         self.taken = 0  # layers
 
     def fits(self, states: Tensor) -> bool:
@@ -50,9 +52,8 @@ class Stack:
 
     def move_slots(self, rows: Tensor, sources: Tensor, targets: Tensor) -> None:
         """Copy slots of rows, (n,) each."""
-        layers, all_rows, heads, capacity, dim = self.data.shape
-        first = _planes(layers, all_rows, heads, rows.device)[:, rows] * capacity  # (layers, n, heads): slot 0
-        flat = self.data.view(-1, dim)
+        first = self.planes[:, rows] * self.data.shape[3]  # (layers, n, heads): slot 0
+        flat = self.data.view(-1, self.data.shape[4])
         found = flat.index_select(0, (first + sources[:, None]).flatten())  # before anything is written
         flat.index_copy_(0, (first + targets[:, None]).flatten(), found)
 
@@ -268,12 +269,6 @@ class TreeCache(Cache):
         for row, path in enumerate(paths):
             if path and not all(a < b for a, b in pairwise((-1, *path, self.pending))):
                 raise CacheError(f"row {row}: path {list(path)} is not ascending within {self.pending} slots")
-
-
-@lru_cache(maxsize=16)
-def _planes(layers: int, rows: int, heads: int, device: torch.device) -> Tensor:
-    """Return the numbers of the (slots, dim) planes of a stack, (layers, rows, heads)."""
-    return torch.arange(layers * rows * heads, device=device).view(layers, rows, heads)
 
 
 @cache  # graphs read it at this address

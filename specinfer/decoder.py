@@ -39,6 +39,7 @@ from specinfer.tree import BestFirst, Chain, Kind, Policy
 from specinfer.tree.token_tree import MOST_DRAFTS
 
 WORDS = ("auto", "bundled", "ngram")  # words for drafts; others are names of models
+Functions = Sequence[Callable[..., Any]] | Callable[..., Any] | None
 DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8, min_probability=0.05)
 
 
@@ -135,7 +136,7 @@ class SpeculativeDecoder:
 
     def _named_networks(self) -> list[tuple[str, TreeModel]]:
         drafts = [(draft.name, getattr(draft, "model", None)) for draft in self.drafts]
-        return [(name, model) for name, model in [("target", self.target), *drafts] if isinstance(model, TreeModel)]
+        return [("target", self.target), *((name, model) for name, model in drafts if isinstance(model, TreeModel))]
 
     @property
     def passes(self) -> str:
@@ -191,8 +192,8 @@ class SpeculativeDecoder:
         raw: bool = False,
         seed: int | Sequence[int] | None = None,
         generation_config: Any = None,
-        logits_processor: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
-        stopping_criteria: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
+        logits_processor: Functions = None,
+        stopping_criteria: Functions = None,
         input_ids: Any = None,
         attention_mask: Any = None,
         token_type_ids: Any = None,
@@ -417,7 +418,7 @@ def row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
         return [int(draw) for draw in torch.randint(2**62, (rows,))]
     value = plain(seed)
     given = list(value) if isinstance(value, list | tuple | range) else [value] * rows
-    if len(given) != rows or not all(isinstance(s, int) and not isinstance(s, bool) for s in given):
+    if len(given) != rows or any(isinstance(s, bool) or not isinstance(s, int) for s in given):
         raise InputError(f"seed={seed!r:.60}: give one whole number, or one per prompt ({rows})")
     if not all(-(2**63) <= s < 2**64 for s in given):
         raise InputError(f"seed={seed!r:.60}: a seed has 64 bits, so give one from -2**63 to 2**64 - 1")
@@ -431,5 +432,5 @@ def _cut(result: Result, strings: Sequence[str]) -> Result:
     before = result.tokenizer.decode(result.prompt_ids, skip_special_tokens=True)
     text = before + result.text
     found = [text.find(string, max(0, len(before) - len(string) + 1)) for string in strings]
-    ends = [max(0, start - len(before)) for start in found if start >= 0]
-    return replace(result, text=result.text[: min(ends)]) if ends else result
+    end = min((start for start in found if start >= 0), default=len(text))
+    return replace(result, text=text[len(before) : end])

@@ -250,8 +250,8 @@ def tried(tree: TokenTree, path: Sequence[int]) -> set[int]:
     nodes: set[int] = set()
     for node, accepted in zip((0, *path), (*path, None), strict=True):
         drawn = [child for _, child in tree.draws_under(node)]
-        stops = accepted is not None and tree.kind is not Kind.RANKED
-        nodes.update(drawn[: drawn.index(accepted) + 1] if stops else drawn)
+        until = drawn.index(accepted) + 1 if accepted is not None and tree.kind is not Kind.RANKED else len(drawn)
+        nodes.update(drawn[:until])
     return nodes
 
 
