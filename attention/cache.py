@@ -15,8 +15,8 @@ It implements transformers' cache interface (``Cache.update``), so unmodified mo
 
 import weakref
 from collections.abc import Sequence
-from functools import cache, lru_cache
-from itertools import chain
+from functools import cache, partial
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -37,13 +37,14 @@ class Stack:
 
     def __init__(self, layers: int, states: Tensor, rows: int, capacity: int) -> None:
         self.data = states.new_zeros(layers, rows, states.shape[1], capacity, states.shape[3])
+        planes = torch.arange(self.data.shape[:3].numel(), device=states.device)  # of (slots, dim)
+        self.planes = planes.view(self.data.shape[:3])
         self.taken = 0  # layers
 
     def fits(self, states: Tensor) -> bool:
         """Whether another layer of such states, (rows, heads, T, dim), fits in."""
-        layers, _, heads, _, dim = self.data.shape
-        kind = (states.shape[1], states.shape[3], states.dtype, states.device)
-        return self.taken < layers and kind == (heads, dim, self.data.dtype, self.data.device)
+        kinds = [(data.shape[-3], data.shape[-1], data.dtype, data.device) for data in (states, self.data)]
+        return self.taken < len(self.data) and kinds[0] == kinds[1]
 
     def grow(self, capacity: int, used: int) -> None:
         """Move the buffers into larger ones."""
@@ -51,9 +52,8 @@ class Stack:
 
     def move_slots(self, rows: Tensor, sources: Tensor, targets: Tensor) -> None:
         """Copy slots of rows, (n,) each."""
-        layers, all_rows, heads, capacity, dim = self.data.shape
-        first = _planes(layers, all_rows, heads, rows.device)[:, rows] * capacity  # (layers, n, heads): slot 0
-        flat = self.data.view(-1, dim)
+        first = self.planes[:, rows] * self.data.shape[3]  # (layers, n, heads): slot 0
+        flat = self.data.view(-1, self.data.shape[4])
         found = flat.index_select(0, (first + sources[:, None]).flatten())  # before anything is written
         flat.index_copy_(0, (first + targets[:, None]).flatten(), found)
 
@@ -65,7 +65,7 @@ class TreeLayer(CacheLayerMixin):
 
     def __init__(self, cache: "TreeCache") -> None:
         super().__init__()
-        self.cache: TreeCache = weakref.proxy(cache)  # a cycle would keep the buffers until garbage is collected
+        self.cache = cache
         self.stacks: list[tuple[Stack, int]] = []  # of keys and of values: a stack, and the layer's index in it
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -122,8 +122,9 @@ class TreeCache(Cache):
     def __init__(
         self, rows: int, capacity: int, max_capacity: int | None = None, uniform_layers: int = 1, fixed: bool = False
     ) -> None:
-        super().__init__(layers=[])
-        self.layers: list[TreeLayer] = []  # type: ignore[assignment]  # a narrower type than the base class's
+        # `update` makes layers; a cycle would keep the buffers until garbage is collected
+        super().__init__(layer_class_to_replicate=partial(TreeLayer, weakref.proxy(self)))  # type: ignore[arg-type]
+        self.layers: list[TreeLayer]  # type: ignore[assignment]  # a narrower type than the base class's
         if rows < 1 or capacity < 1:
             raise CacheError(f"a cache needs at least one row and one slot, not {rows} rows of {capacity} slots")
         self.rows = rows
@@ -151,8 +152,8 @@ class TreeCache(Cache):
             CacheError: a row would need more than ``max_capacity`` slots.
         """
         first = [length + self.pending for length in self.lengths]
-        self._reserve(max(first) + count)
         self.kv_length = max(first) + count
+        self._reserve(self.kv_length)
         same = len(set(first)) == 1 and not self.fixed
         self._staged = slice(first[0], first[0] + count) if same else None
         if not same:
@@ -171,7 +172,7 @@ class TreeCache(Cache):
     def open_layers(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> None:
         """Make the buffers of layers not yet written; ``shapes``: per layer, heads and dim of keys, then of values."""
         for heads, dim, value_heads, value_dim in shapes[len(self.layers) :]:
-            layer, empty = TreeLayer(self), torch.empty(0, dtype=dtype, device=device)
+            layer, empty = TreeLayer(weakref.proxy(self)), torch.empty(0, dtype=dtype, device=device)
             layer.lazy_initialization(empty.view(0, heads, 0, dim), empty.view(0, value_heads, 0, value_dim))
             self.layers.append(layer)
 
@@ -201,14 +202,6 @@ class TreeCache(Cache):
         stack.taken += 1
         return stack, stack.taken - 1
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Write the new states of one layer; attention layers of the model call this (transformers' interface)."""
-        while len(self.layers) <= layer_idx:
-            self.layers.append(TreeLayer(self))
-        return self.layers[layer_idx].update(key_states, value_states)
-
     @torch.inference_mode()  # the buffers were made in it
     def keep(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Commit the pending slots ``paths[b]`` of every row, and forget the others.  In place.
@@ -235,9 +228,9 @@ class TreeCache(Cache):
             return
         for target, source in enumerate(survivors):
             if target != source:
+                slots = slice(self.lengths[source])
                 for stack in stacks:
-                    length = self.lengths[source]
-                    stack.data[:, target, :, :length] = stack.data[:, source, :, :length]
+                    stack.data[:, target, :, slots] = stack.data[:, source, :, slots]
         self.lengths = [self.lengths[row] for row in survivors]
         self.rows = len(survivors)
         self._buffers = None
@@ -250,20 +243,16 @@ class TreeCache(Cache):
         if not used <= self.capacity <= self.max_capacity:
             raise CacheError(f"{used} slots in use, capacity {self.capacity}, maximum {self.max_capacity}")
         for index, layer in enumerate(self.layers):
-            for buffer in layer.buffers:
-                if buffer.shape[0] < self.rows or buffer.shape[2] != self.capacity:
-                    raise CacheError(
-                        f"layer {index} holds {tuple(buffer.shape)}, expected {self.rows}+ rows of {self.capacity}"
-                    )
+            for shape in (tuple(buffer.shape) for buffer in layer.buffers):
+                if shape[0] < self.rows or shape[2] != self.capacity:
+                    raise CacheError(f"layer {index} holds {shape}, expected {self.rows}+ rows of {self.capacity}")
 
     def _reserve(self, needed: int) -> None:
         if needed <= self.capacity:
             return
         if needed > self.max_capacity:
-            raise CacheError(
-                f"a row needs {needed} cache slots but the maximum is {self.max_capacity}: "
-                "shorten the prompt, ask for fewer new tokens, or use a smaller tree"
-            )
+            advice = "shorten the prompt, ask for fewer new tokens, or use a smaller tree"
+            raise CacheError(f"a row needs {needed} cache slots but the maximum is {self.max_capacity}: {advice}")
         used = max(self.lengths) + self.pending
         self.capacity = min(max(2 * self.capacity, needed), self.max_capacity)
         for layer in self.layers:
@@ -278,15 +267,8 @@ class TreeCache(Cache):
         if len(paths) != self.rows:
             raise CacheError(f"{len(paths)} paths for {self.rows} rows: give one path (or None) a row")
         for row, path in enumerate(paths):
-            ascending = all(a < b for a, b in zip((-1, *(path or ())), path or (), strict=False))
-            if path and not (ascending and path[-1] < self.pending):
+            if path and not all(a < b for a, b in pairwise((-1, *path, self.pending))):
                 raise CacheError(f"row {row}: path {list(path)} is not ascending within {self.pending} slots")
-
-
-@lru_cache(maxsize=16)
-def _planes(layers: int, rows: int, heads: int, device: torch.device) -> Tensor:
-    """Return the numbers of the (slots, dim) planes of a stack, (layers, rows, heads)."""
-    return torch.arange(layers * rows * heads, device=device).view(layers, rows, heads)
 
 
 @cache  # graphs read it at this address

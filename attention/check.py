@@ -65,7 +65,7 @@ def check_model(model: Any) -> ModelCheck:
     Returns:
         ModelCheck: exact, chain only or unsupported, with the reason.  No model makes it raise, except out of memory.
     """
-    if (known := _known(model)) is not None:
+    if known := _known(model):
         return known
     with _lock:  # one of several threads checks
         return _known(model) or _checked_now(model)
@@ -128,13 +128,11 @@ def _compiles(model: TreeModel) -> bool:
 
 def _why_chain_only(model: TreeModel) -> str:
     config = model.model.config.get_text_config(decoder=True)
-    attention = getattr(config, "attn_config", None)
-    if getattr(config, "alibi", False) or getattr(attention, "alibi", False):
+    if any(getattr(part, "alibi", False) for part in (config, getattr(config, "attn_config", None))):
         return "ALiBi biases are read from cache columns, so siblings cannot share a position"
     return "" if model.takes_positions else "its forward takes no position_ids, so siblings cannot share a position"
 
 
-@torch.inference_mode()
 def _leak(model: TreeModel) -> float:
     """Return how much logits depend on other rows and on later tokens.
 
@@ -180,15 +178,12 @@ def toy_tree(tokens: Sequence[int], parents: Sequence[int]) -> TokenTree:
     nodes: list[tuple[int, int]] = []  # parent, token
     for token, parent in zip(tokens[1:], parents, strict=True):
         nodes.append((parent, next(t for t in (token, 0, 1, 2) if (parent, t) not in nodes)))
-    scores = [-float(i + 1) for i in range(len(nodes))]
-    draws = [[Draw(0, i)] for i in range(len(nodes))]
-    return TokenTree.from_nodes(tokens[0], [token for _, token in nodes], parents, scores, draws)
+    numbers = range(len(nodes))
+    draws = [[Draw(0, i)] for i in numbers]
+    return TokenTree.from_nodes(tokens[0], [token for _, token in nodes], parents, [-1.0 - i for i in numbers], draws)
 
 
-@torch.inference_mode()
-def _largest_error(
-    model: TreeModel, logits: Tensor, prefixes: Sequence[list[int]], trees: Sequence[TokenTree]
-) -> float:
+def _largest_error(model: TreeModel, logits: Tensor, prefixes: Sequence[list[int]], trees: list[TokenTree]) -> float:
     worst = 0.0
     for row, (prefix, tree) in enumerate(zip(prefixes, trees, strict=True)):
         for leaf in set(range(len(tree))).difference(tree.parents.tolist()):

@@ -76,14 +76,8 @@ class Pass(nn.Module):
         inputs |= {"position_ids": tensors.positions[0]} if tensors.positions else {}
         inputs |= {"logits_to_keep": tensors.columns} if self.keeps else {}
         inputs |= {"output_hidden_states": True} if self.aux_layers else {}
-        output = self.model(
-            input_ids=tensors.ids,
-            attention_mask=masks if len(masks) > 1 else tensors.masks[0],
-            past_key_values=_ExportedCache(tensors),
-            use_cache=True,
-            return_dict=True,
-            **inputs,
-        )
+        inputs |= {"input_ids": tensors.ids, "attention_mask": masks if len(masks) > 1 else tensors.masks[0]}
+        output = self.model(**inputs, past_key_values=_ExportedCache(tensors), use_cache=True, return_dict=True)
         logits = output.logits if self.keeps else output.logits[:, tensors.columns]
         if not self.aux_layers:
             return (logits,)
@@ -101,12 +95,10 @@ class _ExportedCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """Write (B, heads, T, dim) states at the slots; return the columns attended to."""
-        keys, values = self.tensors.keys[layer_idx], self.tensors.values[layer_idx]
-        return self._write(keys, key_states), self._write(values, value_states)
-
-    def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
-        buffer[self.rows, :, self.tensors.slots] = states.transpose(1, 2)
-        return buffer.narrow(2, 0, self.kv_length)
+        buffers = self.tensors.keys[layer_idx], self.tensors.values[layer_idx]
+        for buffer, states in zip(buffers, (key_states, value_states), strict=True):
+            buffer[self.rows, :, self.tensors.slots] = states.transpose(1, 2)
+        return tuple(buffer.narrow(2, 0, self.kv_length) for buffer in buffers)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: positions are given."""
@@ -131,35 +123,21 @@ def export_pass(
         Exception: the model cannot be exported: it branches on data, or the graph would hold for some sizes only.
     """
     rows, nodes, slots, kv_length, kept = (Dim(name, min=1) for name in ("rows", "nodes", "slots", "kv_length", "kept"))
-    per_node, buffers = {0: rows, 1: nodes}, [{0: rows, 2: slots} for _ in example.keys]
-    shapes = (
-        per_node,
-        [per_node for _ in example.positions],
-        [{0: rows, 2: nodes, 3: kv_length} for _ in example.masks],
-        per_node,
-        {0: kept},
-        buffers,
-        buffers,
-        [per_node for _ in example.extra],
-    )
+    per_node, buffers = {0: rows, 1: nodes}, [{0: rows, 2: slots}] * len(example.keys)
+    per_mask = {0: rows, 2: nodes, 3: kv_length}
+    positions, masks = [per_node] * len(example.positions), [per_mask] * len(example.masks)
+    shapes: Any = per_node, positions, masks, per_node, {0: kept}, buffers, buffers, [per_node] * len(example.extra)
+    options: Any = {"strict": False, "prefer_deferred_runtime_asserts_over_guards": True}
     settings: Any = _config
     with torch.no_grad(), settings.patch(backed_size_oblivious=True):  # so that one is a size like others
-        program = export(
-            model,
-            (example,),
-            dynamic_shapes=(Tensors(*shapes),),  # type: ignore[arg-type]
-            strict=False,
-            prefer_deferred_runtime_asserts_over_guards=True,
-        )
+        program = export(model, (example,), dynamic_shapes=(Tensors(*shapes),), **options)
     module = program.module(check_guards=False)
     _drop_checks(module.graph)
     _group_queries(module.graph)
     sources = _WeightInputs(module, model.model).run(packable)
     module.graph.lint()
     module.graph._codegen = fx.graph.CodeGen()
-    attributes = {str(node.target) for node in module.graph.find_nodes(op="get_attr")}
-    constants: dict[str, Any] = {name: operator.attrgetter(name)(module) for name in attributes}
-    return fx.GraphModule(constants, module.graph), sources
+    return fx.GraphModule(module, module.graph), sources
 
 
 def _drop_checks(graph: fx.Graph) -> None:
@@ -202,21 +180,22 @@ def _group_queries(graph: fx.Graph) -> None:
                 grouped_masks[mask, group] = call(aten.reshape.default, (wide, [rows, 1, queries, columns]))
             mixed = call(node.target, (grouped, key, value, grouped_masks[mask, group]), node.kwargs)
             result = call(aten.reshape.default, (mixed, [rows, heads, nodes, value.meta["val"].shape[3]]))
-        node.replace_all_uses_with(result)
-        graph.erase_node(node)
+        _replace(node, result)
     graph.eliminate_dead_code()
+
+
+def _replace(node: fx.Node, other: fx.Node) -> None:
+    node.replace_all_uses_with(other)
+    node.graph.erase_node(node)
 
 
 def _unrepeated(node: fx.Node) -> fx.Node | None:
     """Return the (B, heads, L, D) states that a node repeats for several queries each (transformers' `repeat_kv`)."""
-    if node.target is not aten.reshape.default:
-        return None
-    expanded = _same_shape(node.args[0])
-    if expanded.target is not aten.expand.default:
-        return None
-    inserted = _same_shape(expanded.args[0])
-    found = inserted.target is aten.unsqueeze.default and inserted.args[1] == 2
-    return _same_shape(inserted.args[0]) if found else None
+    for target in (aten.reshape.default, aten.expand.default, aten.unsqueeze.default):
+        if node.target is not target:
+            return None
+        axis, node = node.args[1], _same_shape(node.args[0])
+    return node if axis == 2 else None
 
 
 def _same_shape(node: Any) -> fx.Node:
@@ -255,8 +234,7 @@ class _WeightInputs:
         for node in self.graph.find_nodes(op="get_attr"):
             tensor, name = self.tensor(node), self.names.get(self.key(node))
             if name is not None:
-                node.replace_all_uses_with(self.input(Source("weight", (name,), tuple(tensor.shape)), tensor.dtype))
-                self.graph.erase_node(node)
+                _replace(node, self.input(Source("weight", (name,), tuple(tensor.shape)), tensor.dtype))
             elif tensor.numel() > (1 if tensor.is_floating_point() else LARGEST):
                 raise ValueError(f"the graph would hold {tuple(tensor.shape)} numbers that are no parameter or buffer")
         return tuple(self.sources)
@@ -264,8 +242,8 @@ class _WeightInputs:
     def join(self, states: fx.Node, biased: bool, group: Sequence[fx.Node]) -> None:
         """Make one product of layers that read the same states."""
         weights = [self.tensor(node.args[1]) for node in group]
-        sizes = [len(weight) for weight in weights]
-        shape, dtype = (sum(sizes), weights[0].shape[1]), weights[0].dtype
+        sizes, dtype = [len(weight) for weight in weights], weights[0].dtype
+        shape = sum(sizes), weights[0].shape[1]
         names, *biases = (
             tuple(self.names[self.key(node.args[index])] for node in group) for index in range(1, 2 + biased)
         )
@@ -279,8 +257,7 @@ class _WeightInputs:
                 split = self.graph.call_function(aten.split_with_sizes.default, (product, sizes, -1))
                 parts = [self.graph.call_function(operator.getitem, (split, index)) for index in range(len(group))]
         for node, part in zip(group, parts, strict=True):
-            node.replace_all_uses_with(part)
-            self.graph.erase_node(node)
+            _replace(node, part)
         self.graph.eliminate_dead_code()
 
     def input(self, source: Source, dtype: torch.dtype) -> fx.Node:

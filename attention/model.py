@@ -62,7 +62,7 @@ class TreeModel:
         self.name = type(model).__name__
         config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = config.vocab_size
-        limits = [getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")]  # mpt: the latter
+        limits = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))  # mpt: the latter
         self.max_positions: int | None = next(filter(None, limits), None)
         parameters = inspect.signature(model.forward).parameters
         if getattr(model.config, "is_encoder_decoder", False) or "past_key_values" not in parameters:
@@ -71,15 +71,13 @@ class TreeModel:
                 "wrapper that hides the cache.  Trees can neither branch nor be pruned: use a decoder-only attention "
                 "model, without a wrapper"
             )
-        if len(devices := {str(parameter.device) for parameter in model.parameters()}) > 1:
-            raise UnsupportedModel(
-                f"{self.name} is spread over {', '.join(sorted(devices))}, but its cache is on one device: load it on "
-                "one device"
-            )
+        devices = ", ".join(sorted({str(parameter.device) for parameter in model.parameters()}))
+        if ", " in devices:
+            raise UnsupportedModel(f"{self.name} is spread over {devices}, but its cache is not: load it on one device")
         self.spec = AttentionSpec.of(model)
         self.modules = modules_of(model)  # as of the last call of `running`
-        shared = getattr(config, "num_kv_shared_layers", 0)
-        self.uniform_layers = config.num_hidden_layers - shared  # with keys of one shape, as far as is known
+        # with keys of one shape, as far as is known
+        self.uniform_layers = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
         self.takes_positions = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
         self.compiled: FastPass | None = None
@@ -126,10 +124,8 @@ class TreeModel:
             graphs: replay passes over a few tokens as CUDA graphs.
         """
         cache = TreeCache(rows, capacity, max_capacity, self.uniform_layers, fixed=graphs)
-        compiled = None if self.plain else self.compiled
-        if compiled is not None and not set(aux_layers) <= set(compiled.aux_layers):
-            compiled = None  # it returns other hidden states
-        return TreeSession(self, cache, aux_layers, compiled)
+        usable = self.compiled and not self.plain and set(aux_layers) <= set(self.compiled.aux_layers)
+        return TreeSession(self, cache, aux_layers, self.compiled if usable else None)
 
 
 _training: weakref.WeakKeyDictionary[Any, tuple[int, list[Any]]] = weakref.WeakKeyDictionary()
@@ -300,10 +296,8 @@ class TreeSession:
         if not self.aux_layers:
             return (output.logits,)
         if getattr(output, "hidden_states", None) is None:
-            raise UnsupportedModel(
-                f"{self.model.name} hands out no hidden states, which an EAGLE-style head reads: draft with a language "
-                "model or n-grams"
-            )
+            advice = "which an EAGLE-style head reads: draft with a language model or n-grams"
+            raise UnsupportedModel(f"{self.model.name} hands out no hidden states, {advice}")
         return output.logits, torch.stack([output.hidden_states[layer] for layer in self.aux_layers], 2)
 
     def _replay(self, inputs: Inputs) -> Outputs:

@@ -63,9 +63,9 @@ def attach(model: TreeModel, aux_layers: Sequence[int], mode: bool | str) -> str
         return "not compiled, as asked"
     with _lock, resumed(model):
         try:
-            model.compiled = _usable(model, aux_layers, anew=mode is True) or (
-                _made(model, aux_layers) if mode is True else None
-            )
+            model.compiled = _usable(model, aux_layers, anew=mode is True)
+            if mode is True and model.compiled is None:
+                model.compiled = _made(model, aux_layers)
             advice = "not compiled yet: `specinfer compile` does it in minutes, once, and passes get faster"
             return "" if model.compiled else missing_compiler() or advice
         except NotCompiled as error:
@@ -76,14 +76,13 @@ def attach(model: TreeModel, aux_layers: Sequence[int], mode: bool | str) -> str
 
 def packages() -> list[dict[str, Any]]:
     """Return the packages in the cache folder: name, number of layers, aux_layers, megabytes (None if damaged)."""
-    found = []
+    found: list[dict[str, Any]] = []
     for path in sorted(packages_folder().glob(f"*/{RECORD}")):
-        described = dict.fromkeys(("layers", "aux_layers", "MB"))
+        found.append({"package": path.parent.name, "layers": None, "aux_layers": None, "MB": None})
         with suppress(*UNREADABLE):
             record = parse_json(path.read_text())
             size = sum(file.stat().st_size for file in path.parent.iterdir()) / 1e6
-            described = {"layers": len(record["layers"]), "aux_layers": record["aux_layers"], "MB": round(size, 1)}
-        found.append({"package": path.parent.name, **described})
+            found[-1] |= {"layers": len(record["layers"]), "aux_layers": record["aux_layers"], "MB": round(size, 1)}
     return found
 
 

@@ -6,6 +6,7 @@ Does not know: graphs, packages, passes.
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
+from itertools import filterfalse
 from typing import Any
 from weakref import ref
 
@@ -67,32 +68,33 @@ class Watch:
 
     def changed(self, model: nn.Module) -> bool:
         """Whether the model changed since the watch began.  Values of weights and train mode do not count."""
-        if _state(model) != self.state:
-            return True
-        return any(vars(owner()).get(name, ...) != value for owner, name, value in self.settings)
+        return _state(model) != self.state or any(map(_has_changed, self.settings))
 
     def settle(self) -> None:
         """Ignore settings that changed since the watch began, such as counters of passes."""
-        self.settings = [
-            (owner, name, value) for owner, name, value in self.settings if vars(owner()).get(name, ...) == value
-        ]
+        self.settings = [*filterfalse(_has_changed, self.settings)]
+
+
+def _has_changed(setting: tuple[Any, str, Any]) -> bool:
+    owner, name, value = setting
+    return vars(owner()).get(name, ...) != value
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """Return a model's modules, each once; ``model.modules()`` takes several times as long."""
-    found: dict[int, nn.Module] = {}
-    waiting = [model]
+    found: dict[nn.Module, None] = {}  # in order
+    waiting: list[nn.Module | None] = [model]
     while waiting:
         module = waiting.pop()
-        if id(module) not in found:
-            found[id(module)] = module
-            waiting += [child for child in module._modules.values() if child is not None]
-    return [*found.values()]
+        if module is not None and module not in found:
+            found[module] = None
+            waiting += module._modules.values()
+    return [*found]
 
 
 def _configs(modules: Sequence[nn.Module]) -> list[Any]:
     """Return the configurations of modules, each once."""
-    configs = {id(config): config for module in modules if (config := vars(module).get("config")) is not None}
+    configs = {id(config): config for module in modules if (config := vars(module).get("config"))}
     return [config for config in configs.values() if hasattr(config, "_attn_implementation")]
 
 
@@ -105,12 +107,10 @@ def _state(model: nn.Module) -> list[Any]:
 
     modules = modules_of(model)
     configs = _configs(modules)
-    forwards = (vars(module).get("forward") for module in modules)
     columns = (column for module in modules for column in (module._parameters, module._buffers))
     return [
-        *map(ref, modules),
-        *map(ref, configs),
-        *(None if forward is None else ref(forward) for forward in forwards),
+        *map(ref, (*modules, *configs)),
+        *(ref(vars(module).get("forward", type(module))) for module in modules),
         *(FUNCTIONS.get(config._attn_implementation) for config in configs),
         *map(tuple, (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)),
         *((type(module), type(module).forward, *_hooks(module)) for module in modules),

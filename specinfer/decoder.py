@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from specinfer.tree import BestFirst, Chain, Kind, Policy
 from specinfer.tree.token_tree import MOST_DRAFTS
 
 WORDS = ("auto", "bundled", "ngram")  # words for drafts; others are names of models
+Functions = Sequence[Callable[..., Any]] | Callable[..., Any] | None
 DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8, min_probability=0.05)
 
 
@@ -86,10 +88,9 @@ class SpeculativeDecoder:
         self.target, self.tokenizer, self.confidence_gate = TreeModel(model), tokenizer, gate
         self.graphs = checked_flag("graphs", graphs)
         policy = _as_policy(tree)
-        self.drafts = self._ready(_as_list(drafts)) if tree is not None else []
+        ready = self._ready(_as_list(drafts)) if tree is not None else []
         self.verifier = chosen_verifier(verifier, policy.kind)
-        self._check_tokenizers()
-        self.drafts = [self._attached(draft) for draft in self.drafts]
+        self.drafts = [self._attached(draft) for draft in ready]
         if graphs and (elsewhere := {model.device.type for model in self.networks} - {"cuda"}):
             raise InputError(f"graphs=True is for GPUs, and a model is on the {', '.join(elsewhere)}: leave it out")
         self.policy = self.supported(policy, self.notes)
@@ -135,17 +136,15 @@ class SpeculativeDecoder:
 
     def _named_networks(self) -> list[tuple[str, TreeModel]]:
         drafts = [(draft.name, getattr(draft, "model", None)) for draft in self.drafts]
-        return [(name, model) for name, model in [("target", self.target), *drafts] if isinstance(model, TreeModel)]
+        return [("target", self.target), *((name, model) for name, model in drafts if isinstance(model, TreeModel))]
 
     @property
     def passes(self) -> str:
         """How the passes of target and drafts run, and why some are not compiled, in one line."""
-        ways = []
-        for (name, model), reason in zip(self._named_networks(), self.plain, strict=True):
-            ways.append((name, f"plain ({model.plain or reason})" if model.plain or reason else "compiled"))
-        if len({way for _, way in ways}) == 1:
-            return f"passes: {ways[0][1]}"
-        return "passes: " + ", ".join(map(" ".join, ways))
+        reasons = [model.plain or reason for model, reason in zip(self.networks, self.plain, strict=True)]
+        ways = [f"plain ({reason})" if reason else "compiled" for reason in reasons]
+        named = [f"{name} {way}" for (name, _), way in zip(self._named_networks(), ways, strict=True)]
+        return f"passes: {', '.join(named if len(set(ways)) > 1 else ways[:1])}"
 
     @property
     def language_models(self) -> list[TreeModel]:
@@ -193,8 +192,8 @@ class SpeculativeDecoder:
         raw: bool = False,
         seed: int | Sequence[int] | None = None,
         generation_config: Any = None,
-        logits_processor: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
-        stopping_criteria: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
+        logits_processor: Functions = None,
+        stopping_criteria: Functions = None,
         input_ids: Any = None,
         attention_mask: Any = None,
         token_type_ids: Any = None,
@@ -292,30 +291,28 @@ class SpeculativeDecoder:
 
     def _check_same_warpers(self, settings: Sequence[GenerationSettings]) -> None:
         """Raise `SamplingError` if sampled trees are drawn and rows differ in the distribution to draw from."""
-        sampled = [setting.config for setting in settings if setting.do_sample]
-        warpers = [[getattr(config, name, None) for name in WARPERS] for config in sampled]
+        sampled = (vars(setting.config) for setting in settings if setting.do_sample)
+        warpers = [[config.get(name) for name in WARPERS] for config in sampled]
         if self.policy.kind is not Kind.RANKED and any(other != warpers[0] for other in warpers):
             raise SamplingError("sampled trees are drawn from one distribution, and rows differ in it: split the batch")
 
     def check_lengths(self, rows: Sequence[Sequence[int]], budgets: Sequence[int]) -> None:
         """Raise `InputError` if a prompt and its new tokens (the budget) do not fit the target's context."""
-        limit = self.target.position_limit()
-        if limit is not None and not self.target.takes_positions:
+        limit = self.target.position_limit() or inf
+        if not self.target.takes_positions:
             limit -= self.policy.max_nodes  # without positions, a model counts padding, too
         for index, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
-            if limit is not None and len(row) + budget > limit:
+            if len(row) + budget > limit:
                 sizes = f"{len(row)} prompt tokens + {budget} new ones exceed the target's context of {limit}"
                 advice = f"shorten the prompt or ask for at most {max(limit - len(row), 0)} new tokens"
                 raise InputError(f"row {index}: {sizes}: {advice}")
 
     def _ready(self, drafts: list[Any]) -> list[Draft]:
         """Return drafts in the order given, with "auto" and "bundled" replaced by what they mean."""
-        names = [draft for draft in drafts if isinstance(draft, str)]
-        bundled = bundled_drafts(self.target.model, self.tokenizer) if {"auto", "bundled"} & set(names) else []
-        words: dict[str, list[Any]] = {"auto": [*bundled[:1], "ngram"], "bundled": list(bundled)}
         found: list[Any] = []
         for draft in drafts:
-            found += words.get(draft, [draft]) if isinstance(draft, str) else [draft]
+            bundled = bundled_drafts(self.target.model, self.tokenizer) if draft in ("auto", "bundled") else [draft]
+            found += [*bundled[:1], "ngram"] if draft == "auto" else bundled
         if len(found) > MOST_DRAFTS:
             raise InputError(f"{len(found)} drafts are too many: give {MOST_DRAFTS} at most")
         return [_as_draft(draft) for draft in found]
@@ -324,9 +321,14 @@ class SpeculativeDecoder:
         """Return a draft for this decoder alone, attached to its target: the caller's may serve several decoders."""
         if hasattr(draft, "attach"):
             return draft.attach(self.target, self.tokenizer) or draft
-        if isinstance(draft, ModelDraft):
-            draft = copy(draft)
-            draft.model = TreeModel(draft.model.model)
+        if not isinstance(draft, ModelDraft):
+            return draft
+        if draft.tokenizer is None or self.tokenizer is None:
+            self.notes.append(f"draft {draft.name}: its tokenizer was not compared with the target's; give both")
+        else:
+            loading.same_tokens(self.tokenizer, draft.tokenizer)
+        draft = copy(draft)
+        draft.model = TreeModel(draft.model.model)
         return draft
 
     def supported(self, policy: Policy, notes: list[str]) -> Policy:
@@ -350,13 +352,6 @@ class SpeculativeDecoder:
                 notes.append(f"tree={policy}: {limit}")
         return policy
 
-    def _check_tokenizers(self) -> None:
-        for draft in self.drafts:
-            if isinstance(draft, ModelDraft) and (draft.tokenizer is None or self.tokenizer is None):
-                self.notes.append(f"draft {draft.name}: its tokenizer was not compared with the target's; give both")
-            elif isinstance(draft, ModelDraft):
-                loading.same_tokens(self.tokenizer, draft.tokenizer)
-
 
 def _as_list(drafts: Any) -> list[Any]:
     """Return drafts as a list; one may stand alone."""
@@ -366,9 +361,8 @@ def _as_list(drafts: Any) -> list[Any]:
 def _as_policy(tree: Any) -> Policy:
     policy = Chain(0) if tree is None else Auto() if tree == "auto" else tree
     if not hasattr(policy, "grow") or isinstance(policy, type):
-        raise InputError(
-            f'tree={tree!r} is not a growth policy: use "auto", BestFirst, Expansion, Chain, Sampled or None'
-        )
+        advice = 'use "auto", BestFirst, Expansion, Chain, Sampled or None'
+        raise InputError(f"tree={tree!r} is not a growth policy: {advice}")
     return policy
 
 
@@ -389,9 +383,11 @@ def _as_draft(draft: Any) -> Draft:
         return NGramDraft()
     if _is_name(draft):
         raise InputError(f"draft {draft!r} is a name: use SpeculativeDecoder.from_pretrained, or load the model")
-    if not hasattr(draft, "open") and not hasattr(draft, "config"):
+    if hasattr(draft, "open"):
+        return draft
+    if not hasattr(draft, "config"):
         raise InputError(f"{draft!r:.60} is not a draft: give a model, a name, or () for none")
-    return draft if hasattr(draft, "open") else ModelDraft(draft)
+    return ModelDraft(draft)
 
 
 def _is_name(draft: Any) -> bool:
@@ -422,7 +418,7 @@ def row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
         return [int(draw) for draw in torch.randint(2**62, (rows,))]
     value = plain(seed)
     given = list(value) if isinstance(value, list | tuple | range) else [value] * rows
-    if len(given) != rows or not all(isinstance(s, int) and not isinstance(s, bool) for s in given):
+    if len(given) != rows or any(isinstance(s, bool) or not isinstance(s, int) for s in given):
         raise InputError(f"seed={seed!r:.60}: give one whole number, or one per prompt ({rows})")
     if not all(-(2**63) <= s < 2**64 for s in given):
         raise InputError(f"seed={seed!r:.60}: a seed has 64 bits, so give one from -2**63 to 2**64 - 1")
@@ -436,5 +432,5 @@ def _cut(result: Result, strings: Sequence[str]) -> Result:
     before = result.tokenizer.decode(result.prompt_ids, skip_special_tokens=True)
     text = before + result.text
     found = [text.find(string, max(0, len(before) - len(string) + 1)) for string in strings]
-    ends = [max(0, start - len(before)) for start in found if start >= 0]
-    return replace(result, text=result.text[: min(ends)]) if ends else result
+    end = min((start for start in found if start >= 0), default=len(text))
+    return replace(result, text=text[len(before) : end])

@@ -24,8 +24,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr
-from functools import partial
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -87,9 +86,9 @@ def load(name: str | os.PathLike[str] | None, dtype: str = "auto", device: str =
     kind = resolve_dtype(dtype, where)
     name = DEFAULT_TARGET if name is None else os.fspath(name)
     reasons: list[str] = []
-    for source in _sources(name, kind):
+    for source in _sources(name):
         try:
-            model, tokenizer = source()
+            model, tokenizer = source(name, kind)
             return Loaded(model.to(where).eval(), tokenizer, name)
         except RuntimeError as error:
             raise ModelError(f"cannot move {name} to {where}: {_reason(error)}") from error
@@ -106,10 +105,9 @@ def resolve_device(device: str) -> torch.device:
     if device == "cuda":
         rank = int(os.environ.get("LOCAL_RANK") or 0)  # which of a machine's devices a launcher means for this process
         device = f"cuda:{rank if rank < torch.cuda.device_count() else 0}"
-    try:
+    found = None
+    with suppress(RuntimeError, TypeError):
         found = torch.device(device)
-    except (RuntimeError, TypeError):
-        found = None
     if found is None or found.type not in ("cpu", "cuda"):
         raise ModelError(f"unknown device {device!r}: choose auto, cpu, cuda or cuda:<n>")
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
@@ -150,31 +148,28 @@ def same_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase)
     ours, theirs = target.get_vocab(), draft.get_vocab()
     if ours != theirs:
         first = min(index for _, index in ours.items() ^ theirs.items())
-        texts = [
-            " and ".join(sorted(repr(text) for text, index in table.items() if index == first)) or "nothing"
-            for table in (ours, theirs)
-        ]
-        raise TokenizerMismatch(f"id {first} is {texts[0]} to the target, {texts[1]} to the draft; {advice}")
+        texts = [sorted(repr(text) for text, index in table.items() if index == first) for table in (ours, theirs)]
+        to_target, to_draft = (" and ".join(known) or "nothing" for known in texts)
+        raise TokenizerMismatch(f"id {first} is {to_target} to the target, {to_draft} to the draft; {advice}")
 
 
 # ---- where a model may come from; each source returns (model, tokenizer) or raises ModelError with one reason ----
 
 
-def _sources(name: str, kind: torch.dtype) -> Sequence[Callable[[], _Pair]]:
-    cached, downloaded = partial(_from_hub_cache, name, kind), partial(_from_hub, name, kind)
+def _sources(name: str) -> Sequence[Callable[[str, torch.dtype], _Pair]]:
     if name == DEFAULT_TARGET:
-        return [partial(_from_copy, kind), cached, partial(_from_package, kind), downloaded]
-    folder = os.path.expanduser(name)
-    if name.strip() and os.path.isdir(folder):  # not Path's, which raises for names that no folder can have
-        return [partial(_read, folder, kind)]
+        return [_from_copy, _from_hub_cache, _from_package, _from_hub]
+    # not Path's, which raises for names that no folder can have
+    if name.strip() and os.path.isdir(os.path.expanduser(name)):
+        return [_read]
     try:
         utils.validate_repo_id(name)
     except utils.HFValidationError as error:
         raise ModelError(f"cannot load {name!r}: no such folder, and not a name a hub model has") from error
-    return [cached, downloaded]
+    return [_from_hub_cache, _from_hub]
 
 
-def _from_copy(kind: torch.dtype) -> _Pair:
+def _from_copy(_name: str, kind: torch.dtype) -> _Pair:
     copy = cache_folder() / COPY_NAME
     if not os.path.isdir(copy):  # not Path.is_dir, which raises where the folder may not be searched
         raise ModelError(f"no copy in {cache_folder()}")
@@ -200,11 +195,10 @@ def _from_hub(name: str, kind: torch.dtype) -> _Pair:
     return _read(name, kind, local=False)
 
 
-def _from_package(kind: torch.dtype) -> _Pair:
+def _from_package(name: str, kind: torch.dtype) -> _Pair:
     """Dequantise the GGUF file of the installed distribution into the cache folder, then read that copy."""
     gguf = _gguf_file()
-    missing = [module for module in ("gguf", "accelerate") if importlib.util.find_spec(module) is None]
-    if missing:
+    if missing := [module for module in ("gguf", "accelerate") if importlib.util.find_spec(module) is None]:
         raise ModelError(f"reading the installed {GGUF_PACKAGE} needs `pip install {' '.join(missing)}`")
     with open(gguf, "rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != GGUF_SHA256:
@@ -214,7 +208,7 @@ def _from_package(kind: torch.dtype) -> _Pair:
         _make_copy(gguf, copy)
     except Exception as error:
         raise ModelError(f"cannot dequantise {gguf.name} into {copy.parent}: {_reason(error)}") from error
-    return _from_copy(kind)
+    return _from_copy(name, kind)
 
 
 def _gguf_file() -> Path:
@@ -234,8 +228,7 @@ def _make_copy(gguf: Path, copy: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     copy.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(copy.parent).free
-    if free < COPY_BYTES:
+    if (free := shutil.disk_usage(copy.parent).free) < COPY_BYTES:
         needed = f"{COPY_BYTES // 10**6} MB are needed, {free // 10**6} MB are free"
         raise OSError(f"{needed}: make room, or set SPECINFER_CACHE to another folder")
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
@@ -273,10 +266,11 @@ def _read(where: str, kind: torch.dtype, local: bool = True) -> _Pair:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     safe: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
-    told: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # `_check_complete` raises
+    told = {**safe, "output_loading_info": True, "ignore_mismatched_sizes": True}  # `_check_complete` raises
+    where = os.path.expanduser(where)
     try:
         with _quietly(bars=not local):
-            read: Any = AutoModelForCausalLM.from_pretrained(where, dtype=kind, use_safetensors=True, **told, **safe)
+            read: Any = AutoModelForCausalLM.from_pretrained(where, dtype=kind, use_safetensors=True, **told)
             model, info = read
             tokenizer = AutoTokenizer.from_pretrained(where, **safe)
     except Exception as error:  # a damaged file may raise anything
@@ -294,12 +288,11 @@ def _check_complete(info: Mapping[str, Any]) -> None:
     shapes = [f"{key}, {tuple(found)} instead of {tuple(wanted)}" for key, found, wanted in info["mismatched_keys"]]
     unexpected = [key for key in info["unexpected_keys"] if not CONSTANTS.search(key)]
     kinds = {"missing": info["missing_keys"], "of another shape": shapes, "unexpected": unexpected}
-    wrong = [
+    if wrong := [
         f"{len(keys)} {kind} ({'; '.join(sorted(keys)[:LISTED_KEYS])}{'; ...' if len(keys) > LISTED_KEYS else ''})"
         for kind, keys in kinds.items()
         if keys
-    ]
-    if wrong:
+    ]:
         advice = "get the whole checkpoint, and the config.json that belongs to it"
         raise ModelError(f"its weights are not those that its config.json describes: {', '.join(wrong)}; {advice}")
 

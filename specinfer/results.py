@@ -36,7 +36,7 @@ class Seconds:
     @property
     def bookkeeping(self) -> float:
         """All work but forward passes: n-gram look-ups, growing, sampling, verification, pruning."""
-        return max(0.0, self.total - self.prefill - self.target - self.draft)
+        return max(0.0, self.decoding - self.target - self.draft)
 
     def __sub__(self, earlier: "Seconds") -> "Seconds":
         """Return what was spent since an earlier reading of the same clocks."""
@@ -44,7 +44,7 @@ class Seconds:
 
     def to_dict(self) -> dict[str, float]:
         """Return a JSON-ready dict, bookkeeping included."""
-        return {name: getattr(self, name) for name in ("total", "prefill", "target", "draft", "bookkeeping")}
+        return _attributes(self, "total", "prefill", "target", "draft", "bookkeeping")
 
 
 class State(StrEnum):
@@ -162,12 +162,9 @@ class Stats:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
+        rates = "tokens_per_target_pass", "tokens_per_second"
         return {
-            "new_tokens": self.new_tokens,
-            "target_passes": self.target_passes,
-            "draft_passes": self.draft_passes,
-            "tokens_per_target_pass": self.tokens_per_target_pass,
-            "tokens_per_second": self.tokens_per_second,
+            **_attributes(self, "new_tokens", "target_passes", "draft_passes", *rates),
             "acceptance_by_depth": list(self.acceptance_by_depth),
             "seconds": self.seconds.to_dict(),
             "notes": list(self.notes),
@@ -226,13 +223,11 @@ class Result(Displayed):
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict of text, ids and stats (steps have their own `Step.to_dict`)."""
-        return {
-            "text": self.text,
-            "token_ids": self.token_ids,
-            "finish_reason": self.finish_reason,
-            "seed": self.seed,
-            "stats": self.stats.to_dict(),
-        }
+        return {**_attributes(self, "text", "token_ids", "finish_reason", "seed"), "stats": self.stats.to_dict()}
+
+
+def _attributes(value: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names}
 
 
 def states(tree: TokenTree, path: Sequence[int], kept: int, tried: Container[int]) -> list[State]:
@@ -244,9 +239,10 @@ def states(tree: TokenTree, path: Sequence[int], kept: int, tried: Container[int
         kept: how many of their tokens are in the text.
         tried: the nodes that verification tested.
     """
-    on_path = {node: State.ACCEPTED if depth < kept else State.CUT for depth, node in enumerate(path)}
-    others = {True: State.REJECTED, False: State.UNREACHED}
-    return [State.ROOT, *(on_path.get(node) or others[node in tried] for node in range(1, len(tree)))]
+    found = [State.ROOT, *(State.REJECTED if node in tried else State.UNREACHED for node in range(1, len(tree)))]
+    for depth, node in enumerate(path):
+        found[node] = State.ACCEPTED if depth < kept else State.CUT
+    return found
 
 
 def tried(tree: TokenTree, path: Sequence[int]) -> set[int]:
@@ -266,12 +262,11 @@ def acceptance_by_depth(steps: list[Step]) -> tuple[float, ...]:
 
 def counts_by_depth(steps: Iterable[Step]) -> list[tuple[int, int]]:
     """Return, per depth 1, 2, ..., how many steps accepted a node there, and how many had a node to test."""
-    accepted: Counter[int] = Counter()
-    tested: Counter[int] = Counter()
+    accepted, tested = Counter[int](), Counter[int]()
     for step in steps:
         accepted.update(range(len(step.path)))
         tested.update(depth for depth, node in enumerate((0, *step.path)) if step.tree.children(node))
-    return [(accepted[depth], tested[depth]) for depth in range(len(tested))]
+    return [(accepted[depth], count) for depth, count in sorted(tested.items())]
 
 
 def contribution(steps: Iterable[Step], draft: int, name: str, passes: int, seconds: float) -> Contribution:

@@ -53,24 +53,27 @@ _REFUSED: list[tuple[str, Any, str]] = [
 # Options in a checkpoint's own configuration that mean nothing to a call of a decoder-only model.
 _INHERITED = ("use_cache", "cache_implementation", "decoder_start_token_id")
 # What options must be: their names, type, a test, and the test in words.
+_Number = int | float
 _POSSIBLE: list[tuple[str, Any, Callable[[Any], bool], str]] = [
     ("do_sample renormalize_logits", bool, lambda v: True, "True or False"),
     ("remove_invalid_values return_dict_in_generate", bool, lambda v: True, "True or False"),
-    ("temperature", int | float, lambda v: 0 < v < inf, "positive and finite (0 selects greedy decoding)"),
-    ("top_p", int | float, lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    ("temperature", _Number, lambda v: 0 < v < inf, "positive and finite (0 selects greedy decoding)"),
+    ("top_p", _Number, lambda v: 0 < v <= 1, "above 0 and at most 1"),
     ("top_k", int, lambda v: v >= 0, "a count of tokens, or 0 for all of them"),
-    ("min_p typical_p epsilon_cutoff eta_cutoff top_h", int | float, lambda v: 0 <= v <= 1, "between 0 and 1"),
-    ("repetition_penalty", int | float, lambda v: 0 < v < inf, "positive and finite (1 is none)"),
+    ("min_p typical_p epsilon_cutoff eta_cutoff top_h", _Number, lambda v: 0 <= v <= 1, "between 0 and 1"),
+    ("repetition_penalty", _Number, lambda v: 0 < v < inf, "positive and finite (1 is none)"),
     ("max_new_tokens max_length", int, lambda v: v >= 1, "a whole number, at least 1"),
     ("no_repeat_ngram_size min_new_tokens min_length", int, lambda v: v >= 0, "a whole number, 0 for none"),
-    ("max_time", int | float, lambda v: v >= 0, "a number of seconds, 0 or more"),
+    ("max_time", _Number, lambda v: v >= 0, "a number of seconds, 0 or more"),
+    ("stop_strings", object, lambda v: isinstance(v, str) or _is_list_of(str, v), "a string or a list of strings"),
+    ("exponential_decay_length_penalty", object, lambda v: _is_pair(v), "(start, factor)"),
 ]
 # Options that hold token ids: their names, what they look like, and lists of the ids in them.
 _TOKENS: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("eos_token_id forced_eos_token_id", "a token id, or a list of them", lambda v: [_items(v)]),
-    ("bad_words_ids", "a list of lists of token ids", lambda v: [list(word) for word in v]),
+    ("bad_words_ids", "a list of lists of token ids", lambda v: v),
     ("sequence_bias", "a dict from tuples of token ids to numbers", lambda v: _biased(v)),
-    ("suppress_tokens begin_suppress_tokens", "a list of token ids", lambda v: [list(v)]),
+    ("suppress_tokens begin_suppress_tokens", "a list of token ids", lambda v: [v]),
     ("forced_bos_token_id", "a token id", lambda v: [[v]]),
 ]
 # Of these, ids outside the vocabulary do nothing.
@@ -166,8 +169,7 @@ def resolve(
         given.pop("temperature", None)
     base = model_config if generation_config is None else generation_config
     merged = {name: None if complete else value for name, value in vars(model_config).items()}
-    named = {name: value for name, value in vars(base).items() if value is not None}
-    merged |= {name: value if name.startswith("_") else plain(value) for name, value in named.items()}
+    merged |= {name: plain(value) for name, value in vars(base).items() if value is not None}
     merged |= {name: None for name in _INHERITED if merged.get(name) == getattr(model_config, name, None)}
     merged |= given
     merged |= {name: value for name, value in _DEFAULTS.items() if merged.get(name) is None}
@@ -192,7 +194,7 @@ def by_row(options: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
     Raises:
         SamplingError: a list of another length.
     """
-    lists = {name: plain(options[name]) for name in PER_ROW if isinstance(plain(options.get(name)), list | tuple)}
+    lists = {name: value for name in PER_ROW if isinstance(value := plain(options.get(name)), list | tuple)}
     for name, values in lists.items():
         if len(values) != rows:
             raise SamplingError(f"{name}={values!r:.60} has {len(values)} values: give one, or one per row ({rows})")
@@ -233,14 +235,8 @@ def _check_options(config: Any) -> None:
             raise SamplingError(f"{name}={value!r} is not possible: it must be {wanted}")
     if (config.min_new_tokens or 0) > (config.max_new_tokens or inf):
         raise SamplingError(f"min_new_tokens={config.min_new_tokens} exceeds max_new_tokens={config.max_new_tokens}")
-    strings = config.stop_strings
-    if not isinstance(strings, str | None) and not _is_list_of(str, strings):
-        raise SamplingError(f"stop_strings={strings!r} is not possible: it must be a string or a list of strings")
-    if not all(_strings(strings)):
+    if not all(_strings(config.stop_strings)):
         raise SamplingError("stop_strings holds an empty string, which would end every text at once: remove it")
-    decay = config.exponential_decay_length_penalty
-    if decay is not None and not (_is_list_of(int | float, decay) and len(decay) == 2 and all(map(isfinite, decay))):
-        raise SamplingError(f"exponential_decay_length_penalty={decay!r} is not possible: it must be (start, factor)")
 
 
 def _check_tokens(config: Any, given: Mapping[str, Any], vocab_size: int | None) -> None:
@@ -261,12 +257,12 @@ def _check_tokens(config: Any, given: Mapping[str, Any], vocab_size: int | None)
             raise SamplingError(f"{name}: token id {outside[0]} is not in the target's vocabulary [0, {vocab_size})")
 
 
-def _biased(value: Any) -> list[list[int]]:
+def _biased(value: Any) -> list[Any]:
     """Return the sequences of a sequence_bias; raise ValueError for a bias that is not a number."""
     pairs = list(value.items() if isinstance(value, dict) else value)
-    if not _is_list_of(int | float, [bias for _, bias in pairs]) or any(isnan(bias) for _, bias in pairs):
+    if not _is_list_of(_Number, [bias for _, bias in pairs]) or any(isnan(bias) for _, bias in pairs):
         raise ValueError
-    return [list(ids) for ids, _ in pairs]
+    return [ids for ids, _ in pairs]
 
 
 def _callables(name: str, value: Any) -> tuple[Callable[..., Any], ...]:
@@ -280,6 +276,10 @@ def _callables(name: str, value: Any) -> tuple[Callable[..., Any], ...]:
 
 def _is_list_of(kind: Any, value: Any) -> bool:
     return isinstance(value, list | tuple | set) and all(isinstance(v, kind) and not isinstance(v, bool) for v in value)
+
+
+def _is_pair(value: Any) -> bool:
+    return _is_list_of(_Number, value) and len(value) == 2 and all(map(isfinite, value))
 
 
 def _items(value: Any) -> list[Any]:
@@ -331,7 +331,7 @@ class Processors:
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=bool(self.chain))
         if not self.chain:
             return scores
-        nothing = torch.zeros(len(logits), 0, dtype=torch.long, device=logits.device)
+        nothing = logits.new_zeros(len(logits), 0, dtype=torch.long)
         for processor, reads in self.chain:
             scores = self._by_path(processor, scores, paths) if reads else _applied(processor, nothing, scores)
         return scores
@@ -385,20 +385,15 @@ def _processors(settings: GenerationSettings, prompt_length: int, device: Any) -
 
 def _warpers(c: Any, device: Any) -> list[Callable[..., Tensor]]:
     """Build what applies to sampling only, in transformers' order."""
-    top_h = getattr(c, "top_h", None)
-
-    def cuts(value: float | None) -> bool:
-        return value is not None and 0 < value < 1
-
     return _built(
         temperature=c.temperature != 1 and (hf.TemperatureLogitsWarper, float(c.temperature)),
-        top_h=top_h is not None and (hf.TopHLogitsWarper, top_h),
+        top_h=c.top_h is not None and (hf.TopHLogitsWarper, c.top_h),
         top_k=c.top_k and (hf.TopKLogitsWarper, c.top_k),
         top_p=c.top_p < 1 and (hf.TopPLogitsWarper, float(c.top_p)),
         min_p=c.min_p and (hf.MinPLogitsWarper, c.min_p),
-        typical_p=cuts(c.typical_p) and (hf.TypicalLogitsWarper, c.typical_p),
-        epsilon_cutoff=cuts(c.epsilon_cutoff) and (hf.EpsilonLogitsWarper, c.epsilon_cutoff),
-        eta_cutoff=cuts(c.eta_cutoff) and (hf.EtaLogitsWarper, c.eta_cutoff, -inf, 1, device),
+        typical_p=0 < (c.typical_p or 0) < 1 and (hf.TypicalLogitsWarper, c.typical_p),
+        epsilon_cutoff=0 < (c.epsilon_cutoff or 0) < 1 and (hf.EpsilonLogitsWarper, c.epsilon_cutoff),
+        eta_cutoff=0 < (c.eta_cutoff or 0) < 1 and (hf.EtaLogitsWarper, c.eta_cutoff, -inf, 1, device),
         renormalize_logits=c.renormalize_logits and (hf.LogitNormalization,),
     )
 
