@@ -7,7 +7,8 @@ from math import inf
 
 MEMORY = 24  # figures that an average looks back on, about
 FAR = 1.5  # times what was expected, or that much less: the load of the machine has changed
-USUAL = 20  # tokens that cost as much as the rest of a step, about, on a CPU
+RIDGE = 8.0  # squared tokens that sizes must differ by before a measured slope counts for half
+USUAL = 40  # tokens that cost as much as the rest of a step, about, on a CPU
 
 
 class Average:
@@ -78,7 +79,7 @@ class Line:
         self.sums = [fade * old + new for old, new in zip(self.sums, figures, strict=True)]
         total, n, nn, s, ns = self.sums
         usual = s / (USUAL * total + n)
-        self.slope = max(0.0, (ns - n * s / total + total * usual) / (nn - n * n / total + total))
+        self.slope = max(0.0, (ns - n * s / total + RIDGE * usual) / (nn - n * n / total + RIDGE))
         self.base = max(0.0, (s - self.slope * n) / total)
 
 
