@@ -6,7 +6,7 @@ Knows token trees and models; does not know drafting, verification, sampling or 
 
 from specinfer.attention.cache import TreeCache
 from specinfer.attention.check import ModelCheck, Support, check_model
-from specinfer.attention.graphs import padded_width, rung
+from specinfer.attention.graphs import padded_width, size_bucket
 from specinfer.attention.layout import Layout, lay_out_chains, lay_out_level, lay_out_trees, on_device
 from specinfer.attention.mask import AttentionSpec, attention_mask
 from specinfer.attention.model import TreeModel, TreeSession, evaluating, resumed, running
@@ -28,6 +28,6 @@ __all__ = [
     "on_device",
     "padded_width",
     "resumed",
-    "rung",
     "running",
+    "size_bucket",
 ]

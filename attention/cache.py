@@ -1,11 +1,11 @@
 """The KV cache of a batch of rows that grow trees: preallocated, ragged, pruned in place.
 
-Knows: buffers, per-row lengths, which slots the next pass writes, which written slots survive.
+Knows: buffers, the length of each row, which slots the next pass writes, which of them are kept.
 Does not know: tokens, trees, masks, models.
 
 Every row has ``lengths[b]`` *committed* slots, followed by the *pending* slots of the current step, which are
 written by forward passes and then either kept (moved down to follow the committed ones) or forgotten.  A pass
-appends the same number of pending slots to every row, padding included, at each row's own offset:
+appends the same number of pending slots to every row, padding included, each row at its offset:
 
     row 0   c c c c c c p p p .        c committed, p pending (the step's nodes), . free
     row 1   c c c p p p . . . .
@@ -15,95 +15,85 @@ It implements transformers' cache interface (``Cache.update``), so unmodified mo
 
 import weakref
 from collections.abc import Sequence
-from functools import cache, lru_cache
-from itertools import chain
+from functools import cache, partial
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from specinfer.attention.graphs import padded_extent
+from specinfer.attention.graphs import padded_kv_length
 from specinfer.attention.layout import on_device
 from specinfer.errors import CacheError
 
 
 class Stack:
-    """Buffers of several layers in one tensor, (layers, rows, heads, capacity, dim): what moves, moves in all at once.
+    """Buffers of several layers in one tensor, (layers, rows, heads, capacity, dim), so slots of all move at once.
 
-    Zeroed, because a masked slot still counts as 0 times its value, and 0 times garbage may be NaN.
+    They start as zeros: a masked slot still counts as 0 times its value, and 0 times garbage may be NaN.
     """
 
     def __init__(self, layers: int, states: Tensor, rows: int, capacity: int) -> None:
         self.data = states.new_zeros(layers, rows, states.shape[1], capacity, states.shape[3])
-        self.taken = 0
+        planes = torch.arange(self.data.shape[:3].numel(), device=states.device)  # of (slots, dim)
+        self.planes = planes.view(self.data.shape[:3])
+        self.taken = 0  # layers
 
     def fits(self, states: Tensor) -> bool:
-        """Whether there is room for a layer of such states, (rows, heads, T, dim)."""
-        same = (self.data.dtype, self.data.device) == (states.dtype, states.device)
-        sizes = (self.data.shape[2], self.data.shape[4]) == (states.shape[1], states.shape[3])
-        return same and sizes and self.taken < len(self.data)
+        """Whether another layer of such states, (rows, heads, T, dim), fits in."""
+        kinds = [(data.shape[-3], data.shape[-1], data.dtype, data.device) for data in (states, self.data)]
+        return self.taken < len(self.data) and kinds[0] == kinds[1]
 
     def grow(self, capacity: int, used: int) -> None:
         """Move the buffers into larger ones."""
-        layers, rows, heads, _, dim = self.data.shape
-        new = self.data.new_zeros(layers, rows, heads, capacity, dim)
-        new[:, :, :, :used] = self.data[:, :, :, :used]
-        self.data = new
+        self.data = pad(self.data[:, :, :, :used], (0, 0, 0, capacity - used))
 
     def move_slots(self, rows: Tensor, sources: Tensor, targets: Tensor) -> None:
         """Copy slots of rows, (n,) each."""
-        layers, all_rows, heads, capacity, dim = self.data.shape
-        first = _planes(layers, all_rows, heads, rows.device)[:, rows] * capacity  # (layers, n, heads): slot 0
-        flat = self.data.view(-1, dim)
+        first = self.planes[:, rows] * self.data.shape[3]  # (layers, n, heads): slot 0
+        flat = self.data.view(-1, self.data.shape[4])
         found = flat.index_select(0, (first + sources[:, None]).flatten())  # before anything is written
         flat.index_copy_(0, (first + targets[:, None]).flatten(), found)
 
-    def move_row(self, source: int, target: int, length: int) -> None:
-        """Copy the first slots of a row to another."""
-        self.data[:, target, :, :length] = self.data[:, source, :, :length]
-
 
 class TreeLayer(CacheLayerMixin):
-    """Keys and values of one attention layer: views (rows, kv heads, capacity, head dim) of the cache's stacks."""
+    """Keys and values of one attention layer: views (rows, KV heads, capacity, head dim) of the cache's stacks."""
 
     is_sliding = False
 
     def __init__(self, cache: "TreeCache") -> None:
         super().__init__()
-        self.cache: TreeCache = weakref.proxy(cache)  # a cycle would keep the buffers until garbage is collected
-        self.places: list[tuple[Stack, int]] = []  # of keys, and of values
+        self.cache = cache
+        self.stacks: list[tuple[Stack, int]] = []  # of keys and of values: a stack, and the layer's index in it
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take buffers for states like the first ones, (rows, heads, T, dim)."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.places = [self.cache.place(states, kind) for kind, states in enumerate((key_states, value_states))]
+        self.stacks = [self.cache.stack(states, kind) for kind, states in enumerate((key_states, value_states))]
         self.is_initialized = True
-        self.look()
+        self.take_buffers()
 
-    def look(self) -> None:
+    def take_buffers(self) -> None:
         """Take the buffers as they are now."""
-        self.keys, self.values = (stack.data[index] for stack, index in self.places)
+        self.keys, self.values = (stack.data[index] for stack, index in self.stacks)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write (rows, heads, T, dim) states into the staged slots; return views of all slots in use."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        rows, extent = self.cache.rows, self.cache.extent
-        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-            self.cache.write(buffer, states)
-        return self.keys[:rows, :, :extent], self.values[:rows, :, :extent]  # type: ignore[index]
+        keys, values = self.buffers
+        return self.cache.write(keys, key_states), self.cache.write(values, value_states)
 
     @property
     def buffers(self) -> tuple[Tensor, Tensor]:
         """The key and the value buffer."""
-        assert self.keys is not None
-        assert self.values is not None
-        return self.keys, self.values
+        return self.keys, self.values  # type: ignore[return-value]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (key length, key offset); only consulted by models when they get no 4-D mask."""
-        return self.cache.extent, 0
+        """Return (key length, key offset); models ask only if they get no 4-D mask."""
+        return self.cache.kv_length, 0
 
     def get_seq_length(self) -> int:
         """Return the committed length of the longest row."""
@@ -120,35 +110,35 @@ class TreeCache(Cache):
     Args:
         rows: sequences in the batch.
         capacity: slots per row allocated at first; doubles when a pass needs more.
-        max_capacity: slots per row never exceeded; beyond it ``stage`` raises `CacheError`.
-        alike: layers of the first one's shape, as far as is known: there is room for so many, side by side.
-        fixed: let passes attend to few different numbers of slots, and tell where to write by `slots` alone, so that a
-            pass over one number of them is the same work whatever the lengths: a graph.
+        max_capacity: the most slots per row; beyond it ``stage`` raises `CacheError`.
+        uniform_layers: how many layers have the shape of the first one, as far as is known; they share a tensor.
+        fixed: let passes attend to few different numbers of slots, and write where `slots` says.  Then passes over one
+            number of slots do the same work for all lengths, as a CUDA graph needs.
 
     Memory is ``2 * layers * rows * kv_heads * capacity * head_dim`` elements (see `nbytes`), and two and a half times
-    that while it doubles.  Rows are copied by `keep` alone, and by the rare doubling.
+    that while it doubles.  Only `keep` and the rare doubling copy rows.
     """
 
     def __init__(
-        self, rows: int, capacity: int, max_capacity: int | None = None, alike: int = 1, fixed: bool = False
+        self, rows: int, capacity: int, max_capacity: int | None = None, uniform_layers: int = 1, fixed: bool = False
     ) -> None:
-        super().__init__(layers=[])
-        self.layers: list[TreeLayer] = []  # type: ignore[assignment]  # a narrower type than the base class's
+        # `update` makes layers; a cycle would keep the buffers until garbage is collected
+        super().__init__(layer_class_to_replicate=partial(TreeLayer, weakref.proxy(self)))  # type: ignore[arg-type]
+        self.layers: list[TreeLayer]  # type: ignore[assignment]  # a narrower type than the base class's
         if rows < 1 or capacity < 1:
             raise CacheError(f"a cache needs at least one row and one slot, not {rows} rows of {capacity} slots")
         self.rows = rows
         self.capacity = capacity
         self.max_capacity = max(capacity, max_capacity or 0)
         self.lengths: list[int] = [0] * rows  # committed slots of each row
-        self.alike = alike
+        self.uniform_layers = uniform_layers
         self.stacks: tuple[list[Stack], list[Stack]] = [], []  # of keys, and of values
         self.fixed = fixed
         self.pending = 0  # slots written since the last `keep`, the same count in every row
-        self.extent = 0  # columns that the pass under way attends over
-        self._start: int | None = 0  # first staged slot, when it is the same in every row ...
-        self.slots: Tensor | None = None  # ... else all of them, (rows, T)
-        self._count = 0  # T
-        self._whole: tuple[list[Tensor], list[Tensor]] | None = None  # see `buffers`
+        self.kv_length = 0  # columns that the current pass attends to
+        self._staged: slice | None = None  # the staged slots, if they are the same in every row ...
+        self.slots: Tensor | None = None  # ... else those of all rows, (rows, T)
+        self._buffers: tuple[list[Tensor], list[Tensor]] | None = None  # see `buffers`
 
     @property
     def nbytes(self) -> int:
@@ -162,69 +152,62 @@ class TreeCache(Cache):
             CacheError: a row would need more than ``max_capacity`` slots.
         """
         first = [length + self.pending for length in self.lengths]
-        self._reserve(max(first) + count)
-        self.extent = max(first) + count
-        self._start = first[0] if len(set(first)) == 1 and not self.fixed else None
-        if self._start is None:
+        self.kv_length = max(first) + count
+        self._reserve(self.kv_length)
+        same = len(set(first)) == 1 and not self.fixed
+        self._staged = slice(first[0], first[0] + count) if same else None
+        if not same:
             self.slots = on_device(first, device)[:, None] + torch.arange(count, device=device)
         if self.fixed:
-            self.extent = min(padded_extent(self.extent), self.capacity)
+            self.kv_length = min(padded_kv_length(self.kv_length), self.capacity)
         self.pending += count
-        self._count = count
 
     def staged(self, device: torch.device) -> Tensor:
         """Return the staged slots, (rows, T) long."""
-        if self._start is not None:
-            return torch.arange(self._start, self._start + self._count, device=device).repeat(self.rows, 1)
+        if self._staged is not None:
+            return torch.arange(self._staged.start, self._staged.stop, device=device).repeat(self.rows, 1)
         assert self.slots is not None
         return self.slots
 
     def open_layers(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> None:
-        """Make buffers before anything was written: per layer, heads and dimension of keys, then of values."""
+        """Make the buffers of layers not yet written; ``shapes``: per layer, heads and dim of keys, then of values."""
         for heads, dim, value_heads, value_dim in shapes[len(self.layers) :]:
-            layer, empty = TreeLayer(self), torch.empty(0, dtype=dtype, device=device)
+            layer, empty = TreeLayer(weakref.proxy(self)), torch.empty(0, dtype=dtype, device=device)
             layer.lazy_initialization(empty.view(0, heads, 0, dim), empty.view(0, value_heads, 0, value_dim))
             self.layers.append(layer)
 
     def buffers(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the keys and the values of all layers, (rows, heads, capacity, dim) each."""
-        if self._whole is None:
+        if self._buffers is None:
             keys, values = zip(*(layer.buffers for layer in self.layers), strict=True)
-            self._whole = [own[: self.rows] for own in keys], [own[: self.rows] for own in values]
-        return self._whole
+            self._buffers = [buffer[: self.rows] for buffer in keys], [buffer[: self.rows] for buffer in values]
+        return self._buffers
 
-    def write(self, buffer: Tensor, states: Tensor) -> None:
-        """Scatter (rows, heads, T, dim) states into the staged slots of a buffer."""
-        if self._start is not None:
-            buffer[: self.rows, :, self._start : self._start + states.shape[2]] = states
+    def write(self, buffer: Tensor, states: Tensor) -> Tensor:
+        """Write (rows, heads, T, dim) states into the staged slots of a buffer; return a view of all slots in use."""
+        if self._staged is not None:
+            buffer[: self.rows, :, self._staged] = states
         else:
             assert self.slots is not None
             buffer[_all_rows(self.rows, self.slots.device), :, self.slots] = states.transpose(1, 2)
+        return buffer[: self.rows, :, : self.kv_length]
 
-    def place(self, states: Tensor, kind: int) -> tuple[Stack, int]:
-        """Return the buffer of one more layer whose first keys (kind 0) or values (1) these are: a stack, and where."""
+    def stack(self, states: Tensor, kind: int) -> tuple[Stack, int]:
+        """Return the stack for the keys (kind 0) or values (1) of one more layer, and the layer's index in it."""
         stacks = self.stacks[kind]
         stack = next((stack for stack in stacks if stack.fits(states)), None)
         if stack is None:
-            stack = Stack(1 if stacks else self.alike, states, self.rows, self.capacity)
+            stack = Stack(1 if stacks else self.uniform_layers, states, self.rows, self.capacity)
             stacks.append(stack)
         stack.taken += 1
         return stack, stack.taken - 1
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Write one layer's new states; called by the model's attention layers (transformers' contract)."""
-        while len(self.layers) <= layer_idx:
-            self.layers.append(TreeLayer(self))
-        return self.layers[layer_idx].update(key_states, value_states)
-
     @torch.inference_mode()  # the buffers were made in it
     def keep(self, paths: Sequence[Sequence[int] | None]) -> None:
-        """Commit, in every row, the pending slots named by ``paths[b]`` and forget the others.
+        """Commit the pending slots ``paths[b]`` of every row, and forget the others.  In place.
 
-        ``paths[b]`` holds strictly ascending pending indices (0 = the first slot written since the last `keep`);
-        an empty path keeps nothing; ``None`` retires the row, and the rows after it move up.  In place.
+        ``paths[b]`` holds strictly ascending indices of pending slots (0 = the first slot written since the last
+        `keep`).  An empty path keeps nothing.  ``None`` retires the row, and the rows after it move up.
         """
         self._check_paths(paths)
         moves = [
@@ -233,77 +216,62 @@ class TreeCache(Cache):
             for target, source in enumerate(path or ())
             if source != target
         ]
+        stacks = list(chain(*self.stacks))
         if moves:
-            self._move_slots(moves)
+            columns = on_device(moves, stacks[0].data.device).T
+            for stack in stacks:
+                stack.move_slots(*columns)
         self.lengths = [n + len(path or ()) for n, path in zip(self.lengths, paths, strict=True)]
         self.pending = 0
-        if any(path is None for path in paths):
-            self._move_rows([row for row, path in enumerate(paths) if path is not None])
+        survivors = [row for row, path in enumerate(paths) if path is not None]
+        if len(survivors) == self.rows:
+            return
+        for target, source in enumerate(survivors):
+            if target != source:
+                slots = slice(self.lengths[source])
+                for stack in stacks:
+                    stack.data[:, target, :, slots] = stack.data[:, source, :, slots]
+        self.lengths = [self.lengths[row] for row in survivors]
+        self.rows = len(survivors)
+        self._buffers = None
 
     def check_integrity(self) -> None:
-        """Raise `CacheError` unless lengths, pending slots, buffers and layers agree (after every commit they do)."""
+        """Raise `CacheError` unless lengths, pending slots, buffers and layers agree, as they do after every commit."""
         used = max(self.lengths, default=0) + self.pending
         if len(self.lengths) != self.rows or min(self.lengths, default=0) < 0 or self.pending < 0:
             raise CacheError(f"{self.rows} rows but lengths {self.lengths} with {self.pending} pending slots")
         if not used <= self.capacity <= self.max_capacity:
             raise CacheError(f"{used} slots in use, capacity {self.capacity}, maximum {self.max_capacity}")
         for index, layer in enumerate(self.layers):
-            for buffer in layer.buffers:
-                if buffer.shape[0] < self.rows or buffer.shape[2] != self.capacity:
-                    raise CacheError(
-                        f"layer {index} holds {tuple(buffer.shape)}, expected {self.rows}+ rows of {self.capacity}"
-                    )
+            for shape in (tuple(buffer.shape) for buffer in layer.buffers):
+                if shape[0] < self.rows or shape[2] != self.capacity:
+                    raise CacheError(f"layer {index} holds {shape}, expected {self.rows}+ rows of {self.capacity}")
 
     def _reserve(self, needed: int) -> None:
         if needed <= self.capacity:
             return
         if needed > self.max_capacity:
-            raise CacheError(
-                f"a row needs {needed} cache slots but the maximum is {self.max_capacity}: "
-                "shorten the prompt, ask for fewer new tokens, or use a smaller tree"
-            )
+            advice = "shorten the prompt, ask for fewer new tokens, or use a smaller tree"
+            raise CacheError(f"a row needs {needed} cache slots but the maximum is {self.max_capacity}: {advice}")
         used = max(self.lengths) + self.pending
         self.capacity = min(max(2 * self.capacity, needed), self.max_capacity)
         for layer in self.layers:
-            layer.keys = layer.values = None  # views, which would keep every old stack until all have grown
+            layer.keys = layer.values = None  # else these views would keep every old stack until all have grown
         for stack in chain(*self.stacks):
             stack.grow(self.capacity, used)
         for layer in self.layers:
-            layer.look()
-        self._whole = None
+            layer.take_buffers()
+        self._buffers = None
 
     def _check_paths(self, paths: Sequence[Sequence[int] | None]) -> None:
         if len(paths) != self.rows:
             raise CacheError(f"{len(paths)} paths for {self.rows} rows: give one path (or None) a row")
         for row, path in enumerate(paths):
-            ascending = all(a < b for a, b in zip((-1, *(path or ())), path or (), strict=False))
-            if path and not (ascending and path[-1] < self.pending):
+            if path and not all(a < b for a, b in pairwise((-1, *path, self.pending))):
                 raise CacheError(f"row {row}: path {list(path)} is not ascending within {self.pending} slots")
 
-    def _move_slots(self, moves: list[tuple[int, int, int]]) -> None:
-        """Copy (row, source, target) slots."""
-        stacks = list(chain(*self.stacks))
-        slots = on_device(moves, stacks[0].data.device).T
-        for stack in stacks:
-            stack.move_slots(*slots)
 
-    def _move_rows(self, survivors: list[int]) -> None:
-        for target, source in enumerate(survivors):
-            if target != source:
-                for stack in chain(*self.stacks):
-                    stack.move_row(source, target, self.lengths[source])
-        self.lengths = [self.lengths[row] for row in survivors]
-        self.rows = len(survivors)
-        self._whole = None
-
-
-@lru_cache(maxsize=16)
-def _planes(layers: int, rows: int, heads: int, device: torch.device) -> Tensor:
-    """Return the numbers of the (slots, dim) planes of a stack, (layers, rows, heads)."""
-    return torch.arange(layers * rows * heads, device=device).view(layers, rows, heads)
-
-
-@cache  # graphs read them where they are
+@cache  # graphs read it at this address
 def _all_rows(count: int, device: torch.device) -> Tensor:
     """Return (count, 1) row numbers."""
     return torch.arange(count, device=device)[:, None]

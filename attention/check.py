@@ -1,12 +1,13 @@
-"""Does a model score token trees exactly?  Asked of the model itself, with a six-node tree.
+"""Does a model score token trees exactly?  A six-node tree finds out.
 
-Knows: that the logits of every node must equal those of a plain pass over its path, before and after pruning, and that
-no token's logits may depend on later tokens or other rows.
+Knows: the logits of every node must equal those of a plain pass over its path, before and after pruning.  No token's
+logits may depend on later tokens or other rows.
 Does not know: model families; nothing is decided by name.
 """
 
 from collections.abc import Sequence
 from enum import StrEnum
+from math import inf, nan
 from threading import RLock
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,9 +21,9 @@ from specinfer.errors import UnsupportedModel
 from specinfer.tree import Draw, TokenTree
 
 # Largest error, relative to the spread of the logits, that rounding explains.  A wrong mask, position or window
-# costs 1e-2 to 1 on random weights; reading a window or ALiBi bias from the config covers what 16 bits would hide.
+# costs 1e-2 to 1 on random weights.  16 bits may hide a wrong window or ALiBi bias, so these are read from the config.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 2e-1, torch.float16: 5e-2}
-LEAKING = 0.1  # of that, what rounding explains where passes are alike but for tokens that must not matter
+LEAKING = 0.1  # of that: what rounding explains if passes differ only in tokens that must not matter
 TREE_PARENTS = (0, 0, 1, 2, 4)  # with the root: six nodes, the second branch deeper than the first
 CHAIN_PARENTS = (0, 1, 2, 3, 4)
 PREFIX = 12
@@ -54,36 +55,35 @@ _lock = RLock()
 def check_model(model: Any) -> ModelCheck:
     """Run a six-node tree through a model and compare each node with a plain pass over its path.
 
-    Two ragged rows are scored, pruned to a path that is not contiguous in the cache, and scored again, at last one
-    token alone; before, plain passes must not let later tokens or other rows matter.  The result is kept for this model
-    while it is what it was: modules, settings, kinds of weights, hooks, patched forwards, attention.  Asking again is
-    a look at those.
+    Two ragged rows are scored, pruned to a path that is not contiguous in the cache, and scored again; the last time
+    with one token only.  Plain passes first show that later tokens and other rows do not matter.  The result is kept
+    while the model does not change: modules, settings, kinds of weights, hooks, patched forwards, attention.
 
     Args:
         model: a ``transformers`` causal LM.
 
     Returns:
-        ModelCheck: exact, chain only or unsupported, with the reason.  It never raises for a model's sake.
+        ModelCheck: exact, chain only or unsupported, with the reason.  No model makes it raise, except out of memory.
     """
-    if (known := _known(model)) is None:
-        with _lock:  # of threads that ask at once, one looks
-            known = _known(model) or _look(model)
-    return known
+    if known := _known(model):
+        return known
+    with _lock:  # one of several threads checks
+        return _known(model) or _checked_now(model)
 
 
 def _known(model: Any) -> ModelCheck | None:
-    """Return what was found when the model was what it is now."""
+    """Return the kept result, None if the model has changed since."""
     watch, check = _checked.get(model, (None, None))
     return None if watch is None or watch.changed(model) else check
 
 
-def _look(model: Any) -> ModelCheck:
+def _checked_now(model: Any) -> ModelCheck:
     watch = Watch(model)
     support, reason, error = _classify(model)
     implementation = str(model.config.get_text_config(decoder=True)._attn_implementation or "eager")
     dtype = str(model.dtype).removeprefix("torch.")
     check = ModelCheck(type(model).__name__, dtype, implementation, support, reason, error)
-    if support is not Support.UNSUPPORTED:  # that may be so for these weights only
+    if support is not Support.UNSUPPORTED:  # else it may be due to these weights
         watch.settle()
         _checked[model] = watch, check
     return check
@@ -93,18 +93,18 @@ def _classify(model: Any) -> tuple[Support, str, float]:
     try:
         tree_model = TreeModel(model)
     except UnsupportedModel as error:
-        return Support.UNSUPPORTED, str(error), float("nan")
-    with running(tree_model):  # what is checked is what will run
+        return Support.UNSUPPORTED, str(error), nan
+    with running(tree_model):  # as it will run
         return _judge(tree_model)
 
 
 def _judge(model: TreeModel) -> tuple[Support, str, float]:
-    nan, chain_reason = float("nan"), _why_chain_only(model)
+    chain_reason = _why_chain_only(model)
     tolerance = TOLERANCE.get(model.dtype, 1e-3)
     try:
         if (leak := 0.0 if _compiles(model) else _leak(model)) > LEAKING * tolerance:
             reason = f"in a plain pass later tokens or other rows change a token's logits, by {leak:.1e}"
-            return Support.UNSUPPORTED, reason if leak < float("inf") else "its logits are no numbers", leak
+            return Support.UNSUPPORTED, reason if leak < inf else "its logits are not numbers", leak
         tree_error = nan if chain_reason else _error(model, TREE_PARENTS, kept=(3, 4))
         if tree_error <= tolerance:
             return Support.EXACT, f"every node within {tree_error:.1e} of a plain pass over its path", tree_error
@@ -122,28 +122,26 @@ def _judge(model: TreeModel) -> tuple[Support, str, float]:
 
 
 def _compiles(model: TreeModel) -> bool:
-    """Whether attention is compiled by torch: for passes of so many shapes in a row 2.13 fails to, on CPUs."""
+    """Whether torch compiles the attention.  On CPUs torch 2.13 fails if many shapes follow each other."""
     return model.spec.implementation == "flex_attention"
 
 
 def _why_chain_only(model: TreeModel) -> str:
     config = model.model.config.get_text_config(decoder=True)
-    attention = getattr(config, "attn_config", None)
-    if getattr(config, "alibi", False) or getattr(attention, "alibi", False):
+    if any(getattr(part, "alibi", False) for part in (config, getattr(config, "attn_config", None))):
         return "ALiBi biases are read from cache columns, so siblings cannot share a position"
     return "" if model.takes_positions else "its forward takes no position_ids, so siblings cannot share a position"
 
 
-@torch.inference_mode()
 def _leak(model: TreeModel) -> float:
-    """Return by how much logits depend on another row, and on later tokens.
+    """Return how much logits depend on other rows and on later tokens.
 
-    The passes are plain ones of one shape, so that rounding hides little of what quantised activations, statistics of a
-    batch, full experts or hooks let through.
+    Quantised activations, statistics of a batch, full experts or hooks may cause it.  All passes are plain ones of one
+    shape, so rounding hides little of it.
     """
-    ids, others = _chance_ids(model, 6, PREFIX).view(2, 3, PREFIX).to(model.device)
+    ids, others = _random_ids(model, 6, PREFIX).view(2, 3, PREFIX).to(model.device)
     wanted, worst = model.model(input_ids=ids, use_cache=False).logits, 0.0
-    for kept in ((slice(1, None),), (slice(None), slice(PREFIX // 2))):  # rows but the first, first halves
+    for kept in ((slice(1, None),), (slice(None), slice(PREFIX // 2))):  # all rows but the first; first halves
         given = others.clone()
         given[kept] = ids[kept]
         found = model.model(input_ids=given, use_cache=False).logits
@@ -152,17 +150,17 @@ def _leak(model: TreeModel) -> float:
 
 
 def _error(model: TreeModel, parents: Sequence[int], kept: Sequence[int]) -> float:
-    """Return the largest relative error of a node: in a tree, in one after pruning to ``kept``, of a root alone."""
+    """Return the largest relative error of a node: in a tree, in another after pruning to ``kept``, in a lone root."""
     window = min((w for w in model.spec.windows.values() if w), default=0)
     length = min(max(PREFIX, window + 3 if window <= 64 else 0), (model.max_positions or 1024) - 12)
-    ids = _chance_ids(model, 2, length + 16).tolist()
+    ids = _random_ids(model, 2, length + 16).tolist()
     prefixes = [ids[0][:length], ids[1][: length - 3]]
     session = model.session(rows=2, capacity=length + 16)
     session.prefill(prefixes)
     worst, fresh = 0.0, length
     shapes = [(parents, (0, *kept)), (parents, (0,)), ((), (0,))]
     for shape, path in shapes[:2] if _compiles(model) else shapes:
-        trees = [_toy_tree(row[fresh : fresh + 1 + len(shape)], shape) for row in ids]
+        trees = [toy_tree(row[fresh : fresh + 1 + len(shape)], shape) for row in ids]
         worst = max(worst, _largest_error(model, session.score(trees), prefixes, trees))
         session.commit([path] * 2)
         session.cache.check_integrity()
@@ -171,48 +169,34 @@ def _error(model: TreeModel, parents: Sequence[int], kept: Sequence[int]) -> flo
     return worst
 
 
-def _chance_ids(model: TreeModel, rows: int, length: int) -> Tensor:
+def _random_ids(model: TreeModel, rows: int, length: int) -> Tensor:
     return torch.randint(model.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
 
 
-def _toy_tree(tokens: Sequence[int], parents: Sequence[int]) -> TokenTree:
-    """Build a tree of the given shape; equal siblings are told apart, scores keep the nodes in list order."""
-    children: dict[int, set[int]] = {}
-    distinct: list[int] = []
+def toy_tree(tokens: Sequence[int], parents: Sequence[int]) -> TokenTree:
+    """Return a tree of the given shape.  Equal siblings are made different; scores keep the nodes in list order."""
+    nodes: list[tuple[int, int]] = []  # parent, token
     for token, parent in zip(tokens[1:], parents, strict=True):
-        taken = children.setdefault(parent, set())
-        distinct.append(next(t for t in (token, 0, 1, 2) if t not in taken))
-        taken.add(distinct[-1])
-    scores = [-float(i + 1) for i in range(len(parents))]
-    return TokenTree.from_nodes(tokens[0], distinct, parents, scores, [[Draw(0, i)] for i in range(len(parents))])
+        nodes.append((parent, next(t for t in (token, 0, 1, 2) if (parent, t) not in nodes)))
+    numbers = range(len(nodes))
+    draws = [[Draw(0, i)] for i in numbers]
+    return TokenTree.from_nodes(tokens[0], [token for _, token in nodes], parents, [-1.0 - i for i in numbers], draws)
 
 
-@torch.inference_mode()
-def _largest_error(
-    model: TreeModel, logits: Tensor, prefixes: Sequence[list[int]], trees: Sequence[TokenTree]
-) -> float:
+def _largest_error(model: TreeModel, logits: Tensor, prefixes: Sequence[list[int]], trees: list[TokenTree]) -> float:
     worst = 0.0
     for row, (prefix, tree) in enumerate(zip(prefixes, trees, strict=True)):
-        for path in tree.paths():
-            ids = [*prefix, int(tree.tokens[0]), *path]
-            plain = model.model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0]
-            nodes = _nodes_along(tree, path)
-            worst = max(worst, _difference(logits[row, nodes], plain[-len(nodes) :]))
+        for leaf in set(range(len(tree))).difference(tree.parents.tolist()):
+            nodes = tree.ancestors(leaf)
+            ids = torch.tensor([[*prefix, *tree.tokens[nodes].tolist()]], device=model.device)
+            plain = model.model(input_ids=ids, use_cache=False).logits[0, -len(nodes) :]
+            worst = max(worst, _difference(logits[row, nodes], plain))
     return worst
 
 
 def _difference(found: Tensor, wanted: Tensor) -> float:
-    """Return the largest error of logits (..., V) over the spread of those that are wanted."""
+    """Return the largest error of logits (..., V), over the spread of the wanted ones."""
     wanted = wanted.double()
     spread = (wanted - wanted.mean(-1, keepdim=True)).abs().max().clamp(min=1e-12)
     error = float((found.double() - wanted).abs().max() / spread)
-    return error if error == error else float("inf")
-
-
-def _nodes_along(tree: TokenTree, path: Sequence[int]) -> list[int]:
-    nodes = [0]
-    for token in path:
-        child = tree.child(nodes[-1], token)
-        assert child is not None
-        nodes.append(child)
-    return nodes
+    return error if error == error else inf

@@ -1,11 +1,11 @@
 """How nodes become columns of one forward pass: a ragged batch of trees, chains or levels, padded to one shape.
 
-Knows: token ids, depths, who sees whom.  Does not know: models, caches, attention kernels.
+Knows: token ids, depths, which node sees which.  Does not know: models, caches, attention kernels.
 
-A *layout* describes the T nodes that a pass feeds to each of B rows, and which of the S pending columns (those of
-earlier passes of the step, then these T) each of them attends to: its ancestors and itself, nothing else.  That
-relation is the topology-aware mask of SpecInfer (arXiv 2305.09781, section 4.2); every committed token is visible
-to every node, so it need not be stored.  Padding nodes see themselves only, which keeps softmax rows finite.
+A *layout* describes the T nodes that a pass feeds to each of B rows.  It says which of the S pending columns (those of
+earlier passes of the step, then these T) each node attends to: its ancestors and itself.  This is the topology-aware
+mask of SpecInfer (arXiv 2305.09781, section 4.2).  Every node sees all committed tokens, so these are not stored.
+Padding nodes see only themselves, which keeps softmax rows finite.
 """
 
 from collections.abc import Sequence
@@ -32,26 +32,26 @@ class Layout(NamedTuple):
         return self.tokens.shape[1]
 
     def padded(self, more: int) -> "Layout":
-        """Return the layout of a step's only pass, T = S, with more nodes of padding."""
+        """Return the layout of the only pass of a step, T = S, with more nodes of padding."""
         if not more:
             return self
         tokens, depths = pad(self.tokens, (0, more)), pad(self.depths, (0, more))
-        own = torch.eye(self.width + more, dtype=torch.bool, device=tokens.device)
-        return Layout(tokens, depths, pad(self.visible, (0, more, 0, more)) | own)
+        diagonal = torch.eye(self.width + more, dtype=torch.bool, device=tokens.device)
+        return Layout(tokens, depths, pad(self.visible, (0, more, 0, more)) | diagonal)
 
 
 def on_device(values: Any, device: torch.device) -> Tensor:
-    """Return numbers as a tensor on a device, without asking to wait for its work."""
+    """Return numbers as a tensor on a device, without waiting for the device."""
     return torch.as_tensor(values).to(device, non_blocking=True)
 
 
 def lay_out_trees(trees: Sequence[TokenTree], device: torch.device) -> Layout:
-    """Lay out one whole tree per row, depth first, root included: T = S = the largest tree."""
+    """Lay out one tree per row, depth first, root included: T = S = the largest tree."""
     nodes = Forest.of(trees).nodes
     visible = ancestors(nodes)
     tokens, depths = np.zeros((2, *visible.shape[:2]), np.int64)
-    tokens[nodes.rows, nodes.places] = nodes.tokens
-    depths[nodes.rows, nodes.places] = nodes.depths
+    tokens[nodes.rows, nodes.columns] = nodes.tokens
+    depths[nodes.rows, nodes.columns] = nodes.depths
     return Layout(*(on_device(array, device) for array in (tokens, depths, visible)))
 
 
@@ -68,20 +68,20 @@ def lay_out_chains(chains: Sequence[Sequence[int]], device: torch.device) -> Lay
 
 
 def lay_out_level(frontier: Frontier, earlier: Layout | None, device: torch.device) -> Layout:
-    """Lay out one level of growing trees whose earlier levels are pending columns already.
+    """Lay out one level of growing trees, whose earlier levels are pending columns already.
 
-    The root (depth 0) is committed before growth starts, so level 1 has no pending ancestors and frontier parent
-    index i > 0 is pending column i - 1.  ``earlier`` is the layout of the level before, ``None`` at level 1.
+    The root (depth 0) is committed before growth starts.  So level 1 has no pending ancestors, and frontier parent
+    i > 0 is pending column i - 1.  ``earlier`` is the layout of the level before, ``None`` at level 1.
     """
     tokens = torch.where(frontier.valid, frontier.tokens, 0).to(device)
     batch, width = tokens.shape
-    own = torch.eye(width, dtype=torch.bool, device=device).expand(batch, width, width)
+    diagonal = torch.eye(width, dtype=torch.bool, device=device).expand(batch, width, width)
     depths = torch.where(frontier.valid, frontier.depth - 1, 0).to(device)
     if earlier is None:
-        return Layout(tokens, depths, own)
-    fed = earlier.visible.shape[2] - earlier.width  # pending columns before the level that `earlier` fed
-    parents = (frontier.parents.to(device) - 1 - fed).clamp(0, earlier.width - 1)  # (B, T) within that level
+        return Layout(tokens, depths, diagonal)
     columns = earlier.visible.shape[2]
-    ancestors = earlier.visible.gather(1, parents[:, :, None].expand(batch, width, columns))
-    ancestors = ancestors & frontier.valid.to(device)[:, :, None]
-    return Layout(tokens, torch.cat([earlier.depths, depths], 1), torch.cat([ancestors, own], 2))
+    fed = columns - earlier.width  # pending columns before the level that `earlier` fed
+    parents = (frontier.parents.to(device) - 1 - fed).clamp(0, earlier.width - 1)  # (B, T) within that level
+    inherited = earlier.visible.gather(1, parents[:, :, None].expand(batch, width, columns))
+    inherited = inherited & frontier.valid.to(device)[:, :, None]
+    return Layout(tokens, torch.cat([earlier.depths, depths], 1), torch.cat([inherited, diagonal], 2))

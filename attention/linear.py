@@ -1,10 +1,10 @@
 """Products of a few states with weights packed once, as compiled passes multiply them on a CPU.
 
-Knows: MKL's and oneDNN's packed weights, how a compiled pass calls them.  Does not know: models, graphs.
+Knows: the packed weights of MKL and oneDNN, how a compiled pass calls them.  Does not know: models, graphs.
 
-`torch.nn.Linear` reads a weight as it lies, and rearranges it in every product.  In float32 MKL's packed products of 1
-to 8 states take little longer than the weight takes to come through memory, oneDNN's a third to a half longer; in 16
-bits only oneDNN packs (``docs/performance.md``).
+`torch.nn.Linear` rearranges a weight in every product.  In float32, MKL's packed products of 1
+to 8 states take little longer than reading the weight from memory; oneDNN's take a third to a half longer.  In 16 bits
+only oneDNN packs (``docs/performance.md``).
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROWS = {torch.float32: 64, torch.bfloat16: 16, torch.float16: 16}  # states that packing is tuned for
+ROWS = {torch.float32: 64, torch.bfloat16: 16, torch.float16: 16}  # the number of states that packing is tuned for
 
 _library = torch.library.Library("specinfer", "DEF")
-# states (..., K), weight of shape (N, K) whose values do not count, the same packed, bias (N,): (..., N)
+# states (..., K), a weight (N, K) of which only the shape counts, the weight packed, bias (N,): returns (..., N)
 _library.define("linear(Tensor states, Tensor like, Tensor packed, Tensor? bias) -> Tensor")
 
 
@@ -29,7 +29,7 @@ def _shape(states: Tensor, like: Tensor, _packed: Tensor, _bias: Tensor | None) 
 
 
 def packable(weight: Tensor) -> bool:
-    """Whether there are packed products for a weight (N, K) on this machine."""
+    """Whether this machine has packed products for a weight (N, K)."""
     if weight.device.type != "cpu" or weight.ndim != 2 or not torch.backends.mkldnn.is_available():
         return False
     supported = {
@@ -52,29 +52,29 @@ def pack(weights: Sequence[Tensor]) -> Tensor:
 
 @cache
 def teach_compiler() -> None:
-    """Tell Inductor how a packed product is called.
+    """Tell Inductor how to call a packed product.
 
-    MKL's takes any number of states, whatever it was told when the weight was packed; torch's operator would compare
-    the two, so it is told the number that comes.  New packages are compared with plain passes of many sizes.
+    MKL's product takes any number of states, whatever number its weight was packed for.  Torch's operator compares the
+    two numbers, so it is given the current one.  New packages are compared with plain passes of many sizes.
     """
     from torch._inductor import ir, mkldnn_ir
     from torch._inductor.lowering import register_lowering, view
 
     @register_lowering(torch.ops.specinfer.linear, type_promotion_kind=None)
-    def product(states: Any, like: Any, packed: Any, bias: Any) -> Any:
+    def lower(states: Any, like: Any, packed: Any, bias: Any) -> Any:
         *before, _ = states.get_size()
         flat = ir.ExternKernel.realize_input(view(states, [-1, states.get_size()[-1]]))
         bias = bias if bias is None else ir.ExternKernel.realize_input(bias)
         if states.get_dtype() == torch.float32:
             flat = ir.ExternKernel.require_contiguous(flat)
-            made = mkldnn_ir.MKLPackedLinear.create(flat, packed, like, bias, flat.get_size()[0])
+            product = mkldnn_ir.MKLPackedLinear.create(flat, packed, like, bias, flat.get_size()[0])
         else:
-            made = mkldnn_ir.LinearUnary.create(flat, packed, bias, "none", [], "")
-        return view(ir.TensorBox.create(made), [*before, like.get_size()[0]])
+            product = mkldnn_ir.LinearUnary.create(flat, packed, bias, "none", [], "")
+        return view(ir.TensorBox.create(product), [*before, like.get_size()[0]])
 
 
 def free_bytes() -> float:
-    """Return the memory that can be had without swapping; unbounded where the system does not say."""
+    """Return the memory available without swapping, infinite if the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))

@@ -1,16 +1,16 @@
-"""The topology-aware mask in the form that each attention implementation takes.
+"""The topology-aware mask, in the form that each attention implementation takes.
 
 Knows: layouts, committed lengths, window sizes, the mask conventions of transformers.
-Does not know: caches, weights, tokens' meaning.
+Does not know: caches, weights, what tokens mean.
 
-    sdpa, eager       additive float (B, 1, T, L): 0 = attend; a bool mask is silently wrong for eager, which would add
-                      0/1, and sdpa would make it additive in every layer anew
+    sdpa, eager       additive float (B, 1, T, L): 0 = attend.  With a bool mask eager is silently wrong (it adds 0/1),
+                      and sdpa converts the mask again in every layer
     flex_attention    BlockMask
     flash_attention_* takes no tree mask: refused by name
     several layer types (gemma2, gemma3, gpt-oss ...): a dict, one mask per type
 
-transformers passes a 4-D mask through untouched, so a sliding window must be in it; and it is measured between tree
-*positions* (committed length + depth), not between cache columns.
+transformers passes a 4-D mask through unchanged, so a sliding window must be in it.  The window is measured between
+tree *positions* (committed length + depth), not between cache columns.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention")
 
 
 class AttentionSpec(NamedTuple):
-    """What a model's attention layers want to be told."""
+    """The attention of a model's layers."""
 
     implementation: str  # one of IMPLEMENTATIONS
     windows: dict[str, int | None]  # layer type -> sliding window in tokens, None = full attention
@@ -37,7 +37,7 @@ class AttentionSpec(NamedTuple):
         """Read the specification from a Hugging Face model's config.
 
         Raises:
-            UnsupportedModel: flash attention, a layer type that is not (sliding) attention, or an unknown window.
+            UnsupportedModel: flash attention, or a layer type that is neither full nor sliding-window attention.
         """
         config = model.config.get_text_config(decoder=True)
         implementation = config._attn_implementation or "eager"
@@ -53,16 +53,16 @@ class AttentionSpec(NamedTuple):
         known = {"full_attention": None, "global": None}
         if window is not None:
             known["sliding_attention"] = window
-        if strange := [name for name in types if name not in known]:
+        if unknown := [name for name in types if name not in known]:
             raise UnsupportedModel(
-                f"{type(model).__name__} has {', '.join(strange)} layers, which keep a state that cannot branch or "
-                "be pruned, or mask tokens by rules of their own: use a model with full or sliding-window attention"
+                f"{type(model).__name__} has {', '.join(unknown)} layers.  They keep a state that can neither branch "
+                "nor be pruned, or they mask tokens in another way: use a model with full or sliding-window attention"
             )
         return cls(implementation, {name: known[name] for name in types})
 
 
 def attention_mask(
-    spec: AttentionSpec, layout: Layout, lengths: Sequence[int], dtype: torch.dtype, extent: int | None = None
+    spec: AttentionSpec, layout: Layout, lengths: Sequence[int], dtype: torch.dtype, kv_length: int | None = None
 ) -> Any:
     """Build the mask of one pass over the committed prefix and the pending columns.
 
@@ -71,31 +71,32 @@ def attention_mask(
         layout: the pass's nodes; S pending columns.
         lengths: committed slots of each of the B rows.
         dtype: the model's floating type, for additive masks.
-        extent: L, the columns of the pass; those beyond the longest row's S pending ones, its default, are free.
+        kv_length: L, the columns of the pass.  None = those up to the S pending columns of the longest row; any columns
+            beyond are free, and hidden.
 
     Returns:
         What the model's ``attention_mask`` argument takes: one mask, or a dict of masks by layer type.
     """
-    extent = extent or max(lengths) + layout.visible.shape[2]
+    kv_length = kv_length or max(lengths) + layout.visible.shape[2]
     masks = {
-        name: _converted(spec.implementation, _visible(layout, lengths, window, extent), dtype)
+        name: _converted(spec.implementation, _visible(layout, lengths, window, kv_length), dtype)
         for name, window in spec.windows.items()
     }
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def _visible(layout: Layout, prefix: Sequence[int], window: int | None, extent: int) -> Tensor:
+def _visible(layout: Layout, prefix: Sequence[int], window: int | None, kv_length: int) -> Tensor:
     """Return (B, T, L) bool: which of the L columns each node attends to."""
     pending, device = layout.visible.shape[2], layout.visible.device
-    if window is None and len(set(prefix)) == 1:  # one row, above all
+    if window is None and len(set(prefix)) == 1:  # above all, a single row
         visible = pad(layout.visible, (prefix[0], 0), value=True)
-        return pad(visible, (0, extent - visible.shape[2])) if extent > visible.shape[2] else visible
+        return pad(visible, (0, kv_length - visible.shape[2])) if kv_length > visible.shape[2] else visible
     lengths = on_device(prefix, device)
-    columns = torch.arange(extent, device=device)
+    columns = torch.arange(kv_length, device=device)
     relative = columns - lengths[:, None]  # (B, L): < 0 committed, 0 <= .. < S pending, beyond: free
     index = relative.clamp(0, pending - 1)
-    own = layout.visible.gather(2, index[:, None].expand(-1, layout.width, -1))  # (B, T, L)
-    visible = torch.where((relative < 0)[:, None], True, own & (relative < pending)[:, None])
+    visible = layout.visible.gather(2, index[:, None].expand(-1, layout.width, -1))  # (B, T, L)
+    visible = torch.where((relative < 0)[:, None], True, visible & (relative < pending)[:, None])
     if window is None:
         return visible
     keys = torch.where(relative < 0, columns, lengths[:, None] + layout.depths.gather(1, index))  # positions

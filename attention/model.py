@@ -3,7 +3,7 @@
 Knows: the model's forward signature, masks, positions, its cache.
 Does not know: drafting, verification, sampling, text.
 
-`TreeModel` is the model; a `TreeSession` is one batch of rows being decoded on it, with its own `TreeCache`.
+`TreeModel` is the model.  A `TreeSession` is one batch of rows that it decodes, with a `TreeCache`.
 """
 
 import inspect
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,14 +27,23 @@ from specinfer.attention.watch import modules_of
 from specinfer.errors import UnsupportedModel
 from specinfer.tree import TokenTree
 
-if TYPE_CHECKING:
-    from specinfer.attention.compiled import CompiledPass
-
 Inputs = dict[str, Any]  # of the model's forward
 Outputs = tuple[Tensor, ...]
 
-PREFILL_CHUNK = 512  # prompt tokens a row that a pass reads at most ...
-PREFILL_TOKENS = 4096  # ... and of all rows: bounds its memory, and on a CPU large passes are slower
+PREFILL_CHUNK = 512  # the most prompt tokens of a row that one pass reads ...
+PREFILL_TOKENS = 4096  # ... and of all rows: this bounds memory, and on a CPU larger passes are slower
+
+
+class FastPass(Protocol):
+    """What may run a model's passes in its place, as `compiled.CompiledPass` does."""
+
+    aux_layers: list[int]
+
+    def refresh(self) -> str:
+        """Return why it cannot stand for the model as it is now, or nothing."""
+
+    def __call__(self, inputs: Inputs, cache: TreeCache, aux_layers: Sequence[int]) -> Outputs:
+        """Run a pass: logits (B, C, V), and hidden states (B, T, K, H) if there are aux_layers."""
 
 
 class TreeModel:
@@ -53,27 +62,26 @@ class TreeModel:
         self.name = type(model).__name__
         config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = config.vocab_size
-        limits = [getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")]  # mpt: the latter
+        limits = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))  # mpt: the latter
         self.max_positions: int | None = next(filter(None, limits), None)
         parameters = inspect.signature(model.forward).parameters
         if getattr(model.config, "is_encoder_decoder", False) or "past_key_values" not in parameters:
             raise UnsupportedModel(
-                f"{self.name} offers no key-value cache of its tokens (it is recurrent, an encoder-decoder, or a "
-                "wrapper that hides one), so trees can be neither branched nor pruned: use a decoder-only attention "
-                "model, without its wrapper"
+                f"{self.name} offers no key-value cache of its tokens: it is recurrent, an encoder-decoder, or a "
+                "wrapper that hides the cache.  Trees can neither branch nor be pruned: use a decoder-only attention "
+                "model, without a wrapper"
             )
-        if len(devices := {str(parameter.device) for parameter in model.parameters()}) > 1:
-            raise UnsupportedModel(
-                f"{self.name} is spread over {', '.join(sorted(devices))}, so its cache would have to be too: load "
-                "it on one device"
-            )
+        devices = ", ".join(sorted({str(parameter.device) for parameter in model.parameters()}))
+        if ", " in devices:
+            raise UnsupportedModel(f"{self.name} is spread over {devices}, but its cache is not: load it on one device")
         self.spec = AttentionSpec.of(model)
-        self.modules = modules_of(model)  # all of them, as far as was looked
-        self.alike = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)  # layers with keys, likely
+        self.modules = modules_of(model)  # as of the last call of `running`
+        # with keys of one shape, as far as is known
+        self.uniform_layers = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
         self.takes_positions = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
-        self.compiled: CompiledPass | None = None
-        self.plain = ""  # why its passes run plain although they are compiled, as far as was looked
+        self.compiled: FastPass | None = None
+        self.plain = ""  # why passes run plain although they are compiled, as of the last call of `running`
 
     @property
     def device(self) -> torch.device:
@@ -88,16 +96,16 @@ class TreeModel:
     def position_limit(self) -> int | None:
         """Return how many positions are exact under trees, None if unbounded.
 
-        Dynamic and "longrope" rotary embeddings change all frequencies once *any* position of a pass exceeds the
-        original context, and a tree reaches there before its accepted path does; up to there they are exact.
+        Dynamic and "longrope" rotary embeddings change all frequencies if *any* position of a pass exceeds the original
+        context.  A tree exceeds it before its accepted path does.  Below it they are exact.
         """
         config = self.model.config.get_text_config(decoder=True)
         rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-        flat = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-        if any(part.get("rope_type") in ("dynamic", "longrope") for part in flat):
-            original = [part.get("original_max_position_embeddings") for part in flat]
-            known = [n for n in [*original, getattr(config, "original_max_position_embeddings", None)] if n]
-            return min(known) if known else self.max_positions
+        parts = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+        if any(part.get("rope_type") in ("dynamic", "longrope") for part in parts):
+            limits = [part.get("original_max_position_embeddings") for part in parts]
+            limits.append(getattr(config, "original_max_position_embeddings", None))
+            return min(filter(None, limits), default=self.max_positions)
         return self.max_positions
 
     def session(
@@ -105,24 +113,19 @@ class TreeModel:
         rows: int,
         capacity: int,
         max_capacity: int | None = None,
-        taps: Sequence[int] = (),
+        aux_layers: Sequence[int] = (),
         graphs: bool = False,
     ) -> "TreeSession":
         """Open a batch of ``rows`` empty sequences with a cache of ``capacity`` slots each.
 
         Args:
             rows, capacity, max_capacity: as `TreeCache`.
-            taps: the hidden states to hand out on commit: 0 = embeddings, i = after layer i, as transformers counts.
+            aux_layers: the hidden states to return on commit: 0 = embeddings, i = after layer i, as in transformers.
             graphs: replay passes over a few tokens as CUDA graphs.
         """
-        compiled = None if self.plain else self.compiled
-        if compiled is not None and not set(taps) <= set(compiled.taps):
-            compiled = None  # it hands out others
-        return TreeSession(self, TreeCache(rows, capacity, max_capacity, self.alike, fixed=graphs), taps, compiled)
-
-    def ready(self) -> None:
-        """Look whether compiled passes still are the model's; weights that changed are packed anew."""
-        self.plain = self.compiled.refresh() if self.compiled else ""
+        cache = TreeCache(rows, capacity, max_capacity, self.uniform_layers, fixed=graphs)
+        usable = self.compiled and not self.plain and set(aux_layers) <= set(self.compiled.aux_layers)
+        return TreeSession(self, cache, aux_layers, self.compiled if usable else None)
 
 
 _training: weakref.WeakKeyDictionary[Any, tuple[int, list[Any]]] = weakref.WeakKeyDictionary()
@@ -131,7 +134,7 @@ _modes = Lock()
 
 @contextmanager
 def evaluating(*models: TreeModel) -> Iterator[None]:
-    """Put models in evaluation mode for the duration; when the last thread has left, every submodule is as it was."""
+    """Put models in evaluation mode.  When the last thread leaves, every submodule is as it was before."""
     with _modes:
         for model in models:
             users, changed = _training.get(model.model, (0, []))
@@ -154,18 +157,21 @@ def evaluating(*models: TreeModel) -> Iterator[None]:
 
 @contextmanager
 def running(*models: TreeModel) -> Iterator[None]:
-    """Make models ready for passes: in evaluation mode, compiled passes as the weights are now."""
+    """Prepare models for passes: evaluation mode, and compiled passes only if they still are the model's.
+
+    Changed weights are packed again.
+    """
     for model in models:
         model.modules = modules_of(model.model)
     with resumed(*models):
         for model in models:
-            model.ready()
+            model.plain = model.compiled.refresh() if model.compiled else ""
         yield
 
 
 @contextmanager
 def resumed(*models: TreeModel) -> Iterator[None]:
-    """`running`, for models that ran before in this call: whether they changed since then is not looked at."""
+    """`running` for models that ran before in this call, without looking for changes of them."""
     with torch.inference_mode(), evaluating(*models):
         yield
 
@@ -176,21 +182,21 @@ class TreeSession:
     Attributes:
         cache: the KV cache; ``cache.lengths`` are the committed tokens per row.
         passes: forward passes so far, prefill excluded.
-        seconds: wall-clock seconds in forward passes, prefill excluded (on CUDA until launched: the wait comes later).
+        seconds: wall-clock seconds in forward passes, prefill excluded (on CUDA until they are launched).
         prefill_seconds: wall-clock seconds in prefill passes.
-        tapped: hidden states of the pending slots, one (B, T, K, H) a pass for K taps; empty without taps.
+        aux_states: hidden states of the pending slots, per pass (B, T, K, H) for K aux_layers; empty without them.
     """
 
     def __init__(
-        self, model: TreeModel, cache: TreeCache, taps: Sequence[int] = (), compiled: "CompiledPass | None" = None
+        self, model: TreeModel, cache: TreeCache, aux_layers: Sequence[int] = (), compiled: FastPass | None = None
     ) -> None:
         self.model = model
         self.cache = cache
-        self.taps = tuple(taps)
+        self.aux_layers = tuple(aux_layers)
         self.compiled = compiled
-        self.tapped: list[Tensor] = []
-        me = weakref.proxy(self)  # a cycle would keep the cache until garbage is collected
-        self.graphs = Graphs(lambda inputs: me._run_placed(inputs)) if cache.fixed else None
+        self.aux_states: list[Tensor] = []
+        session = weakref.proxy(self)  # a cycle would keep the cache until garbage is collected
+        self.graphs = Graphs(lambda inputs: session._run_at_slots(inputs)) if cache.fixed else None
         self.passes = 0
         self.seconds = 0.0
         self.prefill_seconds = 0.0
@@ -213,13 +219,13 @@ class TreeSession:
         return logits
 
     def append_last(self, layout: Layout, columns: Tensor | None = None, **inputs: Tensor) -> Tensor:
-        """`append` a step's only pass, which may be padded: logits (B, T or more, V)."""
+        """`append` for the only pass of a step, which may be padded: logits (B, T or more, V)."""
         more = padded_width(layout.width) - layout.width if self.graphs else 0
         padded = {name: pad(value, (*[0, 0] * (value.ndim - 2), 0, more)) for name, value in inputs.items()}
         return self.append(layout.padded(more), columns, **padded)
 
     def prefill(self, prompts: Sequence[Sequence[int]], **inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """Commit a ragged batch of token lists (possibly empty), some tokens of every row a pass; see `commit`.
+        """Commit a ragged batch of token lists (possibly empty) in chunks; return what `commit` returns.
 
         Args:
             prompts: token ids per row.
@@ -236,7 +242,7 @@ class TreeSession:
             self._forward(layout, torch.zeros(1, dtype=torch.long, device=self.model.device), more, self._run)
             for row, states in zip(kept, self.commit([range(len(chunk)) for chunk in chunks]), strict=True):
                 row += [] if states is None else [states]
-        if self.model.device.type == "cuda":  # else the first step's clock would wait for it
+        if self.model.device.type == "cuda":  # else the time of the first step would include it
             torch.cuda.synchronize(self.model.device)
         self.prefill_seconds += perf_counter() - started
         return [torch.cat(states) if states else None for states in kept]
@@ -249,16 +255,17 @@ class TreeSession:
         return self.append_last(lay_out_trees(trees, self.model.device))
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> list[Tensor | None]:
-        """Keep the pending slots named per row, forget the others, retire rows given None (`TreeCache.keep`).
+        """Keep these pending slots of each row, forget the others, retire rows given None (`TreeCache.keep`).
 
         Returns:
-            Per row, the tapped hidden states (n, K, H) of the n slots kept; None for a retired row or without taps.
+            Per row, the auxiliary hidden states (n, K, H) of the n slots kept; None for a retired row or without
+            aux_layers.
         """
         self.cache.keep(paths)
-        tapped, self.tapped = self.tapped, []
-        if not tapped:
+        aux_states, self.aux_states = self.aux_states, []
+        if not aux_states:
             return [None] * len(paths)
-        states = torch.cat(tapped, 1) if len(tapped) > 1 else tapped[0]
+        states = torch.cat(aux_states, 1) if len(aux_states) > 1 else aux_states[0]
         return [None if path is None else _chosen(states[row], path) for row, path in enumerate(paths)]
 
     @torch.inference_mode()
@@ -269,53 +276,51 @@ class TreeSession:
         cache.stage(layout.width, layout.tokens.device)
         inputs: Inputs = {
             "input_ids": layout.tokens,
-            "attention_mask": attention_mask(model.spec, layout, cache.lengths, model.dtype, cache.extent),
+            "attention_mask": attention_mask(model.spec, layout, cache.lengths, model.dtype, cache.kv_length),
             **extra,
         }
         if model.takes_positions:
             inputs["position_ids"] = self._positions(layout)
         if columns is not None and model.takes_logits_to_keep:
             inputs["logits_to_keep"] = columns
-        logits, *tapped = run(inputs)
-        self.tapped += tapped
+        logits, *aux_states = run(inputs)
+        self.aux_states += aux_states
         return logits if columns is None or model.takes_logits_to_keep else logits[:, columns]
 
     def _run(self, inputs: Inputs) -> Outputs:
-        """Run the model: logits, and the tapped states (B, T, K, H) if there are taps."""
+        """Run the model: logits, and the auxiliary hidden states (B, T, K, H) if there are aux_layers."""
         if self.compiled is not None:
-            return self.compiled(inputs, self.cache, self.taps)
-        taps = {"output_hidden_states": True} if self.taps else {}
-        output = self.model.model(**inputs, **taps, past_key_values=self.cache, use_cache=True, return_dict=True)
-        if not self.taps:
+            return self.compiled(inputs, self.cache, self.aux_layers)
+        options = {"output_hidden_states": True} if self.aux_layers else {}
+        output = self.model.model(**inputs, **options, past_key_values=self.cache, use_cache=True, return_dict=True)
+        if not self.aux_layers:
             return (output.logits,)
         if getattr(output, "hidden_states", None) is None:
-            raise UnsupportedModel(
-                f"{self.model.name} hands out no hidden states, which a feature head reads: draft with a language "
-                "model or n-grams"
-            )
-        return output.logits, torch.stack([output.hidden_states[tap] for tap in self.taps], 2)
+            advice = "which an EAGLE-style head reads: draft with a language model or n-grams"
+            raise UnsupportedModel(f"{self.model.name} hands out no hidden states, {advice}")
+        return output.logits, torch.stack([output.hidden_states[layer] for layer in self.aux_layers], 2)
 
     def _replay(self, inputs: Inputs) -> Outputs:
-        """`_run`, from a graph where there is one for inputs of these shapes."""
+        """`_run`, from a graph if there is one for inputs of these shapes."""
         if self.graphs is None or not isinstance(inputs["attention_mask"], Tensor):  # a mask for each kind of layer
             return self._run(inputs)
         assert self.cache.slots is not None
         return self.graphs({**inputs, "slots": self.cache.slots}, self.cache.capacity)
 
-    def _run_placed(self, inputs: Inputs) -> Outputs:
-        """`_run`, writing to the slots among the inputs."""
+    def _run_at_slots(self, inputs: Inputs) -> Outputs:
+        """`_run`, which writes to the slots among the inputs."""
         self.cache.slots = inputs["slots"]
         return self._run({name: value for name, value in inputs.items() if name != "slots"})
 
     def _positions(self, layout: Layout) -> Tensor:
-        """Return (B, T) positions, committed length + depth; beyond the context they are clamped (cut later)."""
+        """Return (B, T) positions, committed length + depth, clamped to the context (the rest is cut later)."""
         lengths = on_device(self.cache.lengths, layout.tokens.device)
         positions = lengths[:, None] + layout.depths[:, -layout.width :]
         return positions if self.model.max_positions is None else positions.clamp(max=self.model.max_positions - 1)
 
 
-def _chosen(states: Tensor, places: Sequence[int]) -> Tensor:
-    """Return (n, ...) of states (S, ...), at ascending places: a copy, which does not keep the pass."""
-    if not places or places[-1] == len(places) - 1:
-        return states[: len(places)].clone()
-    return states[on_device(list(places), states.device)]
+def _chosen(states: Tensor, path: Sequence[int]) -> Tensor:
+    """Return states (S, ...) at ascending indices, (n, ...): a copy, so that the others can be freed."""
+    if not path or path[-1] == len(path) - 1:
+        return states[: len(path)].clone()
+    return states[on_device(list(path), states.device)]

@@ -1,32 +1,28 @@
-"""What each part of `Auto` is worth: trees without that part, in turns with whole ones, on real prompts.
+"""What each part of `Auto` is worth: trees without that part, next to whole ones, on real prompts.
 
-    python benchmarks/ablation.py --prompts code.jsonl chat.jsonl [--temperature 1] [--rounds 3] [--table]
+    python benchmarks/ablation.py --prompts code.jsonl chat.jsonl [--count 16] [--temperature 1]
 
-Every variant has a decoder and experience of its own; models are shared.  A figure is the median, over prompts, of the
-variant's tokens a second over the whole `Auto`'s (each prompt's the median over rounds); the interval is a bootstrap's.
-
-A clock cannot tell differences of 2 %.  With ``--table`` seconds are not measured: a step costs what such
-a step cost on one machine (`PASS`, `LEVELS`), and this is also what the policy is told; so figures repeat themselves.
+A clock cannot tell differences of 2 %.  So seconds are not measured: a step costs what such a step cost on one machine
+(`PASS`, `LEVELS`), and the policy is told the same.  Figures repeat themselves on any machine, up to rounding.  Every
+variant has its own experience.  A figure is the median over prompts of the variant's tokens a second over those of the
+whole policy; the interval is a bootstrap's.
 """
 
 import argparse
-import sys
+from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter
-from types import MethodType
 from typing import Any
 
 import numpy as np
-import torch
 from common import load_models, read_prompts
 from peers import interval
 
-from specinfer import BestFirst, SpeculativeDecoder, adapt
-from specinfer.adapt import Auto
-from specinfer.habits import Calibration, Ranks
-from specinfer.learnt import Hinge
+from specinfer import SpeculativeDecoder
+from specinfer.adaptive.acceptance import Rate
+from specinfer.adaptive.policy import Auto
 
 TOKENS = (1, 2, 4, 8, 16, 24, 32)  # fed in a pass ...
 PASS = (32.7, 31.6, 35.8, 37.9, 46.6, 56.0, 63.8)  # ... and its milliseconds: SmolLM2-135M, two cores, AVX512, compiled
@@ -34,169 +30,97 @@ LEVELS = (2.9, 0.3)  # milliseconds of a level: of head-1, of a look-up
 STEP = 2.0, 1.0  # milliseconds between passes, and more if drafts were asked
 
 
-class Clock:
-    """Seconds by the table, of one policy."""
+class Timed(Auto):
+    """The whole policy, by seconds of the table."""
 
-    def __init__(self, auto: Auto) -> None:
-        self.spent = 0.0
-        begin = auto.begin
+    def __init__(self) -> None:
+        super().__init__()
+        self.spent = [0.0]  # shared with texts
 
-        def begun(drafts: int, coupled: bool) -> Auto:
-            own = begin(drafts, coupled)
-            observe = own.observe
-
-            def told(trees: Any, paths: Any, tokens: Any, proposing: Any, seconds: float) -> None:
-                levels = [own.levels.get(draft, 0) for draft in range(drafts)]
-                proposing = [1e-3 * cost * count + 1e-9 for cost, count in zip(LEVELS, levels, strict=False)]
-                fed = max(len(tree) for tree in trees)
-                rest = 1e-3 * (float(np.interp(fed, TOKENS, PASS)) + STEP[0] + STEP[1] * any(levels))
-                self.spent += rest + sum(proposing)
-                observe(trees, paths, tokens, proposing, rest + sum(proposing))
-
-            own.observe = told  # type: ignore[method-assign]
-            return own
-
-        auto.begin = begun  # type: ignore[method-assign]
+    def observe(self, trees: Any, paths: Any, tokens: Any, proposing: Any, seconds: float) -> None:
+        """Learn from a step, whatever the clock says."""
+        levels = [self.levels.get(draft, 0) for draft in range(len(proposing))]
+        proposing = [1e-3 * cost * count + 1e-9 for cost, count in zip(LEVELS, levels, strict=False)]
+        rest = np.interp(max(map(len, trees)), TOKENS, PASS) + STEP[0] + STEP[1] * any(levels)
+        seconds = 1e-3 * float(rest) + sum(proposing)
+        self.spent[0] += seconds
+        super().observe(trees, paths, tokens, proposing, seconds)
 
 
-class RawProbabilities(Calibration):
-    """Draft probabilities as they are."""
+class Fixed(Rate):
+    """A rate that learns nothing."""
 
-    def _factor(self, expected: float, accepted: float, place: int) -> float:
-        return 1.0
-
-
-class FirstRanks(Ranks):
-    """Rates by rank as they begin, never learnt."""
-
-    def observe(self, depth: int, rank: int | None) -> None:
-        """Learn nothing."""
+    def add(self, accepted: float, expected: float) -> None:
+        """Take no note."""
 
 
-class Steady(Hinge):
-    """Costs without a level of now."""
+class WithoutEdgeRates(Timed):
+    """Draft probabilities are taken at their word."""
 
-    def add(self, size: int, seconds: float, weight: float = 1.0) -> None:
-        """Take a measurement into account; the level stays."""
-        super().add(size, seconds, weight)
-        self.level = 1.0
-
-
-def without_calibration(auto: Auto) -> None:
-    """Take draft probabilities for acceptance."""
-    for coupled in (False, True):
-        auto.learnt[coupled].calibration = RawProbabilities()
+    def start(self, drafts: int, coupled: bool) -> None:
+        """Begin a text."""
+        super().start(drafts, coupled)
+        self.acceptance.edges = defaultdict(partial(Fixed, 1.0))
 
 
-def without_ranks(auto: Auto) -> None:
-    """Never learn how often the k-th child is accepted."""
-    for coupled in (False, True):
-        for draft in range(4):
-            auto.learnt[coupled].ranks[draft] = FirstRanks()
+class WithoutFamilyRates(Timed):
+    """Half of all accepted nodes are expected to have an accepted child."""
+
+    def start(self, drafts: int, coupled: bool) -> None:
+        """Begin a text."""
+        super().start(drafts, coupled)
+        self.acceptance.families = defaultdict(partial(Fixed, 0.5))
 
 
-def without_hinge(auto: Auto) -> None:
-    """Let costs be a straight line through the origin's size."""
-    auto.line = Hinge()
+class WithoutRates(WithoutEdgeRates, WithoutFamilyRates):
+    """Neither."""
 
 
-def without_level(auto: Auto) -> None:
-    """Do not follow a machine that is slower or faster than before."""
-    auto.line = Steady(adapt.KNEES)
+class WithoutIdling(Timed):
+    """Every draft is asked in every step, but for the plain ones that measure."""
+
+    def _choose(self, rows: int) -> int:
+        return -1 if super()._choose(rows) or self.since_plain < 2 else 0
 
 
-def without_coalitions(auto: Auto) -> None:
-    """Ask all drafts or none."""
+class WithoutPlainSteps(Timed):
+    """No plain step measures the machine after the first one."""
 
-    def choose(self: Auto, asked: int, rows: int) -> int:
-        kept, adapt.subsets = adapt.subsets, lambda drafts: iter((drafts, 0))
-        try:
-            return Auto._choose(self, asked, rows)
-        finally:
-            adapt.subsets = kept
-
-    _replace(auto, _choose=choose)
+    def _choose(self, rows: int) -> int:
+        self.since_plain = 0 if rows in self.costs.plain else self.since_plain
+        return super()._choose(rows)
 
 
-def without_idling(auto: Auto) -> None:
-    """Ask every draft in every step, but for the plain ones that are due: no coalitions, no trials."""
+class WithoutLevelPrices(Timed):
+    """Every tree is grown to its depth."""
 
-    def choose(self: Auto, asked: int, rows: int) -> int:
-        everyone = (1 << len(self.due)) - 1
-        pace = self.paces[rows]
-        if self._exploring:
-            return everyone if adapt.SIZES[self.counts.explored] else 0
-        return 0 if pace.since_plain >= min(adapt.AGAIN, 8 << min(pace.plain.count, 5)) else everyone
-
-    _replace(auto, _choose=choose)
-
-
-def without_trials(auto: Auto) -> None:
-    """Never ask an idle draft again in the same text."""
-
-    def choose(self: Auto, asked: int, rows: int) -> int:
-        chosen = Auto._choose(self, asked, rows)
-        return chosen if self._exploring else chosen & self.working
-
-    _replace(auto, _choose=choose)
-
-
-def without_learning(auto: Auto) -> None:
-    """Neither calibration nor ranks: acceptance is what drafts say."""
-    without_calibration(auto)
-    without_ranks(auto)
-
-
-def without_most(auto: Auto) -> None:
-    """Neither calibration, ranks, the knees of costs, their level, idling nor exploring: prices alone."""
-    without_learning(auto)
-    auto.line = Steady()
-    without_exploring(auto)
-    without_idling(auto)
-
-
-def without_exploring(auto: Auto) -> None:
-    """Choose sizes from the first step on, from what a CPU or GPU bound by memory costs."""
-    auto.counts.explored = len(adapt.SIZES)
-
-
-def without_level_prices(auto: Auto) -> None:
-    """Grow every tree to its depth, whatever a level costs."""
-
-    def wanted_nodes(self: Auto, draft: int, depth: int, accepted: Any) -> int:
+    def wanted_nodes(self, draft: int, depth: int, accepted: Any) -> int:
+        """Return all nodes."""
         return max(map(len, accepted))
 
-    _replace(auto, wanted_nodes=wanted_nodes)
 
+class WithoutSizes(Timed):
+    """Fifteen nodes are scored in every step."""
 
-def without_sizes(auto: Auto) -> None:
-    """Score 15 nodes in every step, as many as were grown at most."""
-
-    def size(self: Auto, nodes: Any, reached: Any) -> int:
+    def _size(self, nodes: Any, reached: Any) -> int:
+        self.worth = True
         return 15
 
-    _replace(auto, _size=size)
 
-
-def _replace(auto: Auto, **methods: Callable[..., Any]) -> None:
-    """Give one object, and the copies that texts get of it, other methods."""
-
-    def begin(self: Auto, drafts: int, coupled: bool) -> Auto:
-        own = Auto.begin(auto, drafts, coupled)
-        for name, method in methods.items():
-            setattr(own, name, MethodType(method, own))
-        return own
-
-    auto.begin = MethodType(begin, auto)  # type: ignore[method-assign]
-
-
-VARIANTS: dict[str, Callable[[Auto], None]] = {
-    name.removeprefix("without_"): change for name, change in list(globals().items()) if name.startswith("without_")
+VARIANTS: dict[str, Callable[[], Timed]] = {
+    "whole": Timed,
+    "edge rates": WithoutEdgeRates,
+    "family rates": WithoutFamilyRates,
+    "both rates": WithoutRates,
+    "idling": WithoutIdling,
+    "plain steps": WithoutPlainSteps,
+    "level prices": WithoutLevelPrices,
+    "sizes": WithoutSizes,
 }
 
 
 def main() -> None:
-    """Measure all in turn."""
+    """Decode every prompt with every variant."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target")
     parser.add_argument("--draft", action="append", default=[])
@@ -205,43 +129,28 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--parts", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
-    parser.add_argument("--table", action="store_true", help="seconds by the table, not by the clock")
     args = parser.parse_args()
     model, tokenizer, drafts = load_models(args, args.dtype)
-    trees: dict[str, Any] = {"whole": Auto(), "again": Auto(), **{name: Auto() for name in args.parts}}
-    for name in args.parts:
-        VARIANTS[name](trees[name])
-    clocks = {name: Clock(tree) for name, tree in trees.items()} if args.table else {}
-    trees |= {} if args.table else {"15 nodes, fixed": BestFirst(15, 8), "plain": None}
-    decoders = {name: SpeculativeDecoder(model, tokenizer, drafts=drafts, tree=tree) for name, tree in trees.items()}
-    prompts = read_prompts(args.prompts, args.count)
-    rates: dict[str, list[list[float]]] = {name: [[] for _ in prompts] for name in decoders}
-    tokens: dict[str, list[int]] = {name: [0, 0] for name in decoders}
-    for turn in range(args.rounds):
-        for place, prompt in [(-1, "Say hello.")] * (2 if turn == 0 else 0) + list(enumerate(prompts)):
-            order = list(decoders)
-            first = (turn * len(prompts) + place) % len(order)
-            for name in order[first:] + order[:first]:
-                started, before = perf_counter(), clocks[name].spent if clocks else 0.0
-                result = decoders[name].generate(
-                    prompt, max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=place
-                )
-                spent = clocks[name].spent - before if clocks else perf_counter() - started
-                if place >= 0:
-                    rates[name][place].append(len(result.token_ids) / spent)
-                    tokens[name][0] += len(result.token_ids)
-                    tokens[name][1] += len(result.steps)
-        print(f"round {turn + 1}", file=sys.stderr, flush=True)
-    print(f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, T = {args.temperature:g}")
-    print("seconds by the table" if clocks else "seconds by the clock")
-    whole = [median(own) for own in rates["whole"]]
-    for name in decoders:
-        ratios = [median(own) / base for own, base in zip(rates[name], whole, strict=True)]
+    policies = {name: variant() for name, variant in VARIANTS.items()}
+    decode = {name: SpeculativeDecoder(model, tokenizer, drafts, tree).generate for name, tree in policies.items()}
+    rates: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    per_pass: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    prompts = ["Say hello.", *read_prompts(args.prompts, args.count)]  # the first one warms up
+    options = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
+    for number, prompt in enumerate(prompts):
+        for name, policy in policies.items():
+            before = policy.spent[0]
+            result = decode[name](prompt, seed=number, **options)
+            rates[name].append(len(result.token_ids) / (policy.spent[0] - before))
+            per_pass[name].append(result.stats.tokens_per_target_pass)
+    print(f"T = {args.temperature:g}, {len(prompts) - 1} prompts; without:")
+    for name in VARIANTS:
+        ratios = [one / whole for one, whole in zip(rates[name][1:], rates["whole"][1:], strict=True)]
         low, high = interval(ratios)
-        speed, tau = median(map(median, rates[name])), tokens[name][0] / tokens[name][1]
-        print(f"{name:20}{speed:7.1f} tokens/s  {tau:5.2f} a pass  {median(ratios):.3f} [{low:.3f}, {high:.3f}]")
+        print(
+            f"{name:14}{median(rates[name][1:]):6.1f} tokens/s {median(per_pass[name][1:]):5.2f} a pass"
+            f"   {median(ratios):.3f} [{low:.3f}, {high:.3f}]"
+        )
 
 
 if __name__ == "__main__":

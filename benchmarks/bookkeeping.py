@@ -1,10 +1,10 @@
-"""What the host does between passes: milliseconds a step by rows, and what steps of very large trees take.
+"""What the host does between passes, in milliseconds a step, by rows; and the time of steps with very large trees.
 
     python benchmarks/bookkeeping.py --prompts code.jsonl chat.jsonl [--rows 1 8 32] [--rounds 5] [--other PYTHON]
 
-The default target with its default drafts decodes batches; bookkeeping is what is left of a step after the target's and
-the drafts' passes: ranking, look-ups, growing, merging, fitting, layout, verification, pruning, learning.  Then a tiny
-model, its own draft, scores trees of 256, 1,024 and 4,096 nodes.  ``--other`` is the interpreter of an environment with
+The default target with its default drafts decodes batches.  Bookkeeping is a step without the target's and the drafts'
+passes: ranking, look-ups, growing, merging, fitting, layout, verification, pruning, learning.  Then a tiny model, as
+its own draft, scores trees of 256, 1,024 and 4,096 nodes.  ``--other`` is the interpreter of an environment with
 another version of specinfer; both take turns.  Figures are medians.
 """
 
@@ -32,12 +32,12 @@ def tiny() -> Any:
 
 
 def worker(target: str | None, dtype: str, prompts: list[str], new_tokens: int) -> None:
-    """Decode when asked: with the version of specinfer that this interpreter has."""
+    """Decode on request, with the version of specinfer that this interpreter has."""
     from specinfer import BestFirst
-    from specinfer.models import load
+    from specinfer.loading import load
 
     loaded = load(target, dtype)
-    own = {
+    decoders = {
         name: decoder(loaded.model, loaded.tokenizer, ["auto"], tree if tree == "auto" else BestFirst(*tree))
         for name, tree in TREES.items()
     }
@@ -49,7 +49,7 @@ def worker(target: str | None, dtype: str, prompts: list[str], new_tokens: int) 
             next(run)
             return 1e3 * next(run)[0][1].seconds.total
         batch = (prompts * rows)[:rows]
-        results = own[tree].generate(batch, max_new_tokens=new_tokens)
+        results = decoders[tree].generate(batch, max_new_tokens=new_tokens)
         steps = max(len(result.steps) for result in results)
         return 1e3 * results[0].stats.seconds.bookkeeping / steps
 
@@ -87,18 +87,18 @@ def main() -> None:
     questions += [{"nodes": nodes} for nodes in LARGE]
     taken: dict[tuple[str, int], list[float]] = {(who, i): [] for i in range(len(questions)) for who in workers}
     for turn in range(args.rounds + 1):
-        for who, place in taken:
-            milliseconds = workers[who].ask(**questions[place])
+        for who, number in taken:
+            milliseconds = workers[who].ask(**questions[number])
             if turn:  # the first one warms up
-                taken[who, place].append(milliseconds)
+                taken[who, number].append(milliseconds)
     print(f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads; milliseconds a step")
-    for place, question in enumerate(questions):
+    for number, question in enumerate(questions):
         what = (
             f"{question['nodes']} nodes, whole step"
             if "nodes" in question
             else "{rows} rows, {tree}".format(**question)
         )
-        print(f"{what:24}", *(f"{who}{median(taken[who, place]):.2f}" for who in workers), sep="  ")
+        print(f"{what:24}", *(f"{who}{median(taken[who, number]):.2f}" for who in workers), sep="  ")
 
 
 if __name__ == "__main__":

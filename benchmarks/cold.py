@@ -1,10 +1,10 @@
-"""What the small operations between passes cost: in a tight loop, and after a pass's bytes went through the caches.
+"""What the small operations between passes cost: in a tight loop, and after a pass has read all weights.
 
     python benchmarks/cold.py [--megabytes 269] [--rounds 60]
 
 Between two passes of the target the engine does some hundred operations on a few dozen numbers each.  A pass reads all
-weights, so that hardly anything of what those operations need, their own code included, is in a cache afterwards.
-Figures are medians, in microseconds.
+weights.  Afterwards the caches hold hardly any of the data and the code that these operations need.  Figures are
+medians, in microseconds.
 """
 
 import argparse

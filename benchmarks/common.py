@@ -1,6 +1,6 @@
-"""What the measuring scripts share: models, prompts, first differences, and workers to compare with each other.
+"""What the measuring scripts share: models, prompts, first differences, and workers to compare.
 
-A worker is a process with an interpreter of its own, so that two versions of specinfer, or llama.cpp, can take turns.
+A worker is a process with its own interpreter, so that two versions of specinfer, or llama.cpp, can take turns.
 """
 
 import argparse
@@ -12,18 +12,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from specinfer import BestFirst, Chain, ModelDraft, SpeculativeDecoder, Widths
-from specinfer.comparison.files import read_prompts as rows_of
-from specinfer.comparison.methods import common_prefix
+from specinfer import BestFirst, Chain, Expansion, ModelDraft, SpeculativeDecoder
 from specinfer.decoder import DEFAULT_TREE, WORDS
-from specinfer.models import load
+from specinfer.evaluation.compare.files import read_prompt_file
+from specinfer.evaluation.compare.runner import common_prefix
+from specinfer.loading import load
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options that all scripts take."""
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--target", help="hub name or folder; default SmolLM2-135M-Instruct")
-    p.add_argument("--draft", action="append", default=[], help="a model, ngram, shipped or auto; repeat to merge")
+    p.add_argument("--draft", action="append", default=[], help="a model, ngram, bundled or auto; repeat to merge")
     p.add_argument("--prompts", nargs="+", type=Path, required=True, help='JSON lines with "prompt" and "split"')
     p.add_argument("--count", type=int, default=20, help="prompts in all, split evenly between the files")
     p.add_argument("--max-new-tokens", type=int, default=64)
@@ -35,7 +35,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def read_prompts(files: list[Path], count: int) -> list[str]:
     """Return the first `dev` prompts of each file, ``count`` in all."""
     each = -(-count // len(files))
-    return [prompt for file in files for _, prompt in rows_of(file, "dev")[:each]][:count]
+    return [prompt for file in files for _, prompt in read_prompt_file(file, "dev", each)][:count]
 
 
 def load_models(args: argparse.Namespace, dtype: str) -> tuple[Any, Any, list[Any]]:
@@ -48,7 +48,7 @@ def load_models(args: argparse.Namespace, dtype: str) -> tuple[Any, Any, list[An
 def policies(nodes: int, depth: int) -> dict[str, Any]:
     """Return the tree policies that are compared."""
     best_first = BestFirst(nodes, depth, DEFAULT_TREE.min_probability)
-    return {"auto": "auto", "best-first": best_first, "widths": Widths((2, 2, 1)), "chain": Chain(depth)}
+    return {"auto": "auto", "best-first": best_first, "expansion": Expansion((2, 2, 1)), "chain": Chain(depth)}
 
 
 def difference(a: list[int], b: list[int]) -> int | None:
@@ -66,7 +66,7 @@ class Worker:
 
     Args:
         python: its interpreter.
-        script: has `serve` on it, when called with ``--worker`` and these arguments.
+        script: calls `serve` when it is run with ``--worker`` and these arguments.
     """
 
     def __init__(self, python: str, script: str, *arguments: str) -> None:
@@ -91,7 +91,7 @@ class Worker:
 
 
 def serve(answer: Callable[..., Any]) -> None:
-    """Answer the questions that come; whatever else is printed goes to stderr."""
+    """Answer the questions on stdin; anything else that is printed goes to stderr."""
     out, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         print(json.dumps(answer(**json.loads(line))), file=out, flush=True)

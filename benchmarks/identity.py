@@ -3,9 +3,9 @@
     python benchmarks/identity.py --target DIR --draft ngram --draft DIR --prompts code.jsonl chat.jsonl
 
 Greedy: ids against `generate(do_sample=False)` for each tree, prompt by prompt and in ragged batches of four.
-Sampling (--sampling): ids for one seed with trees, a chain, no speculation and in batches, at T = 1 and at T = 0.7
-with top_p = 0.9.  A difference is shown with the gap between the two largest logits where it begins.  Exit code 1 if
-ids differ where that gap is 0.001 or more (a smaller one is a near-tie that float32 rounding decides).
+Sampling (--sampling): ids for one seed with trees, a chain, no speculation and in batches, at T = 1 and at T = 0.7 with
+top_p = 0.9.  A difference is printed with the gap between the two largest logits where it begins.  The exit code is 1
+if ids differ where that gap is 0.001 or more (a smaller one is a near-tie that float32 rounding decides).
 """
 
 import json
@@ -16,9 +16,9 @@ import torch
 from common import decoder, difference, load_models, parser, policies, read_prompts
 from tqdm import tqdm
 
-from specinfer.comparison.methods import top2_gap
+from specinfer.evaluation.compare.runner import top2_gap
 
-LAWS: dict[str, dict[str, Any]] = {
+DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "T=1": {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
     "T=0.7 top_p=0.9": {"do_sample": True, "temperature": 0.7, "top_k": 0, "top_p": 0.9},
@@ -26,7 +26,7 @@ LAWS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    """Compare and print one JSON line per law and method."""
+    """Compare and print one JSON line per distribution and method."""
     p = parser(__doc__)
     p.add_argument("--sampling", action="store_true", help="compare sampled ids too")
     args = p.parse_args()
@@ -34,40 +34,47 @@ def main() -> None:
     prompts = read_prompts(args.prompts, args.count)
     trees = policies(args.nodes, args.depth)
     broken = False
-    for law in LAWS if args.sampling else ["greedy"]:
-        options = {"max_new_tokens": args.max_new_tokens, "seed": 7, **LAWS[law]}
+    for distribution in DISTRIBUTIONS if args.sampling else ["greedy"]:
+        options = {"max_new_tokens": args.max_new_tokens, "seed": 7, **DISTRIBUTIONS[distribution]}
         plain = decoder(model, tokenizer, drafts, None)
-        reference = [plain_ids(plain, model, prompt, law, options) for prompt in tqdm(prompts, desc=f"{law} plain")]
+        reference = [
+            plain_ids(plain, model, prompt, distribution, options)
+            for prompt in tqdm(prompts, desc=f"{distribution} plain")
+        ]
         for name, tree in trees.items():
             speculative = decoder(model, tokenizer, drafts, tree)
-            results = [speculative.generate(prompt, **options) for prompt in tqdm(prompts, desc=f"{law} {name}")]
-            broken |= report(model, law, name, results, reference)
+            results = [
+                speculative.generate(prompt, **options) for prompt in tqdm(prompts, desc=f"{distribution} {name}")
+            ]
+            broken |= report(model, distribution, name, results, reference)
         batched = decoder(model, tokenizer, drafts, trees["best-first"])
         groups = [prompts[i : i + 4] for i in range(0, len(prompts), 4)]
-        results = [r for group in tqdm(groups, desc=f"{law} batch") for r in batched.generate(group, **options)]
-        broken |= report(model, law, "best-first, ragged batch of 4", results, reference)
+        results = [
+            r for group in tqdm(groups, desc=f"{distribution} batch") for r in batched.generate(group, **options)
+        ]
+        broken |= report(model, distribution, "best-first, ragged batch of 4", results, reference)
     sys.exit(int(broken))
 
 
-def plain_ids(plain: Any, model: Any, prompt: str, law: str, options: dict[str, Any]) -> list[int]:
+def plain_ids(plain: Any, model: Any, prompt: str, distribution: str, options: dict[str, Any]) -> list[int]:
     """Return what decoding without speculation emits: transformers' generate when greedy, our own loop when not."""
-    if law != "greedy":
+    if distribution != "greedy":
         return plain.generate(prompt, **options).token_ids
     ids = torch.tensor([plain.open(prompt, **options).rows[0].ids])
     output = model.generate(ids, max_new_tokens=options["max_new_tokens"], do_sample=False)
     return output[0, ids.shape[1] :].tolist()
 
 
-def report(model: Any, law: str, name: str, results: list[Any], reference: list[list[int]]) -> bool:
-    """Print how many prompts have equal ids; return whether some differ at no near-tie."""
+def report(model: Any, distribution: str, name: str, results: list[Any], reference: list[list[int]]) -> bool:
+    """Print how many prompts have equal ids; return whether some differ elsewhere than at a near-tie."""
     gaps = {}
     for index, (result, expected) in enumerate(zip(results, reference, strict=True)):
-        place = difference(result.token_ids, expected)
-        if place is not None:
-            gaps[index] = round(top2_gap(model, result.prompt_ids + expected[:place]), 6)
+        length = difference(result.token_ids, expected)
+        if length is not None:
+            gaps[index] = round(top2_gap(model, result.prompt_ids + expected[:length]), 6)
     passes = sum(r.stats.target_passes for r in results)
     line = {
-        "law": law,
+        "distribution": distribution,
         "method": name,
         "prompts": len(results),
         "equal": len(results) - len(gaps),

@@ -1,4 +1,4 @@
-"""Is memory weights + stated cache + one pass, and flat over many calls?
+"""Is memory no more than weights, cache and one pass, and flat over many calls?
 
     python benchmarks/memory.py --target DIR --prompts chat.jsonl --count 200
 
@@ -22,7 +22,7 @@ def main() -> None:
     """Generate many times and print one JSON object."""
     args = parser(__doc__).parse_args()
     model, tokenizer, drafts = load_models(args, "bfloat16")
-    prompts = read_prompts(args.prompts, 8)  # again and again: kernels keep buffers for every new shape
+    prompts = read_prompts(args.prompts, 8)  # only few: kernels keep buffers for every new shape
     engine = decoder(model, tokenizer, drafts, policies(args.nodes, args.depth)["best-first"])
     weights = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
     after = {}

@@ -1,12 +1,12 @@
-"""What passes cost by the number of nodes: as the model is, compiled, and by another version, next to memory's bound.
+"""What passes cost by the number of nodes: plain, compiled, and in another version, beside the bound by bandwidth.
 
     specinfer compile [--target DIR] [--dtype float32]
     python benchmarks/passes.py [--target DIR] [--dtype float32] [--prefix 200] [--rounds 15] [--other PYTHON]
 
-The bound is the bytes of the weights that a pass reads over the bandwidth measured by summing an array that no cache
-holds.  All take turns in one run; figures are medians, in milliseconds.  ``--other`` is the interpreter of an
-environment with another version of specinfer.  "level" is a pass of the first head that comes with the package, over so
-many nodes; "engine" is how passes run: compiled, where they are.
+The bound is the bytes of the weights that a pass reads, divided by the bandwidth, which is measured by summing an array
+that no cache holds.  All take turns in one run; figures are medians, in milliseconds.  ``--other`` is the interpreter
+of an environment with another version of specinfer.  "level" is a pass of the first bundled head over so many nodes;
+"engine" is how the engine runs passes: compiled, where a package is.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from common import Worker, serve
 
 NODES = (1, 2, 4, 8, 16, 24, 32)
 LEVEL = (1, 2, 4, 8)
-Passes = dict[str, tuple[Any, Any, bool, dict[str, Any]]]  # session, model, engine, what else it is fed
+Passes = dict[str, tuple[Any, Any, bool, dict[str, Any]]]  # session, model, engine, sizes of its other inputs
 
 
 def bandwidth() -> float:
@@ -40,45 +40,45 @@ def opened(model: Any, prefix: int, engine: bool, compiled: bool, extra: dict[st
     from specinfer.attention import running
 
     if engine and compiled:
-        from specinfer.packages import attach
+        from specinfer.attention.packages import attach
 
         if reason := attach(model, (0,) if extra else (), "auto"):
             print(f"{model.name} runs plain: {reason}", file=sys.stderr)
     session = model.session(1, prefix + 64)
     states = {name: torch.randn(prefix, size).to(model.dtype) for name, size in extra.items()}
     with running(model) if engine else nullcontext():
-        session.prefill([list(range(10, 10 + prefix))], **{name: [own] for name, own in states.items()})
+        session.prefill([list(range(10, 10 + prefix))], **{name: [tensor] for name, tensor in states.items()})
     return session, model, engine, extra
 
 
 def worker(target: str | None, dtype: str, prefix: int) -> None:
-    """Run passes when asked: with the version of specinfer that this interpreter has."""
+    """Run passes on request, with the version of specinfer that this interpreter has."""
     from specinfer.attention import TreeModel, lay_out_chains, running
-    from specinfer.models import load
-    from specinfer.shipped import shipped_drafts
+    from specinfer.drafts.bundled import bundled_drafts
+    from specinfer.loading import load
 
     loaded = load(target, dtype)
     try:
-        import specinfer.packages  # noqa: F401
+        import specinfer.attention.packages  # noqa: F401
 
         compiled = True
     except ImportError:
         compiled = False
-    own: Passes = {
+    passes: Passes = {
         "plain": opened(TreeModel(loaded.model), prefix, False, False, {}),
         "engine": opened(TreeModel(loaded.model), prefix, True, compiled, {}),
     }
-    for draft in shipped_drafts(loaded.model, loaded.tokenizer)[:1]:
-        head = draft.attach(own["plain"][1], loaded.tokenizer).model
-        size = {"own_states": loaded.model.config.hidden_size}
-        own["plain level"] = opened(head, prefix, False, False, size)
-        own["level"] = opened(TreeModel(head.model), prefix, True, compiled, size)
+    for draft in bundled_drafts(loaded.model, loaded.tokenizer)[:1]:
+        head = draft.attach(passes["plain"][1], loaded.tokenizer).model
+        size = {"draft_states": loaded.model.config.hidden_size}
+        passes["plain level"] = opened(head, prefix, False, False, size)
+        passes["level"] = opened(TreeModel(head.model), prefix, True, compiled, size)
 
     def answer(kind: str = "", nodes: int = 1) -> Any:
         if not kind:
             weights = sum(parameter.nbytes for parameter in set(loaded.model.parameters()))
-            return {"kinds": list(own), "weights": weights, "dtype": str(loaded.model.dtype)}
-        session, model, engine, extra = own[kind]
+            return {"kinds": list(passes), "weights": weights, "dtype": str(loaded.model.dtype)}
+        session, model, engine, extra = passes[kind]
         layout = lay_out_chains([list(range(nodes))], model.device)
         states = {name: torch.randn(1, nodes, size).to(model.dtype) for name, size in extra.items()}
         with running(model) if engine else nullcontext():
@@ -126,7 +126,7 @@ def main() -> None:
     print("nodes".ljust(16), *(f"{nodes:6}" for nodes in NODES))
     for who, kind in kinds:
         row = [seconds.get((who, kind, nodes)) for nodes in NODES]
-        print(f"{who}{kind}".ljust(16), *(f"{1e3 * median(own):6.1f}" if own else "     -" for own in row))
+        print(f"{who}{kind}".ljust(16), *(f"{1e3 * median(values):6.1f}" if values else "     -" for values in row))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tokens a second beside other ways to decode the same prompts: transformers, llama.cpp, another version of specinfer.
+"""Tokens a second of other ways to decode the same prompts: transformers, llama.cpp, another version of specinfer.
 
     python benchmarks/peers.py --prompts code.jsonl chat.jsonl --count 16 --max-new-tokens 64
         [--target DIR] [--draft NAME ...] [--dtype float32] [--temperature 1] [--methods plain auto generate ...]
@@ -6,8 +6,8 @@
 
 ``--other`` is the interpreter of an environment with another version of specinfer, ``--llama`` of one with
 llama-cpp-python, followed by GGUF files of the target's weights (`--requantise` makes them).  All take turns, prompt by
-prompt; prompts are fed as token ids, prefill counts.  Printed: median tokens a second, the median ratio to the first
-method with its 95 % bootstrap interval, and the worst prompt's.
+prompt; prompts are fed as token ids, and prefill counts.  The table has the median of tokens a second, the median ratio
+of the first method to this one with its 95 % bootstrap interval, and the worst prompt's ratio.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def ours(args: argparse.Namespace) -> None:
     import torch
 
     from specinfer import SpeculativeDecoder
-    from specinfer.models import load
+    from specinfer.loading import load
 
     loaded = load(args.target, args.dtype)
     model, tokenizer = loaded.model, loaded.tokenizer
@@ -77,13 +77,13 @@ def llama(path: str, args: argparse.Namespace) -> None:
     }
 
     def answer(method: str = "", prompt: list[int] = [], seed: int = 0) -> Any:  # noqa: B006
-        own, ids = made[method], []
-        own.reset()
-        own.set_seed(seed)
+        model, ids = made[method], []
+        model.reset()
+        model.set_seed(seed)
         started = perf_counter()
-        for token in own.generate(prompt, temp=args.temperature, top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0):
+        for token in model.generate(prompt, temp=args.temperature, top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0):
             ids.append(token)
-            if len(ids) == args.max_new_tokens or token == own.token_eos():
+            if len(ids) == args.max_new_tokens or token == model.token_eos():
                 break
         return len(ids), perf_counter() - started, ids
 
@@ -106,8 +106,8 @@ def interval(values: list[float]) -> tuple[float, float]:
     """Return the 95 % bootstrap interval of the median."""
     import numpy as np
 
-    chance = np.random.default_rng(0)
-    medians = np.median(chance.choice(values, (2000, len(values))), axis=1)
+    generator = np.random.default_rng(0)
+    medians = np.median(generator.choice(values, (2000, len(values))), axis=1)
     return float(np.quantile(medians, 0.025)), float(np.quantile(medians, 0.975))
 
 
@@ -147,8 +147,8 @@ def compare(args: argparse.Namespace) -> None:
     passed += [part for name in args.draft for part in ("--draft", name)]
     for name in ("target", "assistant"):
         passed += [f"--{name}", getattr(args, name)] if getattr(args, name) else []
-    own = Worker(sys.executable, __file__, "ours", *passed, "--methods", *args.methods)
-    asked = {method: (own, method) for method in args.methods}
+    worker = Worker(sys.executable, __file__, "ours", *passed, "--methods", *args.methods)
+    asked = {method: (worker, method) for method in args.methods}
     if args.other:
         other = Worker(args.other, __file__, "ours", *passed, "--methods", *args.other_methods)
         asked |= {f"other {method}": (other, method) for method in args.other_methods}
@@ -158,7 +158,7 @@ def compare(args: argparse.Namespace) -> None:
     rates: dict[str, list[float]] = {method: [] for method in asked}
     texts: dict[str, list[Any]] = {method: [] for method in asked}
     for turn, text in enumerate(["Say hello."] * 2 + read_prompts(args.prompts, args.count)):
-        prompt = own.ask(prompt=text)
+        prompt = worker.ask(prompt=text)
         for name, (who, method) in asked.items():
             count, seconds, ids = who.ask(method=method, prompt=prompt, seed=turn)
             if turn < 2:  # warming up

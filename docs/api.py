@@ -1,6 +1,6 @@
 """Write docs/api.md, the reference of what `import specinfer` and its larger parts offer: python docs/api.py
 
-Signatures and docstrings are all that it knows.
+Everything comes from signatures and docstrings.
 """
 
 import inspect
@@ -12,14 +12,16 @@ from typing import Any
 from griffe import Docstring, DocstringSection
 
 import specinfer
-from specinfer import plots, shown, traces
+from specinfer.common import display
+from specinfer.evaluation import traces
+from specinfer.viz import plots
 
 PAGE = Path(__file__).with_name("api.md")
-OPENING = """\
+INTRODUCTION = """\
 # API reference
 
-What `import specinfer` offers, then `specinfer.traces`, `specinfer.plots` and how things show themselves; written by
-`docs/api.py` from signatures and docstrings: do not edit it by hand.
+What `import specinfer` offers, then `specinfer.evaluation.traces`, `specinfer.viz.plots` and how things show
+themselves.  `docs/api.py` writes it from signatures and docstrings: do not edit it by hand.
 Shapes use B rows, N nodes, T tokens of a pass, V tokens of the vocabulary.
 """
 
@@ -30,14 +32,14 @@ def page() -> str:
     links = anchors([name for names in homes.values() for name in names])
     contents = [f"- `{home}`: {', '.join(f'[{n}](#{links[n]})' for n in names)}" for home, names in homes.items()]
     entries = [line for names in homes.values() for name, thing in names.items() for line in entry(name, thing)]
-    return "\n".join([OPENING, *contents, "", *entries]).rstrip() + "\n"
+    return "\n".join([INTRODUCTION, *contents, "", *entries]).rstrip() + "\n"
 
 
 def anchors(names: list[str]) -> dict[str, str]:
-    """Return what each heading is linked by: in small letters, numbered where that is taken."""
+    """Return each heading's anchor: in small letters, with a number where it is taken."""
     lower = [name.lower() for name in names]
-    earlier = [lower[:place].count(own) for place, own in enumerate(lower)]
-    return {name: f"{own}-{n}" if n else own for name, own, n in zip(names, lower, earlier, strict=True)}
+    earlier = [lower[:index].count(anchor) for index, anchor in enumerate(lower)]
+    return {name: f"{anchor}-{n}" if n else anchor for name, anchor, n in zip(names, lower, earlier, strict=True)}
 
 
 def public() -> dict[str, dict[str, Any]]:
@@ -46,7 +48,7 @@ def public() -> dict[str, dict[str, Any]]:
     for name in sorted(specinfer.__all__, key=lambda name: name != "SpeculativeDecoder"):  # what readers come for
         thing = getattr(specinfer, name)
         homes.setdefault(thing.__module__, {})[name] = thing
-    for module, names in ((traces, traces.__all__), (plots, plots.__all__), (shown, ["Shown"])):
+    for module, names in ((traces, traces.__all__), (plots, plots.__all__), (display, ["Displayed"])):
         homes[module.__name__] = {name: getattr(module, name) for name in names if name not in specinfer.__all__}
     return homes
 
@@ -54,14 +56,14 @@ def public() -> dict[str, dict[str, Any]]:
 def entry(name: str, thing: Any) -> Iterator[str]:
     """Yield the lines about one public name, a class's own public methods and properties included."""
     yield from (f"## {name}", "", "```py", call(name, thing), "```", "", *documented(thing))
-    for own, member in vars(thing).items() if inspect.isclass(thing) else ():
+    for attribute, member in vars(thing).items() if inspect.isclass(thing) else ():
         function = getattr(member, "__func__", getattr(member, "fget", member))
-        if own.startswith("_") or not inspect.isfunction(function) or not function.__doc__:
+        if attribute.startswith("_") or not inspect.isfunction(function) or not function.__doc__:
             continue
         if isinstance(member, property):
-            yield from (f"**`{name}.{own}`** " + " ".join(documented(function)).strip(), "")
+            yield from (f"**`{name}.{attribute}`** " + " ".join(documented(function)).strip(), "")
         else:
-            yield from (f"**`{call(f'{name}.{own}', function)}`**", "", *documented(function))
+            yield from (f"**`{call(f'{name}.{attribute}', function)}`**", "", *documented(function))
 
 
 def call(name: str, thing: Any) -> str:

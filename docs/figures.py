@@ -1,9 +1,9 @@
-"""Make the pictures that README and docs show, in docs/pictures/, from the default target.
+"""Make the pictures of README and docs, in docs/pictures/, with the default target.
 
     python docs/figures.py
 
-A picture of times is of the machine that made it.  The interactive page is photographed if Chromium and its driver are
-there, and left as it was otherwise.
+A picture of times belongs to the machine that made it.  The interactive page is photographed if Chromium and its driver
+are installed; otherwise its picture stays as it was.
 """
 
 import shutil
@@ -15,9 +15,9 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
-from specinfer import BestFirst, Chain, SpeculativeDecoder, Trace, Widths, inspect, record, replay
-from specinfer.plots import plot_acceptance, plot_calibration, plot_mask, plot_timeline
-from specinfer.traces import calibration, hits, oracle
+from specinfer import BestFirst, Chain, Expansion, SpeculativeDecoder, Trace, inspect, record, replay
+from specinfer.evaluation.traces import calibration, hits, oracle
+from specinfer.viz.plots import plot_acceptance, plot_calibration, plot_mask, plot_timeline
 
 PICTURES = Path(__file__).with_name("pictures")
 PROMPTS = [
@@ -32,14 +32,14 @@ PROMPTS = [
 ]
 BUDGETS = {
     "chain": ([Chain(length) for length in (1, 2, 4, 6, 8)], "s--"),
-    "widths <1, 1, k, 1, ...>": ([Widths((1, 1, k, 1, 1, 1, 1, 1)) for k in (1, 2, 3, 4, 5)], "^:"),
+    "expansion <1, 1, k, 1, ...>": ([Expansion((1, 1, k, 1, 1, 1, 1, 1)) for k in (1, 2, 3, 4, 5)], "^:"),
     "best-first": ([BestFirst(nodes, 8) for nodes in (1, 2, 4, 8, 16, 32)], "o-"),
 }
 
 
 def main() -> None:
     """Make all of them."""
-    mpl.rcParams["svg.hashsalt"] = "specinfer"  # the same names inside, whenever it is made
+    mpl.rcParams["svg.hashsalt"] = "specinfer"  # the same element names every time
     PICTURES.mkdir(exist_ok=True)
     tree = BestFirst(16, 8, min_probability=0.05)
     decoder = SpeculativeDecoder.from_pretrained(dtype="float32", tree=tree)
@@ -80,7 +80,7 @@ def save(ax: Any, name: str) -> None:
 
 
 def photograph(inspection: Any) -> None:
-    """Keep what the interactive page shows at first, the round that gained most; the pointer is on a rejected node."""
+    """Photograph the page as it opens, at the round that gained most, with the pointer on a rejected node."""
     from selenium import webdriver
     from selenium.webdriver.common.action_chains import ActionChains
 

@@ -1,4 +1,4 @@
-"""How much does branching gain?  The same drafts, as a chain and as a tree, on a few prompts.
+"""How much does branching gain?  No speculation, a chain and a tree, with the same drafts, on a few prompts.
 
 python examples/tree_against_chain.py
 """

@@ -1,8 +1,9 @@
 # %% [markdown]
 # # 1. Quick start
 #
-# Small drafts grow a **token tree**, the target scores all of it in **one** forward pass, and what it agrees with is
-# kept. The text is the target's own. Two CPU cores run this notebook in a minute; `make notebooks` runs all five.
+# Small drafts grow a **token tree**. The target scores all of its nodes in **one** forward pass, and the tokens that it
+# agrees with are kept. The text is the target's own. Two CPU cores run this notebook in a minute; `make notebooks` runs
+# all five.
 
 # %%
 from specinfer import BestFirst, SpeculativeDecoder
@@ -10,8 +11,8 @@ from specinfer import BestFirst, SpeculativeDecoder
 decoder = SpeculativeDecoder.from_pretrained(dtype="float32", tree=BestFirst(max_nodes=16, max_depth=8))
 
 # %% [markdown]
-# `from_pretrained()` alone is the default: bfloat16 where the processor has it, and trees of the size that pays, by the
-# clock. Both are set here so that you see what we saw, to the last token.
+# `from_pretrained()` alone is the default: bfloat16 where the processor has it, and trees of the size that pays, which
+# depends on the clock. Both are set here, so that you see what we saw, to the last token.
 #
 # ## Generate
 
@@ -22,18 +23,18 @@ print()
 print(f"{result.stats.new_tokens} tokens in {result.stats.target_passes} target passes")
 
 # %% [markdown]
-# One step of it, the one that gained most. Each box is a token that a draft proposed, percentages are the draft's. One
-# target pass accepted the green path and added a token of its own.
+# The step that gained most. Each box is a token that a draft proposed; percentages are the draft's. One target pass
+# accepted the green path and added a token of its own.
 
 # %%
-from specinfer.plots import plot_tree
+from specinfer.viz.plots import plot_tree
 
 best = max(result.steps, key=lambda step: len(step.path))
 ax = plot_tree(best, decoder.tokenizer, drafts=[draft.draft for draft in result.stats.drafts])
 
 # %% [markdown]
-# A result shows itself: step through the rounds, point at nodes, see who wrote which token. That takes a script, so on
-# GitHub you see the text only. `result.to_html("result.html")` writes the same page.
+# A notebook displays a result as a page: step through the rounds, point at nodes, see which draft proposed which token.
+# That needs a script, so on GitHub you see the text only. `result.to_html("result.html")` writes the same page.
 
 # %%
 result
@@ -48,11 +49,11 @@ for piece in stream:
 print(f"\n\n{stream.result.stats.tokens_per_target_pass:.2f} tokens per target pass")
 
 # %% [markdown]
-# A bar is a piece as it came: where a step gained several tokens, they come together.
+# A bar ends a piece of the stream. The tokens that one step gains come together.
 #
 # ## A batch
 #
-# Rows have lengths, trees and ends of their own, and each is what it would be alone.
+# Each row has its own length, tree and end, and its text is what it would be alone.
 
 # %%
 prompts = [
@@ -68,23 +69,23 @@ for prompt, row in zip(prompts, batch, strict=True):
 # %% [markdown]
 # ## The same text for a seed, with and without speculation
 #
-# Sampling is coupled to the seed. The tree has no say in what is written, only in how many passes it takes.
+# Sampling is coupled to the seed. The tree does not affect the text, only the number of passes.
 
 # %%
 plain = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, tree=None)
 for seed in range(3):
     options = {"max_new_tokens": 40, "temperature": 0.7, "seed": seed}
-    fast, slow = (own.generate("Tell me about a lighthouse in one sentence.", **options) for own in (decoder, plain))
+    fast, slow = (d.generate("Tell me about a lighthouse in one sentence.", **options) for d in (decoder, plain))
     assert fast.token_ids == slow.token_ids
     print(f"seed {seed}: {fast.stats.target_passes} passes instead of {slow.stats.target_passes}: {fast.text}")
 
 # %% [markdown]
 # ## Where the time went
 #
-# By step, on the machine that ran this.
+# Step by step, on the machine that ran this notebook.
 
 # %%
-from specinfer.plots import plot_timeline
+from specinfer.viz.plots import plot_timeline
 
 ax = plot_timeline(result)
 

@@ -1,16 +1,17 @@
 # %% [markdown]
 # # 2. Token trees
 #
-# Grow one by hand, merge two, draw them, see the mask; then take a real step apart in the debugger.
+# Grow a tree by hand, merge two trees, draw them, see the mask; then examine a real step in the debugger.
 #
 # ## From a made-up draft
 #
-# A growth policy knows distributions, not models. Here is a draft of six words: what may follow which.
+# A growth policy knows distributions, not models. Here is a draft with a vocabulary of six words: it says which word
+# may follow which.
 
 # %%
 import torch
 
-from specinfer import BestFirst, Chain, Widths, merge
+from specinfer import BestFirst, Chain, Expansion, merge
 from specinfer.tree import DenseSource, render
 
 words = ["the", "cat", "dog", "sat", "ran", "away"]
@@ -27,7 +28,7 @@ class Words:
 
 
 def draft(number, follows):
-    """A source for growth policies: the chances of the next word, given the last one."""
+    """A source for growth policies: the probabilities of the next word, given the last one."""
     table = torch.tensor([[follows[word].get(after, 0.0) for after in words] for word in words])
     return DenseSource(lambda level: table[level.tokens.clamp(min=0)].log(), batch=1, draft=number)
 
@@ -53,24 +54,25 @@ tree = grow(BestFirst(max_nodes=7, max_depth=4), first)
 print(render(tree, words.__getitem__))
 
 # %% [markdown]
-# `BestFirst` finds the likeliest *paths*: "the dog ran away" is in, "the cat ran" is not. Three policies, each with the
-# likeliest sibling on top:
+# `BestFirst` finds the likeliest *paths*: it includes "the dog ran away" and not "the cat ran". Three policies, each
+# with the likeliest sibling on top:
 
 # %%
 import matplotlib.pyplot as plt
 
-from specinfer.plots import plot_mask, plot_tree
+from specinfer.viz.plots import plot_mask, plot_tree
 
-policies = [Chain(4), Widths((2, 2, 1)), BestFirst(7, 4)]
+policies = [Chain(4), Expansion((2, 2, 1)), BestFirst(7, 4)]
 figure, axes = plt.subplots(3, 1, figsize=(6.5, 4.5), height_ratios=(1, 4, 2), layout="constrained")
 for ax, policy in zip(axes, policies, strict=True):
     plot_tree(grow(policy, first), Words(), ax=ax).set_title(str(policy), loc="left", fontsize="medium")
-    ax.get_legend().remove()
+    ax.set_xlabel("")
 
 # %% [markdown]
 # ## Two drafts, one tree
 #
-# A second draft thinks otherwise. `merge` takes the union and keeps who proposed what; `fit` cuts it to one budget.
+# A second draft has other probabilities. `merge` takes the union of the trees and keeps which draft proposed what;
+# `fit` cuts it to one budget.
 
 # %%
 second = draft(
@@ -93,7 +95,8 @@ ax = plot_tree(cut, Words(), drafts=["first", "second"])
 # %% [markdown]
 # ## The mask
 #
-# The target reads all nodes in one pass. Each sees the committed text, its ancestors and itself: as if it were alone.
+# The target reads all nodes in one pass. Each node attends to the committed text, its ancestors and itself, as if it
+# were alone.
 
 # %%
 ax = plot_mask(cut, Words(), prefix=12)
@@ -101,7 +104,7 @@ ax = plot_mask(cut, Words(), prefix=12)
 # %% [markdown]
 # ## A real step
 #
-# The same with a model. Its drafts are a head that reads the target's states, and n-grams of the text so far.
+# The same with a model. Its drafts are a head that reads the target's hidden states, and n-grams of the text so far.
 
 # %%
 from specinfer import SpeculativeDecoder, inspect
@@ -117,7 +120,7 @@ inspection = inspect(decoder, result)
 print(inspection)
 
 # %% [markdown]
-# `inspect` asks the target again, one pass a step, and knows what it thought of every node. Take one step.
+# `inspect` runs the target again, one pass a step, and keeps its probabilities at every node. Take one step.
 
 # %%
 number = max(range(len(inspection.steps)), key=lambda i: len(result.steps[i].path))
@@ -130,7 +133,7 @@ ax = plot_mask(step)
 # %% [markdown]
 # ## The debugger: what if?
 #
-# Why was a node rejected? What would another tree have given in this place? Each question costs one target pass.
+# Why was a node rejected? What would another tree have gained in this step? Each question costs one target pass.
 
 # %%
 rejected = next(node.node for node in step.nodes if node.state == "rejected")
@@ -139,7 +142,7 @@ print()
 print(step.compare(step.with_budget(3)))
 
 # %% [markdown]
-# Cut the accepted path off, and the step gains nothing. Put the same words back by hand, and it gains them again.
+# Without the accepted path the step gains nothing. Put the same words back by hand, and it gains them again.
 
 # %%
 path = step.tree.path(step.path[-1])
@@ -149,15 +152,15 @@ print(without.compare(by_hand))
 ax = plot_tree(by_hand)
 
 # %% [markdown]
-# Another policy grows its tree there, with the drafts of the decoder.
+# Another policy grows its tree in the same step, with the decoder's drafts.
 
 # %%
 print(step.compare(step.with_policy(Chain(6))))
-print(step.compare(step.with_policy(Widths((3, 2, 1, 1)))))
+print(step.compare(step.with_policy(Expansion((3, 2, 1, 1)))))
 
 # %% [markdown]
-# An inspection shows itself, too: point at a node for the draft's and the target's probability, its position and cache
-# slot. On GitHub, where no scripts run, you see the tokens.
+# A notebook displays an inspection, too: point at a node for the draft's and the target's probability, its position and
+# its cache slot. On GitHub, where no scripts run, you see the tokens.
 
 # %%
 step

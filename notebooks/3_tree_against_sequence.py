@@ -1,11 +1,11 @@
 # %% [markdown]
 # # 3. Tree against sequence
 #
-# Does branching pay? Measure it on your own prompts; then record once, and answer further questions without a model.
+# Does branching pay? Measure it on your own prompts. Then record once, and answer further questions without a model.
 #
 # ## Compare
 #
-# Every method on every prompt, interleaved. Tree and sequence have the same drafts, and as many levels.
+# Every method runs on every prompt, and they take turns. Tree and sequence have the same drafts and as many levels.
 
 # %%
 from specinfer import compare
@@ -16,13 +16,14 @@ prompts = [
     "Why do cats purr? Answer in two sentences.",
     "Write an email to a friend about a walk by the sea.",
 ]
-comparison = compare(prompts, methods=["incremental", "sequence", "tree", "prompt-lookup"], max_new_tokens=40)
+comparison = compare(prompts, methods=["autoregressive", "sequence", "tree", "prompt-lookup"], max_new_tokens=40)
 print(comparison)
 
 # %% [markdown]
-# How to read it: *tokens/pass* counts what one target pass commits, the target's own token included. *x incremental* is
-# the ratio of tokens/s, on the machine that ran this. *Overhead* is what a step costs beyond a plain one. In bfloat16,
-# near-ties may end *same ids*; *largest gap* is how far apart, in logits, the two tokens were.
+# How to read it: *tokens/pass* counts the tokens that one target pass commits, the target's own token included. *x
+# autoregressive* is the ratio of tokens/s, on the machine that ran this. *Overhead* is what a step costs beyond a step
+# without a tree. In bfloat16 near-ties may make ids differ (*same ids*); *largest gap* says how far apart the logits
+# of the two tokens were.
 
 # %%
 ax = comparison.plot()
@@ -30,7 +31,7 @@ ax = comparison.plot()
 # %% [markdown]
 # ## Record once
 #
-# A trace keeps the target's texts, and what the drafts would have proposed at every place of them.
+# A trace keeps the target's texts, and what the drafts would have proposed at every position of them.
 
 # %%
 from specinfer import SpeculativeDecoder, record
@@ -42,18 +43,18 @@ trace
 # %% [markdown]
 # ## Replay
 #
-# Chains of any length, SpecInfer's widths <1, 1, k, 1, ...>, best-first trees of any budget, here with one of the two
-# drafts. No model runs: the text does not depend on the tree, so these are the passes that a run would take.
+# Chains of any length, expansions <1, 1, k, 1, ...> and best-first trees of any budget, here with one of the two
+# drafts. No model runs: the text does not depend on the tree, so a run would take the same number of passes.
 
 # %%
 import matplotlib.pyplot as plt
 
-from specinfer import BestFirst, Chain, Widths, replay
-from specinfer.traces import oracle
+from specinfer import BestFirst, Chain, Expansion, replay
+from specinfer.evaluation.traces import oracle
 
 families = {
     "chain": [Chain(g) for g in (1, 2, 3, 4, 6, 8)],
-    "widths <1, 1, k, 1, ...>": [Widths((1, 1, k, 1, 1, 1, 1, 1)) for k in (1, 2, 3, 4, 5)],
+    "expansion <1, 1, k, 1, ...>": [Expansion((1, 1, k, 1, 1, 1, 1, 1)) for k in (1, 2, 3, 4, 5)],
     "best-first": [BestFirst(n, 8) for n in (1, 2, 4, 8, 16, 32)],
 }
 head = decoder.drafts[0].name
@@ -74,13 +75,13 @@ legend = ax.legend(frameon=False, loc="center left", bbox_to_anchor=(0.02, 0.72)
 # How often the target's token was a draft's first, second, ... choice, by depth:
 
 # %%
-from specinfer.plots import plot_acceptance, plot_calibration
-from specinfer.traces import calibration, hits
+from specinfer.evaluation.traces import calibration, hits
+from specinfer.viz.plots import plot_acceptance, plot_calibration
 
 ax = plot_acceptance(hits(trace, head))
 
 # %% [markdown]
-# And whether its probabilities mean what they say, which is what best-first ranks by:
+# And whether its probabilities are calibrated: best-first trees rank by them.
 
 # %%
 ax = plot_calibration([calibration(trace, draft.name) for draft in decoder.drafts])
@@ -88,25 +89,25 @@ ax = plot_calibration([calibration(trace, draft.name) for draft in decoder.draft
 # %% [markdown]
 # ## Sampling: which rule accepts most?
 #
-# At temperature 1, five children at the third level, as in SpecInfer's Table 3. Sampled trees would have led to other
-# texts, so their figures are expectations given this one; each line says which it is.
+# At temperature 1, with five children at the third level, as in SpecInfer's Table 3. Sampled trees would have led to
+# other texts, so their figures are expectations given this text; each line says which kind it is.
 
 # %%
-from specinfer import MultiStep, Sampled, Walk
+from specinfer import ExactMatch, MultiStep, Sampled
 
 sampled = record(decoder, prompts, max_new_tokens=40, temperature=1.0, nodes=0, depth=8, top=8)
-widths = (1, 1, 5, 1, 1, 1, 1, 1)
+expansion = (1, 1, 5, 1, 1, 1, 1, 1)
 rules = [
-    (Sampled(widths, replacement=True), Walk()),  # naive
-    (Sampled(widths, replacement=True), MultiStep(replacement=True)),
-    (Sampled(widths), MultiStep()),
-    (Widths(widths), Walk()),  # coupled, the default
+    (Sampled(expansion, replacement=True), ExactMatch()),  # naive
+    (Sampled(expansion, replacement=True), MultiStep(replacement=True)),
+    (Sampled(expansion), MultiStep()),
+    (Expansion(expansion), ExactMatch()),  # coupled, the default
 ]
 for policy, verifier in rules:
     print(replay(sampled, policy, verifier, drafts=[head]))
 
 # %% [markdown]
-# Four prompts are a taste, not a measurement: the intervals above say how little they prove. `specinfer compare`,
-# `record`, `replay` and `paper-tables` do the same for whole sets, and go on where they were killed.
+# Four prompts are an example, not a measurement: the intervals above are wide. `specinfer compare`, `record`, `replay`
+# and `paper-tables` do the same for whole sets, and go on after a kill.
 #
 # Next: why [sampling stays lossless](4_lossless_sampling.ipynb).

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 5. Your own draft
 #
-# A draft is trained on what its target writes. This run is tiny, a minute instead of hours, so that you see every
-# part of it: 32 texts, where the heads that come with the package saw over 20,000.
+# A draft is trained on what its target writes. This run is tiny, a minute instead of hours, so that you see every part
+# of it: 32 texts, where the bundled heads saw over 20,000.
 #
 # ## Text
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from specinfer import SpeculativeDecoder
-from specinfer.distill import Recipe, Settings, TextSettings, distill, read_prompts
+from specinfer.training import Recipe, TextSettings, TrainingSettings, distill, read_prompts
 
 subjects = ["the sea", "a garden", "winter", "trains", "bread", "the moon", "honey bees", "old clocks"]
 phrases = ["Tell me about {}.", "Write a short poem about {}.", "List five facts about {}.", "Ask me about {}."]
@@ -27,8 +27,8 @@ print(f"{len(prompts)} prompts to learn from, {len(held_out)} to measure on")
 # %% [markdown]
 # ## Distil one, boost-tune another
 #
-# The target continues the prompts and hands over its hidden states. The first head learns the target's law there. The
-# second is tuned on what the first one misses: a token that the first proposes weighs a fifth.
+# The target continues the prompts and hands over its hidden states. The first head learns the target's distribution on
+# this text. The second is tuned on what the first one misses: a token that the first one proposes weighs a fifth.
 
 # %%
 decoder = SpeculativeDecoder.from_pretrained(tree=None)
@@ -41,7 +41,7 @@ def watch(stage, done, total, figures):
         losses.setdefault(stage, []).append(figures["loss"])
 
 
-training = Settings(epochs=6, tokens_per_batch=512, vocabulary=4000, unroll=2, held_out=0.1)
+training = TrainingSettings(epochs=6, tokens_per_batch=512, vocabulary=4000, unroll=2, held_out=0.1)
 recipe = Recipe(drafts=2, text=TextSettings(new_tokens=48, temperatures=(0.0,)), training=training)
 made = distill(model, tokenizer, read_prompts([file]), Path(folder.name, "drafts"), recipe, progress=watch)
 print(f"{made['texts']} texts, {made['tokens']} tokens")
@@ -58,16 +58,16 @@ legend = ax.legend(frameon=False)
 # %% [markdown]
 # ## Measure it honestly
 #
-# On prompts that it has not seen, beside the heads that come with the package and n-grams. One trace holds all; the
-# lines are 95 % intervals.
+# On prompts that were not trained on, beside the bundled heads and n-grams. One trace holds all drafts; the lines are
+# 95 % intervals.
 
 # %%
 from specinfer import BestFirst, record, replay
-from specinfer.heads import FeatureDraft
-from specinfer.traces import hits
+from specinfer.drafts.head import HeadDraft
+from specinfer.evaluation.traces import hits
 
-drafts = [FeatureDraft.load(own["folder"]) for own in made["drafts"]]
-measured = SpeculativeDecoder(model, tokenizer, drafts=[*drafts, "shipped", "ngram"])
+drafts = [HeadDraft.load(trained["folder"]) for trained in made["drafts"]]
+measured = SpeculativeDecoder(model, tokenizer, drafts=[*drafts, "bundled", "ngram"])
 names = [draft.name for draft in measured.drafts]
 trace = record(measured, held_out, max_new_tokens=32, nodes=16, depth=4, top=5)
 for name in names:
@@ -78,11 +78,11 @@ choices = {
     "first": names[:1],
     "second": names[1:2],
     "both, merged": names[:2],
-    "shipped": names[2:3],
+    "bundled": names[2:3],
     "n-grams": names[-1:],
     "all of them": names,
 }
-taus = {name: replay(trace, BestFirst(16, 4), drafts=own).tokens_per_pass for name, own in choices.items()}
+taus = {name: replay(trace, BestFirst(16, 4), drafts=chosen).tokens_per_pass for name, chosen in choices.items()}
 figure, ax = plt.subplots(figsize=(6, 3), layout="constrained")
 values, low, high = zip(*taus.values(), strict=True)
 ax.barh(list(taus), values, color="#56B4E9", ec="black", lw=0.6)
@@ -92,12 +92,13 @@ ax.axvline(1, color="black", lw=0.8, ls="--")
 text = ax.set_xlabel("tokens per target pass, trees of 16 nodes; 1 = no speculation")
 
 # %% [markdown]
-# Prompts like those trained on flatter a draft, and two heads from the same text say much the same. More text helps, of
-# the kind that you will decode: `specinfer distill --prompts FILE --out DIR`, which goes on where it was killed.
+# Prompts like those of the training favour a draft, and two heads trained on the same text propose much the same. More
+# text helps, of the kind that you will decode: `specinfer distill --prompts FILE --out DIR`, which goes on after a
+# kill.
 #
-# Whatever the drafts, the text is the target's:
+# With any drafts, the text is the target's:
 
 # %%
-own = SpeculativeDecoder(model, tokenizer, drafts=drafts, tree=BestFirst(16, 4))
-result = own.generate(held_out[0], max_new_tokens=40)
+trained = SpeculativeDecoder(model, tokenizer, drafts=drafts, tree=BestFirst(16, 4))
+result = trained.generate(held_out[0], max_new_tokens=40)
 print(f"{result.stats.target_passes} passes instead of {result.stats.new_tokens}: {result.text}")

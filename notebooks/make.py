@@ -1,8 +1,9 @@
-"""Make each notebook from the text beside it, run it, and keep what it shows.
+"""Make each notebook from the text beside it, run it, and keep its outputs.
 
     python notebooks/make.py [notebooks/1_quick_start.py ...]
 
-The texts are Python in cells (jupytext's py:percent).  A notebook runs in an empty folder; an error in a cell ends all.
+The texts are Python in cells (jupytext's py:percent).  A notebook runs in an empty folder.  An error in a cell ends the
+script.
 """
 
 import sys
@@ -19,7 +20,7 @@ SECONDS = 600  # for one cell
 
 
 def read(source: Path) -> Any:
-    """Return the notebook of a text, not run yet: the same whoever reads it."""
+    """Return the notebook of a text, not run yet; it is always the same."""
     notebook = jupytext.read(source)
     notebook.metadata = {"kernelspec": KERNEL, "language_info": {"name": "python"}}
     for number, cell in enumerate(notebook.cells):
@@ -33,9 +34,9 @@ def run(notebook: Any) -> Any:
 
     metadata = dict(notebook.metadata)
     with TemporaryDirectory() as folder:
-        place = {"metadata": {"path": folder}}
+        resources = {"metadata": {"path": folder}}
         options = {"timeout": SECONDS, "record_timing": False, "coalesce_streams": True}
-        NotebookClient(notebook, resources=place, **options).execute()
+        NotebookClient(notebook, resources=resources, **options).execute()
     notebook.metadata = metadata  # without the versions that ran it
     for cell in notebook.cells:
         if cell.cell_type == "code":

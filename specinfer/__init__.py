@@ -1,4 +1,4 @@
-"""specinfer: tree-based speculative decoding for Hugging Face models, with the target's exact output law.
+"""specinfer: tree-based speculative decoding for Hugging Face models, with the target's exact output distribution.
 
     from specinfer import SpeculativeDecoder
     decoder = SpeculativeDecoder.from_pretrained()
@@ -10,49 +10,54 @@ Names are imported when first used, so that ``import specinfer`` does not wait f
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from specinfer.common import display
 from specinfer.errors import SpecinferError
 
 if TYPE_CHECKING:
-    from specinfer.adapt import Auto
+    from specinfer.adaptive.policy import Auto
     from specinfer.attention import ModelCheck, check_model
-    from specinfer.certification import Certificate, certify, certify_verifier
-    from specinfer.comparison import Comparison, compare
     from specinfer.decoder import SpeculativeDecoder
-    from specinfer.draft import Draft, ModelDraft
-    from specinfer.heads import FeatureDraft
-    from specinfer.inspection import Inspection, StepInspection, inspect
-    from specinfer.ngram import NGramDraft
-    from specinfer.plugin import custom_generate
+    from specinfer.drafts.base import Draft
+    from specinfer.drafts.head import HeadDraft
+    from specinfer.drafts.language_model import ModelDraft
+    from specinfer.drafts.ngram import NGramDraft
+    from specinfer.engine.generation import Run
+    from specinfer.engine.scoring import Score
+    from specinfer.engine.target_view import verify_tree
+    from specinfer.engine.text_stream import TextStream
+    from specinfer.engine.verify import ExactMatch, MultiStep, Verdict, Verifier
+    from specinfer.evaluation.certification import Certificate, certify, certify_verifier
+    from specinfer.evaluation.compare import Comparison, compare
+    from specinfer.evaluation.traces import PaperTables, Replay, Trace, paper_tables, record, replay
+    from specinfer.integrations.transformers import custom_generate
     from specinfer.results import Result, Stats, Step
-    from specinfer.row import verify_tree
-    from specinfer.run import Run, TextStream
-    from specinfer.scoring import Score
-    from specinfer.traces import PaperTables, Replay, Trace, paper_tables, record, replay
-    from specinfer.tree import BestFirst, Chain, Sampled, TokenTree, Widths, merge
-    from specinfer.verify import MultiStep, Verdict, Verifier, Walk
+    from specinfer.tree import BestFirst, Chain, Expansion, Sampled, TokenTree, merge
+    from specinfer.viz.inspection import Inspection, StepInspection, inspect
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "specinfer.adapt": ("Auto",),
-    "specinfer.attention": ("ModelCheck", "check_model"),
-    "specinfer.certification": ("Certificate", "certify", "certify_verifier"),
-    "specinfer.comparison": ("Comparison", "compare"),
-    "specinfer.decoder": ("SpeculativeDecoder",),
-    "specinfer.draft": ("Draft", "ModelDraft"),
-    "specinfer.heads": ("FeatureDraft",),
-    "specinfer.inspection": ("Inspection", "StepInspection", "inspect"),
-    "specinfer.ngram": ("NGramDraft",),
-    "specinfer.plugin": ("custom_generate",),
-    "specinfer.results": ("Result", "Stats", "Step"),
-    "specinfer.row": ("verify_tree",),
-    "specinfer.run": ("Run", "TextStream"),
-    "specinfer.scoring": ("Score",),
-    "specinfer.traces": ("PaperTables", "Replay", "Trace", "paper_tables", "record", "replay"),
-    "specinfer.tree": ("BestFirst", "Chain", "Sampled", "TokenTree", "Widths", "merge"),
-    "specinfer.verify": ("MultiStep", "Verdict", "Verifier", "Walk"),
+    "adaptive.policy": "Auto",
+    "attention": "ModelCheck check_model",
+    "decoder": "SpeculativeDecoder",
+    "drafts.base": "Draft",
+    "drafts.head": "HeadDraft",
+    "drafts.language_model": "ModelDraft",
+    "drafts.ngram": "NGramDraft",
+    "engine.generation": "Run",
+    "engine.scoring": "Score",
+    "engine.target_view": "verify_tree",
+    "engine.text_stream": "TextStream",
+    "engine.verify": "ExactMatch MultiStep Verdict Verifier",
+    "evaluation.certification": "Certificate certify certify_verifier",
+    "evaluation.compare": "Comparison compare",
+    "evaluation.traces": "PaperTables Replay Trace paper_tables record replay",
+    "integrations.transformers": "custom_generate",
+    "results": "Result Stats Step",
+    "tree": "BestFirst Chain Expansion Sampled TokenTree merge",
+    "viz.inspection": "Inspection StepInspection inspect",
 }
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
 __all__ = [
     "Auto",
@@ -61,7 +66,9 @@ __all__ = [
     "Chain",
     "Comparison",
     "Draft",
-    "FeatureDraft",
+    "ExactMatch",
+    "Expansion",
+    "HeadDraft",
     "Inspection",
     "ModelCheck",
     "ModelDraft",
@@ -83,8 +90,6 @@ __all__ = [
     "Trace",
     "Verdict",
     "Verifier",
-    "Walk",
-    "Widths",
     "certify",
     "certify_verifier",
     "check_model",
@@ -102,9 +107,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'specinfer' has no attribute {name!r}")
-    value = getattr(import_module(_MODULE_OF[name]), name)
+    value = getattr(import_module(f"specinfer.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
+
+
+display.register(lambda name: getattr(import_module("specinfer.viz"), name))
 
 
 def __dir__() -> list[str]:

@@ -1,64 +1,71 @@
-"""What a user holds: `SpeculativeDecoder`, for one prompt or a ragged batch, whole or streamed.
+"""`SpeculativeDecoder`: text from one prompt or a ragged batch, at once or streamed.
 
 Knows: what can be checked before a model runs, and how a call becomes a `Run`.
-Does not know: how a step is decoded (`loop`), how a run is kept (`run`).
+Does not know: how a step is decoded (`engine.loop`), how a run keeps its results (`engine.generation`).
 """
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from specinfer.adapt import Auto
+from specinfer import loading
+from specinfer.adaptive.policy import Auto
 from specinfer.attention import Support, TreeModel, check_model
-from specinfer.draft import Draft, ModelDraft
+from specinfer.attention.packages import attach
+from specinfer.common.files import parse_json
+from specinfer.common.values import checked_flag, plain
+from specinfer.drafts.base import Draft
+from specinfer.drafts.bundled import bundled_drafts
+from specinfer.drafts.head import MODEL_TYPE, HeadDraft
+from specinfer.drafts.language_model import ModelDraft
+from specinfer.drafts.ngram import NGramDraft
+from specinfer.engine.generation import Run
+from specinfer.engine.sampling import WARPERS, GenerationSettings, by_row, resolve
+from specinfer.engine.scoring import continuations, score
+from specinfer.engine.sequence import Row
+from specinfer.engine.text_stream import TextStream
+from specinfer.engine.verify import Verifier, chosen_verifier
 from specinfer.errors import InputError, ModelError, SamplingError, UnsupportedModel
-from specinfer.files import parse_json
-from specinfer.inputs import check_beside, checked_flag, plain
-from specinfer.ngram import NGramDraft
-from specinfer.packages import attach
-from specinfer.prompts import Prompt, Prompts, check_context, check_ids, encode
+from specinfer.prompts import Prompt, Prompts, check_beside, check_ids, encode
 from specinfer.results import Result
-from specinfer.row import Row
-from specinfer.run import Run, TextStream
-from specinfer.sampling import WARPERS, Law, Settings, Stopping, by_row, resolve
-from specinfer.scoring import score
-from specinfer.shipped import shipped_drafts
 from specinfer.tree import BestFirst, Chain, Kind, Policy
 from specinfer.tree.token_tree import MOST_DRAFTS
-from specinfer.verify import Verifier, chosen_verifier
 
-WORDS = ("auto", "shipped", "ngram")  # drafts that are no models' names
+WORDS = ("auto", "bundled", "ngram")  # words for drafts; others are names of models
+Functions = Sequence[Callable[..., Any]] | Callable[..., Any] | None
 DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8, min_probability=0.05)
 
 
 class SpeculativeDecoder:
-    """Generates text with a target model, token trees and any number of drafts; the output law is the target's.
+    """Generates text with a target model, token trees and drafts; the output distribution is the target's.
 
     Args:
         model: the target, a ``transformers`` causal LM.
         tokenizer: the target's; needed for text in and out.
-        drafts: ``"ngram"``, `Draft` objects, or bare draft models; all propose, and their trees are merged.
-            ``"shipped"``: the heads that come with the package for this target, if any.  ``"auto"``: the first of
-            those and n-grams.
-        tree: the growth policy; None decodes without speculation, ``"auto"`` is ``Auto()``, which chooses sizes step
+        drafts: ``"ngram"``, `Draft` objects, or draft models.  All of them propose, and their trees are merged.
+            ``"bundled"``: the heads that come with the package for this target, if any.  ``"auto"``: the first of
+            those, and n-grams.
+        tree: the growth policy; None decodes without speculation.  ``"auto"`` is ``Auto()``, which chooses sizes step
             by step and keeps what it learns for later calls.
-        verifier: by default `Walk` for ranked trees (greedy, or sampling coupled to the seed) and `MultiStep` for
+        verifier: by default `ExactMatch` for ranked trees (greedy, or sampling coupled to the seed) and `MultiStep` for
             sampled ones.
-        confidence_gate: between 0 and 1; nothing is drafted after a token of its own to which the target gave a
-            smaller probability.  A published trick, for comparison; None, the default, is no gate.
-        graphs: replay passes over a few tokens as CUDA graphs (`attention.graphs`), captured anew in every call, so for
-            long texts.  It has not run on a GPU yet: compare texts with and without.
-        compile: "auto" runs passes that `specinfer compile` made for such models on this machine, if there are some;
-            True makes them, which takes minutes, once; False runs the models as they are.  `passes` says how they run.
+        confidence_gate: between 0 and 1; nothing is drafted after a token to which the target gave a smaller
+            probability.  It is a published trick, for comparison; None, the default, is no gate.
+        graphs: replay passes over a few tokens as CUDA graphs (`attention.graphs`).  Every call captures them anew, so
+            they are for long texts.  They have not run on a GPU yet: compare texts with and without.
+        compile: "auto" uses the passes that `specinfer compile` made for such models on this machine, if there are any.
+            True makes them, which takes minutes, once.  False runs the models as they are.  See `passes`.
 
     Raises:
-        InputError: what cannot be a tokenizer, a draft, a tree, a verifier or a gate; graphs without a GPU.
-        ModelError: what is no model.
+        InputError: a bad tokenizer, draft, tree, verifier or gate; graphs without a GPU.
+        ModelError: not a model.
         UnsupportedModel: a model cannot score trees, by name and with the reason.
         TokenizerMismatch: a draft has other tokens than the target.
         PairingError: the verifier would be biased on this policy's trees.
@@ -76,21 +83,23 @@ class SpeculativeDecoder:
         compile: bool | str = "auto",
     ) -> None:
         self.notes: list[str] = []
-        self.target = TreeModel(_checked_model(model))
-        self.tokenizer = _checked_tokenizer(tokenizer)
-        self.confidence_gate = _checked_gate(plain(confidence_gate))
+        gate = plain(confidence_gate)
+        _check_arguments(model, tokenizer, gate)
+        self.target, self.tokenizer, self.confidence_gate = TreeModel(model), tokenizer, gate
         self.graphs = checked_flag("graphs", graphs)
         policy = _as_policy(tree)
-        self.drafts = self._ready(_as_list(drafts)) if tree is not None else []
+        ready = self._ready(_as_list(drafts)) if tree is not None else []
         self.verifier = chosen_verifier(verifier, policy.kind)
-        self._check_tokenizers()
-        self.drafts = [self._own(draft) for draft in self.drafts]
+        self.drafts = [self._attached(draft) for draft in ready]
         if graphs and (elsewhere := {model.device.type for model in self.networks} - {"cuda"}):
             raise InputError(f"graphs=True is for GPUs, and a model is on the {', '.join(elsewhere)}: leave it out")
         self.policy = self.supported(policy, self.notes)
         self.verifier.check(self.policy.kind)
-        self.taps = sorted({tap for draft in self.drafts for tap in getattr(draft, "taps", ())})
-        self.plain = [attach(model, self._taps_of(model), plain(compile)) for model in self.networks]
+        self.aux_layers = sorted({layer for draft in self.drafts for layer in getattr(draft, "aux_layers", ())})
+        self.plain: list[Any] = []  # per network, why its passes are not compiled
+        for model in self.networks:
+            aux_layers = self.aux_layers if model is self.target else [0] if hasattr(model.model, "pass_inputs") else []
+            self.plain.append(attach(model, aux_layers, plain(compile)))
 
     @classmethod
     def from_pretrained(
@@ -110,14 +119,10 @@ class SpeculativeDecoder:
         Raises:
             ModelError: a model cannot be found or loaded; and what the constructor raises.
         """
-        from specinfer.models import load
-
         if target is not None and not _is_name(target):
-            raise ModelError(
-                f"target={target!r:.60} is no name and no folder: a loaded model goes to SpeculativeDecoder"
-            )
-        dtype, device = (str(own).removeprefix("torch.") for own in (dtype, device))
-        loaded = load(target, dtype, device)
+            raise ModelError(f"target={target!r:.60} is not a name: a loaded model goes to SpeculativeDecoder")
+        dtype, device = str(dtype).removeprefix("torch."), str(device)
+        loaded = loading.load(target, dtype, device)
         ready = [
             _load_draft(os.fspath(draft), dtype, device) if _is_name(draft) and draft not in WORDS else draft
             for draft in _as_list(drafts)
@@ -126,30 +131,24 @@ class SpeculativeDecoder:
 
     @property
     def networks(self) -> list[TreeModel]:
-        """All that runs passes: the target, and drafts that are models or heads."""
-        owned = (getattr(draft, "model", None) for draft in self.drafts)
-        return [self.target, *(model for model in owned if isinstance(model, TreeModel))]
+        """Everything that runs passes: the target, and drafts that are models or heads."""
+        return [model for _, model in self._named_networks()]
+
+    def _named_networks(self) -> list[tuple[str, TreeModel]]:
+        drafts = [(draft.name, getattr(draft, "model", None)) for draft in self.drafts]
+        return [("target", self.target), *((name, model) for name, model in drafts if isinstance(model, TreeModel))]
 
     @property
     def passes(self) -> str:
-        """How the passes of target and drafts run, and why some run plain, in one line."""
-        names = [
-            "target",
-            *(draft.name for draft in self.drafts if isinstance(getattr(draft, "model", None), TreeModel)),
-        ]
+        """How the passes of target and drafts run, and why some are not compiled, in one line."""
         reasons = [model.plain or reason for model, reason in zip(self.networks, self.plain, strict=True)]
         ways = [f"plain ({reason})" if reason else "compiled" for reason in reasons]
-        if len(set(ways)) == 1:
-            return f"passes: {ways[0]}"
-        return "passes: " + ", ".join(f"{name} {way}" for name, way in zip(names, ways, strict=True))
-
-    def _taps_of(self, model: TreeModel) -> Sequence[int]:
-        """Return the hidden states that a network's passes hand out."""
-        return self.taps if model is self.target else (0,) if hasattr(model.model, "pass_inputs") else ()
+        named = [f"{name} {way}" for (name, _), way in zip(self._named_networks(), ways, strict=True)]
+        return f"passes: {', '.join(named if len(set(ways)) > 1 else ways[:1])}"
 
     @property
     def language_models(self) -> list[TreeModel]:
-        """The target, and drafts that are language models: what reads text by itself."""
+        """The target, and drafts that are language models."""
         return [self.target, *(draft.model for draft in self.drafts if isinstance(draft, ModelDraft))]
 
     def generate(
@@ -158,8 +157,8 @@ class SpeculativeDecoder:
         """Generate to the end.
 
         Args:
-            prompt: a string, chat messages or token ids, or a list of those for a ragged batch; or what a tokenizer
-                returns, whole.
+            prompt: a string, chat messages or token ids; a list of those for a ragged batch; or what a tokenizer
+                returns.
             streamer: a ``transformers`` streamer (one prompt only).
             keep_stop_string: False cuts the text before the stop string that ended it; token ids stay.
             **options: see `open`.
@@ -168,15 +167,14 @@ class SpeculativeDecoder:
             Result for one prompt, list[Result] for a batch.
 
         Raises:
-            SpecinferError: what `open` raises; or NumericalError under way, whose ``partial`` holds the results so far.
+            SpecinferError: what `open` raises; or NumericalError later, whose ``partial`` holds the results so far.
         """
-        whole = checked_flag("keep_stop_string", keep_stop_string)
+        keep = checked_flag("keep_stop_string", keep_stop_string)
         run = self.open(prompt, **options)
         run.finish(streamer)
         results = run.results()
-        if not whole:
-            cuts = [row.stopping.stop_strings for row in run.rows]
-            results = [_cut(result, strings) for result, strings in zip(results, cuts, strict=True)]
+        if not keep:
+            results = [_cut(result, row.stopping.stop_strings) for result, row in zip(results, run.rows, strict=True)]
         return results[0] if run.single else results
 
     def stream(self, prompt: Prompt = None, **options: Any) -> TextStream:
@@ -194,8 +192,8 @@ class SpeculativeDecoder:
         raw: bool = False,
         seed: int | Sequence[int] | None = None,
         generation_config: Any = None,
-        logits_processor: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
-        stopping_criteria: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
+        logits_processor: Functions = None,
+        stopping_criteria: Functions = None,
         input_ids: Any = None,
         attention_mask: Any = None,
         token_type_ids: Any = None,
@@ -204,8 +202,8 @@ class SpeculativeDecoder:
     ) -> Run:
         """Check everything and prepare a run; no model runs before it is iterated.
 
-        What a tokenizer returns may be given whole (``generate(inputs)``) or by name (``generate(**inputs)``): padding
-        is taken out at both ends.  Token types and positions are taken where they change nothing.
+        A tokenizer's output may be given as it is (``generate(inputs)``) or by name (``generate(**inputs)``).  Padding
+        is removed at both ends.  Token types and positions are accepted if they change nothing.
 
         Args:
             prompt: as `generate`.
@@ -214,10 +212,10 @@ class SpeculativeDecoder:
                 from torch's global generator.
             generation_config: a ``transformers.GenerationConfig`` or a dict of options, over the model's own.
             logits_processor: custom processors, or one; each sees a node's own path.
-            stopping_criteria: custom criteria, or one, asked after every single token.
-            input_ids: token ids, in the prompt's place.
+            stopping_criteria: custom criteria, or one; called after every single token.
+            input_ids: token ids, instead of the prompt.
             attention_mask: 0 where token ids are padding, in their shape.
-            token_type_ids, position_ids: in their shape, too.
+            token_type_ids, position_ids: in the same shape.
             **options: any ``GenerationConfig`` field: max_new_tokens, temperature (0 = greedy), top_p, ...  In a batch,
                 a list holds one number per row (`sampling.PER_ROW`).
 
@@ -226,129 +224,118 @@ class SpeculativeDecoder:
         """
         beside = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
         prompts = self.read(prompt, raw, input_ids, **beside)
+        given = generation_config, logits_processor, stopping_criteria
         settings = [
-            resolve(
-                self.target.model.generation_config,
-                generation_config,
-                logits_processor,
-                stopping_criteria,
-                self.target.vocab_size,
-                **own,
-            )
-            for own in by_row(options, len(prompts.rows))
+            resolve(self.target.model.generation_config, *given, self.target.vocab_size, **row_options)
+            for row_options in by_row(options, len(prompts.rows))
         ]
         settings *= len(prompts.rows) // len(settings)
-        self._check_alike(settings)
-        budgets = [own.budget(len(row)) for own, row in zip(settings, prompts.rows, strict=True)]
+        self._check_same_warpers(settings)
+        budgets = [setting.budget(len(row)) for setting, row in zip(settings, prompts.rows, strict=True)]
         self.check_lengths(prompts.rows, budgets)
         seeds = row_seeds(seed, len(prompts.rows))
-        device, names = self.target.device, [draft.name for draft in self.drafts]
-        rows = [
-            Row(
-                index=place,
-                prompt=row,
-                law=Law.of(own, len(row), device),
-                stopping=Stopping(own, budget, device, self.tokenizer),
-                seed=own_seed,
-                sampling=own.do_sample,
-                draft_names=names,
-                gate=self.confidence_gate,
-            )
-            for place, (row, own, budget, own_seed) in enumerate(
-                zip(prompts.rows, settings, budgets, seeds, strict=True)
-            )
-        ]
-        return Run(self, rows, prompts.single)
+        common = self.target.device, self.tokenizer, [draft.name for draft in self.drafts], self.confidence_gate
+        columns = zip(prompts.rows, settings, budgets, seeds, strict=True)
+        return Run(self, [Row(index, *row, *common) for index, row in enumerate(columns)], prompts.single)
 
     def score(self, prompt: Prompt, continuation: Any, *, raw: bool = False) -> Any:
-        """Return how likely a continuation is under the target: its own law, without processors, drafts or sampling.
+        """Return how likely a continuation is under the target's own distribution, without processors.
 
         Args:
             prompt: as `generate`.
-            continuation: text or token ids; for a batch of prompts a list, one for each.  Text is encoded by itself,
-                without special tokens: pass ids where tokens reach across the border.
+            continuation: text or token ids; for a batch of prompts a list, one for each.  Text is encoded alone,
+                without special tokens: pass ids if a token begins in the prompt and ends in the continuation.
             raw: feed strings without the chat template.
 
         Returns:
             Score for one prompt, list[Score] for a batch.
 
         Raises:
-            InputError: what cannot be scored, or does not fit the target's context.
-            UnsupportedModel: the target's passes do not repeat what they say of a text.
+            InputError: it cannot be scored, or does not fit the target's context.
+            UnsupportedModel: the target's passes give other logits for the same text.
             NumericalError: the target's logits are not numbers.
         """
-        return score(self, prompt, continuation, raw)
+        prompts = self.read(prompt, raw)
+        wanted = continuations(prompts, continuation, self.tokenizer, self.target.vocab_size)
+        self.check_lengths(prompts.rows, [len(tokens) for tokens in wanted])
+        self.supported(self.policy, [])
+        scores = score(self.target, prompts.rows, wanted)
+        return scores[0] if prompts.single else scores
 
     def read(self, prompt: Prompt = None, raw: bool = False, input_ids: Any = None, **beside: Any) -> Prompts:
-        """Turn what a caller gives into rows of the target's token ids, padding parted off.
+        """Turn a caller's prompts into rows of the target's token ids, with padding separate.
 
         Args:
             prompt, raw, input_ids: as `open`.
-            **beside: attention_mask, token_type_ids, position_ids; None is none.
+            **beside: attention_mask, token_type_ids, position_ids; or None.
 
         Raises:
-            InputError: no prompt or two, an unusable one, or something beside it that would change the text.
+            InputError: no prompt or two, a bad one, or something beside it that would change the text.
         """
         beside = {name: value for name, value in beside.items() if value is not None}
         if isinstance(prompt, Mapping) and "input_ids" in prompt and not beside:
-            prompt, beside = prompt["input_ids"], {name: own for name, own in prompt.items() if name != "input_ids"}
+            beside = dict(prompt)
+            prompt = beside.pop("input_ids")
         if (prompt is None) == (input_ids is None) or isinstance(input_ids, str):
             raise InputError("give one prompt: text, messages or token ids first, or token ids as input_ids=")
-        mask = beside.pop("attention_mask", None)
-        given = prompt if input_ids is None else input_ids
-        prompts = encode(given, self.tokenizer, checked_flag("raw", raw), mask, self._pad())
+        pad = getattr(self.tokenizer, "pad_token_id", None)
+        if pad is None:
+            pad = plain(self.target.model.generation_config.pad_token_id)
+        given, mask = prompt if input_ids is None else input_ids, beside.pop("attention_mask", None)
+        prompts = encode(given, self.tokenizer, checked_flag("raw", raw), mask, pad)
         check_ids(prompts.rows, self.target.vocab_size)
         if prompts.single:
             beside = {name: [value] for name, value in beside.items() if value is not None}
         check_beside(beside, prompts.padded, self.target)
         return prompts
 
-    def _pad(self) -> int | None:
-        """Return the token that prompts are padded with, if anybody says so."""
-        own = getattr(self.tokenizer, "pad_token_id", None)
-        return plain(self.target.model.generation_config.pad_token_id) if own is None else own
-
-    def _check_alike(self, settings: Sequence[Settings]) -> None:
-        """Raise `SamplingError` for sampled rows that differ in the law which drafts would draw trees from."""
-        laws = [[getattr(own.config, name, None) for name in WARPERS] for own in settings if own.do_sample]
-        if self.policy.kind is not Kind.RANKED and any(law != laws[0] for law in laws):
-            raise SamplingError("rows differ in their law, and sampled trees are drawn from one: give a batch per law")
+    def _check_same_warpers(self, settings: Sequence[GenerationSettings]) -> None:
+        """Raise `SamplingError` if sampled trees are drawn and rows differ in the distribution to draw from."""
+        sampled = (vars(setting.config) for setting in settings if setting.do_sample)
+        warpers = [[config.get(name) for name in WARPERS] for config in sampled]
+        if self.policy.kind is not Kind.RANKED and any(other != warpers[0] for other in warpers):
+            raise SamplingError("sampled trees are drawn from one distribution, and rows differ in it: split the batch")
 
     def check_lengths(self, rows: Sequence[Sequence[int]], budgets: Sequence[int]) -> None:
-        """Check that prompts and as many new tokens fit the target's context.
-
-        Raises:
-            InputError: they do not.
-        """
-        limit = self.target.position_limit()
-        if limit is not None and not self.target.takes_positions:
-            limit -= self.policy.max_nodes  # it counts positions by cache columns, padding included
-        check_context(rows, budgets, limit)
+        """Raise `InputError` if a prompt and its new tokens (the budget) do not fit the target's context."""
+        limit = self.target.position_limit() or inf
+        if not self.target.takes_positions:
+            limit -= self.policy.max_nodes  # without positions, a model counts padding, too
+        for index, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
+            if len(row) + budget > limit:
+                sizes = f"{len(row)} prompt tokens + {budget} new ones exceed the target's context of {limit}"
+                advice = f"shorten the prompt or ask for at most {max(limit - len(row), 0)} new tokens"
+                raise InputError(f"row {index}: {sizes}: {advice}")
 
     def _ready(self, drafts: list[Any]) -> list[Draft]:
-        """Return drafts in the order given, "auto" and "shipped" spelt out."""
-        names = [draft for draft in drafts if isinstance(draft, str)]
-        shipped = shipped_drafts(self.target.model, self.tokenizer) if {"auto", "shipped"} & set(names) else []
-        words: dict[str, list[Any]] = {"auto": [*shipped[:1], "ngram"], "shipped": list(shipped)}
-        spelt = [own for draft in drafts for own in (words.get(draft, [draft]) if isinstance(draft, str) else [draft])]
-        if len(spelt) > MOST_DRAFTS:
-            raise InputError(f"{len(spelt)} drafts are too many: give {MOST_DRAFTS} at most")
-        return [_as_draft(draft) for draft in spelt]
+        """Return drafts in the order given, with "auto" and "bundled" replaced by what they mean."""
+        found: list[Any] = []
+        for draft in drafts:
+            bundled = bundled_drafts(self.target.model, self.tokenizer) if draft in ("auto", "bundled") else [draft]
+            found += [*bundled[:1], "ngram"] if draft == "auto" else bundled
+        if len(found) > MOST_DRAFTS:
+            raise InputError(f"{len(found)} drafts are too many: give {MOST_DRAFTS} at most")
+        return [_as_draft(draft) for draft in found]
 
-    def _own(self, draft: Draft) -> Draft:
-        """Return a draft for this decoder alone, attached to its target: the caller's may serve several."""
+    def _attached(self, draft: Draft) -> Draft:
+        """Return a draft for this decoder alone, attached to its target: the caller's may serve several decoders."""
         if hasattr(draft, "attach"):
             return draft.attach(self.target, self.tokenizer) or draft
-        if isinstance(draft, ModelDraft):
-            draft = copy(draft)
-            draft.model = TreeModel(draft.model.model)
+        if not isinstance(draft, ModelDraft):
+            return draft
+        if draft.tokenizer is None or self.tokenizer is None:
+            self.notes.append(f"draft {draft.name}: its tokenizer was not compared with the target's; give both")
+        else:
+            loading.same_tokens(self.tokenizer, draft.tokenizer)
+        draft = copy(draft)
+        draft.model = TreeModel(draft.model.model)
         return draft
 
     def supported(self, policy: Policy, notes: list[str]) -> Policy:
-        """Check all models as they are now; fall back to a chain where one cannot branch, and note it.
+        """Check all models as they are now; return a chain if one cannot branch, and add a note.
 
         Raises:
-            UnsupportedModel: one cannot do even that, or not with these drafts and this policy.
+            UnsupportedModel: a model cannot score even chains, or these drafts or this policy need a tree.
         """
         for model in self.language_models:
             check = check_model(model.model)
@@ -356,26 +343,14 @@ class SpeculativeDecoder:
                 raise UnsupportedModel(f"{check.model} cannot score token trees: {check.reason}")
             if check.support is not Support.CHAIN_ONLY:
                 continue
-            is_chain = set(getattr(policy, "widths", (0,))) <= {1}
+            limit = f"{check.model} can score chains only ({check.reason})"
+            is_chain = set(getattr(policy, "expansion", (0,))) <= {1}
             if len(self.drafts) > 1 or not (is_chain or policy.kind is Kind.RANKED):
-                raise UnsupportedModel(
-                    f"{check.model} can score chains only ({check.reason}): use one draft and tree=Chain(k)"
-                )
+                raise UnsupportedModel(f"{limit}: use one draft and tree=Chain(k)")
             if not is_chain:
                 policy = Chain(policy.max_depth)
-                notes.append(f"tree={policy}: {check.model} can score chains only ({check.reason})")
+                notes.append(f"tree={policy}: {limit}")
         return policy
-
-    def _check_tokenizers(self) -> None:
-        from specinfer.models import same_tokens
-
-        for draft in self.drafts:
-            if not isinstance(draft, ModelDraft):
-                continue
-            if draft.tokenizer is not None and self.tokenizer is not None:
-                same_tokens(self.tokenizer, draft.tokenizer)
-            else:
-                self.notes.append(f"draft {draft.name}: its tokenizer was not compared with the target's; give both")
 
 
 def _as_list(drafts: Any) -> list[Any]:
@@ -386,34 +361,21 @@ def _as_list(drafts: Any) -> list[Any]:
 def _as_policy(tree: Any) -> Policy:
     policy = Chain(0) if tree is None else Auto() if tree == "auto" else tree
     if not hasattr(policy, "grow") or isinstance(policy, type):
-        raise InputError(
-            f'tree={tree!r} is no growth policy: use "auto", BestFirst, Widths, Chain, Sampled, or None for none'
-        )
+        advice = 'use "auto", BestFirst, Expansion, Chain, Sampled or None'
+        raise InputError(f"tree={tree!r} is not a growth policy: {advice}")
     return policy
 
 
-def _checked_model(model: Any) -> Any:
+def _check_arguments(model: Any, tokenizer: Any, gate: Any) -> None:
+    """Raise `ModelError` or `InputError` for arguments of another kind."""
     if _is_name(model):
         raise ModelError(f"{str(model)!r} is a name: use SpeculativeDecoder.from_pretrained, or load the model")
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
-        raise ModelError(
-            f"{model!r:.60} is no model: give a transformers causal language model, or use from_pretrained"
-        )
-    return model
-
-
-def _checked_tokenizer(tokenizer: Any) -> Any:
+        raise ModelError(f"{model!r:.60} is not a model: give a transformers causal LM, or use from_pretrained")
     if tokenizer is not None and (isinstance(tokenizer, bytes | type) or not hasattr(tokenizer, "decode")):
-        raise InputError(
-            f"tokenizer={tokenizer!r:.60} cannot decode: give the target's tokenizer, or None for ids only"
-        )
-    return tokenizer
-
-
-def _checked_gate(gate: Any) -> float | None:
+        raise InputError(f"tokenizer={tokenizer!r:.60} cannot decode: give the target's, or None for ids only")
     if gate is not None and (isinstance(gate, bool) or not isinstance(gate, int | float) or not 0 <= gate <= 1):
-        raise InputError(f"confidence_gate={gate!r} is no probability: give a number from 0 to 1, or None for no gate")
-    return gate
+        raise InputError(f"confidence_gate={gate!r} is no probability: give a number from 0 to 1, or None")
 
 
 def _as_draft(draft: Any) -> Draft:
@@ -421,9 +383,11 @@ def _as_draft(draft: Any) -> Draft:
         return NGramDraft()
     if _is_name(draft):
         raise InputError(f"draft {draft!r} is a name: use SpeculativeDecoder.from_pretrained, or load the model")
-    if not hasattr(draft, "open") and not hasattr(draft, "config"):
-        raise InputError(f"{draft!r:.60} is no draft: give a model, a name, or () for none")
-    return draft if hasattr(draft, "open") else ModelDraft(draft)
+    if hasattr(draft, "open"):
+        return draft
+    if not hasattr(draft, "config"):
+        raise InputError(f"{draft!r:.60} is not a draft: give a model, a name, or () for none")
+    return ModelDraft(draft)
 
 
 def _is_name(draft: Any) -> bool:
@@ -431,22 +395,16 @@ def _is_name(draft: Any) -> bool:
 
 
 def _load_draft(name: str, dtype: str, device: str) -> Draft:
-    """Load a draft from a feature head's folder, or from wherever language models are.
+    """Load a draft from the folder of an EAGLE-style head, or as a language model.
 
     Raises:
         ModelError: it cannot be loaded.
     """
-    from specinfer.heads import MODEL_TYPE, FeatureDraft
-    from specinfer.models import load
-
     folder = Path(os.path.expanduser(name))
-    try:
-        kind = parse_json((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
-    except (OSError, ValueError, KeyError, TypeError):  # a name on the hub, or a folder that the loader will judge
-        kind = None
-    if kind == MODEL_TYPE:
-        return FeatureDraft.load(folder)
-    loaded = load(name, dtype, device)
+    with suppress(OSError, ValueError, KeyError, TypeError):  # a name on the hub, or a folder that `load` will refuse
+        if parse_json((folder / "config.json").read_text(encoding="utf-8"))["model_type"] == MODEL_TYPE:
+            return HeadDraft.load(folder)
+    loaded = loading.load(name, dtype, device)
     return ModelDraft(loaded.model, loaded.tokenizer, loaded.name)
 
 
@@ -458,9 +416,9 @@ def row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
     """
     if seed is None:
         return [int(draw) for draw in torch.randint(2**62, (rows,))]
-    own = plain(seed)
-    given = list(own) if isinstance(own, list | tuple | range) else [own] * rows
-    if len(given) != rows or not all(isinstance(s, int) and not isinstance(s, bool) for s in given):
+    value = plain(seed)
+    given = list(value) if isinstance(value, list | tuple | range) else [value] * rows
+    if len(given) != rows or any(isinstance(s, bool) or not isinstance(s, int) for s in given):
         raise InputError(f"seed={seed!r:.60}: give one whole number, or one per prompt ({rows})")
     if not all(-(2**63) <= s < 2**64 for s in given):
         raise InputError(f"seed={seed!r:.60}: a seed has 64 bits, so give one from -2**63 to 2**64 - 1")
@@ -472,7 +430,7 @@ def _cut(result: Result, strings: Sequence[str]) -> Result:
     if not strings:
         return result
     before = result.tokenizer.decode(result.prompt_ids, skip_special_tokens=True)
-    whole = before + result.text
-    found = [whole.find(string, max(0, len(before) - len(string) + 1)) for string in strings]
-    ends = [max(0, place - len(before)) for place in found if place >= 0]
-    return replace(result, text=result.text[: min(ends)]) if ends else result
+    text = before + result.text
+    found = [text.find(string, max(0, len(before) - len(string) + 1)) for string in strings]
+    end = min((start for start in found if start >= 0), default=len(text))
+    return replace(result, text=text[len(before) : end])

@@ -1,29 +1,31 @@
-"""Every error a user of specinfer can meet, in one hierarchy.
+"""Every error that specinfer raises on purpose, in one hierarchy.
 
-This module knows names and nothing else: it imports nothing, and everything may import it.
+Knows: names.  Does not know: anything else; it imports nothing, and everything may import it.
 
     SpecinferError
-    ├── TreeError              a token tree that is not one
-    ├── PolicyError            a growth policy with an impossible budget
-    ├── PairingError           a verifier that is not exact for the kind of tree it is given
-    ├── InputError             a prompt, token id, seed or length that cannot be decoded
-    ├── SamplingError          a sampling option that is unknown, contradictory or impossible on trees
-    ├── ModelError             a model, draft or tokenizer that cannot be loaded or used
-    │   ├── UnsupportedModel   ... because its attention cannot score a token tree
-    │   ├── NotCompiled        ... by compiled passes: the plain model runs instead, and a note says why
-    │   └── TokenizerMismatch  ... because draft and target do not speak the same tokens
-    ├── CacheError             the KV cache was asked for what it cannot hold
-    └── NumericalError         logits that are not numbers (names the decode step)
+    ├── TreeError
+    ├── PolicyError
+    ├── PairingError
+    ├── InputError
+    ├── SamplingError
+    ├── ModelError
+    │   ├── UnsupportedModel
+    │   ├── NotCompiled
+    │   └── TokenizerMismatch
+    ├── CacheError
+    └── NumericalError
 
 A message says what is wrong, why it matters, and what to do.
 """
+
+CHECK_WEIGHTS = "Check the weights, or load the model in float32"  # advice, where logits are not numbers
 
 
 class SpecinferError(Exception):
     """Base class: catch this to catch everything specinfer raises on purpose.
 
     Attributes:
-        partial: the results decoded before an error under way, one per row; empty if nothing was.
+        partial: the results decoded before the error, one per row; empty if nothing was decoded.
     """
 
     partial: tuple[object, ...] = ()
@@ -38,7 +40,7 @@ class PolicyError(SpecinferError, ValueError):
 
 
 class PairingError(SpecinferError, ValueError):
-    """A verifier was paired with a kind of tree for which it would change the target's output law."""
+    """A verifier was paired with a kind of tree for which it would change the target's output distribution."""
 
 
 class InputError(SpecinferError, ValueError):
@@ -66,8 +68,8 @@ class CacheError(SpecinferError):
 
 
 class NumericalError(SpecinferError, ArithmeticError):
-    """Logits or a loss that are no numbers; the message says whose, and of the target's the row and the step."""
+    """Logits or a loss that are not numbers; the message says whose, and for the target also the row and the step."""
 
 
 class NotCompiled(ModelError):
-    """A model's passes cannot be compiled, or a package of them cannot be used: the plain model runs instead."""
+    """A model's passes cannot be compiled, or a package of them cannot be used: the plain model runs, with a note."""

@@ -1,27 +1,31 @@
-"""From what a user has (text, chat messages, token ids, one or many) to rows of token ids, checked.
+"""From a user's prompts (text, chat messages or token ids, one or many) to checked rows of token ids.
 
-Knows: files of prompts, the tokenizer and its chat template, the size of the vocabulary and of the context.
-Does not know: models, decoding.
+Knows: files of prompts, the tokenizer and its chat template, attention masks, sizes of vocabulary and context.
+Does not know: options, decoding.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from jinja2 import TemplateError
 
+from specinfer.attention import TreeModel, running
+from specinfer.common.files import parse_json
+from specinfer.common.values import plain
 from specinfer.errors import InputError
-from specinfer.files import parse_json
-from specinfer.inputs import Padded, plain, without_padding
 
+PROBED = 8  # tokens that a model reads to find out whether token types of 0 change anything
 Prompt = Any  # str | list[int] | list[{"role", "content"}]; see `encode`
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield line numbers, from 1, and objects of a file of JSON lines with "prompt"; blank lines are left out.
+    """Yield line numbers, from 1, and objects of a file of JSON lines with "prompt"; skip blank lines.
 
     Raises:
-        InputError: the file cannot be read, or a line is no such object.
+        InputError: the file cannot be read, or a line is not such an object.
     """
     for number, line in read_lines(path):
         if not line.strip():
@@ -32,16 +36,14 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise InputError(f"{path}, line {number} is not JSON ({error}): give one object a line") from error
         prompt = row.get("prompt") if isinstance(row, dict) else None
         if not isinstance(prompt, str) or not prompt.strip():
-            raise InputError(
-                f'{path}, line {number} has no "prompt" with text in it: give one object a line, each with one'
-            )
+            raise InputError(f'{path}, line {number} has no "prompt" with text in it: give each line one')
         if not is_text(prompt):
-            raise InputError(f"{path}, line {number} holds half a surrogate pair, which is no text")
+            raise InputError(f"{path}, line {number} holds half a surrogate pair, which is not text")
         yield number, row
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield line numbers, from 1, and lines: what newlines part, for text may hold other line ends.
+    """Yield line numbers, from 1, and lines.  Only newlines end a line: text may hold other line separators.
 
     Raises:
         InputError: the file cannot be read.
@@ -53,12 +55,20 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def is_text(prompt: str) -> bool:
-    """Whether a string holds characters only: halves of surrogate pairs, which JSON lets through, are none."""
+    """Return whether a string holds characters only: JSON may hold half a surrogate pair, which is not one."""
     try:
         prompt.encode()
     except UnicodeEncodeError:
         return False
     return True
+
+
+class Padded(NamedTuple):
+    """A row of token ids without its padding, and the padding."""
+
+    left: list[int]
+    ids: list[int]
+    right: list[int]
 
 
 class Prompts(NamedTuple):
@@ -84,7 +94,7 @@ def encode(
         tokenizer: needed for text and messages.
         raw: feed strings as they are; otherwise a string is a user's message if the tokenizer has a chat template.
         mask: 0 where token ids are padding, in their shape.
-        pad: the token that token ids are padded with, if known.
+        pad: the padding token, if known.
 
     Raises:
         InputError: an empty prompt or row, an unknown kind of prompt, text without a tokenizer, a mask with holes, or
@@ -92,9 +102,7 @@ def encode(
     """
     prompt = plain(prompt)
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-        raise InputError(
-            f"a prompt must be text, a list of chat messages, or token ids (or a list of those), not {prompt!r:.60}"
-        )
+        raise InputError(f"a prompt must be text, chat messages or token ids, or a list of those, not {prompt!r:.60}")
     if not prompt:
         raise InputError("the prompt is empty: there is nothing to continue")
     single = isinstance(prompt, str) or isinstance(prompt[0], int | Mapping)
@@ -112,42 +120,30 @@ def encode(
 
 
 def check_ids(rows: Sequence[Sequence[int]], vocab_size: int) -> None:
-    """Raise `InputError` for a token id that is no whole number in [0, vocab_size), naming row and place."""
+    """Raise `InputError` for a token id that is not a whole number in [0, vocab_size), naming row and position."""
     for index, row in enumerate(rows):
-        for place, token in enumerate(row):
+        for position, token in enumerate(row):
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-                raise InputError(
-                    f"row {index}, place {place}: token id {token!r} is not in the target's vocabulary "
-                    f"[0, {vocab_size}): encode the prompt with the target's own tokenizer"
-                )
-
-
-def check_context(rows: Sequence[Sequence[int]], budgets: Sequence[int], limit: int | None) -> None:
-    """Raise `InputError` where prompt + new tokens exceed the positions the target can use."""
-    for index, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
-        if limit is not None and len(row) + budget > limit:
-            raise InputError(
-                f"row {index}: {len(row)} prompt tokens + {budget} new ones exceed the target's context of {limit}: "
-                f"shorten the prompt or ask for at most {max(limit - len(row), 0)} new tokens"
-            )
+                where, vocabulary = f"row {index}, position {position}", f"the target's vocabulary [0, {vocab_size})"
+                raise InputError(f"{where}: token id {token!r} is not in {vocabulary}: use the target's tokenizer")
 
 
 def _check_padding(rows: Sequence[Sequence[Any]], pad: int | None) -> None:
-    """Raise `InputError` where rows of token ids look padded.
+    """Raise `InputError` if rows of token ids look padded.
 
-    The pad token may also begin or end texts: it is padding where it stands twice, or in some rows of a length only.
+    A text may also begin or end with the pad token.  It is padding if it is there twice, or if all rows have the same
+    length and only some of them have it.
     """
     for ends in ([list(row[:2]) for row in rows], [list(row[:-3:-1]) for row in rows]):
-        some = len({len(row) for row in rows}) == 1 and len({own[0] == pad for own in ends}) == 2
-        for index, own in enumerate(ends):
-            if pad is not None and (own == [pad, pad] or (some and own[0] == pad)):
-                raise InputError(
-                    f"row {index} looks padded (token {pad} at its end): give attention_mask=, all ones if it is text"
-                )
+        some = len({len(row) for row in rows}) == 1 and len({end[0] == pad for end in ends}) == 2
+        for index, end in enumerate(ends):
+            if pad is not None and (end == [pad, pad] or (some and end[0] == pad)):
+                advice = "give attention_mask=, all ones if it is text"
+                raise InputError(f"row {index} looks padded (token {pad} at its end): {advice}")
 
 
 def _is_text(item: Any) -> bool:
-    """Whether a prompt is text or chat messages, not token ids."""
+    """Return whether a prompt is text or chat messages, not token ids."""
     return isinstance(item, str) or (isinstance(item, Sequence) and bool(item) and isinstance(item[0], Mapping))
 
 
@@ -155,30 +151,30 @@ def _encode_one(item: Any, tokenizer: Any, raw: bool) -> list[int]:
     if isinstance(item, str):
         if not item.strip():
             return []
-        if raw or not getattr(_needed(tokenizer), "chat_template", None):
-            return spelt(item, tokenizer)
+        if raw or not getattr(_required(tokenizer), "chat_template", None):
+            return tokenized(item, tokenizer)
         item = [{"role": "user", "content": item}]
     if _is_text(item):
-        if not getattr(_needed(tokenizer), "chat_template", None):
+        if not getattr(_required(tokenizer), "chat_template", None):
             raise InputError("chat messages need a chat template, and this tokenizer has none: pass text instead")
-        whole = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
-        return _ids(lambda: tokenizer.apply_chat_template(list(item), **whole))
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+        return _ids(lambda: tokenizer.apply_chat_template(list(item), **options))
     if isinstance(item, Sequence) and not isinstance(item, bytes):
         return list(item)
     raise InputError(f"a prompt must be text, chat messages or token ids, not {type(item).__name__}")
 
 
-def spelt(text: str, tokenizer: Any, **options: Any) -> list[int]:
-    """Return the token ids of a text as it is, by the tokenizer's own options.
+def tokenized(text: str, tokenizer: Any, **options: Any) -> list[int]:
+    """Return the token ids of a text, without a chat template.
 
     Raises:
-        InputError: no tokenizer, or one that refuses the text.
+        InputError: there is no tokenizer, or it refuses the text.
     """
-    return _ids(lambda: _needed(tokenizer)(text, **options))
+    return _ids(lambda: _required(tokenizer)(text, **options))
 
 
 def _ids(encoding: Callable[[], Any]) -> list[int]:
-    """Return the token ids that a tokenizer makes."""
+    """Return the token ids that a tokenizer returns."""
     try:
         return list(encoding()["input_ids"])
     except (TypeError, UnicodeError, TemplateError) as error:  # half a surrogate pair; messages a template refuses
@@ -186,7 +182,78 @@ def _ids(encoding: Callable[[], Any]) -> list[int]:
         raise InputError(f"the tokenizer refuses this prompt ({reason}): give whole text, or other messages") from error
 
 
-def _needed(tokenizer: Any) -> Any:
+def _required(tokenizer: Any) -> Any:
     if tokenizer is None:
         raise InputError("text needs a tokenizer: construct the decoder with one, or pass token ids")
     return tokenizer
+
+
+def without_padding(rows: Sequence[Sequence[int]], mask: Any) -> list[Padded]:
+    """Separate rows of token ids from their padding, where the attention mask is 0.
+
+    Args:
+        rows: token ids.
+        mask: one row of 0 and 1 for each row of ids; None = no padding.
+
+    Raises:
+        InputError: the mask has another shape or other values, a hole, or nothing but padding.
+    """
+    if mask is None:
+        return [Padded([], list(row), []) for row in rows]
+    padded = []
+    for index, (ids, kept) in enumerate(zip(rows, _one_per_token("attention_mask", mask, rows), strict=True)):
+        if not all(value in (0, 1) for value in kept):
+            raise InputError(f"row {index}: attention_mask holds other numbers than 0 and 1, and only marks padding")
+        if 1 not in kept:
+            raise InputError(f"row {index} is empty: its attention_mask calls every token padding")
+        start, end = kept.index(1), len(kept) - kept[::-1].index(1)
+        if 0 in kept[start:end]:
+            raise InputError(f"row {index}: attention_mask has a hole: only the ends of a row can be padding")
+        padded.append(Padded(list(ids[:start]), list(ids[start:end]), list(ids[end:])))
+    return padded
+
+
+def _one_per_token(name: str, values: Any, rows: Sequence[Sequence[int]]) -> list[list[Any]]:
+    """Return values as one list per row of ids, each as long as its row; one row of values may serve all.
+
+    Raises:
+        InputError: they have another shape.
+    """
+    lists = plain(values)
+    if isinstance(lists, list | tuple) and len(lists) == 1 < len(rows):
+        lists = [lists[0]] * len(rows)
+    known = isinstance(lists, list | tuple) and all(isinstance(row, list | tuple) for row in lists)
+    if not known or list(map(len, lists)) != list(map(len, rows)):
+        raise InputError(f"{name} has not the shape of the token ids: give one number per token")
+    return [list(row) for row in lists]
+
+
+def check_beside(beside: Mapping[str, Any], rows: Sequence[Padded], model: TreeModel) -> None:
+    """Raise `InputError` for an input beside ids and mask that would change the text; decoding ignores them all.
+
+    Position ids must count each row's tokens from 0.  A model that takes token types must answer the same with types of
+    0 and without types.
+    """
+    values = {name: value for name, value in beside.items() if value is not None}
+    for name in values:
+        if name not in ("position_ids", "token_type_ids"):
+            raise InputError(f"{name} cannot be used: trees are decoded from token ids alone, so leave it out")
+    everything = [[*row.left, *row.ids, *row.right] for row in rows]
+    given = {name: _one_per_token(name, value, everything) for name, value in values.items()}
+    for row, positions in zip(rows, given.get("position_ids", []), strict=False):
+        start = len(row.left)
+        if positions[start : start + len(row.ids)] != list(range(len(row.ids))):
+            raise InputError("position_ids must count each row's tokens from 0, without padding: give none")
+    types = given.get("token_type_ids")
+    if types is None or "token_type_ids" not in inspect.signature(model.model.forward).parameters:
+        return
+    if any(map(any, types)) or not _ignores_zero_types(model, rows[0].ids[:PROBED]):
+        raise InputError(f"token_type_ids change what {model.name} answers, and decoding does not use them: give none")
+
+
+def _ignores_zero_types(model: TreeModel, ids: Sequence[int]) -> bool:
+    """Return whether a model answers the same, bit for bit, with token types of 0 and without any."""
+    tokens = torch.tensor([list(ids)], device=model.device)
+    with running(model):
+        without, zeros = (model.model(tokens, **extra).logits for extra in ({}, {"token_type_ids": tokens * 0}))
+    return torch.equal(without, zeros)

@@ -1,10 +1,11 @@
 """What a generation returns: text, ids, one record per step, and figures derived from those records.
 
-Knows: trees, paths, tokens, seconds.  Does not know: models or how anything was computed.
+Knows: trees, paths, tokens, seconds.  Does not know: models, how anything was computed.
 
-Everything countable is derived from the steps, so a result cannot disagree with itself.
+All counts are derived from the steps, so the parts of a result agree with each other.
 """
 
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specinfer.shown import Shown
+from specinfer.common.display import Displayed
 from specinfer.tree import Kind, TokenTree
 
 
@@ -34,8 +35,8 @@ class Seconds:
 
     @property
     def bookkeeping(self) -> float:
-        """Everything that is not a forward pass: n-gram look-ups, growing, sampling, verification, pruning."""
-        return max(0.0, self.total - self.prefill - self.target - self.draft)
+        """All work but forward passes: n-gram look-ups, growing, sampling, verification, pruning."""
+        return max(0.0, self.decoding - self.target - self.draft)
 
     def __sub__(self, earlier: "Seconds") -> "Seconds":
         """Return what was spent since an earlier reading of the same clocks."""
@@ -43,7 +44,7 @@ class Seconds:
 
     def to_dict(self) -> dict[str, float]:
         """Return a JSON-ready dict, bookkeeping included."""
-        return {name: getattr(self, name) for name in ("total", "prefill", "target", "draft", "bookkeeping")}
+        return _attributes(self, "total", "prefill", "target", "draft", "bookkeeping")
 
 
 class State(StrEnum):
@@ -51,13 +52,13 @@ class State(StrEnum):
 
     ROOT = "root"
     ACCEPTED = "accepted"
-    CUT = "cut"  # accepted, but the text ended above it
+    CUT = "cut"  # accepted, but the text ended before it
     REJECTED = "rejected"
-    UNREACHED = "unreached"  # below a rejected node, or drawn after the one that a coin accepted
+    UNREACHED = "unreached"  # below a rejected node, or drawn after the accepted sibling
 
 
 @dataclass(frozen=True)
-class Step(Shown):
+class Step(Displayed):
     """One decode step of one row: one token tree, verified in one target pass."""
 
     tree: TokenTree
@@ -75,7 +76,7 @@ class Step(Shown):
     def states(self) -> list[State]:
         """What became of each node of the tree.
 
-        In a sampled tree whose accepted token was drawn twice, what was drawn in between counts as not tried.
+        If the accepted token of a sampled tree was drawn twice, the draws in between count as not tried.
         """
         return states(self.tree, self.path, len(self.tokens), tried(self.tree, self.path))
 
@@ -92,14 +93,14 @@ class Step(Shown):
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one draft did for a row, next to the others.
+    """What one draft did for a row, beside the others.
 
     In a batch the rows share its passes and seconds, as in `Stats`.
     """
 
     draft: str
-    tokens: int  # emitted ones on accepted paths that it proposed, alone or with others
-    only: int  # leave-one-out: emitted ones that would not have been accepted without it, summed over steps
+    tokens: int  # emitted tokens on accepted paths that it proposed, alone or with others
+    only: int  # leave-one-out: emitted tokens that would not have been accepted without it, summed over steps
     passes: int  # forward passes, prefill excluded
     seconds: float  # wall-clock, in proposing trees: passes, look-ups and growing; prefill excluded
 
@@ -111,8 +112,8 @@ class Contribution:
 
 
 @dataclass(frozen=True)
-class Choices:
-    """How large trees were, whoever decided it: means over the steps of a row."""
+class TreeSizes:
+    """How large the trees were: means over the steps of a row."""
 
     nodes_per_step: float = 0.0  # drafted nodes that the target scored
     levels_per_step: float = 0.0  # depth of those trees
@@ -120,8 +121,8 @@ class Choices:
     steps: int = 0
 
     @classmethod
-    def of(cls, steps: Sequence[Step]) -> "Choices":
-        """Count what stands in the steps."""
+    def of(cls, steps: Sequence[Step]) -> "TreeSizes":
+        """Compute the means over steps."""
         nodes, levels = ([getattr(step.tree, name) for step in steps] for name in ("num_drafted", "depth"))
         count = max(len(steps), 1)
         return cls(sum(nodes) / count, sum(levels) / count, nodes.count(0), len(steps))
@@ -145,8 +146,8 @@ class Stats:
     draft_passes: int
     acceptance_by_depth: tuple[float, ...]  # [d]: accepted at depth d + 1, of the steps that tried that depth
     seconds: Seconds
-    notes: tuple[str, ...] = ()  # what the engine decided by itself, and why
-    choices: Choices = Choices()
+    notes: tuple[str, ...] = ()  # what the engine decided, and why
+    tree_sizes: TreeSizes = TreeSizes()
     drafts: tuple[Contribution, ...] = ()  # by draft id
 
     @property
@@ -161,16 +162,13 @@ class Stats:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
+        rates = "tokens_per_target_pass", "tokens_per_second"
         return {
-            "new_tokens": self.new_tokens,
-            "target_passes": self.target_passes,
-            "draft_passes": self.draft_passes,
-            "tokens_per_target_pass": self.tokens_per_target_pass,
-            "tokens_per_second": self.tokens_per_second,
+            **_attributes(self, "new_tokens", "target_passes", "draft_passes", *rates),
             "acceptance_by_depth": list(self.acceptance_by_depth),
             "seconds": self.seconds.to_dict(),
             "notes": list(self.notes),
-            "choices": asdict(self.choices),
+            "tree_sizes": asdict(self.tree_sizes),
             "drafts": [asdict(draft) for draft in self.drafts],
         }
 
@@ -187,7 +185,7 @@ class Stats:
 
 
 @dataclass(frozen=True)
-class Result(Shown):
+class Result(Displayed):
     """One prompt's continuation.
 
     Attributes:
@@ -197,7 +195,7 @@ class Result(Shown):
         finish_reason: "eos", "stop" (a stop string or stopping criterion), "length", or "unfinished".
         seed: what reproduces it when sampling; None when greedy.
         steps: one `Step` per target pass.
-        tokenizer: the decoder's, with which the result shows its tokens.
+        tokenizer: the decoder's, to display tokens.
     """
 
     text: str
@@ -216,7 +214,7 @@ class Result(Shown):
 
     @property
     def accept_lengths(self) -> list[int]:
-        """Tokens that each step emitted, the target's own included: one figure per target pass."""
+        """Tokens that each step emitted, the target's own included: one number per target pass."""
         return [len(step.tokens) for step in self.steps]
 
     def __str__(self) -> str:
@@ -225,13 +223,11 @@ class Result(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict of text, ids and stats (steps have their own `Step.to_dict`)."""
-        return {
-            "text": self.text,
-            "token_ids": self.token_ids,
-            "finish_reason": self.finish_reason,
-            "seed": self.seed,
-            "stats": self.stats.to_dict(),
-        }
+        return {**_attributes(self, "text", "token_ids", "finish_reason", "seed"), "stats": self.stats.to_dict()}
+
+
+def _attributes(value: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names}
 
 
 def states(tree: TokenTree, path: Sequence[int], kept: int, tried: Container[int]) -> list[State]:
@@ -240,16 +236,17 @@ def states(tree: TokenTree, path: Sequence[int], kept: int, tried: Container[int
     Args:
         tree: of N nodes.
         path: the accepted ones, root excluded.
-        kept: how many of their tokens the text had room for.
-        tried: the nodes that verification asked about.
+        kept: how many of their tokens are in the text.
+        tried: the nodes that verification tested.
     """
-    on_path = {node: State.ACCEPTED if depth < kept else State.CUT for depth, node in enumerate(path)}
-    others = {True: State.REJECTED, False: State.UNREACHED}
-    return [State.ROOT, *(on_path.get(node) or others[node in tried] for node in range(1, len(tree)))]
+    found = [State.ROOT, *(State.REJECTED if node in tried else State.UNREACHED for node in range(1, len(tree)))]
+    for depth, node in enumerate(path):
+        found[node] = State.ACCEPTED if depth < kept else State.CUT
+    return found
 
 
 def tried(tree: TokenTree, path: Sequence[int]) -> set[int]:
-    """Return the nodes that verification asked about: all children along the path, or all drawn until one passed."""
+    """Return the nodes that verification tested: all children along the path, or all draws until one was accepted."""
     nodes: set[int] = set()
     for node, accepted in zip((0, *path), (*path, None), strict=True):
         drawn = [child for _, child in tree.draws_under(node)]
@@ -259,28 +256,21 @@ def tried(tree: TokenTree, path: Sequence[int]) -> set[int]:
 
 
 def acceptance_by_depth(steps: list[Step]) -> tuple[float, ...]:
-    """Return, per depth 1, 2, ..., the share of steps accepted there among those whose accepted path had children."""
-    return tuple(accepted / tried for accepted, tried in counts_by_depth(steps))
+    """Return, per depth 1, 2, ..., the share of steps with an accepted node there, of those that had a node to test."""
+    return tuple(accepted / tested for accepted, tested in counts_by_depth(steps))
 
 
 def counts_by_depth(steps: Iterable[Step]) -> list[tuple[int, int]]:
-    """Return, per depth 1, 2, ..., how many steps accepted a node there, of how many that had one to accept."""
-    tried: list[int] = []
-    accepted: list[int] = []
+    """Return, per depth 1, 2, ..., how many steps accepted a node there, and how many had a node to test."""
+    accepted, tested = Counter[int](), Counter[int]()
     for step in steps:
-        for depth, node in enumerate((0, *step.path)):
-            if not step.tree.children(node):
-                break
-            if depth == len(tried):
-                tried.append(0)
-                accepted.append(0)
-            tried[depth] += 1
-            accepted[depth] += depth < len(step.path)
-    return list(zip(accepted, tried, strict=True))
+        accepted.update(range(len(step.path)))
+        tested.update(depth for depth, node in enumerate((0, *step.path)) if step.tree.children(node))
+    return [(accepted[depth], count) for depth, count in sorted(tested.items())]
 
 
 def contribution(steps: Iterable[Step], draft: int, name: str, passes: int, seconds: float) -> Contribution:
-    """Return what the draft with this id did in the steps, of one row or of several."""
+    """Return what the draft with this id did in steps of one row or of several."""
     tokens = only = 0
     for step in steps:
         proposers = step.tree.proposers
@@ -303,10 +293,10 @@ def drafted_by(tree: TokenTree, path: Sequence[int], names: Sequence[str], token
 
 
 def reach(path: Iterable[int], drafts: int) -> int:
-    """Return how far an accepted path would have gone with some drafts only.
+    """Return how long an accepted path would have been with some drafts only.
 
     Args:
-        path: per node, who proposed it, a bit mask (`TokenTree.proposers`).
-        drafts: who is left, a bit mask.
+        path: per node, the drafts that proposed it, as a bit mask (`TokenTree.proposers`).
+        drafts: the drafts that remain, as a bit mask.
     """
     return sum(1 for _ in takewhile(lambda proposers: proposers & drafts, path))

@@ -110,9 +110,9 @@ class Scripted:
     def __init__(self, future: Callable[[list[int]], Sequence[int]], name: str = "scripted") -> None:
         self.future, self.name = future, name
 
-    def open(self, opening: Any) -> ScriptedSession:
+    def open(self, context: Any) -> ScriptedSession:
         """Start with the rows' prompts."""
-        return ScriptedSession(self.future, opening)
+        return ScriptedSession(self.future, context)
 
 
 class ScriptedSession:
@@ -120,9 +120,9 @@ class ScriptedSession:
 
     passes, seconds, prefill_seconds = 0, 0.0, 0.0
 
-    def __init__(self, future: Callable[[list[int]], Sequence[int]], opening: Any) -> None:
-        self.future, self.draft = future, opening.draft
-        self.rows = [list(prompt) for prompt in opening.prompts]
+    def __init__(self, future: Callable[[list[int]], Sequence[int]], context: Any) -> None:
+        self.future, self.draft = future, context.draft
+        self.rows = [list(prompt) for prompt in context.prompts]
 
     def propose(self, policy: Any, max_depth: int) -> list[TokenTree]:
         """Return one chain a row."""

@@ -36,7 +36,7 @@ class Machine:
         seed: of texts, noise and spikes.
         load: how many times slower a pass over so many tokens is; may be set between steps.
         noise: standard deviation of the logarithm of all times.
-        right: the drafts know the target's law; else they are never right.
+        right: the drafts know the target's distribution; else they are never right.
     """
 
     def __init__(self, policy, seed=0, load=quiet, noise=0.03, spikes=0.01):
@@ -57,7 +57,7 @@ class Machine:
         for _ in range(steps):
             if self.chance.random() < 0.4:  # or as the step before
                 kind = self.chance.choice(3, p=EASE.get(ease, EASE["usual"]))
-            self._step(self._law(SHARP[kind]), wrong=ease == "wrong", repeats=self.chance.random() < 0.2)
+            self._step(self._distribution(SHARP[kind]), wrong=ease == "wrong", repeats=self.chance.random() < 0.2)
         return self
         return self
 
@@ -66,25 +66,25 @@ class Machine:
         last = last or len(self.tokens)
         return sum(self.tokens[-last:]) / sum(self.seconds[-last:]) * np.mean(self.plain[-last:])
 
-    def _law(self, sharp):
-        """Return the target's law: five tokens in any order, and one, the sixth, that no draft ever proposes."""
+    def _distribution(self, sharp):
+        """Return the target's distribution: five tokens in any order, and a sixth that no draft ever proposes."""
         return np.array(
             [*self.chance.permutation([sharp, *(1 - sharp) * np.array([0.35, 0.2, 0.1, 0.05])]), 0.3 * (1 - sharp)]
         )
 
-    def _step(self, law, wrong, repeats):
-        given = np.log([*law[:5], 1e-12, *np.full(6, law[5] / 6)])
+    def _step(self, distribution, wrong, repeats):
+        given = np.log([*distribution[:5], 1e-12, *np.full(6, distribution[5] / 6)])
         found = np.full(VOCAB, -np.inf)
-        found[int(law.argmax())] = -0.1
-        laws = [given, found if repeats else np.full(VOCAB, -np.inf)]
+        found[int(distribution.argmax())] = -0.1
+        distributions = [given, found if repeats else np.full(VOCAB, -np.inf)]
         if wrong:
-            laws = [np.roll(np.where(np.arange(VOCAB) < 6, own, -np.inf), 6) for own in laws]
-        sources = [self._source(draft, own) for draft, own in enumerate(laws)]
+            distributions = [np.roll(np.where(np.arange(VOCAB) < 6, own, -np.inf), 6) for own in distributions]
+        sources = [self._source(draft, own) for draft, own in enumerate(distributions)]
         grown = [self.policy.grow(source, 8).trees([0], source.draft) for source in sources]
         (tree,) = self.policy.fit([merge(own) for own in zip(*grown, strict=True)])
         path, emitted, node = [], [], 0
         while node is not None:
-            emitted.append(int(self.chance.choice(6, p=law)))
+            emitted.append(int(self.chance.choice(6, p=distribution)))
             node = tree.child(node, emitted[-1])
             path += [] if node is None else [node]
         asked = [source.asked for source in sources]
@@ -104,12 +104,12 @@ class Machine:
         spike = self.clock.uniform(2, 5) if self.clock.random() < self.spikes else 1.0
         return figure * spike * np.exp(self.clock.normal(0, self.noise))
 
-    def _source(self, draft, law):
-        law = torch.tensor(law)
+    def _source(self, draft, distribution):
+        distribution = torch.tensor(distribution)
 
         def log_probs(frontier):
             source.asked += 1
-            return law.expand(*frontier.tokens.shape, VOCAB)
+            return distribution.expand(*frontier.tokens.shape, VOCAB)
 
         source = DenseSource(log_probs, 1, draft=draft)
         source.asked = 0

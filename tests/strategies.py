@@ -32,14 +32,14 @@ def node_lists(
         scores.append((scores[parent - 1] if parent else 0.0) + draw(st.floats(-4, 0)))
     draws = [(Draw(draw(st.sampled_from(list(drafts))), draw(st.integers(0, 2))),) for _ in range(size)]
     kind = kind or draw(st.sampled_from(list(Kind)))
-    laws = {(p, d.draft): law_of(d.draft) for p, (d,) in zip(parents, draws, strict=True)}
+    distributions = {(p, d.draft): law_of(d.draft) for p, (d,) in zip(parents, draws, strict=True)}
     return {
         "root": draw(st.integers(0, VOCAB - 1)) if root is None else root,
         "tokens": [draw(st.integers(0, VOCAB - 1)) for _ in range(size)],
         "parents": parents,
         "scores": scores,
         "draws": draws,
-        "laws": {} if kind is Kind.RANKED else laws,
+        "distributions": {} if kind is Kind.RANKED else distributions,
         "kind": kind,
     }
 
@@ -50,7 +50,7 @@ def token_trees(**options: Any) -> st.SearchStrategy[TokenTree]:
 
 
 def law_of(draft: int) -> np.ndarray:
-    """The law (VOCAB,) that a draft of `node_lists` pretends to draw from."""
+    """The distribution (VOCAB,) that a draft of `node_lists` pretends to draw from."""
     weights = np.arange(1, VOCAB + 1) + draft
     return weights / weights.sum()
 

@@ -85,10 +85,10 @@ def rounds(draw: st.DrawFn) -> tuple[int, list[tuple[list[int], list[list[int] |
 @settings(deadline=None, max_examples=150)
 @given(rounds(), st.integers(1, 60), st.sampled_from([1, 2, len(SHAPES)]))
 def test_rows_stay_bit_equal_to_a_plain_gather(
-    script: tuple[int, list[tuple[list[int], list[list[int] | None]]]], capacity: int, alike: int
+    script: tuple[int, list[tuple[list[int], list[list[int] | None]]]], capacity: int, uniform_layers: int
 ) -> None:
     rows, steps = script
-    cache, reference = TreeCache(rows, capacity, 60, alike), Reference(rows)
+    cache, reference = TreeCache(rows, capacity, 60, uniform_layers), Reference(rows)
     for number, (counts, paths) in enumerate(steps):
         for index, count in enumerate(counts):
             seen = feed(cache, count, 10 * number + index, reference)
@@ -133,7 +133,7 @@ def test_all_rows_can_retire() -> None:
 
 
 def test_layers_of_one_shape_lie_side_by_side() -> None:
-    cache = TreeCache(2, 8, alike=3)
+    cache = TreeCache(2, 8, uniform_layers=3)
     cache.stage(2, CPU)
     with torch.inference_mode():
         for layer in range(3):
@@ -246,9 +246,9 @@ def test_integrity_notices_tampering(name: str) -> None:
         cache.check_integrity()
 
 
-@pytest.mark.parametrize("alike", [1, 3])  # so many have the first one's shape
-def test_bytes_are_as_stated(alike: int) -> None:
-    cache = TreeCache(3, 10, max_capacity=40, alike=alike)
+@pytest.mark.parametrize("uniform_layers", [1, 3])  # so many have the first one's shape
+def test_bytes_are_as_stated(uniform_layers: int) -> None:
+    cache = TreeCache(3, 10, max_capacity=40, uniform_layers=uniform_layers)
     assert cache.nbytes == 0
     feed(cache, 2, 0)
     assert cache.nbytes == 4 * 3 * 10 * sum(heads * (key + value) for heads, key, value in SHAPES)

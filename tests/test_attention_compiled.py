@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from typer.testing import CliRunner
 
-import specinfer.packages as packages
+import specinfer.attention.packages as packages
 from specinfer import BestFirst, Chain, SpeculativeDecoder
 from specinfer.attention import TreeCache, TreeModel, TreeSession, resumed
 from specinfer.attention.compiled import RECORD, CompiledPass, check
@@ -107,7 +107,7 @@ def test_every_node_is_the_plain_models() -> None:
 def test_caches_grow_under_compiled_passes() -> None:
     model = float_llama()
     made, own = compiled(model)
-    sessions = [TreeSession(made.target, TreeCache(1, 4, 256, alike=2), (), each) for each in (None, own)]
+    sessions = [TreeSession(made.target, TreeCache(1, 4, 256, uniform_layers=2), (), each) for each in (None, own)]
     with resumed(made.target):
         for session in sessions:
             session.prefill([list(range(60))])
@@ -120,9 +120,9 @@ def test_caches_grow_under_compiled_passes() -> None:
 
 def test_sessions_that_want_other_hidden_states_run_plain() -> None:
     made, own = compiled(float_llama())
-    assert made.target.session(1, 8, taps=own.taps[:1]).compiled is own
-    other = made.target.session(1, 8, taps=(0,))
-    assert 0 not in own.taps
+    assert made.target.session(1, 8, aux_layers=own.aux_layers[:1]).compiled is own
+    other = made.target.session(1, 8, aux_layers=(0,))
+    assert 0 not in own.aux_layers
     with resumed(made.target):
         other.prefill([[1, 2, 3]])
     assert other.compiled is None
@@ -265,7 +265,7 @@ def damage_code(folder: Path) -> None:
 
 
 def damage_record(folder: Path) -> None:
-    (folder / RECORD).write_text('{"taps": [')
+    (folder / RECORD).write_text('{"aux_layers": [')
 
 
 def lose_code(folder: Path) -> None:
@@ -288,7 +288,10 @@ def test_packages_of_other_versions_and_machines_are_not_found(monkeypatch: pyte
     model = TreeModel(float_llama())
     own = packages.package_of(model)
     assert own.is_dir()
-    for name, value in (("torch.__version__", "2.12.0"), ("specinfer.packages._machine", lambda _: ["a toaster"])):
+    for name, value in (
+        ("torch.__version__", "2.12.0"),
+        ("specinfer.attention.packages._machine", lambda _: ["a toaster"]),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(name, value)
             assert packages.package_of(model) != own
@@ -452,7 +455,7 @@ def test_the_command_lists_uses_and_removes(cache: Path, tmp_path: Path, monkeyp
     names = {
         row["package"].split("-")[0] for row in json.loads(run.invoke(app, ["compile", "--list", "--json"]).stdout)
     }
-    assert names >= {"FeatureHead", "LlamaForCausalLM"}
+    assert names >= {"HeadNetwork", "LlamaForCausalLM"}
     assert run.invoke(app, ["compile", "--remove"]).exit_code == 0
     assert packages.packages() == []
     monkeypatch.setenv("PATH", "")

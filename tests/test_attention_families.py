@@ -24,7 +24,8 @@ from transformers import (
 
 import specinfer.attention.check as checking
 import specinfer.attention.mask as masking
-from specinfer.attention import Layout, ModelCheck, Support, TreeCache, TreeModel, TreeSession, check_model
+from specinfer.attention import Layout, ModelCheck, Support, TreeModel, TreeSession, check_model
+from specinfer.attention.cache import Stack
 from specinfer.errors import UnsupportedModel
 
 WINDOW = 5  # smaller than the prefix that `check_model` feeds
@@ -219,7 +220,7 @@ def positions_by_column(session: TreeSession, layout: Layout) -> Tensor:
     return POSITIONS(session, layout._replace(depths=columns))
 
 
-def keep_the_first(cache: Any, moves: Any) -> None:
+def keep_the_first(stack: Any, rows: Any, sources: Any, targets: Any) -> None:
     """Forget to move the accepted slots."""
 
 
@@ -230,7 +231,7 @@ BREAKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "window off by one": (masking, "_visible", window_off_by_one),
     "one length": (masking, "_visible", one_length),
     "positions by column": (TreeSession, "_positions", positions_by_column),
-    "slots not moved": (TreeCache, "_move_slots", keep_the_first),
+    "slots not moved": (Stack, "move_slots", keep_the_first),
 }
 TRIED = ("llama", "gpt2", "mistral", "gemma3_text", "gpt_oss")
 POWER = [(n, b) for n in TRIED for b in BREAKS if "sliding_window" in EXACT[n] or "window" not in b]

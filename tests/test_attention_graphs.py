@@ -11,13 +11,13 @@ import torch
 from conftest import PROMPTS, plain
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from specinfer import BestFirst, SpeculativeDecoder, Widths
-from specinfer.attention import TreeCache, TreeSession, graphs, rung
+from specinfer import BestFirst, Expansion, SpeculativeDecoder
+from specinfer.attention import TreeCache, TreeSession, graphs, size_bucket
 from specinfer.attention.graphs import SEEN, Graphs
 from specinfer.errors import InputError
 
 NEW = 48  # tokens: every shape comes several times
-TREES = {"best-first": BestFirst(7, 3), "widths": Widths((2, 2))}
+TREES = {"best-first": BestFirst(7, 3), "expansion": Expansion((2, 2))}
 
 
 def traced(run, places):
@@ -31,18 +31,18 @@ def traced(run, places):
 
 def test_rungs():
     """Four sizes in every octave; never smaller than what was asked, nor larger by more than a quarter."""
-    sizes = sorted({rung(size) for size in range(1, 1025)})
+    sizes = sorted({size_bucket(size) for size in range(1, 1025)})
     assert sizes[:16] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32]
     assert len(sizes) == 8 + 4 * 7
     for size in range(1, 1025):
-        assert size <= rung(size) <= 1.25 * size
-        assert rung(rung(size)) == rung(size)
+        assert size <= size_bucket(size) <= 1.25 * size
+        assert size_bucket(size_bucket(size)) == size_bucket(size)
 
 
 # ---- what is captured ----
 
 
-def test_a_shape_is_captured_when_it_comes_again():
+def test_a_shape_is_captured_when_it_comes_again(monkeypatch):
     replays = []
 
     def capture(run, places):
@@ -55,7 +55,8 @@ def test_a_shape_is_captured_when_it_comes_again():
     def double(tensors):
         return (2 * tensors["x"],)
 
-    passes = Graphs(double, lambda: capture)
+    monkeypatch.setattr(graphs, "CudaCapture", lambda: capture)
+    passes = Graphs(double)
     for turn in range(SEEN + 3):
         (result,) = passes({"x": torch.full((2,), float(turn))}, memory=1)
         assert result.tolist() == [2.0 * turn] * 2
@@ -68,8 +69,9 @@ def test_a_shape_is_captured_when_it_comes_again():
     assert len(passes.made) == 1
 
 
-def test_results_outlive_the_next_replay():
-    passes = Graphs(lambda tensors: (tensors["x"],), lambda: lambda run, places: lambda: run(places))
+def test_results_outlive_the_next_replay(monkeypatch):
+    monkeypatch.setattr(graphs, "CudaCapture", lambda: lambda run, inputs: lambda: run(inputs))
+    passes = Graphs(lambda tensors: (tensors["x"],))
     results = [passes({"x": torch.full((1,), float(turn))}, None)[0] for turn in range(SEEN + 3)]
     assert torch.cat(results).tolist() == list(range(SEEN + 3))
 

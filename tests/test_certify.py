@@ -7,17 +7,17 @@ from itertools import product
 import numpy as np
 import pytest
 
-import specinfer.certification  # noqa: F401  (the package shows its function of the same name)
+import specinfer.evaluation.certification  # noqa: F401  (the package shows its function of the same name)
+from specinfer.engine.verify import ExactMatch, MultiStep, Verdict
 from specinfer.errors import InputError
-from specinfer.tree import Chain, Sampled, Widths
-from specinfer.verify import MultiStep, Verdict, Walk
+from specinfer.tree import Chain, Expansion, Sampled
 
-module = sys.modules["specinfer.certification"]
+module = sys.modules["specinfer.evaluation.certification"]
 EXACT, VISIBLE = 1e-12, 1e-3  # total variation: rounding in float64, and a bias that a test must notice
 
 
 def named(pairs):
-    return [pytest.param(pair, id=f"{pair.tree} | {pair.rule} | {len(pair.habits)}") for pair in pairs]
+    return [pytest.param(pair, id=f"{pair.tree} | {pair.rule} | {len(pair.behaviours)}") for pair in pairs]
 
 
 @pytest.mark.parametrize("pair", named(module.lossless_pairs()))
@@ -41,18 +41,18 @@ def test_power_every_mistake_is_seen_whatever_the_seed(pair, seed, vocabulary):
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_other_models_and_another_vocabulary_are_lossless_too(seed):
-    cheap = [pair for pair in module.lossless_pairs() if pair.policy.max_nodes < 5 and len(pair.habits) < 3]
+    cheap = [pair for pair in module.lossless_pairs() if pair.policy.max_nodes < 5 and len(pair.behaviours) < 3]
     for certificate in module.certify(cheap, vocabulary=3, seed=seed):
         assert certificate.total_variation <= EXACT, certificate
 
 
 class Published:
-    """The laws for which the biases of mistakes were computed independently, in the first position."""
+    """The distributions for which the biases of mistakes were computed independently, in the first position."""
 
     vocabulary = 4
 
-    def law(self, model, context):
-        """Return the same law in every context."""
+    def distribution(self, model, context):
+        """Return the same distribution in every context."""
         return np.array([[0.4, 0.3, 0.2, 0.1], [0.6, 0.25, 0.1, 0.05], [0.1, 0.2, 0.3, 0.4]])[model]
 
 
@@ -62,15 +62,15 @@ class Published:
     ids=lambda value: getattr(value, "tree", None),
 )
 def test_mistakes_are_as_large_as_an_independent_enumeration_found(pair, bias):
-    emitted = module.output_law(pair, Published(), tokens=2).sum(1)  # the law of the first token
-    target = Published().law(0, ())
+    emitted = module.output_distribution(pair, Published(), tokens=2).sum(1)  # the distribution of the first token
+    target = Published().distribution(0, ())
     assert module.total_variation(emitted, target) == pytest.approx(bias, abs=5e-4)
 
 
 def test_reused_noise_shows_in_the_joint_law_only():
-    pair = module.Pair(Widths((2, 2)), Walk(), (module.favours,), module.Choices.REUSED)
+    pair = module.Pair(Expansion((2, 2)), ExactMatch(), (module.favours,), module.Choices.REUSED)
     models = module.RandomModels(4, seed=0)
-    emitted, target = module.output_law(pair, models, 3), module.target_law(pair, models, 3)
+    emitted, target = module.output_distribution(pair, models, 3), module.target_distribution(pair, models, 3)
     assert module.total_variation(emitted.sum((1, 2)), target.sum((1, 2))) <= EXACT
     assert module.total_variation(emitted, target) > 0.1
 
@@ -78,8 +78,8 @@ def test_reused_noise_shows_in_the_joint_law_only():
 @pytest.mark.parametrize("pair", [module.lossless_pairs()[0], *module.broken_pairs()])
 def test_probabilities_sum_to_one(pair):
     models = module.RandomModels(3, seed=0)
-    assert module.output_law(pair, models, 3).sum() == pytest.approx(1, abs=EXACT)
-    assert module.target_law(pair, models, 3).sum() == pytest.approx(1, abs=EXACT)
+    assert module.output_distribution(pair, models, 3).sum() == pytest.approx(1, abs=EXACT)
+    assert module.target_distribution(pair, models, 3).sum() == pytest.approx(1, abs=EXACT)
 
 
 def test_enumeration_meets_every_outcome_once_with_its_probability():
@@ -98,13 +98,15 @@ def test_enumeration_meets_every_outcome_once_with_its_probability():
 def test_the_models_have_zeros_one_hots_and_disagree():
     models = module.RandomModels(4, seed=0)
     texts = [text for n in range(3) for text in product(range(4), repeat=n)]
-    laws = [(models.law(0, text), models.law(draft, text)) for text in texts for draft in (1, 2, 3)]
-    assert any(((p > 0) & (q == 0)).any() for p, q in laws)
-    assert any(((p == 0) & (q > 0)).any() for p, q in laws)
-    assert any(p.max() == 1 for p, _ in laws)
-    assert any(q.max() == 1 for _, q in laws)
-    assert all(np.abs(p - q).max() > 1e-3 for p, q in laws if max(p.max(), q.max()) < 1)
-    assert all((models.law(model, ()) > 0).all() for model in range(4))
+    distributions = [
+        (models.distribution(0, text), models.distribution(draft, text)) for text in texts for draft in (1, 2, 3)
+    ]
+    assert any(((p > 0) & (q == 0)).any() for p, q in distributions)
+    assert any(((p == 0) & (q > 0)).any() for p, q in distributions)
+    assert any(p.max() == 1 for p, _ in distributions)
+    assert any(q.max() == 1 for _, q in distributions)
+    assert all(np.abs(p - q).max() > 1e-3 for p, q in distributions if max(p.max(), q.max()) < 1)
+    assert all((models.distribution(model, ()) > 0).all() for model in range(4))
 
 
 class LikeWalk:
@@ -134,7 +136,7 @@ class AcceptLikely(LikeWalk):
 
     def verify(self, tree, target):
         """Verify."""
-        if len(tree) > 1 and target.law(0)[tree.tokens[1]] > 0.3:
+        if len(tree) > 1 and target.distribution(0)[tree.tokens[1]] > 0.3:
             return Verdict((1,), target.choice(1))
         return Verdict((), target.choice(0))
 
@@ -146,7 +148,7 @@ def test_a_mistake_that_one_made_up_target_hides_is_found_by_another():
 
 
 def test_a_verifier_of_ones_own():
-    good = module.certify_verifier(LikeWalk(), Widths((2, 1)), drafts=2, vocabulary=3)
+    good = module.certify_verifier(LikeWalk(), Expansion((2, 1)), drafts=2, vocabulary=3)
     assert (good.lossless, good.passed, good.drafts, good.vocabulary, good.tokens) == (True, True, 2, 3, 3)
     assert good.verifier.startswith("LikeWalk()")
     bad = module.certify_verifier(Careless(), Chain(2))
@@ -163,8 +165,8 @@ class Elsewhere:
         """Verify."""
         self.calls += 1
         if self.calls % 2:
-            target.draw(target.law(0))
-        return Verdict((), target.draw(target.law(0)))
+            target.draw(target.distribution(0))
+        return Verdict((), target.draw(target.distribution(0)))
 
 
 def test_chance_from_elsewhere_is_an_error_not_a_number():
@@ -174,11 +176,11 @@ def test_chance_from_elsewhere_is_an_error_not_a_number():
 
 def test_certificates_are_json_ready_and_progress_sees_every_pair():
     seen = []
-    pairs = [module.Pair(Sampled((1,)), MultiStep()), module.Pair(Chain(1), Walk())]
+    pairs = [module.Pair(Sampled((1,)), MultiStep()), module.Pair(Chain(1), ExactMatch())]
     certificates = module.certify(pairs, tokens=2, progress=lambda todo: (seen.append(p) or p for p in todo))
     assert seen == pairs
     first = certificates[0].to_dict()
-    assert first["tree"] == "Sampled(widths=(1,), replacement=False)"
+    assert first["tree"] == "Sampled(expansion=(1,), replacement=False)"
     assert first["verifier"] == "MultiStep(replacement=False), sampling"
     assert (first["lossless"], first["expected_lossless"], first["passed"]) == (True, True, True)
     assert first["total_variation"] <= EXACT

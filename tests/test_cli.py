@@ -9,10 +9,10 @@ import pytest
 import torch
 from conftest import byte_tokenizer, like, plain, tiny_llama
 
-import specinfer.models
+import specinfer.loading
 from specinfer import SpeculativeDecoder, cli
 from specinfer.errors import ModelError
-from specinfer.models import Loaded
+from specinfer.loading import Loaded
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<a>"
 PROMPT = "abcabcab"
@@ -39,7 +39,7 @@ def run(models, monkeypatch, capsys):
             tokenizer.add_tokens(["more"])
         return Loaded(models[name], tokenizer, str(name))
 
-    monkeypatch.setattr(specinfer.models, "load", load)
+    monkeypatch.setattr(specinfer.loading, "load", load)
 
     def call(*arguments, stdin=""):
         monkeypatch.setattr("sys.argv", ["specinfer", *map(str, arguments)])
@@ -60,7 +60,7 @@ def text_of(models, prompt=PROMPT, new=12):
 # ---- generate ----
 
 
-@pytest.mark.parametrize("tree", ["auto", "best-first", "widths", "chain", "sampled", "none"])
+@pytest.mark.parametrize("tree", ["auto", "best-first", "expansion", "chain", "sampled", "none"])
 def test_generate_prints_the_targets_greedy_text(run, models, tree):
     """Text to standard output, the summary to standard error, whatever the tree."""
     code, out, err = run("generate", PROMPT, "--raw", "--draft", "draft", "--tree", tree, *NEW)
@@ -98,7 +98,7 @@ def test_the_confidence_gate_reaches_the_engine(run, models):
     """A gate that never opens after the first step; a gate that is none."""
     closed = ["--draft", "draft", "--tree", "chain", "--confidence-gate", "1", "--json"]
     record = json.loads(run("generate", PROMPT, "--raw", *closed, *NEW)[1])
-    assert record["stats"]["choices"]["plain_steps"] == record["stats"]["target_passes"] - 1
+    assert record["stats"]["tree_sizes"]["plain_steps"] == record["stats"]["target_passes"] - 1
     code, out, err = run("generate", PROMPT, "--confidence-gate", "1.5", *NEW)
     assert (code, out) == (2, "")
     assert "confidence_gate=1.5 is no probability" in err
@@ -110,7 +110,7 @@ def test_a_profile_is_written_then_used(run, tmp_path):
     options = ["generate", PROMPT, "--raw", "--draft", "draft", "--max-new-tokens", "60", "--profile", path]
     assert f"profile: wrote {path}" in run(*options)[2]
     first, second = (json.loads(run(*options, "--json")[1])["stats"] for _ in range(2))
-    assert (first["choices"], first["draft_passes"]) == (second["choices"], second["draft_passes"])
+    assert (first["tree_sizes"], first["draft_passes"]) == (second["tree_sizes"], second["draft_passes"])
     code, _, err = run(*options, "--tree", "chain")
     assert (code, "--profile" in err, err.count("\n")) == (2, True, 1)
     path.write_text("{}")
@@ -160,7 +160,7 @@ def test_model_options_reach_the_loader(run):
 
 
 def test_tree_options_shape_the_trees(run):
-    """--nodes, --depth and --widths bound the trees that the tree command draws."""
+    """--nodes, --depth and --expansion bound the trees that the tree command draws."""
     common = ["--draft", "draft", "--raw", "--json"]
 
     def tree(*options):
@@ -168,7 +168,7 @@ def test_tree_options_shape_the_trees(run):
 
     assert 2 <= len(tree("--nodes", 5, "--depth", 2)["tokens"]) <= 6
     assert len(tree("--nodes", 1)["tokens"]) == 2
-    assert len(tree("--tree", "widths", "--widths", "2,3")["tokens"]) == 1 + 2 + 6
+    assert len(tree("--tree", "expansion", "--expansion", "2,3")["tokens"]) == 1 + 2 + 6
     assert len(tree("--tree", "chain", "--depth", 5)["tokens"]) == 6
 
 
@@ -234,9 +234,9 @@ ERRORS = {
     "no nodes": (["generate", "hi", "--nodes", "0"], "--nodes 0"),
     "negative nodes": (["generate", "hi", "--nodes", "-4"], "--nodes -4"),
     "no depth": (["tree", "hi", "--depth", "0"], "--depth 0"),
-    "width zero": (["generate", "hi", "--tree", "widths", "--widths", "2,0"], "--widths"),
-    "widths of words": (["generate", "hi", "--widths", "a,b"], "--widths"),
-    "no widths": (["generate", "hi", "--tree", "widths", "--widths", ""], "--widths"),
+    "width zero": (["generate", "hi", "--tree", "expansion", "--expansion", "2,0"], "--expansion"),
+    "widths of words": (["generate", "hi", "--expansion", "a,b"], "--expansion"),
+    "no widths": (["generate", "hi", "--tree", "expansion", "--expansion", ""], "--expansion"),
     "unknown tree": (["generate", "hi", "--tree", "oak"], "oak"),
     "no new tokens": (["generate", "hi", "--max-new-tokens", "0"], "max_new_tokens=0"),
     "negative new tokens": (["generate", "hi", "--max-new-tokens", "-1"], "max_new_tokens=-1"),
@@ -312,7 +312,7 @@ def test_what_the_machine_refuses_is_one_line(run, monkeypatch, error, message):
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(specinfer.models, "load", fail)
+    monkeypatch.setattr(specinfer.loading, "load", fail)
     code, out, err = run("generate", PROMPT)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err
@@ -322,7 +322,7 @@ def test_other_errors_are_bugs_and_stay_visible(monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(specinfer.models, "load", fail)
+    monkeypatch.setattr(specinfer.loading, "load", fail)
     monkeypatch.setattr("sys.argv", ["specinfer", "generate", PROMPT])
     with pytest.raises(RuntimeError, match="a bug"):
         cli.main()
@@ -341,7 +341,7 @@ def test_an_interrupt_is_not_a_traceback(run, monkeypatch):
 # ---- names ----
 
 GENERATE = {
-    *("--target", "--draft", "--tree", "--nodes", "--depth", "--widths", "--max-new-tokens", "--temperature"),
+    *("--target", "--draft", "--tree", "--nodes", "--depth", "--expansion", "--max-new-tokens", "--temperature"),
     *("--top-p", "--top-k", "--seed", "--dtype", "--device", "--raw", "--show-tree", "--confidence-gate", "--json"),
     "--profile",
 }

@@ -16,23 +16,15 @@ import torch
 from conftest import PROMPTS, byte_tokenizer, like, plain, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import specinfer.models
+import specinfer.loading
 from specinfer import Chain, Comparison, ModelDraft, SpeculativeDecoder, TokenTree, check_model, cli, compare, merge
-from specinfer.comparison.files import RECORDS, SETTINGS, read_prompts
-from specinfer.comparison.methods import (
-    METHODS,
-    OURS,
-    HitRates,
-    OnePath,
-    build_methods,
-    common_prefix,
-    generation_options,
-    hits,
-)
-from specinfer.comparison.report import bootstrap, summarise
 from specinfer.errors import InputError, ModelError, SpecinferError
-from specinfer.models import Loaded
-from specinfer.published import SPECINFER_TABLE_1
+from specinfer.evaluation.compare.files import RECORDS, SETTINGS, read_prompt_file
+from specinfer.evaluation.compare.methods import METHODS, OURS, HitRates, OnePath, build_methods, count_hits
+from specinfer.evaluation.compare.report import bootstrap, summarise
+from specinfer.evaluation.compare.runner import common_prefix, generation_options
+from specinfer.evaluation.published import SPECINFER_TABLE_1
+from specinfer.loading import Loaded
 from specinfer.tree import Draw
 
 NEW = 8
@@ -58,7 +50,7 @@ def asked(models, monkeypatch):
             tokenizer.add_tokens(["more"])
         return Loaded(models[name], tokenizer, str(name))
 
-    monkeypatch.setattr(specinfer.models, "load", load)
+    monkeypatch.setattr(specinfer.loading, "load", load)
     return names
 
 
@@ -84,7 +76,7 @@ def run(files, asked):
 
     def call(out=None, prompts=files, **options):
         given = {"drafts": ("near", "ngram"), "assistant": "near", "max_new_tokens": NEW, "nodes": 6, "count": 2}
-        given |= {"methods": ("incremental",), "dtype": "float32", "device": "cpu"}
+        given |= {"methods": ("autoregressive",), "dtype": "float32", "device": "cpu"}
         return compare(prompts, out=out, **{**given, **options})
 
     return call
@@ -114,10 +106,10 @@ def timeless(value):
 
 
 def test_every_prompt_has_every_methods_counts(asked, run, tmp_path):
-    """In order, prompts of the split only; ids are incremental decoding's, whoever drafts."""
+    """In order, prompts of the split only; ids are autoregressive decoding's, whoever drafts."""
     found = run(tmp_path, methods=FIXED, temperatures=(0.0, 1.0), hits=True)
     assert found.settings["methods"] == list(FIXED)
-    assert found.settings["target"] == specinfer.models.DEFAULT_TARGET
+    assert found.settings["target"] == specinfer.loading.DEFAULT_TARGET
     order = [(record["set"], record["id"], record["temperature"]) for record in found.records]
     wanted = [("code", "a"), ("chat", "1"), ("code", "c"), ("chat", "2")]
     assert order == [(*prompt, temperature) for prompt in wanted for temperature in (0.0, 1.0)]
@@ -125,14 +117,14 @@ def test_every_prompt_has_every_methods_counts(asked, run, tmp_path):
         methods = record["methods"]
         assert list(methods) == list(FIXED)
         assert record["skipped"] == {}
-        passes = [methods["incremental"][count] for count in ("tokens", "target_passes", "draft_passes")]
+        passes = [methods["autoregressive"][count] for count in ("tokens", "target_passes", "draft_passes")]
         assert passes == [NEW, NEW, 0]
-        assert methods["incremental"]["choices"]["nodes_per_step"] == 0
+        assert methods["autoregressive"]["tree_sizes"]["nodes_per_step"] == 0
         assert methods["generate"]["target_passes"] == NEW
         assert methods["assisted"]["draft_passes"] > 0
         greedy = record["temperature"] == 0
         for name in FIXED:
-            assert methods[name].get("same_as_incremental") == (NEW if name in OURS or greedy else None)
+            assert methods[name].get("same_as_autoregressive") == (NEW if name in OURS or greedy else None)
             assert "gap" not in methods[name]
         assert [row["draft"] for row in record["hits"]] == ["near", "ngram"]
         assert all(row["positions"] == NEW - 1 for row in record["hits"])
@@ -147,7 +139,7 @@ def test_counts_are_the_engines_own(run, models, method, tree):
     decoder = SpeculativeDecoder(models[None], byte_tokenizer(), drafts, tree)
     result = decoder.generate("abcabcab", max_new_tokens=NEW, temperature=1.0, top_k=0, top_p=1.0, seed=0)
     own, wanted = record["methods"][method], result.stats.to_dict()
-    for field in ("target_passes", "draft_passes", "choices", "notes"):
+    for field in ("target_passes", "draft_passes", "tree_sizes", "notes"):
         assert own[field] == wanted[field]
     assert [(d["draft"], d["tokens"], d["only"]) for d in own["drafts"]] == [
         (d.draft, d.tokens, d.only) for d in result.stats.drafts
@@ -165,9 +157,9 @@ def test_the_sequence_of_one_draft_is_its_chain(run, models):
     assert [own["target_passes"], own["draft_passes"]] == [result.stats.target_passes, result.stats.draft_passes]
     for record in found.records:
         own = record["methods"]
-        assert own["sequence"]["choices"]["nodes_per_step"] == own["sequence"]["choices"]["levels_per_step"]
+        assert own["sequence"]["tree_sizes"]["nodes_per_step"] == own["sequence"]["tree_sizes"]["levels_per_step"]
         assert all(row["draft_passes"] <= 3 * row["target_passes"] for row in own.values())
-        assert own["tree"]["choices"]["nodes_per_step"] > own["sequence"]["choices"]["nodes_per_step"]
+        assert own["tree"]["tree_sizes"]["nodes_per_step"] > own["sequence"]["tree_sizes"]["nodes_per_step"]
 
 
 def test_the_sequence_of_several_drafts_is_one_of_their_chains():
@@ -205,8 +197,8 @@ def test_one_draft_is_the_first_alone(models):
 
 def test_the_adaptive_tree_emits_the_same_ids(run):
     """Its passes depend on time, its ids do not."""
-    for record in run(methods=("incremental", "auto"), temperatures=(0.0, 1.0), count=1).records:
-        assert record["methods"]["auto"]["same_as_incremental"] == NEW
+    for record in run(methods=("autoregressive", "auto"), temperatures=(0.0, 1.0), count=1).records:
+        assert record["methods"]["auto"]["same_as_autoregressive"] == NEW
         assert 1 <= record["methods"]["auto"]["target_passes"] <= NEW
 
 
@@ -221,14 +213,14 @@ def test_the_gap_is_the_targets_where_ids_first_differ(run, models, monkeypatch)
         return output
 
     monkeypatch.setattr(model, "generate", other)
-    found = run(methods=("incremental", "generate", "tree"), temperatures=(0.0, 1.0))
+    found = run(methods=("autoregressive", "generate", "tree"), temperatures=(0.0, 1.0))
     gaps = []
     for record in found.records:
         own = record["methods"]["generate"]
         if record["temperature"]:
             assert "gap" not in own
             continue
-        assert own["same_as_incremental"] == 4
+        assert own["same_as_autoregressive"] == 4
         text = {"a": "abcabcab", "c": "x = 1; x = ", "1": "hello", "2": "why, why?"}[record["id"]]
         ids = byte_tokenizer()(text)["input_ids"]
         logits = model(real(torch.tensor([ids]), max_new_tokens=4)).logits
@@ -248,7 +240,7 @@ def test_the_gap_is_the_targets_where_ids_first_differ(run, models, monkeypatch)
 
 def test_without_an_assistant_a_draft_that_is_a_language_model_assists(run, asked):
     """The first one; n-grams and heads cannot."""
-    options = {"methods": ("incremental", "assisted"), "assistant": None, "count": 1}
+    options = {"methods": ("autoregressive", "assisted"), "assistant": None, "count": 1}
     (record, _) = run(drafts=("ngram", "near"), **options).records
     assert record["methods"]["assisted"]["draft_passes"] > 0
     assert asked == [None, "near"]
@@ -264,8 +256,8 @@ def test_without_an_assistant_a_draft_that_is_a_language_model_assists(run, aske
 def test_assisted_generation_is_left_out_where_it_cannot_run(run, caplog, options, reason):
     """With the reason: in a warning, in the records, in the summary, under the table."""
     with caplog.at_level(logging.WARNING):
-        found = run(methods=("incremental", "assisted"), **options)
-    assert all(list(record["methods"]) == ["incremental"] for record in found.records)
+        found = run(methods=("autoregressive", "assisted"), **options)
+    assert all(list(record["methods"]) == ["autoregressive"] for record in found.records)
     assert list(found.summary()["skipped"]) == ["assisted"]
     for told in (found.summary()["skipped"]["assisted"], found.table().splitlines()[-1], caplog.text):
         assert reason in told
@@ -294,7 +286,7 @@ def test_a_model_that_scores_chains_only_has_no_trees(run, models, monkeypatch):
     config = AutoConfig.for_model("mpt", **sizes, attn_config={"alibi": True})
     monkeypatch.setitem(models, None, AutoModelForCausalLM.from_config(config).eval())
     found = run(methods=FIXED, drafts="ngram", assistant=None, hits=True)
-    assert list(found.records[0]["methods"]) == ["incremental", "sequence", "generate"]
+    assert list(found.records[0]["methods"]) == ["autoregressive", "sequence", "generate"]
     skipped = found.summary()["skipped"]
     assert list(skipped) == ["tree", "one-draft", "gate", "assisted", "prompt-lookup"]
     assert skipped["tree"].startswith("MptForCausalLM can score chains only")
@@ -338,22 +330,22 @@ def test_an_end_of_sequence_token_is_a_position(models):
 
 def test_hits_count_places():
     """First, third, absent; what has no choice is left out."""
-    found = hits([[7, 1, 2], [3, 4, 7], [1], [9]], [7, 7, 2])
+    found = count_hits([[7, 1, 2], [3, 4, 7], [1], [9]], [7, 7, 2])
     assert found == {"positions": 3, "hits": [1, 1, 2, 2, 2]}
 
 
 def test_a_draft_that_reads_the_targets_states_keeps_its_taps_and_target(models):
-    """What a probe does not know goes to the draft: `taps`, `attach`, the states of every commit."""
+    """What a probe does not know goes to the draft: `aux_layers`, `attach`, the states of every commit."""
     seen = []
 
     class Reader(ModelDraft):
-        taps = (1,)
+        aux_layers = (1,)
 
         def attach(self, target, tokenizer=None):
             seen.append(target.model)
 
-        def open(self, opening):
-            session = super().open(opening)
+        def open(self, context):
+            session = super().open(context)
             commit = session.commit
             session.commit = lambda tokens, states: (seen.append(states), commit(tokens, states))
             return session
@@ -370,7 +362,7 @@ def test_a_draft_that_reads_the_targets_states_keeps_its_taps_and_target(models)
 
 def test_a_cut_file_is_continued(run, tmp_path, caplog):
     """Killed in the middle of a line: that prompt is measured again, and the counts are an uninterrupted run's."""
-    options = {"methods": ("incremental", "tree"), "temperatures": (0.0, 1.0), "hits": True}
+    options = {"methods": ("autoregressive", "tree"), "temperatures": (0.0, 1.0), "hits": True}
     whole = run(tmp_path, **options)
     path, left = tmp_path / RECORDS, []
     lines = path.read_bytes().splitlines(keepends=True)
@@ -403,7 +395,7 @@ def test_a_killed_run_loses_nothing(on_disk, call, monkeypatch):
     """Kill -9 while prompts are being finished; the same command goes on, and all is as if it had never stopped."""
     out, path = on_disk / "out", on_disk / "out" / RECORDS
     options = ["--target", on_disk / "target", "--draft", "ngram", "--count", PROMPTS_ON_DISK, "--max-new-tokens", NEW]
-    options += ["--prompts", on_disk / "many.jsonl", "--methods", "incremental,sequence,tree", "--dtype", "float32"]
+    options += ["--prompts", on_disk / "many.jsonl", "--methods", "autoregressive,sequence,tree", "--dtype", "float32"]
     command = [sys.executable, "-P", "-m", "specinfer", "compare", *map(str, options), "--out", str(out)]
     started = monotonic()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
@@ -591,7 +583,7 @@ def test_settings_under_which_nothing_was_measured_are_replaced(run, tmp_path, m
         raise ModelError(f"no {name}")
 
     with monkeypatch.context() as patched:
-        patched.setattr(specinfer.models, "load", load)
+        patched.setattr(specinfer.loading, "load", load)
         with pytest.raises(ModelError, match="no nowhere"):
             run(tmp_path, target="nowhere")
     assert run(tmp_path).records
@@ -636,17 +628,17 @@ def record(name, place, temperature=0.0, **methods):
         row = {"tokens": tokens, "target_passes": passes, "draft_passes": 3 * passes, "seconds": stages}
         choices = {"nodes_per_step": place, "levels_per_step": 1, "plain_steps": 2}
         drafts = [{"draft": "d", "tokens": 5, "only": place, "passes": 7, "seconds": 0.5}]
-        same = {"same_as_incremental": tokens if place else 3} | ({} if place else {"gap": 0.125})
-        rows[method] = {**row, **(same if "incremental" in methods else {}), "choices": choices, "drafts": drafts}
+        same = {"same_as_autoregressive": tokens if place else 3} | ({} if place else {"gap": 0.125})
+        rows[method] = {**row, **(same if "autoregressive" in methods else {}), "tree_sizes": choices, "drafts": drafts}
     hit = [{"draft": "d", "positions": 10, "hits": [4 + place, 5, 6, 7, 8]}]
     told = {"set": name, "place": place, "temperature": temperature, "skipped": {}}
     return {**told, "methods": rows, "hits": hit}
 
 
 MADE_UP = [
-    record("cp", 0, incremental=(10, 10, 2.0, 0.0, 0.1), tree=(10, 4, 1.0, 0.2, 0.1)),  # twice as fast
-    record("cp", 1, incremental=(20, 20, 2.0, 0.0, 0.1), tree=(20, 11, 0.5, 0.1, 0.1)),  # four times
-    record("own", 2, incremental=(10, 10, 1.0, 0.0, 0.1), tree=(10, 10, 2.0, 0.2, 0.1)),  # half
+    record("cp", 0, autoregressive=(10, 10, 2.0, 0.0, 0.1), tree=(10, 4, 1.0, 0.2, 0.1)),  # twice as fast
+    record("cp", 1, autoregressive=(20, 20, 2.0, 0.0, 0.1), tree=(20, 11, 0.5, 0.1, 0.1)),  # four times
+    record("own", 2, autoregressive=(10, 10, 1.0, 0.0, 0.1), tree=(10, 10, 2.0, 0.2, 0.1)),  # half
 ]
 
 
@@ -658,21 +650,21 @@ def test_a_summary_by_hand():
     tree = overall["methods"]["tree"]
     assert tree["tokens_per_pass"][0] == 40 / 25
     assert tree["draft_passes_per_target_pass"] == 3
-    assert tree["ratio"]["incremental"][0] == 2
+    assert tree["ratio"]["autoregressive"][0] == 2
     assert tree["overhead"][0] == pytest.approx(40 / 25 / 2 - 1)
     assert own["methods"]["tree"]["overhead"] == [1, 1, 1]  # a token a pass, at half the speed
-    assert tree["worst_to_incremental"] == 0.5
+    assert tree["worst_to_autoregressive"] == 0.5
     assert tree["tokens_per_second"] == 10
     assert tree["bookkeeping"] == pytest.approx(0.3 / 3.0)
     assert tree["ms_per_token"]["total"] == pytest.approx(1000 * 3.5 / 40)
     assert tree["identical"] == pytest.approx(2 / 3)
-    assert tree["same_as_incremental"] == pytest.approx(33 / 3)
+    assert tree["same_as_autoregressive"] == pytest.approx(33 / 3)
     assert tree["largest_gap"] == 0.125
     assert "largest_gap" not in own["methods"]["tree"]
-    assert tree["choices"] == {"nodes_per_step": (11 + 20) / 25, "levels_per_step": 1, "plain_steps": 6}
+    assert tree["tree_sizes"] == {"nodes_per_step": (11 + 20) / 25, "levels_per_step": 1, "plain_steps": 6}
     assert tree["drafts"] == [{"draft": "d", "tokens": 15, "only": 3, "passes": 21, "seconds": 1.5}]
-    assert {"worst_to_incremental", "overhead"}.isdisjoint(overall["methods"]["incremental"])
-    assert "incremental" not in overall["methods"]["incremental"]["ratio"]
+    assert {"worst_to_autoregressive", "overhead"}.isdisjoint(overall["methods"]["autoregressive"])
+    assert "autoregressive" not in overall["methods"]["autoregressive"]["ratio"]
     assert overall["hits"][0]["rates"] == pytest.approx([15 / 30, 0.5, 0.6, 0.7, 0.8])
     assert cp["methods"]["tree"]["tokens_per_pass"][0] == 2
     assert cp["specinfer_table_1"] == list(SPECINFER_TABLE_1[0.0]["cp"])
@@ -681,10 +673,10 @@ def test_a_summary_by_hand():
 
 def test_a_method_that_was_left_out_later_has_no_figures():
     """A run that was continued where transformers refuses, say: what all prompts have is compared."""
-    rows = [record("a", 0, incremental=(9, 9, 1.0, 0.0, 0.1), generate=(9, 9, 2.0, 0.0, 0.1))]
-    rows += [record("a", 1, incremental=(9, 9, 1.0, 0.0, 0.1)) | {"skipped": {"generate": "no"}}]
+    rows = [record("a", 0, autoregressive=(9, 9, 1.0, 0.0, 0.1), generate=(9, 9, 2.0, 0.0, 0.1))]
+    rows += [record("a", 1, autoregressive=(9, 9, 1.0, 0.0, 0.1)) | {"skipped": {"generate": "no"}}]
     figures = summarise({}, rows)
-    assert list(figures["groups"][0]["methods"]) == ["incremental"]
+    assert list(figures["groups"][0]["methods"]) == ["autoregressive"]
     assert figures["skipped"] == {"generate": "no"}
 
 
@@ -714,18 +706,18 @@ def compare_settings():
 
 def test_a_data_frame_has_a_row_per_set_temperature_and_method(monkeypatch):
     """Figures by name, intervals in three columns; without pandas, what to install."""
-    rows = [*MADE_UP, record("cp", 0, 1.0, incremental=(10, 10, 2.0, 0.0, 0.1))]
+    rows = [*MADE_UP, record("cp", 0, 1.0, autoregressive=(10, 10, 2.0, 0.0, 0.1))]
     found = Comparison(compare_settings(), rows)
     monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=list))
     frame = found.to_pandas()
     assert [(row["set"], row["temperature"], row["method"]) for row in frame] == [
-        *((name, 0.0, method) for name in ("all", "cp", "own") for method in ("incremental", "tree")),
-        ("cp", 1.0, "incremental"),
+        *((name, 0.0, method) for name in ("all", "cp", "own") for method in ("autoregressive", "tree")),
+        ("cp", 1.0, "autoregressive"),
     ]
     tree = frame[1]
     assert tree["tokens_per_pass"] == 40 / 25
     assert tree["tokens_per_pass_low"] <= tree["tokens_per_pass"] <= tree["tokens_per_pass_high"]
-    assert tree["ratio_incremental"] == 2
+    assert tree["ratio_autoregressive"] == 2
     assert tree["ms_per_token_total"] == pytest.approx(1000 * 3.5 / 40)
     assert all(isinstance(value, str | int | float) for row in frame for value in row.values())
     monkeypatch.setitem(sys.modules, "pandas", None)
@@ -735,7 +727,7 @@ def test_a_data_frame_has_a_row_per_set_temperature_and_method(monkeypatch):
 
 def test_a_comparison_is_its_settings_and_records(run, tmp_path):
     """As a dict, as JSON, from its folder; the text is the table."""
-    found = run(tmp_path, methods=("incremental", "tree"))
+    found = run(tmp_path, methods=("autoregressive", "tree"))
     assert Comparison(**json.loads(json.dumps(found.to_dict()))) == found
     assert Comparison.read(str(tmp_path)) == found
     assert str(found) == found.table()
@@ -784,12 +776,12 @@ def test_prompts_are_texts_and_paths(run, files):
 def test_the_command_measures_and_reports(call, asked, files, tmp_path):
     """JSON of everything; --report says the same again without running anything."""
     out = tmp_path / "out"
-    options = ["--draft", "near", "--count", 1, "--max-new-tokens", NEW, "--methods", "incremental,sequence,tree"]
+    options = ["--draft", "near", "--count", 1, "--max-new-tokens", NEW, "--methods", "autoregressive,sequence,tree"]
     code, printed, err = call("--prompts", files[0], "--prompt", "hello", *options, "--out", out, "--json")
     assert (code, err) == (0, "")
     figures = json.loads(printed)
     assert figures["records"] == 2
-    assert figures["groups"][0]["methods"]["incremental"]["tokens_per_pass"] == [1, 1, 1]
+    assert figures["groups"][0]["methods"]["autoregressive"]["tokens_per_pass"] == [1, 1, 1]
     asked.clear()
     assert json.loads(call("--out", out, "--report", "--json")[1]) == figures
     assert "all sets, T = 0, 2 prompts" in call("--out", out, "--report")[1]
@@ -798,18 +790,32 @@ def test_the_command_measures_and_reports(call, asked, files, tmp_path):
 
 
 def test_bench_is_compare_with_other_defaults(call, asked, files, tmp_path):
-    """All methods but those for GPUs, both temperatures, hit rates."""
+    """All methods but those for GPUs, both temperatures, hit rates; options that are given come first."""
     out = ["--out", tmp_path / "out"]
     options = ["--draft", "near", "--count", 1, "--max-new-tokens", NEW, *out]
-    table = call("--prompts", files[0], *options, command="bench")[1]
+    table = call("--prompts", files[0], *options, "--preset", "bench")[1]
     words = ("code, T = 0, 1 prompts", "code, T = 1, 1 prompts", "x generate", "overhead", "verify", "top 5", "near")
     assert [word for word in (*words, *FIXED, "auto") if word not in table] == []
     figures = json.loads(call(*out, "--report", "--json", command="bench")[1])
+    assert (figures["settings"]["max_new_tokens"], figures["settings"]["count"]) == (NEW, 1)
     assert figures["settings"]["methods"] == [name for name in METHODS if name != "graphs"]
     assert figures["skipped"] == {"one-draft": "there is one draft only: the method tree is that"}
     assert [group["temperature"] for group in figures["groups"]] == [0, 1]
     assert "hits" in figures["groups"][0]
     assert figures["settings"]["nodes"] == 32
+
+
+def test_the_presets_name_options_and_bench_is_one(call, monkeypatch):
+    """Every name is an option's; the command `bench` shows the same defaults as the preset."""
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("NO_COLOR", "1")
+    for name, defaults in cli.measure.PRESETS.items():
+        assert defaults.keys() <= inspect.signature(cli.measure.compare).parameters.keys()
+        shown = (call("--preset", name, "--help"), call("--help", command=name))
+        listed = [[line for line in out.splitlines() if "[default: " in line] for _, out, _ in shown]
+        assert listed[0] == listed[1] != []
+    code, _, err = call("--out", "out", "--preset", "none")
+    assert (code, "choose bench" in err) == (2, True)
 
 
 def test_the_command_has_the_functions_defaults():
@@ -887,13 +893,13 @@ def test_a_prompt_may_hold_any_line_end(tmp_path):
     """Rows end at newlines and nowhere else."""
     path = tmp_path / "set.jsonl"
     path.write_bytes('{"prompt": "a\u2028b"}\r\n{"prompt": "c"}'.encode())
-    assert read_prompts(path, "dev") == [("1", "a\u2028b"), ("2", "c")]
+    assert read_prompt_file(path, "dev") == [("1", "a\u2028b"), ("2", "c")]
 
 
 def test_rows_without_a_split_are_always_taken(files):
     """A set without splits has only prompts to measure."""
-    assert read_prompts(files[0], "train") == [("b", "never")]
-    assert len(read_prompts(files[1], "train")) == 3
+    assert read_prompt_file(files[0], "train") == [("b", "never")]
+    assert len(read_prompt_file(files[1], "train")) == 3
 
 
 @pytest.mark.parametrize("command", ["compare", "bench"])
@@ -906,7 +912,7 @@ def test_the_help_names_every_method_and_option(call, monkeypatch, command):
     assert all(name in out for name in METHODS)
     listed = set(re.findall(r"^\W*(--[a-z][a-z-]*)", re.sub(r"\x1b\[[0-9;]*m", "", out), re.MULTILINE)) - {"--help"}
     promised = (
-        "out prompts prompt target draft assistant count split max-new-tokens temperature methods nodes depth hits "
-        "dtype device report json"
+        "out preset prompts prompt target draft assistant count split max-new-tokens temperature methods nodes depth "
+        "hits dtype device report json"
     )
     assert listed == {f"--{name}" for name in promised.split()}

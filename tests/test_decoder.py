@@ -35,6 +35,8 @@ import specinfer.decoder
 from specinfer import (
     BestFirst,
     Chain,
+    ExactMatch,
+    Expansion,
     ModelDraft,
     MultiStep,
     NGramDraft,
@@ -42,8 +44,6 @@ from specinfer import (
     SpeculativeDecoder,
     TextStream,
     TokenTree,
-    Walk,
-    Widths,
 )
 from specinfer.attention import Support, TreeCache
 from specinfer.errors import (
@@ -60,7 +60,7 @@ TREES = {
     "auto": "auto",
     "best-first": BestFirst(7, 4),
     "wide": BestFirst(24, 8),
-    "widths": Widths((3, 2, 1)),
+    "expansion": Expansion((3, 2, 1)),
     "chain": Chain(4),
     "none": None,
 }
@@ -125,7 +125,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted(target, depth):
 
 def test_the_best_path_of_a_tree_is_accepted_when_draft_equals_target(target):
     """Draft == target: the likeliest child of every node is the target's choice, so the walk ends at a leaf."""
-    decoder = SpeculativeDecoder(target, drafts=[copy.deepcopy(target)], tree=Widths((2, 2, 1)))
+    decoder = SpeculativeDecoder(target, drafts=[copy.deepcopy(target)], tree=Expansion((2, 2, 1)))
     result = decoder.generate(PROMPTS[0], max_new_tokens=24)
     assert all(len(step.tokens) == 4 for step in result.steps)
 
@@ -140,7 +140,7 @@ def test_a_draft_that_is_always_wrong_costs_speed_only(target):
 
 
 @pytest.mark.parametrize("vocab", [VOCAB + 24, VOCAB - 24, 3])
-@pytest.mark.parametrize("policy", [BestFirst(9, 3), Widths((4, 2)), Chain(3)])
+@pytest.mark.parametrize("policy", [BestFirst(9, 3), Expansion((4, 2)), Chain(3)])
 def test_draft_vocabularies_of_other_sizes_are_exact(target, vocab, policy):
     """A draft may know fewer tokens than the target, or have more rows of padding."""
     decoder = SpeculativeDecoder(target, drafts=[like(target, vocab=vocab), "ngram"], tree=policy)
@@ -200,7 +200,7 @@ def test_a_model_that_only_scores_chains_decodes_with_a_chain(target, monkeypatc
     assert SpeculativeDecoder(target, drafts=["ngram", target], tree=None).policy.max_nodes == 0
 
 
-@pytest.mark.parametrize("policy", [BestFirst(8, 3), Chain(3), Widths((1, 1))])
+@pytest.mark.parametrize("policy", [BestFirst(8, 3), Chain(3), Expansion((1, 1))])
 def test_two_drafts_on_a_model_that_only_scores_chains_are_refused(target, near, monkeypatch, policy):
     """Two merged chains branch, so they are refused whatever the policy is called."""
     chain_only(monkeypatch, target)
@@ -255,10 +255,10 @@ def test_choices_and_reasons_stand_in_the_stats(target, near):
     """Counted from the steps, whatever the policy; the adaptive one says why."""
     for tree in ("auto", BestFirst(4, 2), None):
         result = SpeculativeDecoder(target, drafts=[near], tree=tree).generate(PROMPTS[0], max_new_tokens=24)
-        choices, trees = result.stats.choices, [step.tree for step in result.steps]
+        choices, trees = result.stats.tree_sizes, [step.tree for step in result.steps]
         assert choices.nodes_per_step * len(trees) == pytest.approx(sum(tree.num_drafted for tree in trees))
         assert choices.plain_steps == sum(tree.num_drafted == 0 for tree in trees)
-        assert result.stats.to_dict()["choices"]["plain_steps"] == choices.plain_steps
+        assert result.stats.to_dict()["tree_sizes"]["plain_steps"] == choices.plain_steps
         assert any(note.startswith("auto: ") and "steps plain" in note for note in result.stats.notes) == (
             tree == "auto"
         )
@@ -287,7 +287,7 @@ def test_auto_with_a_rule_for_sampled_trees_is_refused(target):
 @pytest.mark.parametrize("tree", ["auto", BestFirst(6, 3), Sampled((2, 1))])
 def test_a_gate_changes_passes_and_not_the_law(target, near, tree, options):
     """Half open: rows of a batch are gated one by one, and ids are those without a gate."""
-    decoder = SpeculativeDecoder(target, drafts=[near, "ngram"], tree=tree, confidence_gate=0.5, verifier=Walk())
+    decoder = SpeculativeDecoder(target, drafts=[near, "ngram"], tree=tree, confidence_gate=0.5, verifier=ExactMatch())
     wanted = SpeculativeDecoder(target, tree=None).generate(PROMPTS, max_new_tokens=20, **options)
     results = decoder.generate(PROMPTS, max_new_tokens=20, **options)
     assert [result.token_ids for result in results] == [result.token_ids for result in wanted]
@@ -300,8 +300,8 @@ def test_a_gate_opens_after_tokens_that_the_target_was_sure_of(target, near):
     ids, opened = list(prompt), set()
     for i, step in enumerate(decoder.generate(prompt, max_new_tokens=24).steps[:-1]):
         with torch.no_grad():
-            law = target(torch.tensor([ids[:-1]])).logits[0, -1].softmax(-1)
-        confident = i == 0 or float(law[ids[-1]]) >= gate
+            distribution = target(torch.tensor([ids[:-1]])).logits[0, -1].softmax(-1)
+        confident = i == 0 or float(distribution[ids[-1]]) >= gate
         assert (step.tree.num_drafted > 0) == confident
         opened.add(confident)
         ids += step.tokens
@@ -340,8 +340,8 @@ BAD_PROMPTS = {
     "no rows": ([[]], "row 0.*empty"),
     "empty row": ([[1, 2], []], "row 1.*empty"),
     "empty text row": (["a", ""], "row 1.*empty"),
-    "id too large": ([5, VOCAB], f"row 0, place 1.*{VOCAB}"),
-    "negative id": ([[5], [3, -1]], "row 1, place 1.*-1"),
+    "id too large": ([5, VOCAB], f"row 0, position 1.*{VOCAB}"),
+    "negative id": ([[5], [3, -1]], "row 1, position 1.*-1"),
     "bool id": ([5, True], "True"),
     "bool first": ([True, 5], "True"),
     "fraction": ([5, 0.5], "0.5"),
@@ -473,7 +473,7 @@ def test_a_draft_with_another_tokenizer_is_refused_before_a_model_runs(monkeypat
     ("policy", "verifier"),
     [
         (BestFirst(4, 2), MultiStep()),
-        (Widths((2,)), MultiStep(replacement=True)),
+        (Expansion((2,)), MultiStep(replacement=True)),
         (Sampled((2,)), MultiStep(replacement=True)),
         (Sampled((2,), replacement=True), MultiStep()),
     ],
@@ -510,7 +510,7 @@ def test_names_of_drafts_need_from_pretrained(target, draft):
 
 @pytest.mark.parametrize("draft", [None, 42, object()])
 def test_what_is_no_draft_is_refused(target, draft):
-    with pytest.raises(InputError, match="is no draft"):
+    with pytest.raises(InputError, match="is not a draft"):
         SpeculativeDecoder(target, drafts=[draft])
 
 
@@ -643,7 +643,7 @@ def gpt2(positions):
     return GPT2LMHeadModel(config).double().eval()
 
 
-@pytest.mark.parametrize("policy", [BestFirst(12, 6), Chain(5), Widths((2, 2, 2))])
+@pytest.mark.parametrize("policy", [BestFirst(12, 6), Chain(5), Expansion((2, 2, 2))])
 def test_the_context_may_be_used_to_its_end(policy):
     """Learned positions: the last one is used, and the one after it is refused by name."""
     model = gpt2(24)
@@ -847,7 +847,7 @@ def test_a_stream_whose_text_is_tidied_joins_to_the_text(target):
 
 
 def test_no_pass_runs_before_a_stream_is_iterated(target, tokenizer):
-    """Opening a stream checks the input and runs nothing; one piece runs one step."""
+    """DraftContext a stream checks the input and runs nothing; one piece runs one step."""
     decoder = SpeculativeDecoder(target, tokenizer, tree=None)
     with counted(target) as passes:
         stream = decoder.stream(list(b"abc"), max_new_tokens=20)
@@ -998,9 +998,9 @@ def test_text_messages_ids_and_tensors_are_one_prompt_or_a_batch(target):
 
 
 def test_walk_is_exact_on_sampled_trees_too(target, near):
-    """The walk looks at no law, so greedy ids are exact on trees that were drawn."""
+    """The walk looks at no distribution, so greedy ids are exact on trees that were drawn."""
     for policy in (Sampled((2, 2)), Sampled((2, 2), replacement=True)):
-        for verifier in (Walk(), None):
+        for verifier in (ExactMatch(), None):
             decoder = SpeculativeDecoder(target, drafts=[near, "ngram"], tree=policy, verifier=verifier)
             for prompt, result in zip(PROMPTS, decoder.generate(PROMPTS, max_new_tokens=12), strict=True):
                 assert result.token_ids == plain(target, prompt, 12)

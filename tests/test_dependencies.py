@@ -53,9 +53,9 @@ def test_what_is_imported_is_declared(everywhere):
 
 @pytest.mark.skipif(not CONSTRAINTS.exists(), reason="the wheel comes without")
 def test_the_versions_that_the_tests_run_with_are_allowed():
-    pinned = dict(line.split("==") for line in CONSTRAINTS.read_text().splitlines() if "==" in line)
-    versions = {normal(name): version for name, version in pinned.items()}
+    settings = dict(line.split("==") for line in CONSTRAINTS.read_text().splitlines() if "==" in line)
+    versions = {normal(name): version for name, version in settings.items()}
     for own in requirements(extras=True):
-        version = versions.get(normal(own.name))  # none is pinned of what the tests do without
+        version = versions.get(normal(own.name))  # none is settings of what the tests do without
         assert version is None or own.specifier.contains(version), own
     assert {normal(own.name) for own in requirements(extras=False)} <= versions.keys()

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from specinfer.common.files import UNFINISHED, locked, parse_json, read_json, write_json, write_whole
+from specinfer.drafts.head import read_config
 from specinfer.errors import InputError, SpecinferError
-from specinfer.files import UNFINISHED, locked, parse_json, read_json, write_json, write_whole
-from specinfer.heads import read_config
 from specinfer.prompts import read_rows
 
 HOLD = """
 import sys
 from pathlib import Path
-from specinfer.files import locked
+from specinfer.common.files import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

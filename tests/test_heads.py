@@ -1,4 +1,4 @@
-"""Feature heads: drafting equals what training saw, ids do not depend on them, and whose they are."""
+"""EAGLE-style heads: drafting equals what training saw, ids do not depend on them, and whose they are."""
 
 import copy
 import gc
@@ -14,26 +14,31 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import DynamicCache
 
-from specinfer import BestFirst, Chain, ModelDraft, NGramDraft, Sampled, SpeculativeDecoder, Widths
+from specinfer import BestFirst, Chain, Expansion, ModelDraft, NGramDraft, Sampled, SpeculativeDecoder
 from specinfer.attention import TreeModel, TreeSession
-from specinfer.distill.train import _chained_mask
+from specinfer.drafts.head import HeadDraft, target_fingerprint
+from specinfer.drafts.head_network import HeadNetwork, head_config
 from specinfer.errors import ModelError, TokenizerMismatch, UnsupportedModel
-from specinfer.feature_head import FeatureHead, head_config
-from specinfer.heads import FeatureDraft, target_fingerprint
+from specinfer.training.train import _chained_mask
 
-TAPS = (1, 2)
+AUX_LAYERS = (1, 2)
 
 
 def tiny_head(seed=0, ids=range(0, VOCAB, 2), **options):
     torch.manual_seed(seed)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    rest = {"max_position_embeddings": 256, "vocab_size": len(ids), "rms_norm_eps": 1e-6, "taps": list(TAPS)}
+    rest = {
+        "max_position_embeddings": 256,
+        "vocab_size": len(ids),
+        "rms_norm_eps": 1e-6,
+        "aux_layers": list(AUX_LAYERS),
+    }
     config = head_config(**{**sizes, "num_hidden_layers": 1, **rest, **options})
-    return FeatureHead(config, torch.tensor(list(ids))).double()
+    return HeadNetwork(config, torch.tensor(list(ids))).double()
 
 
 def draft_for(target, name="head", **options):
-    return FeatureDraft(tiny_head(**options), target_fingerprint(target, byte_tokenizer()), name)
+    return HeadDraft(tiny_head(**options), target_fingerprint(target, byte_tokenizer()), name)
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +47,10 @@ def target():
 
 
 def states_of(target, ids):
-    """The target's tapped states that chose each token: zeros for the first, (1, n, K, H)."""
+    """The target's aux_states states that chose each token: zeros for the first, (1, n, K, H)."""
     with torch.no_grad():
         hidden = target(torch.tensor([ids]), output_hidden_states=True).hidden_states
-    chosen = torch.stack([hidden[tap] for tap in TAPS], 2)
+    chosen = torch.stack([hidden[layer] for layer in AUX_LAYERS], 2)
     return torch.cat([torch.zeros_like(chosen[:, :1]), chosen[:, :-1]], 1)
 
 
@@ -55,7 +60,7 @@ def unrolled(head, ids, states, steps):
     with torch.no_grad():
         for step in range(steps):
             mask = _chained_mask(columns, step)[None, None]
-            given = {"target_states": states} if own is None else {"own_states": own}
+            given = {"target_states": states} if own is None else {"draft_states": own}
             output = head(torch.tensor([ids]), mask, columns[None], cache, **given)
             found.append(output.logits)
             own = functional.pad(output.hidden_states[0][:, :-1], (0, 0, 1, 0))
@@ -65,7 +70,7 @@ def unrolled(head, ids, states, steps):
 def test_drafting_along_the_text_equals_the_chained_training_steps(target):
     """A tree's edge at depth d is what training step d computed with the path as the text."""
     draft = draft_for(target, ids=range(VOCAB))
-    decoder = SpeculativeDecoder(target, None, [draft], Widths((2, 1, 1)))
+    decoder = SpeculativeDecoder(target, None, [draft], Expansion((2, 1, 1)))
     head, checked = decoder.drafts[0].model.model, 0
     for run in (decoder.open(prompt, max_new_tokens=9) for prompt in PROMPTS):
         for ((row, step),) in run:
@@ -81,7 +86,7 @@ def test_drafting_along_the_text_equals_the_chained_training_steps(target):
     assert checked > 50
 
 
-@pytest.mark.parametrize("tree", [BestFirst(12, 4), Widths((3, 2)), Chain(4), "auto"], ids=str)
+@pytest.mark.parametrize("tree", [BestFirst(12, 4), Expansion((3, 2)), Chain(4), "auto"], ids=str)
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_ids_do_not_depend_on_heads(target, tree, temperature):
     options = {"max_new_tokens": 24, "temperature": temperature, "seed": [3, 4, 5, 6]}
@@ -101,8 +106,8 @@ def test_sampled_trees_draw_tokens_of_the_heads_vocabulary(target):
 def test_saved_and_loaded_heads_draft_alike(target, tmp_path):
     draft = draft_for(target)
     draft.save(tmp_path / "head")
-    loaded = FeatureDraft.load(tmp_path / "head")
-    assert (loaded.name, loaded.taps, loaded.fingerprint) == (draft.name, TAPS, draft.fingerprint)
+    loaded = HeadDraft.load(tmp_path / "head")
+    assert (loaded.name, loaded.aux_layers, loaded.fingerprint) == (draft.name, AUX_LAYERS, draft.fingerprint)
     for name, weight in draft.head.state_dict().items():
         wanted = weight.to(torch.bfloat16) if weight.is_floating_point() else weight
         assert torch.equal(loaded.head.state_dict()[name].double(), wanted.double())
@@ -111,17 +116,17 @@ def test_saved_and_loaded_heads_draft_alike(target, tmp_path):
 def test_sharpness_is_kept_and_checked(target, tmp_path):
     """What was saved is loaded; heads of before have 1; what is no factor is refused."""
     draft = draft_for(target)
-    draft.sharpness = 1.3
+    draft.inverse_temperature = 1.3
     draft.save(tmp_path)
-    assert FeatureDraft.load(tmp_path).sharpness == 1.3
+    assert HeadDraft.load(tmp_path).inverse_temperature == 1.3
     record = json.loads((tmp_path / "config.json").read_text())
     for value in (0, -1, float("nan"), float("inf")):
-        (tmp_path / "config.json").write_text(json.dumps({**record, "sharpness": value}))
-        with pytest.raises(ModelError, match="sharpness"):
-            FeatureDraft.load(tmp_path)
-    del record["sharpness"]
+        (tmp_path / "config.json").write_text(json.dumps({**record, "inverse_temperature": value}))
+        with pytest.raises(ModelError, match="inverse_temperature"):
+            HeadDraft.load(tmp_path)
+    del record["inverse_temperature"]
     (tmp_path / "config.json").write_text(json.dumps(record))
-    assert FeatureDraft.load(tmp_path).sharpness == 1
+    assert HeadDraft.load(tmp_path).inverse_temperature == 1
 
 
 def test_decoders_of_one_target_share_a_bound_head(target):
@@ -219,7 +224,7 @@ def test_a_long_prompt_is_read_in_prefill_passes(target, monkeypatch):
     monkeypatch.setattr(TreeSession, "prefill", noted)
     for chunk, catch_up in ((512, 10**6), (16, 32)):
         monkeypatch.setattr("specinfer.attention.model.PREFILL_CHUNK", chunk)
-        monkeypatch.setattr("specinfer.draft.CATCH_UP", catch_up)
+        monkeypatch.setattr("specinfer.drafts.language_model.CATCH_UP", catch_up)
         runs.append(decoder.generate(prompts, **options))
     trees = [[step.tree.tokens.tolist() for row in run for step in row.steps] for run in runs]
     assert trees[0] == trees[1]
@@ -240,7 +245,7 @@ def test_a_fingerprint_that_is_none_is_named(target, tmp_path, field):
         del record["fingerprint"][field]
     (tmp_path / "config.json").write_text(json.dumps(record))
     with pytest.raises(ModelError, match="sketch" if field == "short" else field):
-        FeatureDraft.load(tmp_path)
+        HeadDraft.load(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["nothing", "config", "weights", "other"])
@@ -256,7 +261,7 @@ def test_a_folder_that_holds_no_head_is_named(target, tmp_path, damage):
     else:
         (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ModelError, match=str(folder)):
-        FeatureDraft.load(folder)
+        HeadDraft.load(folder)
 
 
 BAD = [None, "x", [], {}, [[1]], -1, 0, 0.5, 10**9, 10**30, float("nan"), float("inf"), True]
@@ -275,17 +280,21 @@ def test_a_damaged_configuration_is_one_line(target, tmp_path, group):
             if bad == "nothing":
                 del own[name]
             (tmp_path / "config.json").write_text(json.dumps(other))
-            fine = {"name": ("x",), "sharpness": ("nothing", 0.5, 10**9, 10**30, True), "rms_norm_eps": (0.5,)}
+            fine = {
+                "name": ("x",),
+                "inverse_temperature": ("nothing", 0.5, 10**9, 10**30, True),
+                "rms_norm_eps": (0.5,),
+            }
             if bad == value or bad in fine.get(name, ()) or group == "fingerprint":
                 with suppress(ModelError):  # or another target's, or as good as the old one
-                    FeatureDraft.load(tmp_path).attach(TreeModel(target), byte_tokenizer())
+                    HeadDraft.load(tmp_path).attach(TreeModel(target), byte_tokenizer())
                 continue
             with pytest.raises(ModelError, match=str(tmp_path)) as caught:
-                FeatureDraft.load(tmp_path)
+                HeadDraft.load(tmp_path)
             assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("damage", ["lacking", "shorter", "longer", "no number", "more"])
+@pytest.mark.parametrize("damage", ["uncached", "shorter", "longer", "no number", "more"])
 def test_a_damaged_head_is_one_line(target, tmp_path, damage):
     """Every tensor that it lacks, that has another shape, or that holds no numbers."""
     draft_for(target).save(tmp_path)
@@ -293,7 +302,7 @@ def test_a_damaged_head_is_one_line(target, tmp_path, damage):
     whole = load_file(path)
     for name, weight in whole.items():
         left = {
-            "lacking": {},
+            "uncached": {},
             "shorter": {name: weight[:-1].clone()},
             "longer": {name: torch.cat([weight, weight[-1:]])},
             "no number": {name: weight.float() * torch.nan},
@@ -301,7 +310,7 @@ def test_a_damaged_head_is_one_line(target, tmp_path, damage):
         }[damage]
         save_file({n: w for n, w in whole.items() if n != name} | left, path)
         with pytest.raises(ModelError, match=str(tmp_path)) as caught:
-            FeatureDraft.load(tmp_path)
+            HeadDraft.load(tmp_path)
         assert "\n" not in str(caught.value)
 
 

@@ -14,7 +14,7 @@ from transformers import (
     LogitsProcessorList,
 )
 
-from specinfer import BestFirst, Chain, Sampled, SpeculativeDecoder, Widths, compare, record, replay
+from specinfer import BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder, compare, record, replay
 from specinfer.errors import InputError, ModelError, PolicyError, SamplingError, SpecinferError
 
 
@@ -251,9 +251,9 @@ def test_a_list_of_another_length_is_refused(decoder):
 
 
 def test_sampled_trees_have_one_law(target, near):
-    """Rows that differ in their law are refused where trees are drawn from it, other options are not."""
+    """Rows that differ in their distribution are refused where trees are drawn from it, other options are not."""
     decoder = SpeculativeDecoder(target, drafts=[near], tree=Sampled((2, 1)))
-    with pytest.raises(SamplingError, match="law"):
+    with pytest.raises(SamplingError, match="distribution"):
         decoder.generate([[5], [6]], temperature=[0.5, 0.6])
     batch = decoder.generate([[5], [6]], temperature=[0.5, 0], max_new_tokens=[3, 4], seed=1)
     alone = decoder.generate([5], temperature=0.5, max_new_tokens=3, seed=1)
@@ -288,7 +288,7 @@ def test_stop_strings_are_cut_from_the_text_on_request(target, prompt, strings, 
 def test_max_time_starts_with_the_run_and_not_when_it_is_opened(decoder, monkeypatch):
     """What the caller does between opening and iterating is the caller's time."""
     now = [0.0]
-    monkeypatch.setattr("specinfer.sampling.monotonic", lambda: now[0])
+    monkeypatch.setattr("specinfer.engine.stopping.monotonic", lambda: now[0])
     run = decoder.open([5], max_time=5.0, max_new_tokens=6)
     now[0] = 100.0
     run.finish()
@@ -390,9 +390,9 @@ def test_a_checkpoints_own_ids_may_be_any(near):
 
 
 CONSTRUCTED = {
-    "no model": ({"model": None}, ModelError, "None is no model"),
+    "no model": ({"model": None}, ModelError, "None is not a model"),
     "a name": ({"model": "gpt2"}, ModelError, "from_pretrained"),
-    "a layer": ({"model": torch.nn.Linear(2, 2)}, ModelError, "is no model"),
+    "a layer": ({"model": torch.nn.Linear(2, 2)}, ModelError, "is not a model"),
     "tokenizer": ({"tokenizer": "gpt2"}, InputError, "tokenizer"),
     "tokenizer class": ({"tokenizer": BatchEncoding}, InputError, "tokenizer"),
     "verifier": ({"verifier": "walk"}, InputError, "verifier"),
@@ -422,7 +422,13 @@ def test_names_of_a_wrong_type_are_refused(arguments):
 
 @pytest.mark.parametrize(
     ("policy", "sizes"),
-    [(Widths, (5,)), (Widths, ("22",)), (Widths, (None,)), (BestFirst, (4, 2, "a")), (BestFirst, (4, 2, None))],
+    [
+        (Expansion, (5,)),
+        (Expansion, ("22",)),
+        (Expansion, (None,)),
+        (BestFirst, (4, 2, "a")),
+        (BestFirst, (4, 2, None)),
+    ],
 )
 def test_policies_of_a_wrong_type_are_refused(policy, sizes):
     """A number where widths are wanted, a word where a probability is."""

@@ -1,4 +1,4 @@
-"""Inspections: the target's opinion of every node, worked out again, and trees changed by hand."""
+"""Inspections: the target's rescored of every node, worked out again, and trees changed by hand."""
 
 from collections import Counter
 
@@ -7,21 +7,12 @@ import torch
 from conftest import PROMPTS, counted, like, oracle, plain
 from transformers import MptConfig, MptForCausalLM
 
-import specinfer.rescoring
-from specinfer import (
-    Auto,
-    BestFirst,
-    Chain,
-    MultiStep,
-    Sampled,
-    SpeculativeDecoder,
-    StepInspection,
-    inspect,
-)
+import specinfer.viz.rescoring
+from specinfer import Auto, BestFirst, Chain, MultiStep, Sampled, SpeculativeDecoder, StepInspection, inspect
+from specinfer.engine.gumbel import COUPLING, gumbel, key
+from specinfer.engine.target_view import RowView
 from specinfer.errors import InputError, PairingError, SamplingError, TreeError, UnsupportedModel
-from specinfer.noise import COUPLING, gumbel, key
 from specinfer.results import Result, State, Stats
-from specinfer.row import RowView
 
 WARPED = {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "repetition_penalty": 1.2}
 WAYS = {"greedy": {}, "sampled": {"temperature": 1.0, "top_k": 0, "seed": 3}, "warped": {**WARPED, "seed": 5}}
@@ -45,14 +36,16 @@ def greedy(decoder):
     return inspect(decoder, decoder.generate(PROMPTS[0], max_new_tokens=24))
 
 
-def laws(target, prefix, options):
+def distributions(target, prefix, options):
     """Log-probabilities after a prefix, by a plain pass and transformers' own processors."""
-    from specinfer.sampling import Law, resolve
+    from specinfer.engine.sampling import Processors, resolve
 
-    law = Law.of(resolve(target.generation_config, max_new_tokens=24, **options), len(PROMPTS[2]), torch.device("cpu"))
+    distribution = Processors.of(
+        resolve(target.generation_config, max_new_tokens=24, **options), len(PROMPTS[2]), torch.device("cpu")
+    )
     with torch.inference_mode():
         logits = target(torch.tensor([prefix])).logits[:, -1]
-    return law.scores(logits, [prefix])[0].log_softmax(-1)
+    return distribution.scores(logits, [prefix])[0].log_softmax(-1)
 
 
 # ---- what is worked out again ----
@@ -65,7 +58,7 @@ def test_every_node_has_the_laws_of_a_plain_pass_over_its_path(case, target):
     for step in inspection.steps:
         for node in step.nodes[1:]:
             ids = prefix + step.tree.path(node.node)
-            log_p = laws(target, ids[:-1], options)
+            log_p = distributions(target, ids[:-1], options)
             assert node.p == pytest.approx(float(log_p[node.token].exp()), abs=1e-9)
             assert node.q == step.tree.probability(node.node)
             assert node.position == len(ids) - 1
@@ -109,7 +102,7 @@ def test_slots_are_those_of_the_row_alone(greedy):
 
 
 def test_ratios_are_left_out_where_q_is_given_the_noise(case):
-    """A greedy node has p / q; under coupled sampling a draft's q is not a law of tokens."""
+    """A greedy node has p / q; under coupled sampling a draft's q is not a distribution of tokens."""
     _, result, inspection, _ = case
     nodes = [node for step in inspection.steps for node in step.nodes[1:]]
     for node in nodes:
@@ -180,12 +173,12 @@ def test_another_target_is_an_error(decoder, far):
 
 
 def test_a_gap_that_rounding_explains_is_told_and_not_raised(decoder, target, monkeypatch):
-    """With a tolerance as of a coarse format, a slightly different target is a witness with reservations."""
+    """With a tolerance as of a coarse format, a slightly different target is a rescorer with reservations."""
     result = decoder.generate(PROMPTS[0], max_new_tokens=24)
     noisy = SpeculativeDecoder(like(target, noise=0.02), drafts=["ngram"])
     with pytest.raises(InputError, match="rounding explains"):
         inspect(noisy, result)
-    monkeypatch.setitem(specinfer.rescoring.ROUNDING, torch.float64, 1.0)
+    monkeypatch.setitem(specinfer.viz.rescoring.ROUNDING, torch.float64, 1.0)
     inspection = inspect(noisy, result)
     assert inspection.differences
     for difference, note in zip(inspection.differences, inspection.notes, strict=True):
@@ -210,7 +203,7 @@ def test_coins_are_those_that_were_tossed(target, near, monkeypatch, replacement
 
     def watched(view, probability):
         result = accepts(view, probability)
-        coin = specinfer.rescoring.uniform(view.coins, view.tosses)
+        coin = specinfer.viz.rescoring.uniform(view.coins, view.tosses)
         tossed.setdefault(view.base, []).append((coin, probability))
         return result
 
@@ -241,14 +234,14 @@ def test_coins_are_those_that_were_tossed(target, near, monkeypatch, replacement
 
 
 def test_a_sampled_tree_grown_again_tells_every_ratio(target, near):
-    """The same policy draws the same tree with its laws, and comes to the same verdict by the same coins."""
+    """The same policy draws the same tree with its distributions, and comes to the same verdict by the same coins."""
     policy = Sampled((3, 2))
     decoder = SpeculativeDecoder(target, drafts=[near], tree=policy)
     options = {"temperature": 1.0, "top_k": 0}
     inspection = inspect(decoder, decoder.generate(PROMPTS[0], max_new_tokens=24, seed=3, **options), **options)
     for step in inspection.steps[:5]:
         again = step.with_policy(policy)
-        assert again.tree.without_laws() == step.tree
+        assert again.tree.without_distributions() == step.tree
         assert again.verdict == step.verdict
         for own, other in zip(step.nodes, again.nodes, strict=True):
             assert [test.coin for test in own.tests] == pytest.approx([test.coin for test in other.tests])
@@ -322,7 +315,7 @@ def test_a_budget_keeps_the_likeliest_paths(greedy):
 
 
 def test_the_same_policy_grows_the_same_trees(case):
-    """From a step's prefix, with its law and noise, drafts propose what they proposed."""
+    """From a step's prefix, with its distribution and noise, drafts propose what they proposed."""
     _, _, inspection, _ = case
     for step in inspection.steps[:-1]:  # the last one could not be as deep
         again = step.with_policy(BestFirst(7, 4))
@@ -372,7 +365,7 @@ def test_steps_that_are_not_there_and_comparisons_across_steps_are_errors(greedy
 
 
 def test_sampled_trees_are_not_edited_by_hand(target, near):
-    """Each edit is refused, because the coins divide by laws; growing another tree is not."""
+    """Each edit is refused, because the coins divide by distributions; growing another tree is not."""
     decoder = SpeculativeDecoder(target, drafts=[near], tree=Sampled((2, 1)))
     options = {"temperature": 1.0}
     step = inspect(decoder, decoder.generate(PROMPTS[0], max_new_tokens=8, seed=1, **options), **options).step(0)

@@ -1,4 +1,4 @@
-"""The n-gram draft: PPM-C by hand, the index against brute force, rows of a batch, trees, and sampled laws."""
+"""The n-gram draft: PPM-C by hand, the index against brute force, rows of a batch, trees, and sampled distributions."""
 
 from collections import Counter
 
@@ -8,19 +8,19 @@ from conftest import PROMPTS, VOCAB
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import PROPERTY
-from test_draft import opening
+from test_draft import context
 
-from specinfer import BestFirst, Chain, NGramDraft, Sampled, Widths
+from specinfer import BestFirst, Chain, Expansion, NGramDraft, Sampled
+from specinfer.drafts.ngram import RECENT, _Text
 from specinfer.errors import InputError
-from specinfer.ngram import RECENT, _Text
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 
 def test_ppm_c_by_hand():
     """a b c a b d a b: after "a b" c and d, each seen once; after "b" the same; escape 2/4 each time."""
-    law = _Text([0, 1, 2, 0, 1, 3, 0, 1], 2).successors([])
-    assert law == pytest.approx({2: 1 / 4 + 1 / 2 * 1 / 4, 3: 1 / 4 + 1 / 2 * 1 / 4})
+    distribution = _Text([0, 1, 2, 0, 1, 3, 0, 1], 2).successors([])
+    assert distribution == pytest.approx({2: 1 / 4 + 1 / 2 * 1 / 4, 3: 1 / 4 + 1 / 2 * 1 / 4})
 
 
 def test_ppm_c_with_unequal_counts_by_hand():
@@ -31,8 +31,8 @@ def test_ppm_c_with_unequal_counts_by_hand():
 def test_the_longest_context_comes_first():
     """A successor of the long context outranks a more frequent one of the short context."""
     text = _Text([5, 1, 8, 6, 1, 9, 7, 1, 9, 4, 1, 9, 5, 1], 2)
-    law = text.successors([])
-    assert max(law, key=law.get) == 8
+    distribution = text.successors([])
+    assert max(distribution, key=distribution.get) == 8
     assert text.matches([])[0] == [2]
 
 
@@ -47,26 +47,26 @@ def test_nothing_repeats_nothing_is_said():
 def brute(ids, path, max_ngram):
     """PPM-C by scanning the text for every suffix of the extended text, no index."""
     end = [*ids, *path]
-    law, left = Counter(), 1.0
+    distribution, left = Counter(), 1.0
     for n in range(min(max_ngram, len(end)), 0, -1):
         context = end[-n:]
         places = [i for i in range(n, len(ids)) if ids[i - n : i] == context][-RECENT:]
         counts = Counter(ids[i] for i in places)
         if counts:
             for token, count in counts.items():
-                law[token] += left * count / (len(places) + len(counts))
+                distribution[token] += left * count / (len(places) + len(counts))
             left *= len(counts) / (len(places) + len(counts))
-    return dict(law)
+    return dict(distribution)
 
 
 @PROPERTY
 @given(TEXTS, TEXTS.map(lambda t: t[:3]) | st.just([]), st.integers(1, 5))
 def test_the_index_equals_brute_force(ids, path, max_ngram):
     """Any text, path and context length; probabilities are positive and sum to less than one."""
-    law = _Text(ids, max_ngram).successors(path)
-    assert law == pytest.approx(brute(ids, path, max_ngram))
-    assert all(p > 0 for p in law.values())
-    assert sum(law.values()) < 1
+    distribution = _Text(ids, max_ngram).successors(path)
+    assert distribution == pytest.approx(brute(ids, path, max_ngram))
+    assert all(p > 0 for p in distribution.values())
+    assert sum(distribution.values()) < 1
 
 
 @PROPERTY
@@ -84,14 +84,14 @@ def test_only_recent_occurrences_are_looked_at():
     assert max(map(len, text.matches([]))) == RECENT
 
 
-@pytest.mark.parametrize("policy", [BestFirst(6, 3), Widths((2, 1)), Chain(3)], ids=str)
+@pytest.mark.parametrize("policy", [BestFirst(6, 3), Expansion((2, 1)), Chain(3)], ids=str)
 def test_trees_follow_the_text_and_rows_are_independent(policy):
     """Scores are PPM's, of paths found in the row's own text, in a batch as alone; commits and retirements hold."""
     rows = [[1, 2, 3, 1, 2, 4, 1], [7, 7, 7], [5], [2, 9, 2, 9, 2]]
-    session = NGramDraft().open(opening(rows))
+    session = NGramDraft().open(context(rows))
     for _ in range(3):
         for ids, tree in zip(rows, session.propose(policy, 3), strict=True):
-            alone = NGramDraft().open(opening([ids])).propose(policy, 3)[0]
+            alone = NGramDraft().open(context([ids])).propose(policy, 3)[0]
             assert tree == alone
             for node in range(1, len(tree)):
                 parent = int(tree.parents[node])
@@ -106,7 +106,7 @@ def test_trees_follow_the_text_and_rows_are_independent(policy):
 
 def test_a_repeated_text_is_continued():
     """The likeliest path after a repeated passage is how it went on."""
-    tree = NGramDraft().open(opening([[4, 5, 6, 7, 8, 1, 4, 5]])).propose(Chain(4), 4)[0]
+    tree = NGramDraft().open(context([[4, 5, 6, 7, 8, 1, 4, 5]])).propose(Chain(4), 4)[0]
     assert tree.path(len(tree) - 1) == [6, 7, 8, 1] or list(tree.path(len(tree) - 1)) == [6, 7, 8, 1]
 
 
@@ -114,14 +114,14 @@ def test_a_repeated_text_is_continued():
 def test_sampled_laws_are_normalised_successor_laws(replacement):
     """Draws come from PPM's successors, normalised over the target's vocabulary; none where there are none."""
     rows = [[1, 2, 3, 1, 2, 4, 1], [5]]
-    trees = NGramDraft().open(opening(rows)).propose(Sampled((3, 1), replacement), 2)
+    trees = NGramDraft().open(context(rows)).propose(Sampled((3, 1), replacement), 2)
     assert len(trees[1]) == 1
     assert len(trees[0]) > 1
-    for (node, _), law in trees[0].laws.items():
+    for (node, _), distribution in trees[0].distributions.items():
         wanted = torch.zeros(VOCAB, dtype=torch.float64)
         for token, p in brute(rows[0], trees[0].path(node), 4).items():
             wanted[token] = p
-        assert torch.allclose(torch.from_numpy(law.copy()), wanted / wanted.sum(), atol=1e-6)
+        assert torch.allclose(torch.from_numpy(distribution.copy()), wanted / wanted.sum(), atol=1e-6)
 
 
 @pytest.mark.parametrize("max_ngram", [0, -1])
@@ -134,13 +134,13 @@ def test_contexts_have_at_least_one_token(max_ngram):
 def test_max_ngram_bounds_the_context():
     """With one-token contexts the longer history does not count."""
     ids = [5, 1, 8, 6, 1, 9, 7, 1, 9, 5, 1]
-    short = NGramDraft(1).open(opening([ids])).propose(Chain(1), 1)[0]
-    long = NGramDraft(2).open(opening([ids])).propose(Chain(1), 1)[0]
+    short = NGramDraft(1).open(context([ids])).propose(Chain(1), 1)[0]
+    long = NGramDraft(2).open(context([ids])).propose(Chain(1), 1)[0]
     assert (int(short.tokens[1]), int(long.tokens[1])) == (9, 8)
 
 
 def test_bare_roots(near):
     """Depth zero and rows without any match give a root."""
-    session = NGramDraft().open(opening(PROMPTS))
+    session = NGramDraft().open(context(PROMPTS))
     assert [len(tree) for tree in session.propose(Chain(3), 0)] == [1] * 4
-    assert len(NGramDraft().open(opening([[3]])).propose(BestFirst(4, 2), 2)[0]) == 1
+    assert len(NGramDraft().open(context([[3]])).propose(BestFirst(4, 2), 2)[0]) == 1

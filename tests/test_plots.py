@@ -1,8 +1,10 @@
 """Plots: what is drawn, by property and not by pixel; manners; text of any kind; wrong data."""
 
 import importlib
+import re
 import sys
 import warnings
+from collections import Counter
 from dataclasses import replace
 from io import StringIO
 from types import SimpleNamespace
@@ -14,10 +16,13 @@ import pytest
 from hypothesis import given, settings
 from strategies import PROPERTY, token_trees
 
-from specinfer import SpeculativeDecoder
-from specinfer.comparison.methods import METHODS
+from specinfer import SpeculativeDecoder, StepInspection
 from specinfer.errors import InputError
-from specinfer.plots import (
+from specinfer.evaluation.compare.methods import METHODS
+from specinfer.evaluation.traces.statistics import CalibrationCurve, HitTable, wilson
+from specinfer.results import Result, Seconds, Stats, Step
+from specinfer.tree import BestFirst, Draw, TokenTree
+from specinfer.viz.plots import (
     measures,
     plot_acceptance,
     plot_calibration,
@@ -26,9 +31,6 @@ from specinfer.plots import (
     plot_timeline,
     plot_tree,
 )
-from specinfer.results import Result, Seconds, Stats, Step
-from specinfer.traces.statistics import CalibrationCurve, HitTable, wilson
-from specinfer.tree import BestFirst, Draw, TokenTree
 
 matplotlib.use("Agg")
 
@@ -84,9 +86,9 @@ def comparison(*groups: dict[str, Any]) -> Any:
 
 
 def group(name: str = "code", temperature: float = 0.0, ratios: bool = True) -> dict[str, Any]:
-    ratio = {"incremental": [1.4, 1.2, 1.5]} if ratios else {}
+    ratio = {"autoregressive": [1.4, 1.2, 1.5]} if ratios else {}
     methods = {
-        "incremental": {"tokens_per_pass": [1, 1, 1], "ratio": {}},
+        "autoregressive": {"tokens_per_pass": [1, 1, 1], "ratio": {}},
         "tree": {"tokens_per_pass": [2.5, 2.0, 2.6], "ratio": ratio},
         "a method of mine": {"tokens_per_pass": [1.5, 1.4, 1.6], "ratio": ratio},
     }
@@ -132,6 +134,11 @@ def key(ax: Any) -> list[str]:
     return [text.get_text() for text in ax.get_legend().get_texts()]
 
 
+def signs(ax: Any) -> list[str]:
+    """The words below a tree."""
+    return [" ".join(words.split()) for words in re.split(r"   |\n", ax.get_xlabel()) if words]
+
+
 # ---- manners ----
 
 
@@ -168,10 +175,10 @@ def test_draws_into_axes_of_no_grid_and_on_no_pyplot_figure(plot: Any) -> None:
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("", ".axes", ".trees", ".measures"):
-        monkeypatch.delitem(sys.modules, f"specinfer.plots{module}")
+        monkeypatch.delitem(sys.modules, f"specinfer.viz.plots{module}")
     for module in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.setitem(sys.modules, module, None)
-    plots = importlib.import_module("specinfer.plots")
+    plots = importlib.import_module("specinfer.viz.plots")
     calls = [(plots.plot_tree, STEP), (plots.plot_mask, STEP), (plots.plot_timeline, RESULT)]
     calls += [
         (plots.plot_acceptance, HITS),
@@ -194,9 +201,8 @@ def test_every_node_is_drawn_once(tree: TokenTree) -> None:
     assert texts(ax) == [str(token) for token in tree.tokens.tolist()]
     assert len({text.get_position() for text in drawn(ax, "node-")}) == len(tree)
     assert len(drawn(ax, "probability-")) == tree.num_drafted
-    assert sum(len(edges.get_segments()) for edges in drawn(ax, "edges")) == tree.num_drafted
-    marks = sum(len(marks.get_offsets()) for marks in drawn(ax, "draft-"))
-    assert marks == sum(mask.bit_count() for mask in tree.proposers)
+    assert len(drawn(ax, "edge-")) == tree.num_drafted
+    assert len(drawn(ax, "draft-")) == sum(mask.bit_count() for mask in tree.proposers)
     plt.close("all")
 
 
@@ -207,10 +213,10 @@ def test_what_became_of_a_node_is_told_by_mark_and_line() -> None:
     looks = [(box.get_linestyle(), box.get_linewidth()) for box in boxes]
     assert (looks[1], looks[3]) == (looks[2], looks[4])
     assert len(set(looks)) == 5, "root, accepted, rejected, unreached, bonus"
-    assert key(ax) == ["root", "✓ accepted", "✗ rejected", "unreached", "+ bonus", "head", "ngram"]
+    assert signs(ax) == ["● head", "▲ ngram", "✓ accepted", "✗ rejected", "┄ not reached", "+ bonus token"]
     by_draft = drawn(ax, "draft-")
-    assert [len(marks.get_offsets()) for marks in by_draft] == [3, 3]
-    assert len(set(map(tuple, np.vstack([marks.get_offsets() for marks in by_draft])))) == 6, "no mark hides another"
+    assert Counter(shape.get_text() for shape in by_draft) == {"●": 3, "▲": 3}
+    assert len({shape.get_position() for shape in by_draft}) == 6, "no shape hides another"
 
 
 def test_accepted_nodes_beyond_the_end_of_the_text_are_cut() -> None:
@@ -220,17 +226,18 @@ def test_accepted_nodes_beyond_the_end_of_the_text_are_cut() -> None:
 
 def test_edges_are_as_wide_as_probable() -> None:
     tree = two_drafts()
-    (edges,) = drawn(plot_tree(tree), "edges")
+    widths = np.array([edge.get_linewidth() for edge in drawn(plot_tree(tree), "edge-")])
     order = np.argsort([tree.probability(node) for node in range(1, 6)])
-    assert (np.diff(np.array(edges.get_linewidths())[order]) >= 0).all()
-    assert len(set(edges.get_linewidths())) > 1
+    assert (np.diff(widths[order]) >= 0).all()
+    assert len(set(widths)) > 1
 
 
 def test_an_inspection_brings_its_tokenizer_and_names() -> None:
-    nodes = [SimpleNamespace(state=state) for state in STEP.states]
-    own = {"tree": STEP.tree, "path": STEP.path, "bonus": 7, "nodes": nodes}
-    ax = plot_tree(SimpleNamespace(**own, tokenizer=OddTokenizer(), draft_names=["head", "ngram", "by hand"]))
-    assert "ngram" in key(ax)
+    nodes = tuple(SimpleNamespace(state=state, position=4) for state in STEP.states)
+    result = SimpleNamespace(tokenizer=OddTokenizer())
+    prefix: Any = SimpleNamespace(rescorer=SimpleNamespace(draft_names=["head", "ngram", "by hand"], result=result))
+    ax = plot_tree(StepInspection(0, STEP.tree, STEP.path, 7, nodes, "as decoded", STEP, prefix))
+    assert "▲ ngram" in signs(ax)
     assert texts(ax)[1] == r"$\frac{1 ✓"
 
 
@@ -335,7 +342,7 @@ def test_comparison() -> None:
     ax = plot_compare(comparison(group("all"), group(temperature=1.0)))
     assert bars(ax) == [[1, 1], [2.5, 2.5], [1.5, 1.5]]
     assert len({container[0].get_hatch() or "" for container in ax.containers}) > 1
-    assert key(ax) == ["incremental", "tree", "a method of mine"]
+    assert key(ax) == ["autoregressive", "tree", "a method of mine"]
     (lower,) = [other for other in ax.figure.axes if other is not ax]
     assert [line.get_ydata().tolist() for line in drawn(lower, "ratio-")] == [[1.4, 1.4]] * 2
     assert [label.get_text() for label in lower.get_xticklabels()] == ["all sets\nn = 5\nT = 0", "code\nn = 5\nT = 1"]
@@ -345,7 +352,7 @@ def test_comparison() -> None:
 
 def test_comparison_without_incremental_decoding() -> None:
     alone = group(ratios=False)
-    del alone["methods"]["incremental"]
+    del alone["methods"]["autoregressive"]
     ax = plot_compare(comparison(alone))
     assert "not measured" in ax.figure.axes[1].texts[0].get_text()
 
@@ -386,7 +393,7 @@ UNDRAFTED = replace(RESULT, steps=[Step(TokenTree.root_only(1), (), (2,), ((),))
     [
         (plot_tree, (RESULT,), "result.steps"),
         (plot_tree, ([STEP],), "not a list"),
-        (plot_tree, (STEP, "gpt2"), "str is no tokenizer"),
+        (plot_tree, (STEP, "gpt2"), "str is not a tokenizer"),
         (plot_mask, (HITS,), "not a HitTable"),
         (plot_mask, (STEP, None, -1), "prefix is -1"),
         (plot_acceptance, (STEP,), "a HitTable, a Result"),

@@ -45,7 +45,7 @@ def test_a_profile_starts_warm(profile):
 
 def test_runs_repeat_themselves_under_delays(monkeypatch, profile):
     """Ids and trees of 20 runs, by a clock that jumps."""
-    import specinfer.run as module
+    import specinfer.engine.generation as module
 
     target = tiny_llama(0)
     decoder = SpeculativeDecoder(target, drafts=[like(target), "ngram"], tree=Auto(profile=profile))
@@ -89,7 +89,7 @@ def test_damaged_fields_are_refused_by_name(profile, worse):
     """Every field in turn, and the first entry of every list."""
     for name, value in profile.items():
         with pytest.raises(InputError, match="profile"):
-            Auto(profile={**profile, name: worse if worse != [] or name not in ("levels", "learnt") else 0})
+            Auto(profile={**profile, name: worse if worse != [] or name not in ("levels", "accepted") else 0})
         if isinstance(value, list):
             with pytest.raises(InputError, match=repr(name)):
                 Auto(profile={**profile, name: [worse, *value[1:]]})

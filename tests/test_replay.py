@@ -15,46 +15,46 @@ from safetensors.numpy import load_file, save_file
 from strategies import TableSource, coarse_table
 from test_heads import draft_for
 
-import specinfer.models
+import specinfer.loading
 from specinfer import (
     Auto,
     BestFirst,
     Chain,
+    ExactMatch,
+    Expansion,
     MultiStep,
     Sampled,
     SpeculativeDecoder,
     Trace,
-    Walk,
-    Widths,
     cli,
     paper_tables,
     record,
     replay,
 )
-from specinfer.certification import Pair, RandomModels, View, _emitted, _target, _trees, outcomes
+from specinfer.common.files import locked
 from specinfer.errors import InputError, PairingError
-from specinfer.files import locked
-from specinfer.models import Loaded
-from specinfer.traces import Costs, Text, calibration, cost_model, hits, measured, oracle
-from specinfer.traces.acceptance import accepted_without_replacement, expected_tests
-from specinfer.traces.costs import expected_tokens
-from specinfer.traces.paper import RULES, WIDTHS, expansion
-from specinfer.traces.probes import Plan, Trees
-from specinfer.traces.replaying import _best_first, _sampled, _visits
-from specinfer.traces.trace import SETTINGS, Drafted, begin
+from specinfer.evaluation.certification import EnumeratedTarget, Pair, RandomModels, _emitted, _target, _trees, outcomes
+from specinfer.evaluation.traces import Costs, TraceText, calibration, cost_model, hits, measured, oracle
+from specinfer.evaluation.traces.acceptance import accepted_without_replacement, expected_tests
+from specinfer.evaluation.traces.costs import expected_tokens
+from specinfer.evaluation.traces.paper import RULES, WIDTHS, expansion
+from specinfer.evaluation.traces.probes import Trees
+from specinfer.evaluation.traces.replaying import _sampled, _tree, _visits
+from specinfer.evaluation.traces.trace import FORMAT, SETTINGS, Drafted, Sizes, begin
+from specinfer.loading import Loaded
 
 PROMPTS = ALL_PROMPTS[:3]
 NEW = 16
 NODES, DEPTH, TOP, DRAWS = 16, 5, 6, 5
-RANKED = (Chain(3), Widths((1, 1, 3, 1)), BestFirst(4, 3), BestFirst(12, 5, 0.05), BestFirst(16, 5))
+RANKED = (Chain(3), Expansion((1, 1, 3, 1)), BestFirst(4, 3), BestFirst(12, 5, 0.05), BestFirst(16, 5))
 ANY = Chain(1)  # a recording does not use the decoder's own tree
 PAIRS = ("model", "model and n-grams", "two models", "head", "ends early")
 
 
 def options(temperature):
     """The generation options that `record` means."""
-    law = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-    return {"max_new_tokens": NEW, "do_sample": temperature > 0, **law}
+    distribution = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    return {"max_new_tokens": NEW, "do_sample": temperature > 0, **distribution}
 
 
 @cache
@@ -109,17 +109,17 @@ def test_one_recorded_tree_holds_every_smaller_one(seed):
     """Any budget and any depth, ties included."""
     rows, nodes, depth = 3, 9, 4
     table = coarse_table(rows, 7, 5, seed).float()
-    question = Trees(Plan(nodes, depth, 5, 1), [[0]] * rows, 9)
+    question = Trees(Sizes(nodes, depth, 5, 1, 9), [[0]] * rows)
     question.grow(TableSource(table), depth)
     for row in range(rows):
         names = [field.name for field in fields(Drafted)]
         drafted = Drafted(**dict.fromkeys(names, np.zeros(0)) | question.arrays(row))
-        text = SimpleNamespace(root=lambda place: 0)
+        text = SimpleNamespace(root=lambda place: 0, drafted=[drafted])
         for n in range(1, nodes + 1):
             for d in range(1, depth + 1):
                 policy = BestFirst(n, d)
                 (grown,) = policy.grow(TableSource(table[row : row + 1])).trees([0])
-                assert _best_first(text, drafted, 0, 0, policy, d) == grown
+                assert _tree(text, 0, 0, policy, d) == grown
 
 
 def test_a_pool_and_the_candidates_along_the_text_agree():
@@ -144,16 +144,16 @@ def test_a_pool_and_the_candidates_along_the_text_agree():
 def test_drafts_that_do_not_know_the_noise_are_right_less_often():
     """Uncoupled widths are replayed by rank under q, counted here by hand."""
     trace, k = trace_of(temperature=0.8), 3
-    made = replay(trace, Widths((k,)), coupled=False)
+    made = replay(trace, Expansion((k,)), coupled=False)
     steps = 0
     for text in trace.texts:
         place = 0
         while place < len(text.token_ids):
-            tokens = text.drafted[0].law_tokens[place, 0, :k].tolist()
+            tokens = text.drafted[0].distribution_tokens[place, 0, :k].tolist()
             place += 1 + (place < NEW - 1 and text.token_ids[place] in tokens)
             steps += 1
     assert made.steps.sum() == steps
-    assert made.steps.sum() > replay(trace, Widths((k,))).steps.sum()
+    assert made.steps.sum() > replay(trace, Expansion((k,))).steps.sum()
 
 
 def test_the_oracle_follows_whatever_was_a_candidate():
@@ -175,7 +175,7 @@ def test_the_oracle_follows_whatever_was_a_candidate():
 
 def enumerated(pair, models, tokens):
     """Text -> (probability, that times the expected number of steps), by the verifier itself."""
-    law = _target(pair, models)
+    distribution = _target(pair, models)
 
     @cache
     def rest(context):
@@ -183,7 +183,9 @@ def enumerated(pair, models, tokens):
         if room == 0:
             return {(): (1.0, 0.0)}
         for weight, tree in _trees(pair, models, context, room - 1):
-            for chance, emitted in outcomes(lambda c, tree=tree: _emitted(pair, View(law, context, tree, c))):
+            for chance, emitted in outcomes(
+                lambda c, tree=tree: _emitted(pair, EnumeratedTarget(distribution, context, tree, c))
+            ):
                 for tail, (p, steps) in rest(context + emitted[:room]).items():
                     text = emitted[:room] + tail
                     before = found.get(text, (0.0, 0.0))
@@ -199,11 +201,11 @@ def test_expected_steps_are_those_of_the_enumeration(rule, widths):
     """For every text of three tokens: the verifier's steps, averaged over its chance, given that it wrote this text."""
     tokens, draws, models = 3, 6, RandomModels(3, 1)
     replacement = rule != "without replacement"
-    pair = Pair(Sampled(widths, replacement), Walk() if rule == "naive" else MultiStep(replacement))
+    pair = Pair(Sampled(widths, replacement), ExactMatch() if rule == "naive" else MultiStep(replacement))
 
     @cache
     def along(context, token):
-        p, q = (torch.from_numpy(models.law(model, context)) for model in (0, 1))
+        p, q = (torch.from_numpy(models.distribution(model, context)) for model in (0, 1))
         chance = torch.Generator().manual_seed(0)
         sampled = [accepted_without_replacement(p, q, token, draws, chance) for _ in range(1 if replacement else 300)]
         return q[token], expected_tests(p, q, draws).numpy(), torch.stack(sampled).mean(0).numpy()
@@ -218,8 +220,8 @@ def test_expected_steps_are_those_of_the_enumeration(rule, widths):
                 for name, value in zip(columns, answers, strict=True):
                     columns[name][place, level] = value
         nothing = dict.fromkeys([field.name for field in fields(Drafted)], np.zeros(0))
-        p = np.array([models.law(0, text[:i])[token] for i, token in enumerate(text)])
-        written = Text([0], list(text), 0, np.zeros(0), np.zeros(0), p, (Drafted(**nothing | columns),))
+        p = np.array([models.distribution(0, text[:i])[token] for i, token in enumerate(text)])
+        written = TraceText([0], list(text), 0, np.zeros(0), np.zeros(0), p, (Drafted(**nothing | columns),))
         found = _visits(_sampled(written, pair.policy, pair.verifier, 0)).sum()
         assert found == pytest.approx(steps / probability, abs=1e-9 if replacement else 0.03)
 
@@ -242,8 +244,8 @@ def test_recorded_laws_are_the_models():
             assert own.probability[place, level] == pytest.approx(float(q[token]), rel=1e-4)
             assert own.tests[place, level] == pytest.approx(expected_tests(p, q, DRAWS).numpy(), rel=1e-4)
             values, tokens = q.topk(TOP)
-            assert own.law_tokens[place, level].tolist() == tokens.tolist()
-            assert own.law_probs[place, level] == pytest.approx(values.numpy(), rel=1e-4)
+            assert own.distribution_tokens[place, level].tolist() == tokens.tolist()
+            assert own.distribution_probs[place, level] == pytest.approx(values.numpy(), rel=1e-4)
             assert text.target_probs[end] == pytest.approx(p.topk(TOP).values.numpy(), rel=1e-4)
     last = trace.texts[0].drafted[0]
     assert not last.probability[-1].any()  # the budget's last token is never drafted
@@ -254,10 +256,10 @@ def test_whole_laws_are_kept_when_asked_for():
     """Every token has its probability, likeliest first."""
     trace = record(decoder(), PROMPTS[:1], max_new_tokens=3, temperature=1.0, top=None, nodes=0, depth=2)
     (text,) = trace.texts
-    for probabilities in (text.target_probs[0], text.drafted[0].law_probs[0, 1]):
+    for probabilities in (text.target_probs[0], text.drafted[0].distribution_probs[0, 1]):
         assert probabilities.sum() == pytest.approx(1, abs=1e-5)
         assert (np.diff(probabilities) <= 0).all()
-    assert sorted(text.drafted[0].law_tokens[0, 1]) == list(range(264))
+    assert sorted(text.drafted[0].distribution_tokens[0, 1]) == list(range(264))
 
 
 def test_more_draws_gain_more_and_naive_sampling_less():
@@ -266,7 +268,7 @@ def test_more_draws_gain_more_and_naive_sampling_less():
     taus = [replay(trace, Sampled((1, k, 1), True)).tokens_per_pass for k in (1, 3, 5)]
     assert taus == sorted(taus)
     assert all(low <= value <= high for value, low, high in taus)
-    assert replay(trace, Sampled((1, 5, 1), True), Walk()).tokens_per_pass < taus[-1]
+    assert replay(trace, Sampled((1, 5, 1), True), ExactMatch()).tokens_per_pass < taus[-1]
 
 
 # ---- files ----
@@ -343,13 +345,13 @@ def test_other_models_versions_and_files_are_refused(tmp_path):
         (Auto(), None, {}, "cannot be replayed"),
         (BestFirst(NODES + 1, 2), None, {}, "larger nodes"),
         (Chain(DEPTH + 1), None, {}, "larger depth"),
-        (Widths((1, TOP + 1)), None, {}, "larger top"),
-        (Widths((1,)), None, {"drafts": ["none"]}, "no draft 'none'"),
+        (Expansion((1, TOP + 1)), None, {}, "larger top"),
+        (Expansion((1,)), None, {"drafts": ["none"]}, "no draft 'none'"),
         (Sampled((1,)), None, {"drafts": [0]}, "with a temperature"),
         (BestFirst(4, 2), None, {"coupled": False, "sampled": True}, "know the noise"),
         (Sampled((1,)), None, {"sampled": True}, "one draft"),
         (Sampled((2, 3), True), None, {"drafts": [0], "sampled": True}, "larger draws"),
-        (Sampled((2,)), Walk(), {"drafts": [0], "sampled": True}, "with replacement"),
+        (Sampled((2,)), ExactMatch(), {"drafts": [0], "sampled": True}, "with replacement"),
     ],
 )
 def test_what_was_not_recorded_is_refused(policy, verifier, asked, message):
@@ -363,7 +365,7 @@ def test_what_was_not_recorded_is_refused(policy, verifier, asked, message):
 def test_biased_pairs_are_refused():
     """As in the decoder."""
     with pytest.raises(PairingError):
-        replay(trace_of(), Widths((2,)), MultiStep())
+        replay(trace_of(), Expansion((2,)), MultiStep())
 
 
 @pytest.mark.parametrize(
@@ -432,9 +434,9 @@ def test_costs_are_read_from_a_comparison():
     """Seconds a pass, and the speed-up of decoding without prefill."""
     sequence = {"tokens": 20, "target_passes": 10, "draft_passes": 40, "drafts": [{"draft": "head", "passes": 40}]}
     sequence["seconds"] = {"total": 3.0, "prefill": 1.0, "target": 1.5, "draft": 0.4}
-    incremental = {"tokens": 20, "target_passes": 20, "draft_passes": 0}
-    incremental["seconds"] = {"total": 3.5, "prefill": 0.5, "target": 2.8, "draft": 0.0}
-    records = [{"temperature": 0.0, "methods": {"sequence": sequence, "incremental": incremental}}] * 2
+    autoregressive = {"tokens": 20, "target_passes": 20, "draft_passes": 0}
+    autoregressive["seconds"] = {"total": 3.5, "prefill": 0.5, "target": 2.8, "draft": 0.0}
+    records = [{"temperature": 0.0, "methods": {"sequence": sequence, "autoregressive": autoregressive}}] * 2
     costs = measured(SimpleNamespace(records=records, settings={"depth": 4}), "head")
     assert costs == pytest.approx((0.01, 0.14, 0.15, 4, 1.5))
     with pytest.raises(InputError, match="temperature 1"):
@@ -466,7 +468,7 @@ def test_paper_tables_stand_beside_the_papers(tmp_path):
     assert rows[1, "alpaca", "greedy"]["paper"] == [0.68, 0.77, 0.81, 0.84, 0.85]
     assert "draft draft," in str(made)  # the first draft alone
     sampled = Trace.load(tmp_path / "alpaca" / "sampled")
-    assert replay(sampled, Widths(expansion(5))).tokens_per_pass == rows[3, "alpaca", "all"]["ours"][3]
+    assert replay(sampled, Expansion(expansion(5))).tokens_per_pass == rows[3, "alpaca", "all"]["ours"][3]
     assert json.loads(json.dumps(made.to_dict())) == made.to_dict()
     for sets, message in (({"none": []}, "at least one"), ({"cp": "text"}, "at least one"), ({"all": ["a"]}, "'all'")):
         with pytest.raises(InputError, match=message):
@@ -481,7 +483,7 @@ def run(monkeypatch, capsys):
         model = drafts_of("model")[0] if name == "near" else target_of("model")
         return Loaded(model, byte_tokenizer(), str(name))
 
-    monkeypatch.setattr(specinfer.models, "load", load)
+    monkeypatch.setattr(specinfer.loading, "load", load)
 
     def call(*arguments):
         monkeypatch.setattr("sys.argv", ["specinfer", *map(str, arguments)])
@@ -503,14 +505,14 @@ def test_the_command_line_records_and_replays(run, tmp_path):
     assert (code, err) == (0, "")
     for shown in ("BestFirst(max_nodes=4", "Chain(length=3)", "MultiStep(replacement=True)", "oracle", "not coupled"):
         assert shown in out
-    code, out, _ = run("replay", tmp_path, "--tree", "widths", "--widths", "1,2", "--json")
+    code, out, _ = run("replay", tmp_path, "--tree", "expansion", "--expansion", "1,2", "--json")
     made = json.loads(out)
-    assert [own["policy"] for own in made["replays"]] == ["Widths(widths=(1, 2))"] * 2
+    assert [own["policy"] for own in made["replays"]] == ["Expansion(expansion=(1, 2))"] * 2
     greedy = tmp_path / "greedy"
     assert run("record", "--prompt", "abcabc", "--draft", "near", "--out", greedy, "--max-new-tokens", 4)[0] == 0
     code, out, err = run("replay", greedy, "--tree", "sampled")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert made["replays"][0]["tokens_per_pass"] == replay(Trace.load(tmp_path), Widths((1, 2))).tokens_per_pass
+    assert made["replays"][0]["tokens_per_pass"] == replay(Trace.load(tmp_path), Expansion((1, 2))).tokens_per_pass
 
 
 def test_the_command_line_prints_the_papers_tables(run, tmp_path):
@@ -551,7 +553,7 @@ def test_drafts_of_one_name_are_told_apart_by_place(run, tmp_path):
     code, out, err = run("replay", tmp_path, "--tree", "best-first")
     assert (code, err, out.count("draft, draft")) == (0, "", 1 + 2 * 3)  # the trace; replays and oracles of 4, 8, 16
     code, _, err = run("replay", tmp_path, "--draft", "draft")
-    assert (code, "by its place, from 0" in err) == (2, True)
+    assert (code, "by its index, from 0" in err) == (2, True)
     told = [
         json.loads(run("replay", tmp_path, "--json", *options)[1])["drafts"]
         for options in (["--draft", 1], ["--draft", 1, "--draft", 1], [])
@@ -561,7 +563,7 @@ def test_drafts_of_one_name_are_told_apart_by_place(run, tmp_path):
 
 def test_a_trace_that_lacks_settings_is_refused(tmp_path):
     trace_of().save(tmp_path)
-    (tmp_path / SETTINGS).write_text('{"format": 1, "drafts": []}')
+    (tmp_path / SETTINGS).write_text(json.dumps({"format": FORMAT, "drafts": []}))
     with pytest.raises(InputError, match="is damaged: depth, draws, max_new_tokens"):
         Trace.load(tmp_path)
 
@@ -585,8 +587,8 @@ def test_damaged_settings_of_a_trace_are_one_line(name, tmp_path):
     """Whatever stands in the place of a value."""
     trace_of(temperature=0.8).save(tmp_path)
     settings = json.loads((tmp_path / SETTINGS).read_text())
-    lacking = {key: value for key, value in settings.items() if key != name}
-    damaged = [lacking, *({**settings, name: value} for value in BAD)]
+    uncached = {key: value for key, value in settings.items() if key != name}
+    damaged = [uncached, *({**settings, name: value} for value in BAD)]
     if name == "drafts":
         damaged += [{**settings, name: [value]} for value in BAD]
         damaged += [{**settings, name: [{"name": value}]} for value in BAD if not isinstance(value, str)]
@@ -599,7 +601,7 @@ def test_damaged_settings_of_a_trace_are_one_line(name, tmp_path):
             ("temperature", 0.5),
             ("temperature", 10**30),
         ):
-            continue  # whole laws, which have no width to be checked; what JSON calls 1; other temperatures
+            continue  # whole distributions, which have no width to be checked; what JSON calls 1; other temperatures
         error = load_error(tmp_path)
         assert error is not None
         assert str(tmp_path) in error
@@ -639,7 +641,7 @@ UNSEEN = {  # what no reader can see
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_damaged_columns_of_a_trace_are_one_line(temperature, tmp_path):
-    """Whatever is lacking, too much, of another shape or type, or no probability or token."""
+    """Whatever is uncached, too much, of another shape or type, or no probability or token."""
     own = decoder()
     record(own, PROMPTS[1], max_new_tokens=4, temperature=temperature, nodes=3, depth=2, top=2, draws=2, out=tmp_path)
     path = tmp_path / "00000.safetensors"
@@ -657,7 +659,7 @@ def test_damaged_columns_of_a_trace_are_one_line(temperature, tmp_path):
             assert "\n" not in error
 
     for name, array in whole.items():
-        refused(name, "lacking", {n: a for n, a in whole.items() if n != name})
+        refused(name, "uncached", {n: a for n, a in whole.items() if n != name})
         for damage, left in damages(array):
             refused(name, damage, {**whole, name: left})
     refused("more", "", {**whole, "more": whole["token_ids"]})

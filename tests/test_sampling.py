@@ -1,4 +1,4 @@
-"""Sampling: texts that depend on the seed alone, the law they follow, and every option next to transformers' own."""
+"""Sampling: texts depend on the seed alone; their distribution; every option next to transformers' own."""
 
 import gc
 import random
@@ -20,23 +20,23 @@ from transformers import (
 from specinfer import (
     BestFirst,
     Chain,
+    ExactMatch,
+    Expansion,
     MultiStep,
     Sampled,
     SpeculativeDecoder,
     TokenTree,
     Verdict,
     Verifier,
-    Walk,
-    Widths,
     verify_tree,
 )
+from specinfer.engine.gumbel import COUPLING, gumbel, key
+from specinfer.engine.sampling import DEFAULT_MAX_NEW_TOKENS, Processors, resolve
+from specinfer.engine.target_view import _choose as choose_at_once
+from specinfer.engine.target_view import target_views
+from specinfer.engine.verify import chosen_verifier
 from specinfer.errors import InputError, PairingError, SamplingError
-from specinfer.noise import COUPLING, gumbel, key
-from specinfer.row import _choose as choose_at_once
-from specinfer.row import look
-from specinfer.sampling import DEFAULT_MAX_NEW_TOKENS, Law, resolve
 from specinfer.tree import Draw, Kind
-from specinfer.verify import usual_verifier
 
 # ---- coupled sampling: the same ids for a seed, whatever drafts ----
 
@@ -51,7 +51,7 @@ SETTINGS = {
     "epsilon_cutoff": {"epsilon_cutoff": 0.01},
     "readers": {"temperature": 0.9, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
 }
-TREES = ["auto", BestFirst(7, 4), BestFirst(20, 6), Widths((3, 2, 1)), Chain(4), Sampled((2, 2))]
+TREES = ["auto", BestFirst(7, 4), BestFirst(20, 6), Expansion((3, 2, 1)), Chain(4), Sampled((2, 2))]
 SEEDS = [11, 12, 13, 2**63 + 14]
 
 
@@ -96,7 +96,7 @@ def test_ids_depend_on_the_seed_and_not_on_drafts_trees_or_batch(target, near, f
     """Every tree with several drafts gives the ids of no speculation, alone and in a ragged batch."""
     options = {"max_new_tokens": 14, **SETTINGS[setting]}
     for drafts in (["ngram"], [near], ["ngram", near, far]):
-        decoder = SpeculativeDecoder(target, drafts=drafts, tree=policy, verifier=Walk())
+        decoder = SpeculativeDecoder(target, drafts=drafts, tree=policy, verifier=ExactMatch())
         batch = decoder.generate(PROMPTS, seed=SEEDS, **options)
         assert [result.token_ids for result in batch] == alone[setting]
         single = decoder.generate(PROMPTS[2], seed=SEEDS[2], **options)
@@ -173,9 +173,9 @@ def test_multi_step_texts_depend_on_the_rows_own_seed(target, near, policy):
         assert result.token_ids == decoder.generate(prompt, seed=seed, **options).token_ids
 
 
-# ---- the law ----
-# Chi-square tests of the joint law of the first tokens, fixed seeds.  A test raises a false alarm for 1 in 10,000
-# choices of seeds; the power check must find its bias with p < 1e-6 at the same number of draws.
+# ---- the distribution ----
+# Chi-square tests of the joint distribution of the first tokens, fixed seeds.  A test raises a false alarm for 1 in
+# 10,000 choices of seeds; the power check must find its bias with p < 1e-6 at the same number of draws.
 
 FALSE_ALARM, POWER = 1e-4, 1e-6
 SMALL = 6  # tokens
@@ -193,15 +193,15 @@ def small_draft(small):
 
 
 def p_value(model, decoder, tokens, options, draws=DRAWS):
-    """The p-value of the joint law of the first `tokens` tokens after [1, 2] against the model's softmax."""
+    """The p-value of the joint distribution of the first `tokens` tokens after [1, 2] against the model's softmax."""
     count = np.zeros((SMALL,) * tokens)
     for start in range(0, draws, 500):
         seeds = list(range(start, min(start + 500, draws)))
         for result in decoder.generate([[1, 2]] * len(seeds), seed=seeds, max_new_tokens=tokens, **options):
             count[tuple(result.token_ids)] += 1
-    law = exact_law(model, tokens, options.get("temperature", 1.0), options.get("top_k", 0))
-    assert count[law == 0].sum() == 0
-    cells = sorted(zip(law[law > 0] * draws, count[law > 0], strict=True))
+    distribution = exact_law(model, tokens, options.get("temperature", 1.0), options.get("top_k", 0))
+    assert count[distribution == 0].sum() == 0
+    cells = sorted(zip(distribution[distribution > 0] * draws, count[distribution > 0], strict=True))
     small_cells = [cell for cell in cells if cell[0] < 5]
     pooled = [cell for cell in cells if cell[0] >= 5]
     if small_cells:
@@ -212,21 +212,21 @@ def p_value(model, decoder, tokens, options, draws=DRAWS):
 
 def exact_law(model, tokens, temperature, top_k):
     """p(t1, t2, ...) from one plain pass over every prefix."""
-    law = np.ones((SMALL,) * tokens)
-    for place in np.ndindex(law.shape):
+    distribution = np.ones((SMALL,) * tokens)
+    for place in np.ndindex(distribution.shape):
         for depth in range(tokens):
             with torch.no_grad():
                 logits = model(torch.tensor([[1, 2, *place[:depth]]])).logits[0, -1] / temperature
             if top_k:
                 logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
-            law[place] *= float(logits.softmax(-1)[place[depth]])
-    return law
+            distribution[place] *= float(logits.softmax(-1)[place[depth]])
+    return distribution
 
 
 PAIRS = {
     "no tree": (None, None),
-    "coupled best-first": (BestFirst(4, 2), Walk()),
-    "coupled widths": (Widths((2, 2)), Walk()),
+    "coupled best-first": (BestFirst(4, 2), ExactMatch()),
+    "coupled widths": (Expansion((2, 2)), ExactMatch()),
     "without replacement": (Sampled((3, 2)), MultiStep()),
     "with replacement": (Sampled((3, 2), replacement=True), MultiStep(replacement=True)),
     "speculative sampling": (Sampled((1, 1)), MultiStep()),
@@ -264,10 +264,10 @@ class NoResidual(Verifier):
         """Accept by p / q, reject without remembering it."""
         path, node = [], 0
         while True:
-            p = target.law(node)
+            p = target.distribution(node)
             for draw, child in tree.draws_under(node):
                 token = tree.tokens[child]
-                if target.accepts(p[token] / tree.laws[node, draw.draft][token]):
+                if target.accepts(p[token] / tree.distributions[node, draw.draft][token]):
                     path.append(child)
                     node = child
                     break
@@ -303,7 +303,7 @@ OPTIONS = {
         "sequence_bias": BIAS,
     },
 }
-POLICIES = [BestFirst(9, 4), Widths((2, 2, 1))]
+POLICIES = [BestFirst(9, 4), Expansion((2, 2, 1))]
 
 
 def engine(target, near, policy, tokenizer=None):
@@ -415,7 +415,7 @@ def test_a_custom_processor_sees_each_nodes_own_path(target, near):
 
     wanted = plain(target, prompt, logits_processor=LogitsProcessorList([watch]))
     seen.clear()
-    result = engine(target, near, Widths((3, 2, 1))).generate(prompt, max_new_tokens=24, logits_processor=[watch])
+    result = engine(target, near, Expansion((3, 2, 1))).generate(prompt, max_new_tokens=24, logits_processor=[watch])
     assert result.token_ids == wanted
     allowed, ids = set(), list(prompt)
     for step in result.steps:
@@ -541,7 +541,7 @@ def test_greedy_ignores_a_checkpoints_temperature_of_zero():
     assert decoder.generate([5], max_new_tokens=4).token_ids == plain(tiny_llama(0), [5], 4)
 
 
-# ---- Law: the processors that transformers builds ----
+# ---- Processors: the processors that transformers builds ----
 
 
 WARPERS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
@@ -609,7 +609,7 @@ def test_scores_are_those_of_transformers_processors():
         config = model._prepare_generated_length(config, True, True, "input_ids", len(prompt), None)
         processors = model._get_logits_processor(config, len(prompt), device="cpu", model_kwargs={})
         settings = resolve(model.generation_config, **options)
-        law = Law.of(settings, len(prompt), torch.device("cpu"))
+        distribution = Processors.of(settings, len(prompt), torch.device("cpu"))
         paths = [[*prompt, *(rng.randrange(vocab) for _ in range(depth))] for _ in range(3)]
         logits = torch.randn(3, vocab) * rng.choice([0.5, 2.0, 5.0])
         untouched = logits.clone()
@@ -619,7 +619,7 @@ def test_scores_are_those_of_transformers_processors():
         except ValueError:  # a mixture that leaves top-h nothing to measure
             impossible += 1
             continue
-        assert torch.allclose(law.scores(logits, paths), wanted, rtol=0, atol=0, equal_nan=True), options
+        assert torch.allclose(distribution.scores(logits, paths), wanted, rtol=0, atol=0, equal_nan=True), options
         assert torch.equal(logits, untouched)
     assert impossible < 40
 
@@ -627,20 +627,20 @@ def test_scores_are_those_of_transformers_processors():
 def test_paths_of_many_lengths_are_processed_each_by_itself():
     """Nodes of several depths in one call: the same scores as one by one."""
     settings = resolve(GenerationConfig(), repetition_penalty=1.5, no_repeat_ngram_size=2, max_new_tokens=9)
-    law = Law.of(settings, 2, torch.device("cpu"))
+    distribution = Processors.of(settings, 2, torch.device("cpu"))
     paths = [[1, 2], [1, 2, 1], [1, 2, 2], [1, 2, 1, 2], [1, 2, 3]]
     logits = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
-    together = law.scores(logits, paths)
+    together = distribution.scores(logits, paths)
     for row, path in enumerate(paths):
-        assert torch.equal(together[row], law.scores(logits[row : row + 1], [path])[0])
+        assert torch.equal(together[row], distribution.scores(logits[row : row + 1], [path])[0])
 
 
 def test_half_precision_logits_are_processed_in_float32():
     """As transformers does: scores of bfloat16 logits are float32, those of float64 stay."""
-    law = Law.of(resolve(GenerationConfig(), temperature=0.7), 1, torch.device("cpu"))
-    assert law.scores(torch.randn(1, 80).bfloat16(), ()).dtype == torch.float32
-    assert law.scores(torch.randn(1, 80).double(), ()).dtype == torch.float64
-    assert not law.reads_path
+    distribution = Processors.of(resolve(GenerationConfig(), temperature=0.7), 1, torch.device("cpu"))
+    assert distribution.scores(torch.randn(1, 80).bfloat16(), ()).dtype == torch.float32
+    assert distribution.scores(torch.randn(1, 80).double(), ()).dtype == torch.float64
+    assert not distribution.reads_path
 
 
 # ---- what cannot work with trees ----
@@ -719,7 +719,7 @@ def test_choices_made_together_are_those_made_one_by_one(monkeypatch, target, op
     seen = []
 
     def watched(rows, trees, logits):
-        views, others = look(rows, trees, logits), look(rows, trees, logits)
+        views, others = target_views(rows, trees, logits), target_views(rows, trees, logits)
         choose_at_once([(view, range(len(view.tree))) for view in others])
         for view, other in zip(views, others, strict=True):
             nodes = range(len(view.tree))
@@ -728,7 +728,7 @@ def test_choices_made_together_are_those_made_one_by_one(monkeypatch, target, op
         seen.extend(views)
         return views
 
-    monkeypatch.setattr("specinfer.loop.look", watched)
+    monkeypatch.setattr("specinfer.engine.loop.target_views", watched)
     SpeculativeDecoder(target, drafts="ngram", tree=BestFirst(6, 3)).generate(PROMPTS, max_new_tokens=12, **options)
     assert max(len(view.tree) for view in seen) > 3
 
@@ -746,7 +746,7 @@ def test_a_tree_is_verified_on_given_logits_as_in_a_decode_step(target, tree, op
         options = {"temperature": 1.0}
     seen = []
 
-    class Watched(type(usual_verifier(tree.kind))):
+    class Watched(type(chosen_verifier(None, tree.kind))):
         def verify(self, grown, view):
             verdict = super().verify(grown, view)
             seen.append((grown, view.logits.clone(), list(view.row.ids[:-1]), verdict))
@@ -771,9 +771,9 @@ def test_logits_that_are_not_the_trees_are_refused():
     for wrong in ({"seed": "x"}, {"seed": 1.5}, {"prefix": "abc"}, {"prefix": [9]}):
         with pytest.raises(InputError):
             verify_tree(tree, torch.zeros(2, 6), **wrong)
-    law = {(0, 0): np.full(5, 0.2)}
-    sampled = TokenTree.from_nodes(1, [4], [0], [-1.0], [[Draw(0, 0)]], law, Kind.IID)
-    with pytest.raises(InputError, match="laws"):
+    distribution = {(0, 0): np.full(5, 0.2)}
+    sampled = TokenTree.from_nodes(1, [4], [0], [-1.0], [[Draw(0, 0)]], distribution, Kind.IID)
+    with pytest.raises(InputError, match="distributions"):
         verify_tree(sampled, torch.zeros(2, 6))
     with pytest.raises(SamplingError):
         verify_tree(tree, torch.zeros(2, 6), temprature=1)
@@ -783,7 +783,7 @@ def test_a_step_s_logits_go_with_it(target):
     """They are large, and nobody waits for the collector of cycles on a GPU."""
     gone, alive = [], []
 
-    class Watched(Walk):
+    class Watched(ExactMatch):
         def verify(self, tree, view):
             alive.append(sum(own() is not None for own in gone))
             gone.append(weakref.ref(view))

@@ -5,7 +5,7 @@ import torch
 from conftest import PROMPTS, byte_tokenizer, counted, like, tiny_llama
 from torch.nn.functional import log_softmax
 
-import specinfer.scoring
+import specinfer.engine.scoring
 from specinfer import Score, SpeculativeDecoder
 from specinfer.errors import InputError, NumericalError, UnsupportedModel
 
@@ -21,16 +21,16 @@ def by_hand(model, prompt, continuation):
     """Log-probabilities, and whether each token is the argmax, of one plain pass over everything."""
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *continuation]])).logits[0, len(prompt) - 1 : -1]
-    laws = log_softmax(logits, -1)
-    return [float(laws[i, t]) for i, t in enumerate(continuation)], [
-        int(laws[i].argmax()) == t for i, t in enumerate(continuation)
+    distributions = log_softmax(logits, -1)
+    return [float(distributions[i, t]) for i, t in enumerate(continuation)], [
+        int(distributions[i].argmax()) == t for i, t in enumerate(continuation)
     ]
 
 
 @pytest.mark.parametrize("scored", [256, 8, 4])
 def test_scores_are_those_of_a_plain_pass(decoder, target, monkeypatch, scored):
     """One by one and as a ragged batch, in passes of any size."""
-    monkeypatch.setattr(specinfer.scoring, "SCORED", scored)
+    monkeypatch.setattr(specinfer.engine.scoring, "SCORED", scored)
     batch = decoder.score(PROMPTS, CONTINUATIONS)
     for prompt, continuation, own in zip(PROMPTS, CONTINUATIONS, batch, strict=True):
         wanted, greedy = by_hand(target, prompt, continuation)

@@ -22,16 +22,16 @@ from transformers import (
     PhiConfig,
 )
 
-from specinfer.distill import train
-from specinfer.distill.data import Batch, Texts
-from specinfer.distill.logits import check_logits
-from specinfer.distill.train import EarlierDrafts, Settings, SoftCrossEntropy, train_causal_lm, train_head
+from specinfer.drafts.head import HeadDraft
 from specinfer.errors import InputError, NumericalError, SpecinferError, UnsupportedModel
-from specinfer.feature_head import FeatureHead
-from specinfer.heads import FeatureDraft
+from specinfer.training import train
+from specinfer.training.data import Batch, Texts
+from specinfer.training.job import TrainingJob, TrainingSettings
+from specinfer.training.logits import check_logits
+from specinfer.training.train import SoftCrossEntropy, train_causal_lm, train_head
 
-TAPS = (1, 2)
-SETTINGS = Settings(
+AUX_LAYERS = (1, 2)
+SETTINGS = TrainingSettings(
     epochs=2.0, tokens_per_batch=128, vocabulary=64, held_out=0.1, checkpoint_every=4, learning_rate=5e-3, unroll=2
 )
 
@@ -49,7 +49,7 @@ def shards(target, tmp_path_factory):
     ids = target.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=20, do_sample=False)
     with torch.no_grad():
         hidden = target(ids, output_hidden_states=True).hidden_states
-    states = torch.stack([hidden[tap] for tap in TAPS], 2)
+    states = torch.stack([hidden[layer] for layer in AUX_LAYERS], 2)
     states = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], 1)
     rows, length = ids.shape
     columns = {"ids": ids.flatten().int(), "states": states.flatten(0, 1).contiguous()}
@@ -60,19 +60,20 @@ def shards(target, tmp_path_factory):
 
 
 def trained(target, shards, out, settings=SETTINGS, earlier=(), start=None, progress=lambda *_: None):
-    return train_head(target, byte_tokenizer(), shards, TAPS, out, settings, earlier, start, progress)
+    job = TrainingJob(out, "head", settings, AUX_LAYERS, earlier, start)
+    return train_head(target, byte_tokenizer(), shards, job, progress)
 
 
 def test_the_gradient_made_on_the_way_forward_is_autograds():
     torch.manual_seed(0)
     logits, weights = torch.randn(5, 9, requires_grad=True), torch.rand(5)
-    law = torch.randn(5, 9).softmax(-1)
-    (SoftCrossEntropy.apply(logits, law) * weights).sum().backward()
+    distribution = torch.randn(5, 9).softmax(-1)
+    (SoftCrossEntropy.apply(logits, distribution) * weights).sum().backward()
     found, logits.grad = logits.grad, None
-    loss = -(law * logits.log_softmax(-1)).sum(-1)
+    loss = -(distribution * logits.log_softmax(-1)).sum(-1)
     (loss * weights).sum().backward()
     torch.testing.assert_close(found, logits.grad)
-    torch.testing.assert_close(SoftCrossEntropy.apply(logits, law), loss)
+    torch.testing.assert_close(SoftCrossEntropy.apply(logits, distribution), loss)
 
 
 # ---- the target's own logits ----
@@ -107,7 +108,7 @@ def written(model):
     ids = torch.randint(3, 40, (2, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         output = model(ids, output_hidden_states=True)
-    states = torch.stack([output.hidden_states[tap] for tap in TAPS], 2)
+    states = torch.stack([output.hidden_states[layer] for layer in AUX_LAYERS], 2)
     states = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], 1)
     return Batch(ids, states, torch.ones(2, 8, dtype=torch.bool)), output.logits[:, :-1].flatten(0, 1)
 
@@ -119,27 +120,27 @@ def test_heads_learn_from_the_targets_own_logits(family):
     batch, logits = written(model)
     check_logits(model)
     token_ids = torch.arange(3, 40, 2)
-    head = FeatureHead(train._head_config(model, TAPS, 1, len(token_ids)), token_ids).bind(model)
-    unrolled = train.Unrolled(head, model, SETTINGS)
-    _, law = unrolled._goal(batch.ids[:, 1:].flatten(), batch.states[:, 1:, -1].flatten(0, 1))
-    torch.testing.assert_close(law, logits[:, token_ids].softmax(-1))
-    assert not law.requires_grad
+    head = train.new_head(model, AUX_LAYERS, 1, token_ids).bind(model)
+    loss = train.HeadLoss(head, model, SETTINGS)
+    _, distribution = loss.goal(batch.ids[:, 1:].flatten(), batch.states[:, 1:, -1].flatten(0, 1))
+    torch.testing.assert_close(distribution, logits[:, token_ids].softmax(-1))
+    assert not distribution.requires_grad
 
 
 @pytest.mark.parametrize("family", TARGETS)
 def test_a_small_language_model_learns_from_the_targets_own_logits(family):
-    """And with its own: one that is the target has the loss of the target's own law."""
+    """And with its own: one that is the target has the loss of the target's own distribution."""
     model = target_of(family)
     batch, logits = written(model)
     keep = torch.ones(16)
-    loss, hits = train.Plain(model, model, SETTINGS)(batch.ids, batch.states, batch.learn, keep)
+    loss, hits = train.CausalLMLoss(model, model, SETTINGS)(batch.ids, batch.states, batch.learn, keep)
     entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
     torch.testing.assert_close(loss, entropy)
     assert hits[0].sum() == (logits.topk(5).indices == batch.ids[:, 1:].flatten()[:, None]).sum()
 
 
 def test_targets_whose_logits_do_not_follow_from_their_states_are_refused(monkeypatch):
-    """Their drafts would learn another law."""
+    """Their drafts would learn another distribution."""
     forward = LlamaForCausalLM.forward
 
     @wraps(forward)
@@ -164,28 +165,28 @@ def test_training_learns_and_says_how_well(target, shards, tmp_path):
     figures = trained(
         target, shards, tmp_path / "1", replace(SETTINGS, epochs=12.0), progress=lambda *a: seen.append(a)
     )
-    assert [done for done, _, _ in seen] == list(range(1, figures["steps"] + 1))
+    assert [done for _, done, _, _ in seen] == list(range(1, figures["steps"] + 1))
     assert len(figures["hits"]) == SETTINGS.unroll
     for rates in figures["hits"]:
         assert rates == sorted(rates)
     first, last = figures["history"][0], figures["history"][-1]
     assert last["loss"] < 0.8 * first["loss"]  # 80 held-out tokens tell little from chance
     assert 0 < figures["coverage"] <= 1
-    draft = FeatureDraft.load(tmp_path / "1")
+    draft = HeadDraft.load(tmp_path / "1")
     assert len(draft.head.token_ids) == SETTINGS.vocabulary
 
 
 def test_a_killed_training_goes_on_and_ends_as_if_it_had_not_been(target, shards, tmp_path):
     whole = trained(target, shards, tmp_path / "whole")
 
-    def kill(done, *_):
+    def kill(stage, done, *_):
         if done == 6:  # two steps after a checkpoint
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         trained(target, shards, tmp_path / "killed", progress=kill)
     again = []
-    figures = trained(target, shards, tmp_path / "killed", progress=lambda done, *_: again.append(done))
+    figures = trained(target, shards, tmp_path / "killed", progress=lambda _, done, *__: again.append(done))
     assert again[0] == 5
     assert figures["history"] == whole["history"]
     weights = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed")]
@@ -195,13 +196,13 @@ def test_a_killed_training_goes_on_and_ends_as_if_it_had_not_been(target, shards
 
 def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(target, shards, tmp_path, monkeypatch):
     steps = []
-    judged = EarlierDrafts.weights
+    boost_weights = train.boost_weights
 
-    def poisoned(self, batch):
-        steps.append(batch)
-        return judged(self, batch) * (float("nan") if len(steps) == 7 else 1)
+    def poisoned(*arguments):
+        steps.append(arguments)
+        return boost_weights(*arguments) * (float("nan") if len(steps) == 7 else 1)
 
-    monkeypatch.setattr(EarlierDrafts, "weights", poisoned)
+    monkeypatch.setattr(train, "boost_weights", poisoned)
     with pytest.raises(NumericalError, match=r"step 7.*smaller learning rate"):
         trained(target, shards, tmp_path / "1")
     kept = load_file(tmp_path / "1.checkpoint" / "state.safetensors")
@@ -229,7 +230,7 @@ def test_a_full_disk_is_one_error_and_training_goes_on_from_the_last_checkpoint(
         with pytest.raises(SpecinferError, match="disk is full"):
             trained(target, shards, tmp_path / "1")
     again = []
-    trained(target, shards, tmp_path / "1", progress=lambda done, *_: again.append(done))
+    trained(target, shards, tmp_path / "1", progress=lambda _, done, *__: again.append(done))
     assert again[:1] == ([1] if moment == "checkpoint" else [])
 
 
@@ -237,9 +238,9 @@ def test_tokens_that_an_earlier_draft_proposes_first_weigh_less(target, shards, 
     trained(target, shards, tmp_path / "1", replace(SETTINGS, epochs=30.0))
     texts = Texts(shards, SETTINGS.held_out)
     batch = texts.load(texts.train)
-    weights = EarlierDrafts([tmp_path / "1"], target, SETTINGS).weights(batch)
-    head = FeatureDraft.load(tmp_path / "1").head.to(target.dtype).bind(target)
-    _, hits = train.Unrolled(head, target, SETTINGS)(*batch, torch.ones_like(weights))
+    head = HeadDraft.load(tmp_path / "1").head.to(target.dtype).bind(target)
+    weights = train.boost_weights([head], batch, SETTINGS.boost)
+    _, hits = train.HeadLoss(head, target, SETTINGS)(*batch, torch.ones_like(weights))
     assert 0 < int(hits[0, 0]) == int((weights != 1).sum()) < len(weights)
     assert set(weights[weights != 1].tolist()) == {torch.tensor(SETTINGS.boost).item()}
     second = trained(target, shards, tmp_path / "2", earlier=[tmp_path / "1"])
@@ -258,11 +259,11 @@ def test_too_few_texts_are_refused(shards, tmp_path, rows):
         Texts([tmp_path / "few.safetensors"])
 
 
-def test_sharpness_is_what_flat_laws_lack(target, shards, tmp_path, monkeypatch):
-    """1 where the head knows the target's law; as much as its logits are smaller, where they are."""
+def test_the_inverse_temperature_makes_up_for_flat_distributions(target, shards, tmp_path, monkeypatch):
+    """1 where the head knows the target's distribution; as much as its logits are smaller, where they are."""
     trained(target, shards, tmp_path / "1")
-    draft = FeatureDraft.load(tmp_path / "1")
-    assert draft.sharpness in train.SHARPNESS
+    draft = HeadDraft.load(tmp_path / "1")
+    assert draft.inverse_temperature in train.INVERSE_TEMPERATURES
     head, texts = draft.head.to(target.dtype).bind(target), Texts(shards, 0.5)
     for flatness in (1, 1.4):
         monkeypatch.setattr(
@@ -270,28 +271,29 @@ def test_sharpness_is_what_flat_laws_lack(target, shards, tmp_path, monkeypatch)
             "_first_logits",
             lambda own, batch, flatness=flatness: own.logits(batch.states[:, 1:, -1][batch.learn]) / flatness,
         )
-        assert train.fit_sharpness(train.Unrolled(head, target, SETTINGS), texts) == pytest.approx(flatness, abs=0.11)
+        assert train.fit_inverse_temperature(train.HeadLoss(head, target, SETTINGS), texts) == pytest.approx(
+            flatness, abs=0.11
+        )
 
 
 def test_a_deeper_draft_starts_as_the_earlier_one(target, shards, tmp_path):
     trained(target, shards, tmp_path / "1")
-    earlier = FeatureDraft.load(tmp_path / "1").head.to(target.dtype).bind(target)
-    config = train._head_config(target, earlier.config.taps, 2, SETTINGS.vocabulary)
-    deeper = FeatureHead(config, earlier.token_ids).to(target.dtype).bind(target)
-    train._start_from(deeper, target, [tmp_path / "1"])
+    earlier = HeadDraft.load(tmp_path / "1").head.to(target.dtype).bind(target)
+    deeper = train.new_head(target, earlier.config.aux_layers, 2, earlier.token_ids, [tmp_path / "1"])
+    deeper = deeper.to(target.dtype).bind(target)
     batch = (texts := Texts(shards, SETTINGS.held_out)).load(texts.train)
     weights = torch.ones(int(batch.learn.sum()))
-    losses = [train.Unrolled(head, target, SETTINGS)(*batch, weights)[0] for head in (earlier, deeper)]
+    losses = [train.HeadLoss(head, target, SETTINGS)(*batch, weights)[0] for head in (earlier, deeper)]
     assert torch.allclose(*losses)
 
 
 def test_a_head_that_is_trained_on_ends_half_way(target, shards, tmp_path, monkeypatch):
     """Its weights are the mean of those it had and of those at the end of the run; sizes and vocabulary stay."""
-    judged, evaluate = [], train.evaluate
+    evaluated, evaluate = [], train.evaluate
 
     def recorded(model, *rest):
-        judged.append((model.head.mix.weight.detach().clone(), evaluate(model, *rest)))
-        return judged[-1][1]
+        evaluated.append((model.head.mix.weight.detach().clone(), evaluate(model, *rest)))
+        return evaluated[-1][1]
 
     monkeypatch.setattr(train, "evaluate", recorded)
     trained(target, shards, tmp_path / "1", replace(SETTINGS, layers=2))
@@ -304,18 +306,19 @@ def test_a_head_that_is_trained_on_ends_half_way(target, shards, tmp_path, monke
         torch.testing.assert_close(after[name], mean, rtol=0.01, atol=1e-3)
         assert not torch.equal(after[name], before[name])
     assert torch.equal(before["token_ids"], after["token_ids"])
-    measured, rates = judged[-1]  # the rates told are those of the weights kept
+    measured, rates = evaluated[-1]  # the rates told are those of the weights kept
     assert torch.equal(measured.bfloat16(), after["mix.weight"])
     assert figures["hits"] == rates
 
 
 def test_a_small_language_model_is_the_targets_outer_layers_and_anybodys_to_load(shards, tmp_path):
     target = tiny_llama(spread=0.5, num_hidden_layers=4).float()
-    cut = train._cut(target, 2)
+    cut = train._outer_layers(target, 2)
     for own, layer in zip(cut.model.layers, (target.model.layers[0], target.model.layers[3]), strict=True):
         for name, weight in own.state_dict().items():
             assert torch.equal(weight, layer.state_dict()[name])
-    figures = train_causal_lm(target, byte_tokenizer(), shards, tmp_path / "lm", replace(SETTINGS, layers=2))
+    job = TrainingJob(tmp_path / "lm", "lm", replace(SETTINGS, layers=2), AUX_LAYERS)
+    figures = train_causal_lm(target, byte_tokenizer(), shards, job, lambda *_: None)
     assert len(figures["hits"]) == 1
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "lm", dtype=torch.float32)
     assert torch.equal(model.get_input_embeddings().weight, target.get_input_embeddings().weight.bfloat16().float())

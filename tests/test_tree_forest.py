@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from specinfer.errors import TreeError
-from specinfer.tree import BestFirst, DenseSource, Draw, Forest, Frontier, Kind, Sampled, TokenTree, Widths, merge
+from specinfer.tree import BestFirst, DenseSource, Draw, Expansion, Forest, Frontier, Kind, Sampled, TokenTree, merge
 
 
 def batches(kind: Kind, drafts: tuple[int, ...], rows: int) -> st.SearchStrategy[list[TokenTree]]:
@@ -47,23 +47,22 @@ def test_rows_are_cut_as_if_each_were_alone(trees: list[TokenTree], count: int, 
 @given(st.sampled_from(list(Kind)).flatmap(lambda kind: batches(kind, (0, 1), 3)))
 def test_a_forest_is_its_trees_and_back(trees: list[TokenTree]) -> None:
     forest = Forest.of(trees)
-    nodes = Forest(forest.kind, forest.roots, listed=forest.nodes.listed()).nodes
-    assert Forest(forest.kind, forest.roots, nodes) == trees  # made anew, from arrays
-    assert (forest.roots, len(forest), forest.num_drafted) == ([0, 1, 2], 3, sum(tree.num_drafted for tree in trees))
+    assert Forest(forest.kind, forest.roots, forest.nodes) == trees  # made anew, from arrays
+    assert (forest.roots, len(forest), len(forest.nodes)) == ([0, 1, 2], 3, sum(map(len, trees)))
     assert forest[-1] == trees[-1]
     assert forest[1:] == trees[1:]
     assert [own for tree in trees for own in tree.proposers] == forest.nodes.proposers.tolist()
 
 
-@pytest.mark.parametrize("policy", [BestFirst(9, 4), Widths((3, 2)), Sampled((3, 2)), Sampled((3, 2), True)])
-def test_what_the_engine_builds_would_pass_every_check(policy: BestFirst | Widths) -> None:
+@pytest.mark.parametrize("policy", [BestFirst(9, 4), Expansion((3, 2)), Sampled((3, 2)), Sampled((3, 2), True)])
+def test_what_the_engine_builds_would_pass_every_check(policy: BestFirst | Expansion) -> None:
     """It is not validated again; here it is."""
     table = coarse_table(40, 11, VOCAB, seed=4)
     table = table.masked_fill(table.isneginf().all(-1, keepdim=True), 0.0).log_softmax(-1)
     sources = [TableSource(table, torch.Generator().manual_seed(3)), TableSource(table.flip(0))]
     grown = [policy.grow(source).trees([1] * 40, draft) for draft, source in enumerate(sources)]
     for tree in Forest.merged(grown).pruned([3, 1] * 20):
-        assert TokenTree(tree.tokens, tree.parents, tree.scores, tree.draws, tree.laws, tree.kind) == tree
+        assert TokenTree(tree.tokens, tree.parents, tree.scores, tree.draws, tree.distributions, tree.kind) == tree
         assert tree.num_drafted > 0
 
 
@@ -84,12 +83,12 @@ def test_candidates_that_are_asked_for_grow_like_the_nodes() -> None:
             self.asked += frontier.tokens.shape[1] * k
             return super().top(frontier, k)
 
-    def law(frontier: Frontier) -> torch.Tensor:
+    def distribution(frontier: Frontier) -> torch.Tensor:
         chance = torch.Generator().manual_seed(frontier.depth)
         return torch.randn(1, frontier.tokens.shape[1], 5000, generator=chance, dtype=torch.float64).log_softmax(-1)
 
     for nodes in (256, 1024, 4096):
-        source = Counting(law, 1)
+        source = Counting(distribution, 1)
         (tree,) = BestFirst(nodes, 4).grow(source).trees([0])
         assert tree.num_drafted == nodes
         assert source.asked < 150 * nodes
@@ -100,9 +99,9 @@ def test_many_candidates_make_the_same_tree_as_few(monkeypatch: pytest.MonkeyPat
     table = torch.randn(5, 40, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64).mul(3)
     table = table.log_softmax(-1)
     whole = BestFirst(60, 5).grow(TableSource(table)).trees([0] * 5)
-    monkeypatch.setattr("specinfer.tree.grow.MANY", 0)
+    monkeypatch.setattr("specinfer.tree.policies.MANY", 0)
     assert BestFirst(60, 5).grow(TableSource(table)).trees([0] * 5) == whole
-    monkeypatch.setattr("specinfer.tree.grow.MANY", 1 << 40)
+    monkeypatch.setattr("specinfer.tree.policies.MANY", 1 << 40)
     assert BestFirst(60, 5).grow(TableSource(table)).trees([0] * 5) == whole
     assert max(tree.depth for tree in whole) > 2
     assert np.unique([tree.num_drafted for tree in whole]).tolist() == [60]
@@ -110,8 +109,8 @@ def test_many_candidates_make_the_same_tree_as_few(monkeypatch: pytest.MonkeyPat
 
 def drawn(token: int, root: int = 0, draft: int = 0, kind: Kind = Kind.RANKED) -> TokenTree:
     """A tree of one node."""
-    laws = {} if kind is Kind.RANKED else {(0, draft): np.full(VOCAB, 1 / VOCAB)}
-    return TokenTree.from_nodes(root, [token], [0], [-1.0], [(Draw(draft, 0),)], laws, kind)
+    distributions = {} if kind is Kind.RANKED else {(0, draft): np.full(VOCAB, 1 / VOCAB)}
+    return TokenTree.from_nodes(root, [token], [0], [-1.0], [(Draw(draft, 0),)], distributions, kind)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +148,8 @@ def test_deep_trees_are_put_in_order_without_tables_of_all_levels() -> None:
     assert chain.best(count - 1, chain.scores).num_drafted == count - 1
 
 
-@pytest.mark.parametrize("policy", [BestFirst(9, 4, 0.01), BestFirst(9, 4), Widths((3, 2)), Sampled((3, 2))])
-def test_growing_never_leaves_the_device(policy: BestFirst | Widths) -> None:
+@pytest.mark.parametrize("policy", [BestFirst(9, 4, 0.01), BestFirst(9, 4), Expansion((3, 2)), Sampled((3, 2))])
+def test_growing_never_leaves_the_device(policy: BestFirst | Expansion) -> None:
     """No operation reads or makes a tensor elsewhere, so none waits for the device."""
     seen: set[str] = set()
 
@@ -160,9 +159,9 @@ def test_growing_never_leaves_the_device(policy: BestFirst | Widths) -> None:
             seen.update(own.device.type for own in tree_leaves((args, kwargs, result)) if isinstance(own, torch.Tensor))
             return result
 
-    def law(frontier: Frontier) -> torch.Tensor:
+    def distribution(frontier: Frontier) -> torch.Tensor:
         return torch.zeros(2, frontier.tokens.shape[1], 50, device="meta")
 
     with Spy():
-        policy.grow(DenseSource(law, 2, device=torch.device("meta")))
+        policy.grow(DenseSource(distribution, 2, device=torch.device("meta")))
     assert seen == {"meta"}

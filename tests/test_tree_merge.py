@@ -33,12 +33,17 @@ def test_merge_keeps_every_path_draw_and_law(trees: tuple[TokenTree, ...]) -> No
     def draws(tree: TokenTree) -> set[tuple]:
         return {(*tree.path(node), draw) for node in range(len(tree)) for draw in tree.draws[node]}
 
-    def laws(tree: TokenTree) -> dict[tuple, bytes]:
-        return {(*tree.path(node), draft): law.tobytes() for (node, draft), law in tree.laws.items()}
+    def distributions(tree: TokenTree) -> dict[tuple, bytes]:
+        return {
+            (*tree.path(node), draft): distribution.tobytes()
+            for (node, draft), distribution in tree.distributions.items()
+        }
 
     whole = merge(trees)
     assert draws(whole) == set().union(*map(draws, trees))
-    assert laws(whole) == {key: law for tree in trees for key, law in laws(tree).items()}
+    assert distributions(whole) == {
+        key: distribution for tree in trees for key, distribution in distributions(tree).items()
+    }
     for node in range(len(whole)):
         path = whole.path(node)
         scores = [tree.scores[i] for tree in trees for i in range(len(tree)) if tree.path(i) == path]
@@ -53,15 +58,15 @@ def test_merge_of_one_tree_is_that_tree(tree: TokenTree) -> None:
 
 
 def test_equal_tokens_of_two_drafts_are_one_node_with_two_draws() -> None:
-    laws = [np.array([0.5, 0.5]), np.array([0.1, 0.9])]
+    distributions = [np.array([0.5, 0.5]), np.array([0.1, 0.9])]
     one, other = (
         TokenTree.from_nodes(0, [1], [0], [float(np.log(q[1]))], [(Draw(d, 0),)], {(0, d): q}, Kind.IID)
-        for d, q in enumerate(laws)
+        for d, q in enumerate(distributions)
     )
     tree = merge([other, one])
     assert tree.draws == ((), (Draw(0, 0), Draw(1, 0)))
     assert tree.scores[1] == np.log(0.9)
-    assert all(np.array_equal(tree.laws[0, d], q) for d, q in enumerate(laws))
+    assert all(np.array_equal(tree.distributions[0, d], q) for d, q in enumerate(distributions))
 
 
 def test_what_cannot_be_merged_is_named() -> None:

@@ -36,7 +36,7 @@ def shapes(draw: st.DrawFn) -> list[int]:
 @given(token_trees() | shapes().map(of))
 def test_tidy_trees(tree: TokenTree) -> None:
     """One line a depth, nodes of one depth at least 1 apart and in order, parents centred, starting at 0."""
-    x, y = tidy(tree)
+    x, y = tidy(tree.parents)
     assert x.shape == y.shape == (len(tree),)
     assert y.tolist() == tree.depths.tolist()
     assert x.min() == 0
@@ -52,10 +52,10 @@ def test_tidy_trees(tree: TokenTree) -> None:
 @given(shapes())
 def test_a_subtree_is_drawn_the_same_wherever_it_stands(parents: list[int]) -> None:
     """Below a sibling, a node of its own and alone: the same shape."""
-    alone, _ = tidy(of(parents))
+    alone, _ = tidy(of(parents).parents)
     count = len(parents)
     twice = [-1, 0, *(parent + 1 for parent in parents[1:]), 0, *(parent + 1 + count for parent in parents[1:])]
-    x, _ = tidy(of(twice))
+    x, _ = tidy(of(twice).parents)
     for first in (1, 1 + count):
         np.testing.assert_allclose(x[first : first + count] - x[first], alone - alone[0], atol=EPSILON)
 
@@ -65,7 +65,7 @@ def test_a_subtree_is_drawn_the_same_wherever_it_stands(parents: list[int]) -> N
 def test_a_bonus_is_the_last_child_of_its_parent(parents: list[int], data: st.DataObject) -> None:
     tree = of(parents)
     end = data.draw(st.integers(0, len(tree) - 1))
-    x, y = tidy(tree, end)
+    x, y = tidy([*tree.parents, end])
     assert len(x) == len(tree) + 1
     assert y[-1] == tree.depths[end] + 1
     others = [x[node] for node in tree.children(end)]
@@ -75,22 +75,22 @@ def test_a_bonus_is_the_last_child_of_its_parent(parents: list[int], data: st.Da
 
 def test_narrow() -> None:
     """A chain has no width, siblings are 1 apart, and a complete binary tree is as wide as its leaves."""
-    assert tidy(of([-1, 0, 1, 2]))[0].tolist() == [0, 0, 0, 0]
-    assert tidy(of([-1, 0, 0, 0]))[0].tolist() == [1, 0, 1, 2]
-    assert tidy(of([-1, 0, 1, 1, 0, 4, 4]))[0].tolist() == [1.5, 0.5, 0, 1, 2.5, 2, 3]
-    x, _ = tidy(of([-1, 0, 1, 1, 1, 0, 0]))
+    assert tidy(of([-1, 0, 1, 2]).parents)[0].tolist() == [0, 0, 0, 0]
+    assert tidy(of([-1, 0, 0, 0]).parents)[0].tolist() == [1, 0, 1, 2]
+    assert tidy(of([-1, 0, 1, 1, 0, 4, 4]).parents)[0].tolist() == [1.5, 0.5, 0, 1, 2.5, 2, 3]
+    x, _ = tidy(of([-1, 0, 1, 1, 1, 0, 0]).parents)
     assert np.diff(x[[1, 5, 6]]).tolist() == [1, 1]  # a wide level does not push away what ends above it
 
 
 def test_room_is_shared_out() -> None:
     """Leaves between two wide subtrees stand evenly, not beside the first of them."""
     wide = [-1, 0, 1, 1, 1, 1, 1, 0, 0, 0, 9, 9, 9, 9, 9]
-    x, _ = tidy(of(wide))
+    x, _ = tidy(of(wide).parents)
     np.testing.assert_allclose(np.diff(x[[1, 7, 8, 9]]), 5 / 3)
 
 
 @pytest.mark.parametrize("parents", [list(range(-1, 4999)), [-1] + [0] * 4999], ids=["deep", "wide"])
 def test_large(parents: list[int]) -> None:
     """Thousands of nodes: nothing recurses."""
-    x, y = tidy(of(parents))
+    x, y = tidy(of(parents).parents)
     assert (x.max(), y.max()) == ((0, 4999) if parents[-1] else (4998, 1))

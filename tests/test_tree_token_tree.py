@@ -130,7 +130,7 @@ def test_proposers_are_bit_masks() -> None:
 
 def test_draws_under_a_node_drawn_twice_come_one_frontier_entry_after_the_other() -> None:
     """Token 4 was drawn twice, each time followed by two draws of its own: four draws under one node."""
-    law = np.full(VOCAB, 1 / VOCAB)
+    distribution = np.full(VOCAB, 1 / VOCAB)
     first, second = (Draw(0, 0),), (Draw(0, 1),)
     tree = TokenTree.from_nodes(
         root=1,
@@ -138,7 +138,7 @@ def test_draws_under_a_node_drawn_twice_come_one_frontier_entry_after_the_other(
         parents=[0, 0, 1, 1, 2, 2],
         scores=[-1, -1, -2, -2, -2, -2],
         draws=[first, second, first, second, first, second],
-        laws={(0, 0): law, (1, 0): law, (2, 0): law},
+        distributions={(0, 0): distribution, (1, 0): distribution, (2, 0): distribution},
         kind=Kind.IID,
     )
     assert tree.tokens.tolist() == [1, 4, 2, 3, 5]
@@ -149,7 +149,7 @@ def test_draws_under_a_node_drawn_twice_come_one_frontier_entry_after_the_other(
         (Draw(0, 1),),
         (Draw(0, 2),),
     )
-    assert tree.laws.keys() == {(0, 0), (1, 0)}
+    assert tree.distributions.keys() == {(0, 0), (1, 0)}
 
 
 def test_arrays_are_read_only_and_the_callers_stay_writable() -> None:
@@ -174,10 +174,10 @@ def test_equality_and_hash() -> None:
 
 
 def test_without_laws_is_a_light_record() -> None:
-    law = np.array([0.5, 0.5])
-    tree = TokenTree.from_nodes(0, [1], [0], [-0.5], [ONE], {(0, 0): law}, Kind.IID)
-    record = tree.without_laws()
-    assert not record.laws
+    distribution = np.array([0.5, 0.5])
+    tree = TokenTree.from_nodes(0, [1], [0], [-0.5], [ONE], {(0, 0): distribution}, Kind.IID)
+    record = tree.without_distributions()
+    assert not record.distributions
     assert record.kind is Kind.IID
     assert record.draws == tree.draws
     assert record != tree
@@ -187,27 +187,30 @@ def test_without_laws_is_a_light_record() -> None:
     ("change", "message"),
     [
         ({"parents": [-1, 0, 1, 4, 0]}, "node 3: parent 4 does not come before it"),
-        ({"parents": [-1, 0, 1, 0, 1]}, "node 4 is out of depth-first order"),
+        ({"parents": [-1, 0, 1, 0, 1]}, "node 3 is out of order"),
         ({"parents": [0, 0, 1, 1, 0]}, "node 0 is the root"),
         ({"scores": [0, -1, -2, -3, np.nan]}, "node 4: score nan"),
         ({"scores": [0, -1, -0.5, -3, -2]}, "node 2: score -0.5 .* exceeds its parent's, -1"),
-        ({"scores": [0, -1, -3, -2, -2]}, "node 3 is out of sibling order"),
+        ({"scores": [0, -1, -3, -2, -2]}, "node 2 is out of order"),
         ({"scores": [-0.1, -1, -2, -3, -2]}, "node 0 is the root"),
-        ({"tokens": [9, 7, 8, 8, 5]}, "node 3: token 8"),
-        ({"tokens": [9, -7, 8, 6, 5]}, "node 1: token -7"),
+        ({"tokens": [9, 7, 8, 8, 5]}, "node 3: 8 is not a token id, or a sibling"),
+        ({"tokens": [9, -7, 8, 6, 5]}, "node 1: -7 is not a token id"),
         ({"tokens": [9, 7, 8, 6]}, "each node, root too, needs one"),
         ({"draws": ((), ONE, ONE, (), (Draw(0, 1),))}, "node 3: draws"),
         ({"draws": (ONE, ONE, ONE, (Draw(0, 1),), (Draw(0, 1),))}, "node 0 is the root"),
         ({"draws": ((), ONE, ONE, ONE, (Draw(0, 1),))}, "node 1: draw 1 of draft 0"),
         ({"draws": ((), ONE, ONE, (Draw(0, 1),), (Draw(0, 2),))}, "node 0: draw 1 of draft 0"),
-        ({"laws": {(1, 0): np.ones(9)}}, "node 1: a ranked tree"),
-        ({"laws": {(1, 0): np.ones(9)}, "kind": "iid"}, "node 0: the law .* draft 0 .* missing"),
-        ({"laws": {(0, 0): np.ones(9), (1, 0): np.eye(9)[8]}, "kind": "iid"}, "node 3: token 6 has no prob"),
-        ({"laws": {(i, 0): np.ones(9) for i in range(3)}, "kind": "iid"}, "node 2: draft 0 has a law"),
+        ({"distributions": {(1, 0): np.ones(9)}}, "node 1: a ranked tree"),
+        ({"distributions": {(1, 0): np.ones(9)}, "kind": "iid"}, "node 0: the distribution .* draft 0 .* missing"),
+        ({"distributions": {(0, 0): np.ones(9), (1, 0): np.eye(9)[8]}, "kind": "iid"}, "node 3: token 6 has no prob"),
+        (
+            {"distributions": {(i, 0): np.ones(9) for i in range(3)}, "kind": "iid"},
+            "node 2: draft 0 has a distribution",
+        ),
     ],
 )
 def test_errors_name_the_node(change: dict, message: str) -> None:
-    data = {name: getattr(small(), name) for name in ("tokens", "parents", "scores", "draws", "laws", "kind")}
+    data = {name: getattr(small(), name) for name in ("tokens", "parents", "scores", "draws", "distributions", "kind")}
     with pytest.raises(TreeError, match=message):
         TokenTree(**(data | change))
 
@@ -229,9 +232,9 @@ def test_from_nodes_errors_name_the_listed_node(parents: list, draws: list, mess
 
 
 def test_a_listed_token_that_is_none_is_named() -> None:
-    with pytest.raises(TreeError, match="listed node 1: token -1"):
+    with pytest.raises(TreeError, match="listed node 1: -1 is not a token id"):
         TokenTree.from_nodes(0, [1, -1], [0, 1], [-1, -2], [ONE, ONE])
-    with pytest.raises(TreeError, match="node 5 has a law"):
+    with pytest.raises(TreeError, match="node 5 has a distribution"):
         TokenTree.from_nodes(0, [1], [0], [-1], [ONE], {(5, 0): np.ones(3)}, Kind.IID)
 
 

@@ -1,4 +1,4 @@
-"""Verification: its rules on scripted targets, and the engine's own chance (`RowView`) against the laws.
+"""Verification: its rules on scripted targets, and the engine's own chance (`RowView`) against the distributions.
 
 Monte-Carlo tests are chi-square tests with fixed seeds.  ALARM is the chance that a correct implementation
 fails such a test, once, when seeds or noise change; as seeds are fixed, one that passes passes always.
@@ -13,29 +13,34 @@ import torch
 from scipy.stats import chisquare
 from transformers import GenerationConfig
 
-from specinfer.certification import NoResidual
-from specinfer.draft import draw_rows, row_generators
+from specinfer.drafts.rows import draw_rows
+from specinfer.engine.gumbel import DRAFT, Coupling, key
+from specinfer.engine.sampling import resolve
+from specinfer.engine.sequence import Row
+from specinfer.engine.target_view import RowView
+from specinfer.engine.verify import ExactMatch, MultiStep, Verdict, Verifier, residual
 from specinfer.errors import PairingError
-from specinfer.noise import Coupling, key
-from specinfer.row import Row, RowView
-from specinfer.sampling import Law, Stopping, resolve
+from specinfer.evaluation.certification import NoResidual
 from specinfer.tree import Draw, Kind, TokenTree
-from specinfer.verify import MultiStep, Verdict, Verifier, Walk, residual
 
 ALARM = 1e-6
 SAMPLES = 4000
 
 
 class Scripted:
-    """A target whose answers are written down: laws and choices by node, coins in the order of tossing."""
+    """A target whose answers are written down: distributions and choices by node, coins in the order of tossing."""
 
-    def __init__(self, laws=(), choices=(), coins=()):
-        self.laws, self.choices, self.coins = [np.array(law, float) for law in laws], choices, list(coins)
+    def __init__(self, distributions=(), choices=(), coins=()):
+        self.distributions, self.choices, self.coins = (
+            [np.array(distribution, float) for distribution in distributions],
+            choices,
+            list(coins),
+        )
         self.odds, self.drawn = [], []
 
-    def law(self, node):
-        """Return the law written down."""
-        return self.laws[node]
+    def distribution(self, node):
+        """Return the distribution written down."""
+        return self.distributions[node]
 
     def choice(self, node):
         """Return the choice written down."""
@@ -46,21 +51,21 @@ class Scripted:
         self.odds.append(probability)
         return self.coins.pop(0) < probability
 
-    def draw(self, law):
+    def draw(self, distribution):
         """Take the likeliest token."""
-        self.drawn.append(law)
-        return int(law.argmax())
+        self.drawn.append(distribution)
+        return int(distribution.argmax())
 
 
-def family(laws, draws, kind=Kind.WITHOUT_REPLACEMENT):
-    """A tree of one level: the laws q of the drafts, and (draft, token) in order of drawing."""
+def family(distributions, draws, kind=Kind.WITHOUT_REPLACEMENT):
+    """A tree of one level: the distributions q of the drafts, and (draft, token) in order of drawing."""
     orders = Counter()
     nodes = []
     for draft, token in draws:
-        nodes.append((token, (Draw(draft, orders[draft]),), float(np.log(laws[draft][token]))))
+        nodes.append((token, (Draw(draft, orders[draft]),), float(np.log(distributions[draft][token]))))
         orders[draft] += 1
     tokens, own, scores = zip(*nodes, strict=True)
-    claimed = {(0, draft): np.array(laws[draft], float) for draft in orders}
+    claimed = {(0, draft): np.array(distributions[draft], float) for draft in orders}
     return TokenTree.from_nodes(9, tokens, [0] * len(nodes), scores, own, claimed, kind)
 
 
@@ -75,21 +80,21 @@ def ranked(*paths):
     return TokenTree.from_nodes(9, tokens, parents, scores, [(Draw(0, 0),)] * len(tokens))
 
 
-# --- Walk ---
+# --- ExactMatch ---
 
 
 def test_walk_follows_choices_and_ends_with_the_first_that_was_not_drafted():
     tree = ranked((1, 2), (3, 4))
     choices = {0: 3, tree.child(0, 3): 4, tree.child(tree.child(0, 3), 4): 7}
-    assert Walk().verify(tree, Scripted(choices=choices)) == Verdict((3, 4), 7)
-    assert Walk().verify(tree, Scripted(choices={0: 5})) == Verdict((), 5)
-    assert Walk().verify(TokenTree.root_only(9), Scripted(choices={0: 2})) == Verdict((), 2)
+    assert ExactMatch().verify(tree, Scripted(choices=choices)) == Verdict((3, 4), 7)
+    assert ExactMatch().verify(tree, Scripted(choices={0: 5})) == Verdict((), 5)
+    assert ExactMatch().verify(TokenTree.root_only(9), Scripted(choices={0: 2})) == Verdict((), 2)
 
 
 def test_walk_asks_no_coin_and_never_looks_at_laws():
     tree = family([[0.5, 0.5]], [(0, 1), (0, 0)])
     target = Scripted(choices={0: 0, tree.child(0, 0): 1})
-    assert Walk().verify(tree, target).token == 1
+    assert ExactMatch().verify(tree, target).token == 1
     assert not target.odds
     assert not target.drawn
 
@@ -129,8 +134,8 @@ def test_accepted_draws_end_the_family_and_the_next_node_is_asked():
 
 
 def test_every_draft_is_tested_with_its_own_q_in_its_own_order():
-    p, laws = [0.5, 0.2, 0.3], [[0.8, 0.1, 0.1], [0.6, 0.1, 0.3]]
-    tree = family(laws, [(1, 1), (1, 0), (0, 0), (0, 1)])  # both drew tokens 0 and 1: two nodes, four draws
+    p, distributions = [0.5, 0.2, 0.3], [[0.8, 0.1, 0.1], [0.6, 0.1, 0.3]]
+    tree = family(distributions, [(1, 1), (1, 0), (0, 0), (0, 1)])  # both drew tokens 0 and 1: two nodes, four draws
     assert tree.num_drafted == 2
     target = Scripted([p], coins=[0.99] * 4)
     assert MultiStep().verify(tree, target) == Verdict((), 2)
@@ -139,9 +144,9 @@ def test_every_draft_is_tested_with_its_own_q_in_its_own_order():
 
 
 def test_drafts_stand_in_for_each_other_with_what_is_left_of_p():
-    p, laws = [0.3, 0.3, 0.4], [[0.8, 0.1, 0.1], [0.1, 0.7, 0.2]]
+    p, distributions = [0.3, 0.3, 0.4], [[0.8, 0.1, 0.1], [0.1, 0.7, 0.2]]
     target = Scripted([p] * 3, coins=[0.99, 0.5])
-    tree = family(laws, [(0, 0), (1, 1)])
+    tree = family(distributions, [(0, 0), (1, 1)])
     assert MultiStep().verify(tree, target).path == (tree.child(0, 1),)
     assert target.odds == pytest.approx([0.3 / 0.8, 0.4 / 0.7])  # p is [0, 0.4, 0.6] by then
 
@@ -170,9 +175,9 @@ def test_draws_that_exhaust_q_leave_what_p_has_beyond_it():
 
 def test_verification_leaves_the_trees_laws_alone():
     tree = family([[0.6, 0.4]], [(0, 0), (0, 1)])
-    before = tree.laws[0, 0].copy()
+    before = tree.distributions[0, 0].copy()
     MultiStep().verify(tree, Scripted([[0.1, 0.9]] * 3, coins=[0.9, 0.9]))
-    assert (tree.laws[0, 0] == before).all()
+    assert (tree.distributions[0, 0] == before).all()
 
 
 def test_residual_is_what_q_leaves_of_p_and_p_where_nothing_is_left():
@@ -189,7 +194,7 @@ def test_residual_is_what_q_leaves_of_p_and_p_where_nothing_is_left():
 @pytest.mark.parametrize(
     ("rule", "exact"),
     [
-        (Walk(), set(Kind)),
+        (ExactMatch(), set(Kind)),
         (MultiStep(), {Kind.WITHOUT_REPLACEMENT}),
         (MultiStep(replacement=False), {Kind.WITHOUT_REPLACEMENT}),
         (MultiStep(replacement=True), {Kind.IID}),
@@ -203,11 +208,11 @@ def test_a_pair_that_would_be_biased_is_refused_with_the_way_out(rule, exact, ki
         return
     with pytest.raises(PairingError, match=f"on a {kind} tree") as caught:
         rule.check(kind)
-    assert "Use Walk() for ranked trees" in str(caught.value)
+    assert "Use ExactMatch() for ranked trees" in str(caught.value)
 
 
 def test_a_verifier_must_say_for_which_kinds_it_is_exact():
-    silent = type("Silent", (Verifier,), {"verify": Walk.verify})
+    silent = type("Silent", (Verifier,), {"verify": ExactMatch.verify})
     with pytest.raises(TypeError, match="kinds"):
         silent()
 
@@ -222,8 +227,7 @@ HALVES = np.array([0.5, 0.1, 0.1, 0.1, 0.1, 0.1])
 def row(seed, sampling=True):
     options = {"top_k": 0} if sampling else {}
     settings = resolve(GenerationConfig(), do_sample=sampling, max_new_tokens=9, **options)
-    law = Law.of(settings, 2, torch.device("cpu"))
-    return Row(0, [1, 2], law, Stopping(settings, 9), seed, sampling, ["draft"])
+    return Row(0, [1, 2], settings, 9, seed, torch.device("cpu"), draft_names=["draft"])
 
 
 @pytest.fixture(scope="module")
@@ -231,19 +235,19 @@ def base():
     return row(0)
 
 
-def view(base, tree, laws, seed, kind=RowView):
-    """The engine's view of one row at a tree whose nodes have these target laws."""
+def view(base, tree, distributions, seed, kind=RowView):
+    """The engine's view of one row at a tree whose nodes have these target distributions."""
     base.seed, base.coupling = seed, Coupling(seed)
-    return kind(base, tree, torch.from_numpy(np.array(laws)).log())
+    return kind(base, tree, torch.from_numpy(np.array(distributions)).log())
 
 
-def p_value(tokens, law):
-    """Chi-square of counts against a law; a token of probability zero fails at once."""
-    counts = np.bincount(tokens, minlength=law.size)
-    if counts[law.ravel() == 0].any():
+def p_value(tokens, distribution):
+    """Chi-square of counts against a distribution; a token of probability zero fails at once."""
+    counts = np.bincount(tokens, minlength=distribution.size)
+    if counts[distribution.ravel() == 0].any():
         return 0.0
-    some = law.ravel() > 0
-    return float(chisquare(counts[some], law.ravel()[some] * len(tokens)).pvalue)
+    some = distribution.ravel() > 0
+    return float(chisquare(counts[some], distribution.ravel()[some] * len(tokens)).pvalue)
 
 
 class Reused(RowView):
@@ -271,7 +275,7 @@ def chosen(base, kind):
 
 
 def drawn(base, kind):
-    """Two draws from different laws by one view."""
+    """Two draws from different distributions by one view."""
     pairs = []
     for seed in range(SAMPLES):
         target = view(base, TokenTree.root_only(9), [P], seed, kind)
@@ -292,7 +296,7 @@ def verified(base, kind, rule=MultiStep(), children=2):  # noqa: B008  (rules ha
     """The first token that multi-step sampling emits, the draft's draws by the engine's own generator."""
     tokens, logits, replacement = [], torch.from_numpy(Q)[None, None].log(), rule.replacement
     for seed in range(SAMPLES):
-        draws = draw_rows(logits, children, replacement, row_generators([seed], 0, [1], 0, torch.device("cpu")))
+        draws = draw_rows(logits, children, replacement, [key(seed, DRAFT, 0, 1, 0)])
         order = [(0, token) for token in draws[0].flatten().tolist()]
         tree = family([Q], order, Kind.IID if replacement else Kind.WITHOUT_REPLACEMENT)
         target = view(base, tree, [P] + [HALVES] * (len(tree) - 1), seed, kind)
@@ -310,18 +314,18 @@ CHANCES = [
 ]
 
 
-@pytest.mark.parametrize(("experiment", "law"), CHANCES)
-def test_the_engines_chance_has_the_law_it_claims(base, experiment, law):
-    assert p_value(experiment(base, RowView), law) > ALARM
+@pytest.mark.parametrize(("experiment", "distribution"), CHANCES)
+def test_the_engines_chance_has_the_law_it_claims(base, experiment, distribution):
+    assert p_value(experiment(base, RowView), distribution) > ALARM
 
 
 def test_the_engines_chance_has_the_law_it_claims_with_replacement(base):
     assert p_value(verified(base, RowView, MultiStep(replacement=True), children=3), P) > ALARM
 
 
-@pytest.mark.parametrize(("experiment", "law"), CHANCES)
-def test_power_chance_that_is_reused_fails_the_same_test(base, experiment, law):
-    assert p_value(experiment(base, Reused), law) < ALARM
+@pytest.mark.parametrize(("experiment", "distribution"), CHANCES)
+def test_power_chance_that_is_reused_fails_the_same_test(base, experiment, distribution):
+    assert p_value(experiment(base, Reused), distribution) < ALARM
 
 
 def test_power_a_biased_rule_fails_the_same_test(base):
@@ -331,7 +335,7 @@ def test_power_a_biased_rule_fails_the_same_test(base):
 def test_greedy_rows_choose_the_argmax_and_their_law_is_a_point_mass():
     target = view(row(0, sampling=False), TokenTree.root_only(9), [HALVES], seed=3)
     assert target.choice(0) == 0
-    assert target.law(0).tolist() == [1.0, 0, 0, 0, 0, 0]
+    assert target.distribution(0).tolist() == [1.0, 0, 0, 0, 0, 0]
 
 
 def test_the_same_seed_gives_the_same_chance_and_another_seed_another(base):
@@ -351,9 +355,9 @@ def test_a_choice_does_not_depend_on_the_tree(base):
 
 
 def test_draws_never_take_a_token_of_probability_zero(base):
-    for law in (np.eye(6)[2], np.array([0, 0.5, 0, 0.5, 0, 0])):
-        drawn_tokens = {view(base, TokenTree.root_only(9), [P], seed).draw(law) for seed in range(300)}
-        assert drawn_tokens == set(law.nonzero()[0])
+    for distribution in (np.eye(6)[2], np.array([0, 0.5, 0, 0.5, 0, 0])):
+        drawn_tokens = {view(base, TokenTree.root_only(9), [P], seed).draw(distribution) for seed in range(300)}
+        assert drawn_tokens == set(distribution.nonzero()[0])
 
 
 def test_coins_keep_their_ends(base):
@@ -363,6 +367,6 @@ def test_coins_keep_their_ends(base):
 
 
 def test_records_without_laws_cannot_be_verified_by_mistake():
-    tree = family([[0.5, 0.5]], [(0, 0)]).without_laws()
-    with pytest.raises(PairingError, match="laws"):
+    tree = family([[0.5, 0.5]], [(0, 0)]).without_distributions()
+    with pytest.raises(PairingError, match="distributions"):
         MultiStep().verify(tree, Scripted([[0.5, 0.5]], coins=[0.5]))

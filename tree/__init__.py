@@ -1,30 +1,30 @@
 """Token trees: what one is, and how to grow, merge and draw it.  No models, no text."""
 
-from .forest import Forest, merge
-from .grow import (
+from specinfer.tree.candidates import draw_candidates, top_candidates
+from specinfer.tree.forest import Forest, merge
+from specinfer.tree.nodes import Nodes, ancestors
+from specinfer.tree.policies import (
     BestFirst,
     Chain,
     DenseSource,
+    Expansion,
     Frontier,
     Growth,
     Policy,
     Sampled,
     Source,
-    Widths,
-    draw_candidates,
     grow_best_first,
-    top_candidates,
 )
-from .nodes import Nodes, ancestors
-from .render import render
-from .tidy import tidy
-from .token_tree import Draw, Kind, TokenTree
+from specinfer.tree.text import render
+from specinfer.tree.tidy import tidy
+from specinfer.tree.token_tree import Draw, Kind, TokenTree
 
 __all__ = [
     "BestFirst",
     "Chain",
     "DenseSource",
     "Draw",
+    "Expansion",
     "Forest",
     "Frontier",
     "Growth",
@@ -34,7 +34,6 @@ __all__ = [
     "Sampled",
     "Source",
     "TokenTree",
-    "Widths",
     "ancestors",
     "draw_candidates",
     "grow_best_first",

@@ -1,70 +1,60 @@
-"""Token trees as arrays: the trees of a whole batch side by side, built, merged and cut all at once.
+"""Token trees as arrays: the trees of a whole batch, side by side.
 
-This module knows numbers and who is whose parent.  It makes no objects for nodes or rows: work is done on all nodes of
-all rows together.  `TokenTree` is one row of it, for those who look.
+Knows: numbers, and which node is whose parent.  Does not know: models, text.
+It makes no objects for nodes or rows: every function works on all nodes of all rows at once.
 
-There is one convention for parents wherever nodes are numbered: a root comes before its nodes, and has parent -1.
+A root has parent -1.  Roots stand in the order of their rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from itertools import pairwise
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Numbers = NDArray[np.int64]
-Laws = Mapping[tuple[int, int], np.ndarray]  # (node, draft) -> (V,) float64
+Distributions = Mapping[tuple[int, int], np.ndarray]  # (node, draft) -> (V,) float64
 
 
 class Draws(NamedTuple):
-    """Who drew which node: K draws; a node may have several."""
+    """Which draft drew which node: K draws.  A node may have several."""
 
     nodes: Numbers  # (K,)
     drafts: Numbers  # (K,)
-    orders: Numbers  # (K,) ascending in drawing order among those of one draft under one parent
-
-    def of(self, keep: np.ndarray, place: Numbers) -> Draws:
-        """Return the draws of the nodes that are kept, which have moved."""
-        mine = keep[self.nodes]
-        return Draws(place[self.nodes[mine]], self.drafts[mine], self.orders[mine])
+    orders: Numbers  # (K,) ascending in drawing order among the draws of one draft under one parent
 
 
 class Listed(NamedTuple):
-    """Nodes of B trees in any order, but the B roots first, in the order of their rows; a path may be listed twice."""
+    """Nodes of B trees in any order.  A path may be listed several times, that of a root included."""
 
     tokens: Numbers  # (S,)
-    parents: Numbers  # (S,); -1 of the roots
+    parents: Numbers  # (S,); -1 at the roots
     scores: NDArray[np.float64]  # (S,) log-probability of the path; 0 at the roots
     draws: Draws
-    laws: Laws
+    distributions: Distributions
     distinct: bool = False  # no path is listed twice
 
 
+@dataclass(eq=False)
 class Nodes:
-    """B trees of N nodes in all, row after row, each in depth-first pre-order; siblings by score descending, then id.
+    """B trees of N nodes in all, row after row, in depth-first pre-order; siblings by score descending, then id."""
 
-    Attributes:
-        starts: (B + 1,) where each row's root is, then N.
-        tokens, parents, depths, scores: (N,); numbers of nodes count through all rows.
-        draws, laws: as `Listed`; draws by node, then draft, then order.
-    """
+    starts: Numbers  # (B + 1,) the root of each row, then N
+    tokens: Numbers  # (N,)
+    parents: Numbers  # (N,) numbers of nodes count through all rows
+    depths: Numbers  # (N,)
+    scores: NDArray[np.float64]  # (N,)
+    draws: Draws  # by node, then draft, then order
+    distributions: Distributions
+    distinct: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        starts: Numbers,
-        tokens: Numbers,
-        parents: Numbers,
-        depths: Numbers,
-        scores: NDArray[np.float64],
-        draws: Draws,
-        laws: Laws,
-    ) -> None:
-        self.starts, self.draws, self.laws = starts, draws, laws
-        self.tokens, self.parents, self.depths, self.scores = tokens, parents, depths, scores
-        for array in (tokens, parents, depths, scores, *draws):
+    def __post_init__(self) -> None:
+        for array in (self.tokens, self.parents, self.depths, self.scores, *self.draws):
             array.flags.writeable = False
 
     def __len__(self) -> int:
@@ -81,8 +71,8 @@ class Nodes:
         return np.repeat(np.arange(len(self.sizes)), self.sizes)
 
     @cached_property
-    def places(self) -> Numbers:
-        """The number of each node in its own tree, (N,); the root's is 0."""
+    def columns(self) -> Numbers:
+        """The number of each node within its row, (N,); 0 at the root."""
         return np.arange(len(self)) - self.starts[self.rows]
 
     @cached_property
@@ -94,74 +84,47 @@ class Nodes:
 
     @cached_property
     def ranks(self) -> Numbers:
-        """The place of each draw among those of its draft under its parent, (K,): 0, 1, ..."""
-        families, drafts = self.parents[self.draws.nodes], self.draws.drafts
-        order = np.lexsort((self.draws.orders, drafts, families))
-        families, drafts = families[order], drafts[order]
-        first = np.ones(len(order), bool)
-        first[1:] = (families[1:] != families[:-1]) | (drafts[1:] != drafts[:-1])
-        every = np.arange(len(order))
-        return _inverse(order, every - np.maximum.accumulate(np.where(first, every, 0)))
+        """The number of each draw among those of its draft under its parent, (K,): 0, 1, ..."""
+        groups = self.parents[self.draws.nodes] << 6 | self.draws.drafts
+        order = np.lexsort((self.draws.orders, groups))
+        return _inverse(order, _from_first(np.arange(len(order)), groups[order]))
 
     def row(self, row: int) -> Nodes:
         """Return one row alone."""
         if len(self.sizes) == 1:
             return self
         start, end = self.starts[row : row + 2].tolist()
-        first, last = self._cuts[row : row + 2]
+        first, last = np.searchsorted(self.draws.nodes, (start, end))
         nodes, drafts, orders = (column[first:last].copy() for column in self.draws)
-        own = slice(start, end)
-        alone = Nodes(
+        return Nodes(
             np.array([0, end - start]),
-            self.tokens[own].copy(),  # a row may be kept for long: not with the others' memory
-            np.maximum(self.parents[own] - start, -1),
-            self.depths[own].copy(),
-            self.scores[own].copy(),
+            self.tokens[start:end].copy(),  # a row may be kept for long: without the memory of the others
+            np.maximum(self.parents[start:end] - start, -1),
+            self.depths[start:end].copy(),
+            self.scores[start:end].copy(),
             Draws(nodes - start, drafts, orders),
-            self._laws_by_row[row] if self.laws else {},
+            self._distributions_by_row[row] if self.distributions else {},
         )
-        alone.proposers = self.proposers[own].copy()
-        return alone
 
     @cached_property
-    def _laws_by_row(self) -> list[dict[tuple[int, int], np.ndarray]]:
-        """Every row's laws, by its own nodes."""
+    def _distributions_by_row(self) -> list[dict[tuple[int, int], np.ndarray]]:
+        """The distributions of each row, by the nodes' numbers within it."""
         found: list[dict[tuple[int, int], np.ndarray]] = [{} for _ in self.sizes]
-        for (parent, draft), law in self.laws.items():
-            found[self.rows[parent]][int(self.places[parent]), draft] = law
+        for (parent, draft), distribution in self.distributions.items():
+            found[self.rows[parent]][int(self.columns[parent]), draft] = distribution
         return found
 
-    @cached_property
-    def _cuts(self) -> list[int]:
-        """Where each row's draws begin."""
-        return np.searchsorted(self.draws.nodes, self.starts).tolist()
-
-    def listed(self) -> Listed:
-        """Return the nodes with the roots first."""
-        drafted = self.depths > 0
-        place = np.where(drafted, np.cumsum(drafted) - 1 + len(self.sizes), self.rows)
-        order = np.concatenate((self.starts[:-1], np.flatnonzero(drafted)))
-        parents = self.parents[order]
-        return Listed(
-            self.tokens[order],
-            np.where(parents < 0, -1, place[parents]),
-            self.scores[order],
-            self.draws._replace(nodes=place[self.draws.nodes]),
-            {(int(place[p]), draft): law for (p, draft), law in self.laws.items()},
-            distinct=True,
-        )
-
     def pruned(self, depths: Sequence[int]) -> Nodes:
-        """Return the trees without the nodes deeper than a depth, one for each row."""
+        """Return the trees without the nodes that are deeper than their row's depth."""
         return self._kept(self.depths <= np.maximum(depths, 0)[self.rows])
 
     def best(self, count: int, worth: np.ndarray | Sequence[float]) -> Nodes:
-        """Return, of each row, the `count` drafted nodes that are worth most; equals are kept in node order.
+        """Return the `count` drafted nodes of each row that are worth most.  Ties go to the first in node order.
 
         Args:
-            count: drafted nodes of a row at most.
-            worth: (N,); a node that is worth more than its parent counts as its parent does, so ancestors are kept; the
-                roots are always.
+            count: the most drafted nodes of a row.
+            worth: (N,).  A node that is worth more than its parent counts as its parent does, so ancestors are kept.
+                Roots are always kept.
         """
         least = np.array(worth, np.float64)
         least[self.starts[:-1]] = np.inf
@@ -169,123 +132,98 @@ class Nodes:
             level = np.flatnonzero(self.depths == depth)
             least[level] = np.minimum(least[level], least[self.parents[level]])
         order = np.lexsort((-least, self.rows))
-        return self._kept(_inverse(order, self.places) <= max(count, 0))
-
-    def without_laws(self) -> Nodes:
-        """Return the trees as records."""
-        return Nodes(self.starts, self.tokens, self.parents, self.depths, self.scores, self.draws, {})
+        return self._kept(_inverse(order, self.columns) <= max(count, 0))
 
     def _kept(self, keep: np.ndarray) -> Nodes:
-        """Return the nodes that are kept, with their ancestors among them."""
+        """Return some of the nodes; their ancestors are among them."""
         if keep.all():
             return self
-        place = np.cumsum(keep) - 1
-        parents = self.parents[keep]
-        draws = self.draws.of(keep, place)
-        parents = np.where(parents < 0, -1, place[parents])
-        used = set(zip(parents[draws.nodes].tolist(), draws.drafts.tolist(), strict=True)) if self.laws else set()
-        moved = {(int(place[p]), draft): law for (p, draft), law in self.laws.items() if keep[p]}
+        numbers = np.cumsum(keep) - 1  # of the nodes that are kept
+        drawn = keep[self.draws.nodes]
+        nodes, drafts, orders = (column[drawn] for column in self.draws)
+        used = set(zip(self.parents[nodes].tolist(), drafts.tolist(), strict=True)) if self.distributions else set()
         return Nodes(
-            np.append(place[self.starts[:-1]], len(parents)),
+            np.append(numbers[self.starts[:-1]], numbers[-1] + 1),
             self.tokens[keep],
-            parents,
+            np.append(numbers, -1)[self.parents[keep]],
             self.depths[keep],
             self.scores[keep],
-            draws,
-            {key: law for key, law in moved.items() if key in used},
+            Draws(numbers[nodes], drafts, orders),
+            {(int(numbers[p]), d): q for (p, d), q in self.distributions.items() if (p, d) in used},
         )
 
 
-def planted(listed: Listed) -> Nodes:
-    """Put listed nodes in order; those with the same path become one, with all their draws and the largest score."""
-    node, chosen = _united(listed)  # of each listed node, what it becomes; of each of those, one that is listed
-    parents = np.append(node, -1)[listed.parents[chosen]]
-    tokens, depths, scores = listed.tokens[chosen], _depths(parents), listed.scores[chosen]
-    if not listed.distinct:
-        np.maximum.at(scores, node, listed.scores)
-    places = _depth_first(parents, depths, tokens, scores)
-    order = _inverse(places, np.arange(len(places)))
-    draws = listed.draws._replace(nodes=places[node[listed.draws.nodes]])
-    turns = np.lexsort((draws.orders, draws.drafts, draws.nodes))
-    laws: dict[tuple[int, int], np.ndarray] = {}
-    for (parent, draft), law in listed.laws.items():
-        laws.setdefault((int(places[node[parent]]), draft), law)
-    return Nodes(
-        np.append(places[parents < 0], len(places)),
-        tokens[order],
-        np.append(places, -1)[parents[order]],
-        depths[order],
-        scores[order],
-        Draws(*(column[turns] for column in draws)),
-        laws,
-    )
-
-
-def bare(roots: Sequence[int]) -> Nodes:
+def roots_only(tokens: Sequence[int]) -> Nodes:
     """Return trees that draft nothing."""
-    count = len(roots)
+    count = len(tokens)
     none, zeros = np.zeros(0, np.int64), np.zeros(count, np.int64)
     draws = Draws(none, none, none)
-    return Nodes(np.arange(count + 1), np.array(roots, np.int64), zeros - 1, zeros, np.zeros(count), draws, {})
+    return Nodes(np.arange(count + 1), np.array(tokens, np.int64), zeros - 1, zeros, np.zeros(count), draws, {})
 
 
-def joined(parts: Sequence[Listed], rows: int) -> Listed:
-    """Return all listed nodes of trees that grow from the same roots, B rows of them."""
-    first, *others = parts
-    if not others:
-        return first
-    shifts = np.cumsum([0, *(len(part.tokens) - rows for part in parts)]).tolist()
-    moved = [(part, shift) for part, shift in zip(parts, shifts, strict=False)]
-
-    def place(numbers: Numbers, shift: int) -> Numbers:
-        return np.where(numbers < rows, numbers, numbers + shift)
-
-    draws = [part.draws._replace(nodes=part.draws.nodes + shift) for part, shift in moved]
+def joined(parts: Sequence[Listed | Nodes], distinct: bool = False) -> Listed | Nodes:
+    """Return the nodes of several parts as those of one."""
+    if len(parts) == 1:
+        return parts[0]
+    shifts = np.cumsum([0, *(len(part.tokens) for part in parts)]).tolist()
+    pairs = list(zip(parts, shifts, strict=False))
+    draws = [part.draws._replace(nodes=part.draws.nodes + shift) for part, shift in pairs]
     return Listed(
-        np.concatenate((first.tokens, *(part.tokens[rows:] for part in others))),
-        np.concatenate((first.parents, *(place(part.parents[rows:], shift) for part, shift in moved[1:]))),
-        np.concatenate((first.scores, *(part.scores[rows:] for part in others))),
+        np.concatenate([part.tokens for part in parts]),
+        np.concatenate([np.where(part.parents < 0, -1, part.parents + shift) for part, shift in pairs]),
+        np.concatenate([part.scores for part in parts]),
         Draws(*map(np.concatenate, zip(*draws, strict=True))),
-        {(p if p < rows else p + shift, d): law for part, shift in moved for (p, d), law in part.laws.items()},
+        {(p + shift, d): q for part, shift in pairs for (p, d), q in part.distributions.items()},
+        distinct,
     )
 
 
-def side_by_side(rows: Sequence[Nodes]) -> Nodes:
-    """Return the trees of several batches as those of one."""
-    if len(rows) == 1:
-        return rows[0]
-    shifts = np.cumsum([0, *map(len, rows)])
-    pairs = list(zip(rows, shifts.tolist(), strict=False))
-    draws = [own.draws._replace(nodes=own.draws.nodes + shift) for own, shift in pairs]
+def in_order(listed: Listed, rows: int) -> Nodes:
+    """Return listed nodes of B rows in order.
+
+    Nodes of one path become one node, with all of their draws and the largest of their scores.
+    """
+    nodes, chosen = _merged_paths(listed, rows)
+    parents = np.append(nodes, -1)[listed.parents[chosen]]
+    tokens, depths, scores = listed.tokens[chosen], depths_of(parents), listed.scores[chosen]
+    if not listed.distinct:
+        np.maximum.at(scores, nodes, listed.scores)
+    numbers = depth_first(parents, depths, tokens, scores)
+    order = _inverse(numbers, np.arange(len(numbers)))
+    draws = listed.draws._replace(nodes=numbers[nodes[listed.draws.nodes]])
+    draw_order = np.lexsort((draws.orders, draws.drafts, draws.nodes))
+    distributions: dict[tuple[int, int], np.ndarray] = {}
+    for (parent, draft), distribution in listed.distributions.items():
+        distributions.setdefault((int(numbers[nodes[parent]]), draft), distribution)
     return Nodes(
-        np.append(np.concatenate([own.starts[:-1] + shift for own, shift in pairs]), shifts[-1]),
-        np.concatenate([own.tokens for own in rows]),
-        np.concatenate([np.where(own.parents < 0, -1, own.parents + shift) for own, shift in pairs]),
-        np.concatenate([own.depths for own in rows]),
-        np.concatenate([own.scores for own in rows]),
-        Draws(*(np.concatenate(column) for column in zip(*draws, strict=True))),
-        {(p + shift, draft): law for own, shift in pairs for (p, draft), law in own.laws.items()},
+        np.append(numbers[parents < 0], len(numbers)),
+        tokens[order],
+        np.append(numbers, -1)[parents[order]],
+        depths[order],
+        scores[order],
+        Draws(*(column[draw_order] for column in draws)),
+        distributions,
     )
 
 
 def ancestors(nodes: Nodes) -> np.ndarray:
-    """Return the (B, T, T) bool mask, T = the largest tree: [b, i, j] where node j of row b is i or above it.
+    """Return the (B, T, T) bool mask: [b, i, j] where node j of row b is node i or one of its ancestors.
 
-    Padding sees itself only.
+    T is the size of the largest tree.  Padding sees itself only.
     """
     width = int(nodes.sizes.max())
     visible = np.broadcast_to(np.eye(width, dtype=bool), (len(nodes.sizes), width, width)).copy()
-    rows, places, above = nodes.rows, nodes.places, nodes.parents
+    rows, columns, above = nodes.rows, nodes.columns, nodes.parents
     for _ in range(int(nodes.depths.max())):
         below = above >= 0
-        rows, places, above = rows[below], places[below], above[below]
-        visible[rows, places, nodes.places[above]] = True
+        rows, columns, above = rows[below], columns[below], above[below]
+        visible[rows, columns, nodes.columns[above]] = True
         above = nodes.parents[above]
     return visible
 
 
-def _depths(parents: Numbers) -> Numbers:
-    """Return every node's depth."""
+def depths_of(parents: Numbers) -> Numbers:
+    """Return the depth of every node."""
     above = np.where(parents < 0, np.arange(len(parents)), parents)
     depths = (parents >= 0).astype(np.int64)
     while (more := depths[above]).any():  # of 1, 2, 4, ... levels up
@@ -294,56 +232,56 @@ def _depths(parents: Numbers) -> Numbers:
     return depths
 
 
-def _united(listed: Listed) -> tuple[Numbers, Numbers]:
-    """Return the node that each listed one becomes, the roots first, and for each node one that is listed.
+def depth_first(parents: Numbers, depths: Numbers, tokens: Numbers, scores: NDArray[np.float64]) -> Numbers:
+    """Return each node's number in order: row by row, depth first, siblings by score descending, then token."""
+    sizes = np.ones(len(parents), np.int64)
+    by_depth = np.argsort(depths, kind="stable")
+    ends = np.cumsum(np.bincount(depths)).tolist()
+    levels = [by_depth[first:last] for first, last in pairwise(ends)]  # below the roots
+    for level in reversed(levels):
+        np.add.at(sizes, parents[level], sizes[level])
+    roots = by_depth[: ends[0]]
+    order = np.lexsort((tokens, -scores, parents))[len(roots) :]  # siblings lie together; roots come first
+    numbers = np.zeros(len(parents), np.int64)
+    numbers[roots] = np.cumsum(sizes[roots]) - sizes[roots]
+    numbers[order] = _from_first(np.cumsum(sizes[order]) - sizes[order], parents[order]) + 1  # from the parent's
+    for level in levels:
+        numbers[level] += numbers[parents[level]]
+    return numbers
 
-    Paths are told apart by their last 1, 2, 4, ... tokens: prefix doubling, as for suffix arrays (Manber and Myers,
-    "Suffix Arrays", 1993), from the leaves up.
+
+def _merged_paths(listed: Listed, rows: int) -> tuple[Numbers, Numbers]:
+    """Return the node that each listed one becomes, and for each node one that is listed.
+
+    Paths are told apart by their last 1, 2, 4, ... tokens, from the leaves up: prefix doubling, as for suffix arrays
+    (Manber and Myers, "Suffix Arrays", 1993).
     """
     every = np.arange(len(listed.parents))
     if listed.distinct:
         return every, every
     roots = listed.parents < 0
     above = np.where(roots, every, listed.parents)
-    names = np.where(roots, every, listed.tokens + len(every))  # of what was seen of each path; roots are no tokens
+    names = np.where(roots, (np.cumsum(roots) - 1) % rows, listed.tokens + rows)  # of the part of each path seen so far
     while True:
-        names = np.unique(names, return_inverse=True)[1]  # small again
+        names = np.unique(names, return_inverse=True)[1]  # small numbers again
         if roots[above].all():
             break
         names = names * len(every) + names[above]
         above = above[above]
     _, chosen, names = np.unique(names * len(every) + names[above], return_index=True, return_inverse=True)
-    order = np.argsort(chosen)  # as listed: the roots first
+    order = np.argsort(chosen)  # as listed, so roots stay in the order of their rows
     return _inverse(order, np.arange(len(order)))[names], chosen[order]
 
 
-def _depth_first(parents: Numbers, depths: Numbers, tokens: Numbers, scores: NDArray[np.float64]) -> Numbers:
-    """Return each node's place: row by row, depth first, siblings by score descending, then token."""
-    rows = np.count_nonzero(parents < 0)
-    sizes = np.ones(len(parents), np.int64)
-    by_depth = np.argsort(depths, kind="stable")
-    ends = np.cumsum(np.bincount(depths)).tolist()
-    for first, last in zip(ends[-2::-1], ends[:0:-1], strict=True):  # the deepest level first
-        level = by_depth[first:last]
-        np.add.at(sizes, parents[level], sizes[level])
-    order = np.lexsort((tokens, -scores, parents))[rows:]  # families, one after the other; roots come first
-    before = np.cumsum(sizes[order]) - sizes[order]
-    family = parents[order]
-    first = np.ones(len(order), bool)
-    first[1:] = family[1:] != family[:-1]
-    places = np.zeros(len(parents), np.int64)  # from the parent's
-    places[order] = before - np.maximum.accumulate(np.where(first, before, 0)) + 1
-    places[:rows] = np.cumsum(sizes[:rows]) - sizes[:rows]
-    above = np.where(parents < 0, np.arange(len(parents)), parents)
-    steps = np.where(parents < 0, 0, places)
-    while (above >= rows).any():  # sums of 1, 2, 4, ... levels
-        steps += np.where(above >= rows, steps[above], 0)
-        above = above[above]
-    return np.where(parents < 0, places, steps + places[above])
+def _from_first(values: Numbers, groups: Numbers) -> Numbers:
+    """Return ascending values less the first value of their group; members of a group lie together."""
+    first = np.ones(len(values), bool)
+    first[1:] = groups[1:] != groups[:-1]
+    return values - np.maximum.accumulate(np.where(first, values, 0))
 
 
 def _inverse(order: Numbers, values: Numbers) -> Numbers:
-    """Return the values of what was put in this order, as it was before."""
+    """Return sorted values as they were before `order` sorted them."""
     found = np.empty_like(values)
     found[order] = values
     return found

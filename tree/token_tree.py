@@ -1,29 +1,29 @@
 """The token tree: what a draft proposes and one pass of the target scores.
 
-This module knows token ids, log-probabilities and who drew what.  It knows no models, no text and no tensors:
-a tree is host data, one row of `Nodes`, and never changed.  The engine works on whole batches of them (`Forest`).
+Knows: token ids, log-probabilities, and which draft drew what.  Does not know: models, text, tensors.
+A tree is host data and never changes.  The engine works on the trees of a whole batch (`Forest`).
 
-    root    node 0, the last committed token; everything below it was drafted
-    score   log-probability of the whole path from the root, under the draft: 0 at the root
-    draw    one act of drafting a token under a parent; a token drawn twice there is one node with two draws
-    law     the distribution q that a parent's children were drawn from: exact verification needs it
+    root          node 0, the last committed token; everything below it was drafted
+    score         log-probability of the whole path from the root, under the draft: 0 at the root
+    draw          one act of drafting a token under a parent; a token drawn twice there is one node with two draws
+    distribution  q, from which the children of a node were drawn; exact verification of sampled trees needs it
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from functools import cached_property
-from math import exp, inf, isfinite
+from math import exp, inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from specinfer.common.display import Displayed
 from specinfer.errors import TreeError
-from specinfer.shown import Shown
-
-from .nodes import Draws, Laws, Listed, Nodes, ancestors, planted
-from .render import render
+from specinfer.tree.nodes import Distributions, Draws, Listed, Nodes, ancestors, depth_first, depths_of, in_order
+from specinfer.tree.text import render
 
 if TYPE_CHECKING:
     import networkx
@@ -36,7 +36,7 @@ class Draw(NamedTuple):
     """One draw that produced a node."""
 
     draft: int  # which draft drew it
-    order: int  # its place among that draft's draws under the same parent: 0, 1, ...
+    order: int  # 0, 1, ... among that draft's draws under the same parent
 
 
 class Kind(StrEnum):
@@ -47,7 +47,7 @@ class Kind(StrEnum):
     WITHOUT_REPLACEMENT = "without-replacement"  # drawn from q, renormalised after each draw
 
 
-class TokenTree(Shown):
+class TokenTree(Displayed):
     """An immutable token tree of N nodes in depth-first pre-order; siblings by score descending, then id.
 
     The order is canonical: two trees with the same nodes are equal array by array.  Use `from_nodes` to build
@@ -55,16 +55,30 @@ class TokenTree(Shown):
 
     Args:
         tokens: (N,) ids.
-        parents: (N,) numbers of nodes, less than the node's own; -1 at the root.
+        parents: (N,) numbers of nodes, each less than the number of its child; -1 at the root.
         scores: (N,) log-probabilities of the paths, natural logarithms; 0 at the root.
         draws: per node, sorted; () at the root.
-        laws: (parent, draft) -> (V,) the law q its children were drawn from.  A ranked tree has none; a sampled one has
-            one for each (parent, draft) in ``draws``, or none when it is a record (`without_laws`).
+        distributions: (parent, draft) -> (V,) the distribution q that children were drawn from.  A ranked tree has
+            none.  A sampled tree has one for each (parent, draft) in ``draws``, or none at all if it is a record
+            (`without_distributions`).
         kind: how children were chosen.
+
+    Attributes:
+        tokens, parents, scores, distributions, kind: as given; arrays are read-only.
+        depths: (N,) int64; 0 at the root.
+        nodes: the tree as arrays.
 
     Raises:
         TreeError: an invariant is violated; the message names the node.
     """
+
+    nodes: Nodes
+    kind: Kind
+    tokens: np.ndarray
+    parents: np.ndarray
+    depths: np.ndarray
+    scores: np.ndarray
+    distributions: Distributions
 
     def __init__(
         self,
@@ -72,26 +86,37 @@ class TokenTree(Shown):
         parents: Sequence[int] | np.ndarray,
         scores: Sequence[float] | np.ndarray,
         draws: Sequence[Sequence[Draw]],
-        laws: Laws | None = None,
+        distributions: Distributions | None = None,
         kind: Kind = Kind.RANKED,
     ) -> None:
         columns = np.array(tokens, np.int64), np.array(parents, np.int64), np.array(scores, np.float64)
-        depths, families = _checked_shape(*columns, draws)
-        _check_draws(families, draws)
-        owned = _read_only(laws or {})
-        _check_laws(columns[0], columns[1], draws, owned, Kind(kind))
-        drawn = [(node, *draw) for node, own in enumerate(draws) for draw in own]
-        who = Draws(*np.array(drawn, np.int64).reshape(-1, 3).T)
-        ends = np.array([0, len(depths)])
-        self._nodes = Nodes(ends, *columns[:2], np.array(depths, np.int64), columns[2], who, owned)
-        self._kind = Kind(kind)
+        _check_columns(*columns, draws)
+        drawn = [(node, *draw) for node, node_draws in enumerate(draws) for draw in node_draws]
+        nodes = Nodes(
+            np.array([0, len(draws)]),
+            *columns[:2],
+            depths_of(columns[1]),
+            columns[2],
+            Draws(*np.array(drawn, np.int64).reshape(-1, 3).T),
+            _read_only(distributions or {}),
+        )
+        _check_order(nodes)
+        _check_distributions(nodes, Kind(kind))
+        self._set(nodes, Kind(kind))
 
     @classmethod
     def of(cls, nodes: Nodes, kind: Kind) -> TokenTree:
-        """Return the tree that nodes of one row are; nothing is checked."""
+        """Return nodes of one row as a tree, unchecked."""
         tree = cls.__new__(cls)
-        tree._nodes, tree._kind = nodes, kind
+        tree._set(nodes, kind)
         return tree
+
+    def _set(self, nodes: Nodes, kind: Kind) -> None:
+        names = ("tokens", "parents", "depths", "scores", "distributions")
+        vars(self).update({name: getattr(nodes, name) for name in names}, nodes=nodes, kind=kind)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name} of a token tree cannot be set: trees do not change")
 
     @classmethod
     def root_only(cls, token: int, kind: Kind = Kind.RANKED) -> TokenTree:
@@ -106,7 +131,7 @@ class TokenTree(Shown):
         parents: Sequence[int],
         scores: Sequence[float],
         draws: Sequence[Sequence[Draw]],
-        laws: Laws | None = None,
+        distributions: Distributions | None = None,
         kind: Kind = Kind.RANKED,
     ) -> TokenTree:
         """Build the tree from drafted nodes in any order; nodes with the same path become one.
@@ -116,10 +141,10 @@ class TokenTree(Shown):
             tokens: of the drafted nodes: listed node i is node i + 1.
             parents: numbers of nodes; 0 is the root.
             scores: of nodes that become one, the largest counts.
-            draws: at least one per node.  For each parent and draft they are renumbered 0, 1, ... in given order;
-                where several listed parents became one, first comes what was drawn under the one drawn first.
-            laws: by (node, draft); equal paths have equal laws, and the first is kept.
-            kind: how the children were chosen.
+            draws: at least one per node.  For each parent and draft they are renumbered 0, 1, ... in the given order.
+                If several listed parents become one, the draws under the parent that was drawn first come first.
+            distributions: by (node, draft); equal paths have equal distributions, and the first is kept.
+            kind: how children were chosen.
 
         Raises:
             TreeError: a node has no draw, or cannot be reached from the root; or as the constructor.
@@ -127,73 +152,37 @@ class TokenTree(Shown):
         if not len(tokens) == len(parents) == len(scores) == len(draws):
             sizes = len(tokens), len(parents), len(scores), len(draws)
             raise TreeError(f"tokens, parents, scores and draws of {sizes} nodes: each listed node needs one")
-        above = np.array([-1, *parents], np.int64)
-        for i, (parent, own) in enumerate(zip(parents, draws, strict=True)):
+        for i, (token, parent, node_draws) in enumerate(zip(tokens, parents, draws, strict=True)):
             if not 0 <= parent <= len(tokens):
                 raise TreeError(f"listed node {i}: parent {parent} is not in the list; 0 is the root")
-            if not own:
+            if not node_draws:
                 raise TreeError(f"listed node {i} has no draw: say which draft drew it")
-            if tokens[i] < 0:
-                raise TreeError(f"listed node {i}: token {tokens[i]} is no token id")
-        if strange := [node for node, _ in laws or {} if not 0 <= node <= len(tokens)]:
-            raise TreeError(f"node {min(strange)} has a law, and is not in the list")
-        path = np.array([0.0, *scores])
-        listed = Listed(np.array([root, *tokens], np.int64), above, path, _in_turn(above, draws), laws or {})
-        nodes = planted(listed)
-        return cls(nodes.tokens, nodes.parents, nodes.scores, _draws(nodes), nodes.laws, kind)
-
-    @property
-    def kind(self) -> Kind:
-        """How children were chosen."""
-        return self._kind
-
-    @property
-    def nodes(self) -> Nodes:
-        """The tree as arrays."""
-        return self._nodes
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """Token ids, (N,) int64."""
-        return self._nodes.tokens
-
-    @property
-    def parents(self) -> np.ndarray:
-        """Every node's parent, (N,) int64; -1 at the root."""
-        return self._nodes.parents
-
-    @property
-    def depths(self) -> np.ndarray:
-        """Every node's depth, (N,) int64; 0 at the root."""
-        return self._nodes.depths
-
-    @property
-    def scores(self) -> np.ndarray:
-        """Log-probabilities of the paths from the root, (N,) float64; 0 at the root."""
-        return self._nodes.scores
-
-    @property
-    def laws(self) -> Laws:
-        """The laws that children were drawn from, by (parent, draft)."""
-        return self._nodes.laws
+            if token < 0:
+                raise TreeError(f"listed node {i}: {token} is not a token id")
+        if unlisted := [node for node, _ in distributions or {} if not 0 <= node <= len(tokens)]:
+            raise TreeError(f"node {min(unlisted)} has a distribution, but is not in the list")
+        above, path_scores = np.array([-1, *parents], np.int64), np.array([0.0, *scores])
+        drawn = _drawing_order(above, draws)
+        nodes = in_order(Listed(np.array([root, *tokens], np.int64), above, path_scores, drawn, distributions or {}), 1)
+        return cls(nodes.tokens, nodes.parents, nodes.scores, _draws(nodes), nodes.distributions, kind)
 
     @cached_property
     def draws(self) -> tuple[tuple[Draw, ...], ...]:
         """Every node's draws, sorted; () at the root."""
-        return _draws(self._nodes)
+        return _draws(self.nodes)
 
     @cached_property
-    def _families(self) -> list[dict[int, int]]:
-        """Every node's children by token, in sibling order."""
-        families: list[dict[int, int]] = [{} for _ in range(len(self))]
+    def _children(self) -> list[dict[int, int]]:
+        """The children of every node by token, in sibling order."""
+        children: list[dict[int, int]] = [{} for _ in range(len(self))]
         for node, (token, parent) in enumerate(zip(self.tokens.tolist(), self.parents.tolist(), strict=True)):
             if node:
-                families[parent][token] = node
-        return families
+                children[parent][token] = node
+        return children
 
     def __len__(self) -> int:
         """Return the number of nodes, root included."""
-        return len(self._nodes)
+        return len(self.nodes)
 
     @property
     def num_drafted(self) -> int:
@@ -207,11 +196,11 @@ class TokenTree(Shown):
 
     def children(self, node: int) -> list[int]:
         """Return the children of a node in sibling order."""
-        return list(self._families[node].values())
+        return list(self._children[node].values())
 
     def child(self, node: int, token: int) -> int | None:
         """Return the child of `node` that holds `token`, or None."""
-        return self._families[node].get(token)
+        return self._children[node].get(token)
 
     def ancestors(self, node: int) -> list[int]:
         """Return the nodes from the root (first) to `node` itself (last)."""
@@ -226,11 +215,11 @@ class TokenTree(Shown):
 
     def paths(self) -> list[list[int]]:
         """Return `path` of every leaf, in node order; [[]] when nothing was drafted."""
-        return [self.path(node) for node, family in enumerate(self._families) if not family]
+        return [self.path(node) for node, children in enumerate(self._children) if not children]
 
     def ancestor_mask(self) -> np.ndarray:
         """Return the (N, N) bool mask: [i, j] is true where j is i or an ancestor of i."""
-        return ancestors(self._nodes)[0]
+        return ancestors(self.nodes)[0]
 
     def draws_under(self, node: int) -> list[tuple[Draw, int]]:
         """Return every draw made under a node with the child it produced, by draft, then in drawing order."""
@@ -239,17 +228,17 @@ class TokenTree(Shown):
     def pruned(self, max_depth: int) -> TokenTree:
         """Return the tree without the nodes deeper than `max_depth`.
 
-        A sampled tree keeps its law exact: a depth is known before any token is drawn.
+        Verification of a sampled tree stays exact: depths are known before any token is drawn.
         """
-        return TokenTree.of(self._nodes.pruned([max_depth]), self.kind)
+        return TokenTree.of(self.nodes.pruned([max_depth]), self.kind)
 
     def best(self, count: int, worth: np.ndarray) -> TokenTree:
-        """Return the tree of the `count` drafted nodes that are worth most, and of no others.
+        """Return the tree of the `count` drafted nodes that are worth most.
 
         Args:
             count: drafted nodes at most.
-            worth: (N,) of each node; one that exceeds its parent's counts as its parent's, so ancestors are kept; the
-                root is always.  Equals are kept in node order.
+            worth: (N,) of each node.  A node that is worth more than its parent counts as its parent does, so ancestors
+                are kept.  The root is always kept.  Ties go to the first in node order.
 
         Raises:
             TreeError: a sampled tree; choosing among drawn tokens biases verification.
@@ -257,16 +246,16 @@ class TokenTree(Shown):
         if self.num_drafted <= count:
             return self
         check_ranked(self.kind)
-        return TokenTree.of(self._nodes.best(count, worth), self.kind)
+        return TokenTree.of(self.nodes.best(count, worth), self.kind)
 
     @cached_property
     def proposers(self) -> list[int]:
         """Per node, as a bit mask, the drafts that drew it: bit d for draft d, 0 at the root."""
-        return self._nodes.proposers.tolist()
+        return self.nodes.proposers.tolist()
 
-    def without_laws(self) -> TokenTree:
-        """Return the tree as a light record, which no verifier that needs laws can use any more."""
-        return TokenTree.of(self._nodes.without_laws(), self.kind)
+    def without_distributions(self) -> TokenTree:
+        """Return the tree as a light record, which verifiers that need distributions can no longer use."""
+        return TokenTree.of(replace(self.nodes, distributions={}), self.kind)
 
     def to_networkx(self) -> networkx.DiGraph:
         """Return a directed graph: nodes carry token, score, depth and draws, edges the probability."""
@@ -294,15 +283,18 @@ class TokenTree(Shown):
             "parents": self.parents.tolist(),
             "scores": self.scores.tolist(),
             "draws": [[list(draw) for draw in draws] for draws in self.draws],
-            "laws": [{"parent": p, "draft": d, "law": q.tolist()} for (p, d), q in sorted(self.laws.items())],
+            "distributions": [
+                {"parent": p, "draft": d, "distribution": q.tolist()}
+                for (p, d), q in sorted(self.distributions.items())
+            ],
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TokenTree:
         """Build the tree that `to_dict` described.  Raises TreeError as the constructor does."""
         draws = tuple(tuple(Draw(*draw) for draw in node) for node in data["draws"])
-        laws = {(item["parent"], item["draft"]): np.array(item["law"]) for item in data["laws"]}
-        return cls(data["tokens"], data["parents"], data["scores"], draws, laws, Kind(data["kind"]))
+        distributions = {(q["parent"], q["draft"]): np.array(q["distribution"]) for q in data["distributions"]}
+        return cls(data["tokens"], data["parents"], data["scores"], draws, distributions, Kind(data["kind"]))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenTree):
@@ -311,8 +303,8 @@ class TokenTree(Shown):
             self.kind == other.kind
             and self.draws == other.draws
             and all(np.array_equal(getattr(self, n), getattr(other, n)) for n in ("tokens", "parents", "scores"))
-            and self.laws.keys() == other.laws.keys()
-            and all(np.array_equal(law, other.laws[key]) for key, law in self.laws.items())
+            and self.distributions.keys() == other.distributions.keys()
+            and all(np.array_equal(q, other.distributions[key]) for key, q in self.distributions.items())
         )
 
     def __repr__(self) -> str:
@@ -340,36 +332,36 @@ def _draws(nodes: Nodes) -> tuple[tuple[Draw, ...], ...]:
     return tuple(map(tuple, found))
 
 
-def _in_turn(parents: np.ndarray, draws: Sequence[Sequence[Draw]]) -> Draws:
-    """Return who drew listed nodes, in turn: under one node first what was drawn under its first listed one."""
+def _drawing_order(parents: np.ndarray, draws: Sequence[Sequence[Draw]]) -> Draws:
+    """Return the draws of listed nodes in drawing order: first those under the parent that was drawn first."""
     children: list[list[int]] = [[] for _ in parents]
     for node, parent in enumerate(parents.tolist()[1:], start=1):
         children[parent].append(node)
     drawn: list[tuple[int, int, int]] = []
-    turns, level = {0: 0}, [0]
+    orders, level = {0: 0}, [0]
     while level:
         level = [child for node in level for child in children[node]]
-        born = sorted((turns[parents[node]], *draw, node) for node in level for draw in draws[node - 1])
-        for turn, (_, draft, _, node) in enumerate(born):
-            turns.setdefault(node, turn)
-            drawn.append((node, draft, turn))
-    if lost := set(range(len(parents))) - turns.keys():
-        raise TreeError(f"listed node {min(lost) - 1} cannot be reached from the root: its ancestors loop")
+        found = sorted((orders[parents[node]], *draw, node) for node in level for draw in draws[node - 1])
+        for order, (_, draft, _, node) in enumerate(found):
+            orders.setdefault(node, order)
+            drawn.append((node, draft, order))
+    if unreached := set(range(len(parents))) - orders.keys():
+        raise TreeError(f"listed node {min(unreached) - 1} cannot be reached from the root: its ancestors loop")
     return Draws(*np.array(drawn, np.int64).reshape(-1, 3).T)
 
 
-def _read_only(laws: Laws) -> dict[tuple[int, int], np.ndarray]:
-    """Return laws in float64, without write access."""
-    owned = {key: np.asarray(law, np.float64).view() for key, law in laws.items()}
-    for law in owned.values():
-        law.flags.writeable = False
-    return owned
+def _read_only(distributions: Distributions) -> dict[tuple[int, int], np.ndarray]:
+    """Return distributions in float64, without write access."""
+    views = {key: np.asarray(distribution, np.float64).view() for key, distribution in distributions.items()}
+    for view in views.values():
+        view.flags.writeable = False
+    return views
 
 
-def _checked_root(
+def _check_columns(
     tokens: np.ndarray, parents: np.ndarray, scores: np.ndarray, draws: Sequence[Sequence[Draw]]
-) -> tuple[list[int], list[int], list[float]]:
-    """Return tokens, parents and scores as lists, after checking their sizes and the root."""
+) -> None:
+    """Raise TreeError unless node 0 is a root, and all others have an earlier parent, a score, a token and draws."""
     shapes = {array.shape for array in (tokens, parents, scores)} | {(len(draws),)}
     if len(shapes) > 1 or not draws:
         raise TreeError(f"tokens, parents, scores and draws have shapes {shapes}; each node, root too, needs one")
@@ -379,73 +371,51 @@ def _checked_root(
             "node 0 is the root: parent -1, score 0, a token id and no draws; "
             f"got {parent[0]}, {score[0]}, {token[0]}, {draws[0]}"
         )
-    return token, parent, score
-
-
-def _checked_shape(
-    tokens: np.ndarray, parents: np.ndarray, scores: np.ndarray, draws: Sequence[Sequence[Draw]]
-) -> tuple[list[int], list[dict[int, int]]]:
-    """Return each node's depth and its children by token, after checking order, tokens and scores."""
-    token, parent, score = _checked_root(tokens, parents, scores, draws)
-    depths, line = [0], [0]  # line: the root, ..., the previous node
-    families: list[dict[int, int]] = [{} for _ in token]
-    last = [(-inf, -1)] * len(token)  # sibling key of the newest child of each node
-    for i in range(1, len(token)):
-        p = parent[i]
+    seen: set[tuple[int, int]] = set()
+    for i, p in enumerate(parent[1:], start=1):
         if not 0 <= p < i:
             raise TreeError(f"node {i}: parent {p} does not come before it")
-        del line[depths[p] + 1 :]
-        if line[-1] != p:
-            raise TreeError(f"node {i} is out of depth-first order: the subtree of its parent {p} has ended")
-        line.append(i)
-        depths.append(depths[p] + 1)
-        if not isfinite(score[i]) or score[i] > score[p] + SLACK:
+        if not -inf < score[i] <= score[p] + SLACK:
             raise TreeError(f"node {i}: score {score[i]} is not finite or exceeds its parent's, {score[p]}")
-        if token[i] < 0 or token[i] in families[p]:
-            raise TreeError(f"node {i}: token {token[i]} is no token id, or a sibling has it already")
-        key = (-score[i], token[i])
-        if key < last[p]:
-            raise TreeError(f"node {i} is out of sibling order (score descending, then token id): use from_nodes")
-        last[p] = key
-        families[p][token[i]] = i
-    return depths, families
+        if token[i] < 0 or (p, token[i]) in seen:
+            raise TreeError(f"node {i}: {token[i]} is not a token id, or a sibling has it already")
+        seen.add((p, token[i]))
+        if not draws[i] or list(draws[i]) != sorted(draws[i]):
+            raise TreeError(f"node {i}: draws {draws[i]} are missing or not sorted")
+        if not 0 <= draws[i][0][0] <= draws[i][-1][0] < MOST_DRAFTS:
+            raise TreeError(f"node {i}: draws {draws[i]} are of drafts beyond 0 to {MOST_DRAFTS - 1}")
 
 
-def _check_draws(families: list[dict[int, int]], draws: Sequence[Sequence[Draw]]) -> None:
-    """Raise TreeError unless each draft's draws under each node are numbered 0, 1, ..."""
-    for node, family in enumerate(families):
-        orders: list[tuple[int, int]] = []
-        for child in family.values():
-            if not draws[child] or list(draws[child]) != sorted(draws[child]):
-                raise TreeError(f"node {child}: draws {draws[child]} are missing or not sorted")
-            if not 0 <= draws[child][0][0] <= draws[child][-1][0] < MOST_DRAFTS:
-                raise TreeError(f"node {child}: draws {draws[child]} are of drafts beyond 0 to {MOST_DRAFTS - 1}")
-            orders += draws[child]
-        previous, count = None, 0
-        for draft, order in sorted(orders):
-            count = count + 1 if draft == previous else 0
-            previous = draft
-            if order != count:
-                raise TreeError(f"node {node}: draw {count} of draft {draft} under it is missing or doubled")
+def _check_order(nodes: Nodes) -> None:
+    """Raise TreeError unless nodes are in order, and each draft's draws under each node are numbered 0, 1, ..."""
+    numbers = depth_first(nodes.parents, nodes.depths, nodes.tokens, nodes.scores)
+    if (moved := numbers != np.arange(len(nodes))).any():
+        raise TreeError(
+            f"node {moved.argmax()} is out of order (depth first, siblings by score descending, then token id): "
+            "use from_nodes"
+        )
+    if (wrong := nodes.draws.orders != nodes.ranks).any():
+        draw = wrong.argmax()
+        node, draft, rank = nodes.parents[nodes.draws.nodes[draw]], nodes.draws.drafts[draw], nodes.ranks[draw]
+        raise TreeError(f"node {node}: draw {rank} of draft {draft} under it is missing or doubled")
 
 
-def _check_laws(
-    tokens: np.ndarray, parents: np.ndarray, draws: Sequence[Sequence[Draw]], laws: Laws, kind: Kind
-) -> None:
-    """Raise TreeError unless a sampled tree has the law of each draw, or no laws, and a ranked one none."""
-    if not laws:
+def _check_distributions(nodes: Nodes, kind: Kind) -> None:
+    """Raise TreeError unless a sampled tree has each draw's distribution, or none at all, and a ranked one has none."""
+    distributions = nodes.distributions
+    if not distributions:
         return
     if kind is Kind.RANKED:
-        raise TreeError(f"node {min(laws)[0]}: a ranked tree is not drawn from laws; leave them out")
+        raise TreeError(f"node {min(distributions)[0]}: a ranked tree is not drawn from distributions; leave them out")
     used = set()
-    for node, (token, parent) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True)):
-        for draft, _ in draws[node]:
-            law = laws.get((parent, draft))
-            if law is None:
-                raise TreeError(f"node {parent}: the law that draft {draft} drew its children from is missing")
-            if law.ndim != 1 or token >= len(law) or not law[token] > 0:
-                raise TreeError(f"node {node}: token {token} has no probability in the law it was drawn from")
-            used.add((parent, draft))
-    if unused := laws.keys() - used:
+    for node, draft in zip(nodes.draws.nodes.tolist(), nodes.draws.drafts.tolist(), strict=True):
+        parent, token = int(nodes.parents[node]), int(nodes.tokens[node])
+        distribution = distributions.get((parent, draft))
+        if distribution is None:
+            raise TreeError(f"node {parent}: the distribution that draft {draft} drew its children from is missing")
+        if distribution.ndim != 1 or token >= len(distribution) or not distribution[token] > 0:
+            raise TreeError(f"node {node}: token {token} has no probability in the distribution it was drawn from")
+        used.add((parent, draft))
+    if unused := distributions.keys() - used:
         node, draft = min(unused)
-        raise TreeError(f"node {node}: draft {draft} has a law here, but drew nothing from it")
+        raise TreeError(f"node {node}: draft {draft} has a distribution here, but drew nothing from it")

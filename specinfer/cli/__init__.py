@@ -1,7 +1,7 @@
 """The command line: ``specinfer COMMAND``.
 
-Knows: which commands there are, exit codes.  Does not know: what a command does (a module each, or a few alike).
-Results go to stdout; summaries, progress and errors to stderr.  A user's error is one line and exit code 2, never a
+Knows: which commands there are, and exit codes.  Does not know: what a command does (its own module does).
+Results go to stdout; summaries, progress and errors go to stderr.  A user's error is one line and exit code 2, never a
 traceback.
 """
 
@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import typer
 
-from specinfer.cli import checks, evidence, measure, packages, text, train
+from specinfer.cli import checks, evidence, text, train
+from specinfer.cli.measure import PRESETS, compare
 from specinfer.errors import SpecinferError
 
 app = typer.Typer(
@@ -21,11 +22,10 @@ app = typer.Typer(
 COMMANDS: dict[str, Callable[..., None]] = {
     "generate": text.generate,
     "tree": text.tree,
-    "compile": packages.compile_passes,
+    "compile": checks.compile_passes,
     "check-model": checks.check_model,
     "certify": checks.certify,
-    "compare": measure.compare,
-    "bench": measure.bench,
+    "compare": compare,
     "record": evidence.record,
     "replay": evidence.replay,
     "paper-tables": evidence.paper_tables,
@@ -33,6 +33,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 for _name, _command in COMMANDS.items():
     app.command(_name)(_command)
+app.command("bench", help="Run compare --preset bench.", context_settings={"default_map": PRESETS["bench"]})(compare)
 
 
 def main() -> None:
@@ -53,20 +54,20 @@ def main() -> None:
     except Exception as error:
         if _ran_out_of_memory(error):
             fail("memory ran out: take fewer nodes or levels, a smaller batch, or a smaller model")
-        if not hasattr(error, "format_message"):  # a usage error of click, which typer may carry within itself
+        if not hasattr(error, "format_message"):  # click's usage errors have it; typer may bring its own click
             raise
         fail(error.format_message())
     raise SystemExit(code or 0)
 
 
 def _ran_out_of_memory(error: Exception) -> bool:
-    """Whether no memory was found: torch says so in words on CPUs, by a class of its own on GPUs."""
+    """Whether memory ran out: torch raises `OutOfMemoryError` on GPUs, and says it in words on CPUs."""
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return named or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
 
 
 def fail(message: str) -> None:
     """Print one line on stderr and exit with code 2."""
-    if message:  # typer's help, already printed, is an error without one
+    if message:  # typer raises an error without a message after it printed its help
         print(f"specinfer: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)

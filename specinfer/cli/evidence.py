@@ -1,71 +1,61 @@
-"""``specinfer record``, ``replay`` and ``paper-tables``: traces, and what verification makes of them."""
+"""``specinfer record``, ``replay`` and ``paper-tables``: traces, and what verification makes of them.
 
-import sys
+Knows: the options, which trees and verifiers a replay tries.  Does not know: how a trace is recorded or replayed.
+"""
+
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specinfer.cli.options import (
-    CountOption,
-    DeviceOption,
-    DraftOption,
-    DtypeOption,
-    JsonOption,
-    PromptOption,
-    PromptsOption,
-    SeedOption,
-    SplitOption,
-    TargetOption,
-    TemperatureOption,
-    TokensOption,
-)
-from specinfer.cli.terminal import print_json, quieten, show
-from specinfer.cli.text import numbers
+from specinfer.cli import options
+from specinfer.cli.terminal import bar, print_json, show
+from specinfer.common.tables import aligned, interval
 from specinfer.errors import InputError
-from specinfer.tables import interval
 
 if TYPE_CHECKING:
-    from specinfer.traces.replaying import Replay
-    from specinfer.traces.trace import Trace
+    from specinfer.common.values import Progress
+    from specinfer.evaluation.traces import HitTable, Replay, Trace
     from specinfer.tree import Policy
 
-BatchOption = Annotated[int, typer.Option(help="Texts at a time.")]
-TREES = ["chain", "widths", "sampled", "best-first"]
+TREES = ["chain", "expansion", "sampled", "best-first"]
 BUDGETS = [4, 8, 16, 32, 64]
 WIDEST = 5
+RANKS = 8  # columns of hit rates
 
 
 def record(
     out: Annotated[Path, typer.Option(help="Folder for the trace; a killed run goes on.")],
-    prompts: PromptsOption = None,
-    prompt: PromptOption = None,
-    target: TargetOption = None,
-    draft: DraftOption = None,
-    max_new_tokens: TokensOption = 64,
-    temperature: TemperatureOption = 0.0,
-    seed: SeedOption = 0,
+    prompts: options.PromptFiles = None,
+    prompt: options.Prompts = None,
+    target: options.Target = None,
+    draft: options.Drafts = None,
+    max_new_tokens: options.NewTokens = 64,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = 0,
     nodes: Annotated[int, typer.Option(help="Largest best-first tree that can be replayed; 0 = none.")] = 64,
     depth: Annotated[int, typer.Option(help="Most levels that can be replayed.")] = 8,
-    top: Annotated[int, typer.Option(help="Candidates kept per node, tokens per law; 0 = whole laws.")] = 16,
+    top: Annotated[
+        int, typer.Option(help="Candidates kept per node, tokens per distribution; 0 = whole distributions.")
+    ] = 16,
     draws: Annotated[int, typer.Option(help="Draws per node that multi-step sampling can be replayed with.")] = 5,
-    count: CountOption = 5,
-    split: SplitOption = "dev",
-    batch: BatchOption = 4,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    as_json: JsonOption = False,
+    count: options.Count = 5,
+    split: options.Split = "dev",
+    batch: options.Batch = 4,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    as_json: options.Json = False,
 ) -> None:
     """Record texts of the target, and what the drafts would have proposed along them, for `replay`."""
-    from specinfer.comparison.files import read_prompts
-    from specinfer.traces.recording import record
+    from specinfer.evaluation.compare.files import read_prompt_file
+    from specinfer.evaluation.traces import record
 
-    texts = [text for path in prompts or () for _, text in read_prompts(path, split)[:count]] + (prompt or [])
+    texts = [text for path in prompts or () for _, text in read_prompt_file(path, split, count)] + (prompt or [])
     if not texts:
         raise InputError("there is nothing to record: give --prompts FILE or --prompt TEXT")
     trace = record(
-        _decoder(target, draft, dtype, device),
+        options.load_decoder(target, draft, dtype=dtype, device=device),
         texts,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -76,11 +66,10 @@ def record(
         draws=draws,
         batch=batch,
         out=out,
-        progress=_Bar(len(texts)),
+        progress=_text_bar(len(texts)),
     )
-    tokens = sum(len(text.token_ids) for text in trace.texts)
-    told = {"folder": str(out), "texts": len(trace.texts), "tokens": tokens, "settings": trace.settings}
-    print_json(told) if as_json else print(trace)
+    sizes = {"folder": str(out), "texts": len(trace.texts), "tokens": trace.tokens, "settings": trace.settings}
+    print_json(sizes) if as_json else print(trace)
 
 
 def replay(
@@ -93,175 +82,148 @@ def replay(
     depth: Annotated[
         int | None, typer.Option(help="Levels of chains and best-first trees.", show_default="as recorded")
     ] = None,
-    widths: Annotated[
+    expansion: Annotated[
         list[str] | None,
-        typer.Option(help="Children per level (widths, sampled). Repeat.", show_default="1,1,k,1,... for k = 1 to 5"),
+        typer.Option(
+            help="Children per level (expansion, sampled). Repeat.", show_default="1,1,k,1,... for k = 1 to 5"
+        ),
     ] = None,
     draft: Annotated[
         list[str] | None,
-        typer.Option(help="Which recorded drafts propose, by name or place (from 0). Repeat.", show_default="all"),
+        typer.Option(help="Which recorded drafts propose, by name or index (from 0). Repeat.", show_default="all"),
     ] = None,
     costs: Annotated[
         Path | None, typer.Option(help="Folder of `specinfer compare`: check the cost model of chains against it.")
     ] = None,
-    as_json: JsonOption = False,
+    as_json: options.Json = False,
 ) -> None:
     """Replay a trace, without any model: tokens per target pass by tree and verifier, hits, calibration, costs."""
-    from specinfer.comparison import Comparison
-    from specinfer.traces.costs import cost_model, measured
-    from specinfer.traces.replaying import oracle
-    from specinfer.traces.statistics import calibration, hits
-    from specinfer.traces.trace import Trace
-    from specinfer.tree import BestFirst
+    from specinfer.evaluation.compare import Comparison
+    from specinfer.evaluation.traces import Trace, calibration, cost_model, hits, measured
 
     trace = Trace.load(folder)
-    drafts = list(dict.fromkeys(_place(trace, name) for name in draft or range(len(trace.drafts))))
-    names = [trace.drafts[place] for place in drafts]
-    policies = _policies(trace, tree or TREES, nodes, depth, widths)
+    drafts = list(dict.fromkeys(map(trace.draft, draft or range(len(trace.drafts)))))
+    policies = _policies(trace, tree or TREES, nodes, depth, expansion)
     if not policies:
         raise InputError(f"{folder} holds too little for trees of these kinds and sizes: choose others, or record anew")
-    replays = [own for policy in policies for own in _replays(trace, policy, drafts)]
-    replays += [oracle(trace, policy, drafts=drafts) for policy in policies if isinstance(policy, BestFirst)]
-    curves = [(hits(trace, place), calibration(trace, place)) for place in drafts]
-    times = costs and measured(Comparison.read(costs), names[0], trace.settings["temperature"])
+    replays = _replays(trace, policies, drafts)
+    tables = [(hits(trace, index), calibration(trace, index).error) for index in drafts]
+    name = trace.drafts[drafts[0]]
+    times = costs and measured(Comparison.read(costs), name, trace.settings["temperature"])
     model = times and cost_model(trace, times, draft=drafts[0])
-    made = trace, replays, list(zip(names, curves, strict=True)), model
-    print_json(_as_dict(*made)) if as_json else _show(*made)
-
-
-def _place(trace: "Trace", draft: str | int) -> int:
-    """Return a draft's place, given its name or, if none is called so, the place in digits."""
-    named = isinstance(draft, int) or (draft in trace.drafts and trace.drafts.count(draft) == 1)
-    return trace.draft(draft if named or not str(draft).isdecimal() else int(draft))
-
-
-def _as_dict(trace: "Trace", replays: "Sequence[Replay]", known: Sequence[Any], model: Any) -> dict[str, Any]:
-    """Return what `replay` found, JSON-ready; known is each draft's name, with its hits and its calibration."""
-    told = [
-        {"draft": name, "hits": t.rates.tolist(), "tried": t.tried.tolist(), "calibration_error": c.error}
-        for name, (t, c) in known
-    ]
-    made = {"settings": trace.settings, "replays": [own.to_dict() for own in replays], "drafts": told}
-    return made | ({"costs": model.to_dict()} if model else {})
-
-
-def _show(trace: "Trace", replays: "Sequence[Replay]", known: Sequence[Any], model: Any) -> None:
-    """Print the same as text."""
+    if as_json:
+        known = [
+            {"draft": t.draft, "hits": t.rates.tolist(), "tried": t.tried.tolist(), "calibration_error": error}
+            for t, error in tables
+        ]
+        found = {"settings": trace.settings, "replays": [row.to_dict() for row in replays], "drafts": known}
+        print_json(found | ({"costs": model.to_dict()} if model else {}))
+        return
     print(trace)
-    show([_row(own) for own in replays], as_json=False)
-    for name, (table, curve) in known:
-        print(_known(name, table.rates, curve.error))
+    show([_row(row) for row in replays], as_json=False)
+    for table, error in tables:
+        print(_hit_table(table, error))
     if model:
-        print(f"\nchains of {known[0][0]}: {model}")
+        print(f"\nchains of {name}: {model}")
 
 
-def _known(name: str, rates: Any, error: float) -> str:
-    """Return what a draft knows, in words: hit rates (depth, rank), and the error of its probabilities."""
-    lines = [f"\n{name}: the target's token by depth and place among candidates; calibration error {error:.3f}"]
-    levels = enumerate(rates[:, :8], 1)
-    return "\n".join([*lines, *(f"  {level}  " + "  ".join(f"{rate:.2f}" for rate in row) for level, row in levels)])
-
-
-def _row(own: "Replay") -> dict[str, str]:
+def _row(row: "Replay") -> dict[str, str]:
     """Return a line of the table of replays."""
-    told = {"tree": own.policy, "verifier": own.verifier, "drafts": ", ".join(own.drafts)}
-    return {**told, "tokens/pass": interval(own.tokens_per_pass), "how": own.how}
+    names = {"tree": row.policy, "verifier": row.verifier, "drafts": ", ".join(row.drafts)}
+    return {**names, "tokens/pass": interval(row.tokens_per_pass), "how": row.how}
+
+
+def _hit_table(table: "HitTable", error: float) -> str:
+    """Return a draft's hit rates, a line per depth, under the error of its probabilities."""
+    head = f"\n{table.draft}: the target's token by depth and place among candidates; calibration error {error:.3f}"
+    rows = enumerate(table.rates[:, :RANKS], 1)
+    return "\n".join([head, *aligned([["", str(depth), *(f"{rate:.2f}" for rate in row)] for depth, row in rows])])
 
 
 def paper_tables(
     prompts: Annotated[
         list[Path], typer.Option(help='JSON lines with "prompt", optionally "id" and "split"; a set each. Repeat.')
     ],
-    target: TargetOption = None,
-    draft: DraftOption = None,
-    count: CountOption = 5,
-    max_new_tokens: TokensOption = 64,
-    split: SplitOption = "dev",
-    batch: BatchOption = 4,
+    target: options.Target = None,
+    draft: options.Drafts = None,
+    count: options.Count = 5,
+    max_new_tokens: options.NewTokens = 64,
+    split: options.Split = "dev",
+    batch: options.Batch = 4,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the traces; a killed run goes on, and `replay` reads them.")
     ] = None,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    as_json: JsonOption = False,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    as_json: options.Json = False,
 ) -> None:
     """Print SpecInfer's Tables 1 to 3 for this pair (the first draft), beside the paper's figures."""
-    from specinfer.comparison.files import read_prompts
-    from specinfer.traces.paper import paper_tables
+    from specinfer.evaluation.compare.files import read_prompt_file
+    from specinfer.evaluation.traces import paper_tables
 
-    sets = {path.stem: [text for _, text in read_prompts(path, split)[:count]] for path in prompts}
+    sets = {path.stem: [text for _, text in read_prompt_file(path, split, count)] for path in prompts}
     if len(sets) < len(prompts):
         raise InputError(f"two of the files {[str(path) for path in prompts]} have one name, which names the set")
     made = paper_tables(
-        _decoder(target, draft, dtype, device),
+        options.load_decoder(target, draft, dtype=dtype, device=device),
         sets,
         max_new_tokens=max_new_tokens,
         batch=batch,
         out=out,
-        progress=_Bar(2 * sum(map(len, sets.values()))),
+        progress=_text_bar(2 * sum(map(len, sets.values()))),
     )
     print_json(made.to_dict()) if as_json else print(made)
 
 
-class _Bar:
-    """One progress bar over all texts of one trace or more."""
+def _text_bar(total: int) -> "Progress":
+    """Return a progress function that shows one bar over all texts of one trace or more."""
+    texts = bar("text", total=total)
 
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.bar: Any = None
-
-    def __call__(self, batches: list[list[int]], done: int) -> Iterator[list[int]]:
-        from tqdm import tqdm
-
-        if self.bar is None:
-            self.bar = tqdm(total=self.total, unit="text", disable=not sys.stderr.isatty())
-        self.bar.update(done)
+    def progress(batches: list[list[int]], done: int) -> Iterator[list[int]]:
+        texts.update(done)
         for batch in batches:
             yield batch
-            self.bar.update(len(batch))
-        if self.bar.n >= self.total:
-            self.bar.close()
+            texts.update(len(batch))
+        if texts.n >= total:
+            texts.close()
 
-
-def _decoder(target: str | None, drafts: list[str] | None, dtype: str, device: str) -> Any:
-    from specinfer.decoder import DEFAULT_TREE, SpeculativeDecoder
-
-    quieten()
-    return SpeculativeDecoder.from_pretrained(target, drafts or "auto", DEFAULT_TREE, dtype=dtype, device=device)
+    return progress
 
 
 def _policies(
-    trace: "Trace", trees: list[str], nodes: list[int] | None, depth: int | None, widths: list[str] | None
+    trace: "Trace", trees: list[str], nodes: list[int] | None, depth: int | None, expansion: list[str] | None
 ) -> "list[Policy]":
     """Return the policies that the options name, by default what the trace can answer."""
-    from specinfer.tree import BestFirst, Chain, Sampled, Widths
+    from specinfer.tree import BestFirst, Chain, Expansion, Sampled
 
     if unknown := [name for name in trees if name not in TREES]:
         raise InputError(f"--tree {unknown[0]!r} is unknown: choose {', '.join(TREES)}")
     levels = trace.settings["depth"] if depth is None else depth
     budgets = nodes or [n for n in BUDGETS if n <= trace.settings["nodes"]]
-    shapes = [numbers(text) for text in widths or ()]
     widest = min(WIDEST, trace.settings["top"] or WIDEST, trace.settings["draws"] if trace.sampling else WIDEST)
-    shapes = shapes or list(dict.fromkeys(tuple([1, 1, k, *[1] * levels][:levels]) for k in range(1, widest + 1)))
+    usual = dict.fromkeys(tuple([1, 1, k, *[1] * levels][:levels]) for k in range(1, widest + 1))
+    shapes = [options.expansion_widths(text) for text in expansion or ()] or usual
     makers: dict[str, Iterable[Policy]] = {
         "chain": [Chain(levels)],
-        "widths": map(Widths, shapes),
+        "expansion": map(Expansion, shapes),
         "sampled": [Sampled(s, r) for s in shapes for r in (True, False)] if trace.sampling else [],
         "best-first": [BestFirst(n, levels) for n in budgets],
     }
     return [policy for name in trees for policy in makers[name]]
 
 
-def _replays(trace: "Trace", policy: "Policy", drafts: list[int]) -> "list[Replay]":
-    """Replay a policy with every verifier that is exact for it."""
-    from specinfer.traces.replaying import replay
-    from specinfer.tree import Kind, Widths
-    from specinfer.verify import Walk
+def _replays(trace: "Trace", policies: "Sequence[Policy]", drafts: list[int]) -> "list[Replay]":
+    """Replay every policy with every verifier that is exact for it, then the bounds of best-first trees."""
+    from specinfer.engine.verify import ExactMatch
+    from specinfer.evaluation.traces import oracle, replay
+    from specinfer.tree import BestFirst, Expansion, Kind
 
-    if policy.kind is Kind.RANKED:
-        made = [replay(trace, policy, drafts=drafts)]
-        uncoupled = trace.sampling and isinstance(policy, Widths)
-        return [*made, *([replay(trace, policy, drafts=drafts, coupled=False)] if uncoupled else [])]
-    own = [replay(trace, policy, drafts=[place]) for place in drafts]
-    naive = [replay(trace, policy, Walk(), drafts=[place]) for place in drafts] if policy.kind is Kind.IID else []
-    return own + naive
+    replays = []
+    for policy in policies:
+        if policy.kind is Kind.RANKED:
+            ways = (True, False) if trace.sampling and isinstance(policy, Expansion) else (True,)
+            replays += [replay(trace, policy, drafts=drafts, coupled=coupled) for coupled in ways]
+        else:
+            rules = (None, ExactMatch()) if policy.kind is Kind.IID else (None,)
+            replays += [replay(trace, policy, rule, drafts=[index]) for rule in rules for index in drafts]
+    return replays + [oracle(trace, policy, drafts=drafts) for policy in policies if isinstance(policy, BestFirst)]

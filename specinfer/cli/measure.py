@@ -1,39 +1,54 @@
-"""``specinfer compare`` and ``specinfer bench``: methods side by side, the latter with a benchmark's defaults."""
+"""``specinfer compare``: methods side by side, and the presets of its options.
 
-import inspect
-import sys
-from collections.abc import Callable
-from functools import wraps
+Knows: the options and their defaults.  Does not know: how anything is measured.
+"""
+
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from specinfer.cli.options import (
-    CountOption,
-    DeviceOption,
-    DraftOption,
-    DtypeOption,
-    JsonOption,
-    PromptOption,
-    PromptsOption,
-    SplitOption,
-    TargetOption,
-    TokensOption,
-)
-from specinfer.cli.terminal import print_json, quieten
+from specinfer.cli import options
+from specinfer.cli.terminal import bar, print_json, quieten
+from specinfer.errors import InputError
 
+METHODS = "autoregressive,sequence,tree,assisted,prompt-lookup"
+BENCH_METHODS = "autoregressive,sequence,tree,auto,one-draft,gate,generate,assisted,prompt-lookup"
 GREEDY = [0.0]
-METHODS = "incremental,sequence,tree,assisted,prompt-lookup"
-BENCH_METHODS = "incremental,sequence,tree,auto,one-draft,gate,generate,assisted,prompt-lookup"
+PRESETS: dict[str, dict[str, Any]] = {  # name -> option -> default
+    "bench": {
+        "methods": BENCH_METHODS,
+        "temperature": [0.0, 1.0],
+        "nodes": 32,
+        "max_new_tokens": 128,
+        "count": 10,
+        "hits": True,
+    },
+}
+
+
+def _take_defaults(context: typer.Context, preset: str | None) -> str | None:
+    """Use a preset's defaults for all options that are not given."""
+    if preset and preset not in PRESETS:
+        raise InputError(f"--preset {preset!r} is unknown: choose {', '.join(PRESETS)}")
+    context.default_map = PRESETS[preset] if preset else context.default_map
+    return preset
 
 
 def compare(
     out: Annotated[Path, typer.Option(help="Folder for a record per finished prompt; a killed run goes on.")],
-    prompts: PromptsOption = None,
-    prompt: PromptOption = None,
-    target: TargetOption = None,
-    draft: DraftOption = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help="Other defaults: bench compares all methods, greedy and sampling, with hit rates.",
+            callback=_take_defaults,
+            is_eager=True,
+        ),
+    ] = None,
+    prompts: options.PromptFiles = None,
+    prompt: options.Prompts = None,
+    target: options.Target = None,
+    draft: options.Drafts = None,
     assistant: Annotated[
         str | None,
         typer.Option(help="Small model for transformers' assisted generation.", show_default="the draft, if it is one"),
@@ -42,26 +57,28 @@ def compare(
     temperature: Annotated[list[float], typer.Option(help="0 = greedy. Repeat.")] = GREEDY,
     nodes: Annotated[int, typer.Option(help="Drafted nodes at most, of every fixed tree.")] = 16,
     depth: Annotated[int, typer.Option(help="Levels at most, of every fixed tree and of the sequence.")] = 8,
-    max_new_tokens: TokensOption = 64,
-    count: CountOption = 5,
-    split: SplitOption = "dev",
-    hits: Annotated[bool, typer.Option(help="Count how often each draft ranks the target's choice high.")] = False,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
+    max_new_tokens: options.NewTokens = 64,
+    count: options.Count = 5,
+    split: options.Split = "dev",
+    hits: Annotated[
+        bool,
+        typer.Option(
+            help="Count how often each draft ranks the target's choice high.", show_default="no-hits; bench: hits"
+        ),
+    ] = False,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
     report_only: Annotated[bool, typer.Option("--report", help="Run nothing: report what the folder holds.")] = False,
-    as_json: JsonOption = False,
+    as_json: options.Json = False,
 ) -> None:
     """Compare tree with sequence speculation and others, prompt by prompt: tokens per pass, speed, identity."""
-    from tqdm import tqdm
-
-    from specinfer.comparison import Comparison
-    from specinfer.comparison import compare as run
+    from specinfer.evaluation.compare import Comparison
+    from specinfer.evaluation.compare import compare as run
 
     if report_only:
         found = Comparison.read(out)
     else:
         quieten()
-        bar: dict[str, Any] = {"unit": "prompt", "disable": not sys.stderr.isatty()}
         found = run(
             [*(prompts or ()), *(prompt or ())],
             target=target,
@@ -78,32 +95,6 @@ def compare(
             dtype=dtype,
             device=device,
             hits=hits,
-            progress=lambda jobs, done: tqdm(jobs, initial=done, total=done + len(jobs), **bar),
+            progress=lambda jobs, done: bar("prompt", jobs, initial=done, total=done + len(jobs)),
         )
     print_json(found.summary()) if as_json else print(found)
-
-
-def _preset(command: Callable[..., None], doc: str, **defaults: Any) -> Callable[..., None]:
-    """Return a command that differs in its defaults."""
-
-    @wraps(command)
-    def preset(**options: Any) -> None:
-        command(**options)
-
-    signature = inspect.signature(command)
-    parameters = [p.replace(default=defaults.get(p.name, p.default)) for p in signature.parameters.values()]
-    preset.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    preset.__doc__ = doc
-    return preset
-
-
-bench = _preset(
-    compare,
-    "Compare all methods, greedy and sampling, with hit rates: `compare` with a benchmark's defaults.",
-    methods=BENCH_METHODS,
-    temperature=[0.0, 1.0],
-    nodes=32,
-    max_new_tokens=128,
-    count=10,
-    hits=True,
-)

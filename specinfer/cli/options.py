@@ -1,42 +1,78 @@
-"""Options that several commands take, declared once: names, help, defaults as shown."""
+"""Options that several commands take: their names, their help, and how their values are read.
 
+Knows: typer, how a list of numbers is written.  Does not know: what a command does with an option.
+"""
+
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
-PromptArgument = Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")]
-PromptsOption = Annotated[
+from specinfer.cli.terminal import quieten
+from specinfer.errors import InputError
+
+Number = TypeVar("Number")
+
+PromptText = Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")]
+PromptFiles = Annotated[
     list[Path] | None, typer.Option(help='JSON lines with "prompt", optionally "id" and "split"; a set each. Repeat.')
 ]
-PromptOption = Annotated[list[str] | None, typer.Option(help="A prompt. Repeat.")]
-TargetOption = Annotated[
+Prompts = Annotated[list[str] | None, typer.Option(help="A prompt. Repeat.")]
+Target = Annotated[
     str | None, typer.Option(help="Target model, hub name or folder.", show_default="SmolLM2-135M-Instruct")
 ]
-DraftOption = Annotated[
+Drafts = Annotated[
     list[str] | None,
-    typer.Option(help="A model, a trained head, ngram, shipped or auto. Repeat to merge.", show_default="auto"),
+    typer.Option(help="A model, a trained head, ngram, bundled or auto. Repeat to merge.", show_default="auto"),
 ]
-TreeOption = Annotated[str, typer.Option(help="auto, best-first, widths, chain, sampled or none.")]
-NodesOption = Annotated[
+Tree = Annotated[str, typer.Option(help="auto, best-first, expansion, chain, sampled or none.")]
+Nodes = Annotated[
     int | None,
     typer.Option(
         help="Drafted nodes per tree at most (auto; best-first, where paths below 5 % are left out).",
         show_default="23 auto, 16 best-first",
     ),
 ]
-DepthOption = Annotated[int, typer.Option(help="Levels per tree at most (auto, best-first), or exactly (chain).")]
-WidthsOption = Annotated[str, typer.Option(help="Children per level (widths, sampled).")]
-CountOption = Annotated[int, typer.Option(help="Prompts per file at most.", min=1)]
-SplitOption = Annotated[str, typer.Option(help="The rows taken, where rows have a split.")]
-TokensOption = Annotated[int, typer.Option("--max-new-tokens", help="New tokens at most.")]
-TemperatureOption = Annotated[float, typer.Option(help="0 = greedy.")]
-TopPOption = Annotated[float | None, typer.Option(help="Nucleus; sampling only.", show_default="1.0")]
-TopKOption = Annotated[int | None, typer.Option(help="0 = all tokens; sampling only.", show_default="50")]
-SeedOption = Annotated[
+Depth = Annotated[int, typer.Option(help="Levels per tree at most (auto, best-first), or exactly (chain).")]
+Expansion = Annotated[str, typer.Option(help="Children per level (expansion, sampled).")]
+Count = Annotated[int, typer.Option(help="Prompts per file at most.", min=1)]
+Split = Annotated[str, typer.Option(help="The rows taken, where rows have a split.")]
+Batch = Annotated[int, typer.Option(help="Texts at a time.")]
+NewTokens = Annotated[int, typer.Option("--max-new-tokens", help="New tokens at most.")]
+Temperature = Annotated[float, typer.Option(help="0 = greedy.")]
+TopP = Annotated[float | None, typer.Option(help="Nucleus; sampling only.", show_default="1.0")]
+TopK = Annotated[int | None, typer.Option(help="0 = all tokens; sampling only.", show_default="50")]
+Seed = Annotated[
     int, typer.Option(help="Same seed, same text with any tree or none; in float32, and not with sampled trees.")
 ]
-DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-RawOption = Annotated[bool, typer.Option("--raw", help="Feed the prompt as it is, without the chat template.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Feed the prompt as it is, without the chat template.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def load_decoder(target: str | None, drafts: list[str] | None, **options: Any) -> Any:
+    """Load the models that the options name; return a decoder.  Options are those of `from_pretrained`."""
+    from specinfer.decoder import SpeculativeDecoder
+
+    quieten()
+    return SpeculativeDecoder.from_pretrained(target, drafts or "auto", **options)
+
+
+def listed(option: str, text: str, number: Callable[[str], Number], form: str) -> tuple[Number, ...]:
+    """Return the numbers that an option lists; ``form`` says in the error what they should look like."""
+    try:
+        return tuple(map(number, text.split(",")))
+    except ValueError:
+        raise InputError(f"{option} {text!r} is not a list of {form}") from None
+
+
+def expansion_widths(text: str) -> tuple[int, ...]:
+    """Return the children per level that `--expansion` lists."""
+    widths = listed("--expansion", text, int, "whole numbers such as 1,1,3")
+    if min(widths) < 1:
+        raise InputError(
+            f"--expansion {text!r}: every level needs at least one child; leave levels out to stop earlier"
+        )
+    return widths

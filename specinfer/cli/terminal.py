@@ -1,16 +1,19 @@
-"""What commands print: tables, JSON rows, progress; and what they keep transformers from printing."""
+"""What commands print: tables, JSON, progress bars.  It also keeps transformers from printing.
+
+Knows: the terminal.  Does not know: what the figures mean.
+"""
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from specinfer.tables import aligned
+from specinfer.common.tables import aligned
 
 
 def print_json(value: Any) -> None:
-    """Print a value as one line of JSON; figures that are not finite, which JSON has no words for, as null."""
+    """Print a value as one line of JSON; JSON has no words for numbers that are not finite, so they become null."""
     print(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, default=str))
 
 
@@ -18,22 +21,26 @@ def show(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
     """Print rows as a table, or as a JSON list."""
     if as_json:
         print_json(rows)
-        return
-    columns = list(rows[0])
-    print("\n".join(aligned([columns, *([_cell(row[column]) for column in columns] for row in rows)])))
+    else:
+        print("\n".join(aligned([list(rows[0]), *(list(map(_cell, row.values())) for row in rows)])))
 
 
-def progress_bars() -> Any:
-    """Return a progress function for `distill`: a bar per stage, with the newest figures after it."""
+def bar(unit: str, work: Iterable[Any] | None = None, **options: Any) -> Any:
+    """Return a progress bar over the work, invisible unless standard error is a terminal."""
     from tqdm import tqdm
 
+    return tqdm(work, unit=unit, disable=None, **options)
+
+
+def stage_bars() -> Any:
+    """Return a progress function for `distill`: a bar per stage, with the newest figures after it."""
     bars: dict[str, Any] = {}
     newest: dict[str, str] = {}
 
     def progress(stage: str, done: int, total: int, figures: dict[str, Any]) -> None:
         if stage not in bars:
             newest.clear()
-            bars[stage] = tqdm(desc=stage, initial=done, total=total, disable=not sys.stderr.isatty())
+            bars[stage] = bar("it", desc=stage, initial=done, total=total)
         newest.update({name: _figure(value) for name, value in figures.items()})
         bars[stage].set_postfix(newest, refresh=False)
         bars[stage].update(done - bars[stage].n)
@@ -44,7 +51,7 @@ def progress_bars() -> Any:
 
 
 def quieten() -> None:
-    """Keep transformers' own progress bars and advice off the terminal unless somebody is watching it."""
+    """Silence transformers' advice, and its progress bars unless standard error is a terminal."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -54,14 +61,14 @@ def quieten() -> None:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _finite(own) for name, own in value.items()}
+        return {name: _finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(own) for own in value]
+        return list(map(_finite, value))
     return value if not isinstance(value, float) or isfinite(value) else None
 
 
 def _figure(value: Any) -> str:
-    """Return a number, or the first row of a table of them (hit rates of the first draft step), in few characters."""
+    """Return a number, or the first row of a table of hit rates (those of the first draft step), in few characters."""
     if isinstance(value, list):
         return "/".join(f"{rate:.2f}" for rate in value[0])
     return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -1,4 +1,7 @@
-"""``specinfer generate`` and ``specinfer tree``: text, streamed, and the tree of one step."""
+"""``specinfer generate`` and ``specinfer tree``: text as it is written, and the tree of one step.
+
+Knows: options, standard input and output.  Does not know: how text is decoded.
+"""
 
 import sys
 from pathlib import Path
@@ -6,52 +9,35 @@ from typing import Annotated, Any
 
 import typer
 
-from specinfer.cli.options import (
-    DepthOption,
-    DeviceOption,
-    DraftOption,
-    DtypeOption,
-    JsonOption,
-    NodesOption,
-    PromptArgument,
-    RawOption,
-    SeedOption,
-    TargetOption,
-    TemperatureOption,
-    TokensOption,
-    TopKOption,
-    TopPOption,
-    TreeOption,
-    WidthsOption,
-)
-from specinfer.cli.terminal import print_json, quieten
+from specinfer.cli import options
+from specinfer.cli.terminal import print_json
 from specinfer.errors import InputError
 
 
 def generate(
-    prompt: PromptArgument,
-    target: TargetOption = None,
-    draft: DraftOption = None,
-    tree: TreeOption = "auto",
-    nodes: NodesOption = None,
-    depth: DepthOption = 8,
-    widths: WidthsOption = "3,2,1,1",
-    max_new_tokens: TokensOption = 128,
-    temperature: TemperatureOption = 0.0,
-    top_p: TopPOption = None,
-    top_k: TopKOption = None,
-    seed: SeedOption = 0,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
+    prompt: options.PromptText,
+    target: options.Target = None,
+    draft: options.Drafts = None,
+    tree: options.Tree = "auto",
+    nodes: options.Nodes = None,
+    depth: options.Depth = 8,
+    expansion: options.Expansion = "3,2,1,1",
+    max_new_tokens: options.NewTokens = 128,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
     confidence_gate: Annotated[
         float | None, typer.Option(help="Draft only after tokens that the target found at least so probable.")
     ] = None,
     profile: Annotated[
         Path | None, typer.Option(help="What auto learnt: used if the file is there, so runs repeat; else written.")
     ] = None,
-    raw: RawOption = False,
+    raw: options.Raw = False,
     show_tree: Annotated[bool, typer.Option("--show-tree", help="Draw the tree that gained most.")] = False,
-    as_json: JsonOption = False,
+    as_json: options.Json = False,
 ) -> None:
     """Generate text, streamed, with a summary of what speculation did."""
     if as_json and show_tree:
@@ -59,10 +45,11 @@ def generate(
     if profile and tree != "auto":
         raise InputError(f"--profile is of what --tree auto learns, and --tree {tree} learns nothing: leave one out")
     given = profile if profile and profile.exists() else None
-    policy = build_policy(tree, nodes, depth, widths, given)
-    text, decoder = prepare(prompt, target, draft, policy, dtype, device, confidence_gate)
-    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    stream = decoder.stream(text, seed=seed, raw=raw, **options)
+    policy = build_policy(tree, nodes, depth, expansion, given)
+    models = {"dtype": dtype, "device": device, "confidence_gate": confidence_gate}
+    text, decoder = prepare(prompt, target, draft, policy, **models)
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    stream = decoder.stream(text, raw=raw, max_new_tokens=max_new_tokens, **sampling)
     for piece in stream:
         if not as_json:
             print(piece, end="", flush=True)
@@ -74,66 +61,62 @@ def generate(
         print_json(result.to_dict())
         return
     print()
-    print(f"\n{result.stats}", file=sys.stderr, flush=True)
-    for contribution in result.stats.drafts if len(result.stats.drafts) > 1 else ():
-        print(contribution, file=sys.stderr)
-    for note in result.stats.notes:
-        print(f"note: {note}", file=sys.stderr)
+    stats = result.stats
+    contributions = stats.drafts if len(stats.drafts) > 1 else ()
+    notes = [f"note: {note}" for note in stats.notes]
+    print("", stats, *contributions, *notes, sep="\n", file=sys.stderr, flush=True)
     if show_tree:
         best = max(range(len(result.steps)), key=lambda i: (len(result.steps[i].path), len(result.steps[i].tree)))
         print(f"\n{drawn(decoder, result.steps[best], best + 1)}")
 
 
 def tree(
-    prompt: PromptArgument,
-    target: TargetOption = None,
-    draft: DraftOption = None,
-    tree: TreeOption = "auto",
-    nodes: NodesOption = None,
-    depth: DepthOption = 8,
-    widths: WidthsOption = "3,2,1,1",
-    max_new_tokens: TokensOption = 32,
-    temperature: TemperatureOption = 0.0,
-    top_p: TopPOption = None,
-    top_k: TopKOption = None,
-    seed: SeedOption = 0,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    raw: RawOption = False,
-    as_json: JsonOption = False,
+    prompt: options.PromptText,
+    target: options.Target = None,
+    draft: options.Drafts = None,
+    tree: options.Tree = "auto",
+    nodes: options.Nodes = None,
+    depth: options.Depth = 8,
+    expansion: options.Expansion = "3,2,1,1",
+    max_new_tokens: options.NewTokens = 32,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    raw: options.Raw = False,
+    as_json: options.Json = False,
 ) -> None:
     """Draw the tree of one step: the first in which anything was drafted, else the last of --max-new-tokens."""
-    policy = build_policy(tree, nodes, depth, widths)
-    text, decoder = prepare(prompt, target, draft, policy, dtype, device)
-    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    run = decoder.open(text, seed=seed, raw=raw, **options)
+    policy = build_policy(tree, nodes, depth, expansion)
+    text, decoder = prepare(prompt, target, draft, policy, dtype=dtype, device=device)
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    run = decoder.open(text, raw=raw, max_new_tokens=max_new_tokens, **sampling)
     for ((_, step),) in run:
         if len(step.tree) > 1:
             break
     run.close()
     number = len(run.results()[0].steps)
-    if as_json:
-        print_json({"step": number, **step.to_dict()})
-    else:
-        print(drawn(decoder, step, number))
+    print_json({"step": number, **step.to_dict()}) if as_json else print(drawn(decoder, step, number))
 
 
-def build_policy(tree: str, nodes: int | None, depth: int, widths: str, profile: Path | None = None) -> Any:
+def build_policy(tree: str, nodes: int | None, depth: int, expansion: str, profile: Path | None = None) -> Any:
     """Return the growth policy that the options name, or None for no speculation."""
-    from specinfer.adapt import MAX_NODES, Auto
+    from specinfer.adaptive.policy import MAX_NODES, Auto
     from specinfer.decoder import DEFAULT_TREE
-    from specinfer.tree import BestFirst, Chain, Sampled, Widths
+    from specinfer.tree import BestFirst, Chain, Expansion, Sampled
 
     for name, value in (("nodes", nodes), ("depth", depth)):
         if value is not None and value < 1:
             raise InputError(f"--{name} {value} drafts nothing: give at least 1, or --tree none")
-    levels = numbers(widths)
+    widths = options.expansion_widths(expansion)
     makers = {
         "auto": lambda: Auto(nodes or MAX_NODES, depth, profile),
         "best-first": lambda: BestFirst(nodes or DEFAULT_TREE.max_nodes, depth, DEFAULT_TREE.min_probability),
-        "widths": lambda: Widths(levels),
+        "expansion": lambda: Expansion(widths),
         "chain": lambda: Chain(depth),
-        "sampled": lambda: Sampled(levels),
+        "sampled": lambda: Sampled(widths),
         "none": lambda: None,
     }
     if tree not in makers:
@@ -141,54 +124,26 @@ def build_policy(tree: str, nodes: int | None, depth: int, widths: str, profile:
     return makers[tree]()
 
 
-def prepare(
-    prompt: str,
-    target: str | None,
-    drafts: list[str] | None,
-    policy: Any,
-    dtype: str,
-    device: str,
-    confidence_gate: float | None = None,
-) -> tuple[str, Any]:
-    """Read the prompt, then load the models; return the text and a decoder."""
-    from specinfer.decoder import SpeculativeDecoder
-
-    text = read_prompt(prompt)
-    quieten()
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "confidence_gate": confidence_gate}
-    return text, SpeculativeDecoder.from_pretrained(target, drafts or "auto", policy, **options)
-
-
-def read_prompt(prompt: str) -> str:
-    """Return the prompt, from standard input if it is "-"."""
+def prepare(prompt: str, target: str | None, drafts: list[str] | None, policy: Any, **models: Any) -> tuple[str, Any]:
+    """Read the prompt, from standard input if it is "-", then load the models; return the text and a decoder."""
     try:
         text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
-        text.encode()  # bytes that are no text may come as halves of surrogate pairs
+        text.encode()  # bytes that are not text may arrive as halves of surrogate pairs
     except UnicodeError as error:
         source = "standard input" if prompt == "-" else "the prompt"
         raise InputError(f"{source} is not text in UTF-8 ({error}): convert it first") from error
     if not text.strip():
         raise InputError("the prompt is empty: there is nothing to continue")
-    return text
+    return text, options.load_decoder(target, drafts, tree=policy, **models)
 
 
 def drawn(decoder: Any, step: Any, number: int) -> str:
     """Draw one step's tree with its accepted path and bonus token."""
     from specinfer.tree import render
 
-    text = decoder.tokenizer.decode
-    bonus = None if step.bonus is None else text([step.bonus])
-    picture = render(step.tree, lambda token: text([token]), step.path, bonus)
+    def text(token: int) -> str:
+        return decoder.tokenizer.decode([token])
+
+    picture = render(step.tree, text, step.path, None if step.bonus is None else text(step.bonus))
     gained = f"{len(step.path)} of {step.tree.num_drafted} drafted tokens accepted on a path"
     return f"step {number}: {gained}\n{picture}"
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    """Return the widths that an option lists."""
-    try:
-        found = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise InputError(f"--widths {text!r} is not a list of whole numbers such as 1,1,3") from None
-    if any(number < 1 for number in found):
-        raise InputError(f"--widths {text!r}: every level needs at least one child; leave levels out to stop earlier")
-    return found

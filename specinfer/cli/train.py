@@ -1,4 +1,7 @@
-"""``specinfer distill``: drafts for a target."""
+"""``specinfer distill``: drafts for a target.
+
+Knows: the options.  Does not know: how drafts are trained (`training`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from specinfer.cli.options import DeviceOption, DtypeOption, JsonOption, TargetOption
-from specinfer.cli.terminal import print_json, progress_bars, quieten, show
+from specinfer.cli import options
+from specinfer.cli.terminal import print_json, quieten, show, stage_bars
 from specinfer.errors import InputError
 
 
@@ -18,14 +21,14 @@ def distill(
         list[Path], typer.Option(help='JSON lines with "prompt" (and "split": only train), or .txt by line. Repeat.')
     ],
     out: Annotated[Path, typer.Option(help="Folder for drafts and text; the same command goes on after a kill.")],
-    target: TargetOption = None,
+    target: options.Target = None,
     text: Annotated[
         list[Path] | None, typer.Option(help="Given text to learn from as well: a document a block or line. Repeat.")
     ] = None,
     drafts: Annotated[int, typer.Option(help="Heads, each tuned on what the earlier ones miss.")] = 2,
     start: Annotated[
         list[str] | None,
-        typer.Option(help="Heads to train on from, sizes and all: folders, or shipped. Repeat.", show_default="none"),
+        typer.Option(help="Heads to train on from, sizes and all: folders, or bundled. Repeat.", show_default="none"),
     ] = None,
     arch: Annotated[str, typer.Option(help="head (reads the target's states) or lm (a small causal LM).")] = "head",
     samples: Annotated[
@@ -39,49 +42,46 @@ def distill(
         int, typer.Option(help="Most frequent tokens, which a head without --start may propose.")
     ] = 12_000,
     learning_rate: Annotated[float, typer.Option(help="Of the matrices (Muon), at its peak.")] = 4.5e-3,
-    loss: Annotated[str, typer.Option(help="kl (the target's law) or token (its choices).")] = "kl",
+    loss: Annotated[str, typer.Option(help="kl (the target's distribution) or token (its choices).")] = "kl",
     seed: Annotated[int, typer.Option(help="Of texts and training.")] = 0,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    as_json: JsonOption = False,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    as_json: options.Json = False,
 ) -> None:
     """Train drafts for a target on text that the target writes."""
-    from specinfer.distill import Recipe, Settings, TextSettings, distill, processes, read_documents, read_prompts
-    from specinfer.models import load
+    from specinfer import training
+    from specinfer.loading import load
 
-    own = TextSettings(samples, new_tokens, _temperatures(temperatures), seed)
-    training = Settings(epochs, learning_rate=learning_rate, vocabulary=vocabulary, layers=layers, loss=loss, seed=seed)
-    recipe = Recipe(drafts, arch, own, training)
-    asked, given = read_prompts(prompts), read_documents(text or ())
+    sampled_at = options.listed("--temperatures", temperatures, float, "numbers such as 0,0.7,1")
+    written = training.TextSettings(samples, new_tokens, sampled_at, seed)
+    steps = training.TrainingSettings(
+        epochs, learning_rate=learning_rate, vocabulary=vocabulary, layers=layers, loss=loss, seed=seed
+    )
+    recipe = training.Recipe(drafts, arch, written, steps)
+    asked, documents = training.read_prompts(prompts), training.read_documents(text or ())
     quieten()
     loaded = load(target, dtype, device)
     recipe = replace(recipe, start=_folders(start or (), loaded))
-    first = processes(loaded.model.device).is_main_process
-    progress = progress_bars() if first else lambda *_: None
-    made = distill(loaded.model, loaded.tokenizer, asked, out, recipe, given, loaded.name, progress)
-    if not first:
-        return
-    if as_json:
+    first = training.processes(loaded.model.device).is_main_process
+    progress = stage_bars() if first else lambda *_: None
+    made = training.distill(loaded.model, loaded.tokenizer, asked, out, recipe, documents, loaded.name, progress)
+    if first and as_json:
         print_json(made)
-        return
-    rows = [{"draft": draft["folder"], "steps": draft["steps"]} for draft in made["drafts"]]
-    for row, draft in zip(rows, made["drafts"], strict=True):
-        row |= {f"top-{k}": f"{rate:.3f}" for k, rate in enumerate(draft["hits"][0], 1)}
-    show(rows, as_json=False)
+    elif first:
+        show([_row(draft) for draft in made["drafts"]], as_json=False)
+
+
+def _row(draft: dict[str, Any]) -> dict[str, Any]:
+    """Return a draft's line of the table."""
+    rates = {f"top-{k}": f"{rate:.3f}" for k, rate in enumerate(draft["hits"][0], 1)}
+    return {"draft": draft["folder"], "steps": draft["steps"], **rates}
 
 
 def _folders(start: Sequence[str], loaded: Any) -> tuple[Path, ...]:
-    """Return the folders of the heads to train on from, "shipped" spelt out."""
-    from specinfer.shipped import shipped_folders
+    """Return the folders of the heads to train on from; "bundled" becomes the folders of those."""
+    from specinfer.drafts.bundled import bundled_folders
 
-    shipped = shipped_folders(loaded.model, loaded.tokenizer) if "shipped" in start else []
-    if "shipped" in start and not shipped:
-        raise InputError(f"--start shipped: no heads for {loaded.name} come with the package; leave it out")
-    return tuple(own for name in start for own in (shipped if name == "shipped" else [Path(expanduser(name))]))
-
-
-def _temperatures(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise InputError(f"--temperatures {text!r} is not a list of numbers such as 0,0.7,1") from None
+    bundled = bundled_folders(loaded.model, loaded.tokenizer) if "bundled" in start else []
+    if "bundled" in start and not bundled:
+        raise InputError(f"--start bundled: no heads for {loaded.name} come with the package; leave it out")
+    return tuple(path for name in start for path in (bundled if name == "bundled" else [Path(expanduser(name))]))

@@ -1,0 +1,183 @@
+"""Packages of compiled passes in the cache folder: found, made, shared, listed, removed.
+
+Knows: where packages are kept, and which one belongs to a model on this machine.
+Does not know: how passes are compiled or compared (`attention.compiled`).
+
+A package holds code and no weights, so it belongs to an architecture.  Its name is a digest of what the model is made
+of, the versions of torch and transformers, and the kind of machine.  Fine-tuned models share the package of the base
+model.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import RLock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import transformers
+
+from specinfer.attention import TreeModel, resumed
+from specinfer.attention.compiled import OPTIONS, RECORD, CompiledPass, check, make
+from specinfer.attention.watch import architecture
+from specinfer.common.files import cache_folder, parse_json, storing
+from specinfer.errors import InputError, NotCompiled
+
+FORMAT = 2  # of packages; raised when their inputs change
+WIDTHS = (1, 2, 3, 5, 8, 9, 16, 17, 24, 33, 64, 65, 130, 512)  # of the passes that check a new package, in nodes
+MODES = ("auto", True, False)
+UNREADABLE = (OSError, ValueError, KeyError, TypeError)  # what reading a damaged record raises
+
+_loaded: WeakKeyDictionary[Any, CompiledPass] = WeakKeyDictionary()  # by network, so weights are packed once
+_lock = RLock()
+
+
+def packages_folder() -> Path:
+    """Return where packages are kept: ``compiled`` in the cache folder."""
+    return cache_folder() / "compiled"
+
+
+def attach(model: TreeModel, aux_layers: Sequence[int], mode: bool | str) -> str:
+    """Give a model its compiled passes, if there are some; else return why it has none.
+
+    Args:
+        model: runs plain until it has compiled passes.
+        aux_layers: hidden states that its passes must return.
+        mode: "auto" takes an existing package.  True makes one if there is none, and says so on stderr.  False takes
+            none.
+
+    Raises:
+        InputError: the mode is none of these.
+    """
+    if mode not in MODES:
+        raise InputError(f"compile={mode!r}: give True, False or 'auto'")
+    if mode is False:
+        return "not compiled, as asked"
+    with _lock, resumed(model):
+        try:
+            model.compiled = _usable(model, aux_layers, anew=mode is True)
+            if mode is True and model.compiled is None:
+                model.compiled = _made(model, aux_layers)
+            advice = "not compiled yet: `specinfer compile` does it in minutes, once, and passes get faster"
+            return "" if model.compiled else missing_compiler() or advice
+        except NotCompiled as error:
+            return str(error)
+        except (OSError, RuntimeError) as error:  # no access to the folder, no home
+            return f"packages cannot be looked for ({error})"
+
+
+def packages() -> list[dict[str, Any]]:
+    """Return the packages in the cache folder: name, number of layers, aux_layers, megabytes (None if damaged)."""
+    found: list[dict[str, Any]] = []
+    for path in sorted(packages_folder().glob(f"*/{RECORD}")):
+        found.append({"package": path.parent.name, "layers": None, "aux_layers": None, "MB": None})
+        with suppress(*UNREADABLE):
+            record = parse_json(path.read_text())
+            size = sum(file.stat().st_size for file in path.parent.iterdir()) / 1e6
+            found[-1] |= {"layers": len(record["layers"]), "aux_layers": record["aux_layers"], "MB": round(size, 1)}
+    return found
+
+
+def remove_packages() -> int:
+    """Remove every package, and the rests of killed compilations; return how many packages there were."""
+    count = len(packages())
+    with storing(packages_folder()), suppress(FileNotFoundError):
+        shutil.rmtree(packages_folder())
+    return count
+
+
+def package_of(model: TreeModel) -> Path:
+    """Return the folder that a model's package is in, or would be."""
+    parts = [FORMAT, OPTIONS, torch.__version__, transformers.__version__, _machine(model), architecture(model.model)]
+    digest = hashlib.sha256(json.dumps([*parts, str(model.dtype)]).encode()).hexdigest()
+    return packages_folder() / f"{model.name}-{digest[:16]}"
+
+
+def _usable(model: TreeModel, aux_layers: Sequence[int], anew: bool = False) -> CompiledPass | None:
+    """Return the passes of the model's package, None if there is none, or if it will be made anew as it is unusable.
+
+    Raises:
+        NotCompiled: the package is damaged, wrong, or returns other hidden states; or the model is patched.
+    """
+    compiled = _loaded.get(model.model)
+    if compiled is not None and set(aux_layers) <= set(compiled.aux_layers) and not compiled.refresh():
+        return compiled
+    folder = package_of(model)
+    if not (folder / RECORD).is_file():
+        return None
+    try:
+        compiled = CompiledPass(model, folder)
+        if not set(aux_layers) <= set(compiled.aux_layers):
+            raise NotCompiled("compiled for other drafts: run `specinfer compile` with these, too")
+        if not (reason := compiled.refresh()):
+            check(model, compiled)
+    except NotCompiled:
+        if anew:
+            return None
+        raise
+    if reason:
+        raise NotCompiled(reason)
+    _loaded[model.model] = compiled
+    return compiled
+
+
+def _made(model: TreeModel, aux_layers: Sequence[int]) -> CompiledPass:
+    """Make a package, compare it with the plain model, and move it to where it will be found."""
+    from filelock import FileLock
+
+    if missing := missing_compiler():
+        raise NotCompiled(missing)
+    folder = package_of(model)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f".{folder.name}.lock")):
+            if (compiled := _usable(model, aux_layers, anew=True)) is not None:  # another process made it
+                return compiled
+            _tell(f"compiling the passes of {model.name}: minutes, once")
+            with suppress(*UNREADABLE):  # so that the new package also serves the models of the old one
+                aux_layers = [*aux_layers, *parse_json((folder / RECORD).read_text())["aux_layers"]]
+            with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as temporary:
+                made = Path(temporary) / folder.name
+                made.mkdir()
+                make(model, sorted(set(aux_layers)), made)
+                compiled = CompiledPass(model, made)
+                if reason := compiled.refresh():
+                    raise NotCompiled(reason)
+                _tell(f"compiled; largest error against the plain model {check(model, compiled, WIDTHS):.1e}")
+                shutil.rmtree(folder, ignore_errors=True)
+                made.rename(folder)
+    except OSError as error:
+        raise NotCompiled(f"packages cannot be kept in {folder.parent} ({error.strerror or error})") from error
+    _loaded[model.model] = compiled
+    return compiled
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def missing_compiler() -> str:
+    """Return what to do if this machine has no C++ compiler, else \"\"."""
+    if any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")))):
+        return ""
+    return "no C++ compiler was found, which compiled passes need: install g++ (Debian: `apt install g++`) or clang"
+
+
+def _machine(model: TreeModel) -> list[str]:
+    """Return what compiled code depends on: the instructions of the processor, or the kind of the GPU."""
+    if model.device.type == "cuda":
+        return [torch.cuda.get_device_name(model.device), torch.version.cuda or ""]
+    kinds = [platform.machine(), platform.system(), torch.backends.cpu.get_cpu_capability()]
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return [*kinds, next(line for line in lines if line.startswith(("flags", "Features")))]
+    except (OSError, StopIteration):
+        return kinds

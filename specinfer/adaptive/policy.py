@@ -1,0 +1,351 @@
+"""Adaptive trees: as many drafts, levels and nodes a step as pay on this machine, for these models and this text.
+
+Knows: what steps cost in seconds; which drafted tokens were accepted.
+Does not know: clocks (it is told seconds), models, verification, text.
+
+One price weighs everything: the tokens that a second is worth, at the rate of the last steps or of plain decoding,
+whichever is more.  Taking whatever gains more tokens than its seconds are worth maximises tokens per second
+(Dinkelbach, 1967).  Expected tokens are drafted probabilities, corrected by how often such tokens were accepted.
+
+    `Auto.grow`      is this draft asked in this step at all, and for one more level?
+    `Auto.fit`       how many nodes of the merged tree does the target score?  None: the step is plain
+    `Auto.observe`   the step's outcome and seconds; later texts use what was learnt, too
+
+Trees depend on time, token ids do not: trees are ranked, and exact match is exact for every tree.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from copy import copy, deepcopy
+from itertools import accumulate, zip_longest
+from math import exp
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from specinfer.adaptive.cost_model import Average, Seconds
+from specinfer.adaptive.profile import Lock, Profile
+from specinfer.attention import size_bucket
+from specinfer.common.files import write_json
+from specinfer.errors import InputError, PolicyError
+from specinfer.results import reach
+from specinfer.tree import BestFirst, Forest, Frontier, Growth, Kind, Nodes, Source, TokenTree, grow_best_first
+
+MAX_NODES, MAX_DEPTH = 23, 8  # with the root, 24 tokens: a size bucket
+FIRST_NODES = 4  # of a tree whose cost is not known, and of one that is scored to learn what trees cost now
+PLAIN_AGAIN = 2, 128  # steps after which a plain one measures the machine: at first, and at most
+PATIENCE = 8  # steps without a tree that was worth its cost, after which all drafts are idle
+MARGIN = 1.03  # a draft must promise to be worth so many times what it costs, for averages err
+JUDGED = 4  # steps in which a draft is asked before it is judged ...
+TRIAL = 2  # ... and those of an idle draft's trial, in which trees are scored whatever they cost ...
+WAITS = 8, 64  # ... after so many idle steps: at first, doubled with every failure, and at most
+NODE_SHARE = 1 / 32  # of a level's cost, is the cost of asking about one more node
+LEVEL_PRICE = 0.1  # tokens that a level must gain while its cost is unknown
+LEAST = 0.001, 0.05  # bounds of the path probability below which nothing is drafted
+
+
+class DraftRecord:
+    """What one draft did in this text, and when it is asked again.
+
+    Attributes:
+        gained: tokens a step that it added to those of cheaper drafts.
+        levels: levels a step, in steps that asked it.
+        until: the step before which it is asked in any case.
+        idle_from: the step from which it is idle, if it is.
+        wait: steps that it is idle then, or next time.
+    """
+
+    def __init__(self) -> None:
+        self.gained, self.levels = Average(), Average()
+        self.until, self.wait = JUDGED, WAITS[0]
+        self.idle_from: int | None = None
+
+    def tried(self, step: int) -> bool:
+        """Return whether a step belongs to a trial of the draft, after it was idle."""
+        return JUDGED <= step < self.until
+
+    def works(self, step: int, price: float | None, pays: bool) -> bool:
+        """Return whether the draft is asked in a step.
+
+        Args:
+            step: its number in the text.
+            price: tokens that a level must gain, if known.
+            pays: whether trees were worth their cost of late.
+        """
+        if step < self.until or price is None:
+            return True
+        if pays and self.gained.value > MARGIN * price * self.levels.value:
+            self.idle_from, self.wait = None, WAITS[0]
+            return True
+        self.idle_from = step if self.idle_from is None else self.idle_from
+        if step < self.idle_from + self.wait:
+            return False
+        self.gained, self.until, self.idle_from = Average(), step + TRIAL, None
+        self.wait = min(2 * self.wait, WAITS[1])
+        return True
+
+
+class Auto:
+    """Best-first trees whose drafts, levels and nodes are chosen step by step to maximise tokens per second.
+
+    One object serves one decoder: it learns what this target and these drafts cost, and which tokens are accepted.
+    `begin` gives every text an object of its own, which shares what is learnt.  Texts may be decoded at once, in
+    several threads.
+
+    Args:
+        max_nodes: nodes of a merged tree at most.
+        max_depth: levels below the root at most.
+        profile: what another object has learnt (`to_json`, or the path of `save`).  Then nothing is measured: every
+            text starts from the profile alone and goes by counts, so a run repeats itself on the same machine.
+
+    Raises:
+        PolicyError: a size that is not a whole number, or negative; a profile of other drafts, when a text begins.
+        InputError: a profile that cannot be read, or is damaged.
+    """
+
+    kind: ClassVar[Kind] = Kind.RANKED
+
+    def __init__(
+        self,
+        max_nodes: int = MAX_NODES,
+        max_depth: int = MAX_DEPTH,
+        profile: dict[str, Any] | str | PathLike[str] | None = None,
+    ) -> None:
+        bounds = BestFirst(max_nodes, max_depth)  # which checks them
+        self.max_nodes, self.max_depth = bounds.max_nodes, bounds.max_depth
+        self.lock = Lock()
+        self.frozen = profile is not None  # costs are given
+        self.learnt = Profile.read(profile) if profile is not None else Profile()
+        self.given = self.learnt  # what a text starts from, if costs are given
+        self.start(self.learnt.drafts, coupled=False)
+
+    def __repr__(self) -> str:
+        return f"Auto(max_nodes={self.max_nodes}, max_depth={self.max_depth})"
+
+    def begin(self, drafts: int, coupled: bool) -> "Auto":
+        """Return an object for one text, which shares what is learnt: see `start`."""
+        text = copy(self)
+        text.start(drafts, coupled)
+        return text
+
+    def start(self, drafts: int, coupled: bool) -> None:
+        """Begin a text: every draft gets a trial, however idle it was, because texts differ.
+
+        Args:
+            drafts: how many there are.
+            coupled: whether drafts rank by the target's noise.
+
+        Raises:
+            PolicyError: the profile is for another number of drafts.
+        """
+        if self.frozen:
+            if drafts != self.given.drafts:
+                raise PolicyError(f"the profile is for {self.given.drafts} drafts, not {drafts}: save one for these")
+            self.learnt = deepcopy(self.given)  # so that a text does not depend on others
+        self.learnt.drafts = drafts
+        self.costs, self.acceptance = self.learnt.costs, self.learnt.acceptance[coupled]
+        self.steps = self.since_plain = self.since_tree = 0
+        self.worth = False  # whether this step has a tree that is worth its cost
+        self.records = [DraftRecord() for _ in range(drafts)]
+        self.asked = (1 << drafts) - 1  # the drafts to ask in the next step, a bit mask
+        self.warm = 0  # those asked in the step before: the others must first read what they missed
+        self.levels: defaultdict[int, int] = defaultdict(int)  # asked for in this step, by draft
+        self.grown: Forest | None = None  # this step's trees, before `fit`
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what was learnt so far, JSON-ready: a profile.
+
+        Raises:
+            InputError: too little was decoded for costs to be known.
+        """
+        with self.lock:
+            if not (self.costs.trees.known and self.costs.plain):
+                raise InputError("no profile to save yet: costs are not known; decode some 20 tokens more with drafts")
+            return self.learnt.to_json()
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the profile to a file.
+
+        Raises:
+            InputError: as `to_json`; or the file cannot be written.
+        """
+        write_json(Path(path), self.to_json())
+
+    # ---- what is chosen ----
+
+    def grow(self, source: Source, max_depth: int | None = None) -> Growth:
+        """Grow one tree per row: none if the draft is idle, else level by level while that pays."""
+        depth = self.max_depth if max_depth is None else min(max_depth, self.max_depth)
+        if not self.asked >> source.draft & 1:
+            depth = 0
+        self.levels[source.draft] = min(depth, 1)
+        half = self.costs.node(source.batch) / 2  # for q may be low
+        least = min(max(half, LEAST[0]), LEAST[1])
+        return grow_best_first(source, self.max_nodes, depth, least, _Levels(self, source))
+
+    def fit(self, trees: Sequence[TokenTree]) -> Forest:
+        """Return each tree's nodes that are worth their part of the target's pass; as many in all rows, or none."""
+        forest = Forest.of(trees)
+        with self.lock:
+            self.grown = forest
+            reached = self.acceptance.path(forest.nodes)
+            size = self._size(forest.nodes, reached)
+        return forest.best(size, reached)
+
+    def wanted_nodes(self, draft: int, depth: int, accepted: Sequence[Sequence[float]]) -> int:
+        """Return about how many nodes of each row a draft is asked: none unless they gain more than the level costs.
+
+        Args:
+            draft, depth: which, and of which nodes.
+            accepted: per row, the probabilities that the target accepts those nodes, in the draft's order.
+        """
+        rows, family = len(accepted), self.acceptance.family(draft, depth)
+        cost = self.costs.level(draft, rows)
+        cost = LEVEL_PRICE * rows if cost is None else cost
+        node = self.costs.node(rows)
+        gains = [[max(0.0, chance * family - node) for chance in row] for row in accepted]
+        if sum(map(sum, gains)) <= cost:
+            return 0
+        wanted = [index + 1 for row in gains for index, gain in enumerate(row) if gain * rows > NODE_SHARE * cost]
+        return size_bucket(max(wanted, default=1))
+
+    def _size(self, nodes: Nodes, reached: Sequence[float]) -> int:
+        """Return how many nodes the target scores in each row, from all nodes' probabilities of acceptance."""
+        starts = nodes.starts.tolist()
+        rows, ends = len(starts) - 1, starts[1:]
+        best = [sorted(reached[start + 1 : end], reverse=True) for start, end in zip(starts, ends, strict=False)]
+        most = min(self.max_nodes, max(map(len, best)))
+        price = self.costs.price(rows)
+        if price is None:
+            return min(FIRST_NODES, most)
+        gains = [0.0, *accumulate(map(sum, zip_longest(*best, fillvalue=0.0)))]  # of so many nodes in every row
+        sizes = [n for n in range(most + 1) if size_bucket(n + 1) == n + 1 or n == self.max_nodes]
+        size = max(sizes, key=lambda n: gains[n] - price * self.costs.seconds(rows, n))
+        self.worth = size > 0
+        return size or (min(FIRST_NODES, most) if any(record.tried(self.steps) for record in self.records) else 0)
+
+    def _choose(self, rows: int) -> int:
+        """Return the drafts to ask in the next step, a bit mask."""
+        plain = self.costs.plain.get(rows)
+        if not self.frozen and self.since_plain >= min(PLAIN_AGAIN[0] << (plain.count if plain else 0), PLAIN_AGAIN[1]):
+            return 0
+        prices = [self.costs.level(draft, rows) for draft in range(len(self.records))]
+        works = [
+            record.works(self.steps, None if price is None else price / rows, self.since_tree < PATIENCE)
+            for record, price in zip(self.records, prices, strict=True)
+        ]
+        return sum(1 << draft for draft, asked in enumerate(works) if asked)
+
+    # ---- what is learnt ----
+
+    def observe(
+        self,
+        trees: Sequence[TokenTree],
+        paths: Sequence[Sequence[int]],
+        tokens: Sequence[Sequence[int]],
+        proposing: Sequence[float],
+        seconds: float,
+    ) -> None:
+        """Learn from a step.
+
+        Args:
+            trees: what the target scored, one per row.
+            paths: accepted nodes, root excluded.
+            tokens: what each row emitted.
+            proposing: seconds of each draft; next to nothing where it was not asked.
+            seconds: of the whole step, drafts included.
+        """
+        assert self.grown is not None, "a step is fitted before it is observed"
+        with self.lock:
+            rows, nodes = len(trees), max(tree.num_drafted for tree in trees)
+            if not self.frozen:
+                self._time(rows, nodes, proposing, seconds - sum(proposing))
+            levels = [self.costs.levels[d].value * n for d, n in self.levels.items() if d in self.costs.levels]
+            self.costs.earn(rows, sum(map(len, tokens)), self.costs.seconds(rows, nodes) + sum(levels))
+            self.acceptance.observe(self.grown, tokens)
+            self._credit(trees, paths)
+            self.steps += 1
+            self.since_plain = self.since_plain + 1 if nodes else 0
+            self.since_tree = 0 if self.worth else self.since_tree + 1
+            self.warm = sum(1 << draft for draft, asked in self.levels.items() if asked)
+            self.levels.clear()
+            self.grown = None
+            self.asked = self._choose(rows)
+
+    def _time(self, rows: int, nodes: int, proposing: Sequence[float], rest: float) -> None:
+        """Learn costs from a step's seconds: of each draft, and of the rest."""
+        fed = rows * (nodes + 1)
+        if nodes:
+            self.costs.trees.add(fed, rest)
+        else:
+            self.costs.plain.setdefault(rows, Seconds(PATIENCE)).add(rest)
+        for draft, levels in self.levels.items():
+            if levels and self.warm >> draft & 1:  # else it has to read what it missed
+                self.costs.levels.setdefault(draft, Seconds()).add(proposing[draft] / levels)
+
+    def _credit(self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]]) -> None:
+        """Credit each draft that was asked with the tokens that cheaper drafts would not have gained without it."""
+        masks = [[tree.proposers[node] for node in path] for tree, path in zip(trees, paths, strict=True)]
+        asked = [draft for draft, levels in self.levels.items() if levels]
+        if not all(draft in self.costs.levels for draft in asked):
+            return
+        drafts = before = 0
+        for draft in sorted(asked, key=lambda draft: self.costs.levels[draft].value):
+            drafts |= 1 << draft
+            reached = sum(reach(path, drafts) for path in masks)
+            self.records[draft].gained.add((reached - before) / len(trees))
+            self.records[draft].levels.add(self.levels[draft])
+            before = reached
+
+    def reasons(self, names: Sequence[str], rows: int) -> str:
+        """Return what the choices rest on, in words; names are the drafts'."""
+        parts = []
+        if plain := self.costs.seconds(rows, 0):
+            parts.append(f"a plain step costs {1e3 * plain:.1f} ms")
+        if self.costs.trees.known:
+            few, many = (1e3 * self.costs.seconds(rows, nodes) for nodes in (4, 16))
+            parts.append(f"one with trees {few:.1f} ms (4 nodes) to {many:.1f} ms (16 nodes)")
+        for draft, name in enumerate(names):
+            if draft in self.costs.levels:
+                parts.append(f"a level of {name} {1e3 * self.costs.levels[draft].value:.1f} ms")
+        parts += [f"{name} is idle" for draft, name in enumerate(names) if not self.asked >> draft & 1]
+        return ", ".join(parts)
+
+
+class _Levels:
+    """How many nodes of its next level one draft is asked about, from their corrected probabilities.
+
+    Where tensors are not on the host it goes by averages instead: to look at the nodes would be to wait for them.
+    """
+
+    def __init__(self, auto: Auto, source: Source) -> None:
+        self.auto, self.draft = auto, source.draft
+        self.known = [[(0.0, 1.0)] for _ in range(source.batch)]  # score and probability of every node asked about
+
+    def __call__(self, frontier: Frontier, scores: Tensor) -> int:
+        auto, width = self.auto, frontier.tokens.shape[1]
+        with auto.lock:
+            if frontier.tokens.device.type == "cpu":
+                level = self._level(frontier, scores)
+                width = auto.wanted_nodes(self.draft, frontier.depth, [[chance for _, chance in row] for row in level])
+                for known, row in zip(self.known, level, strict=True):
+                    known += row[:width]
+            else:
+                average = auto.acceptance.expected(self.draft, frontier.depth)
+                width *= auto.wanted_nodes(self.draft, frontier.depth, [[average]] * len(self.known))
+        auto.levels[self.draft] += width > 0
+        return width
+
+    def _level(self, frontier: Frontier, scores: Tensor) -> list[list[tuple[float, float]]]:
+        """Return every node's score and the probability that it is accepted, by row; padding has none."""
+        rate = self.auto.acceptance.edge(self.draft, frontier.depth)
+        rows = zip(self.known, scores.tolist(), frontier.parents.tolist(), frontier.valid.tolist(), strict=True)
+        return [
+            [
+                (score, real and known[p][1] * min(1.0, exp(score - known[p][0]) * rate))
+                for score, p, real in zip(*row, strict=True)
+            ]
+            for known, *row in rows
+        ]

@@ -1,0 +1,54 @@
+"""Checks of single arguments, and numbers of numpy and torch as Python's own.
+
+Knows: flags, counts, temperatures, names, arrays.  Does not know: prompts, options, decoding.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from math import inf
+from typing import Any
+
+from specinfer.errors import InputError
+
+Progress = Callable[[list[Any], int], Iterable[Any]]  # (work left, number done) -> the work, one by one
+
+
+def plain(value: Any) -> Any:
+    """Return a value with numpy's and torch's numbers as Python's, and arrays and tensors as lists, at any depth."""
+    if hasattr(value, "tolist") and not isinstance(value, type):
+        return value.tolist()
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    if type(value) is dict:
+        return {plain(key): plain(item) for key, item in value.items()}
+    return value
+
+
+def checked_flag(name: str, value: Any) -> bool:
+    """Return a flag; raise `InputError` if it is neither True nor False."""
+    if not isinstance(flag := plain(value), bool):
+        raise InputError(f"{name}={value!r:.60} is neither True nor False: give one of them")
+    return flag
+
+
+def checked_count(name: str, value: Any, least: int, advice: str = "") -> int:
+    """Return a whole number; raise `InputError` for anything else, for less than the least and over 32 bits."""
+    count = plain(value)
+    if isinstance(count, bool) or not isinstance(count, int) or not least <= count < 2**31:
+        raise InputError(f"{name}={value!r:.60} {advice or 'is not a count'}: give a whole number, at least {least}")
+    return count
+
+
+def checked_temperature(value: Any) -> float:
+    """Return a temperature; raise `InputError` for anything else."""
+    temperature = plain(value)
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature < inf:
+        raise InputError(f"temperature={value!r:.60}: 0 is greedy, others must be positive and finite")
+    return temperature
+
+
+def checked_names(name: str, *values: Any) -> None:
+    """Raise `InputError` for a value that is neither text nor a path."""
+    for value in values:
+        if not isinstance(value, str | os.PathLike):
+            raise InputError(f"{name}: {value!r:.60} is not a name or a path")

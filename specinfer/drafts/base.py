@@ -1,0 +1,80 @@
+"""The draft interface: what proposes token trees, and what it is told.
+
+Knows: prompts, noise, processors, the target's hidden states.  Does not know: the target, verification, text.
+
+A `Draft` holds what lasts (weights, tokenizer).  `Draft.open` starts a `DraftSession` for one batch of rows.  After
+every step the session is told which tokens each row committed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from specinfer.engine.gumbel import Coupling
+from specinfer.engine.sampling import Processors
+from specinfer.tree import Policy, TokenTree
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """What a draft is told about the rows it will draft for."""
+
+    prompts: Sequence[Sequence[int]]  # token ids; the last one is the root of the first tree
+    capacity: int  # cache slots per row at first, for prompt and tree
+    max_capacity: int  # ... and at most
+    vocab_size: int  # of the target: distributions have this length
+    draft: int  # this draft's id in the trees
+    processors: Processors  # the target's, without those that read the prefix
+    seeds: Sequence[int]  # per row
+    couplings: Sequence[Coupling] = ()  # per row, the target's noise: it chooses argmax(log p + noise); () = none
+    aux_layers: Sequence[int] = ()  # the target's layers whose hidden states drafts get, counted as transformers does
+    # per row, the target's hidden states (n - 1, aux_layers, H) at all prompt tokens except the root
+    states: Sequence[Tensor | None] = ()
+    graphs: bool = False  # replay passes as CUDA graphs
+
+
+class Proposer(Protocol):
+    """What the decode loop needs of a draft at work on one batch of rows."""
+
+    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
+        """Grow one tree per row below its last committed token, no deeper than ``max_depth``."""
+
+    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
+        """Take note of what each row committed.
+
+        Args:
+            tokens: per row, the accepted path, then the bonus token; None retires the row.
+            states: per row (n, aux_layers, H), the target's hidden states from which those n tokens were chosen; for
+                drafts with `aux_layers`.
+        """
+
+
+class DraftSession(Proposer, Protocol):
+    """One draft at work on one batch of rows, with its clocks."""
+
+    @property
+    def passes(self) -> int:
+        """Forward passes so far, prefill excluded."""
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds in those passes."""
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Wall-clock seconds in prefill passes."""
+
+
+class Draft(Protocol):
+    """Anything that proposes trees.
+
+    A draft that reads the target's hidden states names their layers in ``aux_layers``.  It has a method ``attach`` that
+    takes the target and its tokenizer and returns the draft to run: a bound copy, or None for itself.
+    """
+
+    name: str
+
+    def open(self, context: DraftContext) -> DraftSession:
+        """Start drafting for a batch of rows."""

@@ -1,0 +1,213 @@
+"""A draft that is a small causal language model.
+
+Knows: the model and its cache, the committed tokens that are not cached yet, the noise shared with the target.
+Does not know: the target, verification, text.
+"""
+
+import sys
+from collections.abc import Sequence
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+
+from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level, on_device
+from specinfer.drafts.base import DraftContext
+from specinfer.drafts.rows import DraftRows
+from specinfer.errors import CHECK_WEIGHTS, NumericalError, TreeError
+from specinfer.tree import Forest, Frontier, Policy, TokenTree
+
+CANDIDATES = 128  # tokens per node that processors and noise see in a coupled draft, if there are processors
+CATCH_UP = 32  # uncached tokens that are fed together with the root; of more, all but the root are prefilled
+
+
+class ModelDraft:
+    """A small causal language model as a draft (a small speculative model, SSM).
+
+    Args:
+        model: a ``transformers`` causal LM that shares the target's tokens; its vocabulary may be padded differently.
+        tokenizer: compared with the target's when the decoder is built; None skips the comparison.
+        name: in results, without the folders before it; by default the name that the model was loaded by.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None) -> None:
+        self.model = TreeModel(model)
+        self.tokenizer = tokenizer
+        full = name or str(getattr(model.config, "_name_or_path", ""))
+        self.name = full.rstrip("/").split("/")[-1] or "draft"
+
+    def open(self, context: DraftContext) -> "ModelDraftSession":
+        """Start drafting for a batch of rows, with a cache of its own."""
+        return ModelDraftSession(self.model, context)
+
+
+class ModelDraftSession(DraftRows):
+    """A model draft at work: a `Source` of distributions over its own `TreeSession`.
+
+    The first pass of a step feeds the root together with all accepted tokens that are not in the cache yet.  Each
+    further level is one pass over all rows.
+    """
+
+    per_row = (*DraftRows.per_row, "uncached")
+    inverse_temperature = 1.0  # of the distribution against the target's noise, see `top`
+    draft_layers: tuple[int, ...] = ()  # layers of this model whose hidden states the session needs
+
+    def __init__(self, model: TreeModel, context: DraftContext) -> None:
+        super().__init__(context)
+        slots = context.capacity, context.max_capacity
+        self.device = model.device  # of the distributions
+        self.session = model.session(self.batch, *slots, self.draft_layers, context.graphs)
+        self.uncached = [list(prompt) for prompt in context.prompts]  # committed but not in the cache; root last
+        self.level: Layout | None = None  # layout of the newest level fed
+        self.fed: list[Frontier] = []  # levels fed this step, root excluded: the cache's pending columns
+        self.vocab_size = min(model.vocab_size, context.vocab_size)
+        self.draft_states: list[Tensor | None] = []  # this model's hidden states at the tokens fed last, root last
+        self.token_ids: Tensor | None = None  # (vocab_size,) the target's ids for the model's ids; None: the same
+
+    @property
+    def passes(self) -> int:
+        """Forward passes so far, prefill excluded."""
+        return self.session.passes
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds in those passes."""
+        return self.session.seconds
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Wall-clock seconds in prefill passes."""
+        return self.session.prefill_seconds
+
+    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
+        """Grow one tree per row below its last committed token; bare roots where the draft's context ends."""
+        self.level, self.fed = None, []
+        roots = [tokens[-1] for tokens in self.uncached]
+        max_depth = min(max_depth, self._levels_left())
+        if max_depth <= 0:
+            return Forest(policy.kind, roots)
+        growth = policy.grow(self, max_depth)
+        try:
+            return growth.trees(roots, self.draft)
+        except TreeError as error:
+            problem = f"draft {self.draft} proposed something that is not a tree ({error}), perhaps by NaN logits"
+            raise NumericalError(f"{problem}. {CHECK_WEIGHTS}") from error
+
+    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
+        """Keep what was fed of each committed path; the rest is uncached, the new root last."""
+        paths = _fed_paths(self.fed, tokens)
+        self.session.commit(paths)
+        for uncached, new, path in zip(self.uncached, tokens, paths, strict=True):
+            uncached += (new or ())[len(path or ()) :]
+        self.advance(tokens)
+        self.fed = []
+
+    def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
+        """Return each node's k likeliest choices of the target and their log-probabilities, both (B, W, k).
+
+        Greedy: by q.  Coupled: the target will emit argmax(log p + g), so candidates are ranked by s log q + g with
+        the same Gumbel noise g, and a softmax of those sums estimates which of them it will be.  The inverse
+        temperature s is 1 for q = p.  But a draft that does not know p learns the mean of what p may be, which is
+        flatter, and s > 1 makes up for that.
+        """
+        logits, likeliest = self._logits(frontier), None
+        if self.couplings and self.context.processors.chain:  # some, like top-p, would sort all tokens at every node
+            logits, likeliest = logits.topk(min(max(k, CANDIDATES), self.vocab_size))
+            logits = self.context.processors.scores(logits.flatten(0, 1), ()).view(*logits.shape)
+        scores = self._noisy(logits, likeliest, frontier.depth) if self.couplings else logits.float()
+        values, tokens = scores.topk(min(k, self.vocab_size))
+        if not self.couplings:  # in 16 bits many values are equal
+            values, tokens = _in_order(values, tokens)
+        best = values[..., :1]
+        rest = (scores - best).exp_().sum(-1, keepdim=True).log_()
+        tokens = tokens if likeliest is None else likeliest.gather(2, tokens)
+        return tokens if self.token_ids is None else self.token_ids[tokens], values - best - rest
+
+    def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw k children per node from q, the draft's after the target's warpers (`tree.draw_candidates`)."""
+        logits = self._logits(frontier)
+        scores = self.context.processors.scores(logits.flatten(0, 1), ()).view(*logits.shape)
+        if self.token_ids is None:
+            dense = functional.pad(scores, (0, self.context.vocab_size - self.vocab_size), value=-inf)
+        else:
+            dense = scores.new_full((*scores.shape[:2], self.context.vocab_size), -inf)
+            dense[..., self.token_ids] = scores
+        return self.drawn(dense, k, replacement, frontier.depth)
+
+    def _noisy(self, logits: Tensor, likeliest: Tensor | None, depth: int) -> Tensor:
+        """Return s log q + g plus a constant, float32, of the likeliest tokens (B, W, C), or of all (B, W, V')."""
+        noise = self.noise(depth, self.device)
+        noise = (noise[:, : self.vocab_size] if self.token_ids is None else noise[:, self.token_ids])[:, None]
+        if likeliest is not None:
+            noise = noise.expand(-1, likeliest.shape[1], -1).gather(2, likeliest)
+        return torch.add(noise, logits, alpha=self.inverse_temperature)
+
+    def _levels_left(self) -> int:
+        """Return how many levels fit into the draft's context below the longest row."""
+        model = self.session.model
+        if model.max_positions is None:
+            return sys.maxsize
+        spare = 0 if model.takes_positions else CATCH_UP  # without positions, a model counts padding, too
+        return model.max_positions - max(self.lengths) - spare
+
+    def _logits(self, frontier: Frontier) -> Tensor:
+        """Return logits (B, W, V) after each frontier node, feeding them to the model."""
+        if frontier.depth == 0:
+            return self._feed_uncached()[..., : self.vocab_size]
+        tokens = frontier.tokens.clamp(max=self.session.model.vocab_size - 1)
+        self.level = lay_out_level(frontier._replace(tokens=tokens), self.level, self.device)
+        self.fed.append(frontier)
+        return self.session.append(self.level)[..., : self.vocab_size]
+
+    def _feed_uncached(self) -> Tensor:
+        """Feed and commit each row's uncached tokens, the root last; return the logits after the root, (B, 1, V)."""
+        limit, inputs = self.session.model.vocab_size - 1, self._uncached_inputs()
+        chains = [[min(token, limit) for token in tokens] for tokens in self.uncached]
+        if max(map(len, chains)) > CATCH_UP:
+            early = {name: [row[:-1] for row in rows] for name, rows in inputs.items()}
+            self.session.prefill([chain[:-1] for chain in chains], **early)
+            chains = [chain[-1:] for chain in chains]
+            inputs = {name: [row[-1:] for row in rows] for name, rows in inputs.items()}
+        padded = {name: pad_sequence(rows, batch_first=True) for name, rows in inputs.items()}
+        columns = sorted({len(chain) - 1 for chain in chains})  # where the roots are
+        layout = lay_out_chains(chains, self.device)
+        logits = self.session.append_last(layout, on_device(columns, self.device), **padded)
+        self.draft_states = self.session.commit([range(len(chain)) for chain in chains])
+        self.uncached = [[] for _ in chains]
+        return torch.stack([logits[row, columns.index(len(chain) - 1)] for row, chain in enumerate(chains)])[:, None]
+
+    def _uncached_inputs(self) -> dict[str, list[Tensor]]:
+        """Return what else the model is fed with each row's uncached tokens, by name: one entry per token."""
+        return {}
+
+
+def _in_order(values: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values (.., k), descending, and their tokens, ties by the smaller token (`torch.topk` has no rule)."""
+    if values.device.type == "cpu" and not (values[..., 1:] == values[..., :-1]).any():
+        return values, tokens
+    tokens, order = tokens.sort(-1)
+    values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return values, tokens.gather(-1, order)
+
+
+def _fed_paths(fed: Sequence[Frontier], tokens: Sequence[Sequence[int] | None]) -> list[list[int] | None]:
+    """Find, in every row, the pending columns along the committed tokens; the last token is always fed again."""
+    if not fed:
+        return [None if new is None else [] for new in tokens]
+    columns = [torch.cat([getattr(level, name) for level in fed], 1) for name in ("tokens", "parents", "valid")]
+    rows = torch.stack([column.long() for column in columns], 1).tolist()  # (B, 3, S), one transfer
+    paths: list[list[int] | None] = []
+    for new, (token, parent, valid) in zip(tokens, rows, strict=True):
+        nodes = reversed([*enumerate(zip(parent, token, valid, strict=True))])  # of equal children the first one counts
+        children = {(p, t): column for column, (p, t, real) in nodes if real}
+        path: list[int] = []
+        for wanted in (new or ())[:-1]:
+            column = children.get((path[-1] + 1 if path else 0, wanted))  # parents count the root as 0
+            if column is None:
+                break
+            path.append(column)
+        paths.append(None if new is None else path)
+    return paths

@@ -1,0 +1,72 @@
+"""From token ids to text, piece by piece.  A piece is final, and decoding it costs no more than its new tokens.
+
+Knows: how tokenizers join tokens.  Does not know: runs, models.
+
+The text of a token depends on the tokens before it: a first token loses its space, and a character may consist of
+several tokens.  So the tokens of the previous piece are decoded again, as context, and only the text after them is new
+(prefix and read offsets, as in the detokenizers of vLLM and Text Generation Inference).
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a token that is one byte: a run of them is decoded together
+BARRIER = re.compile(r"[^ ]{4}")  # no clean-up reaches across: it joins at most four characters, the first a space
+UNTIDY = "a . b , c ? d ! it 's"
+
+
+class Pieces:
+    """The text of a growing list of token ids, special tokens left out.
+
+    Args:
+        tokenizer: a ``transformers`` tokenizer.
+        start: index of the first id that belongs to the text.
+    """
+
+    def __init__(self, tokenizer: Any, start: int = 0) -> None:
+        self.tokenizer, self.first = tokenizer, start
+        self.start = self.read = start  # ids[start:read] are the context, ids[read:] are new
+        self.context = ""  # its text
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self.special = {number for number, token in added.items() if token.special}
+        self.options: dict[str, Any] = {"skip_special_tokens": True}
+        self.cleans: bool | None = False  # whether the tokenizer cleans spaces up; None: not known yet
+        self.held = ""  # text that is not cleaned up yet, because the next tokens may join it
+        if getattr(tokenizer, "clean_up_tokenization_spaces", False):
+            self.options["clean_up_tokenization_spaces"] = False
+            self.cleans = self._is_cleaning(tokenizer(UNTIDY, add_special_tokens=False)["input_ids"])
+
+    def more(self, ids: Sequence[int]) -> str:
+        """Return new text that no later token can change; it may be empty.
+
+        Args:
+            ids: all ids so far: those of the last call, and more.
+        """
+        last = next((token for token in reversed(ids[self.start :]) if token not in self.special), None)
+        if last is None or BYTE.fullmatch(str(self.tokenizer.convert_ids_to_tokens(last))):
+            return ""
+        text = self.tokenizer.decode(ids[self.start :], **self.options)
+        new: str = text[len(self.context) :]
+        if text.endswith("\ufffd") or not new:  # in the middle of a character, or nothing but special tokens
+            return ""
+        self.start, self.read = self.read, len(ids)
+        self.context = self.tokenizer.decode(ids[self.start :], **self.options)
+        return new if self.cleans is False else self._cleaned(new, ids)
+
+    def _cleaned(self, new: str, ids: Sequence[int]) -> str:
+        """Return text as the tokenizer cleans it up, up to the last barrier."""
+        self.held += new
+        end = max((found.end() for found in BARRIER.finditer(self.held)), default=0)
+        raw, self.held = self.held[:end], self.held[end:]
+        cleaned: str = self.tokenizer.clean_up_tokenization(raw)
+        if self.cleans is None and cleaned != raw:
+            self.cleans = self._is_cleaning(ids[self.first :])
+        return cleaned if self.cleans else raw
+
+    def _is_cleaning(self, ids: Sequence[int]) -> bool | None:
+        """Return whether the tokenizer cleans up as it says (byte pairs do not); None if these ids do not show it."""
+        raw = self.tokenizer.decode(ids, **self.options)
+        if self.tokenizer.clean_up_tokenization(raw) == raw:
+            return None
+        return bool(self.tokenizer.decode(ids, skip_special_tokens=True) != raw)

@@ -1,0 +1,229 @@
+"""One call of the decoder under way: its sessions, its clocks, its results.
+
+Knows: sessions, rows, seconds, how token ids become text.  Does not know: how a step is decoded.
+"""
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+
+from specinfer.adaptive.policy import Auto
+from specinfer.attention import TreeModel, TreeSession, padded_width, resumed, running
+from specinfer.drafts.base import Draft, DraftContext, DraftSession
+from specinfer.engine.gumbel import SILENT
+from specinfer.engine.loop import decode
+from specinfer.engine.sequence import Row
+from specinfer.engine.verify import ExactMatch, Verifier
+from specinfer.errors import InputError, SpecinferError
+from specinfer.results import Result, Seconds, Stats, Step, TreeSizes, acceptance_by_depth, contribution
+from specinfer.tree import Policy, TokenTree
+
+FIRST_TOKENS = 2048  # new tokens that caches hold at first; beyond it they double
+
+
+class Decoder(Protocol):
+    """What a generation needs of the decoder: models, rules, and what was decided about them."""
+
+    target: TreeModel
+    drafts: list[Draft]
+    policy: Policy
+    verifier: Verifier
+    tokenizer: Any
+    notes: list[str]
+    aux_layers: list[int]
+    graphs: bool
+
+    @property
+    def networks(self) -> list[TreeModel]:
+        """Everything that runs passes."""
+
+    @property
+    def passes(self) -> str:
+        """How passes run, in words."""
+
+    def supported(self, policy: Policy, notes: list[str]) -> Policy:
+        """Return the policy, or another one that the models can work on."""
+
+
+@dataclass
+class Timed:
+    """A draft's session with a clock: seconds in its proposals (passes, look-ups, growing) without prefill."""
+
+    session: DraftSession
+    proposing: float = 0.0  # seconds
+
+    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
+        """Propose as the session does."""
+        started = perf_counter() - self.session.prefill_seconds
+        try:
+            return self.session.propose(policy, max_depth)
+        finally:
+            self.proposing += perf_counter() - self.session.prefill_seconds - started
+
+    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[torch.Tensor | None] = ()) -> None:
+        """Commit as the session does."""
+        self.session.commit(tokens, states)
+
+
+class Run:
+    """One call of the decoder under way: iterate for steps, then read `results`.
+
+    The first step opens the sessions.  They are dropped when iteration ends, fails or is closed, and then the models
+    are as they were before.
+    """
+
+    def __init__(self, decoder: Decoder, rows: Sequence[Row], single: bool) -> None:
+        self.decoder, self.rows, self.single, self.policy = decoder, list(rows), single, decoder.policy
+        self.notes: list[str] = []  # in addition to the decoder's
+        self.seconds = Seconds()
+        self.drafting = [(0, 0.0)] * len(decoder.drafts)  # passes of each draft, and seconds in its proposals
+        self.steps: dict[int, list[Step]] = {row.index: [] for row in self.rows}
+        self._iterator = self._run()
+
+    def __iter__(self) -> Iterator[list[tuple[Row, Step]]]:
+        return self._iterator
+
+    def close(self) -> None:
+        """Stop decoding and release the caches."""
+        self._iterator.close()
+
+    def finish(self, streamer: Any = None) -> None:
+        """Decode to the end and feed a ``transformers`` streamer, if given: the prompt, then tokens, then the end.
+
+        Raises:
+            InputError: the streamer is not one, or there is more than one prompt for it.
+        """
+        if streamer is not None:
+            if not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+                raise InputError(f"streamer={streamer!r:.60} has no put and end: give a transformers streamer")
+            if len(self.rows) > 1:
+                raise InputError("a streamer takes one prompt: pass the prompts one by one, or drop the streamer")
+            streamer.put(torch.tensor([self.rows[0].ids]))
+        try:
+            for emitted in self:
+                if streamer is not None:
+                    streamer.put(torch.tensor(emitted[0][1].tokens))
+        except SpecinferError as error:
+            error.partial = tuple(self.results())
+            raise
+        finally:
+            if streamer is not None:
+                streamer.end()
+
+    def results(self) -> list[Result]:
+        """Return one result per row, of what was decoded so far."""
+        return [self._result(row) for row in self.rows]
+
+    def _run(self) -> Generator[list[tuple[Row, Step]]]:
+        started = perf_counter()
+        for row in self.rows:
+            row.stopping.begin()
+        models = self.decoder.networks
+        self.policy = self.decoder.supported(self.policy, self.notes)  # hooks may have come since the last call
+        with running(*models):  # only while passes run: between steps the models are as they were
+            target, drafts = self.open_sessions()
+            self.notes.append(self.decoder.passes)
+        self._read_clocks(started, target, drafts)
+        steps = decode(target, drafts, self.policy, self.decoder.verifier, self.rows)
+        while True:
+            with resumed(*models):
+                emitted = next(steps, None)
+            if emitted is None:
+                return
+            spent = self._read_clocks(started, target, drafts, [step for _, step in emitted])
+            emitted = [(row, replace(step, seconds=spent)) for row, step in emitted]
+            for row, step in emitted:
+                self.steps[row.index].append(step)
+            paused = perf_counter()
+            yield emitted
+            started += perf_counter() - paused  # the caller's time is not counted
+
+    def _read_clocks(
+        self, started: float, target: TreeSession, drafts: Sequence[Timed], steps: Sequence[Step] = ()
+    ) -> Seconds:
+        """Return the seconds since the last reading, and tell an adaptive policy how the steps went."""
+        before, proposed = self.seconds, [seconds for _, seconds in self.drafting]
+        self.seconds = Seconds(
+            total=perf_counter() - started,
+            prefill=target.prefill_seconds + sum(draft.session.prefill_seconds for draft in drafts),
+            target=target.seconds,
+            draft=sum(draft.session.seconds for draft in drafts),
+        )
+        self.drafting = [(draft.session.passes, draft.proposing) for draft in drafts]
+        spent = self.seconds - before
+        if steps and isinstance(self.policy, Auto):
+            self.policy.observe(
+                trees=[step.tree for step in steps],
+                paths=[step.path for step in steps],
+                tokens=[step.tokens for step in steps],
+                proposing=[draft.proposing - earlier for draft, earlier in zip(drafts, proposed, strict=True)],
+                seconds=spent.decoding,
+            )
+        return spent
+
+    def open_sessions(self) -> tuple[TreeSession, list[Timed]]:
+        """Read the rows' tokens so far into a session of the target and one of each draft; ready for a step."""
+        decoder, rows, policy = self.decoder, self.rows, self.policy
+        prompts = [list(row.ids) for row in rows]
+        longest = max(map(len, prompts))
+        end = longest + max(row.remaining for row in rows)  # tokens in a row at most
+        first = min(end, longest + FIRST_TOKENS)  # ... that its cache holds at first
+        nodes = padded_width(1 + policy.max_nodes * max(1, len(decoder.drafts)))
+        fed = padded_width(1 + policy.max_nodes * max(1, policy.max_depth))  # best-first drops some of these later
+        target = decoder.target.session(len(rows), first + nodes, end + nodes, decoder.aux_layers, decoder.graphs)
+        states = target.prefill([prompt[:-1] for prompt in prompts])
+        sampled = [row for row in rows if row.sampling]
+        coupled = bool(sampled) and isinstance(decoder.verifier, ExactMatch)
+        drafts = []
+        for number, draft in enumerate(decoder.drafts):
+            context = DraftContext(
+                prompts=prompts,
+                capacity=first + fed,
+                max_capacity=2 * end + fed,  # a row may miss tokens that another has, and all get as many slots
+                vocab_size=decoder.target.vocab_size,
+                draft=number,
+                processors=(sampled or rows)[0].processors.without_prefix_readers(),
+                seeds=[row.seed for row in rows],
+                couplings=[row.coupling if row.sampling else SILENT for row in rows] if coupled else (),
+                aux_layers=decoder.aux_layers,
+                states=states,
+                graphs=decoder.graphs,
+            )
+            drafts.append(Timed(draft.open(context)))
+        if isinstance(policy, Auto):
+            self.policy = policy.begin(len(drafts), coupled)
+        return target, drafts
+
+    def _result(self, row: Row) -> Result:
+        decoder, steps, new = self.decoder, list(self.steps[row.index]), row.ids[row.prompt_length :]
+        tree_sizes = TreeSizes.of(steps)
+        notes = [*decoder.notes, *self.notes]
+        if isinstance(self.policy, Auto):
+            reasons = self.policy.reasons([draft.name for draft in decoder.drafts], len(self.rows))
+            notes.append("; ".join(filter(None, [f"auto: {tree_sizes}", reasons])))
+        stats = Stats(
+            new_tokens=len(new),
+            target_passes=len(steps),
+            draft_passes=sum(passes for passes, _ in self.drafting),
+            acceptance_by_depth=acceptance_by_depth(steps),
+            seconds=self.seconds,
+            notes=tuple(notes),
+            tree_sizes=tree_sizes,
+            drafts=tuple(
+                contribution(steps, number, draft.name, *spent)
+                for number, (draft, spent) in enumerate(zip(decoder.drafts, self.drafting, strict=True))
+            ),
+        )
+        return Result(
+            text=decoder.tokenizer.decode(new, skip_special_tokens=True) if decoder.tokenizer else "",
+            token_ids=new,
+            prompt_ids=row.ids[: row.prompt_length],
+            finish_reason=row.finished or "unfinished",
+            seed=row.seed if row.sampling else None,
+            stats=stats,
+            steps=steps,
+            tokenizer=decoder.tokenizer,
+        )

@@ -1,0 +1,413 @@
+"""From logits to the distribution that tokens are drawn from, with the semantics of Hugging Face, per node.
+
+Knows: `GenerationConfig`, logits processors, stopping criteria, one row's ids.
+Does not know: models, caches, drafting, verification.
+
+There is one path.  `Processors.scores` turns logits into processed scores.  Greedy decoding takes their argmax, and
+sampling adds noise first.  Processors that read ``input_ids`` (repetition penalty, no-repeat n-gram, anything custom)
+see each node's own path.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite, isnan
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation import logits_process as hf
+
+from specinfer.attention import on_device
+from specinfer.common.values import plain
+from specinfer.errors import InputError, SamplingError
+
+DEFAULT_MAX_NEW_TOKENS = 128
+
+# Options that cannot work when one pass scores several branches, or that belong to another decoding method: names, the
+# value that does nothing (None does nothing either), and why all others are refused.
+_REFUSED: list[tuple[str, Any, str]] = [
+    ("num_beams num_beam_groups", 1, "beam search keeps several hypotheses; tree verification follows one"),
+    ("diversity_penalty", 0, "it belongs to group beam search"),
+    ("constraints force_words_ids", None, "constrained beam search keeps several hypotheses"),
+    ("penalty_alpha", 0, "contrastive search re-ranks by hidden states of the whole prefix"),
+    ("dola_layers", None, "DoLa contrasts layers, which a tree pass does not return"),
+    ("guidance_scale", 1, "guidance needs a second, unconditional pass per node"),
+    ("watermarking_config", None, "watermarks keep a state per emitted token"),
+    ("token_healing", False, "it rewrites the prompt"),
+    ("num_return_sequences", 1, "repeat the prompt in a batch with one seed each instead"),
+    ("encoder_repetition_penalty", 1, "it belongs to encoder-decoder models"),
+    ("encoder_no_repeat_ngram_size", 0, "it belongs to encoder-decoder models"),
+    ("decoder_start_token_id", None, "it belongs to encoder-decoder models"),
+    ("prompt_lookup_num_tokens", None, 'use drafts=["ngram"] instead'),
+    ("assistant_early_exit", None, "use a draft model instead"),
+    ("assistant_ensemble_weight", 0, "it is lossy by design"),
+    ("use_mtp", False, "use a draft model instead"),
+    ("speculation_type", None, "choose a tree policy instead"),
+    ("output_attentions output_hidden_states", False, "tree passes do not return them"),
+    ("output_scores output_logits", False, "read result.steps instead"),
+    ("cache_implementation", "dynamic", "the engine brings its own tree cache"),
+    ("use_cache", True, "trees are verified against a cache"),
+]
+# Options in a checkpoint's own configuration that mean nothing to a call of a decoder-only model.
+_INHERITED = ("use_cache", "cache_implementation", "decoder_start_token_id")
+# What options must be: their names, type, a test, and the test in words.
+_Number = int | float
+_POSSIBLE: list[tuple[str, Any, Callable[[Any], bool], str]] = [
+    ("do_sample renormalize_logits", bool, lambda v: True, "True or False"),
+    ("remove_invalid_values return_dict_in_generate", bool, lambda v: True, "True or False"),
+    ("temperature", _Number, lambda v: 0 < v < inf, "positive and finite (0 selects greedy decoding)"),
+    ("top_p", _Number, lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    ("top_k", int, lambda v: v >= 0, "a count of tokens, or 0 for all of them"),
+    ("min_p typical_p epsilon_cutoff eta_cutoff top_h", _Number, lambda v: 0 <= v <= 1, "between 0 and 1"),
+    ("repetition_penalty", _Number, lambda v: 0 < v < inf, "positive and finite (1 is none)"),
+    ("max_new_tokens max_length", int, lambda v: v >= 1, "a whole number, at least 1"),
+    ("no_repeat_ngram_size min_new_tokens min_length", int, lambda v: v >= 0, "a whole number, 0 for none"),
+    ("max_time", _Number, lambda v: v >= 0, "a number of seconds, 0 or more"),
+    ("stop_strings", object, lambda v: isinstance(v, str) or _is_list_of(str, v), "a string or a list of strings"),
+    ("exponential_decay_length_penalty", object, lambda v: _is_pair(v), "(start, factor)"),
+]
+# Options that hold token ids: their names, what they look like, and lists of the ids in them.
+_TOKENS: list[tuple[str, str, Callable[[Any], Any]]] = [
+    ("eos_token_id forced_eos_token_id", "a token id, or a list of them", lambda v: [_items(v)]),
+    ("bad_words_ids", "a list of lists of token ids", lambda v: v),
+    ("sequence_bias", "a dict from tuples of token ids to numbers", lambda v: _biased(v)),
+    ("suppress_tokens begin_suppress_tokens", "a list of token ids", lambda v: [v]),
+    ("forced_bos_token_id", "a token id", lambda v: [[v]]),
+]
+# Of these, ids outside the vocabulary do nothing.
+_HARMLESS = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens")
+# Options of sampling only, and the values that a greedy call may give them.
+_NEUTRAL: dict[str, tuple[float, ...]] = {"temperature": (0, 1), "top_k": (0, 50), "top_h": ()}
+_NEUTRAL |= dict.fromkeys(("top_p", "typical_p"), (1,)) | dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff"), (0,))
+WARPERS = tuple(_NEUTRAL)
+PER_ROW = (  # options that a batch may have a list of, one value a row
+    *("do_sample", *WARPERS, "repetition_penalty", "no_repeat_ngram_size"),
+    *("max_new_tokens", "min_new_tokens", "max_length", "min_length"),
+)
+_DEFAULTS: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
+# Processors that do not read the tokens before a node.
+_PREFIX_FREE = (
+    *(hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper, hf.TopHLogitsWarper),
+    *(hf.TypicalLogitsWarper, hf.EpsilonLogitsWarper, hf.EtaLogitsWarper),
+    *(hf.LogitNormalization, hf.InfNanRemoveLogitsProcessor),
+)
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """Validated options of one call.  `config` is complete: the model's own and Hugging Face's defaults are in it."""
+
+    config: Any  # transformers.GenerationConfig
+    eos: frozenset[int]
+    max_new_tokens: int | None  # None: config.max_length decides per row
+    processors: tuple[Callable[..., Tensor], ...]  # custom ones, in order
+    criteria: tuple[Callable[..., Any], ...]  # custom stopping criteria
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """The strings that end a text."""
+        return _strings(self.config.stop_strings)
+
+    @property
+    def do_sample(self) -> bool:
+        """Whether tokens are drawn; otherwise they are the argmax."""
+        return bool(self.config.do_sample)
+
+    def budget(self, prompt_length: int) -> int:
+        """Return how many tokens a row with this prompt may emit, at least 1.
+
+        Raises:
+            InputError: the prompt is as long as ``max_length`` or longer.
+        """
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        if self.config.max_length <= prompt_length:
+            length = f"max_length={self.config.max_length}"
+            raise InputError(f"{length} leaves no room after {prompt_length} tokens: raise it or give max_new_tokens")
+        return self.config.max_length - prompt_length
+
+
+def resolve(
+    model_config: Any,
+    generation_config: Any = None,
+    logits_processor: Any = None,
+    stopping_criteria: Any = None,
+    vocab_size: int | None = None,
+    complete: bool = False,
+    **options: Any,
+) -> GenerationSettings:
+    """Merge options over a generation config over the model's own, and validate the result.
+
+    ``temperature=0`` means greedy.  A positive temperature, top_p, top_k ... without ``do_sample`` means sampling.
+    Otherwise names and defaults are Hugging Face's (sampling has ``top_k=50`` unless told otherwise), but a call that
+    names neither ``max_new_tokens`` nor ``max_length`` gets `DEFAULT_MAX_NEW_TOKENS`.
+
+    Args:
+        model_config: the model's own ``GenerationConfig``.
+        generation_config: a ``GenerationConfig``, or a dict of options.
+        logits_processor, stopping_criteria: callables, or one.
+        vocab_size: of the target: token ids in options must be below it.
+        complete: the generation config holds the model's already, and a None in it is meant.
+        **options: fields of ``GenerationConfig``; numbers may be numpy's or torch's.
+
+    Raises:
+        SamplingError: an unknown, contradictory, impossible or unsupported option, by name.
+    """
+    if isinstance(generation_config, dict):
+        generation_config, options = None, {**generation_config, **options}
+    if not isinstance(generation_config, GenerationConfig | None):
+        raise SamplingError(f"generation_config={generation_config!r:.60} is neither a GenerationConfig nor a dict")
+    given = {name: plain(value) for name, value in options.items() if value is not None}
+    if unknown := sorted(str(name) for name in given if name not in vars(GenerationConfig())):
+        raise SamplingError(f"unknown option {', '.join(unknown)}: options are those of transformers.GenerationConfig")
+    if "do_sample" not in given and not given.keys().isdisjoint(WARPERS):
+        given["do_sample"] = given.get("temperature") != 0
+    if not given.get("do_sample", True):
+        _check_greedy(given)
+        given.pop("temperature", None)
+    base = model_config if generation_config is None else generation_config
+    merged = {name: None if complete else value for name, value in vars(model_config).items()}
+    merged |= {name: plain(value) for name, value in vars(base).items() if value is not None}
+    merged |= {name: None for name in _INHERITED if merged.get(name) == getattr(model_config, name, None)}
+    merged |= given
+    merged |= {name: value for name, value in _DEFAULTS.items() if merged.get(name) is None}
+    config = copy.copy(base)
+    vars(config).update(copy.deepcopy(merged))
+    _check_options(config)
+    _check_tokens(config, given, vocab_size)
+    return GenerationSettings(
+        config=config,
+        eos=frozenset(token for token in _items(config.eos_token_id) if 0 <= token < (vocab_size or inf)),
+        max_new_tokens=_max_new_tokens(config, given, generation_config),
+        processors=_callables("logits_processor", logits_processor),
+        criteria=_callables("stopping_criteria", stopping_criteria),
+    )
+
+
+def by_row(options: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
+    """Return the options of each row: a list for one of `PER_ROW` holds a value per row, all else is every row's.
+
+    Without such a list, one entry is returned for all rows.
+
+    Raises:
+        SamplingError: a list of another length.
+    """
+    lists = {name: value for name in PER_ROW if isinstance(value := plain(options.get(name)), list | tuple)}
+    for name, values in lists.items():
+        if len(values) != rows:
+            raise SamplingError(f"{name}={values!r:.60} has {len(values)} values: give one, or one per row ({rows})")
+    return [{**options, **{name: values[row] for name, values in lists.items()}} for row in range(rows if lists else 1)]
+
+
+def whole_distribution(temperature: float) -> dict[str, Any]:
+    """Return the options of greedy decoding (0), or of sampling from the whole distribution at a temperature."""
+    if not temperature:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+
+
+def _check_greedy(given: dict[str, Any]) -> None:
+    """Raise `SamplingError` for an option of sampling in a greedy call."""
+    for name, values in _NEUTRAL.items():
+        if name in given and given[name] not in values:
+            advice = "leave it out, or sample with a temperature above 0"
+            raise SamplingError(f"{name}={given[name]!r} has no effect in greedy decoding: {advice}")
+
+
+def _max_new_tokens(config: Any, given: dict[str, Any], user_config: Any) -> int | None:
+    if config.max_new_tokens is not None and ("max_new_tokens" in given or "max_length" not in given):
+        return int(config.max_new_tokens)
+    length_named = "max_length" in given or getattr(user_config, "max_length", None) is not None
+    return None if length_named else DEFAULT_MAX_NEW_TOKENS
+
+
+def _check_options(config: Any) -> None:
+    """Raise `SamplingError` for an option that cannot be used or has an impossible value, by name."""
+    for name, value, neutral, reason in _present(config, _REFUSED):
+        if value != neutral:
+            raise SamplingError(f"{name}={value!r} cannot be used with token trees: {reason}")
+    for name, value, kind, fits, wanted in _present(config, _POSSIBLE):
+        if name == "temperature" and not config.do_sample:
+            continue  # checkpoints may write greedy decoding as 0
+        if isinstance(value, bool) != (kind is bool) or not isinstance(value, kind) or not fits(value):
+            raise SamplingError(f"{name}={value!r} is not possible: it must be {wanted}")
+    if (config.min_new_tokens or 0) > (config.max_new_tokens or inf):
+        raise SamplingError(f"min_new_tokens={config.min_new_tokens} exceeds max_new_tokens={config.max_new_tokens}")
+    if not all(_strings(config.stop_strings)):
+        raise SamplingError("stop_strings holds an empty string, which would end every text at once: remove it")
+
+
+def _check_tokens(config: Any, given: Mapping[str, Any], vocab_size: int | None) -> None:
+    """Raise `SamplingError` for an option whose token ids are not the target's.
+
+    An end of sequence may be -1, which is not a token.  In a configuration it may be any id: it does nothing there.
+    """
+    for name, value, shape, parts in _present(config, _TOKENS):
+        try:
+            ids = [token for part in parts(value) for token in part]
+        except (TypeError, AttributeError, IndexError, ValueError):
+            ids = [None]
+        if not _is_list_of(int, ids):
+            raise SamplingError(f"{name}={value!r:.60} is not possible: it must be {shape}")
+        meant = name in given and not (name == "eos_token_id" and value in (-1, [-1]))
+        outside = [token for token in ids if vocab_size is not None and not 0 <= token < vocab_size]
+        if outside and (meant or name not in _HARMLESS):
+            raise SamplingError(f"{name}: token id {outside[0]} is not in the target's vocabulary [0, {vocab_size})")
+
+
+def _biased(value: Any) -> list[Any]:
+    """Return the sequences of a sequence_bias; raise ValueError for a bias that is not a number."""
+    pairs = list(value.items() if isinstance(value, dict) else value)
+    if not _is_list_of(_Number, [bias for _, bias in pairs]) or any(isnan(bias) for _, bias in pairs):
+        raise ValueError
+    return [ids for ids, _ in pairs]
+
+
+def _callables(name: str, value: Any) -> tuple[Callable[..., Any], ...]:
+    """Return one callable, several or None as a tuple."""
+    found = tuple(_items(value))
+    for item in found:
+        if not callable(item) or isinstance(item, type):
+            raise SamplingError(f"{name} holds {item!r:.60}, which cannot be called: give functions")
+    return found
+
+
+def _is_list_of(kind: Any, value: Any) -> bool:
+    return isinstance(value, list | tuple | set) and all(isinstance(v, kind) and not isinstance(v, bool) for v in value)
+
+
+def _is_pair(value: Any) -> bool:
+    return _is_list_of(_Number, value) and len(value) == 2 and all(map(isfinite, value))
+
+
+def _items(value: Any) -> list[Any]:
+    """Return one value, several or None as a list."""
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _strings(value: Any) -> list[str]:
+    return list(value) if isinstance(value, set) else _items(value)
+
+
+def _present(config: Any, table: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Yield the name and value of each option of a table that is not None, with the rest of its line."""
+    for names, *rest in table:
+        for name in names.split():
+            if (value := getattr(config, name, None)) is not None:
+                yield (name, value, *rest)
+
+
+class Processors:
+    """The target's distribution at a node, for one row: logits in, processed scores out.
+
+    Args:
+        processors: Hugging Face logits processors in the order they apply.
+        padding: ids that processors see before the row's ids (the left padding of a `transformers` batch).
+    """
+
+    def __init__(self, processors: Sequence[Callable[..., Tensor]], padding: Sequence[int] = ()) -> None:
+        self.padding = list(padding)
+        self.chain = [(processor, type(processor) not in _PREFIX_FREE) for processor in processors]
+        self.reads_path = any(reads for _, reads in self.chain)
+
+    @classmethod
+    def of(cls, settings: GenerationSettings, prompt_length: int, device: torch.device) -> "Processors":
+        """Build the processors of a row whose prompt has ``prompt_length`` tokens, in Hugging Face's order."""
+        built = _processors(settings, prompt_length, device)
+        warpers = _warpers(settings.config, device) if settings.do_sample else []
+        return cls([*with_custom(built, settings.processors), *warpers])
+
+    def without_prefix_readers(self) -> "Processors":
+        """Return the distribution without the processors that read a prefix: drafts rank their candidates by it."""
+        return Processors([processor for processor, reads in self.chain if not reads])
+
+    def scores(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """Process logits (N, V) of N nodes whose ids so far are ``paths``; return float32 (or wider) scores (N, V).
+
+        ``paths`` may be empty if `reads_path` is False.  Without processors, the logits themselves may be returned.
+        """
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=bool(self.chain))
+        if not self.chain:
+            return scores
+        nothing = logits.new_zeros(len(logits), 0, dtype=torch.long)
+        for processor, reads in self.chain:
+            scores = self._by_path(processor, scores, paths) if reads else _applied(processor, nothing, scores)
+        return scores
+
+    def _by_path(self, processor: Callable[..., Tensor], scores: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """Apply a prefix-reading processor, all paths of one length at a time."""
+        for length in sorted({len(path) for path in paths}):
+            rows = [i for i, path in enumerate(paths) if len(path) == length]
+            ids = on_device([[*self.padding, *paths[i]] for i in rows], scores.device)
+            indices = on_device(rows, scores.device)
+            scores[indices] = _applied(processor, ids, scores[indices])
+        return scores
+
+
+def _applied(processor: Callable[..., Tensor], ids: Tensor, scores: Tensor) -> Tensor:
+    """Return a processor's scores; raise `SamplingError` if it returns something else."""
+    answer = processor(ids, scores)
+    if not isinstance(answer, Tensor) or answer.shape != scores.shape:
+        raise SamplingError(f"the logits processor {processor!r:.60} returns no scores: return them, changed")
+    return answer
+
+
+def with_custom(built: Sequence[Any], custom: Sequence[Any]) -> list[Any]:
+    """Return what was built, with custom objects in place of those of their type, then the other custom ones."""
+    merged = [next((mine for mine in custom if type(mine) is type(made)), made) for made in built]
+    return merged + [mine for mine in custom if not any(mine is taken for taken in merged)]
+
+
+def _processors(settings: GenerationSettings, prompt_length: int, device: Any) -> list[Callable[..., Tensor]]:
+    """Build what applies to greedy decoding and sampling, in the order of transformers' `_get_logits_processor`."""
+    c, n, eos = settings.config, prompt_length, sorted(settings.eos)
+    bos, last, penalty = c.forced_bos_token_id, c.forced_eos_token_id, c.repetition_penalty
+    decay = eos and c.exponential_decay_length_penalty
+    end, begin = n + settings.budget(n), n + (n == 1 and bos is not None)
+    least, least_new, suppressed, first = c.min_length, c.min_new_tokens, c.suppress_tokens, c.begin_suppress_tokens
+    return _built(
+        sequence_bias=c.sequence_bias is not None and (hf.SequenceBiasLogitsProcessor, c.sequence_bias),
+        repetition_penalty=penalty not in (None, 1) and (hf.RepetitionPenaltyLogitsProcessor, float(penalty)),
+        no_repeat_ngram_size=c.no_repeat_ngram_size and (hf.NoRepeatNGramLogitsProcessor, c.no_repeat_ngram_size),
+        bad_words_ids=c.bad_words_ids is not None and (hf.NoBadWordsLogitsProcessor, c.bad_words_ids, eos or None),
+        min_length=least and eos and not least_new and (hf.MinLengthLogitsProcessor, least, eos, device),
+        min_new_tokens=least_new and eos and (hf.MinNewTokensLengthLogitsProcessor, n, least_new, eos, device),
+        forced_bos_token_id=bos is not None and (hf.ForcedBOSTokenLogitsProcessor, bos),
+        forced_eos_token_id=last is not None and (hf.ForcedEOSTokenLogitsProcessor, end, last, device),
+        remove_invalid_values=c.remove_invalid_values and (hf.InfNanRemoveLogitsProcessor,),
+        exponential_decay_length_penalty=decay and (hf.ExponentialDecayLengthPenalty, decay, eos, n),
+        suppress_tokens=suppressed is not None and (hf.SuppressTokensLogitsProcessor, suppressed, device),
+        begin_suppress_tokens=first is not None and (hf.SuppressTokensAtBeginLogitsProcessor, first, begin, device),
+    )
+
+
+def _warpers(c: Any, device: Any) -> list[Callable[..., Tensor]]:
+    """Build what applies to sampling only, in transformers' order."""
+    return _built(
+        temperature=c.temperature != 1 and (hf.TemperatureLogitsWarper, float(c.temperature)),
+        top_h=c.top_h is not None and (hf.TopHLogitsWarper, c.top_h),
+        top_k=c.top_k and (hf.TopKLogitsWarper, c.top_k),
+        top_p=c.top_p < 1 and (hf.TopPLogitsWarper, float(c.top_p)),
+        min_p=c.min_p and (hf.MinPLogitsWarper, c.min_p),
+        typical_p=0 < (c.typical_p or 0) < 1 and (hf.TypicalLogitsWarper, c.typical_p),
+        epsilon_cutoff=0 < (c.epsilon_cutoff or 0) < 1 and (hf.EpsilonLogitsWarper, c.epsilon_cutoff),
+        eta_cutoff=0 < (c.eta_cutoff or 0) < 1 and (hf.EtaLogitsWarper, c.eta_cutoff, -inf, 1, device),
+        renormalize_logits=c.renormalize_logits and (hf.LogitNormalization,),
+    )
+
+
+def _built(**wanted: Any) -> list[Callable[..., Tensor]]:
+    """Construct processors from (class, *arguments) by option; an option with a false value needs none.
+
+    Raises:
+        SamplingError: a processor refuses its value; names the option.
+    """
+    built = []
+    for option, line in wanted.items():
+        try:
+            built += [line[0](*line[1:])] if line else []
+        except (ValueError, TypeError) as error:
+            raise SamplingError(f"{option} has an impossible value: {error}") from error
+    return built

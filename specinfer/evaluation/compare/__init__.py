@@ -1,0 +1,94 @@
+"""Methods side by side on one machine, prompt by prompt, into a folder that a killed run continues.
+
+    from pathlib import Path
+    from specinfer import compare
+    print(compare([Path("code.jsonl"), "Why is the sky blue?"], methods=["autoregressive", "sequence", "tree"]))
+
+Knows: the order of the work.
+Does not know: what the work is (`plan`), models (`runner`), how a method decodes (`methods`), how a folder is kept
+(`files`), what the counts amount to (`report`, `result`).
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from specinfer.common.files import locked
+from specinfer.common.values import Progress, checked_names, plain
+from specinfer.evaluation.compare.files import append, begin
+from specinfer.evaluation.compare.plan import Plan
+from specinfer.evaluation.compare.result import Comparison
+from specinfer.evaluation.compare.runner import Runner
+
+__all__ = ["Comparison", "compare"]
+
+LISTS = ("prompts", "drafts", "methods", "temperatures")  # arguments of which one may stand alone
+
+
+def compare(
+    prompts: str | Path | Sequence[str | Path],
+    *,
+    target: str | None = None,
+    drafts: str | Sequence[str] = (),
+    methods: Sequence[str] = ("autoregressive", "sequence", "tree", "assisted", "prompt-lookup"),
+    assistant: str | None = None,
+    temperatures: Sequence[float] = (0.0,),
+    nodes: int = 16,
+    depth: int = 8,
+    max_new_tokens: int = 64,
+    count: int = 5,
+    split: str = "dev",
+    out: str | Path | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    hits: bool = False,
+    progress: Progress = lambda jobs, _: jobs,
+) -> Comparison:
+    """Run every method on every prompt, interleaved, and compare.
+
+    Args:
+        prompts: strings are prompts.  Paths are files of JSON lines with "prompt", and optionally "id" and "split";
+            each file is a set, named by its stem.
+        target: hub name or folder; None is the default target.
+        drafts: names as the command line takes them; none means the default.
+        methods: names of `methods.METHODS`.  Those that cannot run for this pair are left out, with the reason.
+        assistant: a small language model for transformers' assisted generation; None takes a draft that is one.
+        temperatures: 0 is greedy; others sample from the whole distribution (top_k 0, top_p 1).  Our methods sample
+            with noise that depends on the seed alone.
+        nodes: drafted nodes at most, of every fixed tree.
+        depth: levels at most, of every fixed tree and of the sequence.  A step has at most as many draft passes.
+        max_new_tokens: per prompt.
+        count: prompts per file at most, from its top.
+        split: the rows that are taken, where rows have a "split".
+        out: folder for the records; one of the same settings and machine is continued.  None keeps none.
+        dtype, device: as `loading.load`.
+        hits: also count how often each draft ranks the target's choice high, in one more plain run per prompt.
+        progress: wraps the jobs, for a bar.
+
+    Raises:
+        InputError: a prompt file or prompt is unusable or too long, no method can run, or the folder belongs to other
+            settings or another run, or cannot be written.
+        ModelError: a model cannot be loaded; and what decoding raises.  The folder keeps what was finished.
+    """
+    given = {name: plain(value) for name, value in locals().items() if name not in ("out", "progress")}
+    checked_names("out", "" if out is None else out)
+    lists = {name: list(given[name]) if isinstance(given[name], list | tuple) else [given[name]] for name in LISTS}
+    plan = Plan(**given | lists)
+    with nullcontext(out) if out is not None else TemporaryDirectory() as folder, locked(folder):
+        return _run(plan, Path(folder), progress)
+
+
+def _run(plan: Plan, folder: Path, progress: Progress) -> Comparison:
+    """Measure what the folder does not hold yet, and append each finished prompt to it."""
+    jobs = plan.jobs()
+    settings = plan.settings(jobs)
+    records = begin(folder, settings)
+    done = {(record["set"], record["place"], record["temperature"]) for record in records}
+    left = [job for job in jobs if (job.set, job.seed, job.temperature) not in done]
+    if left:
+        runner = Runner(plan, left)
+        for job in progress(left, len(records)):
+            records.append(runner.measure(job))
+            append(folder, records[-1])
+    return Comparison(settings, records)

@@ -1,0 +1,211 @@
+"""The methods that are compared, and the probe that counts how often a draft ranks the target's choice high.
+
+Knows: decoders, transformers' own ways to generate, clocks.
+Does not know: prompt files, what the counts are used for.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from specinfer.adaptive.policy import Auto
+from specinfer.decoder import SpeculativeDecoder
+from specinfer.drafts.language_model import ModelDraft
+from specinfer.errors import InputError, SpecinferError, UnsupportedModel
+from specinfer.evaluation.probe import Probe, Question
+from specinfer.loading import Loaded, same_tokens
+from specinfer.tree import BestFirst, Chain, Expansion, Policy, Source, TokenTree
+
+GATE = 0.5
+LOOKUP_TOKENS = 10  # of transformers' prompt lookup
+TOP = 5  # hit rates are those of the 1, 2, ... TOP likeliest tokens
+
+# (prompt ids, seed, generation options) -> counts, seconds and the new ids
+Method = Callable[[list[int], int, dict[str, Any]], dict[str, Any]]
+
+
+class OnePath(Chain):
+    """Sequence speculation with any number of drafts: each grows its chain, and the target scores one of them.
+
+    `BestFirst` keeps the nodes with the largest sum of path probabilities; this keeps the path with the largest sum.
+    """
+
+    def fit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+        """Return the path of each merged tree on which most tokens are expected to be accepted."""
+        fitted = []
+        for tree in trees:
+            paths = tree.ancestor_mask()  # (N, N): a row per path
+            best = paths[(paths[:, 1:] @ np.exp(tree.scores[1:])).argmax()]
+            fitted.append(tree.best(int(best[1:].sum()), best))
+        return fitted
+
+
+# name -> (nodes, depth) -> options of a decoder with all drafts
+OURS: dict[str, Callable[[int, int], dict[str, Any]]] = {
+    "autoregressive": lambda nodes, depth: {"tree": None},
+    # of several drafts' chains, the most promising one
+    "sequence": lambda nodes, depth: {"tree": OnePath(depth)},
+    # no deeper than the chain, so with at most as many draft passes
+    "tree": lambda nodes, depth: {"tree": BestFirst(nodes, depth)},
+    "auto": lambda nodes, depth: {"tree": Auto()},
+    # passes replayed as CUDA graphs
+    "graphs": lambda nodes, depth: {"tree": Auto(), "graphs": True},
+    # the first draft alone
+    "one-draft": lambda nodes, depth: {"tree": BestFirst(nodes, depth)},
+    # trees only after tokens that the target was sure of
+    "gate": lambda nodes, depth: {"tree": BestFirst(nodes, depth), "confidence_gate": GATE},
+}
+# name -> options of transformers' generate; "assisted" has an assistant, too
+THEIRS: dict[str, dict[str, Any]] = {
+    "generate": {},
+    "assisted": {},
+    "prompt-lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
+}
+METHODS = OURS | THEIRS
+
+
+def build_methods(
+    names: Sequence[str], decoder: SpeculativeDecoder, nodes: int, depth: int, assistant: Loaded | None = None
+) -> tuple[dict[str, Method], dict[str, str]]:
+    """Return the named methods on the decoder's target and drafts, and for those that cannot run the reason.
+
+    Args:
+        names: keys of `METHODS`.
+        decoder: holds target, tokenizer and drafts.
+        nodes: drafted nodes at most, of every fixed tree.
+        depth: levels at most, of every fixed tree and of the chain.
+        assistant: for assisted generation; None takes the first draft that is a language model.
+    """
+    methods, skipped = {}, {}
+    for name in names:
+        try:
+            if name in OURS:
+                methods[name] = _ours(_decoder(name, decoder, **OURS[name](nodes, depth)))
+            else:
+                extra = {"assistant_model": _assistant(decoder, assistant)} if name == "assisted" else THEIRS[name]
+                methods[name] = _theirs(decoder.target.model, **extra)
+        except SpecinferError as error:
+            skipped[name] = str(error)
+    return methods, skipped
+
+
+def _decoder(name: str, decoder: SpeculativeDecoder, tree: Policy | None, **options: Any) -> SpeculativeDecoder:
+    """Return a decoder of one of our methods."""
+    drafts = decoder.drafts
+    if name == "one-draft":
+        if len(drafts) == 1:
+            raise InputError("there is one draft only: the method tree is that")
+        drafts = drafts[:1]
+    made = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, drafts, tree, **options)
+    if tree is not None and made.policy is not tree:
+        raise UnsupportedModel(made.notes[-1].partition(": ")[2])  # why it fell back to a chain
+    return made
+
+
+def _assistant(decoder: SpeculativeDecoder, assistant: Loaded | None) -> Any:
+    """Return the model that assists transformers' generate."""
+    if assistant is not None:
+        same_tokens(decoder.tokenizer, assistant.tokenizer)
+        return assistant.model
+    models = [draft.model.model for draft in decoder.drafts if isinstance(draft, ModelDraft)]
+    if not models:
+        raise InputError("no assistant was given, and no draft is a language model")
+    return models[0]
+
+
+def _ours(decoder: SpeculativeDecoder) -> Method:
+    """Return a method that times a decoder from the prompt's ids to the text."""
+
+    def run(ids: list[int], seed: int, options: dict[str, Any]) -> dict[str, Any]:
+        started = perf_counter()
+        result = decoder.generate(ids, seed=seed, **options)
+        total = perf_counter() - started
+        stats = result.stats.to_dict()
+        passes = {stage: stats["seconds"][stage] for stage in ("prefill", "target", "draft")}
+        return {
+            "ids": result.token_ids,
+            "tokens": stats["new_tokens"],
+            "target_passes": stats["target_passes"],
+            "draft_passes": stats["draft_passes"],
+            "seconds": {"total": total, **passes, "bookkeeping": total - sum(passes.values())},
+            **{name: stats[name] for name in ("tree_sizes", "drafts", "notes")},
+        }
+
+    return run
+
+
+def _theirs(model: Any, **extra: Any) -> Method:
+    """Return a method that times transformers' generate from the prompt's ids to the new ones.
+
+    Its first pass reads the whole prompt and yields a token, so it counts as a target pass.  Our loop first reads the
+    prompt without its last token, and does not count that pass.
+    """
+    models = [model, *filter(None, [extra.get("assistant_model")])]
+
+    def run(ids: list[int], seed: int, options: dict[str, Any]) -> dict[str, Any]:
+        prompt = torch.tensor([ids], device=model.device)
+        passes: Counter[Any] = Counter()
+        with ExitStack() as hooks:
+            for each in models:
+                hooks.callback(each.register_forward_pre_hook(lambda module, _: passes.update([module])).remove)
+            torch.manual_seed(seed)
+            started = perf_counter()
+            output = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options, **extra)
+            new = output[0, len(ids) :].tolist()
+            total = perf_counter() - started
+        counts = {"target_passes": passes[model], "draft_passes": passes.total() - passes[model]}
+        return {"ids": new, "tokens": len(new), **counts, "seconds": {"total": total}}
+
+    return run
+
+
+# ---- hit rates ----
+
+
+class HitRates:
+    """Counts how often the target's choice is among the tokens that each draft ranks first.
+
+    The target decodes plainly.  After every committed token each draft is asked, and proposes nothing (teacher
+    forcing).  When sampling, drafts rank by the noise that they share with the target.
+    """
+
+    def __init__(self, decoder: SpeculativeDecoder) -> None:
+        self.probes = [Probe(draft, _FirstChoices()) for draft in decoder.drafts]
+        self.decoder = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, self.probes, Expansion((TOP,)))
+
+    def count(self, ids: list[int], seed: int, options: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return, per draft, its name, the positions it was asked at, and at how many its k likeliest held the choice.
+
+        The last position of a text that ends by its length does not count: nothing is drafted there.
+        """
+        questions = [_FirstChoices() for _ in self.probes]
+        for probe, question in zip(self.probes, questions, strict=True):
+            probe.question = question
+        chosen = self.decoder.generate(ids, seed=seed, **options).token_ids
+        return [
+            {"draft": probe.name, **count_hits([answers.ranked.get(i, []) for i in range(answers.wanted)], chosen)}
+            for probe, answers in zip(self.probes, questions, strict=True)
+        ]
+
+
+def count_hits(ranked: Sequence[Sequence[int]], chosen: Sequence[int]) -> dict[str, Any]:
+    """Return the positions, and at how many the target's choice is among the first k = 1 ... TOP ranked tokens."""
+    pairs = list(zip(ranked, chosen, strict=False))
+    return {"positions": len(pairs), "hits": [sum(token in row[:k] for row, token in pairs) for k in range(1, TOP + 1)]}
+
+
+class _FirstChoices(Question):
+    """Which tokens does a draft of one row rank first?"""
+
+    def __init__(self) -> None:
+        super().__init__(rows=1)
+        self.ranked: dict[int, list[int]] = {}  # by position, the likeliest first; none where the draft knew nothing
+
+    def ask(self, source: Source, max_depth: int | None) -> None:
+        growth = Expansion((TOP,)).grow(source, max_depth)
+        self.ranked[self.position] = growth.tokens[0, growth.valid[0]].tolist()

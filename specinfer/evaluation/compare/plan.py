@@ -1,0 +1,152 @@
+"""What is compared, and on what: the checked arguments, the jobs in order, and the settings that all figures share.
+
+Knows: prompts and their sets, the machine.  Does not know: how anything is measured or kept.
+"""
+
+import hashlib
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from specinfer import loading
+from specinfer.common.files import weights_digest
+from specinfer.common.values import checked_count, checked_flag, checked_names, checked_temperature
+from specinfer.errors import InputError
+from specinfer.evaluation.compare.files import read_prompt_file
+from specinfer.evaluation.compare.methods import METHODS
+from specinfer.evaluation.published import ALL
+from specinfer.prompts import is_text
+
+TEXTS = "texts"  # the set of prompts that were given as text
+
+
+class Job(NamedTuple):
+    """One prompt at one temperature."""
+
+    number: int  # in the order of the work
+    set: str
+    seed: int  # the prompt's index in its set
+    id: str
+    prompt: str
+    temperature: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The arguments of `compare`; its docstring describes them.
+
+    Raises:
+        InputError: a value of a wrong type or size, an unknown method, or the same set twice.
+    """
+
+    prompts: list[str | Path]
+    target: str | None
+    drafts: list[str]
+    methods: list[str]
+    assistant: str | None
+    temperatures: list[float]
+    nodes: int
+    depth: int
+    max_new_tokens: int
+    count: int
+    split: str
+    dtype: str
+    device: str
+    hits: bool
+
+    def __post_init__(self) -> None:
+        for name, least in (("count", 1), ("max_new_tokens", 2), ("nodes", 1), ("depth", 1)):
+            checked_count(name, getattr(self, name), least, "leaves nothing to compare")
+        for name in ("prompts", "drafts", "methods", "target", "assistant", "split", "dtype", "device"):
+            value = getattr(self, name)
+            checked_names(name, *(value if isinstance(value, list) else [value] if value is not None else []))
+        checked_flag("hits", self.hits)
+        for temperature in self.temperatures:
+            checked_temperature(temperature)
+        for name in self.methods:
+            if name not in METHODS:
+                raise InputError(f"method {name!r} is unknown: choose among {', '.join(METHODS)}")
+        sets = [*(path.stem for path in self.files), *([TEXTS] if self.texts else [])]
+        if ALL in sets:
+            raise InputError(f"a set of prompts is called {ALL!r}, as all of them together are: rename its file")
+        for name, values in (("prompts", sets), ("methods", self.methods), ("temperatures", self.temperatures)):
+            if not values or len(set(values)) < len(values):
+                raise InputError(f"{name} {list(values)}: give at least one, and none twice")
+
+    @property
+    def files(self) -> list[Path]:
+        """The prompt files."""
+        return [prompt for prompt in self.prompts if isinstance(prompt, Path)]
+
+    @property
+    def texts(self) -> list[str]:
+        """The prompts that were given as text."""
+        return [prompt for prompt in self.prompts if not isinstance(prompt, Path)]
+
+    def sets(self) -> dict[str, list[tuple[str, str]]]:
+        """Return set -> (id, prompt), read from the files; texts are a set of their own.
+
+        Raises:
+            InputError: a file is unusable (`read_prompt_file`), a text is blank or was meant as a file.
+        """
+        sets = {path.stem: read_prompt_file(path, self.split, self.count) for path in self.files}
+        for number, text in enumerate(self.texts, 1):
+            if not text.strip():
+                raise InputError(f"prompt {number} is empty: there is nothing to continue")
+            if not is_text(text):
+                raise InputError(f"prompt {number} holds half a surrogate pair, which is no text")
+            if text.endswith(".jsonl") and len(text.split()) == 1:
+                raise InputError(
+                    f"prompt {number} is {text!r}, which looks like a file: give it as pathlib.Path, or --prompts"
+                )
+            sets.setdefault(TEXTS, []).append((str(number), text))
+        return sets
+
+    def jobs(self) -> list[Job]:
+        """Return the work in order: the first prompt of every set, then the second, so that sets fill up together."""
+        sets = self.sets()
+        order = [
+            (name, index, *prompts[index], temperature)
+            for index in range(max(map(len, sets.values())))
+            for name, prompts in sets.items()
+            if index < len(prompts)
+            for temperature in self.temperatures
+        ]
+        return [Job(number, *job) for number, job in enumerate(order)]
+
+    def settings(self, jobs: Sequence[Job]) -> dict[str, Any]:
+        """Return what all figures of one folder have in common, JSON-ready: models, methods, prompts, machine."""
+        device = loading.resolve_device(self.device)
+        named = [os.path.expanduser(name) for name in (self.target, *self.drafts, self.assistant) if name]
+        digests = {
+            name: hashlib.sha256("\n".join(job.prompt for job in jobs if job.set == name).encode()).hexdigest()[:16]
+            for name in dict.fromkeys(job.set for job in jobs)
+        }
+        same = ("assistant", "methods", "nodes", "depth", "max_new_tokens", "temperatures", "count", "hits")
+        return {
+            "target": self.target or loading.DEFAULT_TARGET,
+            "drafts": self.drafts or "default",
+            "weights": [weights_digest(Path(name)) for name in named if os.path.isdir(name)],  # of folders: they change
+            "dtype": str(loading.resolve_dtype(self.dtype, device)).removeprefix("torch."),
+            **{name: getattr(self, name) for name in same},
+            "prompts": digests,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "cpu": _cpu_name(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            **{package: version(package) for package in ("specinfer", "torch", "transformers")},
+        }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,122 @@
+"""What a comparison found: its settings and records, and their summary.
+
+Knows: where its parts come from.  Does not know: how anything was measured (`runner`) or is computed (`report`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from specinfer.common.display import draw
+from specinfer.errors import InputError
+from specinfer.evaluation.compare.files import read_folder
+from specinfer.evaluation.compare.report import summarise, tables
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Methods side by side.
+
+    Attributes:
+        settings: what all records have in common: models, methods, sizes, prompts, machine.
+        records: one per prompt and temperature, by method: tokens, passes and seconds;
+            ``same_as_autoregressive``, the number of tokens shared with autoregressive decoding from the start; and
+            ``gap``, the difference in logits, where greedy ids first differ from it, between the target's two likeliest
+            tokens in a plain pass.
+    """
+
+    settings: dict[str, Any]
+    records: list[dict[str, Any]] = field(repr=False)
+
+    @classmethod
+    def read(cls, folder: str | Path) -> "Comparison":
+        """Load what is on disk; nothing runs.
+
+        Raises:
+            InputError: the folder holds no comparison, or a damaged one.
+        """
+        found = cls(*read_folder(Path(folder)))
+        try:
+            found.table()
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split()):.80}"
+            raise InputError(f"{folder} holds damaged records ({reason}): compare again into another folder") from error
+        return found
+
+    def summary(self) -> dict[str, Any]:
+        """Return settings, the number of records, ``skipped`` (method -> reason) and ``groups``, JSON-ready.
+
+        There is a group per temperature and set; with more than one set, a group ``"all"`` comes first.  A group has
+        ``set``, ``temperature``, ``prompts``, ``methods``, ``hits`` by draft, and ``tree_to_sequence``, the ratio of
+        their tokens per pass.  Each of its methods has
+
+        - ``tokens_per_pass``: tokens per target pass, bonus included, prefill not counted;
+        - ``draft_passes_per_target_pass``;
+        - ``tokens_per_second``: the median over prompts;
+        - ``ratio``: by baseline, the ratio of tokens per second, the median over prompts;
+        - ``worst_to_autoregressive``: the smallest such ratio to autoregressive decoding;
+        - ``overhead``: tokens_per_pass / ratio to autoregressive - 1, what a step costs beyond an autoregressive one;
+        - ``identical``: the share of prompts with autoregressive decoding's ids;
+        - ``same_as_autoregressive``: how many tokens they share from the start, on average;
+        - ``largest_gap``: the largest of the records' gaps; a tiny one is rounding;
+        - ``ms_per_token`` by stage, and ``bookkeeping``, its share of the time after prefill;
+        - ``tree_sizes``, and ``drafts``, each one's contribution, of all prompts together.
+
+        Intervals are [value, low, high] at 95 %.  What was not measured is left out.
+        """
+        return self._summary
+
+    def table(self) -> str:
+        """Return the summary as text."""
+        return tables(self._summary)
+
+    __str__ = table
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return settings and records, JSON-ready: ``Comparison(**comparison.to_dict())`` is equal."""
+        return {"settings": self.settings, "records": self.records}
+
+    def to_pandas(self) -> Any:
+        """Return a data frame: a row per set, temperature and method, figures as named in `summary`.
+
+        An interval is three columns: ``tokens_per_pass``, ``tokens_per_pass_low``, ``tokens_per_pass_high``.
+
+        Raises:
+            InputError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise InputError("a data frame needs pandas: pip install pandas; or use summary()") from error
+        return pandas.DataFrame(
+            {"set": group["set"], "temperature": group["temperature"], "prompts": group["prompts"], "method": method}
+            | dict(_columns(figures))
+            for group in self._summary["groups"]
+            for method, figures in group["methods"].items()
+        )
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw tokens per target pass and speed-up of every method (`plots.plot_compare`); return the Axes.
+
+        Raises:
+            InputError: matplotlib is not installed.
+        """
+        return draw("plot_compare", self, ax=ax)
+
+    @cached_property
+    def _summary(self) -> dict[str, Any]:
+        return summarise(self.settings, self.records)
+
+
+def _columns(figures: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield a method's figures by column; contributions of drafts are left out."""
+    for name, value in figures.items():
+        column = prefix + name
+        if isinstance(value, dict):
+            yield from _columns(value, f"{column}_")
+        elif name != "drafts" and isinstance(value, list):
+            yield from zip((column, f"{column}_low", f"{column}_high"), value, strict=True)
+        elif name != "drafts":
+            yield column, value

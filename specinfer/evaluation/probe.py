@@ -1,0 +1,83 @@
+"""Probes: drafts that are asked one question after every token of a text, and propose nothing.
+
+Knows: the draft interface.
+Does not know: what is asked (`traces.probes`, `compare.methods`), and what the answers are used for.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from specinfer.drafts.base import Draft, DraftContext, DraftSession
+from specinfer.tree import Chain, Growth, Kind, Policy, Source, TokenTree
+
+
+class Question(ABC):
+    """What a draft is asked.  To the draft's session it is a policy that grows bare roots."""
+
+    kind = Kind.RANKED
+    max_nodes = max_depth = 0
+
+    def __init__(self, rows: int) -> None:
+        self.rows, self.position = list(range(rows)), 0  # rows that go on, and how many tokens each has committed
+        self.wanted = 0  # steps in which proposals were wanted; a draft that knows nothing then does not ask
+
+    @abstractmethod
+    def ask(self, source: Source, max_depth: int | None) -> None:
+        """Ask the draft at the rows' position, no deeper than ``max_depth``."""
+
+    def advance(self, tokens: Sequence[Sequence[int] | None]) -> None:
+        """Go to the next position; rows given None are at their end."""
+        self.rows = [row for row, new in zip(self.rows, tokens, strict=True) if new is not None]
+        self.position += 1
+
+    def grow(self, source: Source, max_depth: int | None = None) -> Growth:
+        """Ask the question, and grow nothing."""
+        self.ask(source, max_depth)
+        return Chain(0).grow(source)
+
+    def fit(self, trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
+        """Return the trees as they are."""
+        return trees
+
+
+class Probe:
+    """A draft that is asked a question instead of growing a policy's trees."""
+
+    def __init__(self, draft: Draft, question: Question) -> None:
+        self.draft, self.question = draft, question
+
+    def __getattr__(self, name: str) -> Any:  # name, aux_layers, model: the draft's own
+        return getattr(self.draft, name)
+
+    @property
+    def attach(self) -> Any:
+        """The draft's own `attach`, if it has one, returning a probe of the attached draft."""
+        attach = self.draft.attach  # type: ignore[attr-defined]  # without one, a probe has none
+        return lambda *target: Probe(attach(*target) or self.draft, self.question)
+
+    def open(self, context: DraftContext) -> "ProbeSession":
+        """Open the draft's own session."""
+        return ProbeSession(self.draft.open(context), self.question)
+
+
+class ProbeSession:
+    """The draft's own session, which is asked the question."""
+
+    def __init__(self, session: DraftSession, question: Question) -> None:
+        self.session, self.question = session, question
+
+    def __getattr__(self, name: str) -> Any:  # the clocks: the session's own
+        return getattr(self.session, name)
+
+    def propose(self, _: Policy, max_depth: int) -> Sequence[TokenTree]:
+        """Ask; return bare roots."""
+        self.question.wanted += 1
+        return self.session.propose(self.question, max_depth)
+
+    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
+        """Tell the draft and the question what was committed."""
+        self.session.commit(tokens, states)
+        self.question.advance(tokens)

@@ -1,0 +1,174 @@
+"""Recording a trace: the target writes a text, then every draft is asked, position by position, what it would propose.
+
+Knows: the engine, whose own sessions feed the drafts, and the order of the work.
+Does not know: how a trace is kept (`trace`), what verification would make of it (`replaying`).
+
+There are two runs per batch of texts.  In the first the target decodes plainly, which gives the texts and its
+distributions.  The second goes through the same texts: its verifier emits the known tokens, and probes stand for the
+drafts.  A probe asks its draft one question after every token, and proposes nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specinfer.attention import Support, check_model
+from specinfer.common.files import locked
+from specinfer.common.values import Progress, checked_count, checked_names, checked_temperature
+from specinfer.decoder import SpeculativeDecoder, row_seeds
+from specinfer.engine.sampling import whole_distribution
+from specinfer.engine.target_view import RowView
+from specinfer.engine.verify import ExactMatch, TargetView, Verdict
+from specinfer.errors import InputError, UnsupportedModel
+from specinfer.evaluation.probe import Probe
+from specinfer.evaluation.traces.probes import Candidates, Distributions, Trees, distribution_arrays
+from specinfer.evaluation.traces.trace import TOP, Drafted, Sizes, Trace, TraceText, resume, trace_settings, write_text
+from specinfer.prompts import Prompt
+from specinfer.tree import BestFirst, TokenTree
+
+
+def record(
+    decoder: SpeculativeDecoder,
+    prompts: Prompt,
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    seed: int = 0,
+    nodes: int = 64,
+    depth: int = 8,
+    top: int | None = TOP,
+    draws: int = 5,
+    batch: int = 4,
+    raw: bool = False,
+    out: str | Path | None = None,
+    progress: Progress = lambda batches, _: batches,
+) -> Trace:
+    """Let the decoder's target continue prompts, and record what its drafts would have proposed along the texts.
+
+    A text position costs about ``3 * depth`` draft passes (a level of the tree, of the candidates, of the
+    distributions) and two target passes.  A batch shares its passes.  The decoder's tree and verifier do not matter.
+
+    Args:
+        decoder: holds target, tokenizer and drafts.
+        prompts: as `SpeculativeDecoder.generate`.
+        max_new_tokens: per prompt.
+        temperature: 0 is greedy; others sample from the whole distribution (top_k 0, top_p 1).
+        seed: of the first prompt; the next ones take the numbers after it.
+        nodes: best-first trees of at most so many nodes can be replayed; 0 records none.
+        depth: trees of at most so many levels can be replayed.
+        top: candidates kept per node along the text, and tokens kept per distribution.  No wider level can be replayed.
+            None keeps complete distributions, and `TOP` candidates.
+        draws: draws per node that multi-step sampling can be replayed with; sampling only.
+        batch: texts at a time.
+        raw: feed strings without the chat template.
+        out: folder that every finished text is written to; one of the same settings is continued.
+        progress: wraps the batches of prompts' numbers that are left, for a bar.
+
+    Raises:
+        InputError: a size that records nothing, no drafts, an unusable prompt, or a folder of other settings or of
+            another run.
+        UnsupportedModel: best-first trees on a model that can score chains only.
+        SpecinferError: what decoding raises; ``out`` keeps what was finished.
+    """
+    advice = "leaves nothing to record"
+    sizes = {"nodes": nodes, "depth": depth, "top": top, "draws": draws, "max_new_tokens": max_new_tokens}
+    plan = Sizes.checked(sizes, advice)
+    batch = checked_count("batch", batch, 1, advice)
+    temperature, seed = checked_temperature(temperature), row_seeds(seed, 1)[0]
+    checked_names("out", "" if out is None else out)
+    _check(decoder, plan)
+    rows = [(prompt, seed + number) for number, prompt in enumerate(decoder.read(prompts, raw).rows)]
+    settings = trace_settings(decoder, plan._asdict(), temperature)
+    with locked(out):
+        texts = {} if out is None else resume(Path(out), settings, rows, decoder.target.vocab_size)
+        left = [number for number in range(len(rows)) if number not in texts]
+        batches = [left[i : i + batch] for i in range(0, len(left), batch)]
+        for numbers in progress(batches, len(texts)):
+            written = _record(decoder, [rows[number] for number in numbers], plan, temperature)
+            for number, text in zip(numbers, written, strict=True):
+                texts[number] = text
+                if out is not None:
+                    write_text(Path(out), number, text)
+    return Trace(settings, tuple(texts[number] for number in range(len(rows))))
+
+
+def _check(decoder: SpeculativeDecoder, plan: Sizes) -> None:
+    """Raise for a decoder that cannot be recorded."""
+    if not isinstance(decoder, SpeculativeDecoder):
+        raise InputError(
+            f"decoder={decoder!r:.60} is not a SpeculativeDecoder: construct one with the drafts to record"
+        )
+    if not decoder.drafts:
+        raise InputError(
+            "this decoder has no drafts, so there is nothing to record: construct it with drafts and a tree"
+        )
+    for model in decoder.language_models:
+        if plan.nodes and check_model(model.model).support is Support.CHAIN_ONLY:
+            raise UnsupportedModel(f"{model.name} can score chains only: record with nodes=0, which keeps no trees")
+
+
+def _record(
+    decoder: SpeculativeDecoder, rows: Sequence[tuple[list[int], int]], plan: Sizes, temperature: float
+) -> list[TraceText]:
+    """Record a batch of (prompt ids, seed)."""
+    prompts, seeds = map(list, zip(*rows, strict=True))
+    options: dict[str, Any] = {"seed": seeds, "max_new_tokens": plan.max_new_tokens, **whole_distribution(temperature)}
+    model, tokenizer = decoder.target.model, decoder.tokenizer
+    writer = _Writer(len(rows))
+    results = SpeculativeDecoder(model, tokenizer, (), None, writer).generate(prompts, **options)
+    texts = [result.token_ids for result in results]
+    distributions = [torch.stack(steps) for steps in writer.distributions]
+
+    vocab_size = distributions[0].shape[1]
+    kept, draws = (min(plan.top or vocab_size, vocab_size), plan.draws) if temperature else (0, 0)
+    probes, drafted, trees = [], [], []
+    for draft in decoder.drafts:
+        drafted.append([Drafted.blank(len(text), plan.depth, plan.top or TOP, kept, draws) for text in texts])
+        trees.append(Trees(plan, texts))
+        questions = [Candidates(plan, texts, drafted[-1]), *([trees[-1]] if plan.nodes else [])]
+        if temperature:
+            questions.append(Distributions(plan, texts, drafted[-1], distributions, seeds))
+        probes += [Probe(draft, question) for question in questions]
+    capacity = BestFirst(plan.nodes + 1, plan.depth)  # what caches must hold
+    SpeculativeDecoder(model, tokenizer, probes, capacity, _Reader(texts)).generate(prompts, **options)
+    return [
+        TraceText(
+            prompt_ids=prompts[row],
+            token_ids=text,
+            seed=seeds[row],
+            **distribution_arrays("target", distribution, plan.top),
+            probability=distribution[torch.arange(len(text)), text].numpy(),
+            drafted=tuple(
+                replace(columns[row], **grown.arrays(row)) for columns, grown in zip(drafted, trees, strict=True)
+            ),
+        )
+        for row, (text, distribution) in enumerate(zip(texts, distributions, strict=True))
+    ]
+
+
+class _Writer(ExactMatch):
+    """Plain decoding that keeps the target's distribution at every position of every row: float32 (V,)."""
+
+    def __init__(self, rows: int) -> None:
+        self.distributions: list[list[Tensor]] = [[] for _ in range(rows)]
+
+    def verify(self, tree: TokenTree, target: TargetView) -> Verdict:
+        assert isinstance(target, RowView)
+        self.distributions[target.row.index].append(target.scores(0).double().softmax(-1).float().cpu())
+        return super().verify(tree, target)
+
+
+class _Reader(ExactMatch):
+    """A verifier that emits the tokens of known texts."""
+
+    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+        self.texts = texts
+
+    def verify(self, tree: TokenTree, target: TargetView) -> Verdict:
+        assert isinstance(target, RowView)
+        row = target.row
+        return Verdict((), self.texts[row.index][len(row.ids) - row.prompt_length])

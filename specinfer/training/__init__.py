@@ -1,0 +1,159 @@
+"""Making drafts for a target: the target writes text, drafts learn from it one after the other, each gets a card.
+
+    from specinfer.training import Recipe, distill, read_prompts
+    distill(model, tokenizer, read_prompts(["prompts.jsonl"]), Path("drafts"), Recipe(drafts=2))
+    SpeculativeDecoder.from_pretrained("target", drafts=["drafts/1", "drafts/2"])
+
+Knows: the order of the work, and what was finished before.  Does not know: how text is made (`text`) or learnt
+(`train`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from specinfer.attention import TreeModel
+from specinfer.common.files import locked, write_json
+from specinfer.drafts.head import HeadDraft, check_fingerprint
+from specinfer.errors import InputError
+from specinfer.training import train
+from specinfer.training.card import ARCHITECTURES, LOSSES, describe_data, write_card
+from specinfer.training.job import ProgressCallback, TrainingJob, TrainingSettings, processes
+from specinfer.training.logits import check_logits
+from specinfer.training.text import (
+    TextFolder,
+    TextSettings,
+    TrainingPrompt,
+    default_aux_layers,
+    plan_text,
+    read_documents,
+    read_prompts,
+)
+
+__all__ = ["Recipe", "TextSettings", "TrainingSettings", "distill", "processes", "read_documents", "read_prompts"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to make.
+
+    Raises:
+        InputError: a setting is unknown or makes nothing.
+    """
+
+    drafts: int = 2
+    arch: str = "head"  # or "lm"
+    text: TextSettings = field(default_factory=TextSettings)
+    training: TrainingSettings = field(default_factory=TrainingSettings)
+    start: tuple[Path, ...] = ()  # folders of heads whose training the first drafts go on with; sizes stay
+
+    def __post_init__(self) -> None:
+        if self.drafts < 1:
+            raise InputError(f"drafts={self.drafts} trains nothing: give at least 1")
+        for name, value, known in (("arch", self.arch, ARCHITECTURES), ("loss", self.training.loss, LOSSES)):
+            if value not in known:
+                raise InputError(f"{name} {value!r} is unknown: choose {' or '.join(known)}")
+        if self.start and (self.arch == "lm" or len(self.start) > self.drafts):
+            raise InputError(
+                f"{len(self.start)} heads to train on from, but {self.drafts} drafts of arch {self.arch!r}: "
+                "give at most one for each draft, and arch='head'"
+            )
+        if self.arch == "lm" and self.drafts > 1:
+            raise InputError("only EAGLE-style heads are boost-tuned, so further lm drafts would be the same: drafts=1")
+        for name in ("epochs", "learning_rate", "vocabulary", "layers"):
+            if not 0 < getattr(self.training, name) < inf:
+                raise InputError(f"{name}={getattr(self.training, name)} trains nothing: give a finite number above 0")
+        if self.arch == "head" and self.training.vocabulary < train.RANKS:
+            raise InputError(f"vocabulary={self.training.vocabulary} is too small: give at least {train.RANKS}")
+
+
+def distill(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[TrainingPrompt],
+    out: Path,
+    recipe: Recipe = Recipe(),
+    documents: Sequence[TrainingPrompt] = (),
+    name: str | None = None,
+    progress: ProgressCallback = lambda *_: None,
+) -> dict[str, Any]:
+    """Make drafts for a target, in ``out/1``, ``out/2``, ...; what an earlier call finished is not made again.
+
+    Args:
+        model: the target, a ``transformers`` causal LM on its device.
+        tokenizer: the target's.
+        prompts: what the target continues (`read_prompts`).
+        out: the folder for drafts, and for the text in ``out/text``.
+        recipe: what to make.
+        documents: given text to learn from (`read_documents`).
+        name: what the cards call the target; the model's own name by default.
+        progress: gets the stage ("text", "draft 1", ...), units done, units in all, and figures such as the loss.
+
+    Returns:
+        ``{"out": folder, "texts": number, "tokens": number, "drafts": [{"folder": ..., **figures}]}`` with the figures
+        that training returned
+
+    Raises:
+        InputError: before the target runs: no tokenizer, a prompt is too long, or the folder has other settings, is
+            held by another run or cannot be written.
+        UnsupportedModel: the target's logits do not follow from its last hidden states (`check_logits`).
+        ModelError, TokenizerMismatch: a draft to train on from is no head, or belongs to another target.
+        NumericalError: the loss is not a number; the last good checkpoint stays.
+        SpecinferError: the disk is full; what was finished stays.
+    """
+    process = processes(model.device)
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if recipe.arch == "lm" and recipe.training.layers > layers:
+        raise InputError(f"layers={recipe.training.layers} of an lm are more than the target's {layers}: give fewer")
+    jobs = _plan_training(model, tokenizer, out, recipe)
+    batches = plan_text(TreeModel(model), tokenizer, prompts, documents, recipe.text)
+    texts = sum(map(len, batches))
+    if texts < 2:
+        raise InputError("one text is held out, so one alone leaves nothing to train on: give more prompts or samples")
+    text_folder = TextFolder(out / "text", model, tokenizer, jobs[0].aux_layers, recipe.text, batches)
+
+    with locked(out if process.is_main_process else None):
+        with process.main_process_first():  # the other processes find the text made
+            text_folder.lock_settings()
+            for job in jobs:
+                job.lock_settings()
+            if any(job.figures() is None for job in jobs):
+                check_logits(model)
+            shards, tokens = text_folder.write(progress)
+        data = describe_data(prompts, documents, texts, tokens, recipe.text)
+        train_draft = train.train_causal_lm if recipe.arch == "lm" else train.train_head
+        trained = []
+        for job in jobs:
+            figures = job.figures() or train_draft(model, tokenizer, shards, job, progress)
+            if process.is_main_process:
+                write_json(job.folder / "figures.json", figures)
+                write_card(job, name or model.name_or_path or type(model).__name__, data, figures)
+            process.wait_for_everyone()
+            trained.append({"folder": str(job.folder), **figures})
+        return {"out": str(out), "texts": texts, "tokens": tokens, "drafts": trained}
+
+
+def _plan_training(model: Any, tokenizer: Any, out: Path, recipe: Recipe) -> list[TrainingJob]:
+    """Return the drafts to be trained; heads that are trained on keep their sizes and auxiliary hidden states."""
+    heads = [HeadDraft.load(folder) for folder in recipe.start]
+    for folder, head in zip(recipe.start, heads, strict=True):
+        check_fingerprint(str(folder), head.fingerprint, model, tokenizer)
+        if head.aux_layers != heads[0].aux_layers:
+            raise InputError(
+                f"{folder} reads the target's layers {head.aux_layers}, {recipe.start[0]} {heads[0].aux_layers}, and "
+                "texts are kept with one choice of states: train them on in two calls"
+            )
+    aux_layers = heads[0].aux_layers if heads else default_aux_layers(model)
+    folders = [out / str(number) for number in range(1, recipe.drafts + 1)]
+    jobs = []
+    for index, folder in enumerate(folders):
+        start, settings = None, recipe.training
+        if index < len(heads):
+            config = heads[index].head.config
+            start = recipe.start[index]
+            settings = replace(settings, layers=config.num_hidden_layers, vocabulary=config.vocab_size)
+        earlier, earlier_starts = folders[:index], recipe.start[:index]
+        jobs.append(TrainingJob(folder, recipe.arch, settings, aux_layers, earlier, start, earlier_starts))
+    return jobs

@@ -1,0 +1,173 @@
+"""A trained draft's model card: README.md, and a plot of its training where matplotlib is installed.
+
+Knows: what was trained, on what, and how well the draft predicts held-out text.  Does not know: how it was trained.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from specinfer.common.files import write_whole
+from specinfer.training.job import TrainingJob
+from specinfer.training.text import TextSettings, TrainingPrompt
+
+LOSS_ROWS = 12  # of the card's table of losses
+PLOT = "loss.png"
+NO_PLOT = "No plot: matplotlib was not installed."
+ARCHITECTURES = {
+    "head": "an EAGLE-style head: decoder layers on the target's hidden states that borrow its embedding and output",
+    "lm": "a plain small causal language model in Hugging Face format",
+}
+LOSSES = {
+    "kl": "the target's distribution (forward Kullback-Leibler divergence)",
+    "token": "the target's chosen tokens",
+}
+VOCABULARY = (
+    "\nIts vocabulary covers {coverage:.1%} of the tokens that it was trained on. When sampling, its log-probabilities "
+    "are multiplied by {inverse_temperature:g} before the target's noise is added.\n"
+)
+TEMPLATE = """---
+base_model: {target}
+library_name: specinfer
+tags: [speculative-decoding, draft-model]
+---
+
+# Draft {name} for {target}
+
+This is {kind}.
+It proposes tokens for **{target}** in speculative decoding; the target verifies every one of them, so that the text
+and its distribution are the target's own. Made by `specinfer distill`.
+
+```python
+from specinfer import SpeculativeDecoder
+
+decoder = SpeculativeDecoder.from_pretrained("{target}", drafts=["path/to/this/folder"])
+```
+
+## Data
+
+{data}
+
+## Training
+
+{training}
+
+| setting | value |
+|---|---|
+{settings}
+
+| step | loss | held-out top-1 |
+|---|---|---|
+{losses}
+
+{plot}
+
+## Measured acceptance
+
+How often the target's own choice was among the draft's k likeliest tokens, on held-out texts ({held_out:.1%} of the
+texts above; other texts of the same prompts may have been trained on). In step s the draft has read s - 1 tokens of its
+own proposal, as on level s of a tree.
+
+| step | {ranks} |
+|---|{rules}|
+{hits}
+{coverage}
+## What it is not for
+
+- Not for any other target: it was fitted to this one's choices, and an EAGLE-style head to its hidden states.
+- Not for writing text by itself: nothing but the target's verification makes its tokens right.
+- The rates above hold for text like the data above; they say nothing about speed, other languages or other subjects.
+- What the target must not be used for, this draft must not be used for either; the target's licence applies.
+"""
+
+
+def describe_data(
+    prompts: Sequence[TrainingPrompt],
+    documents: Sequence[TrainingPrompt],
+    texts: int,
+    tokens: int,
+    settings: TextSettings,
+) -> str:
+    """Return what drafts were trained on, in Markdown."""
+    temperatures = ", ".join(f"{temperature:g}" for temperature in settings.temperatures)
+    text = (
+        f"{texts:,} texts, {tokens:,} tokens, prompts included.\n\n"
+        f"- The target's own text: up to {settings.new_tokens} new tokens, temperatures {temperatures} in turn, seed "
+        f"{settings.seed}; prompts of {_by_file(prompts)}."
+    )
+    if documents:
+        text += f"\n- Given text, learnt from under the target's distribution: {_by_file(documents)}."
+    return text
+
+
+def write_card(job: TrainingJob, target: str, data: str, figures: dict[str, Any]) -> None:
+    """Write ``README.md`` and, where matplotlib is installed, ``loss.png`` into the draft's folder.
+
+    Args:
+        job: what was trained.
+        target: its name on the hub, or its folder.
+        data: what the draft was trained on (`describe_data`).
+        figures: what training returned: ``history`` (dicts of step, loss, held_out), ``hits[step][k - 1]`` and, for a
+            head, ``coverage`` and ``inverse_temperature``.
+
+    Raises:
+        SpecinferError, InputError: the disk is full, or the folder cannot be written.
+    """
+    history, hits = figures["history"], figures["hits"]
+    plotted = write_plot(job.folder / PLOT, history)
+    listed = history[::-1][:: -(-len(history) // LOSS_ROWS)][::-1]  # evenly spaced, the last step among them
+    text = TEMPLATE.format(
+        name=job.folder.name,
+        target=Path(target).resolve().name if Path(target).is_dir() else target,  # no paths of this machine
+        kind=ARCHITECTURES[job.arch],
+        data=data,
+        training=_training(job, figures["steps"]),
+        settings="\n".join(f"| {name} | {value} |" for name, value in asdict(job.settings).items()),
+        losses="\n".join(f"| {row['step']} | {row['loss']:.4f} | {row['held_out'][0][0]:.3f} |" for row in listed),
+        plot=f"![Loss and held-out hit rates]({PLOT})" if plotted else NO_PLOT,
+        held_out=job.settings.held_out,
+        ranks=" | ".join(f"top-{k}" for k in range(1, len(hits[0]) + 1)),
+        rules="|".join(["---"] * len(hits[0])),
+        hits="\n".join(f"| {i} | {' | '.join(f'{rate:.3f}' for rate in row)} |" for i, row in enumerate(hits, 1)),
+        coverage=VOCABULARY.format(**figures) if "coverage" in figures else "",
+    )
+    write_whole(job.folder / "README.md", text)
+
+
+def write_plot(path: Path, history: Sequence[dict[str, Any]]) -> bool:
+    """Plot loss and held-out hit rates of the first draft step against steps; return whether there is matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    steps = [entry["step"] for entry in history]
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.plot(steps, [entry["loss"] for entry in history], marker=".")
+    left.set(xlabel="step", ylabel="training loss")
+    for k, rates in enumerate(zip(*(entry["held_out"][0] for entry in history), strict=True), 1):
+        right.plot(steps, rates, marker=".", label=f"top-{k}")
+    right.set(xlabel="step", ylabel="held-out hit rate", ylim=(0, 1))
+    right.legend(fontsize="small")
+    picture = BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    write_whole(path, picture.getvalue())
+    return True
+
+
+def _training(job: TrainingJob, steps: int) -> str:
+    settings, text = job.settings, f"{steps:,} steps on {LOSSES[job.settings.loss]}."
+    if job.start:
+        text += f" It was trained on from {job.start.name}; its weights are the mean of those before and after."
+    if job.earlier:
+        names = " and ".join(folder.name for folder in job.earlier)
+        text += f" Boost-tuned after draft {names}: a token that one of those proposes first weighs {settings.boost:g}."
+    return text
+
+
+def _by_file(prompts: Sequence[TrainingPrompt]) -> str:
+    counts = Counter(Path(prompt.file).name for prompt in prompts)
+    return ", ".join(f"{name} ({number:,})" for name, number in counts.items())

@@ -1,0 +1,165 @@
+"""What to train, what a training keeps on disk, and the processes that share it.
+
+Knows: settings, figures and checkpoints.  Does not know: how text is made (`text`), how a draft is trained (`train`).
+"""
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from specinfer.common.files import lock_settings, read_json, storing, sync, weights_digest, write_json
+from specinfer.errors import InputError
+
+TIMEOUT = timedelta(days=7)  # of processes that wait for the one that writes the text
+ProgressCallback = Callable[[str, int, int, dict[str, Any]], None]  # stage, units done, units in all, figures
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How a draft is trained."""
+
+    epochs: float = 3.0
+    tokens_per_batch: int = 2048
+    learning_rate: float = 4.5e-3  # of the matrices; a third of it for the rest
+    warmup: float = 0.03  # share of the steps
+    loss: str = "kl"  # or "token"
+    unroll: int = 3  # chained draft steps of a head
+    decay: float = 0.8  # weight of a step, relative to the step before it
+    boost: float = 0.2  # weight of tokens that an earlier draft proposes first
+    vocabulary: int = 12_000  # tokens a head may propose
+    layers: int = 1
+    held_out: float = 0.02
+    seed: int = 0
+    checkpoint_every: int = 200  # steps
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """One draft to be trained."""
+
+    folder: Path
+    arch: str  # "head" or "lm"
+    settings: TrainingSettings
+    aux_layers: Sequence[int]  # the target's hidden states in the texts, as transformers counts layers
+    earlier: Sequence[Path] = ()  # folders of the drafts that this one complements
+    start: Path | None = None  # folder of the head whose training goes on; None begins anew
+    earlier_starts: Sequence[Path] = ()  # the same for the earlier drafts
+
+    def lock_settings(self) -> None:
+        """Record the settings in the folder, or check that they are the recorded ones.
+
+        Raises:
+            InputError: the folder was begun with other settings.
+        """
+        settings = {"arch": self.arch, "start": self.start and weights_digest(self.start), **asdict(self.settings)}
+        if self.earlier_starts:
+            settings["earlier"] = [weights_digest(folder) for folder in self.earlier_starts]
+        del settings["learning_rate"], settings["checkpoint_every"]  # training may go on with others
+        checkpoint = Checkpoint(self.folder)
+        begun = f"{self.folder} and {checkpoint.folder}"
+        advice = f"take the old settings, or remove {begun} to train it anew on the same text"
+        empty = not (checkpoint.exists() or (self.folder / "figures.json").exists())
+        lock_settings(self.folder / "settings.json", settings, advice, empty)
+
+    def figures(self) -> dict[str, Any] | None:
+        """Return the figures of a finished training, or None.
+
+        Raises:
+            InputError: the file of figures is damaged.
+        """
+        path = self.folder / "figures.json"
+        found = read_json(path)
+        if found is None or (isinstance(found, dict) and {"steps", "history", "hits"} <= found.keys()):
+            return found
+        raise InputError(f"{path} does not hold the figures of a training: remove it, and the draft is trained anew")
+
+
+class Checkpoint:
+    """The checkpoint beside a draft's folder.  A new one replaces the old one as a whole.
+
+    Args:
+        draft: the draft's folder.
+    """
+
+    def __init__(self, draft: Path) -> None:
+        self.folder = draft.with_name(f"{draft.name}.checkpoint")
+        self.fresh = self.folder.with_suffix(".new")  # only while a checkpoint is replaced
+
+    def exists(self) -> bool:
+        """Whether a training was begun: a kill during the replacement may leave the fresh folder alone."""
+        return self.folder.exists() or self.fresh.exists()
+
+    def save(self, model: nn.Module, optimizers: Sequence[Any], step: int, history: list[Any]) -> None:
+        """Write a fresh folder, then rename it.
+
+        Raises:
+            SpecinferError, InputError: the disk is full, or the folder cannot be written.
+        """
+        tensors = {f"model.{name}": weight for name, weight in model.state_dict().items()}
+        for number, optimizer in enumerate(optimizers):
+            for index, state in optimizer.state_dict()["state"].items():
+                tensors |= {f"optimizer.{number}.{index}.{name}": value for name, value in state.items()}
+        copies = {name: value.detach().clone().contiguous() for name, value in tensors.items()}  # tied weights, too
+        with storing(self.folder):
+            shutil.rmtree(self.fresh, ignore_errors=True)
+            self.fresh.mkdir(parents=True)
+            save_file(copies, self.fresh / "state.safetensors")
+            sync(self.fresh / "state.safetensors")
+            write_json(self.fresh / "state.json", {"step": step, "history": history})  # last: it makes the folder valid
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.fresh.rename(self.folder)
+
+    def load(self, model: nn.Module, optimizers: Sequence[Any]) -> tuple[int, list[Any]]:
+        """Return the steps done and the history, (0, []) where nothing was saved.
+
+        Raises:
+            InputError: what was saved is damaged.
+        """
+        if not self.folder.exists() and (self.fresh / "state.json").exists():
+            self.fresh.rename(self.folder)  # killed after the old checkpoint was removed
+        if not (self.folder / "state.json").exists():
+            return 0, []
+        weights: dict[str, Tensor] = {}
+        states: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimizers]
+        try:
+            record = read_json(self.folder / "state.json")
+            for name, tensor in load_file(self.folder / "state.safetensors").items():
+                kind, rest = name.split(".", 1)
+                if kind == "model":
+                    weights[rest] = tensor
+                else:
+                    number, index, field = rest.split(".", 2)
+                    states[int(number)].setdefault(int(index), {})[field] = tensor
+            model.load_state_dict(weights)
+            for optimizer, state in zip(optimizers, states, strict=True):
+                optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+            return record["step"], record["history"]
+        except (SafetensorError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:120]
+            raise InputError(f"{self.folder} is damaged ({reason}): remove it, and training begins anew") from error
+
+
+def processes(device: torch.device) -> Any:
+    """Return the processes that train together: this one, and those that a launcher started with it.
+
+    Returns:
+        accelerate's ``PartialState``.
+
+    Raises:
+        InputError: accelerate is not installed.
+    """
+    try:
+        from accelerate import PartialState
+    except ImportError:
+        raise InputError("training needs accelerate: pip install accelerate") from None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # accelerate takes the current device
+    return PartialState(cpu=device.type == "cpu", timeout=TIMEOUT)

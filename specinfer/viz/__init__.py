@@ -1,0 +1,63 @@
+"""Trees, steps, results and inspections as pages, pictures and JSON that need no network.
+
+    inspection.py   a result, step by step; other trees instead of a step's
+    rescoring.py    what the target says of every node, computed again
+    description.py  what there is to show, as data, for all painters
+    style.py        colours, shapes and lines, for all painters
+    token_text.py   a token as text
+    html.py         the interactive page: page.html, page.css and page.js with the data inside
+    svg.py          the still picture of one tree
+    plots/          pictures on matplotlib
+
+Nothing below imports it: things show themselves through `specinfer.common.display`.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specinfer.common.files import write_whole
+from specinfer.viz.description import describe
+from specinfer.viz.html import fragment_of, page_of, to_json
+from specinfer.viz.svg import svg_of
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+__all__ = ["data", "fragment", "page", "picture", "plot_compare"]
+
+
+def fragment(thing: Any) -> str:
+    """Return an element for a notebook."""
+    return fragment_of(describe(thing))
+
+
+def page(thing: Any, path: "str | PathLike[str] | None" = None, tokenizer: Any = None) -> str:
+    """Return a complete document; write it if there is a path.
+
+    Raises:
+        InputError: it cannot be written there.
+    """
+    return _written(page_of(describe(thing, tokenizer)), path)
+
+
+def picture(thing: Any, path: "str | PathLike[str] | None" = None, tokenizer: Any = None) -> str:
+    """Return a picture; arguments and errors as `page`."""
+    return _written(svg_of(describe(thing, tokenizer)), path)
+
+
+def data(thing: Any, path: "str | PathLike[str] | None" = None, tokenizer: Any = None) -> str:
+    """Return what the page draws, as JSON; arguments and errors as `page`."""
+    return _written(to_json(describe(thing, tokenizer).to_dict()), path)
+
+
+def plot_compare(comparison: Any, ax: Any = None) -> Any:
+    """Draw a comparison on matplotlib: see `plots.plot_compare`."""
+    from specinfer.viz import plots
+
+    return plots.plot_compare(comparison, ax=ax)
+
+
+def _written(text: str, path: "str | PathLike[str] | None") -> str:
+    if path is not None:
+        write_whole(Path(path), text)
+    return text

@@ -1,0 +1,247 @@
+"""What there is to show of a tree, a step, a result or an inspection: one description for all painters.
+
+Knows: trees, steps, results, inspections, a tokenizer.  Does not know: HTML, pictures.
+
+`Description.to_dict` is the JSON that the page draws:
+
+    drafts   names by draft id
+    shapes   of drafts, by id
+    marks    state -> its mark
+    legend   what shapes and marks mean, as [sign, words]
+    rule     "greedy", "coupled" or "coins": what decided; null if that is not known
+    seed     of a sampled result
+    prompt   {"text", "tokens"}
+    stats    of a result: new_tokens, target_passes, draft_passes, tokens_per_target_pass, seconds
+    notes    what the engine or the inspection has to say
+    texts    token id -> text with visible white space
+    columns  token id -> how many columns of a terminal the text takes
+    steps    one entry each, in columns with an entry per node:
+        tokens, parents, states    token ids, parent nodes, what became of them (`specinfer.results.State`)
+        q, draws                   the draft's probability given the parent; [draft, order among its draws there]
+        lines                      the line that a node is drawn on; if there is a bonus token, its line comes last
+        path, bonus                accepted nodes; the target's own token, null if there is none
+        emitted                    token ids
+        position                   of the root in the text, null if not known; node i stands at position + its depth and
+                                   was written to cache slot position + i
+        seconds, change            of a recorded step; how the tree of an inspected one was changed
+        p, ratio, noise, margin, tests, why     of an inspection: see `NodeInspection`; left out where no node has any
+        top                        of an inspection: what the target nearly said after the node, as [token id, p] or
+                                   [token id, p, noise]; unless coins decide, the first one is its choice
+
+Probabilities and the like are rounded to three digits.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from math import isfinite
+from typing import Any
+
+from specinfer.results import Result, Step
+from specinfer.tree import TokenTree
+from specinfer.tree.drawing import STATES, TreeDrawing, columns
+from specinfer.viz.inspection import StepInspection
+from specinfer.viz.rescoring import BY_HAND
+from specinfer.viz.style import SHAPES
+from specinfer.viz.token_text import token_text
+
+PROMPT_CHARACTERS = 4000  # of a longer prompt, the last ones are shown
+INSPECTED = ("p", "ratio", "noise", "margin", "tests")
+
+
+@dataclass(frozen=True)
+class DrawnStep:
+    """One tree and what became of it, whatever it came from."""
+
+    tree: TokenTree
+    drawing: TreeDrawing
+    record: Step | StepInspection | None = None  # None: not verified
+    bonus: int | None = None
+    position: int | None = None  # of the root in the text
+
+    @property
+    def path(self) -> tuple[int, ...]:
+        """The accepted nodes, root excluded."""
+        return self.record.path if self.record else ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the step in columns."""
+        data: dict[str, Any] = {
+            "tokens": self.tree.tokens.tolist(),
+            "parents": self.tree.parents.tolist(),
+            "q": [_short(node.probability) for node in self.drawing.nodes[: len(self.tree)]],
+            "draws": [[list(draw) for draw in draws] for draws in self.tree.draws],
+            "lines": [int(y) if y.is_integer() else round(y, 2) for y in self.drawing.lines],
+            "states": list(map(str, self.record.states)) if self.record else None,
+            "path": list(self.path),
+            "bonus": self.bonus,
+            "emitted": list(self.record.tokens) if self.record else [],
+            "position": self.position,
+        }
+        step: Any = getattr(self.record, "step", self.record)
+        if step is not None:
+            data["seconds"] = _short(step.seconds.to_dict())
+        return data | (_inspected(self.record) if isinstance(self.record, StepInspection) else {})
+
+
+@dataclass(frozen=True)
+class Description:
+    """What there is to show.
+
+    Attributes:
+        thing: what was described.
+        drafts: names by draft id.
+        steps: one per tree.
+        tokenizer: from ids to text; None shows ids.
+        result: what the steps belong to, if that is known.
+    """
+
+    thing: Any
+    drafts: list[str]
+    steps: list[DrawnStep]
+    tokenizer: Any
+    result: Result | None
+
+    @property
+    def best(self) -> DrawnStep:
+        """The step that accepted most."""
+        return max(self.steps, key=lambda step: len(step.path))
+
+    @property
+    def title(self) -> str:
+        """A title for a page."""
+        if self.result is None:
+            return "A token tree"
+        return f"{self.result.stats.new_tokens} tokens in {self.result.stats.target_passes} target passes"
+
+    @property
+    def plain(self) -> str:
+        """Text for places that run no scripts: a result's, else a tree's tokens, indented."""
+        if self.result is not None:
+            return self.result.text
+        nodes = [node for step in self.steps for node in step.drawing.nodes[: len(step.tree)]]
+        return "\n".join("  " * node.depth + node.text for node in nodes)
+
+    @property
+    def rule(self) -> str | None:
+        """What decided, where the nodes tell: "greedy", "coupled" or "coins"."""
+        record = self.steps[0].record
+        if not isinstance(record, StepInspection):
+            return None
+        root = record.nodes[0]
+        return "coins" if root.choice is None else "greedy" if root.top[0].noise is None else "coupled"
+
+    @property
+    def shapes(self) -> list[str]:
+        """The shapes of the drafts."""
+        return ["✎" if name == BY_HAND else SHAPES[draft % len(SHAPES)] for draft, name in enumerate(self.drafts)]
+
+    def legend(self, steps: Iterable[DrawnStep]) -> list[list[str]]:
+        """Return what shapes and marks mean, as [sign, words], as far as they occur in some steps."""
+        nodes = [node for step in steps for node in step.drawing.nodes]
+        drafts = sorted({draft for node in nodes for draft in node.drafts})
+        states = {node.state for node in nodes} - {"root", "drafted"}
+        signs = [[mark or "┄", words] for state, (mark, words) in STATES.items() if state in states]
+        return [*([self.shapes[draft], self.drafts[draft]] for draft in drafts), *signs]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all that the page draws, ready for JSON."""
+        steps = [step.to_dict() for step in self.steps]
+        tops = [token for step in steps for top in step.get("top", ()) for token, *_ in top]
+        ids = {*tops, *(token for step in steps for token in [*step["tokens"], *step["emitted"]])}
+        texts = {str(token): token_text(self.tokenizer, token) for token in sorted(ids)}
+        data: dict[str, Any] = {
+            "shows": type(self.thing).__name__,
+            "drafts": self.drafts,
+            "shapes": self.shapes,
+            "marks": {state: mark for state, (mark, _) in STATES.items()},
+            "legend": self.legend(self.steps),
+            "rule": self.rule,
+            "texts": texts,
+            "columns": {token: columns(text) for token, text in texts.items()},
+            "steps": steps,
+        }
+        if self.result is None:
+            return data
+        prompt = self.result.prompt_ids
+        text = self.tokenizer.decode(prompt) if self.tokenizer else " ".join(map(str, prompt))
+        stats = self.result.stats.to_dict()
+        kept = ("new_tokens", "target_passes", "draft_passes", "tokens_per_target_pass", "seconds")
+        return data | {
+            "seed": self.result.seed,
+            "text": self.result.text,
+            "finish_reason": self.result.finish_reason,
+            "notes": [*self.result.stats.notes, *getattr(self.thing, "notes", ())],
+            "prompt": {"text": text[-PROMPT_CHARACTERS:], "tokens": len(prompt)},
+            "stats": {name: _short(stats[name]) for name in kept},
+        }
+
+
+def describe(thing: Any, tokenizer: Any = None) -> Description:
+    """Describe what there is to show of a `TokenTree`, `Step`, `Result`, `Inspection` or `StepInspection`.
+
+    Args:
+        thing: what to show.
+        tokenizer: from ids to text; by default what the thing was made with, else ids are shown.
+    """
+    result = getattr(thing, "result", thing if isinstance(thing, Result) else None)
+    tokenizer = tokenizer or getattr(thing if result is None else result, "tokenizer", None)
+    drafts = _draft_names(thing, result)
+    steps = list(_steps(thing, tokenizer, len(drafts) - 1 if BY_HAND in drafts else None))
+    return Description(thing, drafts, steps, tokenizer, result)
+
+
+def _draft_names(thing: Any, result: Result | None) -> list[str]:
+    """Return the names of drafts by id; numbers for a tree or a step, which does not know them."""
+    if isinstance(thing, StepInspection):
+        return thing.draft_names
+    if result is not None:
+        return [draft.draft for draft in result.stats.drafts]
+    proposers = (thing if isinstance(thing, TokenTree) else thing.tree).proposers
+    return [f"draft {i}" for i in range(max(proposers).bit_length())]
+
+
+def _steps(thing: Any, tokenizer: Any, by_hand: int | None) -> Iterator[DrawnStep]:
+    text = cache(lambda token: token_text(tokenizer, token))
+    if isinstance(thing, TokenTree):
+        yield DrawnStep(thing, TreeDrawing.of(thing, text))
+    elif isinstance(thing, Step):
+        yield _step(thing, text, None)
+    elif isinstance(thing, StepInspection):
+        yield _step(thing, text, thing.nodes[0].position, by_hand)
+    else:
+        position = len(getattr(thing, "result", thing).prompt_ids) - 1
+        for step in thing.steps:
+            yield _step(step, text, position)
+            position += len(step.tokens)
+
+
+def _step(
+    step: Step | StepInspection, text: Callable[[int], str], position: int | None, by_hand: int | None = None
+) -> DrawnStep:
+    bonus = step.bonus if len(step.tokens) > len(step.path) else None  # cut before it: not emitted
+    bonus_text = None if bonus is None else text(bonus)
+    drawing = TreeDrawing.of(step.tree, text, step.states, bonus_text, (0, *step.path)[-1], by_hand)
+    return DrawnStep(step.tree, drawing, step, bonus, position)
+
+
+def _inspected(step: StepInspection) -> dict[str, Any]:
+    """Return the columns that an inspection adds."""
+    columns = {name: [_short(getattr(node, name)) for node in step.nodes] for name in INSPECTED}
+    return {
+        "change": step.change,
+        **{name: column for name, column in columns.items() if name == "p" or any(column)},
+        "top": [[_short([x for x in one if x is not None]) for one in node.top] for node in step.nodes],
+        "why": [step.why(node) for node in range(len(step.nodes))],
+    }
+
+
+def _short(value: Any) -> Any:
+    """Return numbers in three digits, whatever they stand in; None for what JSON has no word for."""
+    if isinstance(value, float):
+        return float(f"{value:.3g}") if isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _short(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_short(item) for item in value]
+    return value

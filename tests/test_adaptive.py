@@ -1,0 +1,412 @@
+"""Trees that adapt, in a made-up world: tokens by lot, seconds by decree, so every count is the same on any machine."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import PROPERTY, token_trees
+
+from specinfer import Auto
+from specinfer.adaptive.acceptance import MEMORY, Acceptance
+from specinfer.adaptive.cost_model import Average, Line, Seconds
+from specinfer.adaptive.policy import FIRST_NODES, PLAIN_AGAIN, WAITS, _Levels
+from specinfer.errors import PolicyError
+from specinfer.tree import DenseSource, Draw, Forest, Frontier, Kind, TokenTree, merge
+
+P = np.array([0.6, 0.2, 0.1, 0.05, 0.05])  # the target's distribution everywhere
+VOCAB = 10  # the second half is never right
+GOOD = [*np.log(P), *[-np.inf] * 5]
+BAD = [*[-np.inf] * 5, *np.log(P)]
+
+
+class World:
+    """A target that draws from P, and drafts with a distribution each.
+
+    Args:
+        drafts: (V,) log-probabilities per draft.
+        target: seconds of a pass over n drafted nodes.
+        level: seconds of a draft's level.
+    """
+
+    def __init__(self, drafts, target, level, rows=1, policy=None):
+        self.distributions, self.target, self.level, self.rows = list(drafts), target, level, rows
+        self.policy = policy or Auto()
+        self.chance = np.random.default_rng(0)
+        self.trees, self.levels = [], []  # per step: what was scored in row 0; levels of each draft
+        self.policy.start(len(self.distributions), coupled=False)
+
+    def run(self, steps):
+        """Decode so many steps."""
+        for _ in range(steps):
+            sources = [self.source(draft) for draft in range(len(self.distributions))]
+            grown = [self.policy.grow(source, 8).trees([0] * self.rows, source.draft) for source in sources]
+            trees = self.policy.fit([merge(own) for own in zip(*grown, strict=True)])
+            self.trees.append(trees[0])
+            self.levels.append([source.asked for source in sources])
+            paths, tokens = zip(*map(self.verify, trees), strict=True)
+            proposing = [self.level * source.asked or 1e-9 for source in sources]
+            nodes = max(tree.num_drafted for tree in trees)
+            self.policy.observe(trees, paths, tokens, proposing, self.target(nodes) + sum(proposing))
+        return self
+
+    def verify(self, tree):
+        """Return accepted nodes and emitted tokens."""
+        node, path, tokens = 0, [], []
+        while node is not None:
+            tokens.append(int(self.chance.choice(5, p=P)))
+            node = tree.child(node, tokens[-1])
+            path += [] if node is None else [node]
+        return path, tokens
+
+    def source(self, draft):
+        """Return what a draft says, everywhere the same; it counts its levels."""
+        distribution = torch.tensor(self.distributions[draft])
+
+        def log_probs(frontier):
+            source.asked += 1
+            return distribution.expand(*frontier.tokens.shape, VOCAB)
+
+        source = DenseSource(log_probs, self.rows, draft=draft)
+        source.asked = 0
+        return source
+
+    def nodes(self, last):
+        """Return the nodes that were scored in the last steps."""
+        return [tree.num_drafted for tree in self.trees[-last:]]
+
+    def asked(self, draft, last):
+        """Return how often a draft was asked in the last steps."""
+        return sum(levels[draft] > 0 for levels in self.levels[-last:])
+
+
+def flat(seconds, node=0.0):
+    """A pass that costs so much, whatever it scores."""
+    return lambda nodes: seconds + node * nodes
+
+
+# ---- sizes ----
+
+
+def test_the_first_steps_are_small_then_one_is_plain():
+    """Until costs are known."""
+    assert World([GOOD], flat(0.1), 0.001).run(3).nodes(3) == [FIRST_NODES, FIRST_NODES, 0]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_an_expensive_target_and_a_good_draft_make_large_trees(rows):
+    world = World([GOOD], flat(0.1, 0.0001), 0.001, rows).run(100)
+    assert np.mean(world.nodes(50)) > 20
+    assert np.mean([levels for (levels,) in world.levels[-50:]]) > 4
+
+
+def test_nodes_that_cost_much_make_small_trees():
+    large = World([GOOD], flat(0.1, 0.0005), 0.001).run(100)
+    small = World([GOOD], flat(0.1, 0.02), 0.001).run(100)
+    assert 0 < np.mean(small.nodes(50)) < 6 < np.mean(large.nodes(50))
+
+
+def test_levels_that_cost_much_make_shallow_trees():
+    deep = World([GOOD], flat(0.1), 0.001).run(100)
+    shallow = World([GOOD], flat(0.1), 0.08).run(100)
+    assert 0 < np.mean([levels for (levels,) in shallow.levels[-50:]]) < 2.5
+    assert np.mean([levels for (levels,) in deep.levels[-50:]]) > 4
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_target_as_cheap_as_its_draft_decodes_plainly(rows):
+    world = World([GOOD], flat(0.01), 0.02, rows).run(200)
+    assert world.nodes(100).count(0) >= 85
+    assert world.asked(0, 100) <= 15
+
+
+def test_nodes_that_cost_more_than_they_gain_are_not_scored():
+    """One token more, at best, for twice the seconds: the draft is idle, too."""
+    world = World([GOOD], lambda nodes: 0.1 if nodes == 0 else 0.4, 0.0001).run(200)
+    assert world.nodes(100).count(0) >= 85
+
+
+def test_rows_share_one_number_of_nodes():
+    policy = Auto()
+    world = World([GOOD], flat(0.1, 0.002), 0.001, rows=3, policy=policy).run(40)
+    sizes = [len(tree) for tree in policy.fit([source_tree(world, row) for row in range(3)])]
+    assert len(set(sizes)) == 1
+
+
+def source_tree(world, row):
+    return world.policy.grow(world.source(0), 8).trees([0] * world.rows)[row]
+
+
+def test_plain_steps_are_measured_again():
+    world = World([GOOD], flat(0.1), 0.001).run(6 * PLAIN_AGAIN[1])
+    assert 2 <= world.nodes(3 * PLAIN_AGAIN[1]).count(0) <= 4
+
+
+def test_trees_are_measured_again():
+    """A machine that was busy while the first trees were timed is not for ever too slow for trees."""
+    world = World([GOOD], None, 0.003)
+    world.target = lambda nodes: 0.03 + 0.0006 * nodes + (0.06 if nodes and world.policy.steps < 40 else 0)
+    assert np.mean(np.array(world.run(40).nodes(30)) == 0) > 0.7
+    assert min(sorted(world.run(60).nodes(20))[2:]) > 0
+
+
+def test_trees_that_never_pay_are_hardly_measured():
+    world = World([GOOD], lambda nodes: 0.1 if nodes == 0 else 0.4, 0.0001).run(20 + 4 * PLAIN_AGAIN[1])
+    assert 1 <= np.count_nonzero(world.nodes(4 * PLAIN_AGAIN[1])) <= 20
+
+
+def test_a_draft_that_was_slow_for_a_while_works_again():
+    """While it idles it is timed seldom, so what is timed counts for all that was."""
+    world = World([GOOD], flat(0.03, 0.0006), 0.024).run(60)
+    assert world.asked(0, 20) < 8
+    world.level = 0.003
+    assert world.run(90).asked(0, 30) >= 28
+
+
+# ---- which drafts work ----
+
+
+def test_a_draft_that_is_never_right_idles_and_is_tried_again():
+    world = World([BAD], flat(0.1), 0.02).run(1200)
+    tried = [step for step, levels in enumerate(world.levels) if levels[0]]
+    gaps = [gap for gap in np.diff(tried) if gap > 2]  # a plain step may stand between two that ask
+    assert gaps[0] == WAITS[0] + 1
+    assert sorted(gaps) == gaps
+    assert gaps[-1] == WAITS[1] + 1
+    assert world.asked(0, 300) < 20
+
+
+def test_a_draft_that_becomes_good_is_noticed():
+    world = World([BAD], flat(0.1), 0.02).run(200)
+    world.distributions[0] = GOOD
+    assert world.run(600).asked(0, 50) >= 48
+
+
+def test_a_new_text_gives_every_draft_a_trial():
+    world = World([BAD], flat(0.1), 0.02).run(300)
+    world.policy.start(1, coupled=False)
+    assert world.run(2).asked(0, 2) == 2
+
+
+def test_the_good_draft_works_and_the_bad_one_idles():
+    world = World([BAD, GOOD], flat(0.1), 0.01).run(300)
+    assert world.asked(1, 100) >= 98
+    assert world.asked(0, 100) <= 15
+
+
+def test_of_equal_drafts_one_works():
+    world = World([GOOD, GOOD], flat(0.1), 0.02).run(300)
+    assert min(world.asked(draft, 200) for draft in (0, 1)) <= 20
+    assert sum(world.asked(draft, 200) for draft in (0, 1)) >= 198
+
+
+def test_drafts_that_cover_different_tokens_work_together():
+    first, rest = np.array([0.6, *[0] * 9]), np.array([0, *P[1:], *[0] * 5])
+    world = World(
+        [np.log(distribution / distribution.sum() + 1e-9) for distribution in (first, rest)], flat(0.1), 0.0001
+    ).run(200)
+    assert min(world.asked(draft, 100) for draft in (0, 1)) >= 98
+
+
+def test_reasons_name_costs_and_idle_drafts():
+    world = World([GOOD, BAD], flat(0.1, 0.001), 0.01).run(200)
+    text = world.policy.reasons(["head", "ngram"], rows=1)
+    assert text.startswith("a plain step costs 100.0 ms, one with trees ")
+    assert "a level of head 10.0 ms, a level of ngram 10.0 ms" in text
+    assert text.endswith("ngram is idle") == (not world.policy.asked >> 1 & 1)
+    assert any(not levels[1] for levels in world.levels)
+
+
+def test_an_observer_of_nothing_is_calm():
+    """No drafts at all: plain steps, and notes without a draft."""
+    policy = Auto()
+    policy.start(0, coupled=True)
+    for _ in range(20):
+        trees = policy.fit([TokenTree.root_only(3)])
+        policy.observe(trees, [()], [(5,)], [], 0.1)
+    assert policy.reasons([], 1).startswith("a plain step costs 100.0 ms")
+
+
+# ---- which nodes ----
+
+
+def learn(acceptance, tree, tokens):
+    """Let rates see what became of a tree."""
+    acceptance.observe(Forest.of([tree]), [tokens])
+
+
+def family(parents, scores, tokens=None, draft=0):
+    tokens = tokens or list(range(len(parents)))
+    return TokenTree.from_nodes(9, tokens, parents, scores, [[Draw(draft, 0)] for _ in parents])
+
+
+@PROPERTY
+@given(token_trees(kind=Kind.RANKED), st.integers(0, 8))
+def test_best_is_the_best_of_all_closed_sets(tree, count):
+    """Brute force over every set of nodes that holds its own ancestors."""
+    worth = np.exp(tree.scores)
+    kept = tree.best(count, worth)
+    assert kept.num_drafted == min(count, tree.num_drafted)
+    paths = {tuple(tree.path(node)): worth[node] for node in range(1, len(tree))}
+    gained = sum(paths[tuple(kept.path(node))] for node in range(1, len(kept)))
+    nodes = range(1, len(tree))
+    closed = [some for some in combinations(nodes, kept.num_drafted) if {*tree.parents[list(some)]} <= {0, *some}]
+    assert gained == pytest.approx(max(worth[list(some)].sum() for some in closed))
+
+
+@pytest.mark.parametrize(("base", "node"), [(0.02, 0.001), (0.05, 0.01), (0.01, 0.03), (0.2, 0.05)])
+def test_fit_maximises_tokens_less_the_price_of_seconds(base, node):
+    """Brute force over the number of nodes, with a price and costs that are given."""
+    chance = np.random.default_rng(3)
+    policy = Auto()
+    policy.costs.plain[2] = Seconds()
+    policy.costs.plain[2].add(0.05)
+    for nodes in (2, 5, 9, 14):
+        policy.costs.trees.add(2 * (nodes + 1), base + node * 2 * (nodes + 1))
+    trees = [family([0, 0, 1, 1, 2], np.log(chance.uniform(0.1, 0.9, 5)) - [0, 0, 3, 3, 3]) for _ in range(2)]
+    price = 2 / 0.05
+    gains = np.sort(np.exp([tree.scores[1:] for tree in trees]), 1)[:, ::-1].sum(0)
+    values = [gains[:n].sum() - price * (policy.costs.trees.at(2 * (n + 1)) if n else 0.05) for n in range(6)]
+    assert [tree.num_drafted for tree in policy.fit(trees)] == [int(np.argmax(values))] * 2
+
+
+def test_nodes_that_several_drafts_propose_are_trusted_by_experience():
+    """Two drafts of the same claims: what both say turns out right, what one says wrong."""
+    acceptance = Acceptance()
+    both = merge([family([0], [-1.0], [1], draft=0), family([0, 0], [-1.0, -1.0], [1, 2], draft=1)])
+    for _ in range(100):
+        learn(acceptance, both, [1])
+    accepted = dict(zip(both.tokens.tolist(), acceptance.path(both.nodes), strict=True))
+    assert accepted[1] > 0.9
+    assert accepted[2] < 0.1
+    assert np.exp(-1) * acceptance.edge(1, 1) == pytest.approx(0.5, abs=0.05)  # of draft 1, whoever agrees
+
+
+# ---- what is learnt ----
+
+
+@pytest.mark.parametrize("rate", [0.3, 1.0, 1.5])
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_rates_are_recovered(rate, depth):
+    """Tokens of probability q that are accepted with probability rate q."""
+    chance, acceptance = np.random.default_rng(1), Acceptance()
+    for q in chance.uniform(0.05, 0.6, 3000):
+        chain = family(list(range(depth)), [-0.0] * (depth - 1) + [np.log(q)])
+        right = chance.random() < rate * q
+        learn(acceptance, chain, [*range(depth - 1), depth - 1 if right else 8])
+    if depth == 1:
+        assert acceptance.family(0, 0) == pytest.approx(0.325 * rate, abs=0.06)
+    if depth < 3:  # deeper ones are told apart no more
+        assert acceptance.edge(0, depth) == pytest.approx(rate, rel=0.2)
+
+
+def test_without_experience_a_probability_is_taken_at_its_word():
+    tree = family([0, 1, 2], np.log([0.5, 0.25, 0.2]))
+    assert Acceptance().path(tree.nodes) == pytest.approx([1, 0.5, 0.25, 0.2])
+
+
+def test_what_was_observed_is_forgotten():
+    acceptance, tree = Acceptance(), family([0], np.log([0.5]))
+    for tokens in ([8], [0]):
+        for _ in range(5 * MEMORY):
+            learn(acceptance, tree, tokens)
+        assert acceptance.path(tree.nodes)[1] == pytest.approx(float(tokens == [0]), abs=0.02)
+
+
+def test_nodes_that_were_not_scored_teach_too():
+    """The token that the target chose is known, whether its node was in the pass or not."""
+    acceptance = Acceptance()
+    tree = family([0, 0], np.log([0.5, 0.3]))
+    for _ in range(100):
+        learn(acceptance, tree, [1])  # as after a plain step
+    assert acceptance.family(0, 0) > 0.9
+    assert acceptance.edge(0, 1) == pytest.approx(1 / 0.8, rel=0.05)
+
+
+def test_greedy_and_coupled_texts_are_learnt_apart():
+    world = World([GOOD], flat(0.1), 0.001).run(50)
+    world.policy.start(1, coupled=True)
+    assert not world.policy.acceptance.edges
+    world.policy.start(1, coupled=False)
+    assert world.policy.acceptance.edges
+
+
+def test_reading_what_was_missed_is_no_part_of_a_drafts_cost():
+    """The first time that a draft is asked again it is slow; only then."""
+    policy = Auto()
+    policy.start(1, coupled=False)
+    for step in range(12):
+        policy.asked, policy.levels[0] = 1, 1
+        tree = TokenTree.from_nodes(0, [1], [0], [-0.1], [[Draw(0, 0)]])
+        policy.grown = Forest.of([tree])
+        policy.observe([tree], [(1,)], [(1, 2)], [9.0 if step == 0 else 1.0], 10.0)
+    assert policy.costs.levels[0].value == pytest.approx(1.0, rel=0.01)
+
+
+def test_a_draft_is_timed_while_another_is_idle_and_not_after_its_own_end():
+    policy = Auto()
+    policy.start(2, coupled=False)
+    policy.asked, policy.warm, policy.levels[1] = 0b10, 0b10, 1
+    policy._time(1, 4, [1e-6, 0.004], 0.05)
+    policy.levels.clear()
+    policy._time(1, 4, [1e-6, 1e-6], 0.05)
+    assert {draft: level.value for draft, level in policy.costs.levels.items()} == {1: pytest.approx(0.004)}
+
+
+def test_lines_are_recovered_whatever_interrupts():
+    line = Line()
+    for turn in range(200):
+        nodes = (turn * 7) % 30
+        line.add(nodes, (0.04 + 0.001 * nodes) * (50 if turn % 40 == 39 else 1))
+    assert line.at(0) == pytest.approx(0.04, rel=0.1)
+    assert line.at(30) == pytest.approx(0.07, rel=0.1)
+
+
+def test_lines_of_one_size_have_a_usual_slope():
+    line = Line()
+    for _ in range(50):
+        line.add(16, 0.03)
+    assert line.at(16) == pytest.approx(0.03)
+    assert line.at(16) < line.at(64) < np.inf
+
+
+def test_costs_that_stay_high_are_believed():
+    line = Line()
+    for seconds in [0.01] * 30 + [0.03] * 60:
+        line.add(5, seconds)
+    assert line.at(5) > 0.02
+
+
+def test_averages_forget():
+    average = Average()
+    for figure in [1.0] * 20 + [3.0] * 100:
+        average.add(figure)
+    assert average.value == pytest.approx(3.0, rel=0.05)
+
+
+def test_a_slow_step_is_an_interruption_and_two_are_a_load():
+    average = Seconds(4)
+    for seconds, believed in [(9, 9), *[(1, 1)] * 20, (5, 1), (1, 1), (4, 1), (4, 4), (4, 4), (1, 1)]:
+        average.add(seconds)
+        assert average.value == pytest.approx(believed)
+
+
+def test_off_the_host_levels_go_by_averages():
+    """The frontier is not looked at: its tensors have no values here."""
+    world = World([GOOD], flat(0.1), 0.001, rows=2).run(100)
+    reached = [world.policy.acceptance.expected(0, depth) for depth in range(4)]
+    assert reached[0] == 1
+    assert sorted(reached, reverse=True) == reached
+    nothing = torch.zeros(2, 3, dtype=torch.long, device="meta")
+    frontier = Frontier(nothing, nothing, nothing.bool(), 1)
+    assert _Levels(world.policy, world.source(0))(frontier, nothing) == 3
+    dear = World([GOOD], flat(0.1), 0.5, rows=2).run(100)
+    assert _Levels(dear.policy, dear.source(0))(frontier, nothing) == 0
+
+
+@pytest.mark.parametrize("sizes", [{"max_nodes": -1}, {"max_depth": 1.5}, {"max_nodes": True}])
+def test_sizes_that_are_none_are_refused(sizes):
+    with pytest.raises(PolicyError, match="whole number"):
+        Auto(**sizes)

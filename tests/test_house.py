@@ -1,0 +1,102 @@
+"""The house: imports point one way, lazy ones included, and every folder says what lives there."""
+
+import ast
+import importlib
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import specinfer
+import specinfer.attention
+import specinfer.tree
+
+# What may be imported by whom: a package imports packages of its own layer or of those before.
+LAYERS = [
+    ["errors", "common"],
+    ["tree"],
+    ["attention"],
+    ["loading", "results", "prompts"],
+    ["engine", "drafts", "adaptive"],
+    ["decoder"],
+    ["training", "evaluation"],
+    ["viz"],
+    ["integrations"],
+    ["cli"],
+    ["__main__", ""],  # the last is specinfer/__init__.py
+]
+APART = {("training", "evaluation"), ("evaluation", "training")}  # of one layer, and no business of each other
+PACKAGES = (specinfer, specinfer.tree, specinfer.attention)
+
+
+def modules():
+    """Return every module's path by its name below `specinfer`."""
+    found = {}
+    for package in PACKAGES:
+        (root,) = map(Path, package.__path__)
+        above = package.__name__.split(".")[1:]
+        for path in root.rglob("*.py"):
+            parts = [*above, *path.relative_to(root).with_suffix("").parts]
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def below(name):
+    """Return a module's name below `specinfer`."""
+    return name.removeprefix("specinfer").removeprefix(".")
+
+
+def imported(path):
+    """Return the modules below `specinfer` that a module imports anywhere in it: at once, lazily, or for types."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: imports are absolute"
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            names |= {name if below(name) in MODULES else node.module for name in whole}
+    return {below(name) for name in names if name.split(".")[0] == "specinfer"} & set(MODULES)
+
+
+def layer(name):
+    """Return the number of a module's layer."""
+    return next(number for number, names in enumerate(LAYERS) if name.split(".")[0] in names)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_one_way(name):
+    for other in imported(MODULES[name]) - {name}:
+        packages = name.split(".")[0], other.split(".")[0]
+        assert layer(other) <= layer(name), f"{name} imports {other}"
+        assert packages not in APART, f"{name} imports {other}"
+
+
+def test_imports_have_no_cycles():
+    """A module and the packages that it is in do not count: a package's modules run while it does."""
+    graph = {
+        name: {other for other in imported(path) if not f"{name}.".startswith(f"{other}.")}
+        for name, path in MODULES.items()
+    }
+    tuple(TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def test_what_a_user_touches_is_little():
+    """Eight modules beside the folders."""
+    (root,) = map(Path, specinfer.__path__)
+    assert len(list(root.glob("*.py"))) <= 8
+
+
+def test_every_folder_says_what_it_is():
+    for name, path in MODULES.items():
+        if path.name == "__init__.py":
+            assert (ast.get_docstring(ast.parse(path.read_text())) or "").strip(), name
+
+
+def test_every_module_imports_alone():
+    for name in MODULES:
+        if name != "__main__":
+            importlib.import_module(f"specinfer.{name}" if name else "specinfer")

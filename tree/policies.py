@@ -1,0 +1,455 @@
+"""Growth policies: which nodes a draft scores next, and which of its candidates become the tree.
+
+Knows: distributions.  Does not know: models.
+A policy asks a `Source` for the next-token distributions of one level of nodes at a time.  It works on B rows at once,
+on the device of the distributions.  It does not wait for that device between levels: `Growth.trees` brings the grown
+trees to the host in one transfer.
+
+A policy decides how many children a sampled node gets before it draws them.  Verification is exact only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import inf, log
+from operator import mul
+from typing import ClassVar, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specinfer.errors import PolicyError, TreeError
+from specinfer.tree.candidates import draw_candidates, top_candidates
+from specinfer.tree.forest import Forest
+from specinfer.tree.nodes import Draws, Listed
+from specinfer.tree.token_tree import Kind, TokenTree
+
+MOST = 1 << 16  # nodes of a tree, and levels
+MANY = 1 << 12  # candidates of a row; if there are more, only the best are sorted into the pool
+
+
+class Frontier(NamedTuple):
+    """The nodes whose next-token distributions a policy asks for: one level of B trees."""
+
+    tokens: Tensor  # (B, W) int64; -1 at the root, which the source knows; any real id in padding
+    parents: Tensor  # (B, W) int64: numbers among all nodes of earlier frontiers, padding included; -1 at the root
+    valid: Tensor  # (B, W) bool; False = padding
+    depth: int  # of these nodes; the root's is 0
+
+
+class Source(Protocol):
+    """What a draft offers to a policy.  Tokens of probability zero have log-probability -inf."""
+
+    @property
+    def batch(self) -> int:
+        """The number of rows B."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the distributions are."""
+
+    @property
+    def draft(self) -> int:
+        """The draft's id in the trees."""
+
+    def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
+        """Return the k likeliest tokens, no two equal, and their log-probabilities, both (B, W, min(k, V)).
+
+        The probabilities of a node sum to 1 at most; otherwise large trees may lack some nodes.  Descending, ties by
+        the smaller id.  Ties at the cut-off are broken arbitrarily.  At padding: anything but NaN.
+        """
+
+    def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return k drawn tokens in drawing order, their log-probabilities, and the distributions they were drawn from.
+
+        Shapes (B, W, k), (B, W, k) and (B, W, V): see `draw_candidates`.
+        """
+
+
+class Policy(Protocol):
+    """How a tree grows: at most `max_nodes` drafted nodes, in at most `max_depth` rounds."""
+
+    @property
+    def kind(self) -> Kind:
+        """How children are chosen."""
+
+    @property
+    def max_nodes(self) -> int:
+        """The most nodes a tree can have, root excluded."""
+
+    @property
+    def max_depth(self) -> int:
+        """The greatest depth a node can have."""
+
+    def grow(self, source: Source, max_depth: int | None = None) -> Growth:
+        """Grow one tree per row of the source, no deeper than `max_depth` in this call (0 asks nothing)."""
+
+    def fit(self, trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
+        """Return the part of each row's tree that the target scores; each is merged from all drafts' trees.
+
+        A sampled tree must come back complete: whether a draw is kept may not depend on what was drawn.
+        """
+
+
+class Growth(NamedTuple):
+    """The trees of B rows, M node slots each, on the device of the distributions."""
+
+    tokens: Tensor  # (B, M) int64
+    parents: Tensor  # (B, M) int64: 0 is the root, and slot i is node i + 1
+    scores: Tensor  # (B, M) log-probability of the path, float32 or float64
+    valid: Tensor  # (B, M) bool; False = no node
+    kind: Kind
+    distributions: tuple[Tensor, ...] = ()  # sampled: (B, W, V) per level; joined: of nodes 0, 1, ...
+
+    def trees(self, roots: Sequence[int], draft: int = 0) -> Forest:
+        """Bring the trees to the host.  Waits for the device.
+
+        Args:
+            roots: the last committed token of each row.
+            draft: the id of the draft that grew them, for `Draw.draft`.
+
+        Raises:
+            TreeError: the number of roots is not the number of rows, or a draft's log-probability is not a number.
+        """
+        rows = len(roots)
+        if rows != len(self.tokens):
+            raise TreeError(f"{rows} roots for {len(self.tokens)} grown trees")
+        if not self.tokens.shape[1]:
+            return Forest(self.kind, roots)
+        tokens, parents, valid, scores = self._host_columns()
+        found, row_of = scores[valid], valid.nonzero()[0]
+        if not np.isfinite(found).all():
+            raise TreeError(f"a node of row {row_of[~np.isfinite(found)][0]} has a score that is not a number")
+        numbers = np.cumsum(valid).reshape(valid.shape) + (rows - 1)
+        numbers = np.concatenate((np.arange(rows)[:, None], numbers), 1)  # of each row's nodes, its root first
+        above = np.take_along_axis(numbers, parents, 1)[valid]
+        drafted = np.arange(rows, rows + len(found))
+        distributions: dict[tuple[int, int], np.ndarray] = {}
+        if self.distributions:
+            dense = torch.cat(self.distributions, 1).cpu().double().numpy()
+            dense.flags.writeable = False
+            drawn = zip(row_of.tolist(), parents[valid].tolist(), above.tolist(), strict=True)
+            distributions = {(number, draft): dense[row, node] for row, node, number in drawn}
+        listed = Listed(
+            np.concatenate((roots, tokens[valid])),
+            np.concatenate((np.full(rows, -1), above)),
+            np.concatenate((np.zeros(rows), found)),
+            Draws(drafted, np.full(len(drafted), draft), drafted),  # draws of one node stand in slot order
+            distributions,
+            distinct=self.kind is not Kind.IID,
+        )
+        return Forest(self.kind, roots, listed)
+
+    def _host_columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return tokens, parents, valid and scores, (B, M) each, in one transfer."""
+        if _on_host(self.tokens):
+            return self.tokens.numpy(), self.parents.numpy(), self.valid.numpy(), self.scores.double().numpy()
+        bits = torch.int64 if self.scores.dtype == torch.float64 else torch.int32
+        columns = (self.tokens, self.parents, self.valid, self.scores.view(bits))
+        packed = torch.stack([column.long() for column in columns]).cpu()  # (4, B, M)
+        tokens, parents, valid, _ = packed.numpy()
+        return tokens, parents, valid > 0, packed[3].to(bits).view(self.scores.dtype).double().numpy()
+
+
+@dataclass(frozen=True)
+class BestFirst:
+    """The `max_nodes` likeliest paths no deeper than `max_depth`: the tree that a heap finds, in one pass per level.
+
+    Log-probabilities add up downwards, so the N likeliest nodes include their ancestors.  Each round scores all nodes
+    of the newest level that are among the N best so far.  The rounds end when there is none.  Equal scores are ranked
+    by smaller depth, then by the parents' ranks, then by sibling rank, as by a heap with that key.
+
+    Args:
+        max_nodes: drafted nodes at most.
+        max_depth: levels below the root at most.
+        min_probability: paths less likely than this are left out, so an unsure draft drafts little.
+
+    Raises:
+        PolicyError: a size that is not a whole number or is negative; a probability outside [0, 1].
+    """
+
+    max_nodes: int
+    max_depth: int
+    min_probability: float = 0.0
+    kind: ClassVar[Kind] = Kind.RANKED
+
+    def __post_init__(self) -> None:
+        _check_size("max_nodes", self.max_nodes, 0)
+        _check_size("max_depth", self.max_depth, 0)
+        least = self.min_probability
+        if isinstance(least, bool) or not isinstance(least, int | float) or not 0 <= least <= 1:
+            raise PolicyError(f"min_probability must be between 0 and 1, got {least!r}; 0 keeps all")
+
+    def grow(self, source: Source, max_depth: int | None = None) -> Growth:
+        """Grow one tree per row, asking the source at most `max_depth` times."""
+        return grow_best_first(source, self.max_nodes, _limit(self.max_depth, max_depth), self.min_probability)
+
+    def fit(self, trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
+        """Return the `max_nodes` likeliest paths of each tree, so that several drafts share one budget."""
+        return Forest.of(trees).best(self.max_nodes)
+
+
+def grow_best_first(
+    source: Source,
+    max_nodes: int,
+    max_depth: int,
+    min_probability: float = 0.0,
+    wanted: Callable[[Frontier, Tensor], int] | None = None,
+) -> Growth:
+    """Grow as `BestFirst` does, but ask about fewer nodes of a level where fewer are wanted.
+
+    Args:
+        source: asked at most `max_depth` times.
+        max_nodes, max_depth, min_probability: as `BestFirst`.
+        wanted: takes a level's nodes, best first, and their scores, both (B, W); returns how many nodes of each row the
+            source is asked about.
+    """
+    if not (max_nodes and max_depth):
+        return _bare(source, BestFirst.kind)
+    pool = _Pool(source, max_nodes, log(min_probability) if min_probability else -inf)
+    for depth in range(min(max_depth, max_nodes)):
+        frontier = pool.newest(depth) if depth else _root(source)
+        if depth and wanted and frontier.tokens.shape[1]:
+            frontier = pool.narrowed(frontier, wanted(frontier, pool.front[1]))
+        if frontier.tokens.shape[1] == 0:
+            break
+        pool.admit(*source.top(frontier, pool.children(frontier)))
+    return pool.growth()
+
+
+class _Pool:
+    """The N best nodes so far of each row, best first.
+
+    Candidates are numbered: the i-th child of the n-th frontier node is n N + i.
+    """
+
+    def __init__(self, source: Source, size: int, least: float) -> None:
+        self.size = size  # N
+        self.least = least  # the smallest score of a node
+        self.scores = torch.full((source.batch, size), -inf, device=source.device)  # (B, N) descending; -inf = empty
+        self.numbers = torch.zeros_like(self.scores, dtype=torch.int64)  # (B, N)
+        self.tokens = torch.zeros_like(self.numbers)  # (B, N)
+        # numbers and scores of the newest frontier; no candidate has the root's number
+        self.front = self.numbers.new_full((source.batch, 1), -1), self.scores.new_zeros(source.batch, 1)
+        self.fronts: list[Tensor] = []  # (B, W) numbers
+        self.first = self.sent = 0  # frontier nodes before the newest level's parents, and in all
+
+    def admit(self, tokens: Tensor, log_probs: Tensor) -> None:
+        """Let the candidates of the frontier, both (B, W, N at most), compete for the pool."""
+        numbers, scores = self.front
+        self.fronts.append(numbers)
+        self.first, self.sent = self.sent, self.sent + tokens.shape[1]
+        firsts = torch.arange(self.first * self.size, self.sent * self.size, self.size, device=tokens.device)
+        arrivals = firsts[:, None] + torch.arange(tokens.shape[2], device=tokens.device)
+        arrivals = arrivals.flatten().expand(len(tokens), -1)
+        paths, tokens = _path_scores(scores, log_probs), tokens.flatten(1)
+        if self.least > -inf:
+            paths.masked_fill_(paths < self.least, -inf)
+        if paths.shape[1] > MANY and _on_host(paths):
+            slots, paths = top_candidates(paths, self.size)
+            arrivals, tokens = arrivals.gather(1, slots), tokens.gather(1, slots)
+        # The pool comes first and parents stand in pool order, so a stable sort breaks ties as the heap does.
+        scores, best = torch.cat((self.scores, paths), 1).sort(dim=1, descending=True, stable=True)
+        best = best[:, : self.size]
+        self.scores = scores[:, : self.size]
+        self.numbers = torch.cat((self.numbers, arrivals), 1).gather(1, best)
+        self.tokens = torch.cat((self.tokens, tokens), 1).gather(1, best)
+
+    def children(self, frontier: Frontier) -> int:
+        """Return the most children of one frontier node that may enter the pool.
+
+        The i-th likeliest token of a distribution has at most the probability 1 / i.
+        """
+        if frontier.tokens.shape[1] * self.size <= MANY or not _on_host(self.scores):
+            return self.size
+        last = self.scores[:, -1:].clamp(min=self.least)
+        return min(self.size, int((self.front[1] - last).nan_to_num(inf).clamp(max=log(self.size)).exp().max()) + 1)
+
+    def newest(self, depth: int) -> Frontier:
+        """Return the nodes of the newest level that may have children in the pool: any but the last slot's."""
+        numbers, scores = self.numbers[:, :-1], self.scores[:, :-1]
+        young = (numbers >= self.first * self.size).logical_and_(scores != -inf)
+        width = int(young.sum(1).max()) if _on_host(young) else self.size - depth
+        valid, slots = (part[:, :width] for part in young.sort(dim=1, descending=True, stable=True))
+        numbers = numbers.gather(1, slots)
+        self.front = numbers, scores.gather(1, slots).masked_fill_(~valid, -inf)
+        return Frontier(self.tokens.gather(1, slots), numbers.div(self.size, rounding_mode="floor"), valid, depth)
+
+    def narrowed(self, frontier: Frontier, width: int) -> Frontier:
+        """Return the best nodes of the newest level."""
+        numbers, scores = self.front
+        self.front = numbers[:, :width], scores[:, :width]
+        tokens, parents, valid, depth = frontier
+        return Frontier(tokens[:, :width], parents[:, :width], valid[:, :width], depth)
+
+    def growth(self) -> Growth:
+        """Return the pool as trees."""
+        parents = self.numbers.div(self.size, rounding_mode="floor")  # among frontier nodes
+        above = torch.cat(self.fronts, 1).gather(1, parents)  # (B, N) numbers of the parents
+        ascending, slots = self.numbers.sort(dim=1, stable=True)  # empty slots hold 0, too, and come later
+        parents = slots.gather(1, torch.searchsorted(ascending, above).clamp_(max=self.size - 1)) + 1
+        valid = self.scores != -inf  # NaN is valid, so that `Growth.trees` sees it
+        return Growth(self.tokens, parents.masked_fill_(above < 0, 0), self.scores, valid, BestFirst.kind)
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """The `expansion[d]` likeliest children of every node at depth d.
+
+    This is SpecInfer's expansion configuration <k1, k2, ...> (arXiv 2305.09781, section 3).
+
+    Raises:
+        PolicyError: a width that is not a positive whole number.
+    """
+
+    expansion: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.expansion, Sequence):
+            raise PolicyError(f"an expansion must be a list of whole numbers, one a level, got {self.expansion!r}")
+        object.__setattr__(self, "expansion", tuple(self.expansion))
+        for depth, width in enumerate(self.expansion):
+            _check_size(f"expansion[{depth}]", width, 1)
+        _check_size("the sum of all levels' nodes", self.max_nodes, 0)
+
+    @property
+    def kind(self) -> Kind:
+        """How children are chosen."""
+        return Kind.RANKED
+
+    @property
+    def max_nodes(self) -> int:
+        """The most nodes a tree can have, root excluded."""
+        return sum(accumulate(self.expansion, mul))
+
+    @property
+    def max_depth(self) -> int:
+        """The number of levels below the root."""
+        return len(self.expansion)
+
+    def grow(self, source: Source, max_depth: int | None = None) -> Growth:
+        """Grow one tree per row, asking the source once per level."""
+        frontier, scores = _root(source), torch.zeros(source.batch, 1, device=source.device)
+        sent = 0  # nodes of earlier frontiers
+        levels: list[tuple[Tensor, ...]] = []  # tokens, parents, scores, valid
+        distributions: list[Tensor] = []
+        for depth, width in enumerate(self.expansion[: _limit(self.max_depth, max_depth)], start=1):
+            tokens, log_probs, *distribution = self._ask(source, frontier, width)
+            distributions += distribution
+            rows, asked, k = tokens.shape
+            scores = _path_scores(scores, log_probs)  # (B, W * k)
+            parents = torch.arange(sent, sent + asked, device=tokens.device).repeat_interleave(k).expand(rows, -1)
+            frontier = Frontier(tokens.flatten(1), parents, scores != -inf, depth)
+            levels.append((frontier.tokens, parents, scores, frontier.valid))
+            sent += asked
+            if _on_host(scores) and not frontier.valid.any():
+                break
+        if not levels:
+            return _bare(source, self.kind)
+        tokens, parents, scores, valid = (torch.cat(column, 1) for column in zip(*levels, strict=True))
+        return Growth(tokens, parents, scores, valid, self.kind, tuple(distributions))
+
+    def fit(self, trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
+        """Return the trees as they are: the expansion fixes their sizes, and drawn nodes must not be chosen from."""
+        return trees
+
+    def _ask(self, source: Source, frontier: Frontier, k: int) -> tuple[Tensor, ...]:
+        return source.top(frontier, k)
+
+
+class Chain(Expansion):
+    """One path of the likeliest tokens: sequence speculation."""
+
+    def __init__(self, length: int) -> None:
+        _check_size("length", length, 0)
+        super().__init__((1,) * length)
+
+    def __repr__(self) -> str:
+        return f"Chain(length={self.max_depth})"
+
+
+@dataclass(frozen=True)
+class Sampled(Expansion):
+    """`expansion[d]` draws from q under every draw at depth d, for multi-step speculative sampling.
+
+    With replacement the draws are independent.  A token drawn twice counts as two draws, each with its own draws below
+    (SpecInfer, arXiv 2305.09781, Algorithm 2).  Without replacement q is renormalised after each draw, and a node gets
+    fewer children if no token of positive probability is left (Sequoia, arXiv 2402.12374, section 3.2).
+    """
+
+    replacement: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.replacement, bool):
+            raise PolicyError(f"replacement must be True or False, got {self.replacement!r}")
+
+    @property
+    def kind(self) -> Kind:
+        """How children are chosen."""
+        return Kind.IID if self.replacement else Kind.WITHOUT_REPLACEMENT
+
+    def _ask(self, source: Source, frontier: Frontier, k: int) -> tuple[Tensor, ...]:
+        return source.draw(frontier, k, self.replacement)
+
+
+@dataclass
+class DenseSource:
+    """A source whose distributions are given in full by a function."""
+
+    log_probs: Callable[[Frontier], Tensor]  # (B, W, V), normalised or, for drawing only, not
+    batch: int
+    generator: torch.Generator | None = None  # for drawing; None = torch's default one of the device
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    draft: int = 0
+
+    def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
+        """Return the k likeliest tokens of each node: see `top_candidates`."""
+        return top_candidates(self.log_probs(frontier), k)
+
+    def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return k tokens drawn for each node: see `draw_candidates`."""
+        return draw_candidates(self.log_probs(frontier), k, replacement, self.generator)
+
+
+def _on_host(tensor: Tensor) -> bool:
+    """Whether reading a value of the tensor waits for no device."""
+    return tensor.device.type == "cpu"
+
+
+def _root(source: Source) -> Frontier:
+    unknown = torch.full((source.batch, 1), -1, device=source.device)
+    return Frontier(unknown, unknown, torch.ones_like(unknown, dtype=torch.bool), 0)
+
+
+def _path_scores(scores: Tensor, log_probs: Tensor) -> Tensor:
+    """Return the scores (B, W * k) of the candidates of frontier nodes (B, W); -inf = no node, or no candidate.
+
+    A log-probability that rounding lifted above 0 counts as 0, so no child outranks its parent.
+    """
+    return (scores[:, :, None] + log_probs.clamp(max=0)).flatten(1)
+
+
+def _bare(source: Source, kind: Kind) -> Growth:
+    """Return trees that draft nothing."""
+    none = torch.empty(source.batch, 0, dtype=torch.int64, device=source.device)
+    return Growth(none, none, none.float(), none.bool(), kind)
+
+
+def _limit(depth: int, max_depth: int | None) -> int:
+    if max_depth is None:
+        return depth
+    _check_size("max_depth", max_depth, 0)
+    return min(depth, max_depth)
+
+
+def _check_size(name: str, value: object, least: int) -> None:
+    if isinstance(value, int) and value > MOST:
+        raise PolicyError(f"{name}={value} is more than any target scores in one pass: give {MOST} at most")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        what = "a positive whole number" if least else "a whole number, 0 or more"
+        hint = "leave the level out to stop above it" if least else "0 drafts nothing"
+        raise PolicyError(f"{name} must be {what}, got {value!r}: it counts nodes or levels of a tree; {hint}")
