@@ -265,13 +265,14 @@ def test_choices_and_reasons_stand_in_the_stats(target, near):
 
 
 def test_what_auto_learns_stays_with_the_decoder(target, near):
-    """A second call does not explore again."""
+    """A second call goes on from the costs and rates of the first."""
     decoder = SpeculativeDecoder(target, drafts=[near])
     decoder.generate(PROMPTS[0], max_new_tokens=40)
-    steps, explored = decoder.policy.counts.steps, decoder.policy.counts.explored
+    learnt = decoder.policy.learnt
+    measured, plain = learnt.costs.trees.count, learnt.costs.plain[1].count
     decoder.generate(PROMPTS[2], max_new_tokens=40)
-    assert explored == decoder.policy.counts.explored > 0
-    assert decoder.policy.counts.steps > steps
+    assert decoder.policy.learnt is learnt
+    assert learnt.costs.trees.count + learnt.costs.plain[1].count > measured + plain > 0
 
 
 def test_auto_with_a_rule_for_sampled_trees_is_refused(target):
