@@ -296,7 +296,7 @@ def test_nan_weights_are_one_line(run, models):
     models["broken"] = broken
     code, _, err = run("generate", "hi", "--target", "broken", *TINY)
     assert code == 2
-    assert "no numbers" in err
+    assert "not numbers" in err
     assert err.count("\n") == 1
 
 

@@ -63,9 +63,10 @@ class Plan:
     def __post_init__(self) -> None:
         for name, least in (("count", 1), ("max_new_tokens", 2), ("nodes", 1), ("depth", 1)):
             checked_count(name, getattr(self, name), least, "leaves nothing to compare")
-        for name in ("prompts", "drafts", "methods", "target", "assistant", "split", "dtype", "device"):
-            value = getattr(self, name)
-            checked_names(name, *(value if isinstance(value, list) else [value] if value is not None else []))
+        for name in ("prompts", "drafts", "methods"):
+            checked_names(name, *getattr(self, name))
+        for name in ("target", "assistant", "split", "dtype", "device"):
+            checked_names(name, *[value for value in [getattr(self, name)] if value is not None])
         checked_flag("hits", self.hits)
         for temperature in self.temperatures:
             checked_temperature(temperature)
