@@ -22,7 +22,7 @@ def test_trees_are_back_within_40_steps_of_a_load(noise):
     assert max(back(seed, noise) for seed in SEEDS) <= 40
 
 
-@pytest.mark.parametrize(("ease", "least"), [("usual", 0.9), ("hard", 0.9), ("wrong", 0.85)])
+@pytest.mark.parametrize(("ease", "least"), [("usual", 0.9), ("hard", 0.9), ("wrong", 0.9)])
 def test_under_lasting_load_plain_decoding_is_hardly_faster(ease, least):
     """Trees cost twice as much there; the first steps, in which that is learnt, count."""
     speeds = [Machine(Auto(), seed, threads).text(160, ease).speed() for seed in SEEDS]

@@ -15,7 +15,7 @@ from specinfer.tree import Forest, Nodes
 
 DEPTHS = 3  # told apart: 1, 2, 3 and deeper
 MEMORY = 200  # tokens that a rate looks back on, about
-PRIOR = 4.0  # tokens that it starts with
+PRIOR = 0.5  # tokens that it starts with
 
 
 class Rate:
