@@ -8,7 +8,8 @@ from conftest import PROMPTS, VOCAB, counted, like, plain, tiny_llama
 
 from specinfer import BestFirst, Chain, Expansion, ModelDraft, NGramDraft, Sampled, SpeculativeDecoder
 from specinfer.drafts.base import DraftContext
-from specinfer.drafts.language_model import CATCH_UP, ModelDraftSession, _in_order
+from specinfer.drafts.language_model import CATCH_UP, ModelDraftSession
+from specinfer.drafts.rows import _in_order
 from specinfer.engine.gumbel import COUPLING, Coupling, gumbel, key
 from specinfer.engine.sampling import Processors, resolve
 

@@ -2,6 +2,7 @@
 
 from specinfer.tree.candidates import draw_candidates, top_candidates
 from specinfer.tree.forest import Forest, merge
+from specinfer.tree.lattice import Lattice
 from specinfer.tree.nodes import Nodes, ancestors
 from specinfer.tree.policies import (
     BestFirst,
@@ -10,6 +11,7 @@ from specinfer.tree.policies import (
     Expansion,
     Frontier,
     Growth,
+    LatticeSource,
     Policy,
     Sampled,
     Source,
@@ -29,6 +31,8 @@ __all__ = [
     "Frontier",
     "Growth",
     "Kind",
+    "Lattice",
+    "LatticeSource",
     "Nodes",
     "Policy",
     "Sampled",

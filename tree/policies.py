@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf, log
 from operator import mul
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from specinfer.errors import PolicyError, TreeError
 from specinfer.tree.candidates import draw_candidates, top_candidates
 from specinfer.tree.forest import Forest
+from specinfer.tree.lattice import Lattice
 from specinfer.tree.nodes import Draws, Listed
 from specinfer.tree.token_tree import Kind, TokenTree
 
@@ -67,6 +68,14 @@ class Source(Protocol):
 
         Shapes (B, W, k), (B, W, k) and (B, W, V): see `draw_candidates`.
         """
+
+
+@runtime_checkable
+class LatticeSource(Source, Protocol):
+    """A source that also answers for all depths at once."""
+
+    def lattice(self, width: int) -> Lattice:
+        """Return the candidates of all depths, `width` at each if there are so many."""
 
 
 class Policy(Protocol):
@@ -202,14 +211,17 @@ def grow_best_first(
     """Grow as `BestFirst` does, but ask about fewer nodes of a level where fewer are wanted.
 
     Args:
-        source: asked at most `max_depth` times.
+        source: asked at most `max_depth` times; or once, if it answers for all depths and no `wanted` is given.
         max_nodes, max_depth, min_probability: as `BestFirst`.
         wanted: takes a level's nodes, best first, and their scores, both (B, W); returns how many nodes of each row the
             source is asked about.
     """
     if not (max_nodes and max_depth):
         return _bare(source, BestFirst.kind)
-    pool = _Pool(source, max_nodes, log(min_probability) if min_probability else -inf)
+    least = log(min_probability) if min_probability else -inf
+    if wanted is None and isinstance(source, LatticeSource):
+        return _from_lattice(source.lattice(max_nodes), source, max_nodes, max_depth, least)
+    pool = _Pool(source, max_nodes, least)
     for depth in range(min(max_depth, max_nodes)):
         frontier = pool.newest(depth) if depth else _root(source)
         if depth and wanted and frontier.tokens.shape[1]:
@@ -218,6 +230,21 @@ def grow_best_first(
             break
         pool.admit(*source.top(frontier, pool.children(frontier)))
     return pool.growth()
+
+
+def _from_lattice(lattice: Lattice, source: Source, max_nodes: int, max_depth: int, least: float) -> Growth:
+    """Return the best-first trees over a lattice; they are on the host."""
+    rows = [lattice.best_first(row, max_nodes, max_depth, least) for row in range(source.batch)]
+    width = max(map(len, rows))
+    if not width:
+        return _bare(source, BestFirst.kind)
+    table = np.zeros((3, len(rows), width))
+    for row, nodes in enumerate(rows):
+        if nodes:
+            table[:, row, : len(nodes)] = np.array(nodes).T  # ids are below 2 ** 53
+    tokens, parents = torch.from_numpy(table[:2].astype(np.int64))
+    valid = torch.arange(width) < torch.tensor([[len(nodes)] for nodes in rows])
+    return Growth(tokens, parents, torch.from_numpy(table[2]), valid, BestFirst.kind)
 
 
 class _Pool:

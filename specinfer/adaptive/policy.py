@@ -31,7 +31,18 @@ from specinfer.attention import size_bucket
 from specinfer.common.files import write_json
 from specinfer.errors import InputError, PolicyError
 from specinfer.results import reach
-from specinfer.tree import BestFirst, Forest, Frontier, Growth, Kind, Nodes, Source, TokenTree, grow_best_first
+from specinfer.tree import (
+    BestFirst,
+    Forest,
+    Frontier,
+    Growth,
+    Kind,
+    LatticeSource,
+    Nodes,
+    Source,
+    TokenTree,
+    grow_best_first,
+)
 
 MAX_NODES, MAX_DEPTH = 23, 8  # with the root, 24 tokens: a size bucket
 FIRST_NODES = 4  # of a tree whose cost is not known, and of one that is scored to learn what trees cost now
@@ -183,7 +194,9 @@ class Auto:
         self.levels[source.draft] = min(depth, 1)
         half = self.costs.node(source.batch) / 2  # for q may be low
         least = min(max(half, LEAST[0]), LEAST[1])
-        return grow_best_first(source, self.max_nodes, depth, least, _Levels(self, source))
+        # a draft that answers for all depths at once is asked once, and levels cost nothing
+        wanted = None if isinstance(source, LatticeSource) else _Levels(self, source)
+        return grow_best_first(source, self.max_nodes, depth, least, wanted)
 
     def fit(self, trees: Sequence[TokenTree]) -> Forest:
         """Return each tree's nodes that are worth their part of the target's pass; as many in all rows, or none."""

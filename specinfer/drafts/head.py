@@ -59,7 +59,7 @@ class HeadDraft:
         head: the trained head.
         fingerprint: of the target it was trained for (`target_fingerprint`) and of its tokenizer.
         name: in results.
-        inverse_temperature: of its distribution against the target's noise (`ModelDraftSession.top`).
+        inverse_temperature: of its distribution against the target's noise (`DraftRows.ranked`).
     """
 
     def __init__(

@@ -6,12 +6,10 @@ Does not know: the target, verification, text.
 
 import sys
 from collections.abc import Sequence
-from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level, on_device
@@ -20,7 +18,6 @@ from specinfer.drafts.rows import DraftRows
 from specinfer.errors import CHECK_WEIGHTS, NumericalError, TreeError
 from specinfer.tree import Forest, Frontier, Policy, TokenTree
 
-CANDIDATES = 128  # tokens per node that processors and noise see in a coupled draft, if there are processors
 CATCH_UP = 32  # uncached tokens that are fed together with the root; of more, all but the root are prefilled
 
 
@@ -52,7 +49,6 @@ class ModelDraftSession(DraftRows):
     """
 
     per_row = (*DraftRows.per_row, "uncached")
-    inverse_temperature = 1.0  # of the distribution against the target's noise, see `top`
     draft_layers: tuple[int, ...] = ()  # layers of this model whose hidden states the session needs
 
     def __init__(self, model: TreeModel, context: DraftContext) -> None:
@@ -65,7 +61,6 @@ class ModelDraftSession(DraftRows):
         self.fed: list[Frontier] = []  # levels fed this step, root excluded: the cache's pending columns
         self.vocab_size = min(model.vocab_size, context.vocab_size)
         self.draft_states: list[Tensor | None] = []  # this model's hidden states at the tokens fed last, root last
-        self.token_ids: Tensor | None = None  # (vocab_size,) the target's ids for the model's ids; None: the same
 
     @property
     def passes(self) -> int:
@@ -106,44 +101,13 @@ class ModelDraftSession(DraftRows):
         self.fed = []
 
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
-        """Return each node's k likeliest choices of the target and their log-probabilities, both (B, W, k).
-
-        Greedy: by q.  Coupled: the target will emit argmax(log p + g), so candidates are ranked by s log q + g with
-        the same Gumbel noise g, and a softmax of those sums estimates which of them it will be.  The inverse
-        temperature s is 1 for q = p.  But a draft that does not know p learns the mean of what p may be, which is
-        flatter, and s > 1 makes up for that.
-        """
-        logits, likeliest = self._logits(frontier), None
-        if self.couplings and self.context.processors.chain:  # some, like top-p, would sort all tokens at every node
-            logits, likeliest = logits.topk(min(max(k, CANDIDATES), self.vocab_size))
-            logits = self.context.processors.scores(logits.flatten(0, 1), ()).view(*logits.shape)
-        scores = self._noisy(logits, likeliest, frontier.depth) if self.couplings else logits.float()
-        values, tokens = scores.topk(min(k, self.vocab_size))
-        if not self.couplings:  # in 16 bits many values are equal
-            values, tokens = _in_order(values, tokens)
-        best = values[..., :1]
-        rest = (scores - best).exp_().sum(-1, keepdim=True).log_()
-        tokens = tokens if likeliest is None else likeliest.gather(2, tokens)
-        return tokens if self.token_ids is None else self.token_ids[tokens], values - best - rest
+        """Return each node's k likeliest choices of the target and their log-probabilities, both (B, W, k)."""
+        found = self.ranked(self._logits(frontier), [frontier.depth], k)
+        return self.ids(found.indices), found.scores - found.total
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Draw k children per node from q, the draft's after the target's warpers (`tree.draw_candidates`)."""
-        logits = self._logits(frontier)
-        scores = self.context.processors.scores(logits.flatten(0, 1), ()).view(*logits.shape)
-        if self.token_ids is None:
-            dense = functional.pad(scores, (0, self.context.vocab_size - self.vocab_size), value=-inf)
-        else:
-            dense = scores.new_full((*scores.shape[:2], self.context.vocab_size), -inf)
-            dense[..., self.token_ids] = scores
-        return self.drawn(dense, k, replacement, frontier.depth)
-
-    def _noisy(self, logits: Tensor, likeliest: Tensor | None, depth: int) -> Tensor:
-        """Return s log q + g plus a constant, float32, of the likeliest tokens (B, W, C), or of all (B, W, V')."""
-        noise = self.noise(depth, self.device)
-        noise = (noise[:, : self.vocab_size] if self.token_ids is None else noise[:, self.token_ids])[:, None]
-        if likeliest is not None:
-            noise = noise.expand(-1, likeliest.shape[1], -1).gather(2, likeliest)
-        return torch.add(noise, logits, alpha=self.inverse_temperature)
+        return self.drawn(self.warped(self._logits(frontier)), k, replacement, frontier.depth)
 
     def _levels_left(self) -> int:
         """Return how many levels fit into the draft's context below the longest row."""
@@ -182,15 +146,6 @@ class ModelDraftSession(DraftRows):
     def _uncached_inputs(self) -> dict[str, list[Tensor]]:
         """Return what else the model is fed with each row's uncached tokens, by name: one entry per token."""
         return {}
-
-
-def _in_order(values: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values (.., k), descending, and their tokens, ties by the smaller token (`torch.topk` has no rule)."""
-    if values.device.type == "cpu" and not (values[..., 1:] == values[..., :-1]).any():
-        return values, tokens
-    tokens, order = tokens.sort(-1)
-    values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    return values, tokens.gather(-1, order)
 
 
 def _fed_paths(fed: Sequence[Frontier], tokens: Sequence[Sequence[int] | None]) -> list[list[int] | None]:

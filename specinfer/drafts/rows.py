@@ -1,22 +1,38 @@
 """What every draft session keeps for each of its rows: how long it is, and its random numbers.
 
-Knows: committed lengths, seeds, the noise shared with the target.  Does not know: how a draft finds its candidates.
+Knows: committed lengths, seeds, the noise shared with the target, how logits become candidates or draws.
+Does not know: where logits come from.
 """
 
 from collections.abc import Sequence
+from math import inf
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from specinfer.drafts.base import DraftContext
 from specinfer.engine.gumbel import DRAFT, key
 from specinfer.tree import draw_candidates
+
+CANDIDATES = 128  # tokens per node that processors and noise see in a coupled draft, if there are processors
+
+
+class Ranked(NamedTuple):
+    """The likeliest tokens of nodes (B, W) by a draft's scores, descending."""
+
+    indices: Tensor  # (B, W, k) in the draft's vocabulary
+    scores: Tensor  # (B, W, k) float32; the log-probability is score - total
+    total: Tensor  # (B, W, 1) log of the sum of the exponentials of all scores
 
 
 class DraftRows:
     """The rows of a draft session that are still active."""
 
     per_row: tuple[str, ...] = ("lengths", "seeds", "couplings")  # attributes that are lists with an entry per row
+    inverse_temperature = 1.0  # of the draft's distribution against the target's noise, see `ranked`
+    token_ids: Tensor | None = None  # (V',) the target's ids for the draft's; None: the same
 
     def __init__(self, context: DraftContext) -> None:
         self.context, self.draft = context, context.draft
@@ -40,6 +56,66 @@ class DraftRows:
         rows, vocab_size = zip(self.couplings, self.lengths, strict=True), self.context.vocab_size
         return torch.stack([coupling.at(length + depth, vocab_size, device) for coupling, length in rows])
 
+    def ranked(self, logits: Tensor, depths: Sequence[int], k: int) -> Ranked:
+        """Return each node's k likeliest choices of the target.
+
+        Greedy: by q.  Coupled: the target will emit argmax(log p + g), so candidates are ranked by s log q + g with
+        the same Gumbel noise g, and a softmax of those sums estimates which of them it will be.  The inverse
+        temperature s is 1 for q = p.  But a draft that does not know p learns the mean of what p may be, which is
+        flatter, and s > 1 makes up for that.
+
+        Args:
+            logits: (B, W, V').
+            depths: of the W nodes, or one for all.
+            k: how many.
+        """
+        size, likeliest = logits.shape[-1], None
+        if self.couplings and self.context.processors.chain:  # some, like top-p, would sort all tokens at every node
+            logits, likeliest = logits.topk(min(max(k, CANDIDATES), size))
+        scores = self.scored(logits, self.noise_of(depths, size, likeliest, logits.device))
+        values, indices = scores.topk(min(k, size))
+        if not self.couplings:  # in 16 bits many values are equal
+            values, indices = _in_order(values, indices)
+        best = values[..., :1]
+        total = (scores - best).exp_().sum(-1, keepdim=True).log_() + best
+        return Ranked(indices if likeliest is None else likeliest.gather(2, indices), values, total)
+
+    def scored(self, logits: Tensor, noise: Tensor | None) -> Tensor:
+        """Return float32 scores (B, W, C) that candidates are ranked by: logits, or s log q + g plus a constant."""
+        if noise is None:
+            return logits.float()
+        if self.context.processors.chain:
+            logits = self.context.processors.scores(logits.flatten(0, 1), ()).view(*logits.shape)
+        return torch.add(noise, logits, alpha=self.inverse_temperature)
+
+    def noise_of(self, depths: Sequence[int], size: int, indices: Tensor | None, device: torch.device) -> Tensor | None:
+        """Return the target's noise of tokens in the draft's vocabulary; None if it is not coupled.
+
+        Args:
+            depths: of W nodes, or one for all.
+            size: V', of the vocabulary.
+            indices: (B, W, C) whose noise; None = of all, (B, W, V').
+            device: where the noise is wanted.
+        """
+        if not self.couplings:
+            return None
+        noise = torch.stack([self.noise(depth, device) for depth in depths], 1)  # (B, W or 1, V)
+        noise = noise[..., :size] if self.token_ids is None else noise[..., self.token_ids]
+        return noise if indices is None else noise.expand(-1, indices.shape[1], -1).gather(2, indices)
+
+    def ids(self, indices: Tensor) -> Tensor:
+        """Return the target's ids of tokens in the draft's vocabulary."""
+        return indices if self.token_ids is None else self.token_ids[indices]
+
+    def warped(self, logits: Tensor) -> Tensor:
+        """Return draft logits (B, W, V') after the target's processors, over the target's vocabulary: (B, W, V)."""
+        scores = self.context.processors.scores(logits.flatten(0, 1), ()).view(*logits.shape)
+        if self.token_ids is None:
+            return functional.pad(scores, (0, self.context.vocab_size - scores.shape[-1]), value=-inf)
+        dense = scores.new_full((*scores.shape[:2], self.context.vocab_size), -inf)
+        dense[..., self.token_ids] = scores
+        return dense
+
     def drawn(self, log_probs: Tensor, k: int, replacement: bool, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         """Draw k tokens at each node (B, W, V) of one level; a row's draws depend on its seed and length only."""
         rows = zip(self.seeds, self.lengths, strict=True)
@@ -53,3 +129,12 @@ def draw_rows(log_probs: Tensor, k: int, replacement: bool, keys: Sequence[int])
     rows = [draw_candidates(row, k, replacement, chance) for row, chance in zip(log_probs, generators, strict=True)]
     tokens, values, distributions = (torch.stack(column) for column in zip(*rows, strict=True))
     return tokens, values, distributions
+
+
+def _in_order(values: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values (.., k), descending, and their tokens, ties by the smaller token (`torch.topk` has no rule)."""
+    if values.device.type == "cpu" and not (values[..., 1:] == values[..., :-1]).any():
+        return values, tokens
+    tokens, order = tokens.sort(-1)
+    values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return values, tokens.gather(-1, order)

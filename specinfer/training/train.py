@@ -279,7 +279,7 @@ def fit_inverse_temperature(loss: HeadLoss, texts: Texts) -> float:
 
     At held-out positions, tokens are chosen anew by the target's distribution and Gumbel noise.  Of
     `INVERSE_TEMPERATURES`, the one is returned with which the head's first candidate under the same noise is right most
-    often (see `ModelDraftSession.top`).
+    often (see `DraftRows.ranked`).
     """
     head, settings = loss.head, loss.settings
     device = head.mix.weight.device

@@ -1,0 +1,175 @@
+"""Published checkpoints of drafts: a folder or a hub name, its configuration, its weights by name.
+
+Knows: files.  Does not know: formats (one module for each family), networks.
+
+Nothing in a checkpoint is run: no remote code, and a pickle is read with ``weights_only``.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from specinfer.common.files import parse_json
+from specinfer.errors import ModelError
+
+FILES = ("*.json", "*.safetensors", "*.bin", "*.pt")  # what is fetched from the hub
+LISTED = 4  # names of weights in a message
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A published draft: what it is called, what its configuration says, where its weights are."""
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any]
+
+    @classmethod
+    def find(cls, name: str | os.PathLike[str]) -> "Checkpoint":
+        """Find a folder, or a repository of the hub: its local copy, else it is fetched.
+
+        Raises:
+            ModelError: there is none, it has no ``config.json``, or that is no JSON object.
+        """
+        name = os.fspath(name)
+        folder = Path(os.path.expanduser(name))
+        if not folder.is_dir():
+            folder = _fetched(name)
+        try:
+            config = parse_json((folder / "config.json").read_text(encoding="utf-8"))
+            if not isinstance(config, dict):
+                raise ValueError("it is not a JSON object")
+        except (OSError, ValueError) as error:
+            raise ModelError(f"cannot read {folder / 'config.json'}: {_line(error)}") from error
+        return cls(name.rstrip("/").split("/")[-1], folder, config)
+
+    def keys(self) -> set[str]:
+        """Return the names of the weights; of pickles only after reading them."""
+        names: set[str] = set()
+        for file in self.folder.glob("*.safetensors"):
+            try:
+                with safe_open(file, "pt") as opened:
+                    names |= set(opened.keys())
+            except Exception as error:  # a damaged file may raise anything
+                raise ModelError(f"cannot read the weights in {file}: {_line(error)}") from error
+        return names or set(self.weights())
+
+    def weights(self) -> dict[str, Tensor]:
+        """Read the weights: safetensors if there are any, else a pickle of tensors alone.
+
+        Raises:
+            ModelError: there are none, they are damaged, or a pickle holds more than tensors.
+        """
+        files = sorted(self.folder.glob("*.safetensors"))
+        read: Callable[[Path], Any] = load_file
+        if not files:
+            files, read = sorted([*self.folder.glob("*.bin"), *self.folder.glob("*.pt")]), _unpickled
+        if not files:
+            raise ModelError(f"{self.folder} holds no weights: no .safetensors, .bin or .pt file")
+        found: dict[str, Tensor] = {}
+        for file in files:
+            try:
+                found |= read(file)
+            except Exception as error:  # a damaged file may raise anything
+                raise ModelError(f"cannot read the weights in {file}: {_line(error)}") from error
+        if wrong := [key for key, value in found.items() if not isinstance(value, Tensor)]:
+            raise ModelError(f"{self.folder} holds more than tensors ({', '.join(wrong[:LISTED])})")
+        return found
+
+    def refuse(self, reason: str) -> ModelError:
+        """Return the error that says why this checkpoint cannot be loaded."""
+        return ModelError(f"cannot load the draft {self.name}: {reason}")
+
+    def size(self, *names: str, default: int | None = None, of: Mapping[str, Any] | None = None) -> int:
+        """Return the first of some whole numbers above 0 in the configuration.
+
+        Raises:
+            ModelError: there is none, or it is something else.
+        """
+        config = self.config if of is None else of
+        value = next((config[name] for name in names if config.get(name) is not None), default)
+        if type(value) is not int or value < 1:
+            raise self.refuse(f"its {names[0]} is {value!r:.40}, not a whole number above 0")
+        return value
+
+
+def assign(checkpoint: Checkpoint, network: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Give a network on the meta device its weights, all of them and no others.
+
+    Raises:
+        ModelError: lists what is missing, unknown or of another shape.
+    """
+    wanted = network.state_dict()
+    missing, unknown = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
+    shapes = [
+        f"{name} is {tuple(weights[name].shape)} and should be {tuple(weight.shape)}"
+        for name, weight in wanted.items()
+        if name in weights and weights[name].shape != weight.shape
+    ]
+    kinds = {"missing": missing, "unknown": unknown, "of another shape": shapes}
+    if wrong := [f"{len(keys)} {kind} ({_listed(keys)})" for kind, keys in kinds.items() if keys]:
+        raise checkpoint.refuse(f"its weights are not those of its format: {', '.join(wrong)}")
+    damaged = [name for name, weight in weights.items() if weight.is_floating_point() and not weight.isfinite().all()]
+    if damaged:
+        raise checkpoint.refuse(f"its {damaged[0]} holds numbers that are not finite")
+    network.load_state_dict(dict(weights), assign=True)
+    network.requires_grad_(False).eval()
+
+
+def renamed(weights: Mapping[str, Tensor], rename: Callable[[str], str]) -> dict[str, Tensor]:
+    """Return weights under other names."""
+    return {rename(name): weight for name, weight in weights.items()}
+
+
+def vocabulary(checkpoint: Checkpoint, weights: dict[str, Tensor], vocab_size: int) -> Tensor | None:
+    """Take ``d2t`` and ``t2d`` out of weights; return the target's ids of a reduced vocabulary, (V',), or None.
+
+    ``d2t`` holds offsets: token i of the draft is token i + d2t[i] of the target.
+
+    Raises:
+        ModelError: they contradict each other, or name tokens that the target does not have.
+    """
+    offsets, used = weights.pop("d2t", None), weights.pop("t2d", None)
+    if offsets is None:
+        if used is not None and not bool(used.all()):
+            raise checkpoint.refuse("it has t2d, a reduced vocabulary, but no d2t, which says what its tokens are")
+        return None
+    ids = torch.arange(len(offsets)) + offsets.long()
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids)):
+        raise checkpoint.refuse(f"its d2t does not give different ids below {vocab_size}")
+    if used is not None and not torch.equal(used.bool().nonzero()[:, 0], ids.sort().values):
+        raise checkpoint.refuse("its d2t and t2d name different tokens")
+    return ids
+
+
+def _fetched(name: str) -> Path:
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(FILES), local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError, OSError):
+        pass
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(FILES)))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(f"cannot find the draft {name}: no such folder, and the hub says: {_line(error)}") from error
+
+
+def _unpickled(file: Path) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return f"{'; '.join(names[:LISTED])}{'; ...' if len(names) > LISTED else ''}"
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,0 +1,128 @@
+"""Drafts that predict all depths of a tree at once: their session, whatever network they have.
+
+Knows: logits of all depths, scores of neighbours.  Does not know: networks, caches, checkpoint formats.
+
+The logits of depth d are the same whatever the tree's tokens above are.  A draft may add a score to each pair of a
+parent and a child; then the K best tokens of a depth are its candidates, and the distribution after a parent is the
+softmax of `logit + pair score` over them, times their share of the depth's probability.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from math import inf
+
+import torch
+from torch import Tensor
+
+from specinfer.drafts.base import DraftContext
+from specinfer.drafts.rows import DraftRows
+from specinfer.errors import CHECK_WEIGHTS, NumericalError, TreeError
+from specinfer.tree import Forest, Frontier, Lattice, Policy, TokenTree
+
+
+class LatticeSession(DraftRows):
+    """A draft that predicts all depths at once, at work: a `LatticeSource` on the host.
+
+    Subclasses give `depth` and `predict`; those that score pairs give `pairs` and set `width`.
+    """
+
+    device = torch.device("cpu")  # of the answers
+    passes = 0
+    seconds = 0.0
+    prefill_seconds = 0.0
+    width: int | None = None  # candidates of a depth, if pairs are scored
+
+    def __init__(self, context: DraftContext) -> None:
+        super().__init__(context)
+        self.roots = [prompt[-1] for prompt in context.prompts]
+        self._logits: Tensor | None = None  # (B, D, V') of this step
+        self._lattices: dict[int, Lattice] = {}  # of this step, by width
+
+    @property
+    @abstractmethod
+    def depth(self) -> int:
+        """D, how many depths are predicted."""
+
+    @abstractmethod
+    def predict(self) -> Tensor | None:
+        """Run the step's pass: logits (B, D, V') of depths 1 ... D; None: there is nothing to predict from yet."""
+
+    def pairs(self, parents: Tensor, children: Tensor) -> Tensor:
+        """Return what the logits of children gain after each parent, (B, D, A, K).
+
+        Args:
+            parents: (B, D, A) ids of the target's tokens that may stand above.
+            children: (B, D, K) indices in the draft's vocabulary.
+        """
+        raise NotImplementedError
+
+    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
+        """Grow one tree per row below its last committed token."""
+        self._logits, self._lattices = self.predict(), {}
+        max_depth = min(max_depth, self.depth)
+        if self._logits is None or max_depth <= 0:
+            return Forest(policy.kind, self.roots)
+        try:
+            return policy.grow(self, max_depth).trees(self.roots, self.draft)
+        except (TreeError, NumericalError) as error:
+            problem = f"draft {self.draft} proposed something that is not a tree ({error}), perhaps by NaN logits"
+            raise NumericalError(f"{problem}. {CHECK_WEIGHTS}") from error
+
+    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
+        """Take the last committed token of each row as its next root; None retires the row."""
+        self.roots = [new[-1] if new else root for root, new in zip(self.roots, tokens, strict=True) if new is not None]
+        self.advance(tokens)
+
+    def lattice(self, width: int) -> Lattice:
+        """Return the candidates of all depths; with scored pairs as many as the draft's width."""
+        width = min(self.width or width, self.logits.shape[-1])
+        if width not in self._lattices:
+            self._lattices[width] = self._ranked_lattice(width)
+        return self._lattices[width]
+
+    def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
+        """Return each node's k likeliest children and their log-probabilities; fewer, if there are fewer candidates."""
+        return self.lattice(k).children(frontier.tokens, frontier.depth, k)
+
+    def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw k children per node; with scored pairs from the candidates alone."""
+        logits, count = self.logits[:, frontier.depth : frontier.depth + 1], frontier.tokens.shape[1]
+        if self.width is None:
+            dense = self.warped(logits.float()).cpu().expand(-1, count, -1)
+        else:
+            indices = self.ranked(logits, [frontier.depth], self.width).indices
+            parents = self._roots() if frontier.depth == 0 else frontier.tokens.to(logits.device)[:, None]
+            scores = torch.full_like(logits, -inf).expand(-1, count, -1).clone()
+            scores.scatter_(2, indices.expand(-1, count, -1), self._joint(logits, indices, parents)[:, 0, :-1])
+            dense = self.warped(scores.float()).cpu()
+        return self.drawn(dense, k, replacement, frontier.depth)
+
+    def _ranked_lattice(self, width: int) -> Lattice:
+        """Return the lattice of the `width` best tokens of every depth."""
+        logits, depths = self.logits, range(self.depth)
+        indices, scores, total = self.ranked(logits, depths, width)
+        log_probs = scores - total
+        if self.width is None:
+            return Lattice.of(self.ids(indices), log_probs[:, :, None])
+        parents = torch.cat([self._roots().expand(-1, -1, width), self.ids(indices[:, :-1])], 1)
+        joint = self._joint(logits, indices, parents)  # (B, D, A, K)
+        noise = self.noise_of(depths, logits.shape[-1], indices, logits.device)
+        spread = None if noise is None else noise[:, :, None].expand_as(joint).flatten(1, 2)
+        joint = self.scored(joint.flatten(1, 2), spread).view_as(joint)
+        share = log_probs.logsumexp(-1)[:, :, None, None]  # of the depth's probability, that the candidates have
+        return Lattice.of(self.ids(indices), joint.log_softmax(-1) + share)
+
+    def _joint(self, logits: Tensor, indices: Tensor, parents: Tensor) -> Tensor:
+        """Return logit plus pair score of children after each parent, and last after none: (B, D, A + 1, K)."""
+        logits = logits.gather(2, indices)[:, :, None].float()
+        return torch.cat([logits + self.pairs(parents, indices).float(), logits], 2)
+
+    def _roots(self) -> Tensor:
+        """Return the roots, (B, 1, 1)."""
+        return torch.tensor(self.roots, device=self.logits.device)[:, None, None]
+
+    @property
+    def logits(self) -> Tensor:
+        """Logits (B, D, V') of this step."""
+        assert self._logits is not None, "a session is asked while it proposes"
+        return self._logits

@@ -1,0 +1,69 @@
+"""Layers of published draft networks: attention whose queries and keys come from different states, and its block.
+
+Knows: widths, biases, norms of queries and keys.  Does not know: what the states are, checkpoint formats.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions, behind an additive mask.
+
+    Args:
+        config: sizes as a Llama's: ``num_attention_heads``, ``num_key_value_heads``, ``head_dim``, ``attention_bias``.
+        index: of the layer in the cache.
+        width: of the states that it reads; the output has ``hidden_size``.
+        norms: whether queries and keys are normed per head, as Qwen3's.
+    """
+
+    def __init__(self, config: Any, index: int, width: int, norms: bool = False) -> None:
+        super().__init__()
+        self.index, self.head_dim = index, config.head_dim
+        queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        bias = bool(config.attention_bias)
+        self.q_proj = nn.Linear(width, queries, bias=bias)
+        self.k_proj = nn.Linear(width, keys, bias=bias)
+        self.v_proj = nn.Linear(width, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=bias and not config.qkv_bias)
+        self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if norms else None
+        self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if norms else None
+
+    def forward(
+        self, asking: Tensor, known: Tensor, mask: Tensor | None, rotary: tuple[Tensor, Tensor], cache: Any = None
+    ) -> Tensor:
+        """Return what each token reads, (B, T, H).
+
+        Args:
+            asking: (B, T, width) states that queries come from.
+            known: (B, T, width) states that keys and values come from.
+            mask: (B, 1, T, L) additive.
+            rotary: cosines and sines, (B, T, D).
+            cache: keys and values of earlier tokens, on transformers' interface.
+        """
+        queries = self._heads(self.q_proj(asking), self.q_norm)
+        keys, values = self._heads(self.k_proj(known), self.k_norm), self._heads(self.v_proj(known), None)
+        queries, keys = apply_rotary_pos_emb(queries, keys, *rotary)
+        if cache is not None:
+            keys, values = cache.update(keys, values, self.index)
+        grouped = queries.shape[1] != keys.shape[1]
+        read = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=grouped)
+        return self.o_proj(read.transpose(1, 2).flatten(2))
+
+    def _heads(self, states: Tensor, norm: nn.Module | None) -> Tensor:
+        """Return states by head, (B, heads, T, D)."""
+        heads = states.unflatten(2, (-1, self.head_dim))
+        return (heads if norm is None else norm(heads)).transpose(1, 2)
+
+
+def norm(config: Any, width: int | None = None) -> LlamaRMSNorm:
+    """Return a root-mean-square norm of the network's width, or another one."""
+    return LlamaRMSNorm(width or config.hidden_size, eps=config.rms_norm_eps)
+
+
+def mlp(config: Any) -> LlamaMLP:
+    """Return a gated MLP, as a Llama's."""
+    return LlamaMLP(config)
