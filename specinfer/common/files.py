@@ -23,6 +23,7 @@ LOCK, UNFINISHED = ".lock", f".{'[0-9a-f]' * 16}.new"  # in a folder that a run 
 DEEPEST = 50  # levels of JSON
 LISTED = 60  # characters of a setting in a message
 SAMPLES, SAMPLE_BYTES = 32, 1 << 15  # of a file of weights, in its digest
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt")  # files of weights
 
 
 def cache_folder() -> Path:
@@ -176,7 +177,7 @@ def weights_digest(folder: Path) -> str:
     """
     digest = hashlib.sha256()
     try:
-        for path in sorted(folder.glob("*.safetensors")):
+        for path in sorted(path for kind in WEIGHTS for path in folder.glob(kind)):
             size = path.stat().st_size
             digest.update(f"{path.name} {size} ".encode())
             with path.open("rb") as file:  # a draft's first bytes may be its target's, which never change

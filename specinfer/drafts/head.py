@@ -155,15 +155,20 @@ class HeadDraftSession(ModelDraftSession):
         super().__init__(model, context)
         self.inverse_temperature = inverse_temperature
         self.token_ids = model.model.token_ids
-        self.vocab_size = len(self.token_ids)
+        if self.token_ids is not None:
+            self.vocab_size = len(self.token_ids)
         columns = [list(context.aux_layers).index(layer) for layer in aux_layers]
         all_in_order = columns == list(range(len(context.aux_layers)))  # no other draft reads other layers
         self.columns = slice(None) if all_in_order else on_device(columns, self.device)
-        shape = 1, len(aux_layers), model.model.config.hidden_size
+        shape = 1, *model.model.pass_inputs[0]["target_states"]
         nothing = torch.zeros(shape, dtype=model.dtype, device=model.device)
         self.states = [  # per row, the target's states that chose its uncached tokens; none chose the first one
             [nothing] if states is None else [nothing, states[:, self.columns]] for states in context.states
         ]
+        if model.model.skips_first:
+            for row, (uncached, states) in enumerate(zip(self.uncached, self.states, strict=True)):
+                if len(uncached) > 1:  # else there is nothing but the first token to draft from
+                    self.uncached[row], self.states[row] = uncached[1:], states[1:]
 
     def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
         """Forget the tree; the committed tokens are uncached, with the target's states that chose them."""

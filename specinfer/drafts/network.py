@@ -21,12 +21,17 @@ from specinfer.errors import ModelError
 class DraftNetwork(nn.Module):
     """A network that reads a target's hidden states.
 
+    Attributes:
+        skips_first: whether a text's first token, which no state chose, was left out when it was trained.
+
     Args:
         config: a ``transformers`` configuration; ``hidden_size`` is the network's own.
         token_ids: (V',) int64, the target's ids that the network may propose; None = all, in the target's order.
         embeds: whether it has an embedding of its own, ``embed_tokens``.
         outputs: whether it has an output matrix of its own, ``lm_head``.
     """
+
+    skips_first = False
 
     def __init__(
         self, config: Any, token_ids: Tensor | None = None, embeds: bool = False, outputs: bool = False
