@@ -43,9 +43,14 @@ class LatticeSession(DraftRows):
     def depth(self) -> int:
         """D, how many depths are predicted."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to predict from; a text of a single token has no states yet."""
+        return True
+
     @abstractmethod
-    def predict(self) -> Tensor | None:
-        """Run the step's pass: logits (B, D, V') of depths 1 ... D; None: there is nothing to predict from yet."""
+    def predict(self) -> Tensor:
+        """Run the step's pass: logits (B, D, V') of depths 1 ... D.  Called only in steps in which the draft is asked."""
 
     def pairs(self, parents: Tensor, children: Tensor) -> Tensor:
         """Return what the logits of children gain after each parent, (B, D, A, K).
@@ -58,9 +63,9 @@ class LatticeSession(DraftRows):
 
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow one tree per row below its last committed token."""
-        self._logits, self._lattices = self.predict(), {}
+        self._logits, self._lattices = None, {}
         max_depth = min(max_depth, self.depth)
-        if self._logits is None or max_depth <= 0:
+        if max_depth <= 0 or not self.ready:
             return Forest(policy.kind, self.roots)
         try:
             return policy.grow(self, max_depth).trees(self.roots, self.draft)
@@ -124,5 +129,6 @@ class LatticeSession(DraftRows):
     @property
     def logits(self) -> Tensor:
         """Logits (B, D, V') of this step."""
-        assert self._logits is not None, "a session is asked while it proposes"
+        if self._logits is None:
+            self._logits = self.predict()
         return self._logits
