@@ -11,12 +11,14 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 from specinfer import BestFirst, Chain, Expansion, NGramDraft, Sampled, SpeculativeDecoder
-from specinfer.attention import TreeModel
+from specinfer.attention import TreeModel, running
 from specinfer.drafts import dflash
+from specinfer.drafts.base import DraftContext
 from specinfer.drafts.checkpoint import Checkpoint
-from specinfer.drafts.conventions import Convention, choose
+from specinfer.drafts.conventions import Convention
 from specinfer.drafts.dflash_network import DFlashNetwork, block_config
 from specinfer.drafts.published import PublishedDraft
+from specinfer.engine.sampling import Processors
 from specinfer.errors import ModelError
 
 LAYERS, SIZE = 4, 32  # of the target
@@ -94,7 +96,11 @@ def random_config(kind, rng):
         fact["anchor"] = shift
     elif kind.startswith("dspark"):  # as DeepSpec writes it: no dflash_config
         rank = 0 if kind.endswith("none") else 6
-        markov = {"markov_rank": rank, "markov_head_type": kind.split()[1], "enable_confidence_head": rng.random() < 0.5}
+        markov = {
+            "markov_rank": rank,
+            "markov_head_type": kind.split()[1],
+            "enable_confidence_head": rng.random() < 0.5,
+        }
         markov = markov if rank else {"markov_rank": 0, "enable_confidence_head": False}
         config = {**sizes, **special, **markov, "architectures": ["Qwen3DSparkModel"], "block_size": block}
         config["confidence_head_with_markov"] = bool(rank) and rng.random() < 0.5
@@ -278,9 +284,7 @@ class Formulas:
             out = torch.zeros_like(x)
             for i in range(len(x)):
                 for t in range(min(taps, i + 1)):
-                    for channel in range(SIZE):
-                        kernel = base[s, t, channel] + dynamic[i, s, t, channel // group]
-                        out[i, channel] += kernel * x[i - t, channel]
+                    out[i] += (base[s, t] + dynamic[i, s, t, torch.arange(SIZE) // group]) * x[i - t]
             return out
 
         return convolved(sublayer(convolved(x, 0)), 1)
@@ -369,17 +373,225 @@ def test_random_heads_agree_with_the_formulas(target, tmp_path, kind, seed):
     formulas = Formulas(config, fact, weights, target)
     prompts = [PROMPTS[0], LONG, PROMPTS[3]] if seed % 4 == 0 else PROMPTS[:1] + PROMPTS[2:]
     run = SpeculativeDecoder(target, None, [draft], BestFirst(7, 5), compile=False).open(prompts, max_new_tokens=4)
-    checked, steps = 0, 0
-    for pairs in run:
-        for row, step in pairs:
-            steps += 1
-            ids = row.ids[: len(row.ids) - len(step.tokens)]
-            base, slots = formulas.block(states_of(target, ids[:-1], fact["states"]), ids[-1])
-            for node in range(1, len(step.tree)):
-                path, parent = step.tree.path(node), int(step.tree.parents[node])
-                wanted = formulas.children(base, slots, [ids[-1], *path[:-1]])[path[-1]]
-                found = float(step.tree.scores[node] - step.tree.scores[parent])
-                assert found == pytest.approx(wanted, abs=1e-5)
-                checked += 1
-    assert steps >= 6
-    assert checked >= 3 * steps
+    found = [(row, len(row.ids) - len(step.tokens), step.tree) for pairs in run for row, step in pairs]
+    states = {id(row): states_of(target, row.ids, fact["states"]) for row, _, _ in found}
+    checked = 0
+    for row, count, tree in found:
+        base, slots = formulas.block(states[id(row)][: count - 1], row.ids[count - 1])
+        for node in range(1, len(tree)):
+            path, parent = tree.path(node), int(tree.parents[node])
+            wanted = formulas.children(base, slots, [row.ids[count - 1], *path[:-1]])[path[-1]]
+            assert float(tree.scores[node] - tree.scores[parent]) == pytest.approx(wanted, abs=1e-5)
+            checked += 1
+    assert len(found) >= 5
+    assert checked >= 3 * len(found)
+
+
+# ---- at work ----
+
+
+@pytest.fixture(scope="module", params=[0, 1])
+def wanted(target, request):
+    """Options, and the ids of the target alone."""
+    options = {"max_new_tokens": [5, 8, 2, 6], "temperature": request.param, "seed": [3, 4, 5, 6]}
+    results = SpeculativeDecoder(target, None, [], None).generate(PROMPTS, **options)
+    return options, [row.token_ids for row in results]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_do_not_depend_on_block_heads(target, tmp_path, wanted, kind):
+    """Alone and merged, whatever grows the tree; rows of different lengths end in different steps."""
+    options, ids = wanted
+    draft = load(random_head(tmp_path / "head", kind, 0)[0], target)
+    for tree, drafts in (
+        ("auto", [draft]),
+        (BestFirst(9, 6), [draft, NGramDraft()]),
+        (Expansion((3, 2, 1)), [draft]),
+        (Chain(4), [NGramDraft(), draft]),
+    ):
+        decoder = SpeculativeDecoder(target, None, drafts, tree, compile=False)
+        assert [row.token_ids for row in decoder.generate(PROMPTS, **options)] == ids
+    alone = {name: value if name == "temperature" else value[1] for name, value in options.items()}
+    assert decoder.generate(PROMPTS[1], **alone).token_ids == ids[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampled_trees_hold_what_they_were_drawn_from(target, tmp_path, kind):
+    """Draws come from the distribution in the tree; with scored pairs from the candidates alone."""
+    folder, config, fact, weights = random_head(tmp_path / "head", kind, 1)
+    draft, formulas = load(folder, target), Formulas(config, fact, weights, target)
+    states, draft = states_of(target, PROMPTS[2][:-1], fact["states"]), draft.attach(TreeModel(target))
+    layers = draft.aux_layers
+    context = DraftContext([PROMPTS[2]], 64, 64, VOCAB, 0, Processors([]), [1], aux_layers=layers, states=[states])
+    with running(draft.model):
+        tree = draft.open(context).propose(Sampled((2, 2)), 4)[0]
+    base, slots = formulas.block(states, PROMPTS[2][-1])
+    assert tree.distributions
+    for (node, _), distribution in tree.distributions.items():
+        path = [PROMPTS[2][-1], *tree.path(node)]
+        log_probs = formulas.children(base, slots, path)
+        wanted = torch.zeros(VOCAB).double()
+        wanted[list(log_probs)] = torch.tensor(list(log_probs.values())).double().softmax(0)
+        assert torch.tensor(distribution).tolist() == pytest.approx(wanted.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dspark vanilla", "dspark gated", "dspark rnn"])
+def test_confidence_scales_paths(target, tmp_path, kind):
+    """Switched on, every edge is multiplied by the chance that its slot's token is accepted."""
+    for seed in range(20):
+        folder, config, fact, weights = random_head(tmp_path / "head", kind, seed)
+        if "confidence_head.proj.weight" in weights:
+            break
+    draft, formulas = load(folder, target), Formulas(config, fact, weights, target)
+    draft.network.use_confidence = True
+    tree = next(iter(SpeculativeDecoder(target, None, [draft], BestFirst(9, 3)).open(PROMPTS[2])))[0][1].tree
+    root = PROMPTS[2][-1]
+    base, slots = formulas.block(states_of(target, PROMPTS[2][:-1], fact["states"]), root)
+    for node in range(1, len(tree)):
+        path, parent = tree.path(node), int(tree.parents[node])
+        above = [root, *path[:-1]]
+        read = slots[len(path) - 1]
+        if weights["confidence_head.proj.weight"].shape[1] > SIZE:
+            read = torch.cat([read, formulas.w["markov_head.markov_w1.weight"][above[-1]]])
+        sure = formulas.w["confidence_head.proj.weight"] @ read + formulas.w["confidence_head.proj.bias"]
+        wanted = formulas.children(base, slots, above)[path[-1]] + float(functional.logsigmoid(sure))
+        assert float(tree.scores[node] - tree.scores[parent]) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_long_prompts_are_read_once(target, tmp_path):
+    """A long prompt costs no pass of the block's layers, and a step one pass."""
+    draft = load(random_head(tmp_path / "head", "z-lab", 0)[0], target)
+    run = SpeculativeDecoder(target, None, [draft], BestFirst(4, 3)).generate(LONG, max_new_tokens=5)
+    assert run.stats.draft_passes == sum(len(step.tree) > 1 for step in run.steps) > 1
+
+
+# ---- conventions ----
+
+
+def trained_head(target, states, from_anchor, ids):
+    """A head that learnt the target's continuations of single tokens, from these states."""
+    torch.manual_seed(0)
+    count, block = 28, 4
+    with torch.no_grad():
+        text = target.generate(torch.arange(1, 9)[:, None], max_new_tokens=count + 9, do_sample=False, pad_token_id=0)
+        hidden = target(text, output_hidden_states=True).hidden_states
+    given = torch.stack([hidden[layer] for layer in states], 2)
+    sizes = {"hidden_size": SIZE, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    more = {"head_dim": 8, "num_hidden_layers": 1, "max_position_embeddings": 256, "vocab_size": VOCAB}
+    config = block_config(**sizes, **more, target_layer_ids=ids, block_size=block, mask_token_id=258)
+    network = DFlashNetwork(config).double().bind(target)
+    optimiser = torch.optim.Adam((w for w in network.parameters() if w.requires_grad), 5e-3)
+    anchors = torch.arange(1, count)
+    shift = torch.arange(block)[from_anchor ^ 1 :] + from_anchor  # of what the predicting slots predict
+    slots = functional.pad(text[:, anchors, None], (0, block - 1), value=258).flatten(1)
+    fed = torch.cat([slots, text[:, :count]], 1)
+    positions = torch.cat([(anchors[:, None] + torch.arange(block)).flatten(), torch.arange(count)]).expand(8, -1)
+    seen = torch.cat([torch.eye(len(anchors)).repeat_interleave(block, 1), torch.arange(count) < anchors[:, None]], 1)
+    mask = torch.zeros(8, 1, fed.shape[1], fed.shape[1]).double()
+    mask[:, :, : slots.shape[1]] = torch.where(seen.repeat_interleave(block, 0) > 0, 0.0, -1e9)
+    goal = text[:, anchors[:, None] + shift].flatten()
+    for _ in range(120):
+        logits = network(fed, mask, positions, target_states=given[:, :count]).logits.unflatten(1, (-1, block))
+        loss = functional.cross_entropy(logits[:, :, from_anchor ^ 1 :].flatten(0, 2), goal)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    config = {"block_size": block, **sizes, **more, "rms_norm_eps": 1e-6, "architectures": ["DFlashDraftModel"]}
+    config["dflash_config"] = {"target_layer_ids": ids, "mask_token_id": 258}
+    return config, {name: w for name, w in network.state_dict().items() if not name.startswith("output.")}
+
+
+@pytest.mark.parametrize(("offset", "from_anchor"), [(0, False), (1, True)])
+def test_the_convention_that_a_head_was_trained_under_is_found(target, tmp_path, offset, from_anchor):
+    ids = [0, 2]
+    config, weights = trained_head(target, [i + offset for i in ids], from_anchor, ids)
+    network, session = dflash.load(Checkpoint.find(write(tmp_path / "head", config, weights)))
+    draft = PublishedDraft("head", network, session).attach(TreeModel(target))
+    assert draft.convention == Convention((offset, 2 + offset), (("from_anchor", from_anchor),))
+    (_, best), *others = draft.agreements
+    assert best[0] > 0.5
+    assert all(rates[0] < best[0] - 0.1 for _, rates in others)
+
+
+def test_a_head_for_another_target_is_refused(target, tmp_path):
+    network, session = dflash.load(Checkpoint.find(random_head(tmp_path / "head", "z-lab", 0)[0]))
+    with pytest.raises(ModelError, match="does not fit this target"):
+        PublishedDraft("head", network, session).attach(TreeModel(target))
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({"layer_offset": 1, "from_anchor": True}, [((1, 4), ()), ((0, 3), ())]),
+        ({"layer_offset": 0}, [((0, 3), ()), ((1, 4), ())]),
+        ({"measured_anchor": True, "target_layer_ids": [-1]}, [((0,), False), ((0,), True)]),
+    ],
+)
+def test_conventions_that_are_measured(config, wanted):
+    """The format's first; states that no layer has are left out."""
+    sizes = {"hidden_size": SIZE, "num_attention_heads": 4, "head_dim": 8, "num_hidden_layers": 1, "vocab_size": VOCAB}
+    head = {"target_layer_ids": [0, 3], "block_size": 4, "mask_token_id": 1}
+    rules = DFlashNetwork(block_config(**{**sizes, **head, **config})).conventions(LAYERS)
+    options = [(states, () if anchor == () else (("from_anchor", anchor),)) for states, anchor in wanted]
+    assert [(rule.aux_layers, rule.options) for rule in rules] == options
+
+
+# ---- what cannot be loaded ----
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("z-lab", {"block_size": None}, "block_size is None"),
+        ("z-lab", {"mask_token_id": 999}, "mask_token_id is 999"),
+        ("z-lab", {"target_layer_ids": "all"}, "target's layers that it reads are 'all'"),
+        ("z-lab", {"model_type": "gemma4"}, "layers are of type 'gemma4'"),
+        ("z-lab", {"quantization_config": {}}, "quantised"),
+        ("z-lab", {"layer_types": ["chunked_attention"] * 2}, "damaged|not known"),
+        ("z-lab", {"layer_types": ["sliding_attention"] * 2}, "how long"),
+        ("z-lab", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ("z-lab", {"hidden_size": "big"}, "damaged"),
+        ("z-lab", {"hidden_size": 48}, "of another shape .fc.weight is"),
+        ("z-lab", {"dflash_config": []}, "dflash_config is not"),
+        ("dflash2", {"selector_rank": None}, "selector_rank is None"),
+        ("dflash2", {"conv_group_size": 7}, "does not divide"),
+        ("domino", {"gru_hidden_dim": 0}, "gru_hidden_dim is 0"),
+        ("dspark vanilla", {"markov_head_type": "tree"}, "Markov head is 'tree'"),
+        ("dspark none", {"enable_confidence_head": True, "confidence_head_with_markov": True}, "there is none"),
+    ],
+)
+def test_what_cannot_be_honoured_is_one_line(tmp_path, kind, change, message):
+    folder, config, _, weights = random_head(tmp_path / "head", kind, 2)
+    special = config.get("dflash_config", config)
+    for name, value in change.items():
+        config[name] = value
+        if name != "dflash_config" and name in special:
+            special[name] = value
+    with pytest.raises(ModelError, match=message) as caught:
+        dflash.load(Checkpoint.find(write(folder, config, weights)))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        ("z-lab", "layers.0.mlp.up_proj.weight", "1 missing .layers.0.mlp.up_proj.weight"),
+        ("dflash2", "layers.0.attention_conv.base_kernel", "1 missing"),
+        ("dspark gated", "markov_head.gate_proj.bias", "1 missing"),
+        ("domino", "embed_proj.0.weight", "1 missing"),
+    ],
+)
+def test_missing_and_unknown_weights_are_listed(tmp_path, kind, name, message):
+    folder, config, _, weights = random_head(tmp_path / "head", kind, 2)
+    missing = {key: weight for key, weight in weights.items() if key != name}
+    with pytest.raises(ModelError, match=message):
+        dflash.load(Checkpoint.find(write(folder, config, missing)))
+    with pytest.raises(ModelError, match="1 unknown .layers.0.self_attn.gate.weight"):
+        dflash.load(
+            Checkpoint.find(write(folder, config, {**weights, "layers.0.self_attn.gate.weight": torch.ones(1)}))
+        )
+
+
+def test_a_language_model_is_no_block_head(tmp_path):
+    for config in ({"architectures": ["Qwen3ForCausalLM"]}, {"speculators_model_type": "eagle3"}):
+        assert not dflash.recognises(Checkpoint("x", tmp_path, config))

@@ -79,7 +79,7 @@ def _kind(checkpoint: Checkpoint) -> str:
 
 def _options(checkpoint: Checkpoint) -> Options:
     """Return the configuration, what ``dflash_config`` says first."""
-    special = checkpoint.config.get("dflash_config") or {}
+    special = checkpoint.config.get("dflash_config", {})
     if not isinstance(special, dict):
         raise checkpoint.refuse("its dflash_config is not a JSON object")
     return {**checkpoint.config, **{name: value for name, value in special.items() if value is not None}}

@@ -19,6 +19,7 @@ from transformers import LlamaConfig
 from specinfer.drafts.conventions import Convention
 from specinfer.drafts.layers import Attention, mlp, norm
 from specinfer.drafts.network import DraftNetwork
+from specinfer.errors import ModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers, as transformers names them
 DEFAULTS: dict[str, Any] = {
@@ -118,8 +119,9 @@ class DFlashNetwork(DraftNetwork):
             target_states: (B, C, K, Ht) the target's states at the C tokens of the context that are new; T - C slots.
             logits_to_keep: slots whose logits are wanted; 0 = all.
         """
+        if target_states is None:
+            raise ModelError("a block head runs with the target's states of its context, and is never compiled")
         assert position_ids is not None
-        assert target_states is not None
         context = self.hidden_norm(self.fc(target_states.to(self.dtype).flatten(2)))
         slots = input_ids.shape[1] - context.shape[1]
         rotary = self.rotary(position_ids, context.dtype)

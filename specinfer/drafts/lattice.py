@@ -49,7 +49,7 @@ class DepthsSession(DraftRows):
 
     @abstractmethod
     def predict(self) -> Tensor:
-        """Run the step's pass: logits (B, D, V') of depths 1 ... D.  Called only in steps in which the draft is asked."""
+        """Run the step's pass: logits (B, D, V') of depths 1 ... D.  Only called in steps in which it is asked."""
 
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow one tree per row below its last committed token."""
