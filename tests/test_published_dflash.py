@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from specinfer import BestFirst, Chain, Expansion, NGramDraft, Sampled, SpeculativeDecoder
 from specinfer.attention import TreeModel
+from specinfer.attention.compiled import make
 from specinfer.drafts import dflash
 from specinfer.drafts.base import DraftContext
 from specinfer.drafts.checkpoint import Checkpoint
@@ -19,7 +20,7 @@ from specinfer.drafts.conventions import Convention
 from specinfer.drafts.dflash_network import DFlashNetwork, block_config
 from specinfer.drafts.published import PublishedDraft
 from specinfer.engine.sampling import Processors
-from specinfer.errors import ModelError
+from specinfer.errors import ModelError, NotCompiled
 
 LAYERS, SIZE = 4, 32  # of the target
 LONG = [(7 * i) % 250 for i in range(70)]  # more than is fed with a block
@@ -620,6 +621,19 @@ def test_missing_and_unknown_weights_are_listed(tmp_path, kind, name, message):
         dflash.load(
             Checkpoint.find(write(folder, config, {**weights, "layers.0.self_attn.gate.weight": torch.ones(1)}))
         )
+
+
+def test_a_mask_embedding_beside_the_weights_is_refused(tmp_path):
+    folder = random_head(tmp_path / "head", "z-lab", 0)[0]
+    (folder / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(ModelError, match="mask_embedding.pt, which"):
+        dflash.load(Checkpoint.find(folder))
+
+
+def test_passes_of_block_heads_are_not_compiled(target, tmp_path):
+    draft = load(random_head(tmp_path / "head", "z-lab", 0)[0], target).attach(TreeModel(target))
+    with torch.inference_mode(), pytest.raises(NotCompiled, match="never compiled"):
+        make(draft.model, [], tmp_path)
 
 
 def test_a_language_model_is_no_block_head(tmp_path):

@@ -119,6 +119,8 @@ def _layers(checkpoint: Checkpoint) -> dict[str, Any]:
         source = dict(source) if isinstance(source, Mapping) else {}
     if (model_type := source.get("model_type", "qwen3")) not in TYPES:
         raise checkpoint.refuse(f"its layers are of type {model_type!r:.40}, and only {', '.join(TYPES)} are known")
+    if (checkpoint.folder / "mask_embedding.pt").exists():
+        raise checkpoint.refuse("its mask token's embedding is in mask_embedding.pt, which is not supported")
     if "quantization_config" in checkpoint.config:
         raise checkpoint.refuse("it is quantised: take it in 16 bits")
     try:

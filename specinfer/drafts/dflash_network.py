@@ -127,7 +127,8 @@ class DFlashNetwork(DraftNetwork):
         rotary = self.rotary(position_ids, context.dtype)
         if not slots:
             for layer in self.layers:
-                layer.self_attn.stored(context, rotary, past_key_values)
+                attention: Any = layer.self_attn
+                attention.stored(context, rotary, past_key_values)
             return SimpleNamespace(logits=context[:, :0], hidden_states=(context[:, :0],))
         masks = self._masks(attention_mask, slots, position_ids)
         hidden = self.embed(input_ids[:, :slots]) * self.config.input_scale

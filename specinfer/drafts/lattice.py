@@ -51,6 +51,14 @@ class DepthsSession(DraftRows):
     def predict(self) -> Tensor:
         """Run the step's pass: logits (B, D, V') of depths 1 ... D.  Only called in steps in which it is asked."""
 
+    @abstractmethod
+    def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
+        """Return each node's k likeliest children and their log-probabilities, both (B, W, k)."""
+
+    @abstractmethod
+    def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw k children per node: see `Source.draw`."""
+
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow one tree per row below its last committed token."""
         self._logits = None
