@@ -8,6 +8,7 @@ the token's embedding beside it.  Below the root g is the head's own last state.
 one by one, and hands on its last state after the norm.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import product
 from types import SimpleNamespace
@@ -57,6 +58,57 @@ def eagle3_config(**fields: Any) -> LlamaConfig:
     return config
 
 
+class AutoregressiveNetwork(DraftNetwork):
+    """A head that drafts level by level, from the target's states or, below the root, from its own."""
+
+    skips_first = True
+
+    @abstractmethod
+    def fused(self, states: Tensor) -> Tensor:
+        """Return the target's states (B, T, K, Ht) as one, (B, T, H)."""
+
+    @abstractmethod
+    def next_states(self, states: Tensor, embedded: Tensor, **attention: Any) -> Tensor:
+        """Return the head's own states, which it hands on, of those that chose the tokens; all (B, T, H).
+
+        Args:
+            states: that chose the tokens.
+            embedded: embeddings of the tokens.
+            **attention: mask, rotary and cache of `layers.Attention`.
+        """
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        target_states: Tensor | None = None,
+        draft_states: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **_: Any,
+    ) -> SimpleNamespace:
+        """Return ``logits`` (B, T or kept, V') of what follows each token, and ``hidden_states``, one (B, T, H).
+
+        Args:
+            input_ids: (B, T) ids of the target.
+            attention_mask: (B, 1, T, L), as the attention implementation takes it.
+            position_ids: (B, T).
+            past_key_values: a cache of keys and values.
+            target_states: (B, T, K, Ht) the target's states that chose the tokens; or else
+            draft_states: (B, T, H) the head's own states that did.
+            logits_to_keep: columns whose logits are wanted; 0 = all.
+        """
+        assert position_ids is not None
+        if draft_states is None:
+            assert target_states is not None
+            draft_states = self.fused(target_states.to(self.dtype))
+        attention = {"mask": attention_mask, "rotary": self.rotary(position_ids, self.dtype), "cache": past_key_values}
+        hidden = self.next_states(draft_states.to(self.dtype), self.embed(input_ids), **attention)
+        kept = hidden if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep]
+        return SimpleNamespace(logits=self.logits(kept), hidden_states=(hidden,))
+
+
 class Eagle3Layer(nn.Module):
     """A decoder layer.  The first one reads embeddings beside states, and norms them apart."""
 
@@ -87,7 +139,7 @@ class Eagle3Layer(nn.Module):
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
-class Eagle3Network(DraftNetwork):
+class Eagle3Network(AutoregressiveNetwork):
     """An EAGLE-3 head.
 
     Attributes:
@@ -97,8 +149,6 @@ class Eagle3Network(DraftNetwork):
         config: of `eagle3_config`.
         token_ids, embeds, outputs: as `DraftNetwork`.
     """
-
-    skips_first = True
 
     def __init__(
         self, config: LlamaConfig, token_ids: Tensor | None = None, embeds: bool = False, outputs: bool = True
@@ -151,44 +201,15 @@ class Eagle3Network(DraftNetwork):
         flat = flat if self.input_norm is None else self.input_norm(flat)
         return flat if self.fc is None else self.fc(flat)
 
+    def next_states(self, states: Tensor, embedded: Tensor, **attention: Any) -> Tensor:
+        """Return the states that are handed on, (B, T, H)."""
+        for layer in self.layers:
+            states = layer(states, embedded, self.norm_before_residual, **attention)
+        return self.norm(states) if self.norm_output else states
+
     def logits(self, states: Tensor) -> Tensor:
         """Return logits (..., V') over the network's vocabulary of states that it hands on (..., H)."""
         return super().logits(states if self.norm_output else self.norm(states))
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        target_states: Tensor | None = None,
-        draft_states: Tensor | None = None,
-        logits_to_keep: int | Tensor = 0,
-        **_: Any,
-    ) -> SimpleNamespace:
-        """Return ``logits`` (B, T or kept, V') of what follows each token, and ``hidden_states``, one (B, T, H).
-
-        Args:
-            input_ids: (B, T) ids of the target.
-            attention_mask: (B, 1, T, L), as the attention implementation takes it.
-            position_ids: (B, T).
-            past_key_values: a cache of keys and values.
-            target_states: (B, T, K, Ht) the target's states that chose the tokens; or else
-            draft_states: (B, T, H) the head's own states that did.
-            logits_to_keep: columns whose logits are wanted; 0 = all.
-        """
-        assert position_ids is not None
-        embedded = self.embed(input_ids)
-        if draft_states is None:
-            assert target_states is not None
-            draft_states = self.fused(target_states.to(self.dtype))
-        hidden = draft_states.to(self.dtype)
-        attention = {"mask": attention_mask, "rotary": self.rotary(position_ids, hidden.dtype)}
-        for layer in self.layers:
-            hidden = layer(hidden, embedded, self.norm_before_residual, cache=past_key_values, **attention)
-        hidden = self.norm(hidden) if self.norm_output else hidden
-        kept = hidden if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep]
-        return SimpleNamespace(logits=self.logits(kept), hidden_states=(hidden,))
 
 
 # ---- checkpoints ----
@@ -201,7 +222,8 @@ def recognises(checkpoint: Checkpoint) -> bool:
         return bool(kind == "eagle3")
     if any("eagle3" in str(name).lower() for name in config.get("architectures") or ()):
         return True
-    return any(_plain_name(name).startswith("layers.0.hidden_norm.") for name in checkpoint.keys())
+    names = checkpoint.keys()
+    return any(_plain_name(name).startswith("layers.0.hidden_norm.") for name in names)
 
 
 def load(checkpoint: Checkpoint) -> tuple[Eagle3Network, Any]:
@@ -225,7 +247,7 @@ def read_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 def load_network(checkpoint: Checkpoint, weights: dict[str, Tensor], kind: type[Eagle3Network]) -> Any:
     """Return the network that a checkpoint holds; its optional parts are those that the weights have."""
-    given = _layer_config(checkpoint)
+    given = layer_config(checkpoint)
     config = read_config(checkpoint, given, weights)
     token_ids = vocabulary(checkpoint, weights, config.vocab_size)
     found = config.vocab_size if token_ids is None else len(token_ids)
@@ -296,13 +318,13 @@ def layer_fields(
         raise checkpoint.refuse("some of its layers do not attend to all tokens")
     attention = f"{layer}self_attn."
     return fields | {
-        "attention_bias": f"{attention}q_proj.bias" in weights,
+        "attention_bias": f"{attention}q_proj.bias" in weights or given.get("qkv_bias") is True,
         "qkv_bias": f"{attention}o_proj.bias" not in weights,
         "qk_norm": f"{attention}q_norm.weight" in weights,
     }
 
 
-def _layer_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
+def layer_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """Return the configuration of the layers; a nested one leaves out what is its kind's default."""
     nested = checkpoint.config.get("transformer_layer_config")
     if nested is None:
