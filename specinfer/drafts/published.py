@@ -23,7 +23,13 @@ from specinfer.drafts.conventions import Convention, agreement, choose, write_te
 from specinfer.drafts.head import target_fingerprint
 from specinfer.errors import InputError, ModelError, SpecinferError
 
-FAMILIES = ("eagle3", "eagle", "dflash", "medusa")  # modules here; the first that recognises a checkpoint loads it
+FAMILIES = (
+    "p_eagle",
+    "eagle3",
+    "eagle",
+    "dflash",
+    "medusa",
+)  # modules here; the first that recognises a checkpoint loads it
 # what only a head's configuration holds; a plain one of a single layer may be an EAGLE head's
 MARKS = {
     "speculators_model_type",
