@@ -69,8 +69,8 @@ class DraftNetwork(nn.Module):
             ModelError: the target's matrix is packed (quantised), or of another size.
         """
         self.to(target.device)
-        own = self.embed_tokens
-        self.embedding = own.weight.detach() if own else self._borrowed(target.get_input_embeddings(), "embedding")
+        words = self.embed_tokens
+        self.embedding = words.weight.detach() if words else self._borrowed(target.get_input_embeddings(), "embedding")
         if self.lm_head is None:
             rows = self._borrowed(target.get_output_embeddings(), "output matrix")
             rows = (rows if self.token_ids is None else rows[self.token_ids]).to(self.dtype)

@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Protocol
 
 from specinfer.attention import TreeModel, running
-from specinfer.common.files import cache_folder, read_json, weights_digest, write_json
+from specinfer.common.files import cache_folder, parse_json, read_json, weights_digest, write_json
 from specinfer.drafts.base import DraftContext, DraftSession
-from specinfer.drafts.checkpoint import Checkpoint
+from specinfer.drafts.checkpoint import Checkpoint, hub_config
 from specinfer.drafts.conventions import Convention, agreement, choose, write_text
 from specinfer.drafts.head import target_fingerprint
 from specinfer.drafts.network import DraftNetwork
@@ -146,6 +147,16 @@ class PublishedDraft:
         return cache_folder() / "drafts" / f"{self.name}-{name}.json"
 
 
+def draft_config(name: str) -> Mapping[str, Any]:
+    """Return what ``config.json`` of a folder or of a repository of the hub says; {} if it cannot be read."""
+    folder = Path(os.path.expanduser(name))
+    with suppress(OSError, ValueError, ModelError):  # then it is tried as a language model, which says more
+        path = folder if folder.is_dir() else hub_config(name)
+        found = parse_json((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
 def may_be_head(config: Mapping[str, Any]) -> bool:
     """Return whether a configuration may be a head's, and not a language model's."""
     architectures = " ".join(map(str, config.get("architectures") or ())).lower()
@@ -169,5 +180,6 @@ def load_published(name: str | os.PathLike[str], convention: Convention | None =
         module = import_module(f"specinfer.drafts.{family}")
         if module.recognises(checkpoint):
             network, session = module.load(checkpoint)
-            return PublishedDraft(checkpoint.name, network, session, weights_digest(checkpoint.folder), convention)
+            digest = f"{weights_digest(checkpoint.folder)} {json.dumps(checkpoint.config, sort_keys=True)}"
+            return PublishedDraft(checkpoint.name, network, session, digest, convention)
     return None
