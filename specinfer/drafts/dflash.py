@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
 from specinfer.drafts.block import BlockSession, PathSession
