@@ -161,6 +161,56 @@ def _group_name(group: dict[str, Any], warm: bool) -> str:
     return "\n".join([*lines, f"T = {group['temperature']:g}"] if warm else lines)
 
 
+def plot_drafts(report: Any, ax: Axes | None = None) -> Axes:
+    """Draw, by size of the tree, the tokens per target pass to expect of each draft, and below the speed-up.
+
+    Tokens per pass have 95 % intervals.  A faint line is the most that an ideal choice among a draft's candidates would
+    give.  The upper Axes is returned; the lower one takes a part of its space.
+
+    Args:
+        report: of `check_draft`.
+        ax: where to draw.
+
+    Raises:
+        InputError: not a report, or matplotlib is not installed.
+    """
+    if not hasattr(report, "together"):
+        raise InputError(f"plot_drafts draws what `check_draft` returns, not a {type(report).__name__}")
+    lines = [(f"{check.draft} ({check.grade})", check.gains) for check in report.drafts]
+    lines += [("all drafts", report.together)] if report.together else []
+    ax = axes_of(ax, 6.4, 5.2)
+    ax.set_ylabel("tokens per target pass")
+    lower = lower_part(ax, 0.7)
+    lower.set_ylabel("speed-up to expect,\nagainst plain decoding")
+    lower.axhline(1, color="black", lw=0.8, ls="--", zorder=1)
+    handles = [_draw_gains(ax, lower, gains, number, label) for number, (label, gains) in enumerate(lines)]
+    labels = [size.tree.replace(" ", "\n") for size in lines[0][1].sizes]
+    lower.set_xticks(range(len(labels)), labels, fontsize=FONT)
+    for axes in (ax, lower):
+        axes.set_ylim(bottom=0)
+        open_frame(axes)
+        axes.tick_params(axis="x", length=0, labelbottom=axes is lower)
+    legend(ax, handles)
+    return ax
+
+
+def _draw_gains(ax: Axes, lower: Axes, gains: Any, number: int, label: str) -> Any:
+    """Draw one draft's tokens per pass and speed-ups, chains and trees apart; return the handle."""
+    colour, mark, style, _ = DRAFTS[number % len(DRAFTS)]
+    value, low, high = np.array([size.tokens_per_pass for size in gains.sizes]).T
+    speeds = np.array([size.speed_up for size in gains.sizes])
+    kinds = np.array([size.tree.split()[0] for size in gains.sizes])
+    handle: Any = None
+    for kind in dict.fromkeys(kinds):
+        x = np.flatnonzero(kinds == kind)
+        options: Options = {"marker": mark, "color": colour, "ms": 5, "lw": 1.2}
+        (handle,) = ax.plot(x, value[x], style, label=drawable(label, 40), gid=f"tokens-{number}", **options)
+        ax.vlines(x, low[x], high[x], color=colour, lw=1)
+        lower.plot(x, speeds[x], style, gid=f"speed-{number}", **options)
+    ax.axhline(gains.ideal[0], color=colour, ls=style, lw=0.7, alpha=0.5, zorder=0, gid=f"ideal-{number}")
+    return handle
+
+
 def plot_timeline(result: Result, ax: Axes | None = None) -> Axes:
     """Draw what the time of each step went to, in milliseconds, and above it the tokens that the step gained.
 
