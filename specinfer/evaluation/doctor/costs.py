@@ -41,16 +41,14 @@ def pass_costs(decoder: SpeculativeDecoder, prompt: Sequence[int], max_new_token
         max_new_tokens: after it, at most.
     """
     filler = _Filler(decoder.target.vocab_size, decoder.aux_layers)
-    figures = {}
+    figures: dict[int, list[float]] = {}  # nodes -> milliseconds of the pass and of the rest
     for size in SIZES:
         steps = [step for step, _ in _steps(decoder, filler, BestFirst(size, 1), prompt, max_new_tokens)]
-        target, rest = (
-            1000 * float(np.median([getattr(step.seconds, part) for step in steps]))
-            for part in ("target", "bookkeeping")
-        )
-        figures.setdefault(max(step.tree.num_drafted for step in steps), (target, rest))
+        seconds = np.array([(step.seconds.target, step.seconds.bookkeeping) for step in steps])
+        figures[max(step.tree.num_drafted for step in steps)] = (1000 * np.median(seconds, axis=0)).tolist()
     nodes = sorted(figures)
-    return PassCosts(nodes, [figures[size][0] for size in nodes], [figures[size][1] for size in nodes])
+    target, rest = map(list, zip(*(figures[size] for size in nodes), strict=True))
+    return PassCosts(nodes, target, rest)
 
 
 def proposal_costs(

@@ -42,55 +42,59 @@ class Signs:
         """Whether the draft was made for such a target, and is read as it was made."""
         return self.lookup or self.first[0] >= MISFIT
 
+    @property
+    def second(self) -> float:
+        """The share at depth 2; of texts without it, that of depth 1."""
+        return self.first[1] if len(self.first) > 1 else self.first[0]
+
 
 RULES: tuple[tuple[str, Callable[[Signs], bool], str], ...] = (  # grade at best, when, what is said
     (
         "bad",
         lambda s: not s.fits,
-        "It does not fit this target: its first choice is right at {s.first[0]:.0%} of the positions. Likely causes: it "
-        "was trained for another target or chat template, it reads wrong layers or by other conventions (norms, "
-        "offsets), its vocabulary map is ignored, or the target is quantised more coarsely.",
+        "It does not fit this target: its first choice is right at {first:.0%} of the positions. Likely causes: it was "
+        "trained for another target or chat template, it reads wrong layers or by other conventions (norms, offsets), "
+        "its vocabulary map is ignored, or the target is quantised more coarsely.",
     ),
     (
         "bad",
         lambda s: not s.fits and s.reach < REACHED,
-        "It proposes no token above the first {s.reach:.0%} of the vocabulary: its vocabulary map (d2t) is probably "
-        "ignored.",
+        "It proposes nothing above the first {reach:.0%} of the vocabulary: its map (d2t) is probably ignored.",
     ),
     (
         "weak",
         lambda s: not s.lookup and s.among >= RANKED and s.first[0] < RANKED * s.among,
-        "The right token is among its candidates at {s.among:.0%} of the positions, but comes first at {s.first[0]:.0%}: "
+        "The right token is among its candidates at {among:.0%} of the positions, and first of them at {first:.0%}: "
         "right tokens are badly ranked, as by a wrong last norm or output matrix.",
     ),
     (
         "weak",
-        lambda s: s.fits and not s.lookup and min(s.first[1:2], default=1.0) < KEPT * s.first[0],
-        "Its second token is right at {s.first[1]:.0%} of the positions, its first at {s.first[0]:.0%}: the state that it "
-        "chains, or the norm of that state, is wrong, or it was trained for one step.",
+        lambda s: s.fits and not s.lookup and s.second < KEPT * s.first[0],
+        "Its second token is right at {second:.0%} of the positions, its first one at {first:.0%}: the state that it "
+        "chains is wrong, or that state's norm, or it was trained for one step.",
     ),
     (
         "weak",
         lambda s: s.covered < COVERED,
-        "Its vocabulary holds {s.covered:.0%} of the target's tokens, and it never proposes the others.",
+        "Its vocabulary holds {covered:.0%} of the target's tokens, and it never proposes the others.",
     ),
     (
         "weak",
         lambda s: s.lookup and s.first[0] < GOOD,
-        "This text repeats itself too rarely: what followed before is right at {s.first[0]:.0%} of the positions.",
+        "This text seldom repeats itself: what followed before is right at {first:.0%} of the positions.",
     ),
     (
         "weak",
         lambda s: s.fits and not s.lookup and s.first[0] < GOOD,
-        "Its first choice is right at {s.first[0]:.0%} of the positions: it was trained little, or on other text.",
+        "Its first choice is right at {first:.0%} of the positions: it was trained little, or on other text.",
     ),
     (
         "good",
         lambda s: s.level > COSTLY,
-        "A level costs {s.level:.0%} of a plain target pass: only few levels can pay.",
+        "A level costs {level:.0%} of a plain target pass: only few levels can pay.",
     ),
 )
-FINE = "It fits this target: its first choice is right at {s.first[0]:.0%} of the positions."
+FINE = "It fits this target: its first choice is right at {first:.0%} of the positions."
 
 
 def verdict(signs: Signs) -> tuple[str, str]:
@@ -98,4 +102,5 @@ def verdict(signs: Signs) -> tuple[str, str]:
     found = [(grade, words) for grade, applies, words in RULES if applies(signs)]
     grade = max((grade for grade, _ in found), key=GRADES.index, default="good")
     said = [words for _, words in found] if grade != "good" else [FINE, *(words for _, words in found)]
-    return grade, " ".join(words.format(s=signs) for words in said[:2])
+    figures = vars(signs) | {"first": signs.first[0], "second": signs.second}
+    return grade, " ".join(words.format(**figures) for words in said[:2])

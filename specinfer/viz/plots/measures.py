@@ -18,6 +18,7 @@ from specinfer.tree.drawing import percent
 from specinfer.viz.plots.axes import (
     DRAFTS,
     FONT,
+    GREY,
     METHODS,
     OTHERS,
     PLAIN,
@@ -183,7 +184,11 @@ def plot_drafts(report: Any, ax: Axes | None = None) -> Axes:
     lower = lower_part(ax, 0.7)
     lower.set_ylabel("speed-up to expect,\nagainst plain decoding")
     lower.axhline(1, color="black", lw=0.8, ls="--", zorder=1)
-    handles = [_draw_gains(ax, lower, gains, number, label) for number, (label, gains) in enumerate(lines)]
+    shifts = 0.1 * (np.arange(len(lines)) - (len(lines) - 1) / 2)  # side by side, so that intervals can be told apart
+    handles = [
+        _draw_gains(ax, lower, *line, i, shift) for i, (line, shift) in enumerate(zip(lines, shifts, strict=True))
+    ]
+    handles += ax.plot([], [], color=GREY, lw=0.7, label="an ideal choice among its candidates")
     labels = [size.tree.replace(" ", "\n") for size in lines[0][1].sizes]
     lower.set_xticks(range(len(labels)), labels, fontsize=FONT)
     for axes in (ax, lower):
@@ -194,7 +199,7 @@ def plot_drafts(report: Any, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _draw_gains(ax: Axes, lower: Axes, gains: Any, number: int, label: str) -> Any:
+def _draw_gains(ax: Axes, lower: Axes, label: str, gains: Any, number: int, shift: float) -> Any:
     """Draw one draft's tokens per pass and speed-ups, chains and trees apart; return the handle."""
     colour, mark, style, _ = DRAFTS[number % len(DRAFTS)]
     value, low, high = np.array([size.tokens_per_pass for size in gains.sizes]).T
@@ -202,11 +207,12 @@ def _draw_gains(ax: Axes, lower: Axes, gains: Any, number: int, label: str) -> A
     kinds = np.array([size.tree.split()[0] for size in gains.sizes])
     handle: Any = None
     for kind in dict.fromkeys(kinds):
-        x = np.flatnonzero(kinds == kind)
+        of_kind = np.flatnonzero(kinds == kind)
+        x = of_kind + shift
         options: Options = {"marker": mark, "color": colour, "ms": 5, "lw": 1.2}
-        (handle,) = ax.plot(x, value[x], style, label=drawable(label, 40), gid=f"tokens-{number}", **options)
-        ax.vlines(x, low[x], high[x], color=colour, lw=1)
-        lower.plot(x, speeds[x], style, gid=f"speed-{number}", **options)
+        (handle,) = ax.plot(x, value[of_kind], style, label=drawable(label, 40), gid=f"tokens-{number}", **options)
+        ax.vlines(x, low[of_kind], high[of_kind], color=colour, lw=1)
+        lower.plot(x, speeds[of_kind], style, gid=f"speed-{number}", **options)
     ax.axhline(gains.ideal[0], color=colour, ls=style, lw=0.7, alpha=0.5, zorder=0, gid=f"ideal-{number}")
     return handle
 
