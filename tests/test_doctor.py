@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from conftest import PROMPTS as ALL_PROMPTS
 from conftest import VOCAB, byte_tokenizer, like, tiny_llama
 from test_heads import draft_for
@@ -18,6 +19,12 @@ from specinfer.viz.plots import plot_drafts
 
 PROMPTS = ALL_PROMPTS[:3]
 NEW = 12
+
+
+def hasten(patch):
+    """Time as little as can be: no test reads times."""
+    for name in ("STEPS", "ROUNDS"):
+        patch.setattr(costs, name, 1)
 
 
 class Changed(ModelDraft):
@@ -47,8 +54,16 @@ def swapped(model):
     return other
 
 
+def without_norms(model):
+    """The model without the norms before its layers' attention."""
+    other = like(model, 0.0)
+    for layer in other.model.layers:
+        layer.input_layernorm = torch.nn.Identity()
+    return other
+
+
 def cut(model, size):
-    """The model's likelier half of a permuted vocabulary, whose map to the model's ids is lost."""
+    """The model with the last rows of its output matrix only, whose map to the model's ids is lost."""
     other = like(model, 0.0, vocab=size)
     other.lm_head.weight.data = model.lm_head.weight.data[-size:].clone()
     return other
@@ -61,6 +76,7 @@ def decoder(target):
         "fine": ModelDraft(like(target, 0.0), tokens, "fine"),
         "another target": ModelDraft(tiny_llama(7), tokens, "another target"),
         "wrong layers": ModelDraft(swapped(target), tokens, "wrong layers"),
+        "no norm": ModelDraft(without_norms(target), tokens, "no norm"),
         "map ignored": ModelDraft(cut(target, VOCAB // 2), tokens, "map ignored"),
         "one step": Changed(like(target, 0.0), "one step", lambda ids, depth: (ids + (depth > 0)) % VOCAB),
         "badly ranked": Changed(like(target, 0.0), "badly ranked", lambda ids, _: ids.roll(3, -1)),
@@ -72,7 +88,7 @@ def decoder(target):
 @pytest.fixture(scope="module")
 def report(decoder):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(costs, "STEPS", 1)
+        hasten(patch)
         return check_draft(decoder, PROMPTS, max_new_tokens=NEW)
 
 
@@ -81,7 +97,7 @@ def merged(target):
     """A decoder with two drafts, and its report."""
     two = SpeculativeDecoder(target, byte_tokenizer(), [like(target), "ngram"], "auto")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(costs, "STEPS", 1)
+        hasten(patch)
         return two, check_draft(two, PROMPTS, max_new_tokens=NEW)
 
 
@@ -105,6 +121,7 @@ def test_a_draft_that_is_the_target_is_good(found):
     [
         ("another target", "bad", "trained for another target"),
         ("wrong layers", "bad", "reads wrong layers"),
+        ("no norm", "bad", "norms"),
         ("map ignored", "bad", "map (d2t) is probably ignored"),
         ("untrained", "bad", "does not fit"),
         ("one step", "weak", "the state that it chains is wrong"),
@@ -165,8 +182,10 @@ def test_so_are_those_of_merged_drafts(merged, policy):
 
 def test_speed_up_is_tokens_by_milliseconds(report):
     """The best size is the one with the most; costs are positive; sizes are in order."""
+    assert costs.PassCosts([0, 4], [10.0, 20.0], [1.0, 2.0]).step(2) == 16.5
     plain = report.passes.step(0)
     assert report.passes.nodes == [0, 1, 4, 8, 16, 32, 64]
+    assert report.passes.target == sorted(report.passes.target)
     assert min(report.passes.target) > 0
     for gains in [check.gains for check in report.drafts] + [report.together]:
         assert [size.tree for size in gains.sizes] == [*(f"chain {n}" for n in CHAINS), *(f"tree {n}" for n in TREES)]
@@ -201,7 +220,7 @@ def test_a_report_is_drawn(report):
 
 def test_conventions_are_a_table(target, monkeypatch):
     """The agreements that a draft brings are printed and kept as they are; texts of two tokens have one depth."""
-    monkeypatch.setattr(costs, "STEPS", 1)
+    hasten(monkeypatch)
     draft = ModelDraft(like(target), byte_tokenizer(), "near")
     draft.agreements = [("layers 1, 2; norm before", [0.5, 0.25]), ("layers 0, 1; norm before", [0.1])]
     made = check_draft(SpeculativeDecoder(target, byte_tokenizer(), [draft]), PROMPTS[0], max_new_tokens=2)
@@ -257,7 +276,7 @@ def run(target, monkeypatch, capsys):
         return Loaded(like(target) if name == "near" else target, byte_tokenizer(), str(name))
 
     monkeypatch.setattr(specinfer.loading, "load", load)
-    monkeypatch.setattr(costs, "STEPS", 1)
+    hasten(monkeypatch)
 
     def call(*arguments):
         monkeypatch.setattr("sys.argv", ["specinfer", "check-draft", *map(str, arguments)])

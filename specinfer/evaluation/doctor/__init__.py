@@ -17,7 +17,7 @@ from specinfer.common.values import Progress
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.drafts.ngram import NGramDraft
 from specinfer.errors import InputError
-from specinfer.evaluation.doctor.costs import PassCosts, pass_costs, proposal_costs
+from specinfer.evaluation.doctor.costs import PassCosts, measured_costs
 from specinfer.evaluation.doctor.report import DraftCheck, DraftReport, Expected, Gains
 from specinfer.evaluation.doctor.verdict import Signs, verdict
 from specinfer.evaluation.traces import Trace, hits, oracle, record, replay
@@ -82,8 +82,7 @@ def check_draft(
         progress=progress,
     )
     prompt = max(trace.texts, key=lambda text: len(text.token_ids)).prompt_ids
-    passes = pass_costs(decoder, prompt, max_new_tokens)
-    proposals = [proposal_costs(decoder, draft, policies, prompt, max_new_tokens) for draft in decoder.drafts]
+    passes, proposals = measured_costs(decoder, policies, prompt, max_new_tokens)
     every = range(len(decoder.drafts))
     gains = [_gains(trace, policies, [index], passes, proposals) for index in every]
     return DraftReport(

@@ -13,18 +13,17 @@ import torch
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.drafts.base import Draft, DraftContext
 from specinfer.engine.sampling import whole_distribution
-from specinfer.results import Step
 from specinfer.tree import BestFirst, DenseSource, Policy, TokenTree
 
 SIZES = (0, 1, 4, 8, 16, 32, 64)  # drafted nodes of a timed target pass
-STEPS = 6  # that a median is over
+STEPS, ROUNDS = 4, 2  # a figure is the least of the rounds' medians over steps: interruptions only add
 
 
 class PassCosts(NamedTuple):
     """Milliseconds of a step without its drafts, by the drafted nodes that its target pass scores."""
 
     nodes: list[int]  # ascending from 0: the root alone is plain decoding
-    target: list[float]  # of the pass
+    target: list[float]  # of the pass, ascending: where a larger pass was faster, its time counts
     rest: list[float]  # of everything else but the drafts
 
     def step(self, nodes: float) -> float:
@@ -32,49 +31,52 @@ class PassCosts(NamedTuple):
         return float(np.interp(nodes, self.nodes, np.add(self.target, self.rest)))
 
 
-def pass_costs(decoder: SpeculativeDecoder, prompt: Sequence[int], max_new_tokens: int) -> PassCosts:
-    """Time steps whose trees have `SIZES` nodes, as far as the target's vocabulary and attention allow.
+def measured_costs(
+    decoder: SpeculativeDecoder, policies: Sequence[Policy], prompt: Sequence[int], max_new_tokens: int
+) -> tuple[PassCosts, list[list[float]]]:
+    """Time target passes over `SIZES` nodes and the proposals of every draft, in turns.
 
     Args:
-        decoder: its target is timed, with the hidden states that its drafts read.
+        decoder: its target is timed, with the hidden states that its drafts read, and so are its drafts.
+        policies: what drafts propose by.
         prompt: token ids.
         max_new_tokens: after it, at most.
+
+    Returns:
+        Costs of passes, as far as the target's vocabulary and attention allow these sizes; and by draft and policy
+        the milliseconds of a proposal.
     """
     filler = _Filler(decoder.target.vocab_size, decoder.aux_layers)
-    figures: dict[int, list[float]] = {}  # nodes -> milliseconds of the pass and of the rest
-    for size in SIZES:
-        steps = [step for step, _ in _steps(decoder, filler, BestFirst(size, 1), prompt, max_new_tokens)]
-        seconds = np.array([(step.seconds.target, step.seconds.bookkeeping) for step in steps])
-        figures[max(step.tree.num_drafted for step in steps)] = (1000 * np.median(seconds, axis=0)).tolist()
-    nodes = sorted(figures)
-    target, rest = map(list, zip(*(figures[size] for size in nodes), strict=True))
-    return PassCosts(nodes, target, rest)
+    jobs: list[tuple[Draft, Policy]] = [(filler, BestFirst(size, 1)) for size in SIZES]
+    jobs += [(draft, policy) for draft in decoder.drafts for policy in policies]
+    figures = np.array([[_figures(decoder, *job, prompt, max_new_tokens) for job in jobs] for _ in range(ROUNDS)])
+    nodes, target, rest, proposals = figures.min(0).T  # (jobs,) each
+    sizes, kept = np.unique(nodes[: len(SIZES)].astype(int), return_index=True)
+    ascending = np.minimum.accumulate(target[kept][::-1])[::-1]
+    passes = PassCosts(sizes.tolist(), ascending.tolist(), rest[kept].tolist())
+    return passes, proposals[len(SIZES) :].reshape(len(decoder.drafts), len(policies)).tolist()
 
 
-def proposal_costs(
-    decoder: SpeculativeDecoder, draft: Draft, policies: Sequence[Policy], prompt: Sequence[int], max_new_tokens: int
-) -> list[float]:
-    """Return the milliseconds of a draft's proposal by policy; arguments as `pass_costs`."""
-    timed = [_steps(decoder, draft, policy, prompt, max_new_tokens) for policy in policies]
-    return [1000 * float(np.median([seconds for _, seconds in steps])) for steps in timed]
-
-
-def _steps(
+def _figures(
     decoder: SpeculativeDecoder, draft: Draft, policy: Policy, prompt: Sequence[int], max_new_tokens: int
-) -> list[tuple[Step, float]]:
-    """Decode a few steps; return each with the seconds of its proposal.  The first one warms up and is left out."""
+) -> list[float]:
+    """Decode a few steps; return the most nodes of a tree, and medians of a step's parts in milliseconds.
+
+    The parts are the target's pass, the work beside it and the proposal.  The first step warms up and does not count.
+    """
     alone = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, [draft], policy)
     run = alone.open(list(prompt), max_new_tokens=max_new_tokens, **whole_distribution(0))
-    steps: list[tuple[Step, float]] = []
+    parts: list[tuple[int, float, float, float]] = []
     spent, left = 0.0, max_new_tokens
     for ((_, step),) in islice(run, 1 + STEPS):
-        if steps and left <= policy.max_depth:
+        if parts and left <= policy.max_depth:
             break  # trees are cut near the end of the text
         before, (_, spent) = spent, run.drafting[0]
-        steps.append((step, spent - before))
+        parts.append((step.tree.num_drafted, step.seconds.target, step.seconds.bookkeeping, spent - before))
         left -= len(step.tokens)
     run.close()
-    return steps[1:] or steps
+    timed = np.array(parts[1:] or parts)
+    return [float(timed[:, 0].max()), *(1000 * np.median(timed[:, 1:], axis=0)).tolist()]
 
 
 class _Filler:
