@@ -7,6 +7,7 @@ import torch
 from conftest import PROMPTS as ALL_PROMPTS
 from conftest import VOCAB, byte_tokenizer, like, tiny_llama
 from test_heads import draft_for
+from transformers import MptConfig, MptForCausalLM
 
 import specinfer.loading
 from specinfer import BestFirst, Chain, ModelDraft, SpeculativeDecoder, check_draft, cli
@@ -229,6 +230,26 @@ def test_conventions_are_a_table(target, monkeypatch):
     assert made.together is None
     assert "layers 0, 1; norm before  10%" in str(made)
     assert json.loads(json.dumps(made.to_dict())) == made.to_dict()
+
+
+def test_models_that_score_chains_only_are_checked_with_chains(monkeypatch):
+    """ALiBi reads cache columns, so there are no trees to expect."""
+    hasten(monkeypatch)
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": VOCAB,
+        "d_model": 32,
+        "n_layers": 1,
+        "n_heads": 4,
+        "max_seq_len": 256,
+        "initializer_range": 0.25,
+    }
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    model = MptForCausalLM(MptConfig(**sizes, **special)).double().eval()
+    made = check_draft(SpeculativeDecoder(model, byte_tokenizer(), ["ngram"]), PROMPTS, max_new_tokens=NEW)
+    assert [size.tree for size in made.drafts[0].gains.sizes] == [f"chain {n}" for n in CHAINS]
+    assert made.passes.nodes == [0, 1, 4, 8]
+    assert "tree" not in str(made)
 
 
 # ---- the rules, on made figures ----

@@ -382,7 +382,7 @@ def test_drafts_are_drawn_by_size() -> None:
     assert [line.get_ydata().tolist() for line in drawn(ax, "tokens-0")] == [[1.5, 2.0], [2.0, 3.0]]
     assert [line.get_ydata().tolist() for line in drawn(lower, "speed-2")] == [[0.75, 1.0], [1.0, 1.6]]
     assert len(drawn(ax, "ideal-")) == 3
-    assert key(ax) == ["a (good)", "$b (good)", "all drafts", "an ideal choice among its candidates"]
+    assert key(ax) == ["a (good)", "$b (good)", "all drafts", "ideal choice"]
 
 
 def test_timeline() -> None:

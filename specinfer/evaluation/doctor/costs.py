@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from specinfer.decoder import SpeculativeDecoder
-from specinfer.drafts.base import Draft, DraftContext
+from specinfer.drafts.base import DraftContext
 from specinfer.engine.sampling import whole_distribution
-from specinfer.tree import BestFirst, DenseSource, Policy, TokenTree
+from specinfer.tree import BestFirst, Chain, DenseSource, Policy, TokenTree
 
 SIZES = (0, 1, 4, 8, 16, 32, 64)  # drafted nodes of a timed target pass
 STEPS, ROUNDS = 4, 2  # a figure is the least of the rounds' medians over steps: interruptions only add
@@ -43,29 +43,32 @@ def measured_costs(
         max_new_tokens: after it, at most.
 
     Returns:
-        Costs of passes, as far as the target's vocabulary and attention allow these sizes; and by draft and policy
-        the milliseconds of a proposal.
+        Costs of passes, up to the largest policy's nodes; and by draft and policy the milliseconds of a proposal.
     """
     filler = _Filler(decoder.target.vocab_size, decoder.aux_layers)
-    jobs: list[tuple[Draft, Policy]] = [(filler, BestFirst(size, 1)) for size in SIZES]
-    jobs += [(draft, policy) for draft in decoder.drafts for policy in policies]
-    figures = np.array([[_figures(decoder, *job, prompt, max_new_tokens) for job in jobs] for _ in range(ROUNDS)])
+    most = max(policy.max_nodes for policy in policies)
+    branching = most > max(policy.max_depth for policy in policies)
+    filled = [BestFirst(size, 1) if branching else Chain(size) for size in SIZES if size <= most]
+    model, tokenizer = decoder.target.model, decoder.tokenizer
+    filling, *alone = [SpeculativeDecoder(model, tokenizer, [draft], Chain(1)) for draft in (filler, *decoder.drafts)]
+    jobs: list[tuple[SpeculativeDecoder, Policy]] = [(filling, policy) for policy in filled]
+    jobs += [(own, policy) for own in alone for policy in policies]
+    figures = np.array([[_figures(*job, prompt, max_new_tokens) for job in jobs] for _ in range(ROUNDS)])
     nodes, target, rest, proposals = figures.min(0).T  # (jobs,) each
-    sizes, kept = np.unique(nodes[: len(SIZES)].astype(int), return_index=True)
+    sizes, kept = np.unique(nodes[: len(filled)].astype(int), return_index=True)
     ascending = np.minimum.accumulate(target[kept][::-1])[::-1]
     passes = PassCosts(sizes.tolist(), ascending.tolist(), rest[kept].tolist())
-    return passes, proposals[len(SIZES) :].reshape(len(decoder.drafts), len(policies)).tolist()
+    return passes, proposals[len(filled) :].reshape(len(decoder.drafts), len(policies)).tolist()
 
 
-def _figures(
-    decoder: SpeculativeDecoder, draft: Draft, policy: Policy, prompt: Sequence[int], max_new_tokens: int
-) -> list[float]:
+def _figures(decoder: SpeculativeDecoder, policy: Policy, prompt: Sequence[int], max_new_tokens: int) -> list[float]:
     """Decode a few steps; return the most nodes of a tree, and medians of a step's parts in milliseconds.
 
-    The parts are the target's pass, the work beside it and the proposal.  The first step warms up and does not count.
+    The parts are the target's pass, the work beside it and the proposal of the one draft.  The first step warms up and
+    does not count.
     """
-    alone = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, [draft], policy)
-    run = alone.open(list(prompt), max_new_tokens=max_new_tokens, **whole_distribution(0))
+    decoder.policy = policy
+    run = decoder.open(list(prompt), max_new_tokens=max_new_tokens, **whole_distribution(0))
     parts: list[tuple[int, float, float, float]] = []
     spent, left = 0.0, max_new_tokens
     for ((_, step),) in islice(run, 1 + STEPS):

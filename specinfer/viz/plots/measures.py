@@ -188,7 +188,7 @@ def plot_drafts(report: Any, ax: Axes | None = None) -> Axes:
     handles = [
         _draw_gains(ax, lower, *line, i, shift) for i, (line, shift) in enumerate(zip(lines, shifts, strict=True))
     ]
-    handles += ax.plot([], [], color=GREY, lw=0.7, label="an ideal choice among its candidates")
+    handles += ax.plot([], [], color=GREY, lw=0.7, label="ideal choice")
     labels = [size.tree.replace(" ", "\n") for size in lines[0][1].sizes]
     lower.set_xticks(range(len(labels)), labels, fontsize=FONT)
     for axes in (ax, lower):
