@@ -52,7 +52,7 @@ def measured_costs(
     model, tokenizer = decoder.target.model, decoder.tokenizer
     filling, *alone = [SpeculativeDecoder(model, tokenizer, [draft], Chain(1)) for draft in (filler, *decoder.drafts)]
     jobs: list[tuple[SpeculativeDecoder, Policy]] = [(filling, policy) for policy in filled]
-    jobs += [(own, policy) for own in alone for policy in policies]
+    jobs += [(single, policy) for single in alone for policy in policies]
     figures = np.array([[_figures(*job, prompt, max_new_tokens) for job in jobs] for _ in range(ROUNDS)])
     nodes, target, rest, proposals = figures.min(0).T  # (jobs,) each
     sizes, kept = np.unique(nodes[: len(filled)].astype(int), return_index=True)
