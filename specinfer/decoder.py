@@ -23,6 +23,7 @@ from specinfer.drafts.base import Draft
 from specinfer.drafts.bundled import bundled_drafts
 from specinfer.drafts.head import MODEL_TYPE, HeadDraft
 from specinfer.drafts.language_model import ModelDraft
+from specinfer.drafts.mtp import MtpDraft
 from specinfer.drafts.ngram import NGramDraft
 from specinfer.drafts.published import draft_config, load_published, may_be_head
 from specinfer.engine.generation import Run
@@ -37,7 +38,7 @@ from specinfer.results import Result
 from specinfer.tree import BestFirst, Chain, Kind, Policy
 from specinfer.tree.token_tree import MOST_DRAFTS
 
-WORDS = ("auto", "bundled", "ngram")  # words for drafts; others are names of models
+WORDS = ("auto", "bundled", "ngram", "mtp")  # words for drafts; others are names of models
 Functions = Sequence[Callable[..., Any]] | Callable[..., Any] | None
 DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8, min_probability=0.05)
 
@@ -49,6 +50,7 @@ class SpeculativeDecoder:
         model: the target, a ``transformers`` causal LM.
         tokenizer: the target's; needed for text in and out.
         drafts: ``"ngram"``, `Draft` objects, or draft models.  All of them propose, and their trees are merged.
+            ``"mtp"``: the target's own multi-token prediction layer, if it was released with one.
             ``"bundled"``: the heads that come with the package for this target, if any.  ``"auto"``: the first of
             those, and n-grams.
         tree: the growth policy; None decodes without speculation.  ``"auto"`` is ``Auto()``, which chooses sizes step
@@ -381,6 +383,8 @@ def _check_arguments(model: Any, tokenizer: Any, gate: Any) -> None:
 def _as_draft(draft: Any) -> Draft:
     if draft == "ngram":
         return NGramDraft()
+    if draft == "mtp":
+        return MtpDraft()
     if _is_name(draft):
         raise InputError(f"draft {draft!r} is a name: use SpeculativeDecoder.from_pretrained, or load the model")
     if hasattr(draft, "open"):

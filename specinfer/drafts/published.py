@@ -21,9 +21,16 @@ from specinfer.drafts.base import DraftContext, DraftSession
 from specinfer.drafts.checkpoint import Checkpoint, hub_config
 from specinfer.drafts.conventions import Convention, agreement, choose, write_text
 from specinfer.drafts.head import target_fingerprint
+from specinfer.drafts.network import DraftNetwork
 from specinfer.errors import InputError, ModelError, SpecinferError
 
-FAMILIES = ("eagle3", "eagle", "dflash", "medusa")  # modules here; the first that recognises a checkpoint loads it
+FAMILIES = (
+    "p_eagle",
+    "eagle3",
+    "eagle",
+    "dflash",
+    "medusa",
+)  # modules here; the first that recognises a checkpoint loads it
 # what only a head's configuration holds; a plain one of a single layer may be an EAGLE head's
 MARKS = {
     "speculators_model_type",
@@ -55,7 +62,8 @@ class PublishedDraft:
     Args:
         name: in results.
         network: of the head.
-        session: opens a session: of (model, aux_layers, context).
+        session: opens a session: of (model, aux_layers, context), where the model is a `TreeModel` of the network, or
+            the network itself if it is no `DraftNetwork`: then it runs behind no mask.
         digest: of its weights, for what is kept of measurements; "" keeps nothing.
         convention: how it is read; None measures that when it is attached.
     """
@@ -65,7 +73,7 @@ class PublishedDraft:
     ) -> None:
         self.name, self.network, self.session, self.digest = name, network, session, digest
         self.convention = convention
-        self.model: TreeModel | None = None
+        self.model: Any = None  # the bound network: a `TreeModel`, or itself if it runs behind no mask
         self.aux_layers: tuple[int, ...] = ()
         self.agreements: list[tuple[str, list[float]]] = []  # conventions, the one in use first, by agreement
         self.notes: tuple[str, ...] = ()
@@ -108,7 +116,8 @@ class PublishedDraft:
         for name, value in rule.options:
             setattr(network, name, value)
         attached = copy(self)
-        attached.model, attached.aux_layers, attached.convention = TreeModel(network), rule.aux_layers, rule
+        attached.model = TreeModel(network) if isinstance(network, DraftNetwork) else network
+        attached.aux_layers, attached.convention = rule.aux_layers, rule
         return attached
 
     def _measured(
@@ -128,8 +137,7 @@ class PublishedDraft:
         measured = {}
         for rule in rules:
             draft = self._under(rule, target)
-            assert draft.model is not None
-            with running(draft.model):
+            with running(*[draft.model] if isinstance(draft.model, TreeModel) else []):
                 measured[rule] = agreement(draft.open, text, target)
         if path is not None:
             with suppress(SpecinferError, OSError):  # then it is measured again next time
