@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import cache
 from math import pi
 
 import pytest
@@ -315,9 +316,15 @@ def context(target, prompts, layers, vocab=VOCAB):
 
 
 def states_of(target, ids, layers):
-    with torch.no_grad():
-        hidden = target(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    """The target's states (n, K, Ht) of some layers at each token."""
+    hidden = every_state(target, tuple(ids))
     return torch.stack([hidden[layer][0] for layer in layers], 1)
+
+
+@cache
+def every_state(target, ids):
+    with torch.no_grad():
+        return target(torch.tensor([ids]), output_hidden_states=True).hidden_states
 
 
 def steps(draft, target, policy, texts):
@@ -327,8 +334,7 @@ def steps(draft, target, policy, texts):
     with running(draft.model):
         session.propose(policy, 8)
         yield session
-        new = [[7, 200], [], [3], [9, 9, 9, 1]]
-        new = [more or [11] for more in new][: len(texts)]
+        new = [[7, 200], [3], [9, 9, 9, 1]]
         for text, more in zip(texts, new, strict=True):
             text += more
         chose = [
@@ -349,7 +355,7 @@ def loaded(kind, seed, folder, target):
     return draft, Formulas(config, weights, target, rule.options)
 
 
-TEXTS = ([5, 9, 17, 5, 9], [100, 7], [250, 3, 60, 1, 2, 3, 80], list(range(40, 76)))
+TEXTS = ([5, 9, 17, 5, 9], [100, 7], list(range(40, 76)))  # the last is prefilled
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -399,19 +405,19 @@ def test_trees_hold_tokens_of_the_heads_vocabulary(small, tmp_path, kind):
 # ---- ids do not depend on drafts ----
 
 
-@pytest.mark.parametrize("tree", [BestFirst(12, 4), Chain(4), Sampled((3, 2)), "auto"], ids=str)
+@pytest.mark.parametrize("tree", [BestFirst(12, 4), Sampled((3, 2)), "auto"], ids=str)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_ids_do_not_depend_on_published_heads(target, tmp_path, kind, tree):
     config, weights = random_head(kind, 3)
     path = write(tmp_path / "head", config, weights)
     rule = load_published(path).network.conventions(LAYERS)[0]
     for temperature in (0,) if isinstance(tree, Sampled) else (0, 1):
-        options = {"max_new_tokens": 16, "temperature": temperature, "seed": [3, 4, 5, 6]}
+        options = {"max_new_tokens": 10, "temperature": temperature, "seed": [3, 4, 5, 6]}
         wanted = SpeculativeDecoder(target, None, [], None).generate(PROMPTS, **options)
         drafts = [load_published(path, rule), NGramDraft()]
         decoder = SpeculativeDecoder(target, None, drafts, tree)
         assert [row.token_ids for row in decoder.generate(PROMPTS, **options)] == [row.token_ids for row in wanted]
-        alone = decoder.generate(PROMPTS[2], max_new_tokens=16, temperature=temperature, seed=5)
+        alone = decoder.generate(PROMPTS[2], max_new_tokens=10, temperature=temperature, seed=5)
         assert alone.token_ids == wanted[2].token_ids
 
 
@@ -420,13 +426,13 @@ def test_ids_do_not_depend_on_published_heads(target, tmp_path, kind, tree):
 
 def corpus(target):
     """What a target writes by itself after every token, and the states that chose its tokens: all layers'."""
-    ids = target.generate(torch.arange(1, 9)[:, None], max_new_tokens=40, do_sample=False, pad_token_id=0)
+    ids = target.generate(torch.arange(1, 6)[:, None], max_new_tokens=40, do_sample=False, pad_token_id=0)
     with torch.no_grad():
         hidden = target(ids, output_hidden_states=True).hidden_states
     return ids, torch.stack(hidden, 2)
 
 
-def taught(target, text, rule, count=120, **fields):
+def taught(target, text, rule, count=90, **fields):
     """A head trained a little on a target's own text, under a convention."""
     sizes = {"hidden_size": SIZE, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)

@@ -19,6 +19,7 @@ from specinfer.drafts.conventions import Convention
 from specinfer.drafts.eagle3 import (
     AutoregressiveNetwork,
     eagle3_config,
+    layer_config,
     layer_fields,
     open_session,
     read_weights,
@@ -96,7 +97,7 @@ def load(checkpoint: Checkpoint) -> tuple[EagleNetwork, Any]:
         ModelError: something is missing, unknown or contradictory.
     """
     weights = read_weights(checkpoint)
-    fields = layer_fields(checkpoint, checkpoint.config, weights)
+    fields = layer_fields(checkpoint, layer_config(checkpoint), weights)
     config = eagle3_config(**fields, fc_bias=checkpoint.config.get("bias") is not False)  # absent, it is true
     with torch.device("meta"):
         network = EagleNetwork(config, "embed_tokens.weight" in weights, "lm_head.weight" in weights)

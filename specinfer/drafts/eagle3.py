@@ -166,7 +166,7 @@ class Eagle3Network(AutoregressiveNetwork):
     @property
     def pass_inputs(self) -> tuple[dict[str, tuple[int, ...]], ...]:
         """The additional inputs of each kind of pass: name -> shape after (B, T)."""
-        below = {"draft_states": (self.config.hidden_size,)}
+        below: dict[str, tuple[int, ...]] = {"draft_states": (self.config.hidden_size,)}
         return {"target_states": (self.config.num_aux_layers, self.target_size)}, below
 
     def conventions(self, layers: int) -> list[Convention]:
