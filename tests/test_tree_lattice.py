@@ -95,7 +95,7 @@ def test_the_lattices_tie_and_are_of_all_sizes():
 
 def fixed(raw):
     """A session whose lattice is given."""
-    rows, depths, width = raw.candidates.shape
+    rows, depths, _ = raw.candidates.shape
 
     class Fixed(LatticeSession):
         depth = depths
@@ -285,7 +285,7 @@ def test_logits_that_are_no_numbers_are_named():
             return LOGITS * torch.nan
 
     for policy in (BestFirst(8, 4), Expansion((2, 2))):
-        with pytest.raises(NumericalError, match="draft 0 .*not a number"):
+        with pytest.raises(NumericalError, match=r"draft 0 .*not a number"):
             session_of(Broken).propose(policy, 3)
 
 

@@ -91,9 +91,9 @@ class LatticeSession(DraftRows):
         else:
             indices = self.ranked(logits, [frontier.depth], self.width).indices
             parents = self._roots() if frontier.depth == 0 else frontier.tokens.to(logits.device)[:, None]
-            scores = torch.full_like(logits, -inf).expand(-1, count, -1).clone()
+            scores = torch.full_like(logits, -inf, dtype=torch.float32).expand(-1, count, -1).clone()
             scores.scatter_(2, indices.expand(-1, count, -1), self._joint(logits, indices, parents)[:, 0, :-1])
-            dense = self.warped(scores.float()).cpu()
+            dense = self.warped(scores).cpu()
         return self.drawn(dense, k, replacement, frontier.depth)
 
     def _ranked_lattice(self, width: int) -> Lattice:
