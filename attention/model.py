@@ -89,6 +89,11 @@ class TreeModel:
         return self.model.get_input_embeddings().weight.device
 
     @property
+    def embedded(self) -> int:
+        """How many token ids it can read; a head with a small vocabulary reads more than it proposes."""
+        return max(self.vocab_size, len(self.model.get_input_embeddings().weight))
+
+    @property
     def dtype(self) -> torch.dtype:
         """The model's floating type."""
         return self.model.dtype

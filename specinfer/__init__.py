@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from specinfer.engine.verify import ExactMatch, MultiStep, Verdict, Verifier
     from specinfer.evaluation.certification import Certificate, certify, certify_verifier
     from specinfer.evaluation.compare import Comparison, compare
+    from specinfer.evaluation.doctor import DraftReport, check_draft
     from specinfer.evaluation.traces import PaperTables, Replay, Trace, paper_tables, record, replay
     from specinfer.integrations.transformers import custom_generate
     from specinfer.results import Result, Stats, Step
@@ -51,6 +52,7 @@ _HOME = {
     "engine.verify": "ExactMatch MultiStep Verdict Verifier",
     "evaluation.certification": "Certificate certify certify_verifier",
     "evaluation.compare": "Comparison compare",
+    "evaluation.doctor": "DraftReport check_draft",
     "evaluation.traces": "PaperTables Replay Trace paper_tables record replay",
     "integrations.transformers": "custom_generate",
     "results": "Result Stats Step",
@@ -66,6 +68,7 @@ __all__ = [
     "Chain",
     "Comparison",
     "Draft",
+    "DraftReport",
     "ExactMatch",
     "Expansion",
     "HeadDraft",
@@ -92,6 +95,7 @@ __all__ = [
     "Verifier",
     "certify",
     "certify_verifier",
+    "check_draft",
     "check_model",
     "compare",
     "custom_generate",

@@ -86,6 +86,15 @@ def test_drafting_along_the_text_equals_the_chained_training_steps(target):
     assert checked > 50
 
 
+def test_a_head_reads_tokens_that_it_does_not_propose(target):
+    """Committed tokens beyond the size of its vocabulary are fed as they are."""
+    decoder, fed = SpeculativeDecoder(target, None, [draft_for(target, ids=range(100))], Chain(1)), []
+    head = decoder.drafts[0].model.model
+    head.register_forward_pre_hook(lambda _, __, inputs: fed.extend(inputs["input_ids"][0].tolist()), with_kwargs=True)
+    decoder.generate([250, 3, 200], max_new_tokens=2)
+    assert fed[:3] == [250, 3, 200]
+
+
 @pytest.mark.parametrize("tree", [BestFirst(12, 4), Expansion((3, 2)), Chain(4), "auto"], ids=str)
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_ids_do_not_depend_on_heads(target, tree, temperature):

@@ -27,6 +27,7 @@ from specinfer.viz.plots import (
     plot_acceptance,
     plot_calibration,
     plot_compare,
+    plot_drafts,
     plot_mask,
     plot_timeline,
     plot_tree,
@@ -81,6 +82,21 @@ def curve(draft: str = "head") -> CalibrationCurve:
     return CalibrationCurve(draft, np.array([0.1, np.nan, 0.6, 0.9]), share, count, *wilson(accepted, count))
 
 
+def gains(best: float) -> Any:
+    sizes = [("chain 1", 1.5), ("chain 4", 2.0), ("tree 4", 2.0), ("tree 16", best)]
+    made = [
+        SimpleNamespace(tree=tree, tokens_per_pass=[value, value - 0.2, value + 0.2], speed_up=value / 2)
+        for tree, value in sizes
+    ]
+    return SimpleNamespace(sizes=made, ideal=[4.0, 3.5, 4.5])
+
+
+REPORT = SimpleNamespace(
+    drafts=[SimpleNamespace(draft=name, grade="good", gains=gains(best)) for name, best in (("a", 3.0), ("$b", 2.5))],
+    together=gains(3.2),
+)
+
+
 def comparison(*groups: dict[str, Any]) -> Any:
     return SimpleNamespace(summary=lambda: {"groups": list(groups)})
 
@@ -102,6 +118,7 @@ PLOTS = {
     "hits": lambda ax=None: plot_acceptance(HITS, ax),
     "acceptance": lambda ax=None: plot_acceptance([RESULT], ax),
     "compare": lambda ax=None: plot_compare(comparison(group("all"), group()), ax),
+    "drafts": lambda ax=None: plot_drafts(REPORT, ax),
     "timeline": lambda ax=None: plot_timeline(RESULT, ax),
     "calibration": lambda ax=None: plot_calibration([curve(), curve("ngram")], ax),
 }
@@ -184,6 +201,7 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.Monkey
         (plots.plot_acceptance, HITS),
         (plots.plot_calibration, curve()),
         (plots.plot_compare, comparison(group())),
+        (plots.plot_drafts, REPORT),
     ]
     for plot, data in calls:
         with pytest.raises(InputError, match="pip install matplotlib"):
@@ -357,6 +375,16 @@ def test_comparison_without_incremental_decoding() -> None:
     assert "not measured" in ax.figure.axes[1].texts[0].get_text()
 
 
+def test_drafts_are_drawn_by_size() -> None:
+    """A line for chains and one for trees of each draft; tokens above, speed-ups below, the bound faint."""
+    ax = plot_drafts(REPORT)
+    lower = next(other for other in ax.figure.axes if other is not ax)
+    assert [line.get_ydata().tolist() for line in drawn(ax, "tokens-0")] == [[1.5, 2.0], [2.0, 3.0]]
+    assert [line.get_ydata().tolist() for line in drawn(lower, "speed-2")] == [[0.75, 1.0], [1.0, 1.6]]
+    assert len(drawn(ax, "ideal-")) == 3
+    assert key(ax) == ["a (good)", "$b (good)", "all drafts", "ideal choice"]
+
+
 def test_timeline() -> None:
     """The bars add up to the result's seconds, prompt first; the tokens above them to its tokens."""
     ax = plot_timeline(RESULT)
@@ -403,6 +431,7 @@ UNDRAFTED = replace(RESULT, steps=[Step(TokenTree.root_only(1), (), (2,), ((),))
         (plot_acceptance, (replace(HITS, counts=np.zeros((0, 5), int), tried=np.zeros(0, int)),), "is empty"),
         (plot_compare, (RESULT,), "not a Result"),
         (plot_compare, (comparison(),), "is empty"),
+        (plot_drafts, (RESULT,), "not a Result"),
         (plot_timeline, ([RESULT],), "not a list"),
         (plot_timeline, (EMPTY,), "no steps"),
         (plot_calibration, ([],), "CalibrationCurve"),

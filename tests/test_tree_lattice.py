@@ -206,7 +206,7 @@ class Scored(Plain):
 
     width = 4
 
-    def pairs(self, parents, children):
+    def pairs(self, parents, children, depths):
         """Look them up."""
         return SCORES[parents[..., None], children[:, :, None]]
 
@@ -272,8 +272,7 @@ def test_a_session_predicts_once_a_step_and_only_if_asked():
 
 def test_nothing_to_predict_from_gives_bare_roots():
     class Silent(Plain):
-        def predict(self):
-            return None
+        ready = False
 
     for policy in (BestFirst(8, 4), Expansion((2, 2)), Sampled((2, 2))):
         assert [tree.num_drafted for tree in session_of(Silent).propose(policy, 3)] == [0, 0]

@@ -24,6 +24,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "tree": text.tree,
     "compile": checks.compile_passes,
     "check-model": checks.check_model,
+    "check-draft": checks.check_draft,
     "certify": checks.certify,
     "compare": compare,
     "record": evidence.record,

@@ -1,16 +1,22 @@
-"""``specinfer check-model``, ``compile`` and ``certify``: what comes before any text.
+"""``specinfer check-model``, ``check-draft``, ``compile`` and ``certify``: what comes before any text.
 
-Knows: the options.  Does not know: how models are checked or compiled, how distributions are enumerated.
+Knows: the options.
+Does not know: how models and drafts are checked, how models are compiled, how distributions are enumerated.
 """
 
 import sys
+from io import BytesIO
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from specinfer.cli import options
-from specinfer.cli.terminal import bar, quieten, show
-from specinfer.errors import NotCompiled
+from specinfer.cli.terminal import bar, print_json, quieten, show, text_bar
+from specinfer.common.files import write_whole
+from specinfer.errors import InputError, NotCompiled
+
+PICTURES = ("png", "svg", "pdf")
 
 
 def check_model(
@@ -25,6 +31,46 @@ def check_model(
 
     quieten()
     show([check_model(load(model, dtype, device).model)._asdict()], as_json)
+
+
+def check_draft(
+    target: options.Target = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(help="A model, a trained head, ngram or bundled. Repeat.", show_default="bundled"),
+    ] = None,
+    prompts: options.PromptFiles = None,
+    count: options.Count = 5,
+    split: options.Split = "dev",
+    max_new_tokens: options.NewTokens = 48,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    plot: Annotated[Path | None, typer.Option(help=f"File for a picture: .{', .'.join(PICTURES)}.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Say how well drafts fit a target, what trees they should gain here, and what is wrong if it is little."""
+    from specinfer.evaluation.compare.files import read_prompt_file
+    from specinfer.evaluation.doctor import PROMPTS
+    from specinfer.evaluation.doctor import check_draft as run
+
+    kind = plot and _picture_kind(plot)
+    texts = [text for path in prompts or () for _, text in read_prompt_file(path, split, count)] or list(PROMPTS)
+    decoder = options.load_decoder(target, draft or ["bundled"], dtype=dtype, device=device)
+    report = run(decoder, texts, max_new_tokens=max_new_tokens, progress=text_bar(len(texts)))
+    if plot is not None:
+        report.plot().figure.savefig(drawn := BytesIO(), format=kind, dpi=150)
+        write_whole(plot, drawn.getvalue())
+    print_json(report.to_dict()) if as_json else print(report)
+
+
+def _picture_kind(path: Path) -> str:
+    """Return the format that a file's name asks for; raise `InputError` for others, and where nothing can draw."""
+    from specinfer.viz.plots.axes import part
+
+    part("pyplot")
+    if (kind := path.suffix.lower().removeprefix(".")) not in PICTURES:
+        raise InputError(f"--plot {path} is no picture that can be written: name it .{', .'.join(PICTURES)}")
+    return kind
 
 
 def compile_passes(

@@ -3,19 +3,18 @@
 Knows: the options, which trees and verifiers a replay tries.  Does not know: how a trace is recorded or replayed.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specinfer.cli import options
-from specinfer.cli.terminal import bar, print_json, show
+from specinfer.cli.terminal import print_json, show, text_bar
 from specinfer.common.tables import aligned, interval
 from specinfer.errors import InputError
 
 if TYPE_CHECKING:
-    from specinfer.common.values import Progress
     from specinfer.evaluation.traces import HitTable, Replay, Trace
     from specinfer.tree import Policy
 
@@ -66,7 +65,7 @@ def record(
         draws=draws,
         batch=batch,
         out=out,
-        progress=_text_bar(len(texts)),
+        progress=text_bar(len(texts)),
     )
     sizes = {"folder": str(out), "texts": len(trace.texts), "tokens": trace.tokens, "settings": trace.settings}
     print_json(sizes) if as_json else print(trace)
@@ -170,24 +169,9 @@ def paper_tables(
         max_new_tokens=max_new_tokens,
         batch=batch,
         out=out,
-        progress=_text_bar(2 * sum(map(len, sets.values()))),
+        progress=text_bar(2 * sum(map(len, sets.values()))),
     )
     print_json(made.to_dict()) if as_json else print(made)
-
-
-def _text_bar(total: int) -> "Progress":
-    """Return a progress function that shows one bar over all texts of one trace or more."""
-    texts = bar("text", total=total)
-
-    def progress(batches: list[list[int]], done: int) -> Iterator[list[int]]:
-        texts.update(done)
-        for batch in batches:
-            yield batch
-            texts.update(len(batch))
-        if texts.n >= total:
-            texts.close()
-
-    return progress
 
 
 def _policies(

@@ -5,11 +5,14 @@ Knows: the terminal.  Does not know: what the figures mean.
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specinfer.common.tables import aligned
+
+if TYPE_CHECKING:
+    from specinfer.common.values import Progress
 
 
 def print_json(value: Any) -> None:
@@ -30,6 +33,21 @@ def bar(unit: str, work: Iterable[Any] | None = None, **options: Any) -> Any:
     from tqdm import tqdm
 
     return tqdm(work, unit=unit, disable=None, **options)
+
+
+def text_bar(total: int) -> "Progress":
+    """Return a progress function that shows one bar over all texts of one trace or more."""
+    texts = bar("text", total=total)
+
+    def progress(batches: list[list[int]], done: int) -> Iterator[list[int]]:
+        texts.update(done)
+        for batch in batches:
+            yield batch
+            texts.update(len(batch))
+        if texts.n >= total:
+            texts.close()
+
+    return progress
 
 
 def stage_bars() -> Any:

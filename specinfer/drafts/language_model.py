@@ -121,14 +121,14 @@ class ModelDraftSession(DraftRows):
         """Return logits (B, W, V) after each frontier node, feeding them to the model."""
         if frontier.depth == 0:
             return self._feed_uncached()[..., : self.vocab_size]
-        tokens = frontier.tokens.clamp(max=self.session.model.vocab_size - 1)
+        tokens = frontier.tokens.clamp(max=self.session.model.embedded - 1)
         self.level = lay_out_level(frontier._replace(tokens=tokens), self.level, self.device)
         self.fed.append(frontier)
         return self.session.append(self.level)[..., : self.vocab_size]
 
     def _feed_uncached(self) -> Tensor:
         """Feed and commit each row's uncached tokens, the root last; return the logits after the root, (B, 1, V)."""
-        limit, inputs = self.session.model.vocab_size - 1, self._uncached_inputs()
+        limit, inputs = self.session.model.embedded - 1, self._uncached_inputs()
         chains = [[min(token, limit) for token in tokens] for tokens in self.uncached]
         if max(map(len, chains)) > CATCH_UP:
             early = {name: [row[:-1] for row in rows] for name, rows in inputs.items()}

@@ -89,13 +89,15 @@ class MedusaSession(LatticeSession):
         """D, the number of heads."""
         return len(self.network.heads)
 
-    def predict(self) -> Tensor | None:
+    @property
+    def ready(self) -> bool:
+        """Whether any row has a state."""
+        return any(state is not None for state in self.states)
+
+    def predict(self) -> Tensor:
         """Run the heads on all rows; those without a state count for nothing."""
-        known = [state for state in self.states if state is not None]
-        if not known:
-            return None
         started = perf_counter()
-        nothing = torch.zeros_like(known[0])
+        nothing = torch.zeros_like(next(state for state in self.states if state is not None))
         logits: Tensor = self.network(torch.stack([nothing if state is None else state for state in self.states]))
         self.passes += 1
         self.seconds += perf_counter() - started
@@ -104,7 +106,7 @@ class MedusaSession(LatticeSession):
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow one tree per row below its last committed token; bare roots where no state chose it."""
         trees, bare = super().propose(policy, max_depth), Forest(policy.kind, self.roots)
-        if None not in self.states:
+        if all(state is not None for state in self.states):
             return trees
         return [bare[row] if state is None else trees[row] for row, state in enumerate(self.states)]
 

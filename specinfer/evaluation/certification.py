@@ -300,7 +300,7 @@ class EnumeratedPairs(EnumeratedLattice):
     width = 3
     word = "lattice of pairs"
 
-    def pairs(self, parents: Tensor, children: Tensor) -> Tensor:
+    def pairs(self, parents: Tensor, children: Tensor, depths: slice) -> Tensor:
         """Return made-up scores of each child after each parent, (1, D, A, K)."""
         chance = np.random.default_rng([self.models.seed, self.draft, *self.root])
         scores = torch.from_numpy(chance.normal(size=(self.models.vocabulary,) * 2))

@@ -23,7 +23,7 @@ from specinfer.viz.svg import svg_of
 if TYPE_CHECKING:
     from os import PathLike
 
-__all__ = ["data", "fragment", "page", "picture", "plot_compare"]
+__all__ = ["data", "fragment", "page", "picture", "plot_compare", "plot_drafts"]
 
 
 def fragment(thing: Any) -> str:
@@ -55,6 +55,13 @@ def plot_compare(comparison: Any, ax: Any = None) -> Any:
     from specinfer.viz import plots
 
     return plots.plot_compare(comparison, ax=ax)
+
+
+def plot_drafts(report: Any, ax: Any = None) -> Any:
+    """Draw what a check of drafts expects on matplotlib: see `plots.plot_drafts`."""
+    from specinfer.viz import plots
+
+    return plots.plot_drafts(report, ax=ax)
 
 
 def _written(text: str, path: "str | PathLike[str] | None") -> str:

@@ -9,7 +9,15 @@ state.  What differs in colour differs in line, hatch or mark too.  The colours 
 the fonts of ``rcParams["font.family"]``.  A character that is in none of them is shown as its escape.
 """
 
-from specinfer.viz.plots.measures import plot_acceptance, plot_calibration, plot_compare, plot_timeline
+from specinfer.viz.plots.measures import plot_acceptance, plot_calibration, plot_compare, plot_drafts, plot_timeline
 from specinfer.viz.plots.trees import plot_mask, plot_tree
 
-__all__ = ["plot_acceptance", "plot_calibration", "plot_compare", "plot_mask", "plot_timeline", "plot_tree"]
+__all__ = [
+    "plot_acceptance",
+    "plot_calibration",
+    "plot_compare",
+    "plot_drafts",
+    "plot_mask",
+    "plot_timeline",
+    "plot_tree",
+]

@@ -18,6 +18,7 @@ from specinfer.tree.drawing import percent
 from specinfer.viz.plots.axes import (
     DRAFTS,
     FONT,
+    GREY,
     METHODS,
     OTHERS,
     PLAIN,
@@ -159,6 +160,61 @@ def _draw_method(
 def _group_name(group: dict[str, Any], warm: bool) -> str:
     lines = ["all sets" if group["set"] == ALL else drawable(group["set"], 20), f"n = {group['prompts']}"]
     return "\n".join([*lines, f"T = {group['temperature']:g}"] if warm else lines)
+
+
+def plot_drafts(report: Any, ax: Axes | None = None) -> Axes:
+    """Draw, by size of the tree, the tokens per target pass to expect of each draft, and below the speed-up.
+
+    Tokens per pass have 95 % intervals.  A faint line is the most that an ideal choice among a draft's candidates would
+    give.  The upper Axes is returned; the lower one takes a part of its space.
+
+    Args:
+        report: of `check_draft`.
+        ax: where to draw.
+
+    Raises:
+        InputError: not a report, or matplotlib is not installed.
+    """
+    if not hasattr(report, "together"):
+        raise InputError(f"plot_drafts draws what `check_draft` returns, not a {type(report).__name__}")
+    lines = [(f"{check.draft} ({check.grade})", check.gains) for check in report.drafts]
+    lines += [("all drafts", report.together)] if report.together else []
+    ax = axes_of(ax, 6.4, 5.2)
+    ax.set_ylabel("tokens per target pass")
+    lower = lower_part(ax, 0.7)
+    lower.set_ylabel("speed-up to expect,\nagainst plain decoding")
+    lower.axhline(1, color="black", lw=0.8, ls="--", zorder=1)
+    shifts = 0.1 * (np.arange(len(lines)) - (len(lines) - 1) / 2)  # side by side, so that intervals can be told apart
+    handles = [
+        _draw_gains(ax, lower, *line, i, shift) for i, (line, shift) in enumerate(zip(lines, shifts, strict=True))
+    ]
+    handles += ax.plot([], [], color=GREY, lw=0.7, label="ideal choice")
+    labels = [size.tree.replace(" ", "\n") for size in lines[0][1].sizes]
+    lower.set_xticks(range(len(labels)), labels, fontsize=FONT)
+    for axes in (ax, lower):
+        axes.set_ylim(bottom=0)
+        open_frame(axes)
+        axes.tick_params(axis="x", length=0, labelbottom=axes is lower)
+    legend(ax, handles)
+    return ax
+
+
+def _draw_gains(ax: Axes, lower: Axes, label: str, gains: Any, number: int, shift: float) -> Any:
+    """Draw one draft's tokens per pass and speed-ups, chains and trees apart; return the handle."""
+    colour, mark, style, _ = DRAFTS[number % len(DRAFTS)]
+    value, low, high = np.array([size.tokens_per_pass for size in gains.sizes]).T
+    speeds = np.array([size.speed_up for size in gains.sizes])
+    kinds = np.array([size.tree.split()[0] for size in gains.sizes])
+    handle: Any = None
+    for kind in dict.fromkeys(kinds):
+        of_kind = np.flatnonzero(kinds == kind)
+        x = of_kind + shift
+        options: Options = {"marker": mark, "color": colour, "ms": 5, "lw": 1.2}
+        (handle,) = ax.plot(x, value[of_kind], style, label=drawable(label, 40), gid=f"tokens-{number}", **options)
+        ax.vlines(x, low[of_kind], high[of_kind], color=colour, lw=1)
+        lower.plot(x, speeds[of_kind], style, gid=f"speed-{number}", **options)
+    ax.axhline(gains.ideal[0], color=colour, ls=style, lw=0.7, alpha=0.5, zorder=0, gid=f"ideal-{number}")
+    return handle
 
 
 def plot_timeline(result: Result, ax: Axes | None = None) -> Axes:
