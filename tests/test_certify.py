@@ -109,6 +109,37 @@ def test_the_models_have_zeros_one_hots_and_disagree():
     assert all((models.distribution(model, ()) > 0).all() for model in range(4))
 
 
+@pytest.mark.parametrize("draft", [module.EnumeratedLattice, module.EnumeratedPairs])
+def test_lattices_depend_on_the_depth_and_pairs_on_the_token_above_too(draft):
+    """Pairs never propose what is no candidate, so the residual has work."""
+    pair = module.Pair(Sampled((2, 1)), MultiStep(), draft=draft)
+    models = module.RandomModels(4, seed=0)
+    found = [tree for _, tree in module._trees(pair, models, (1,), 2)]
+    assert len(found) > 10
+    below, zeros = {}, 0
+    for tree in found:
+        for (node, _), q in tree.distributions.items():
+            below.setdefault((int(tree.depths[node]), int(tree.tokens[node])), set()).add(tuple(q))
+            zeros += int((q == 0).sum())
+    assert all(len(alike) == 1 for alike in below.values())
+    children = {q for (depth, _), alike in below.items() if depth for q in alike}
+    paired = draft is module.EnumeratedPairs
+    assert len(children) == (3 if paired else 1)  # one for each candidate
+    assert (zeros > 0) is paired
+    assert "lattice of " + ("pairs" if paired else "marginals") in pair.tree
+
+
+def test_coupled_lattices_know_the_noise():
+    pair = module.Pair(Chain(2), ExactMatch(), (module.favours,), module.Choices.COUPLED, module.EnumeratedLattice)
+    models = module.RandomModels(4, seed=0)
+    chains = {
+        tuple(tree.tokens.tolist())
+        for choice in range(4)
+        for _, tree in module._trees(pair, models, (1,), 2, lambda _, choice=choice: choice)
+    }
+    assert len(chains) > 2
+
+
 class LikeWalk:
     """A verifier that shares no code with the library's."""
 

@@ -51,7 +51,8 @@ def released(weights):
             stem = name.removesuffix(".down_proj")
             parts = {f"{stem}.{e}.down_proj.weight": w for e, w in enumerate(weight)}
         found |= {part: w.clone().contiguous() for part, w in parts.items()}
-    return found
+    copies = {"embed_tokens": "embed_tokens", "shared_head": "shared_head.head"}  # of the target's matrices
+    return found | {f"model.layers.2.{to}.weight": weights[f"{of}.weight"].clone() for of, to in copies.items()}
 
 
 def write(folder, family, seed=0, change=lambda target, layer: None, dtype=torch.float32):

@@ -97,18 +97,16 @@ class Lattice:
             least: the smallest score of a node.
         """
         depth_limit, single = min(max_depth, self.depth), self.tokens.shape[2] == 1
-        sorted_lists: dict[tuple[int, int], tuple[list[int], list[float], list[int]]] = {}
+        lists: dict[tuple[int, int], list[float]] = {}  # log-probabilities by depth and list
         heap: list[tuple[float, int, int, int, int, float]] = []  # -score, depth, parent, rank, list, parent's score
         nodes: list[Grown] = []
 
         def push(depth: int, parent: int, rank: int, which: int, above: float) -> None:
-            known = sorted_lists.get((depth, which))
+            known = lists.get((depth, which))
             if known is None:
-                key = row, depth - 1, which
-                known = self.tokens[key].tolist(), self.log_probs[key].tolist(), self.indices[key].tolist()
-                sorted_lists[depth, which] = known
-            if rank < len(known[1]):
-                score = above + min(known[1][rank], 0.0)
+                known = lists[depth, which] = self.log_probs[row, depth - 1, which].tolist()
+            if rank < len(known):
+                score = above + min(known[rank], 0.0)
                 if score >= least and score > -inf:
                     heappush(heap, (-score, depth, parent, rank, which, above))
 
@@ -116,9 +114,9 @@ class Lattice:
             push(1, 0, 0, 0, 0.0)
         while heap and len(nodes) < max_nodes:
             score, depth, parent, rank, which, above = heappop(heap)
-            tokens, _, indices = sorted_lists[depth, which]
-            nodes.append((tokens[rank], parent, -score))
+            child = row, depth - 1, which, rank
+            nodes.append((int(self.tokens[child]), parent, -score))
             push(depth, parent, rank + 1, which, above)
             if depth < depth_limit:
-                push(depth + 1, len(nodes), 0, 0 if single else indices[rank], -score)
+                push(depth + 1, len(nodes), 0, 0 if single else int(self.indices[child]), -score)
         return nodes

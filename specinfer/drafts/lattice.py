@@ -135,9 +135,9 @@ class LatticeSession(DepthsSession):
             indices = self.ranked(logits, [frontier.depth], self.width).indices
             parents = self._roots() if frontier.depth == 0 else frontier.tokens.to(logits.device)[:, None]
             joint = self._joint(logits, indices, parents, slice(frontier.depth, frontier.depth + 1))
-            scores = torch.full_like(logits, -inf).expand(-1, count, -1).clone()
-            scores.scatter_(2, indices.expand(-1, count, -1), joint[:, 0, :-1].to(scores))
-            dense = self.warped(scores.float()).cpu()
+            scores = torch.full_like(logits, -inf, dtype=torch.float32).expand(-1, count, -1).clone()
+            scores.scatter_(2, indices.expand(-1, count, -1), joint[:, 0, :-1])
+            dense = self.warped(scores).cpu()
         return self.drawn(dense, k, replacement, frontier.depth)
 
     def _ranked_lattice(self, width: int) -> Lattice:

@@ -13,17 +13,18 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specinfer.attention import TreeModel
 from specinfer.drafts.base import DraftContext, DraftSession
 from specinfer.drafts.conventions import Convention
 from specinfer.drafts.head import HeadDraftSession
+from specinfer.drafts.network import DraftNetwork
 from specinfer.drafts.published import PublishedDraft
 from specinfer.errors import ModelError
 
 
-class MtpNetwork(nn.Module):
+class MtpNetwork(DraftNetwork):
     """The first multi-token prediction layer of a target, behind the signature of a causal LM.
 
     Embedding, output matrix and rotary embedding are the target's own modules, which are only read.
@@ -33,12 +34,11 @@ class MtpNetwork(nn.Module):
     """
 
     skips_first = True  # no state chose a text's first token
-    token_ids = None  # it may propose every token
     chains_normed = True  # whether a state below the root went through the layer's last norm
 
     def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model, self.config = model, model.config
+        super().__init__(model.config)
+        self.model = model
         self.target_size: int = model.config.hidden_size
         self.vocab_size: int = model.config.vocab_size
         self.pass_inputs = {"target_states": (1, self.target_size)}, {"draft_states": (self.target_size,)}

@@ -1,8 +1,8 @@
 """Certificates: the exact distribution of what speculative decoding emits, by enumeration, against the target's own.
 
-Knows: policies, `merge` and verifiers, the same objects that the engine uses; made-up models of a few tokens.
-Does not know: real models, logits, caches, random numbers.  Certificates do not show that the engine hands a verifier
-the right distributions and fair coins: tests do, of `engine.target_view`, `engine.sampling` and `attention`.
+Knows: policies, `merge`, verifiers and candidate lattices, the same objects that the engine uses; made-up models of a
+few tokens.  Does not know: real models, caches, random numbers.  Certificates do not show that the engine hands a
+verifier the right distributions and fair coins: tests do, of `engine.target_view`, `engine.sampling` and `attention`.
 
 How: nothing random happens.  Whatever draws, tosses or chooses asks an `EnumeratedChance`.  A run is repeated for every
 sequence of answers, in depth-first order, each with its exact probability in float64.  The distribution is joint over
@@ -38,6 +38,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specinfer.drafts.base import DraftContext
+from specinfer.drafts.lattice import LatticeSession
+from specinfer.engine.sampling import Processors
 from specinfer.engine.verify import ExactMatch, MultiStep, Probabilities, TargetView, Verdict
 from specinfer.errors import InputError
 from specinfer.tree import BestFirst, Chain, Draw, Expansion, Frontier, Policy, Sampled, TokenTree, merge
@@ -198,17 +201,15 @@ class EnumeratedDraft:
         """Draw as the draft really does; tokens and log-probabilities (1, W, k), and what it claims (1, W, V)."""
         contexts = self._contexts(frontier)
         distributions = np.array([self.distribution(context) for context in contexts])
-        tokens, values = np.zeros((len(distributions), k), np.int64), np.zeros((len(distributions), k))
-        for node, valid in enumerate(frontier.valid[0].tolist()):
-            left = distributions[node] * valid
-            for turn in range(k):
-                if left.any():
-                    weights = self.behaviour(left / left.sum(), self.choice(contexts[node]))
-                    tokens[node, turn] = token = self.chance.choose(weights)
-                    values[node, turn] = distributions[node, token]
-                    left[token] *= replacement
-        found, probabilities, claimed = (torch.from_numpy(array)[None] for array in (tokens, values, distributions))
-        return found, probabilities.log(), claimed
+
+        def weights(node: int, q: Probabilities) -> Probabilities:
+            return self.behaviour(q, self.choice(contexts[node]))
+
+        return _drawn(distributions, frontier, k, replacement, self.chance, weights)
+
+    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
+        """Grow a tree, level by level."""
+        return policy.grow(self, max_depth).trees([_root(self.root)], self.draft)
 
     def _contexts(self, frontier: Frontier) -> list[Context]:
         """Return the tokens up to each frontier node, and remember them as parents of later ones."""
@@ -216,6 +217,94 @@ class EnumeratedDraft:
         new = [(*self.known[parent], token) for parent, token in nodes] if frontier.depth else [self.root]
         self.known += new
         return new
+
+
+def _drawn(
+    distributions: Probabilities,
+    frontier: Frontier,
+    k: int,
+    replacement: bool,
+    chance: EnumeratedChance,
+    weights: Callable[[int, Probabilities], Probabilities] = lambda node, q: q,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw k tokens at each frontier node: tokens and log-probabilities (1, W, k), and the distributions (1, W, V).
+
+    Args:
+        distributions: (W, V), what is claimed.
+        frontier, k, replacement: as `Source.draw`.
+        chance: decides.
+        weights: of a node's number and what is left of its distribution; what a draft really draws from.
+    """
+    tokens, values = np.zeros((len(distributions), k), np.int64), np.zeros((len(distributions), k))
+    for node, valid in enumerate(frontier.valid[0].tolist()):
+        left = distributions[node] * valid
+        for turn in range(k):
+            if left.any():
+                tokens[node, turn] = token = chance.choose(weights(node, left / left.sum()))
+                values[node, turn] = distributions[node, token]
+                left[token] *= replacement
+    found, probabilities, claimed = (torch.from_numpy(array)[None] for array in (tokens, values, distributions))
+    return found, probabilities.log(), claimed
+
+
+def _root(context: Context) -> int:
+    """Return the token that a tree after a context grows from."""
+    return context[-1] if context else 0
+
+
+class EnumeratedLattice(LatticeSession):
+    """One draft below one context that predicts all depths at once: they depend on the depth alone.
+
+    What it predicts for a depth is what its model says after so many tokens 0; below the first, no token is certain.
+    """
+
+    depth = 3  # levels that are predicted
+    word = "lattice of marginals"
+
+    def __init__(
+        self,
+        models: RandomModels,
+        behaviour: Behaviour,
+        choice: Callable[[Context], int],
+        chance: EnumeratedChance,
+        root: Context,
+        draft: int,
+    ) -> None:
+        super().__init__(DraftContext([[_root(root)]], 1, 1, models.vocabulary, draft, Processors([]), [0]))
+        self.models, self.behaviour, self.choice, self.chance, self.root = models, behaviour, choice, chance, root
+
+    def predict(self) -> Tensor:
+        """Return logits (1, D, V), by what the draft really does."""
+        contexts = [(*self.root, *[0] * depth) for depth in range(self.depth)]
+        mean = 1 / self.models.vocabulary
+        claimed = [self.models.distribution(1 + self.draft, context) for context in contexts]
+        claimed[1:] = [(q + mean) / 2 for q in claimed[1:]]
+        weights = [self.behaviour(q, self.choice(c)) for q, c in zip(claimed, contexts, strict=True)]
+        kept = [real if real.any() else q for real, q in zip(weights, claimed, strict=True)]
+        return torch.from_numpy(np.array([kept])).log()
+
+    def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw as the session does, but from an `EnumeratedChance`."""
+        self.frontier = frontier
+        return super().draw(frontier, k, replacement)
+
+    def drawn(self, log_probs: Tensor, k: int, replacement: bool, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Take draws, and what they are drawn from, in float64."""
+        distributions = log_probs[0].double().softmax(-1).numpy()
+        return _drawn(distributions, self.frontier, k, replacement, self.chance)
+
+
+class EnumeratedPairs(EnumeratedLattice):
+    """... and on the token above, among three candidates of each depth."""
+
+    width = 3
+    word = "lattice of pairs"
+
+    def pairs(self, parents: Tensor, children: Tensor, depths: slice) -> Tensor:
+        """Return made-up scores of each child after each parent, (1, D, A, K)."""
+        chance = np.random.default_rng([self.models.seed, self.draft, *self.root])
+        scores = torch.from_numpy(chance.normal(size=(self.models.vocabulary,) * 2))
+        return scores[parents[..., None], children[:, :, None]]
 
 
 # --- What is certified ---
@@ -245,6 +334,7 @@ class Pair:
     verifier: AnyVerifier
     behaviours: tuple[Behaviour, ...] = (honest,)  # one per draft
     choices: Choices = Choices.SAMPLING
+    draft: type[EnumeratedDraft | EnumeratedLattice] = EnumeratedDraft  # how it predicts
     edit: Callable[[TokenTree], TokenTree] | None = None  # what is done to the merged tree
     expected_lossless: bool = True
     tokens: int | None = None  # emitted, if other than asked for
@@ -254,7 +344,8 @@ class Pair:
         """How trees grow, in words."""
         behaviours = dict.fromkeys(behaviour.__name__ for behaviour in self.behaviours if behaviour is not honest)
         edit = [self.edit.__name__.replace("_", " ")] if self.edit else []
-        return ", ".join([str(self.policy), *(f"draft {behaviour}" for behaviour in behaviours), *edit])
+        lattice = [self.draft.word] if issubclass(self.draft, EnumeratedLattice) else []
+        return ", ".join([str(self.policy), *lattice, *(f"draft {behaviour}" for behaviour in behaviours), *edit])
 
     @property
     def rule(self) -> str:
@@ -434,11 +525,10 @@ def _trees(
     choice: Callable[[Context], int] = lambda context: UNKNOWN,
 ) -> Iterator[tuple[float, TokenTree]]:
     """Yield every tree that may be proposed after a context, with its probability: see `loop.propose`."""
-    root = context[-1] if context else 0
 
     def grow(draft: int, chance: EnumeratedChance) -> TokenTree:
-        source = EnumeratedDraft(models, pair.behaviours[draft], choice, chance, context, draft)
-        return pair.policy.grow(source, max_depth).trees([root], draft)[0]
+        source = pair.draft(models, pair.behaviours[draft], choice, chance, context, draft)
+        return source.propose(pair.policy, max_depth)[0]
 
     for proposals in product(*(outcomes(partial(grow, draft)) for draft in range(len(pair.behaviours)))):
         (tree,) = pair.policy.fit([merge([tree for _, tree in proposals])])
@@ -498,6 +588,19 @@ def lossless_pairs() -> list[Pair]:
     pairs += [Pair(p, rule, choices=Choices.GREEDY) for p, rule in several]
     pairs += [Pair(p, rule, two) for p, rule in several]
     pairs += [Pair(p, rule, three, tokens=1 + p.max_depth) for p, rule in several]
+    return pairs + lattice_pairs()
+
+
+def lattice_pairs() -> list[Pair]:
+    """Return the rules on drafts that predict all depths at once, ranked and drawn, alone and merged."""
+    ranked: list[Policy] = [Chain(3), Expansion((2, 2)), BestFirst(5, 3)]
+    drawn = [(Sampled(widths, r), MultiStep(r)) for r in (True, False) for widths in ((2,), (2, 1))]
+    pairs = []
+    for draft in (EnumeratedLattice, EnumeratedPairs):
+        pairs += [Pair(p, ExactMatch(), choices=c, draft=draft) for p in ranked for c in (*Choices,)[:2]]
+        pairs += [Pair(p, ExactMatch(), (b,), Choices.COUPLED, draft) for p in ranked for b in (favours, avoids)]
+        pairs += [Pair(p, rule, draft=draft) for p, rule in drawn]
+        pairs += [Pair(p, rule, (honest,) * 2, draft=draft) for p, rule in drawn if p.max_depth == 1]
     return pairs
 
 
@@ -544,6 +647,14 @@ def mean_q_for_all_drafts(tree: TokenTree) -> TokenTree:
     return _with_distributions(tree, lambda distributions: np.mean(distributions, axis=0))
 
 
+def first_q_for_a_whole_depth(tree: TokenTree) -> TokenTree:
+    """Claim that all draws of a depth came from one q, as if they did not depend on the token above."""
+    depths = tree.depths.tolist()
+    first = {depths[key[0]]: tree.distributions[key] for key in sorted(tree.distributions, reverse=True)}
+    distributions = {key: np.maximum(first[depths[key[0]]], 1e-300) for key in tree.distributions}
+    return TokenTree(tree.tokens, tree.parents, tree.scores, tree.draws, distributions, tree.kind)
+
+
 def _with_draws(tree: TokenTree, draws: Sequence[Sequence[Draw]]) -> TokenTree:
     """Return the tree with other draws; nodes left without any are dropped with all that is below."""
     renumbered = {0: 0}
@@ -588,5 +699,6 @@ def broken_pairs() -> list[Pair]:
         Pair(children, NoResidual()),
         Pair(chain_of_two, renormalised, (peeks,), Choices.COUPLED),
         Pair(Expansion((2, 2)), ExactMatch(), (favours,), Choices.REUSED),
+        Pair(Sampled((2, 1)), renormalised, draft=EnumeratedPairs, edit=first_q_for_a_whole_depth, tokens=3),
     ]
     return [replace(mistake, expected_lossless=False) for mistake in mistakes]
