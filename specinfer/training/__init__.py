@@ -22,6 +22,7 @@ from specinfer.training import train
 from specinfer.training.card import ARCHITECTURES, LOSSES, describe_data, write_card
 from specinfer.training.job import ProgressCallback, TrainingJob, TrainingSettings, processes
 from specinfer.training.logits import check_logits
+from specinfer.training.losses import RANKS
 from specinfer.training.text import (
     TextFolder,
     TextSettings,
@@ -65,8 +66,8 @@ class Recipe:
         for name in ("epochs", "learning_rate", "vocabulary", "layers"):
             if not 0 < getattr(self.training, name) < inf:
                 raise InputError(f"{name}={getattr(self.training, name)} trains nothing: give a finite number above 0")
-        if self.arch == "head" and self.training.vocabulary < train.RANKS:
-            raise InputError(f"vocabulary={self.training.vocabulary} is too small: give at least {train.RANKS}")
+        if self.arch == "head" and self.training.vocabulary < RANKS:
+            raise InputError(f"vocabulary={self.training.vocabulary} is too small: give at least {RANKS}")
 
 
 def distill(

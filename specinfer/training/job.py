@@ -27,6 +27,7 @@ class TrainingSettings:
     """How a draft is trained."""
 
     epochs: float = 3.0
+    minutes: float | None = None  # of training, instead of epochs
     tokens_per_batch: int = 2048
     learning_rate: float = 4.5e-3  # of the matrices; a third of it for the rest
     warmup: float = 0.03  # share of the steps
