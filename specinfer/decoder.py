@@ -6,7 +6,6 @@ Does not know: how a step is decoded (`engine.loop`), how a run keeps its result
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from math import inf
@@ -19,13 +18,13 @@ from specinfer import loading
 from specinfer.adaptive.policy import Auto
 from specinfer.attention import Support, TreeModel, check_model
 from specinfer.attention.packages import attach
-from specinfer.common.files import parse_json
 from specinfer.common.values import checked_flag, plain
 from specinfer.drafts.base import Draft
 from specinfer.drafts.bundled import bundled_drafts
 from specinfer.drafts.head import MODEL_TYPE, HeadDraft
 from specinfer.drafts.language_model import ModelDraft
 from specinfer.drafts.ngram import NGramDraft
+from specinfer.drafts.published import draft_config, load_published, may_be_head
 from specinfer.engine.generation import Run
 from specinfer.engine.sampling import WARPERS, GenerationSettings, by_row, resolve
 from specinfer.engine.scoring import continuations, score
@@ -91,6 +90,7 @@ class SpeculativeDecoder:
         ready = self._ready(_as_list(drafts)) if tree is not None else []
         self.verifier = chosen_verifier(verifier, policy.kind)
         self.drafts = [self._attached(draft) for draft in ready]
+        self.notes += [note for draft in self.drafts for note in getattr(draft, "notes", ())]
         if graphs and (elsewhere := {model.device.type for model in self.networks} - {"cuda"}):
             raise InputError(f"graphs=True is for GPUs, and a model is on the {', '.join(elsewhere)}: leave it out")
         self.policy = self.supported(policy, self.notes)
@@ -395,15 +395,16 @@ def _is_name(draft: Any) -> bool:
 
 
 def _load_draft(name: str, dtype: str, device: str) -> Draft:
-    """Load a draft from the folder of an EAGLE-style head, or as a language model.
+    """Load a draft: a head trained here, a published head, or else a language model.
 
     Raises:
         ModelError: it cannot be loaded.
     """
-    folder = Path(os.path.expanduser(name))
-    with suppress(OSError, ValueError, KeyError, TypeError):  # a name on the hub, or a folder that `load` will refuse
-        if parse_json((folder / "config.json").read_text(encoding="utf-8"))["model_type"] == MODEL_TYPE:
-            return HeadDraft.load(folder)
+    config = draft_config(name)
+    if config.get("model_type") == MODEL_TYPE:
+        return HeadDraft.load(Path(os.path.expanduser(name)))
+    if may_be_head(config) and (head := load_published(name)) is not None:
+        return head
     loaded = loading.load(name, dtype, device)
     return ModelDraft(loaded.model, loaded.tokenizer, loaded.name)
 

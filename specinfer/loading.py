@@ -135,6 +135,14 @@ def _computes_bfloat16(device: torch.device) -> bool:
     return any(capabilities.get(word, False) for word in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
+def reach_hub() -> None:
+    """Raise `ModelError` unless the hub answers: without a network its client would retry for most of a minute."""
+    try:
+        utils.get_session().head(constants.ENDPOINT, timeout=CONNECT_SECONDS)
+    except Exception as error:
+        raise ModelError(f"{constants.ENDPOINT} cannot be reached ({_reason(error)})") from error
+
+
 def same_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
     """Check that every token id means the same text to two tokenizers, so that one may draft for the other.
 
@@ -187,11 +195,8 @@ def _from_hub_cache(name: str, kind: torch.dtype) -> _Pair:
 
 
 def _from_hub(name: str, kind: torch.dtype) -> _Pair:
-    """Download, if the hub answers: without a network transformers would retry for most of a minute."""
-    try:
-        utils.get_session().head(constants.ENDPOINT, timeout=CONNECT_SECONDS)
-    except Exception as error:
-        raise ModelError(f"{constants.ENDPOINT} cannot be reached ({_reason(error)})") from error
+    """Download, if the hub answers."""
+    reach_hub()
     return _read(name, kind, local=False)
 
 

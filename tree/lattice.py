@@ -33,12 +33,12 @@ class Lattice:
         tokens: (B, D, A, K) int64, the children of a node by its token: lists for the K candidates of the depth above,
             and a last one for any other token; or A = 1 list for all.  At depth 1 only the first counts, the root's.
         log_probs: (B, D, A, K), descending; -inf = no child.
-        places: (B, D, A, K) int64, which candidate of its depth a child is.
+        indices: (B, D, A, K) int64, which candidate of its depth a child is.
     """
 
     tokens: np.ndarray
     log_probs: np.ndarray
-    places: np.ndarray
+    indices: np.ndarray
 
     @classmethod
     def of(cls, candidates: Tensor, log_probs: Tensor) -> Lattice:
@@ -59,11 +59,11 @@ class Lattice:
             above = torch.arange(lists, device=order.device).repeat(*order.shape[:2], 1)
             above[:, 1:, :-1] = order[:, :-1]
             log_probs = log_probs.gather(2, above[..., None].expand_as(log_probs))
-        values, places = log_probs.sort(dim=-1, descending=True, stable=True)
-        tokens = candidates[:, :, None].expand_as(places).gather(3, places)
+        values, indices = log_probs.sort(dim=-1, descending=True, stable=True)
+        tokens = candidates[:, :, None].expand_as(indices).gather(3, indices)
         if bool(values.isnan().any()):
             raise NumericalError("a draft's log-probability is not a number: check its weights")
-        return cls(tokens.cpu().numpy(), values.float().cpu().numpy(), places.cpu().numpy())
+        return cls(tokens.cpu().numpy(), values.float().cpu().numpy(), indices.cpu().numpy())
 
     @property
     def depth(self) -> int:
@@ -74,8 +74,8 @@ class Lattice:
         """Return which list of children each node (B, W) of a depth has."""
         if depth == 0 or self.tokens.shape[2] == 1:
             return np.zeros(tuple(tokens.shape), np.int64)
-        known = np.zeros_like(self.tokens[:, depth - 1, 0])  # (B, K) candidates by place
-        np.put_along_axis(known, self.places[:, depth - 1, 0], self.tokens[:, depth - 1, 0], 1)
+        known = np.zeros_like(self.tokens[:, depth - 1, 0])  # (B, K) candidates by key
+        np.put_along_axis(known, self.indices[:, depth - 1, 0], self.tokens[:, depth - 1, 0], 1)
         same = known[:, None] == tokens.cpu().numpy()[:, :, None]
         return np.where(same.any(-1), same.argmax(-1), self.tokens.shape[2] - 1)
 
@@ -104,8 +104,8 @@ class Lattice:
         def push(depth: int, parent: int, rank: int, which: int, above: float) -> None:
             known = sorted_lists.get((depth, which))
             if known is None:
-                place = row, depth - 1, which
-                known = self.tokens[place].tolist(), self.log_probs[place].tolist(), self.places[place].tolist()
+                key = row, depth - 1, which
+                known = self.tokens[key].tolist(), self.log_probs[key].tolist(), self.indices[key].tolist()
                 sorted_lists[depth, which] = known
             if rank < len(known[1]):
                 score = above + min(known[1][rank], 0.0)
@@ -116,9 +116,9 @@ class Lattice:
             push(1, 0, 0, 0, 0.0)
         while heap and len(nodes) < max_nodes:
             score, depth, parent, rank, which, above = heappop(heap)
-            tokens, _, places = sorted_lists[depth, which]
+            tokens, _, indices = sorted_lists[depth, which]
             nodes.append((tokens[rank], parent, -score))
             push(depth, parent, rank + 1, which, above)
             if depth < depth_limit:
-                push(depth + 1, len(nodes), 0, 0 if single else places[rank], -score)
+                push(depth + 1, len(nodes), 0, 0 if single else indices[rank], -score)
         return nodes

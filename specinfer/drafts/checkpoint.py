@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import hf_hub_download, snapshot_download, try_to_load_from_cache
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from specinfer.common.files import parse_json
+from specinfer.common.files import WEIGHTS, parse_json
 from specinfer.errors import ModelError
+from specinfer.loading import reach_hub
 
-FILES = ("*.json", "*.safetensors", "*.bin", "*.pt")  # what is fetched from the hub
 LISTED = 4  # names of weights in a message
 
 
@@ -151,14 +150,32 @@ def vocabulary(checkpoint: Checkpoint, weights: dict[str, Tensor], vocab_size: i
     return ids
 
 
+def hub_config(name: str) -> Path:
+    """Return the ``config.json`` of a repository of the hub: its local copy, else it is fetched.
+
+    Raises:
+        ModelError: the hub cannot be reached.
+        OSError, ValueError: it has no such repository or file.
+    """
+    found = try_to_load_from_cache(name, "config.json")
+    if isinstance(found, str):
+        return Path(found)
+    reach_hub()
+    return Path(hf_hub_download(name, "config.json"))
+
+
 def _fetched(name: str) -> Path:
+    """Return the folder of a repository of the hub: its local copy, if that has weights, else it is fetched."""
     try:
-        return Path(snapshot_download(name, allow_patterns=list(FILES), local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError, OSError):
+        folder = Path(snapshot_download(name, local_files_only=True))
+        if any(any(folder.glob(kind)) for kind in WEIGHTS):
+            return folder
+    except (OSError, ValueError):
         pass
+    reach_hub()
     try:
-        return Path(snapshot_download(name, allow_patterns=list(FILES)))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        return Path(snapshot_download(name, allow_patterns=["*.json", *WEIGHTS]))
+    except (OSError, ValueError) as error:
         raise ModelError(f"cannot find the draft {name}: no such folder, and the hub says: {_line(error)}") from error
 
 

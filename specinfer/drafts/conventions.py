@@ -47,7 +47,7 @@ class Convention:
 
 
 @dataclass(frozen=True)
-class OwnText:
+class WrittenText:
     """What a target wrote, with the states that chose every token but the first."""
 
     ids: list[list[int]]  # per row
@@ -57,7 +57,7 @@ class OwnText:
     ends: list[int]  # per row, tokens up to the end of its text
 
 
-def write_text(target: TreeModel, tokenizer: Any, aux_layers: Sequence[int]) -> OwnText:
+def write_text(target: TreeModel, tokenizer: Any, aux_layers: Sequence[int]) -> WrittenText:
     """Let a target continue `PROMPTS` greedily; without a tokenizer, single tokens."""
     if tokenizer is None:
         prompts = [[token] for token in range(1, 1 + len(PROMPTS))]
@@ -75,16 +75,18 @@ def write_text(target: TreeModel, tokenizer: Any, aux_layers: Sequence[int]) -> 
             logits = session.score(Forest(Kind.RANKED, [row[-1] for row in ids]))[:, 0]
             for row, kept in zip(states, session.commit([(0,)] * len(ids)), strict=True):
                 row += [] if kept is None else [kept]
-            for row, token in zip(ids, logits.argmax(-1).tolist(), strict=True):
-                row.append(token)
+            for written, token in zip(ids, logits.argmax(-1).tolist(), strict=True):
+                written.append(token)
     lengths = [len(row) for row in prompts]
     ended = [
         next((i for i in range(n, len(row)) if row[i] in stops), len(row)) for row, n in zip(ids, lengths, strict=True)
     ]
-    return OwnText(ids, [torch.cat(row) for row in states], list(aux_layers), lengths, ended)
+    return WrittenText(ids, [torch.cat(row) for row in states], list(aux_layers), lengths, ended)
 
 
-def agreement(open_session: Callable[[DraftContext], DraftSession], text: OwnText, target: TreeModel) -> list[float]:
+def agreement(
+    open_session: Callable[[DraftContext], DraftSession], text: WrittenText, target: TreeModel
+) -> list[float]:
     """Return how often a draft's first choice at depth 1, 2, ... is the text's token, after the text's tokens above it.
 
     Args:
@@ -109,9 +111,9 @@ def agreement(open_session: Callable[[DraftContext], DraftSession], text: OwnTex
     session = open_session(context)
     for _ in range(TOKENS):
         session.propose(asked, DEPTHS)
-        places = [start + asked.position for start in starts]
-        tokens = [[row[place]] for row, place in zip(text.ids, places, strict=True)]
-        session.commit(tokens, [row[place - 1 : place] for row, place in zip(text.states, places, strict=True)])
+        columns = [start + asked.position for start in starts]
+        tokens = [[row[column]] for row, column in zip(text.ids, columns, strict=True)]
+        session.commit(tokens, [row[column - 1 : column] for row, column in zip(text.states, columns, strict=True)])
         asked.position += 1
     return [hits / max(1, count) for hits, count in zip(asked.hits, asked.counts, strict=True)]
 
@@ -120,7 +122,7 @@ def agreement(open_session: Callable[[DraftContext], DraftSession], text: OwnTex
 class _Along:
     """Asks a draft what follows each token of known texts: to its session, a policy that grows bare roots."""
 
-    text: OwnText
+    text: WrittenText
     position: int = 0  # new tokens so far
     hits: list[int] = field(default_factory=lambda: [0] * DEPTHS)
     counts: list[int] = field(default_factory=lambda: [0] * DEPTHS)
@@ -135,11 +137,11 @@ class _Along:
             parents = torch.full_like(above, level - 1)
             frontier = Frontier(above, parents, torch.ones_like(above, dtype=torch.bool), level)
             first = source.top(frontier, 1)[0][:, 0, 0].tolist()
-            places = [start + self.position + level for start in self.text.prompt_lengths]
-            true = [row[place] for row, place in zip(self.text.ids, places, strict=True)]
-            for found, token, place, end in zip(first, true, places, self.text.ends, strict=True):
-                self.hits[level] += place < end and found == token
-                self.counts[level] += place < end
+            columns = [start + self.position + level for start in self.text.prompt_lengths]
+            true = [row[column] for row, column in zip(self.text.ids, columns, strict=True)]
+            for found, token, column, end in zip(first, true, columns, self.text.ends, strict=True):
+                self.hits[level] += column < end and found == token
+                self.counts[level] += column < end
             above = torch.tensor(true, device=source.device)[:, None]
         return Chain(0).grow(source)
 

@@ -58,12 +58,11 @@ class LatticeSession(DraftRows):
 
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow one tree per row below its last committed token."""
-        self._logits, self._lattices = self.predict(), {}
-        max_depth = min(max_depth, self.depth)
-        if self._logits is None or max_depth <= 0:
-            return Forest(policy.kind, self.roots)
+        self._logits, self._lattices = None, {}  # predicted when the policy asks, for it may not
         try:
-            return policy.grow(self, max_depth).trees(self.roots, self.draft)
+            return policy.grow(self, max(0, min(max_depth, self.depth))).trees(self.roots, self.draft)
+        except _NothingKnown:
+            return Forest(policy.kind, self.roots)
         except (TreeError, NumericalError) as error:
             problem = f"draft {self.draft} proposed something that is not a tree ({error}), perhaps by NaN logits"
             raise NumericalError(f"{problem}. {CHECK_WEIGHTS}") from error
@@ -124,5 +123,12 @@ class LatticeSession(DraftRows):
     @property
     def logits(self) -> Tensor:
         """Logits (B, D, V') of this step."""
-        assert self._logits is not None, "a session is asked while it proposes"
+        if self._logits is None:
+            self._logits = self.predict()
+            if self._logits is None:
+                raise _NothingKnown
         return self._logits
+
+
+class _NothingKnown(Exception):
+    """There is nothing to predict from yet."""

@@ -8,7 +8,7 @@ target's embedding and output matrix where it has none of its own.
 
 from copy import deepcopy
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specinfer.errors import ModelError
+
+Network = TypeVar("Network", bound=nn.Module)
 
 
 class DraftNetwork(nn.Module):
@@ -67,8 +69,8 @@ class DraftNetwork(nn.Module):
             ModelError: the target's matrix is packed (quantised), or of another size.
         """
         self.to(target.device)
-        own = self.embed_tokens
-        self.embedding = own.weight.detach() if own else self._borrowed(target.get_input_embeddings(), "embedding")
+        words = self.embed_tokens
+        self.embedding = words.weight.detach() if words else self._borrowed(target.get_input_embeddings(), "embedding")
         if self.lm_head is None:
             rows = self._borrowed(target.get_output_embeddings(), "output matrix")
             rows = (rows if self.token_ids is None else rows[self.token_ids]).to(self.dtype)
@@ -82,8 +84,7 @@ class DraftNetwork(nn.Module):
 
     def bound(self, target: Any) -> Self:
         """Return a copy in a target's dtype that is bound to it; weights that fit as they are, are shared."""
-        weights = (*self.parameters(), *self.buffers())
-        return deepcopy(self, {id(weight): _moved(weight, target) for weight in weights}).bind(target)
+        return moved_copy(self, target).bind(target)
 
     def get_input_embeddings(self) -> Any:
         """Return what holds the embedding, as transformers' models do."""
@@ -113,6 +114,12 @@ class DraftNetwork(nn.Module):
                 f"width {self.config.hidden_size}: take a target that keeps it unquantised, or a draft that has its own"
             )
         return weight
+
+
+def moved_copy(network: Network, target: Any) -> Network:
+    """Return a copy of a network where a target is and in its dtype; weights that fit as they are, are shared."""
+    weights = (*network.parameters(), *network.buffers())
+    return deepcopy(network, {id(weight): _moved(weight, target) for weight in weights})
 
 
 def _moved(weight: Tensor, target: Any) -> Tensor:

@@ -12,17 +12,24 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Protocol
 
 from specinfer.attention import TreeModel, running
-from specinfer.common.files import cache_folder, read_json, weights_digest, write_json
+from specinfer.common.files import cache_folder, parse_json, read_json, weights_digest, write_json
 from specinfer.drafts.base import DraftContext, DraftSession
-from specinfer.drafts.checkpoint import Checkpoint
+from specinfer.drafts.checkpoint import Checkpoint, hub_config
 from specinfer.drafts.conventions import Convention, agreement, choose, write_text
 from specinfer.drafts.head import target_fingerprint
 from specinfer.errors import InputError, ModelError, SpecinferError
 
-FAMILIES = ("eagle3", "eagle", "dflash", "medusa")  # modules here; the first that recognises a checkpoint loads it
+FAMILIES = (
+    "p_eagle",
+    "eagle3",
+    "eagle",
+    "dflash",
+    "medusa",
+)  # modules here; the first that recognises a checkpoint loads it
 # what only a head's configuration holds; a plain one of a single layer may be an EAGLE head's
 MARKS = {
     "speculators_model_type",
@@ -54,7 +61,8 @@ class PublishedDraft:
     Args:
         name: in results.
         network: of the head.
-        session: opens a session: of (model, aux_layers, context).
+        session: opens a session: of (model, aux_layers, context), where the model is a `TreeModel` of the network, or
+            the network itself if it has no ``pass_inputs``: then it runs behind no mask.
         digest: of its weights, for what is kept of measurements; "" keeps nothing.
         convention: how it is read; None measures that when it is attached.
     """
@@ -64,7 +72,7 @@ class PublishedDraft:
     ) -> None:
         self.name, self.network, self.session, self.digest = name, network, session, digest
         self.convention = convention
-        self.model: TreeModel | None = None
+        self.model: Any = None  # the bound network: a `TreeModel`, or itself if it runs behind no mask
         self.aux_layers: tuple[int, ...] = ()
         self.agreements: list[tuple[str, list[float]]] = []  # conventions, the one in use first, by agreement
         self.notes: tuple[str, ...] = ()
@@ -107,7 +115,8 @@ class PublishedDraft:
         for name, value in rule.options:
             setattr(network, name, value)
         attached = copy(self)
-        attached.model, attached.aux_layers, attached.convention = TreeModel(network), rule.aux_layers, rule
+        attached.model = TreeModel(network) if hasattr(network, "pass_inputs") else network
+        attached.aux_layers, attached.convention = rule.aux_layers, rule
         return attached
 
     def _measured(
@@ -127,8 +136,7 @@ class PublishedDraft:
         measured = {}
         for rule in rules:
             draft = self._under(rule, target)
-            assert draft.model is not None
-            with running(draft.model):
+            with running(*[draft.model] if isinstance(draft.model, TreeModel) else []):
                 measured[rule] = agreement(draft.open, text, target)
         if path is not None:
             with suppress(SpecinferError, OSError):  # then it is measured again next time
@@ -142,6 +150,16 @@ class PublishedDraft:
         parts = [self.digest, target_fingerprint(target.model, tokenizer), str(target.dtype), [str(r) for r in rules]]
         name = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
         return cache_folder() / "drafts" / f"{self.name}-{name}.json"
+
+
+def draft_config(name: str) -> Mapping[str, Any]:
+    """Return what ``config.json`` of a folder or of a repository of the hub says; {} if it cannot be read."""
+    folder = Path(os.path.expanduser(name))
+    with suppress(OSError, ValueError, ModelError):  # then it is tried as a language model, which says more
+        path = folder if folder.is_dir() else hub_config(name)
+        found = parse_json((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def may_be_head(config: Mapping[str, Any]) -> bool:
@@ -167,5 +185,6 @@ def load_published(name: str | os.PathLike[str], convention: Convention | None =
         module = import_module(f"specinfer.drafts.{family}")
         if module.recognises(checkpoint):
             network, session = module.load(checkpoint)
-            return PublishedDraft(checkpoint.name, network, session, weights_digest(checkpoint.folder), convention)
+            digest = f"{weights_digest(checkpoint.folder)} {json.dumps(checkpoint.config, sort_keys=True)}"
+            return PublishedDraft(checkpoint.name, network, session, digest, convention)
     return None
