@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from specinfer.drafts.dflash import DFlashNetwork
+from specinfer.drafts.dflash_network import DFlashNetwork
 from specinfer.drafts.eagle3 import Eagle3Network
 from specinfer.drafts.medusa import ResidualBlock
 from specinfer.training.data import Texts
@@ -103,12 +103,16 @@ class BlockLoss(FusedLoss):
         roots, real = chosen_roots(index >= 0)
         hidden = self.hidden(ids[:, :-1], states[:, :-1], roots)
         rows = torch.arange(len(ids), device=ids.device)[:, None].expand_as(roots)
+        first = 0 if self.network.from_anchor else 1
         for depth in range(self.network.depth):
-            column = (roots + depth).clamp(max=columns - 1)  # whose token stands one deeper
+            column = (roots + depth).clamp(max=columns - 1)  # the parent's
             which = index[rows, column]
             learnt = real & (roots + depth < columns) & (which >= 0)
-            slot = hidden[:, :, depth + self.network.first_slot][learnt]
-            yield self.network.logits_after(slot, ids[rows, column][learnt]), which[learnt]
+            yield self.logits(hidden[:, :, first + depth][learnt], ids[rows, column][learnt]), which[learnt]
+
+    def logits(self, states: Tensor, parents: Tensor) -> Tensor:
+        """Return logits (M, V') of slots' states (M, H), below the tokens (M,)."""
+        return self.network.logits(states)
 
     def hidden(self, ids: Tensor, states: Tensor, roots: Tensor) -> Tensor:
         """Return the slots' last states (B, A, S, H) of blocks.
@@ -118,21 +122,19 @@ class BlockLoss(FusedLoss):
             states: (B, C, K + 1, H).
             roots: (B, A) the columns of their roots.
         """
-        batch, (blocks, slots) = len(ids), (roots.shape[1], self.network.block_size)
-        inputs = ids.new_full((batch, blocks, slots), self.network.mask_token_id)
+        config, slots = self.network.config, self.network.config.block_size
+        inputs = ids.new_full((*roots.shape, slots), config.mask_token_id)
         inputs[:, :, 0] = ids.gather(1, roots)
         columns = torch.arange(ids.shape[1], device=ids.device)
         positions = roots[:, :, None] + 1 + torch.arange(slots, device=ids.device)
-        context = functional.pad(self.fused(states), (0, 0, 0, 0, blocks * slots, 0))
         output = self.network(
             torch.cat([inputs.flatten(1), ids], 1),
             block_mask(roots, slots, ids.shape[1]),
-            torch.cat([positions.flatten(1), columns.expand(batch, -1)], 1),
-            target_states=context,
-            is_context=(torch.arange(context.shape[1], device=ids.device) >= blocks * slots).expand(batch, -1),
+            torch.cat([positions.flatten(1), columns.expand_as(ids)], 1),
+            target_states=self.fused(states),
             logits_to_keep=columns[:0],
         )
-        return output.hidden_states[0][:, : blocks * slots].unflatten(1, (blocks, slots))
+        return output.hidden_states[0].unflatten(1, (-1, slots))
 
 
 def chosen_roots(learn: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,10 +146,7 @@ def chosen_roots(learn: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def block_mask(roots: Tensor, slots: int, columns: int) -> Tensor:
-    """Return what blocks and context attend to, bool (B, 1, A S + C, A S + C).
-
-    Slots see the context up to their root and their own block.  Columns of the context, whose outputs nobody reads,
-    see themselves.
+    """Return what slots attend to, bool (B, 1, A S, A S + C): the context up to their root, and their own block.
 
     Args:
         roots: (B, A).
@@ -158,9 +157,7 @@ def block_mask(roots: Tensor, slots: int, columns: int) -> Tensor:
     context = torch.arange(columns, device=roots.device)
     same = (block[:, None] == block).expand(len(roots), -1, -1)
     before = context <= roots.repeat_interleave(slots, 1)[:, :, None]
-    itself = torch.eye(columns, dtype=torch.bool, device=roots.device)
-    unread = functional.pad(itself, (len(block), 0)).expand(len(roots), -1, -1)
-    return torch.cat([torch.cat([same, before], 2), unread], 1)[:, None]
+    return torch.cat([same, before], 2)[:, None]
 
 
 @torch.no_grad()

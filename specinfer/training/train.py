@@ -7,7 +7,7 @@ alpha = 1/2).
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from random import Random
@@ -85,12 +85,7 @@ def new_head(
     It starts from the first draft's weights; layers that the first draft does not have start as the identity.  The
     first draft itself starts from the target's last layers.
     """
-    config = target.config.get_text_config(decoder=True)
-    size, heads = config.hidden_size, config.num_attention_heads
-    defaults = {"intermediate_size": 4 * size, "num_key_value_heads": heads, "max_position_embeddings": 4096}
-    sizes = {name: getattr(config, name, None) or default for name, default in defaults.items()}
-    sizes |= {"hidden_size": size, "num_attention_heads": heads}
-    sizes |= {"num_hidden_layers": layers, "vocab_size": len(token_ids)}
+    sizes = {**layer_sizes(target), "num_hidden_layers": layers, "vocab_size": len(token_ids)}
     head = HeadNetwork(head_config(**sizes, rms_norm_eps=1e-6, aux_layers=list(aux_layers)), token_ids)
     if earlier:
         weights = load_file(earlier[0] / "model.safetensors")
@@ -101,12 +96,32 @@ def new_head(
                 nn.init.zeros_(layer.get_parameter("self_attn.o_proj.weight"))
                 nn.init.zeros_(layer.get_parameter("mlp.down_proj.weight"))
         return head
-    target_layers = getattr(getattr(target, "model", None), "layers", None)
-    for source, layer in zip(reversed(target_layers or ()), reversed(head.layers), strict=False):
-        shapes = {name: weight.shape for name, weight in layer.state_dict().items()}
-        weights = {name: w for name, w in source.state_dict().items() if shapes.get(name) == w.shape}
-        layer.load_state_dict(weights, strict=False)
+    for weights, layer in last_layers(target, head.layers):
+        load_fitting(layer, weights)
     return head
+
+
+def layer_sizes(target: Any) -> dict[str, int]:
+    """Return the sizes of a target's layers, as transformers names them."""
+    config = target.config.get_text_config(decoder=True)
+    size, heads = config.hidden_size, config.num_attention_heads
+    defaults = {"intermediate_size": 4 * size, "num_key_value_heads": heads, "max_position_embeddings": 4096}
+    sizes = {name: getattr(config, name, None) or default for name, default in defaults.items()}
+    return {**sizes, "hidden_size": size, "num_attention_heads": heads}
+
+
+def last_layers(target: Any, layers: nn.ModuleList) -> Iterator[tuple[dict[str, Tensor], nn.Module]]:
+    """Yield the weights of a target's last layers, each with the layer that starts from them, the last ones first."""
+    target_layers = getattr(getattr(target, "model", None), "layers", None)
+    for source, layer in zip(reversed(target_layers or ()), reversed(layers), strict=False):
+        yield source.state_dict(), layer
+
+
+def load_fitting(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Give a module those of some weights that it has a place for, in name and shape."""
+    shapes = {name: weight.shape for name, weight in module.state_dict().items()}
+    fitting = {name: weight for name, weight in weights.items() if shapes.get(name) == weight.shape}
+    module.load_state_dict(fitting, strict=False)
 
 
 @torch.no_grad()
