@@ -25,11 +25,12 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn import functional
 
-from specinfer.attention import TreeModel, lay_out_level, on_device
+from specinfer.attention import TreeModel, lay_out_level
 from specinfer.common.files import parse_json, write_json, write_whole
 from specinfer.drafts.base import DraftContext
 from specinfer.drafts.head_network import HeadNetwork, head_config
 from specinfer.drafts.language_model import ModelDraftSession
+from specinfer.drafts.rows import state_columns
 from specinfer.errors import ModelError, TokenizerMismatch
 from specinfer.tree import Frontier
 
@@ -157,9 +158,7 @@ class HeadDraftSession(ModelDraftSession):
         self.token_ids = model.model.token_ids
         if self.token_ids is not None:
             self.vocab_size = len(self.token_ids)
-        columns = [list(context.aux_layers).index(layer) for layer in aux_layers]
-        all_in_order = columns == list(range(len(context.aux_layers)))  # no other draft reads other layers
-        self.columns = slice(None) if all_in_order else on_device(columns, self.device)
+        self.columns = state_columns(aux_layers, context, self.device)
         shape = 1, *model.model.pass_inputs[0]["target_states"]
         nothing = torch.zeros(shape, dtype=model.dtype, device=model.device)
         self.states = [  # per row, the target's states that chose its uncached tokens; none chose the first one

@@ -13,6 +13,7 @@ from math import inf
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specinfer.drafts.base import DraftContext
 from specinfer.drafts.rows import DraftRows
@@ -20,49 +21,44 @@ from specinfer.errors import CHECK_WEIGHTS, NumericalError, TreeError
 from specinfer.tree import Forest, Frontier, Lattice, Policy, TokenTree
 
 
-class LatticeSession(DraftRows):
-    """A draft that predicts all depths at once, at work: a `LatticeSource` on the host.
+class DepthsSession(DraftRows):
+    """A draft that predicts all depths at once, at work.
 
-    Subclasses give `depth` and `predict`; those that score pairs give `pairs` and set `width`.
+    Subclasses give `depth` and `predict`, and answer a policy.
     """
 
     device = torch.device("cpu")  # of the answers
     passes = 0
     seconds = 0.0
     prefill_seconds = 0.0
-    width: int | None = None  # candidates of a depth, if pairs are scored
 
     def __init__(self, context: DraftContext) -> None:
         super().__init__(context)
         self.roots = [prompt[-1] for prompt in context.prompts]
         self._logits: Tensor | None = None  # (B, D, V') of this step
-        self._lattices: dict[int, Lattice] = {}  # of this step, by width
 
     @property
     @abstractmethod
     def depth(self) -> int:
         """D, how many depths are predicted."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to predict from; a text of a single token has no states yet."""
+        return True
+
     @abstractmethod
-    def predict(self) -> Tensor | None:
-        """Run the step's pass: logits (B, D, V') of depths 1 ... D; None: there is nothing to predict from yet."""
-
-    def pairs(self, parents: Tensor, children: Tensor) -> Tensor:
-        """Return what the logits of children gain after each parent, (B, D, A, K).
-
-        Args:
-            parents: (B, D, A) ids of the target's tokens that may stand above.
-            children: (B, D, K) indices in the draft's vocabulary.
-        """
-        raise NotImplementedError
+    def predict(self) -> Tensor:
+        """Run the step's pass: logits (B, D, V') of depths 1 ... D.  Called only in steps in which the draft is asked."""
 
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow one tree per row below its last committed token."""
-        self._logits, self._lattices = None, {}  # predicted when the policy asks, for it may not
-        try:
-            return policy.grow(self, max(0, min(max_depth, self.depth))).trees(self.roots, self.draft)
-        except _NothingKnown:
+        self._logits = None
+        max_depth = min(max_depth, self.depth)
+        if max_depth <= 0 or not self.ready:
             return Forest(policy.kind, self.roots)
+        try:
+            return policy.grow(self, max_depth).trees(self.roots, self.draft)
         except (TreeError, NumericalError) as error:
             problem = f"draft {self.draft} proposed something that is not a tree ({error}), perhaps by NaN logits"
             raise NumericalError(f"{problem}. {CHECK_WEIGHTS}") from error
@@ -71,6 +67,45 @@ class LatticeSession(DraftRows):
         """Take the last committed token of each row as its next root; None retires the row."""
         self.roots = [new[-1] if new else root for root, new in zip(self.roots, tokens, strict=True) if new is not None]
         self.advance(tokens)
+
+    @property
+    def logits(self) -> Tensor:
+        """Logits (B, D, V') of this step."""
+        if self._logits is None:
+            self._logits = self.predict()
+        return self._logits
+
+
+class LatticeSession(DepthsSession):
+    """A draft that predicts all depths at once and scores nothing but neighbours: a `LatticeSource` on the host.
+
+    Subclasses that score pairs give `pairs` and set `width`.
+    """
+
+    width: int | None = None  # candidates of a depth, if pairs are scored
+
+    def __init__(self, context: DraftContext) -> None:
+        super().__init__(context)
+        self._lattices: dict[int, Lattice] = {}  # of this step, by width
+
+    def pairs(self, parents: Tensor, children: Tensor, depths: slice) -> Tensor:
+        """Return what the logits of children gain after each parent, (B, D, A, K).
+
+        Args:
+            parents: (B, D, A) ids of the target's tokens that may stand above.
+            children: (B, D, K) indices in the draft's vocabulary.
+            depths: which D of all depths.
+        """
+        raise NotImplementedError
+
+    def confidence(self, parents: Tensor) -> Tensor | None:
+        """Return the log of the chance that any child of a parent (B, D, A) is accepted; None: it is not known."""
+        return None
+
+    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
+        """Grow one tree per row below its last committed token."""
+        self._lattices = {}
+        return super().propose(policy, max_depth)
 
     def lattice(self, width: int) -> Lattice:
         """Return the candidates of all depths; with scored pairs as many as the draft's width."""
@@ -91,8 +126,9 @@ class LatticeSession(DraftRows):
         else:
             indices = self.ranked(logits, [frontier.depth], self.width).indices
             parents = self._roots() if frontier.depth == 0 else frontier.tokens.to(logits.device)[:, None]
+            joint = self._joint(logits, indices, parents, slice(frontier.depth, frontier.depth + 1))
             scores = torch.full_like(logits, -inf).expand(-1, count, -1).clone()
-            scores.scatter_(2, indices.expand(-1, count, -1), self._joint(logits, indices, parents)[:, 0, :-1])
+            scores.scatter_(2, indices.expand(-1, count, -1), joint[:, 0, :-1].to(scores))
             dense = self.warped(scores.float()).cpu()
         return self.drawn(dense, k, replacement, frontier.depth)
 
@@ -104,31 +140,20 @@ class LatticeSession(DraftRows):
         if self.width is None:
             return Lattice.of(self.ids(indices), log_probs[:, :, None])
         parents = torch.cat([self._roots().expand(-1, -1, width), self.ids(indices[:, :-1])], 1)
-        joint = self._joint(logits, indices, parents)  # (B, D, A, K)
+        joint = self._joint(logits, indices, parents, slice(None))  # (B, D, A, K)
         noise = self.noise_of(depths, logits.shape[-1], indices, logits.device)
         spread = None if noise is None else noise[:, :, None].expand_as(joint).flatten(1, 2)
         joint = self.scored(joint.flatten(1, 2), spread).view_as(joint)
         share = log_probs.logsumexp(-1)[:, :, None, None]  # of the depth's probability, that the candidates have
+        if (confidence := self.confidence(parents)) is not None:
+            share = share + pad(confidence.float(), (0, 1))[..., None]  # nothing is known after other tokens
         return Lattice.of(self.ids(indices), joint.log_softmax(-1) + share)
 
-    def _joint(self, logits: Tensor, indices: Tensor, parents: Tensor) -> Tensor:
+    def _joint(self, logits: Tensor, indices: Tensor, parents: Tensor, depths: slice) -> Tensor:
         """Return logit plus pair score of children after each parent, and last after none: (B, D, A + 1, K)."""
         logits = logits.gather(2, indices)[:, :, None].float()
-        return torch.cat([logits + self.pairs(parents, indices).float(), logits], 2)
+        return torch.cat([logits + self.pairs(parents, indices, depths).float(), logits], 2)
 
     def _roots(self) -> Tensor:
         """Return the roots, (B, 1, 1)."""
         return torch.tensor(self.roots, device=self.logits.device)[:, None, None]
-
-    @property
-    def logits(self) -> Tensor:
-        """Logits (B, D, V') of this step."""
-        if self._logits is None:
-            self._logits = self.predict()
-            if self._logits is None:
-                raise _NothingKnown
-        return self._logits
-
-
-class _NothingKnown(Exception):
-    """There is nothing to predict from yet."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
 
 
 class Attention(nn.Module):
@@ -35,28 +35,37 @@ class Attention(nn.Module):
     def forward(
         self, asking: Tensor, known: Tensor, mask: Tensor | None, rotary: tuple[Tensor, Tensor], cache: Any = None
     ) -> Tensor:
-        """Return what each token reads, (B, T, H).
+        """Return what each asking token reads, (B, S, H).
 
         Args:
-            asking: (B, T, width) states that queries come from.
+            asking: (B, S, width) states that queries come from, of the first S tokens.
             known: (B, T, width) states that keys and values come from.
-            mask: (B, 1, T, L) additive.
+            mask: (B, 1, S, L) additive.
             rotary: cosines and sines, (B, T, D).
             cache: keys and values of earlier tokens, on transformers' interface.
         """
-        queries = self._heads(self.q_proj(asking), self.q_norm)
-        keys, values = self._heads(self.k_proj(known), self.k_norm), self._heads(self.v_proj(known), None)
-        queries, keys = apply_rotary_pos_emb(queries, keys, *rotary)
-        if cache is not None:
-            keys, values = cache.update(keys, values, self.index)
+        queries = _turned(self._heads(self.q_proj(asking), self.q_norm), rotary)
+        keys, values = self.stored(known, rotary, cache)
         grouped = queries.shape[1] != keys.shape[1]
         read = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=grouped)
         return self.o_proj(read.transpose(1, 2).flatten(2))
+
+    def stored(self, known: Tensor, rotary: tuple[Tensor, Tensor], cache: Any = None) -> tuple[Tensor, Tensor]:
+        """Return keys and values of states (B, T, width), after those in the cache, which gets them."""
+        keys, values = self._heads(self.k_proj(known), self.k_norm), self._heads(self.v_proj(known), None)
+        keys = _turned(keys, rotary)
+        return (keys, values) if cache is None else cache.update(keys, values, self.index)
 
     def _heads(self, states: Tensor, norm: nn.Module | None) -> Tensor:
         """Return states by head, (B, heads, T, D)."""
         heads = states.unflatten(2, (-1, self.head_dim))
         return (heads if norm is None else norm(heads)).transpose(1, 2)
+
+
+def _turned(heads: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Return heads (B, heads, S, D) turned by the first S of some positions' cosines and sines, (B, T, D)."""
+    cosines, sines = (part[:, None, : heads.shape[2]] for part in rotary)
+    return heads * cosines + rotate_half(heads) * sines
 
 
 def norm(config: Any, width: int | None = None) -> LlamaRMSNorm:

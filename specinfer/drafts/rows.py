@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from specinfer.attention import on_device
 from specinfer.drafts.base import DraftContext
 from specinfer.engine.gumbel import DRAFT, key
 from specinfer.tree import draw_candidates
@@ -121,6 +122,12 @@ class DraftRows:
         rows = zip(self.seeds, self.lengths, strict=True)
         keys = [key(seed, DRAFT, self.draft, length, depth) for seed, length in rows]
         return draw_rows(log_probs, k, replacement, keys)
+
+
+def state_columns(aux_layers: Sequence[int], context: DraftContext, device: torch.device) -> slice | Tensor:
+    """Return which columns of the target's states belong to these layers; other drafts may read others."""
+    columns = [list(context.aux_layers).index(layer) for layer in aux_layers]
+    return slice(None) if columns == list(range(len(context.aux_layers))) else on_device(columns, device)
 
 
 def draw_rows(log_probs: Tensor, k: int, replacement: bool, keys: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
