@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specinfer.drafts.dflash_network import DFlashNetwork, block_config
 from specinfer.drafts.dspark import DSparkNetwork
@@ -28,7 +28,13 @@ from specinfer.training.train import last_layers, layer_sizes, load_fitting, mos
 
 PUBLISHED = ("eagle3", "medusa", "dflash", "dspark")
 LEAST_LAYERS = 7  # of a target, so that the layers 2, N / 2 and N - 3 are three
-MARKOV_RANK = 256
+# a first-order Markov head, and no confidence head
+DSPARK: dict[str, Any] = {
+    "markov_rank": 256,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": False,
+    "confidence_head_with_markov": False,
+}
 STATE_MATRICES = tuple(f"self_attn.{name}_proj.weight" for name in "qkv")  # of a layer, that read states
 
 
@@ -106,8 +112,9 @@ def new_block_head(target: Any, job: TrainingJob, token_ids: Tensor, mask: int) 
     fields = {"block_size": job.settings.block, "mask_token_id": mask, "layer_offset": 0}
     fields |= {"target_layer_ids": list(job.aux_layers[:-1]), **_fields(target, job.settings.layers)}
     if job.arch == "dspark":
-        config = block_config(**fields, from_anchor=True, markov_rank=MARKOV_RANK)
-        network: DFlashNetwork = DSparkNetwork(config, token_ids, outputs=True)
+        network: DFlashNetwork = DSparkNetwork(block_config(**fields, **DSPARK, from_anchor=True), token_ids, outputs=True)
+        nn.init.normal_(network.get_parameter("markov_head.markov_w1.weight"), std=0.25)
+        nn.init.zeros_(network.get_parameter("markov_head.markov_w2.weight"))
     else:
         network = DFlashNetwork(block_config(**fields), token_ids, outputs=True)
     for weights, layer in last_layers(target, network.layers):
@@ -163,5 +170,4 @@ def _save(loss: Any, target: Any, job: TrainingJob) -> None:
     if job.arch == "eagle3":
         write_draft(job.folder, eagle3_files(loss.network, record), record)
         return
-    fields = {"markov_rank": MARKOV_RANK, "markov_head_type": "vanilla", "enable_confidence_head": False}
-    write_draft(job.folder, block_files(loss.network, record, fields if job.arch == "dspark" else {}), record)
+    write_draft(job.folder, block_files(loss.network, record, DSPARK if job.arch == "dspark" else {}), record)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specinfer.drafts.dflash_network import DFlashNetwork
+from specinfer.drafts.dspark import DSparkNetwork
 from specinfer.drafts.eagle3 import Eagle3Network
 from specinfer.drafts.medusa import ResidualBlock
 from specinfer.training.data import Texts
@@ -135,6 +136,18 @@ class BlockLoss(FusedLoss):
             logits_to_keep=columns[:0],
         )
         return output.hidden_states[0].unflatten(1, (-1, slots))
+
+
+class DSparkLoss(BlockLoss):
+    """A DSpark head's loss: each slot's token is scored after the text's own token before it."""
+
+    network: DSparkNetwork
+
+    def logits(self, states: Tensor, parents: Tensor) -> Tensor:
+        """Return logits (M, V') of slots' states (M, H), below the tokens (M,)."""
+        head = self.network.markov_head
+        assert head is not None
+        return self.network.logits(states) + head.markov_w2(head.gated(parents, None))
 
 
 def chosen_roots(learn: Tensor) -> tuple[Tensor, Tensor]:
