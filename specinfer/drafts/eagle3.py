@@ -344,14 +344,14 @@ def _layer_ids(checkpoint: Checkpoint) -> tuple[list[int] | None, int]:
     config = checkpoint.config
     inner = config.get("eagle_config") or {}
     target_ids = config.get("target_layer_ids", (config.get("dflash_config") or {}).get("target_layer_ids"))
-    ids = next((ids for ids in (config.get(LAYER_IDS), inner.get(LAYER_IDS), target_ids) if ids is not None), None)
-    if ids is None:
+    ids = config.get(LAYER_IDS) or inner.get(LAYER_IDS) or target_ids
+    if not ids:
         return None, 0
-    if not isinstance(ids, list) or not ids or not all(type(layer) is int and layer >= 0 for layer in ids):
+    if not isinstance(ids, list) or not all(type(layer) is int and layer >= 0 for layer in ids):
         raise checkpoint.refuse(f"the layers that it reads are {ids!r:.60}, not a list of their numbers")
-    if LAYER_IDS in config:  # vLLM's
+    if config.get(LAYER_IDS):  # vLLM's
         return ids, 0
-    return ids, int(ids[0] == 1) if LAYER_IDS in inner else 1  # SGLang's; DeepSpec's
+    return ids, int(ids[0] == 1) if inner.get(LAYER_IDS) else 1  # SGLang's; DeepSpec's
 
 
 def _flag(checkpoint: Checkpoint, name: str) -> bool | None:

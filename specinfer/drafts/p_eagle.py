@@ -102,8 +102,12 @@ class PEagleSession(LatticeSession):
 
 def recognises(checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint is a P-EAGLE head's."""
-    kind = checkpoint.config.get("speculators_model_type")
-    return kind == "peagle" or (kind is None and bool({"mask_hidden", "model.mask_hidden"} & checkpoint.keys()))
+    config = checkpoint.config
+    if kind := config.get("speculators_model_type"):
+        return bool(kind == "peagle")
+    if any("peagle" in str(name).lower() for name in config.get("architectures") or ()):
+        return True
+    return bool({"mask_hidden", "model.mask_hidden"} & checkpoint.keys())
 
 
 def load(checkpoint: Checkpoint) -> tuple[PEagleNetwork, Any]:
