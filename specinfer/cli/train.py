@@ -35,7 +35,9 @@ def distill(
     ] = None,
     arch: Annotated[
         str,
-        typer.Option(help="head (reads the target's states), lm (a small causal LM), eagle3, medusa, dflash or dspark."),
+        typer.Option(
+            help="head (reads the target's states), lm (a small LM), or published: eagle3, medusa, dflash, dspark."
+        ),
     ] = "head",
     samples: Annotated[
         int | None, typer.Option(help="Texts that the target writes.", show_default="one per prompt")

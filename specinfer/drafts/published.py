@@ -21,6 +21,7 @@ from specinfer.drafts.base import DraftContext, DraftSession
 from specinfer.drafts.checkpoint import Checkpoint, hub_config
 from specinfer.drafts.conventions import Convention, agreement, choose, write_text
 from specinfer.drafts.head import target_fingerprint
+from specinfer.drafts.network import DraftNetwork
 from specinfer.errors import InputError, ModelError, SpecinferError
 
 FAMILIES = (
@@ -62,7 +63,7 @@ class PublishedDraft:
         name: in results.
         network: of the head.
         session: opens a session: of (model, aux_layers, context), where the model is a `TreeModel` of the network, or
-            the network itself if it has no ``pass_inputs``: then it runs behind no mask.
+            the network itself if it is no `DraftNetwork`: then it runs behind no mask.
         digest: of its weights, for what is kept of measurements; "" keeps nothing.
         convention: how it is read; None measures that when it is attached.
     """
@@ -115,7 +116,7 @@ class PublishedDraft:
         for name, value in rule.options:
             setattr(network, name, value)
         attached = copy(self)
-        attached.model = TreeModel(network) if hasattr(network, "pass_inputs") else network
+        attached.model = TreeModel(network) if isinstance(network, DraftNetwork) else network
         attached.aux_layers, attached.convention = rule.aux_layers, rule
         return attached
 

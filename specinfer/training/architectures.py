@@ -109,10 +109,11 @@ def new_block_head(target: Any, job: TrainingJob, token_ids: Tensor, mask: int) 
         token_ids: (V',) what it may propose.
         mask: the token of slots that are to be filled.
     """
-    fields = {"block_size": job.settings.block, "mask_token_id": mask, "layer_offset": 0}
-    fields |= {"target_layer_ids": list(job.aux_layers[:-1]), **_fields(target, job.settings.layers)}
+    fields = _fields(target, job.settings.layers) | {"block_size": job.settings.block, "mask_token_id": mask}
+    fields |= {"target_layer_ids": list(job.aux_layers[:-1]), "layer_offset": 0}
     if job.arch == "dspark":
-        network: DFlashNetwork = DSparkNetwork(block_config(**fields, **DSPARK, from_anchor=True), token_ids, outputs=True)
+        config = block_config(**fields, **DSPARK, from_anchor=True)
+        network: DFlashNetwork = DSparkNetwork(config, token_ids, outputs=True)
         nn.init.normal_(network.get_parameter("markov_head.markov_w1.weight"), std=0.25)
         nn.init.zeros_(network.get_parameter("markov_head.markov_w2.weight"))
     else:

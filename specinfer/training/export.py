@@ -45,14 +45,17 @@ def export_draft(folder: Path, form: str, out: Path) -> None:
 
     Raises:
         InputError: an unknown format, a draft of another architecture, or a folder that cannot be written.
-        ModelError: the head is damaged.
+        ModelError: there is no draft, or it is damaged.
     """
     if form not in FORMATS:
         raise InputError(f"format {form!r} is unknown: choose {' or '.join(FORMATS)}")
     record = read_json(folder / RECORD) or {}
-    arch = record.get("arch") or _other_arch(folder)
-    if arch != "eagle3":
-        raise InputError(f"{folder} holds {arch}, and only EAGLE-3 heads are exported: train one with --arch eagle3")
+    if record.get("arch") != "eagle3":
+        found = f"arch {record['arch']!r}" if record else f"type {Checkpoint.find(folder).config.get('model_type')!r}"
+        raise InputError(
+            f"{folder} holds a draft of {found}, and only EAGLE-3 heads that were trained here are exported: train one "
+            "with `specinfer distill --arch eagle3`"
+        )
     with storing(out):
         if out.exists() and any(out.iterdir()):
             raise InputError(f"{out} is not empty: choose another folder for --out")
@@ -163,13 +166,3 @@ def _vocabulary(token_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
 
 def _midlayer(name: str) -> str:
     return f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name
-
-
-def _other_arch(folder: Path) -> str:
-    """Return in words what a folder without a record holds.
-
-    Raises:
-        ModelError: no draft.
-    """
-    config = Checkpoint.find(folder).config
-    return f"a draft of type {config.get('model_type')!r} that `distill --arch eagle3` did not make"

@@ -26,7 +26,6 @@ RANKS = 5  # hit rates are measured for the 1, 2, ... RANKS first proposals
 EVERY = slice(None)  # of the tokens to learn
 
 
-
 class DistillationLoss(nn.Module):
     """A draft's loss over a batch, as one ``forward``, so that any wrapper may distribute it.
 

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from specinfer.drafts.head_network import HeadNetwork
 from specinfer.engine.gumbel import TRAINING, key
@@ -24,6 +24,7 @@ from specinfer.training.losses import DistillationLoss, boost_weights
 # learning rates, as shares of the setting: of Muon; of AdamW; of output matrices, which begin as the target's
 RATES = {"matrices": 1.0, "rest": 1 / 3, "outputs": 1 / 15}
 RATED = 10  # steps whose time says how many fit into the given minutes
+
 
 def optimise(
     loss: DistillationLoss, texts: Texts, earlier: Sequence[HeadNetwork], job: TrainingJob, progress: ProgressCallback
@@ -67,10 +68,10 @@ def optimise(
             )
         losses.append(figures["loss"])
         step += 1
-        plan.note(step)
+        plan.count(step)
         if step == plan.steps or step % settings.checkpoint_every == 0:
-            figures |= {"loss": sum(losses) / len(losses), "held_out": evaluate(loss, texts), **plan.figures()}
-            history.append({"step": step, **figures})
+            figures |= {"loss": sum(losses) / len(losses), "held_out": evaluate(loss, texts)}
+            history.append({"step": step, "planned": 0 if plan.minutes else plan.steps, **figures})
             losses.clear()
             if accelerator.is_main_process:
                 checkpoint.save(loss, optimizers, step, history)
@@ -86,28 +87,29 @@ class _Plan:
 
     def __init__(self, texts: Texts, settings: TrainingSettings, accelerator: Any, history: Sequence[Any]) -> None:
         self.accelerator, self.minutes = accelerator, settings.minutes
-        batches = [len(texts.batches(part, settings.tokens_per_batch, None)) for part in (texts.train, texts.held_out)]
-        self.steps = max(1, round(settings.epochs * batches[0] / accelerator.num_processes))
-        self.measuring = batches[1] / settings.checkpoint_every  # held-out batches per step
-        self.planned = history[-1]["of"] if history and self.minutes else None
-        self.steps = self.planned or self.steps
-        self.started = self.first = perf_counter()
+        train, held_out = (
+            len(texts.batches(part, settings.tokens_per_batch, None)) for part in (texts.train, texts.held_out)
+        )
+        self.steps = max(1, round(settings.epochs * train / accelerator.num_processes))
+        self.measuring = held_out / settings.checkpoint_every  # held-out batches for each step
+        self.begun = self.first = perf_counter()
+        self.rated = 0  # steps since then
+        if self.minutes and history and (planned := history[-1]["planned"]):
+            self.steps, self.minutes = planned, None
 
-    def note(self, done: int) -> None:
-        """Take note that so many steps were done."""
-        if done == 1:  # the first takes longer than others
+    def count(self, done: int) -> None:
+        """Take note of a step; so many were done."""
+        if self.minutes is None:
+            return
+        self.rated, self.steps = self.rated + 1, max(self.steps, done + 1)
+        if self.rated == 1:  # it takes longer than others
             self.first = perf_counter()
-        if self.minutes and not self.planned:
-            self.steps = max(self.steps, done + 1)  # of the epochs, until the rate is known
-            if done == RATED:
-                step = (perf_counter() - self.first) / (RATED - 1) * (1 + self.measuring)
-                left = 60 * self.minutes - (perf_counter() - self.started)
-                steps = torch.tensor(done + max(0, round(left / step)), device=self.accelerator.device)
-                self.steps = self.planned = int(self.accelerator.reduce(steps, "sum")) // self.accelerator.num_processes
-
-    def figures(self) -> dict[str, int]:
-        """Return what a training limited by time has to say of its steps."""
-        return {"of": self.steps} if self.minutes else {}
+        if self.rated == RATED:
+            now = perf_counter()
+            rate = (now - self.first) / (RATED - 1) * (1 + self.measuring)
+            left = torch.tensor((60 * self.minutes - now + self.begun) / rate, device=self.accelerator.device)
+            self.steps = done + max(0, round(self.accelerator.reduce(left, "mean").item()))  # the same everywhere
+            self.minutes = None
 
 
 def _optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:

@@ -151,7 +151,11 @@ class DSparkLoss(BlockLoss):
 
 
 def chosen_roots(learn: Tensor) -> tuple[Tensor, Tensor]:
-    """Return random roots (B, A) of blocks, columns to learn (B, C), and which of them are real: short texts have fewer."""
+    """Return random roots (B, A) of blocks, and which of them are real, for some texts have fewer.
+
+    Args:
+        learn: (B, C) which columns may be roots.
+    """
     count = max(1, round(BLOCKS * int(learn.sum(1).max())))
     chance = torch.rand(learn.shape, device=learn.device).masked_fill(~learn, -1)
     best = chance.topk(min(count, learn.shape[1]), 1)
