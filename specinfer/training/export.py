@@ -31,7 +31,8 @@ LAYER_FIELDS = (
 SPECULATORS_VERSION = "0.6.0"  # whose fields these are
 TOKENS = 5  # proposed at once by servers that read it of the configuration
 
-Record = Mapping[str, Any]  # "arch", "target", "architecture" (the target's class), "aux_layers"
+RECORDED = {"arch", "target", "architecture", "aux_layers"}  # the third is the target's class
+Record = Mapping[str, Any]  # of these
 Files = tuple[dict[str, Any], dict[str, Tensor]]  # configuration and weights
 
 
@@ -49,7 +50,9 @@ def export_draft(folder: Path, form: str, out: Path) -> None:
     """
     if form not in FORMATS:
         raise InputError(f"format {form!r} is unknown: choose {' or '.join(FORMATS)}")
-    record = read_json(folder / RECORD) or {}
+    record = read_json(folder / RECORD)
+    if not isinstance(record, dict) or not record.keys() >= RECORDED:
+        record = {}
     if record.get("arch") != "eagle3":
         found = f"arch {record['arch']!r}" if record else f"type {Checkpoint.find(folder).config.get('model_type')!r}"
         raise InputError(
@@ -79,8 +82,8 @@ def write_draft(folder: Path, files: Files, record: Record, name: str = "model.s
 def eagle3_files(network: Eagle3Network, record: Record, form: str = "eagle3") -> Files:
     """Return an EAGLE-3 head's files in one of `FORMATS`."""
     config = network.config
-    weights = {**_weights(network), **_vocabulary(network.token_ids, config.vocab_size)}
-    sizes = {"draft_vocab_size": len(network.token_ids), "norm_before_residual": network.norm_before_residual}
+    weights = _weights(network)
+    sizes = {"draft_vocab_size": len(weights["d2t"]), "norm_before_residual": network.norm_before_residual}
     if form == "speculators":
         more = {"eagle_aux_hidden_state_layer_ids": list(record["aux_layers"]), "norm_output": network.norm_output}
         fields = {**sizes, **more, "norm_before_fc": False, "fc_norm": False, "target_hidden_size": None}
@@ -92,9 +95,9 @@ def eagle3_files(network: Eagle3Network, record: Record, form: str = "eagle3") -
 
 def block_files(network: DFlashNetwork, record: Record, fields: Mapping[str, Any]) -> Files:
     """Return a block head's files; fields are those of its kind."""
-    config, arch = network.config, record["arch"]
+    config, arch, weights = network.config, record["arch"], _weights(network)
     fields = {
-        "draft_vocab_size": len(network.token_ids),
+        "draft_vocab_size": len(weights["d2t"]),
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "aux_hidden_state_layer_ids": list(record["aux_layers"]),
@@ -103,7 +106,6 @@ def block_files(network: DFlashNetwork, record: Record, fields: Mapping[str, Any
         **fields,
     }
     name = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}[arch]
-    weights = {**_weights(network), **_vocabulary(network.token_ids, config.vocab_size)}
     return _speculators(name, arch, network, record, network.depth, fields), weights
 
 
@@ -153,15 +155,12 @@ def _layer_fields(network: Any, kind: str) -> dict[str, Any]:
 
 
 def _weights(network: Any) -> dict[str, Tensor]:
-    return {name: weight for name, weight in network.state_dict().items() if name != "token_ids"}
-
-
-def _vocabulary(token_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """Return a reduced vocabulary as offsets, and as a mask of the target's."""
-    token_ids = token_ids.cpu()
-    used = torch.zeros(vocab_size, dtype=torch.bool)
+    """Return the weights; the reduced vocabulary as offsets and as a mask of the target's, as all these formats do."""
+    weights = network.state_dict()
+    token_ids = weights.pop("token_ids").cpu()
+    used = torch.zeros(network.config.vocab_size, dtype=torch.bool)
     used[token_ids] = True
-    return {"d2t": token_ids - torch.arange(len(token_ids)), "t2d": used}
+    return {**weights, "d2t": token_ids - torch.arange(len(token_ids)), "t2d": used}
 
 
 def _midlayer(name: str) -> str:

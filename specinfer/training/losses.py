@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import DynamicCache
 
+from specinfer.drafts.eagle3 import Eagle3Network
 from specinfer.drafts.head_network import HeadNetwork
 from specinfer.training.data import Batch
 from specinfer.training.job import TrainingSettings
@@ -115,7 +116,9 @@ class CausalLMLoss(DistillationLoss):
         yield self.model_logits(hidden.flatten(0, 1)[keep]), EVERY
 
 
-def unrolled_logits(head: HeadNetwork, ids: Tensor, states: Tensor, keep: Tensor, steps: int) -> Iterator[Tensor]:
+def unrolled_logits(
+    head: HeadNetwork | Eagle3Network, ids: Tensor, states: Tensor, keep: Tensor, steps: int
+) -> Iterator[Tensor]:
     """Yield a head's logits (N, V') of the N kept tokens in each of several chained draft steps.
 
     In step s the input at token i is (state, token i).  In step 1 the state is the target's, later the head's own of
