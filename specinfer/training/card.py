@@ -37,6 +37,10 @@ LOSSES = {
     "token": "the target's chosen tokens",
 }
 COVERAGE = "\nIts vocabulary covers {:.1%} of the tokens that it was trained on.{}\n"
+AMONG = (
+    "\nIt proposes any token, but was trained and measured among the most frequent ones, which are {:.1%} of those "
+    "that it was trained on.\n"
+)
 SAMPLING = " When sampling, its log-probabilities are multiplied by {:g} before the target's noise is added."
 TEMPLATE = """---
 base_model: {target}
@@ -142,7 +146,7 @@ def write_card(job: TrainingJob, target: str, data: str, figures: dict[str, Any]
         rules="|".join(["---"] * len(hits[0])),
         hits="\n".join(f"| {i} | {' | '.join(f'{rate:.3f}' for rate in row)} |" for i, row in enumerate(hits, 1)),
         read=READ.get(job.arch, "s - 1 tokens of its own proposal"),
-        coverage=_coverage(figures),
+        coverage=_coverage(job.arch, figures),
     )
     write_whole(job.folder / "README.md", text)
 
@@ -178,9 +182,11 @@ def _training(job: TrainingJob, steps: int) -> str:
     return text
 
 
-def _coverage(figures: dict[str, Any]) -> str:
+def _coverage(arch: str, figures: dict[str, Any]) -> str:
     if "coverage" not in figures:
         return ""
+    if arch == "medusa":
+        return AMONG.format(figures["coverage"])
     sampling = SAMPLING.format(figures["inverse_temperature"]) if "inverse_temperature" in figures else ""
     return COVERAGE.format(figures["coverage"], sampling)
 
