@@ -143,11 +143,12 @@ def _fields(target: Any, layers: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def _with_outputs(network: Any, target: Any) -> Any:
-    """Return a network with the target's rows as its output matrix, and the target's final norm where it has one."""
+    """Return a network with the target's rows as its output matrix.
+
+    Its final norm stays one: with the target's, it would begin sure of itself, and wrong.
+    """
     rows = target.get_output_embeddings().weight[network.token_ids.to(target.device)]
     network.lm_head.weight.copy_(rows)
-    final = getattr(getattr(target, "model", None), "norm", None)
-    load_fitting(network.norm, {} if final is None else final.state_dict())
     return network
 
 
