@@ -24,11 +24,12 @@ from transformers import (
 
 from specinfer.drafts.head import HeadDraft
 from specinfer.errors import InputError, NumericalError, SpecinferError, UnsupportedModel
-from specinfer.training import train
+from specinfer.training import losses, optimise, train
 from specinfer.training.data import Batch, Texts
 from specinfer.training.job import TrainingJob, TrainingSettings
 from specinfer.training.logits import check_logits
-from specinfer.training.train import SoftCrossEntropy, train_causal_lm, train_head
+from specinfer.training.losses import SoftCrossEntropy
+from specinfer.training.train import train_causal_lm, train_head
 
 AUX_LAYERS = (1, 2)
 SETTINGS = TrainingSettings(
@@ -121,7 +122,7 @@ def test_heads_learn_from_the_targets_own_logits(family):
     check_logits(model)
     token_ids = torch.arange(3, 40, 2)
     head = train.new_head(model, AUX_LAYERS, 1, token_ids).bind(model)
-    loss = train.HeadLoss(head, model, SETTINGS)
+    loss = losses.HeadLoss(head, model, SETTINGS)
     _, distribution = loss.goal(batch.ids[:, 1:].flatten(), batch.states[:, 1:, -1].flatten(0, 1))
     torch.testing.assert_close(distribution, logits[:, token_ids].softmax(-1))
     assert not distribution.requires_grad
@@ -133,7 +134,7 @@ def test_a_small_language_model_learns_from_the_targets_own_logits(family):
     model = target_of(family)
     batch, logits = written(model)
     keep = torch.ones(16)
-    loss, hits = train.CausalLMLoss(model, model, SETTINGS)(batch.ids, batch.states, batch.learn, keep)
+    loss, hits, _ = losses.CausalLMLoss(model, model, SETTINGS)(batch.ids, batch.states, batch.learn, keep)
     entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
     torch.testing.assert_close(loss, entropy)
     assert hits[0].sum() == (logits.topk(5).indices == batch.ids[:, 1:].flatten()[:, None]).sum()
@@ -156,7 +157,7 @@ def test_targets_whose_logits_do_not_follow_from_their_states_are_refused(monkey
 
 def test_a_chained_step_sees_older_target_states_and_its_own_chain():
     """Step 2 at token 3: the target-fed tokens 0 and 1, step 1's own at 2, step 2's own at 3."""
-    row = train._chained_mask(torch.arange(4), 2)[3].view(3, 4).int().tolist()
+    row = losses.chained_mask(torch.arange(4), 2)[3].view(3, 4).int().tolist()
     assert row == [[1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
 
 
@@ -196,13 +197,13 @@ def test_a_killed_training_goes_on_and_ends_as_if_it_had_not_been(target, shards
 
 def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(target, shards, tmp_path, monkeypatch):
     steps = []
-    boost_weights = train.boost_weights
+    boost_weights = losses.boost_weights
 
     def poisoned(*arguments):
         steps.append(arguments)
         return boost_weights(*arguments) * (float("nan") if len(steps) == 7 else 1)
 
-    monkeypatch.setattr(train, "boost_weights", poisoned)
+    monkeypatch.setattr(optimise, "boost_weights", poisoned)
     with pytest.raises(NumericalError, match=r"step 7.*smaller learning rate"):
         trained(target, shards, tmp_path / "1")
     kept = load_file(tmp_path / "1.checkpoint" / "state.safetensors")
@@ -239,8 +240,8 @@ def test_tokens_that_an_earlier_draft_proposes_first_weigh_less(target, shards, 
     texts = Texts(shards, SETTINGS.held_out)
     batch = texts.load(texts.train)
     head = HeadDraft.load(tmp_path / "1").head.to(target.dtype).bind(target)
-    weights = train.boost_weights([head], batch, SETTINGS.boost)
-    _, hits = train.HeadLoss(head, target, SETTINGS)(*batch, torch.ones_like(weights))
+    weights = losses.boost_weights([head], batch, SETTINGS.boost)
+    _, hits, _ = losses.HeadLoss(head, target, SETTINGS)(*batch, torch.ones_like(weights))
     assert 0 < int(hits[0, 0]) == int((weights != 1).sum()) < len(weights)
     assert set(weights[weights != 1].tolist()) == {torch.tensor(SETTINGS.boost).item()}
     second = trained(target, shards, tmp_path / "2", earlier=[tmp_path / "1"])
@@ -268,10 +269,10 @@ def test_the_inverse_temperature_makes_up_for_flat_distributions(target, shards,
     for flatness in (1, 1.4):
         monkeypatch.setattr(
             train,
-            "_first_logits",
+            "first_logits",
             lambda own, batch, flatness=flatness: own.logits(batch.states[:, 1:, -1][batch.learn]) / flatness,
         )
-        assert train.fit_inverse_temperature(train.HeadLoss(head, target, SETTINGS), texts) == pytest.approx(
+        assert train.fit_inverse_temperature(losses.HeadLoss(head, target, SETTINGS), texts) == pytest.approx(
             flatness, abs=0.11
         )
 
@@ -283,19 +284,20 @@ def test_a_deeper_draft_starts_as_the_earlier_one(target, shards, tmp_path):
     deeper = deeper.to(target.dtype).bind(target)
     batch = (texts := Texts(shards, SETTINGS.held_out)).load(texts.train)
     weights = torch.ones(int(batch.learn.sum()))
-    losses = [train.HeadLoss(head, target, SETTINGS)(*batch, weights)[0] for head in (earlier, deeper)]
-    assert torch.allclose(*losses)
+    both = [losses.HeadLoss(head, target, SETTINGS)(*batch, weights)[0] for head in (earlier, deeper)]
+    assert torch.allclose(*both)
 
 
 def test_a_head_that_is_trained_on_ends_half_way(target, shards, tmp_path, monkeypatch):
     """Its weights are the mean of those it had and of those at the end of the run; sizes and vocabulary stay."""
-    evaluated, evaluate = [], train.evaluate
+    evaluated, evaluate = [], optimise.evaluate
 
     def recorded(model, *rest):
         evaluated.append((model.head.mix.weight.detach().clone(), evaluate(model, *rest)))
         return evaluated[-1][1]
 
     monkeypatch.setattr(train, "evaluate", recorded)
+    monkeypatch.setattr(optimise, "evaluate", recorded)
     trained(target, shards, tmp_path / "1", replace(SETTINGS, layers=2))
     figures = trained(target, shards, tmp_path / "more", replace(SETTINGS, vocabulary=8), start=tmp_path / "1")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("1", "more"))

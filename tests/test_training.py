@@ -571,7 +571,7 @@ def test_the_command_has_exactly_these_options(run, monkeypatch):
     shown = re.sub(r"\x1b\[[0-9;]*m", "", run("--help")[1])
     listed = set(re.findall(r"^\W*--([a-z][a-z-]*)", shown, re.MULTILINE)) - {"help"}
     wanted = "arch device drafts dtype epochs json layers learning-rate loss new-tokens out prompts samples seed start"
-    assert sorted(listed) == [*wanted.split(), "target", "temperatures", "text", "vocabulary"]
+    assert sorted(listed) == [*wanted.split(), "target", "temperatures", "text", "time", "vocabulary"]
 
 
 @pytest.mark.parametrize("broken", ["config.json", "model.safetensors", None])

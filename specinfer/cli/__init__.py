@@ -31,6 +31,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "replay": evidence.replay,
     "paper-tables": evidence.paper_tables,
     "distill": train.distill,
+    "export-draft": train.export_draft,
 }
 for _name, _command in COMMANDS.items():
     app.command(_name)(_command)

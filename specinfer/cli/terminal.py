@@ -60,6 +60,7 @@ def stage_bars() -> Any:
             newest.clear()
             bars[stage] = bar("it", desc=stage, initial=done, total=total)
         newest.update({name: _figure(value) for name, value in figures.items()})
+        bars[stage].total = total
         bars[stage].set_postfix(newest, refresh=False)
         bars[stage].update(done - bars[stage].n)
         if done == total:

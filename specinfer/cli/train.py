@@ -1,6 +1,6 @@
-"""``specinfer distill``: drafts for a target.
+"""``specinfer distill`` and ``export-draft``: drafts for a target, and for other engines.
 
-Knows: the options.  Does not know: how drafts are trained (`training`).
+Knows: the options.  Does not know: how drafts are trained, and how their files are written (`training`).
 """
 
 from collections.abc import Sequence
@@ -25,21 +25,34 @@ def distill(
     text: Annotated[
         list[Path] | None, typer.Option(help="Given text to learn from as well: a document a block or line. Repeat.")
     ] = None,
-    drafts: Annotated[int, typer.Option(help="Heads, each tuned on what the earlier ones miss.")] = 2,
+    drafts: Annotated[
+        int | None,
+        typer.Option(help="Heads, each tuned on what the earlier ones miss.", show_default="2, of other archs 1"),
+    ] = None,
     start: Annotated[
         list[str] | None,
         typer.Option(help="Heads to train on from, sizes and all: folders, or bundled. Repeat.", show_default="none"),
     ] = None,
-    arch: Annotated[str, typer.Option(help="head (reads the target's states) or lm (a small causal LM).")] = "head",
+    arch: Annotated[
+        str,
+        typer.Option(
+            help="head (reads the target's states), lm (a small LM), or published: eagle3, medusa, dflash, dspark."
+        ),
+    ] = "head",
     samples: Annotated[
         int | None, typer.Option(help="Texts that the target writes.", show_default="one per prompt")
     ] = None,
     new_tokens: Annotated[int, typer.Option(help="New tokens per text at most.")] = 144,
     temperatures: Annotated[str, typer.Option(help="They take turns; 0 = greedy.")] = "0,0.7,1",
-    epochs: Annotated[float, typer.Option(help="Times that every text is seen.")] = 3.0,
-    layers: Annotated[int, typer.Option(help="Of a head without --start, or of the small causal LM.")] = 1,
+    epochs: Annotated[float | None, typer.Option(help="Times that every text is seen.", show_default="3")] = None,
+    time: Annotated[
+        float | None, typer.Option(help="Minutes to train each draft for, instead of --epochs.", show_default="none")
+    ] = None,
+    layers: Annotated[
+        int, typer.Option(help="Of a head without --start, of dflash and dspark, or of the small causal LM.")
+    ] = 1,
     vocabulary: Annotated[
-        int, typer.Option(help="Most frequent tokens, which a head without --start may propose.")
+        int, typer.Option(help="Most frequent tokens, which a draft without --start that is no LM may propose.")
     ] = 12_000,
     learning_rate: Annotated[float, typer.Option(help="Of the matrices (Muon), at its peak.")] = 4.5e-3,
     loss: Annotated[str, typer.Option(help="kl (the target's distribution) or token (its choices).")] = "kl",
@@ -52,12 +65,21 @@ def distill(
     from specinfer import training
     from specinfer.loading import load
 
+    if time is not None and epochs is not None:
+        raise InputError("--epochs and --time both say how long to train: give one of them")
     sampled_at = options.listed("--temperatures", temperatures, float, "numbers such as 0,0.7,1")
     written = training.TextSettings(samples, new_tokens, sampled_at, seed)
     steps = training.TrainingSettings(
-        epochs, learning_rate=learning_rate, vocabulary=vocabulary, layers=layers, loss=loss, seed=seed
+        3.0 if epochs is None else epochs,
+        time,
+        learning_rate=learning_rate,
+        vocabulary=vocabulary,
+        layers=layers,
+        loss=loss,
+        seed=seed,
     )
-    recipe = training.Recipe(drafts, arch, written, steps)
+    number = (2 if arch == "head" else 1) if drafts is None else drafts
+    recipe = training.Recipe(number, arch, written, steps)
     asked, documents = training.read_prompts(prompts), training.read_documents(text or ())
     quieten()
     loaded = load(target, dtype, device)
@@ -69,6 +91,22 @@ def distill(
         print_json(made)
     elif first:
         show([_row(draft) for draft in made["drafts"]], as_json=False)
+
+
+def export_draft(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Of a head that distill --arch eagle3 trained.")],
+    form: Annotated[
+        str, typer.Option("--format", help="eagle3 (SafeAILab's names: SpecForge, SGLang) or speculators (vLLM).")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the rewritten head.")],
+    as_json: options.Json = False,
+) -> None:
+    """Rewrite a trained EAGLE-3 head in the format that another engine serves."""
+    from specinfer.training.export import export_draft as export
+
+    export(folder, form, out)
+    row = {"draft": str(folder), "format": form, "out": str(out)}
+    print_json(row) if as_json else show([row], as_json=False)
 
 
 def _row(draft: dict[str, Any]) -> dict[str, Any]:

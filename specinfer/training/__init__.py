@@ -18,10 +18,12 @@ from specinfer.attention import TreeModel
 from specinfer.common.files import locked, write_json
 from specinfer.drafts.head import HeadDraft, check_fingerprint
 from specinfer.errors import InputError
-from specinfer.training import train
+from specinfer.training import architectures, train
+from specinfer.training.architectures import PUBLISHED, published_aux_layers
 from specinfer.training.card import ARCHITECTURES, LOSSES, describe_data, write_card
 from specinfer.training.job import ProgressCallback, TrainingJob, TrainingSettings, processes
 from specinfer.training.logits import check_logits
+from specinfer.training.losses import RANKS
 from specinfer.training.text import (
     TextFolder,
     TextSettings,
@@ -44,7 +46,7 @@ class Recipe:
     """
 
     drafts: int = 2
-    arch: str = "head"  # or "lm"
+    arch: str = "head"  # or "lm", or one of `PUBLISHED`
     text: TextSettings = field(default_factory=TextSettings)
     training: TrainingSettings = field(default_factory=TrainingSettings)
     start: tuple[Path, ...] = ()  # folders of heads whose training the first drafts go on with; sizes stay
@@ -55,18 +57,29 @@ class Recipe:
         for name, value, known in (("arch", self.arch, ARCHITECTURES), ("loss", self.training.loss, LOSSES)):
             if value not in known:
                 raise InputError(f"{name} {value!r} is unknown: choose {' or '.join(known)}")
-        if self.start and (self.arch == "lm" or len(self.start) > self.drafts):
+        if self.start and (self.arch != "head" or len(self.start) > self.drafts):
             raise InputError(
                 f"{len(self.start)} heads to train on from, but {self.drafts} drafts of arch {self.arch!r}: "
                 "give at most one for each draft, and arch='head'"
             )
-        if self.arch == "lm" and self.drafts > 1:
-            raise InputError("only EAGLE-style heads are boost-tuned, so further lm drafts would be the same: drafts=1")
-        for name in ("epochs", "learning_rate", "vocabulary", "layers"):
-            if not 0 < getattr(self.training, name) < inf:
-                raise InputError(f"{name}={getattr(self.training, name)} trains nothing: give a finite number above 0")
-        if self.arch == "head" and self.training.vocabulary < train.RANKS:
-            raise InputError(f"vocabulary={self.training.vocabulary} is too small: give at least {train.RANKS}")
+        if self.arch != "head" and self.drafts > 1:
+            raise InputError(
+                f"only drafts of arch 'head' are boost-tuned, so further {self.arch} drafts would be the same: drafts=1"
+            )
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        settings = self.training
+        for name in ("epochs", "minutes", "learning_rate", "vocabulary", "layers", "heads"):
+            value = getattr(settings, name)
+            if value is not None and not 0 < value < inf:
+                raise InputError(f"{name}={value} trains nothing: give a finite number above 0")
+        if self.arch != "lm" and settings.vocabulary < RANKS:
+            raise InputError(f"vocabulary={settings.vocabulary} is too small: give at least {RANKS}")
+        if self.arch in ("eagle3", "medusa") and settings.layers > 1:
+            raise InputError(f"layers={settings.layers}: a draft of arch {self.arch!r} has one layer; leave it at 1")
+        if settings.block < 2:
+            raise InputError(f"block={settings.block} predicts nothing beyond the root: give at least 2 slots")
 
 
 def distill(
@@ -107,7 +120,9 @@ def distill(
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if recipe.arch == "lm" and recipe.training.layers > layers:
         raise InputError(f"layers={recipe.training.layers} of an lm are more than the target's {layers}: give fewer")
-    jobs = _plan_training(model, tokenizer, out, recipe)
+    name = name or model.name_or_path or type(model).__name__
+    name = Path(name).resolve().name if Path(name).is_dir() else name  # no paths of this machine
+    jobs = _plan_training(model, tokenizer, out, recipe, name)
     batches = plan_text(TreeModel(model), tokenizer, prompts, documents, recipe.text)
     texts = sum(map(len, batches))
     if texts < 2:
@@ -123,19 +138,21 @@ def distill(
                 check_logits(model)
             shards, tokens = text_folder.write(progress)
         data = describe_data(prompts, documents, texts, tokens, recipe.text)
-        train_draft = train.train_causal_lm if recipe.arch == "lm" else train.train_head
+        train_draft = {"head": train.train_head, "lm": train.train_causal_lm}.get(
+            recipe.arch, architectures.train_published
+        )
         trained = []
         for job in jobs:
             figures = job.figures() or train_draft(model, tokenizer, shards, job, progress)
             if process.is_main_process:
                 write_json(job.folder / "figures.json", figures)
-                write_card(job, name or model.name_or_path or type(model).__name__, data, figures)
+                write_card(job, job.target, data, figures)
             process.wait_for_everyone()
             trained.append({"folder": str(job.folder), **figures})
         return {"out": str(out), "texts": texts, "tokens": tokens, "drafts": trained}
 
 
-def _plan_training(model: Any, tokenizer: Any, out: Path, recipe: Recipe) -> list[TrainingJob]:
+def _plan_training(model: Any, tokenizer: Any, out: Path, recipe: Recipe, target: str) -> list[TrainingJob]:
     """Return the drafts to be trained; heads that are trained on keep their sizes and auxiliary hidden states."""
     heads = [HeadDraft.load(folder) for folder in recipe.start]
     for folder, head in zip(recipe.start, heads, strict=True):
@@ -145,7 +162,8 @@ def _plan_training(model: Any, tokenizer: Any, out: Path, recipe: Recipe) -> lis
                 f"{folder} reads the target's layers {head.aux_layers}, {recipe.start[0]} {heads[0].aux_layers}, and "
                 "texts are kept with one choice of states: train them on in two calls"
             )
-    aux_layers = heads[0].aux_layers if heads else default_aux_layers(model)
+    default = published_aux_layers if recipe.arch in PUBLISHED else default_aux_layers
+    aux_layers = heads[0].aux_layers if heads else default(model)
     folders = [out / str(number) for number in range(1, recipe.drafts + 1)]
     jobs = []
     for index, folder in enumerate(folders):
@@ -155,5 +173,5 @@ def _plan_training(model: Any, tokenizer: Any, out: Path, recipe: Recipe) -> lis
             start = recipe.start[index]
             settings = replace(settings, layers=config.num_hidden_layers, vocabulary=config.vocab_size)
         earlier, earlier_starts = folders[:index], recipe.start[:index]
-        jobs.append(TrainingJob(folder, recipe.arch, settings, aux_layers, earlier, start, earlier_starts))
+        jobs.append(TrainingJob(folder, recipe.arch, settings, aux_layers, earlier, start, earlier_starts, target))
     return jobs

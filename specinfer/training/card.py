@@ -5,7 +5,6 @@ Knows: what was trained, on what, and how well the draft predicts held-out text.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,29 @@ NO_PLOT = "No plot: matplotlib was not installed."
 ARCHITECTURES = {
     "head": "an EAGLE-style head: decoder layers on the target's hidden states that borrow its embedding and output",
     "lm": "a plain small causal language model in Hugging Face format",
+    "eagle3": "an EAGLE-3 head (arXiv 2503.01840) under the names that SpecForge and SGLang read; `specinfer "
+    "export-draft --format speculators` rewrites it for vLLM",
+    "medusa": "a set of Medusa heads (arXiv 2401.10774), one a depth, whose output matrices are copies of the target's",
+    "dflash": "a DFlash head (arXiv 2602.06036), which fills a block of tokens in one pass, in the format of vLLM's "
+    "speculators",
+    "dspark": "a DSpark head, which fills a block of tokens in one pass and scores neighbours (a Markov head of first "
+    "order, no confidence head), in the format of vLLM's speculators",
+}
+READ = {  # of the tokens between the root and the one that is proposed
+    "medusa": "none of the s - 1 tokens above it",
+    "dflash": "none of the s - 1 tokens above it",
+    "dspark": "the last of the s - 1 tokens above it",
 }
 LOSSES = {
     "kl": "the target's distribution (forward Kullback-Leibler divergence)",
     "token": "the target's chosen tokens",
 }
-VOCABULARY = (
-    "\nIts vocabulary covers {coverage:.1%} of the tokens that it was trained on. When sampling, its log-probabilities "
-    "are multiplied by {inverse_temperature:g} before the target's noise is added.\n"
+COVERAGE = "\nIts vocabulary covers {:.1%} of the tokens that it was trained on.{}\n"
+AMONG = (
+    "\nIt proposes any token, but was trained and measured among the most frequent ones, which are {:.1%} of those "
+    "that it was trained on.\n"
 )
+SAMPLING = " When sampling, its log-probabilities are multiplied by {:g} before the target's noise is added."
 TEMPLATE = """---
 base_model: {target}
 library_name: specinfer
@@ -68,8 +81,8 @@ decoder = SpeculativeDecoder.from_pretrained("{target}", drafts=["path/to/this/f
 ## Measured acceptance
 
 How often the target's own choice was among the draft's k likeliest tokens, on held-out texts ({held_out:.1%} of the
-texts above; other texts of the same prompts may have been trained on). In step s the draft has read s - 1 tokens of its
-own proposal, as on level s of a tree.
+texts above; other texts of the same prompts may have been trained on). In step s the draft has read {read}, as on level
+s of a tree.
 
 | step | {ranks} |
 |---|{rules}|
@@ -77,7 +90,7 @@ own proposal, as on level s of a tree.
 {coverage}
 ## What it is not for
 
-- Not for any other target: it was fitted to this one's choices, and an EAGLE-style head to its hidden states.
+- Not for any other target: it was fitted to this one's choices, and a head to its hidden states.
 - Not for writing text by itself: nothing but the target's verification makes its tokens right.
 - The rates above hold for text like the data above; they say nothing about speed, other languages or other subjects.
 - What the target must not be used for, this draft must not be used for either; the target's licence applies.
@@ -110,8 +123,8 @@ def write_card(job: TrainingJob, target: str, data: str, figures: dict[str, Any]
         job: what was trained.
         target: its name on the hub, or its folder.
         data: what the draft was trained on (`describe_data`).
-        figures: what training returned: ``history`` (dicts of step, loss, held_out), ``hits[step][k - 1]`` and, for a
-            head, ``coverage`` and ``inverse_temperature``.
+        figures: what training returned: ``history`` (dicts of step, loss, held_out), ``hits[step][k - 1]``; of all but
+            language models ``coverage``, and of an EAGLE-style head ``inverse_temperature``.
 
     Raises:
         SpecinferError, InputError: the disk is full, or the folder cannot be written.
@@ -125,14 +138,15 @@ def write_card(job: TrainingJob, target: str, data: str, figures: dict[str, Any]
         kind=ARCHITECTURES[job.arch],
         data=data,
         training=_training(job, figures["steps"]),
-        settings="\n".join(f"| {name} | {value} |" for name, value in asdict(job.settings).items()),
+        settings="\n".join(f"| {name} | {value} |" for name, value in job.used_settings().items()),
         losses="\n".join(f"| {row['step']} | {row['loss']:.4f} | {row['held_out'][0][0]:.3f} |" for row in listed),
         plot=f"![Loss and held-out hit rates]({PLOT})" if plotted else NO_PLOT,
         held_out=job.settings.held_out,
         ranks=" | ".join(f"top-{k}" for k in range(1, len(hits[0]) + 1)),
         rules="|".join(["---"] * len(hits[0])),
         hits="\n".join(f"| {i} | {' | '.join(f'{rate:.3f}' for rate in row)} |" for i, row in enumerate(hits, 1)),
-        coverage=VOCABULARY.format(**figures) if "coverage" in figures else "",
+        read=READ.get(job.arch, "s - 1 tokens of its own proposal"),
+        coverage=_coverage(job.arch, figures),
     )
     write_whole(job.folder / "README.md", text)
 
@@ -166,6 +180,15 @@ def _training(job: TrainingJob, steps: int) -> str:
         names = " and ".join(folder.name for folder in job.earlier)
         text += f" Boost-tuned after draft {names}: a token that one of those proposes first weighs {settings.boost:g}."
     return text
+
+
+def _coverage(arch: str, figures: dict[str, Any]) -> str:
+    if "coverage" not in figures:
+        return ""
+    if arch == "medusa":
+        return AMONG.format(figures["coverage"])
+    sampling = SAMPLING.format(figures["inverse_temperature"]) if "inverse_temperature" in figures else ""
+    return COVERAGE.format(figures["coverage"], sampling)
 
 
 def _by_file(prompts: Sequence[TrainingPrompt]) -> str:

@@ -19,6 +19,7 @@ from specinfer.common.files import lock_settings, read_json, storing, sync, weig
 from specinfer.errors import InputError
 
 TIMEOUT = timedelta(days=7)  # of processes that wait for the one that writes the text
+OF_ARCH = {"heads": ("medusa",), "block": ("dflash", "dspark")}  # settings of these architectures alone
 ProgressCallback = Callable[[str, int, int, dict[str, Any]], None]  # stage, units done, units in all, figures
 
 
@@ -27,6 +28,7 @@ class TrainingSettings:
     """How a draft is trained."""
 
     epochs: float = 3.0
+    minutes: float | None = None  # of training, instead of epochs
     tokens_per_batch: int = 2048
     learning_rate: float = 4.5e-3  # of the matrices; a third of it for the rest
     warmup: float = 0.03  # share of the steps
@@ -36,6 +38,8 @@ class TrainingSettings:
     boost: float = 0.2  # weight of tokens that an earlier draft proposes first
     vocabulary: int = 12_000  # tokens a head may propose
     layers: int = 1
+    heads: int = 5  # of medusa: the depths that it predicts
+    block: int = 8  # slots of dflash and dspark
     held_out: float = 0.02
     seed: int = 0
     checkpoint_every: int = 200  # steps
@@ -46,12 +50,13 @@ class TrainingJob:
     """One draft to be trained."""
 
     folder: Path
-    arch: str  # "head" or "lm"
+    arch: str
     settings: TrainingSettings
     aux_layers: Sequence[int]  # the target's hidden states in the texts, as transformers counts layers
     earlier: Sequence[Path] = ()  # folders of the drafts that this one complements
     start: Path | None = None  # folder of the head whose training goes on; None begins anew
     earlier_starts: Sequence[Path] = ()  # the same for the earlier drafts
+    target: str = ""  # what the target is called
 
     def lock_settings(self) -> None:
         """Record the settings in the folder, or check that they are the recorded ones.
@@ -59,7 +64,7 @@ class TrainingJob:
         Raises:
             InputError: the folder was begun with other settings.
         """
-        settings = {"arch": self.arch, "start": self.start and weights_digest(self.start), **asdict(self.settings)}
+        settings = {"arch": self.arch, "start": self.start and weights_digest(self.start), **self.used_settings()}
         if self.earlier_starts:
             settings["earlier"] = [weights_digest(folder) for folder in self.earlier_starts]
         del settings["learning_rate"], settings["checkpoint_every"]  # training may go on with others
@@ -68,6 +73,11 @@ class TrainingJob:
         advice = f"take the old settings, or remove {begun} to train it anew on the same text"
         empty = not (checkpoint.exists() or (self.folder / "figures.json").exists())
         lock_settings(self.folder / "settings.json", settings, advice, empty)
+
+    def used_settings(self) -> dict[str, Any]:
+        """Return the settings without those of other architectures."""
+        settings = {name: value for name, value in asdict(self.settings).items() if value is not None}
+        return {name: value for name, value in settings.items() if self.arch in OF_ARCH.get(name, (self.arch,))}
 
     def figures(self) -> dict[str, Any] | None:
         """Return the figures of a finished training, or None.
