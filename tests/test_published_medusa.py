@@ -16,7 +16,7 @@ from specinfer.drafts import medusa
 from specinfer.drafts.base import DraftContext
 from specinfer.drafts.checkpoint import Checkpoint
 from specinfer.drafts.conventions import Convention, write_text
-from specinfer.drafts.published import PublishedDraft
+from specinfer.drafts.published import PublishedDraft, load_published
 from specinfer.engine.sampling import Processors
 from specinfer.errors import ModelError
 
@@ -189,6 +189,16 @@ def test_random_heads_are_refused_with_numbers(target, tmp_path):
     with pytest.raises(ModelError, match=r"^draft medusa does not fit this target: .* 0 %") as error:
         SpeculativeDecoder(target, None, [draft])
     assert "\n" not in str(error.value)
+
+
+def test_a_folder_is_loaded_as_what_it_is(target, tmp_path):
+    weights = random_weights(heads=5)
+    for number, file in enumerate(("medusa_lm_head.pt", "model.safetensors")):
+        folder = tmp_path / f"medusa-{number}"
+        write(folder, weights, file, "medusa_head.")
+        draft = load_published(folder, LAST)
+        assert (draft.name, type(draft.network), len(draft.network.heads)) == (folder.name, medusa.MedusaNetwork, 5)
+        assert SpeculativeDecoder(target, None, [draft]).generate([1, 2], max_new_tokens=4).stats.drafts
 
 
 @pytest.mark.parametrize(
