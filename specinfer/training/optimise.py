@@ -17,6 +17,7 @@ from torch import nn
 from specinfer.drafts.head_network import HeadNetwork
 from specinfer.engine.gumbel import TRAINING, key
 from specinfer.errors import NumericalError
+from specinfer.loading import resolve_dtype
 from specinfer.training.data import Batch, Texts, endless
 from specinfer.training.job import Checkpoint, ProgressCallback, TrainingJob, TrainingSettings
 from specinfer.training.losses import DistillationLoss, boost_weights
@@ -47,7 +48,8 @@ def optimise(
     from accelerate import Accelerator
 
     settings = job.settings
-    accelerator = Accelerator(mixed_precision="bf16", cpu=next(loss.parameters()).device.type == "cpu")
+    device = next(loss.parameters()).device
+    accelerator = Accelerator(mixed_precision="bf16" if in_bfloat16(device) else "no", cpu=device.type == "cpu")
     optimizers = _optimizers(loss)
     checkpoint = Checkpoint(job.folder)
     done, history = checkpoint.load(loss, optimizers)
@@ -77,6 +79,11 @@ def optimise(
                 checkpoint.save(loss, optimizers, step, history)
         progress(f"draft {job.folder.name}", step, plan.steps, figures)
     return {"steps": step, "history": history, "hits": history[-1]["held_out"]}
+
+
+def in_bfloat16(device: torch.device) -> bool:
+    """Return whether a device multiplies bfloat16 natively; others are slower in it than in float32."""
+    return resolve_dtype("auto", device) is torch.bfloat16
 
 
 class _Plan:
@@ -175,7 +182,7 @@ def evaluate(loss: DistillationLoss, texts: Texts) -> list[list[float]]:
     for chosen in texts.batches(texts.held_out, loss.settings.tokens_per_batch, None):
         batch = texts.load(chosen, device)
         weights = torch.ones(int(batch.learn.sum()), device=device)
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, in_bfloat16(device)):
             _, found, of = loss(*batch, weights)
         hits, counts = hits + found.cpu(), counts + of.cpu()
     rates = hits.cumsum(-1) / counts.clamp(min=1)[:, None]

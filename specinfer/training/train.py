@@ -24,7 +24,7 @@ from specinfer.engine.gumbel import TRAINING, key
 from specinfer.training.data import Texts
 from specinfer.training.job import ProgressCallback, TrainingJob, processes
 from specinfer.training.losses import CausalLMLoss, HeadLoss, first_logits
-from specinfer.training.optimise import evaluate, optimise
+from specinfer.training.optimise import evaluate, in_bfloat16, optimise
 
 INVERSE_TEMPERATURES = [1 + step / 20 for step in range(21)]  # tried for a head, see `fit_inverse_temperature`
 CALIBRATION_BATCHES = 8  # of held-out text that they are tried on
@@ -148,7 +148,7 @@ def fit_inverse_temperature(loss: HeadLoss, texts: Texts) -> float:
     hits = torch.zeros_like(inverse_temperatures)
     for chosen in texts.batches(texts.held_out, settings.tokens_per_batch, Random(settings.seed))[:CALIBRATION_BATCHES]:
         batch = texts.load(chosen, device)
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, in_bfloat16(device)):
             q, p = first_logits(head, batch).float(), loss.target_logits(batch.states[:, 1:, -1][batch.learn]).float()
         noise = -torch.empty_like(p).exponential_(generator=generator).log()
         choices = (p + noise).argmax(-1)
