@@ -50,15 +50,14 @@ class PEagleNetwork(Eagle3Network):
 class MaskedHeadSession(HeadDraftSession):
     """A head that is fed masked tokens behind the committed ones."""
 
-    def all_depths(self) -> Tensor | None:
-        """Feed each row's uncached tokens and the masked ones; keep the former.
+    @property
+    def ready(self) -> bool:
+        """Whether all depths fit into the head's context."""
+        return self._levels_left() >= self.session.model.model.depth
 
-        Returns:
-            Logits (B, D, V') of depths 1 ... D; None where the head's context ends.
-        """
+    def all_depths(self) -> Tensor:
+        """Feed each row's uncached tokens and the masked ones, keep the former: logits (B, D, V') of depths 1 ... D."""
         network: PEagleNetwork = self.session.model.model
-        if self._levels_left() < network.depth:
-            return None
         chains, states = self.uncached, self._uncached_inputs()["target_states"]
         if max(map(len, chains)) > CATCH_UP:
             self.session.prefill([chain[:-1] for chain in chains], target_states=[row[:-1] for row in states])
@@ -93,7 +92,12 @@ class PEagleSession(LatticeSession):
         self.head.commit(tokens, states)
         super().commit(tokens, states)
 
-    def predict(self) -> Tensor | None:
+    @property
+    def ready(self) -> bool:
+        """Whether all depths fit into the head's context."""
+        return self.head.ready
+
+    def predict(self) -> Tensor:
         """Run the step's pass: logits (B, D, V')."""
         logits, clocks = self.head.all_depths(), self.head.session
         self.passes, self.seconds, self.prefill_seconds = clocks.passes, clocks.seconds, clocks.prefill_seconds
