@@ -126,7 +126,7 @@ class SpeculativeDecoder:
         dtype, device = str(dtype).removeprefix("torch."), str(device)
         loaded = loading.load(target, dtype, device)
         ready = [
-            _load_draft(os.fspath(draft), dtype, device) if _is_name(draft) and draft not in WORDS else draft
+            load_draft(os.fspath(draft), dtype, device) if _is_name(draft) and draft not in WORDS else draft
             for draft in _as_list(drafts)
         ]
         return cls(loaded.model, loaded.tokenizer, ready, tree, verifier, confidence_gate, graphs, compile)
@@ -398,7 +398,7 @@ def _is_name(draft: Any) -> bool:
     return isinstance(draft, str | os.PathLike)
 
 
-def _load_draft(name: str, dtype: str, device: str) -> Draft:
+def load_draft(name: str, dtype: str, device: str) -> Draft:
     """Load a draft: a head trained here, a published head, or else a language model.
 
     Raises:

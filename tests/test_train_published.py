@@ -9,11 +9,12 @@ from conftest import byte_tokenizer, plain, tiny_llama
 from safetensors.torch import load_file, save_file
 
 import specinfer.loading
-from specinfer import BestFirst, SpeculativeDecoder, cli
+from specinfer import BestFirst, SpeculativeDecoder, check_draft, cli
 from specinfer.drafts.conventions import Convention
 from specinfer.drafts.head import HeadDraft, target_fingerprint
 from specinfer.drafts.published import load_published
-from specinfer.errors import InputError
+from specinfer.errors import InputError, ModelError
+from specinfer.evaluation.doctor import costs
 from specinfer.loading import Loaded
 from specinfer.training import Recipe, TextSettings, TrainingSettings, distill, optimise, published, train
 from specinfer.training.architectures import PUBLISHED, published_aux_layers, train_published
@@ -24,6 +25,7 @@ from specinfer.training.text import TrainingPrompt
 
 WORDS = 64  # tokens that the target writes: few, so that drafts can learn it in seconds
 AUX_LAYERS = (2, 3, 4, 7)
+IDS = "eagle_aux_hidden_state_layer_ids"
 CONVENTIONS = {
     "eagle3": Convention((2, 3, 4), (("norm_before_residual", False), ("norm_output", False))),
     "medusa": Convention((7,)),
@@ -124,6 +126,74 @@ def test_a_killed_training_goes_on_and_ends_as_if_it_had_not_been(target, shards
     weights = load_file(kept), load_file(killed)
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+
+
+# ---- faults that are planted in a head that works ----
+
+
+def planted(folder, out, config=None, weights=lambda weights: None):
+    """A copy of an EAGLE-3 head with some fields of its configuration, or its weights, changed."""
+    out.mkdir()
+    read = json.loads((folder / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(read | (config or {})))
+    found = load_file(folder / "model.safetensors")
+    weights(found)
+    save_file(found, out / "model.safetensors")
+    return out
+
+
+def checked(target, folder):
+    """What `check_draft` says of a head that need not fit."""
+    draft = load_published(folder)
+    draft.least = 0.0
+    prompts = [[first, 9, 17, 30 + first] for first in range(4)]
+    (check,) = check_draft(SpeculativeDecoder(target, drafts=[draft]), prompts, max_new_tokens=16).drafts
+    return check
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """No test reads times."""
+    for name in ("STEPS", "ROUNDS"):
+        monkeypatch.setattr(costs, name, 1)
+
+
+def test_layers_off_by_one_are_found_and_mended(quick, target, trained, tmp_path):
+    """The configuration names the layers before those that the head was trained on."""
+    right = checked(target, planted(trained["eagle3"][0], tmp_path / "right"))
+    found = checked(target, planted(trained["eagle3"][0], tmp_path / "wrong", {IDS: [1, 2, 3]}))
+    assert right.grade != "bad"
+    assert found.agreements[0][0].startswith("states 2, 3, 4")
+    assert found.hits == right.hits
+    (_, best), *others = found.agreements
+    wrong = [rates for words, rates in others if words.startswith("states 1, 2, 3")]
+    assert wrong
+    assert all(sum(rates) < sum(best) for rates in wrong)
+
+
+def lost_norm(weights):
+    weights["norm.weight"] *= torch.linspace(-2, 2, len(weights["norm.weight"]))
+
+
+def shifted_vocabulary(weights):
+    weights["d2t"] = torch.full_like(weights["d2t"], WORDS - len(weights["d2t"]))
+    weights["t2d"] = torch.arange(WORDS) >= WORDS - len(weights["d2t"])
+
+
+@pytest.mark.parametrize("fault", [lost_norm, shifted_vocabulary])
+def test_wrong_norms_and_vocabularies_are_found(quick, target, trained, tmp_path, fault):
+    check = checked(target, planted(trained["eagle3"][0], tmp_path / "head", weights=fault))
+    assert check.grade == "bad"
+    assert "does not fit this target" in check.words
+    with pytest.raises(ModelError, match="does not fit this target"):
+        SpeculativeDecoder(target, drafts=[load_published(tmp_path / "head")])
+
+
+def test_a_head_of_another_target_is_found(quick, trained, tmp_path):
+    other = tiny_llama(seed=9, spread=0.12, vocab=WORDS, num_hidden_layers=7).float()
+    check = checked(other, planted(trained["eagle3"][0], tmp_path / "head"))
+    assert check.grade == "bad"
+    assert "trained for another target" in check.words
 
 
 # ---- blocks ----

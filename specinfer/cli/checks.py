@@ -7,7 +7,7 @@ Does not know: how models and drafts are checked, how models are compiled, how d
 import sys
 from io import BytesIO
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -55,12 +55,27 @@ def check_draft(
 
     kind = plot and _picture_kind(plot)
     texts = [text for path in prompts or () for _, text in read_prompt_file(path, split, count)] or list(PROMPTS)
-    decoder = options.load_decoder(target, draft or ["bundled"], dtype=dtype, device=device)
+    drafts = [_unrefused(name, dtype, device) for name in draft or ["bundled"]]
+    decoder = options.load_decoder(target, drafts, dtype=dtype, device=device)
     report = run(decoder, texts, max_new_tokens=max_new_tokens, progress=text_bar(len(texts)))
     if plot is not None:
         report.plot().figure.savefig(drawn := BytesIO(), format=kind, dpi=150)
         write_whole(plot, drawn.getvalue())
     print_json(report.to_dict()) if as_json else print(report)
+
+
+def _unrefused(name: str, dtype: str, device: str) -> Any:
+    """Load a draft by name, a published head even if it does not fit its target; words stay words."""
+    from specinfer.decoder import WORDS, load_draft
+    from specinfer.drafts.published import PublishedDraft
+
+    quieten()
+    if name in WORDS:
+        return name
+    draft = load_draft(name, dtype, device)
+    if isinstance(draft, PublishedDraft):
+        draft.least = 0.0
+    return draft
 
 
 def _picture_kind(path: Path) -> str:

@@ -52,7 +52,7 @@ Raw = Annotated[bool, typer.Option("--raw", help="Feed the prompt as it is, with
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def load_decoder(target: str | None, drafts: list[str] | None, **options: Any) -> Any:
+def load_decoder(target: str | None, drafts: list[Any] | None, **options: Any) -> Any:
     """Load the models that the options name; return a decoder.  Options are those of `from_pretrained`."""
     from specinfer.decoder import SpeculativeDecoder
 

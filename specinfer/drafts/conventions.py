@@ -150,25 +150,27 @@ class _Along:
         return trees
 
 
-def choose(name: str, measured: dict[Convention, list[float]]) -> tuple[Convention, str]:
+def choose(name: str, measured: dict[Convention, list[float]], least: float = LEAST) -> tuple[Convention, str]:
     """Return the convention under which a chain is accepted furthest, and a note if others are as good.
 
     Args:
         name: the draft's.
         measured: agreement at each depth by convention; the format's own comes first.
+        least: agreement at depth 1 below which the head is refused.
 
     Raises:
         ModelError: the head does not fit the target under any.
     """
     expected = {rule: sum(prod(rates[: d + 1]) for d in range(len(rates))) for rule, rates in measured.items()}
     best = max(expected, key=lambda rule: expected[rule])  # the first of equals
-    if measured[best][0] < LEAST:
+    if measured[best][0] < least:
         rates = ", ".join(f"{100 * rate:.0f} %" for rate in measured[best])
         tried = f"{len(measured)} conventions" if len(measured) > 1 else "the format's convention"
         raise ModelError(
             f"draft {name} does not fit this target: under the best of {tried} ({best}) its first choice is the "
-            f"target's in {rates} of the cases at depths 1 to {len(measured[best])}, and {100 * LEAST:.0f} % at depth "
-            "1 are the least. It was trained for another target, or for one in another form"
+            f"target's in {rates} of the cases at depths 1 to {len(measured[best])}, and {100 * least:.0f} % at depth "
+            "1 are the least. It was trained for another target, or for one in another form: `specinfer check-draft` "
+            "shows more"
         )
     tied = [str(rule) for rule, value in expected.items() if value == expected[best] and rule != best]
     note = f"draft {name}: measured as good under {'; or '.join(tied)}; taken: {best}" if tied else ""

@@ -19,7 +19,7 @@ from specinfer.attention import TreeModel, running
 from specinfer.common.files import cache_folder, parse_json, read_json, weights_digest, write_json
 from specinfer.drafts.base import DraftContext, DraftSession
 from specinfer.drafts.checkpoint import Checkpoint, hub_config
-from specinfer.drafts.conventions import Convention, agreement, choose, write_text
+from specinfer.drafts.conventions import LEAST, Convention, agreement, choose, write_text
 from specinfer.drafts.head import target_fingerprint
 from specinfer.drafts.network import DraftNetwork
 from specinfer.errors import InputError, ModelError, SpecinferError
@@ -59,6 +59,9 @@ class Network(Protocol):
 class PublishedDraft:
     """A published head as a draft.
 
+    Attributes:
+        least: share of first choices that must be the target's, else the head is refused; 0 refuses none.
+
     Args:
         name: in results.
         network: of the head.
@@ -72,7 +75,7 @@ class PublishedDraft:
         self, name: str, network: Any, session: Any, digest: str = "", convention: Convention | None = None
     ) -> None:
         self.name, self.network, self.session, self.digest = name, network, session, digest
-        self.convention = convention
+        self.convention, self.least = convention, LEAST
         self.model: Any = None  # the bound network: a `TreeModel`, or itself if it runs behind no mask
         self.aux_layers: tuple[int, ...] = ()
         self.agreements: list[tuple[str, list[float]]] = []  # conventions, the one in use first, by agreement
@@ -97,7 +100,7 @@ class PublishedDraft:
         if self.convention:
             return self._under(rules[0], target)
         measured = self._measured(rules, target, tokenizer)
-        best, note = choose(self.name, measured)
+        best, note = choose(self.name, measured, self.least)
         attached = self._under(best, target)
         order = sorted(measured, key=lambda rule: rule != best)
         attached.agreements = [(str(rule), measured[rule]) for rule in order]
