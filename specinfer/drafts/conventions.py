@@ -151,7 +151,7 @@ class _Along:
 
 
 def choose(name: str, measured: dict[Convention, list[float]], least: float = LEAST) -> tuple[Convention, str]:
-    """Return the convention under which a chain is accepted furthest, and a note if others are as good.
+    """Return the convention under which a chain is accepted furthest, and a note that says so, and which are as good.
 
     Args:
         name: the draft's.
@@ -173,5 +173,5 @@ def choose(name: str, measured: dict[Convention, list[float]], least: float = LE
             "shows more"
         )
     tied = [str(rule) for rule, value in expected.items() if value == expected[best] and rule != best]
-    note = f"draft {name}: measured as good under {'; or '.join(tied)}; taken: {best}" if tied else ""
-    return best, note
+    others = f"; as good: {'; or '.join(tied)}" if tied else ""
+    return best, f"draft {name} reads {best}: its first choice is the target's in {measured[best][0]:.0%}{others}"

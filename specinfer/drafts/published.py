@@ -104,7 +104,7 @@ class PublishedDraft:
         attached = self._under(best, target)
         order = sorted(measured, key=lambda rule: rule != best)
         attached.agreements = [(str(rule), measured[rule]) for rule in order]
-        attached.notes = (note,) if note else ()
+        attached.notes = (note,)
         return attached
 
     def open(self, context: DraftContext) -> DraftSession:
