@@ -19,7 +19,7 @@ from specinfer.attention import TreeModel, TreeSession
 from specinfer.drafts.head import HeadDraft, target_fingerprint
 from specinfer.drafts.head_network import HeadNetwork, head_config
 from specinfer.errors import ModelError, TokenizerMismatch, UnsupportedModel
-from specinfer.training.train import _chained_mask
+from specinfer.training.losses import chained_mask
 
 AUX_LAYERS = (1, 2)
 
@@ -59,7 +59,7 @@ def unrolled(head, ids, states, steps):
     columns, cache, own, found = torch.arange(len(ids)), DynamicCache(), None, []
     with torch.no_grad():
         for step in range(steps):
-            mask = _chained_mask(columns, step)[None, None]
+            mask = chained_mask(columns, step)[None, None]
             given = {"target_states": states} if own is None else {"draft_states": own}
             output = head(torch.tensor([ids]), mask, columns[None], cache, **given)
             found.append(output.logits)
