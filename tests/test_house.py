@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -100,3 +101,11 @@ def test_every_module_imports_alone():
     for name in MODULES:
         if name != "__main__":
             importlib.import_module(f"specinfer.{name}" if name else "specinfer")
+
+
+def test_every_package_is_in_the_wheel():
+    """A package that is not listed works from a checkout, and is missing from an installation."""
+    project = Path(__file__).parent.parent / "pyproject.toml"
+    listed = set(tomllib.loads(project.read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"])
+    found = {f"specinfer.{name}".rstrip(".") for name, path in MODULES.items() if path.name == "__init__.py"}
+    assert found == listed
