@@ -72,7 +72,7 @@ class PublishedDraft:
     """
 
     def __init__(
-        self, name: str, network: Any, session: Any, digest: str = "", convention: Convention | None = None
+        self, name: str, network: Network, session: Any, digest: str = "", convention: Convention | None = None
     ) -> None:
         self.name, self.network, self.session, self.digest = name, network, session, digest
         self.convention, self.least = convention, LEAST
