@@ -14,7 +14,7 @@ from specinfer.drafts.lattice import LatticeSession
 from specinfer.engine.gumbel import Coupling
 from specinfer.engine.sampling import Processors
 from specinfer.errors import NumericalError
-from specinfer.tree import BestFirst, Expansion, Frontier, Lattice, LatticeSource, Sampled
+from specinfer.tree import BestFirst, Chain, Expansion, Frontier, Lattice, LatticeSource, Sampled
 from specinfer.tree import lattice as module
 from specinfer.tree.policies import grow_best_first
 
@@ -237,6 +237,19 @@ def test_scores_are_those_of_the_formulas(kind, couplings):
                 log_probs = torch.full((12,), -inf).scatter(0, kept, sums[kept].log_softmax(-1) + share)
             assert float(tree.scores[node] - tree.scores[parent]) == pytest.approx(float(log_probs[token]), abs=1e-5)
             assert token in log_probs.topk(2).indices
+
+
+def test_pairs_are_scored_after_tokens_that_are_no_candidates():
+    """As texts that are gone through hold them: level by level, every token's own score counts."""
+    session = session_of(Scored)
+    session.propose(Chain(1), 3)
+    (other, *_) = (token for token in range(12) if token not in LOGITS[0, 0].topk(4).indices)
+    one = torch.tensor([[other], [other]])
+    tokens, log_probs = session.top(Frontier(one, torch.zeros_like(one), one >= 0, 1), 4)
+    kept = LOGITS[0, 1].topk(4).indices
+    sums = (LOGITS[0, 1] + SCORES[other])[kept].log_softmax(-1) + LOGITS[0, 1].log_softmax(-1)[kept].logsumexp(-1)
+    assert tokens[0, 0].tolist() == kept[sums.argsort(descending=True)].tolist()
+    assert log_probs[0, 0].tolist() == pytest.approx(sums.sort(descending=True).values.tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", [Plain, Scored])

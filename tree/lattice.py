@@ -55,7 +55,7 @@ class Lattice:
         candidates, order = candidates.sort(-1)  # so that a stable sort breaks ties by the smaller token
         lists = log_probs.shape[2]
         log_probs = log_probs.gather(3, order[:, :, None].expand(-1, -1, lists, -1))
-        if lists > 1:  # the candidates of the depth above have moved, too; depth 1 has none above
+        if lists > 1 and order.shape[1] > 1:  # those of the depth above have moved, too; depth 1 has none
             above = torch.arange(lists, device=order.device).repeat(*order.shape[:2], 1)
             above[:, 1:, :-1] = order[:, :-1]
             log_probs = log_probs.gather(2, above[..., None].expand_as(log_probs))

@@ -127,11 +127,11 @@ class DSparkSession(BlockSession):
         slots = self._slots(depths, parents.shape[2])
         return head.gated(parents, slots) @ head.markov_w2.weight[children].mT
 
-    def confidence(self, parents: Tensor) -> Tensor | None:
+    def confidence(self, parents: Tensor, depths: slice) -> Tensor | None:
         """Return the log of the chance that any child of a parent (B, D, A) is accepted; None: it is not used."""
         if not self.network.use_confidence:
             return None
-        found: Tensor = self.network.log_confidence(parents, self._slots(slice(None), parents.shape[2]))
+        found: Tensor = self.network.log_confidence(parents, self._slots(depths, parents.shape[2]))
         return found
 
     def _slots(self, depths: slice, count: int) -> Tensor | None:

@@ -106,7 +106,7 @@ class LatticeSession(DepthsSession):
         """
         raise NotImplementedError
 
-    def confidence(self, parents: Tensor) -> Tensor | None:
+    def confidence(self, parents: Tensor, depths: slice) -> Tensor | None:
         """Return the log of the chance that any child of a parent (B, D, A) is accepted; None: it is not known."""
         return None
 
@@ -119,12 +119,21 @@ class LatticeSession(DepthsSession):
         """Return the candidates of all depths; with scored pairs as many as the draft's width."""
         width = min(self.width or width, self.logits.shape[-1])
         if width not in self._lattices:
-            self._lattices[width] = self._ranked_lattice(width)
+            self._lattices[width] = self._ranked_lattice(width, slice(None))
         return self._lattices[width]
 
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
-        """Return each node's k likeliest children and their log-probabilities; fewer, if there are fewer candidates."""
-        return self.lattice(k).children(frontier.tokens, frontier.depth, k)
+        """Return each node's k likeliest children and their log-probabilities; fewer, if there are fewer candidates.
+
+        With scored pairs, nodes may hold tokens that are no candidates of their depth.
+        """
+        if self.width is None:
+            return self.lattice(k).children(frontier.tokens, frontier.depth, k)
+        parents = self._parents(frontier)
+        level = self._ranked_lattice(self.width, slice(frontier.depth, frontier.depth + 1), parents)
+        found = (table[:, 0, : parents.shape[2], :k] for table in (level.tokens, level.log_probs))
+        children, log_probs = map(torch.from_numpy, found)
+        return children, log_probs
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Draw k children per node; with scored pairs from the candidates alone."""
@@ -133,27 +142,33 @@ class LatticeSession(DepthsSession):
             dense = self.warped(logits.float()).cpu().expand(-1, count, -1)
         else:
             indices = self.ranked(logits, [frontier.depth], self.width).indices
-            parents = self._roots() if frontier.depth == 0 else frontier.tokens.to(logits.device)[:, None]
-            joint = self._joint(logits, indices, parents, slice(frontier.depth, frontier.depth + 1))
+            joint = self._joint(logits, indices, self._parents(frontier), slice(frontier.depth, frontier.depth + 1))
             scores = torch.full_like(logits, -inf, dtype=torch.float32).expand(-1, count, -1).clone()
             scores.scatter_(2, indices.expand(-1, count, -1), joint[:, 0, :-1])
             dense = self.warped(scores).cpu()
         return self.drawn(dense, k, replacement, frontier.depth)
 
-    def _ranked_lattice(self, width: int) -> Lattice:
-        """Return the lattice of the `width` best tokens of every depth."""
-        logits, depths = self.logits, range(self.depth)
-        indices, scores, total = self.ranked(logits, depths, width)
+    def _ranked_lattice(self, width: int, depths: slice, parents: Tensor | None = None) -> Lattice:
+        """Return the lattice of the `width` best tokens of some depths.
+
+        Args:
+            width: K.
+            depths: which D.
+            parents: (B, D, A) tokens above; None = each depth's candidates are those of the next.
+        """
+        logits, numbers = self.logits[:, depths], range(self.depth)[depths]
+        indices, scores, total = self.ranked(logits, numbers, width)
         log_probs = scores - total
         if self.width is None:
             return Lattice.of(self.ids(indices), log_probs[:, :, None])
-        parents = torch.cat([self._roots().expand(-1, -1, width), self.ids(indices[:, :-1])], 1)
-        joint = self._joint(logits, indices, parents, slice(None))  # (B, D, A, K)
-        noise = self.noise_of(depths, logits.shape[-1], indices, logits.device)
+        if parents is None:
+            parents = torch.cat([self._roots().expand(-1, -1, indices.shape[2]), self.ids(indices[:, :-1])], 1)
+        joint = self._joint(logits, indices, parents, depths)  # (B, D, A + 1, K)
+        noise = self.noise_of(numbers, logits.shape[-1], indices, logits.device)
         spread = None if noise is None else noise[:, :, None].expand_as(joint).flatten(1, 2)
         joint = self.scored(joint.flatten(1, 2), spread).view_as(joint)
         share = log_probs.logsumexp(-1)[:, :, None, None]  # of the depth's probability, that the candidates have
-        if (confidence := self.confidence(parents)) is not None:
+        if (confidence := self.confidence(parents, depths)) is not None:
             share = share + pad(confidence.float(), (0, 1))[..., None]  # nothing is known after other tokens
         return Lattice.of(self.ids(indices), joint.log_softmax(-1) + share)
 
@@ -161,6 +176,10 @@ class LatticeSession(DepthsSession):
         """Return logit plus pair score of children after each parent, and last after none: (B, D, A + 1, K)."""
         logits = logits.gather(2, indices)[:, :, None].float()
         return torch.cat([logits + self.pairs(parents, indices, depths).float(), logits], 2)
+
+    def _parents(self, frontier: Frontier) -> Tensor:
+        """Return the tokens of frontier nodes, (B, 1, W)."""
+        return self._roots() if frontier.depth == 0 else frontier.tokens.to(self.logits.device)[:, None]
 
     def _roots(self) -> Tensor:
         """Return the roots, (B, 1, 1)."""
