@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -180,7 +181,10 @@ def _fetched(name: str) -> Path:
 
 
 def _unpickled(file: Path) -> Any:
-    return torch.load(file, map_location="cpu", weights_only=True)
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:  # torch's message advises to run what is in it
+        raise ValueError("it is damaged, or holds more than tensors, and code in it is never run") from error
 
 
 def _listed(names: Iterable[str]) -> str:
