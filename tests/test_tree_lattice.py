@@ -37,7 +37,7 @@ class Raw:
         """The children at a depth of a token, sorted: log-probability and token."""
         candidates, lists = self.candidates[row, depth - 1].tolist(), self.log_probs[row, depth - 1]
         known = self.candidates[row, depth - 2].tolist() if depth > 1 and len(lists) > 1 else []
-        which = known.index(above) if above in known else 0 if depth == 1 or len(lists) == 1 else -1
+        which = known.index(above) if known else 0
         scored = zip(lists[which].tolist(), candidates, strict=True)
         return sorted(((p, token) for p, token in scored if p > -inf), key=lambda item: (-item[0], item[1]))
 
@@ -47,7 +47,7 @@ def random_lattice(seed, rows=1, scored=None):
     width, depth = (int(chance.integers(1, most + 1)) for most in (32, 16))
     scored = bool(seed % 2) if scored is None else scored
     candidates = np.stack([chance.permutation(VOCAB)[:width] for _ in range(rows * depth)]).reshape(rows, depth, width)
-    log_probs = -chance.integers(0, 12, (rows, depth, width + 1 if scored else 1, width)) / 4
+    log_probs = -chance.integers(0, 12, (rows, depth, width if scored else 1, width)) / 4
     log_probs[chance.random(log_probs.shape) < 0.1] = -inf
     return Raw(torch.from_numpy(candidates), torch.from_numpy(log_probs).float())
 
@@ -106,6 +106,16 @@ def fixed(raw):
         def lattice(self, width):
             return raw.made
 
+        def top(self, frontier, k):
+            """By the lattice as it was before it was sorted."""
+            answers = torch.zeros(2, *frontier.tokens.shape, k)
+            answers[1] = -inf
+            for row, node in zip(*np.nonzero(frontier.valid.numpy()), strict=True):
+                found = raw.children(row, frontier.depth + 1, int(frontier.tokens[row, node]))[:k]
+                for rank, (log_prob, token) in enumerate(found):
+                    answers[:, row, node, rank] = torch.tensor([token, log_prob])
+            return answers[0].long(), answers[1]
+
     prompts, seeds = [[7]] * rows, [0] * rows
     return Fixed(DraftContext(prompts, 8, 8, VOCAB, 0, Processors([]), seeds))
 
@@ -140,26 +150,13 @@ def test_level_by_level_gives_the_same_trees_in_every_row(seed):
         assert one.parents.tolist() == other.parents.tolist()
 
 
-@pytest.mark.parametrize("scored", [False, True])
-def test_a_token_that_is_no_candidate_has_the_last_list(scored):
-    raw = random_lattice(4, rows=2, scored=scored)
-    width = raw.candidates.shape[2]
-    stranger = next(token for token in range(VOCAB) if not bool((raw.candidates == token).any()))
-    for depth in range(1, raw.made.depth):
-        above = torch.tensor([[stranger, int(raw.candidates[row, depth - 1, 0])] for row in range(2)])
-        tokens, log_probs = raw.made.children(above, depth, width)
-        for row in range(2):
-            for node, token in enumerate(above[row].tolist()):
-                wanted = raw.children(row, depth + 1, token)
-                real = log_probs[row, node] > -inf
-                assert tokens[row, node][real].tolist() == [token for _, token in wanted]
-                assert log_probs[row, node][real].tolist() == [log_prob for log_prob, _ in wanted]
-
-
 def test_children_are_as_many_as_asked_for():
-    raw = random_lattice(4)
-    tokens, log_probs = raw.made.children(torch.tensor([[-1]]), 0, 2)
-    assert tokens.shape == log_probs.shape == (1, 1, 2)
+    session = session_of(Plain)
+    session.propose(Chain(1), 3)
+    one = torch.tensor([[5, 6], [5, 6]])
+    tokens, log_probs = session.top(Frontier(one, torch.zeros_like(one), one >= 0, 1), 2)
+    assert tokens.shape == log_probs.shape == (2, 2, 2)
+    assert tokens[0, 0].tolist() == tokens[0, 1].tolist() == LOGITS[0, 1].topk(2).indices.tolist()
 
 
 @pytest.mark.parametrize("scored", [False, True])

@@ -30,8 +30,8 @@ class Lattice:
     """Candidates of D depths in B rows, in host memory; every list of children is sorted, ties by the smaller token.
 
     Attributes:
-        tokens: (B, D, A, K) int64, the children of a node by its token: lists for the K candidates of the depth above,
-            and a last one for any other token; or A = 1 list for all.  At depth 1 only the first counts, the root's.
+        tokens: (B, D, A, K) int64, the children of a node by its token: a list for each of the A = K candidates of the
+            depth above, or A = 1 for all of them.  At depth 1 only the first counts, the root's.
         log_probs: (B, D, A, K), descending; -inf = no child.
         indices: (B, D, A, K) int64, which candidate of its depth a child is.
     """
@@ -46,8 +46,8 @@ class Lattice:
 
         Args:
             candidates: (B, D, K) int64, different tokens at each depth.
-            log_probs: (B, D, A, K) of each candidate after those of the depth above and, last, after any other token
-                (A = K + 1); or whatever is above (A = 1).
+            log_probs: (B, D, A, K) of each candidate after those of the depth above (A = K), or whatever is above
+                (A = 1).  If D is 1, the A lists may be of any nodes.
 
         Raises:
             NumericalError: a log-probability is not a number.
@@ -56,8 +56,7 @@ class Lattice:
         lists = log_probs.shape[2]
         log_probs = log_probs.gather(3, order[:, :, None].expand(-1, -1, lists, -1))
         if lists > 1 and order.shape[1] > 1:  # those of the depth above have moved, too; depth 1 has none
-            above = torch.arange(lists, device=order.device).repeat(*order.shape[:2], 1)
-            above[:, 1:, :-1] = order[:, :-1]
+            above = torch.cat([torch.arange(lists, device=order.device).expand_as(order[:, :1]), order[:, :-1]], 1)
             log_probs = log_probs.gather(2, above[..., None].expand_as(log_probs))
         values, indices = log_probs.sort(dim=-1, descending=True, stable=True)
         tokens = candidates[:, :, None].expand_as(indices).gather(3, indices)
@@ -69,22 +68,6 @@ class Lattice:
     def depth(self) -> int:
         """D, the number of depths."""
         return self.tokens.shape[1]
-
-    def lists(self, tokens: Tensor, depth: int) -> np.ndarray:
-        """Return which list of children each node (B, W) of a depth has."""
-        if depth == 0 or self.tokens.shape[2] == 1:
-            return np.zeros(tuple(tokens.shape), np.int64)
-        known = np.zeros_like(self.tokens[:, depth - 1, 0])  # (B, K) candidates by key
-        np.put_along_axis(known, self.indices[:, depth - 1, 0], self.tokens[:, depth - 1, 0], 1)
-        same = known[:, None] == tokens.cpu().numpy()[:, :, None]
-        return np.where(same.any(-1), same.argmax(-1), self.tokens.shape[2] - 1)
-
-    def children(self, tokens: Tensor, depth: int, k: int) -> tuple[Tensor, Tensor]:
-        """Return the k likeliest children of nodes (B, W), and their log-probabilities, both (B, W, min(k, K))."""
-        lists = self.lists(tokens, depth)[:, :, None]
-        found = (np.take_along_axis(table[:, depth], lists, 1)[..., :k] for table in (self.tokens, self.log_probs))
-        children, log_probs = map(torch.from_numpy, found)
-        return children, log_probs
 
     def best_first(self, row: int, max_nodes: int, max_depth: int, least: float = -inf) -> list[Grown]:
         """Return the likeliest paths of a row, best first: the tree of a heap over all paths.

@@ -13,7 +13,6 @@ from math import inf
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from specinfer.drafts.base import DraftContext
 from specinfer.drafts.rows import DraftRows
@@ -128,11 +127,12 @@ class LatticeSession(DepthsSession):
         With scored pairs, nodes may hold tokens that are no candidates of their depth.
         """
         if self.width is None:
-            return self.lattice(k).children(frontier.tokens, frontier.depth, k)
-        parents = self._parents(frontier)
-        level = self._ranked_lattice(self.width, slice(frontier.depth, frontier.depth + 1), parents)
-        found = (table[:, 0, : parents.shape[2], :k] for table in (level.tokens, level.log_probs))
-        children, log_probs = map(torch.from_numpy, found)
+            level, depth = self.lattice(k), frontier.depth
+        else:
+            depths = slice(frontier.depth, frontier.depth + 1)
+            level, depth = self._ranked_lattice(self.width, depths, self._parents(frontier)), 0
+        found = (torch.from_numpy(table[:, depth, :, :k]) for table in (level.tokens, level.log_probs))
+        children, log_probs = (table.expand(-1, frontier.tokens.shape[1], -1) for table in found)
         return children, log_probs
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,7 +144,7 @@ class LatticeSession(DepthsSession):
             indices = self.ranked(logits, [frontier.depth], self.width).indices
             joint = self._joint(logits, indices, self._parents(frontier), slice(frontier.depth, frontier.depth + 1))
             scores = torch.full_like(logits, -inf, dtype=torch.float32).expand(-1, count, -1).clone()
-            scores.scatter_(2, indices.expand(-1, count, -1), joint[:, 0, :-1])
+            scores.scatter_(2, indices.expand(-1, count, -1), joint[:, 0])
             dense = self.warped(scores).cpu()
         return self.drawn(dense, k, replacement, frontier.depth)
 
@@ -163,19 +163,18 @@ class LatticeSession(DepthsSession):
             return Lattice.of(self.ids(indices), log_probs[:, :, None])
         if parents is None:
             parents = torch.cat([self._roots().expand(-1, -1, indices.shape[2]), self.ids(indices[:, :-1])], 1)
-        joint = self._joint(logits, indices, parents, depths)  # (B, D, A + 1, K)
+        joint = self._joint(logits, indices, parents, depths)  # (B, D, A, K)
         noise = self.noise_of(numbers, logits.shape[-1], indices, logits.device)
         spread = None if noise is None else noise[:, :, None].expand_as(joint).flatten(1, 2)
         joint = self.scored(joint.flatten(1, 2), spread).view_as(joint)
         share = log_probs.logsumexp(-1)[:, :, None, None]  # of the depth's probability, that the candidates have
         if (confidence := self.confidence(parents, depths)) is not None:
-            share = share + pad(confidence.float(), (0, 1))[..., None]  # nothing is known after other tokens
+            share = share + confidence.float()[..., None]
         return Lattice.of(self.ids(indices), joint.log_softmax(-1) + share)
 
     def _joint(self, logits: Tensor, indices: Tensor, parents: Tensor, depths: slice) -> Tensor:
-        """Return logit plus pair score of children after each parent, and last after none: (B, D, A + 1, K)."""
-        logits = logits.gather(2, indices)[:, :, None].float()
-        return torch.cat([logits + self.pairs(parents, indices, depths).float(), logits], 2)
+        """Return logit plus pair score of children after each parent, (B, D, A, K)."""
+        return logits.gather(2, indices)[:, :, None].float() + self.pairs(parents, indices, depths).float()
 
     def _parents(self, frontier: Frontier) -> Tensor:
         """Return the tokens of frontier nodes, (B, 1, W)."""
