@@ -61,6 +61,8 @@ def attach(model: TreeModel, aux_layers: Sequence[int], mode: bool | str) -> str
         raise InputError(f"compile={mode!r}: give True, False or 'auto'")
     if mode is False:
         return "not compiled, as asked"
+    if reason := getattr(model.model, "never_compiled", ""):
+        return reason
     with _lock, resumed(model):
         try:
             model.compiled = _usable(model, aux_layers, anew=mode is True)

@@ -635,6 +635,7 @@ def test_passes_of_block_heads_are_not_compiled(target, tmp_path):
     draft = load(random_head(tmp_path / "head", "z-lab", 0)[0]).attach(TreeModel(target))
     with torch.inference_mode(), pytest.raises(NotCompiled, match="never compiled"):
         make(draft.model, [], tmp_path)
+    assert SpeculativeDecoder(target, drafts=[draft]).passes.endswith("plain (block heads run as they are)")
 
 
 def test_a_language_model_is_no_block_head(tmp_path):

@@ -64,6 +64,7 @@ class DFlashNetwork(DraftNetwork):
     """
 
     draft_layers: tuple[int, ...] = ()
+    never_compiled = "block heads run as they are"  # why, for `attention.packages`
 
     def __init__(
         self, config: LlamaConfig, token_ids: Tensor | None = None, embeds: bool = False, outputs: bool = False
