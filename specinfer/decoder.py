@@ -38,7 +38,8 @@ from specinfer.results import Result
 from specinfer.tree import BestFirst, Chain, Kind, Policy
 from specinfer.tree.token_tree import MOST_DRAFTS
 
-WORDS = ("auto", "bundled", "ngram", "mtp")  # words for drafts; others are names of models
+NAMED: dict[str, Callable[[], Draft]] = {"ngram": NGramDraft, "mtp": MtpDraft}  # words for drafts that need no files
+WORDS = ("auto", "bundled", *NAMED)  # words for drafts; others are names of models
 Functions = Sequence[Callable[..., Any]] | Callable[..., Any] | None
 DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8, min_probability=0.05)
 
@@ -381,10 +382,8 @@ def _check_arguments(model: Any, tokenizer: Any, gate: Any) -> None:
 
 
 def _as_draft(draft: Any) -> Draft:
-    if draft == "ngram":
-        return NGramDraft()
-    if draft == "mtp":
-        return MtpDraft()
+    if isinstance(draft, str) and draft in NAMED:
+        return NAMED[draft]()
     if _is_name(draft):
         raise InputError(f"draft {draft!r} is a name: use SpeculativeDecoder.from_pretrained, or load the model")
     if hasattr(draft, "open"):

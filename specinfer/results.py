@@ -27,11 +27,12 @@ class Seconds:
     prefill: float = 0.0  # passes over the prompts, target and drafts
     target: float = 0.0  # target passes over trees
     draft: float = 0.0  # draft passes
+    learning: float = 0.0  # after the text, by drafts that learn between calls
 
     @property
     def decoding(self) -> float:
-        """Everything but the prefill."""
-        return self.total - self.prefill
+        """Everything but the prefill and what drafts learned afterwards."""
+        return self.total - self.prefill - self.learning
 
     @property
     def bookkeeping(self) -> float:
@@ -44,7 +45,7 @@ class Seconds:
 
     def to_dict(self) -> dict[str, float]:
         """Return a JSON-ready dict, bookkeeping included."""
-        return _attributes(self, "total", "prefill", "target", "draft", "bookkeeping")
+        return _attributes(self, "total", "prefill", "target", "draft", "learning", "bookkeeping")
 
 
 class State(StrEnum):

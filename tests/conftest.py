@@ -128,7 +128,7 @@ class ScriptedSession:
         """Return one chain a row."""
         return [self._chain(row, min(policy.max_depth, max_depth)) for row in self.rows]
 
-    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[object] = ()) -> None:
+    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[object] = (), scored: Any = ()) -> None:
         """Append what was committed; None retires a row."""
         kept = zip(self.rows, tokens, strict=True)
         self.rows = [row + list(new) for row, new in kept if new is not None]

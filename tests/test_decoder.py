@@ -269,10 +269,11 @@ def test_what_auto_learns_stays_with_the_decoder(target, near):
     decoder = SpeculativeDecoder(target, drafts=[near])
     decoder.generate(PROMPTS[0], max_new_tokens=40)
     learnt = decoder.policy.learnt
-    measured, plain = learnt.costs.trees.count, learnt.costs.plain[1].count
+    spent = dict(learnt.costs.spent)  # counts of measurements begin anew when the machine's load changes
     decoder.generate(PROMPTS[2], max_new_tokens=40)
     assert decoder.policy.learnt is learnt
-    assert learnt.costs.trees.count + learnt.costs.plain[1].count > measured + plain > 0
+    assert spent
+    assert learnt.costs.spent != spent
 
 
 def test_auto_with_a_rule_for_sampled_trees_is_refused(target):

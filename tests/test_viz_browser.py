@@ -142,7 +142,8 @@ def percent(text):
 
 def test_it_opens_without_a_word_on_the_console_or_the_wire(shown, browser):
     """No error, no warning, no request but for the file itself, also after everything was used."""
-    shown.one("button").click()
+    shown.one("button").click()  # plays: rounds go on by themselves, and their elements are made anew ...
+    shown.one("button").click()  # ... until it pauses
     shown.go(0)
     shown.slide(".head input", 4)
     shown.point_at(shown.chip(0))

@@ -35,19 +35,37 @@ class DraftContext:
     graphs: bool = False  # replay passes as CUDA graphs
 
 
+class Scored(Protocol):
+    """One row of a step: the tree, and what the target said at its nodes."""
+
+    @property
+    def tree(self) -> TokenTree:
+        """The tree, N nodes."""
+
+    @property
+    def logits(self) -> Tensor:
+        """The target's logits after each node, before processors: (N or more, V), on its device; read, never kept."""
+
+
 class Proposer(Protocol):
     """What the decode loop needs of a draft at work on one batch of rows."""
 
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow one tree per row below its last committed token, no deeper than ``max_depth``."""
 
-    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
+    def commit(
+        self,
+        tokens: Sequence[Sequence[int] | None],
+        states: Sequence[Tensor | None] = (),
+        scored: Sequence[Scored] = (),
+    ) -> None:
         """Take note of what each row committed.
 
         Args:
             tokens: per row, the accepted path, then the bonus token; None retires the row.
             states: per row (n, aux_layers, H), the target's hidden states from which those n tokens were chosen; for
                 drafts with `aux_layers`.
+            scored: per row, retired ones included, what the target said at all nodes, rejected ones included.
         """
 
 
@@ -72,6 +90,8 @@ class Draft(Protocol):
 
     A draft that reads the target's hidden states names their layers in ``aux_layers``.  It has a method ``attach`` that
     takes the target and its tokenizer and returns the draft to run: a bound copy, or None for itself.
+    A draft that learns between calls has a method ``learn``, which takes the ids of each row (prompt and text) and the
+    seconds that the call took.  What it spends is in the statistics.
     """
 
     name: str

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specinfer.attention import Layout, TreeModel, on_device
-from specinfer.drafts.base import DraftContext
+from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.language_model import CATCH_UP
 from specinfer.drafts.lattice import DepthsSession, LatticeSession
 from specinfer.drafts.rows import state_columns
@@ -92,13 +92,18 @@ class BlockRows(DepthsSession):
         self.session.commit([range(first, first + count) for count in counts])
         return logits
 
-    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
+    def commit(
+        self,
+        tokens: Sequence[Sequence[int] | None],
+        states: Sequence[Tensor | None] = (),
+        scored: Sequence[Scored] = (),
+    ) -> None:
         """Take the states at the root and at the accepted tokens as context, and the last token as the next root."""
         self.session.commit([None if new is None else () for new in tokens])
         for row, new, chose in zip(self.uncached, tokens, states, strict=True):
             if new is not None and chose is not None:
                 row.append(chose[:, self.columns].to(row[0]))
-        super().commit(tokens, states)
+        super().commit(tokens, states, scored)
 
 
 class BlockSession(BlockRows, LatticeSession):

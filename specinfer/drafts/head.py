@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from specinfer.attention import TreeModel, lay_out_level
 from specinfer.common.files import parse_json, write_json, write_whole
-from specinfer.drafts.base import DraftContext
+from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.head_network import HeadNetwork, head_config
 from specinfer.drafts.language_model import ModelDraftSession
 from specinfer.drafts.rows import state_columns
@@ -169,7 +169,12 @@ class HeadDraftSession(ModelDraftSession):
                 if len(uncached) > 1:  # else there is nothing but the first token to draft from
                     self.uncached[row], self.states[row] = uncached[1:], states[1:]
 
-    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
+    def commit(
+        self,
+        tokens: Sequence[Sequence[int] | None],
+        states: Sequence[Tensor | None] = (),
+        scored: Sequence[Scored] = (),
+    ) -> None:
         """Forget the tree; the committed tokens are uncached, with the target's states that chose them."""
         self.session.commit([None if new is None else () for new in tokens])
         for i, (new, chose) in enumerate(zip(tokens, states, strict=True)):

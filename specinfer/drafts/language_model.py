@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level, on_device
-from specinfer.drafts.base import DraftContext
+from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.rows import DraftRows
 from specinfer.errors import CHECK_WEIGHTS, NumericalError, TreeError
 from specinfer.tree import Forest, Frontier, Policy, TokenTree
@@ -91,7 +91,12 @@ class ModelDraftSession(DraftRows):
             problem = f"draft {self.draft} proposed something that is not a tree ({error}), perhaps by NaN logits"
             raise NumericalError(f"{problem}. {CHECK_WEIGHTS}") from error
 
-    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
+    def commit(
+        self,
+        tokens: Sequence[Sequence[int] | None],
+        states: Sequence[Tensor | None] = (),
+        scored: Sequence[Scored] = (),
+    ) -> None:
         """Keep what was fed of each committed path; the rest is uncached, the new root last."""
         paths = _fed_paths(self.fed, tokens)
         self.session.commit(paths)

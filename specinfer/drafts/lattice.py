@@ -14,7 +14,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from specinfer.drafts.base import DraftContext
+from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.rows import DraftRows
 from specinfer.errors import CHECK_WEIGHTS, NumericalError, TreeError
 from specinfer.tree import Forest, Frontier, Lattice, Policy, TokenTree
@@ -70,7 +70,12 @@ class DepthsSession(DraftRows):
             problem = f"draft {self.draft} proposed something that is not a tree ({error}), perhaps by NaN logits"
             raise NumericalError(f"{problem}. {CHECK_WEIGHTS}") from error
 
-    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
+    def commit(
+        self,
+        tokens: Sequence[Sequence[int] | None],
+        states: Sequence[Tensor | None] = (),
+        scored: Sequence[Scored] = (),
+    ) -> None:
         """Take the last committed token of each row as its next root; None retires the row."""
         self.roots = [new[-1] if new else root for root, new in zip(self.roots, tokens, strict=True) if new is not None]
         self.advance(tokens)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from specinfer.drafts.base import DraftContext
+from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.checkpoint import Checkpoint, assign, renamed
 from specinfer.drafts.conventions import Convention
 from specinfer.drafts.lattice import LatticeSession
@@ -110,11 +110,16 @@ class MedusaSession(LatticeSession):
             return trees
         return [bare[row] if state is None else trees[row] for row, state in enumerate(self.states)]
 
-    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
+    def commit(
+        self,
+        tokens: Sequence[Sequence[int] | None],
+        states: Sequence[Tensor | None] = (),
+        scored: Sequence[Scored] = (),
+    ) -> None:
         """Take the last committed token of each row as its root, and the state that chose it."""
         for row, chose in enumerate(states):
             self.states[row] = self._newest(chose)
-        super().commit(tokens, states)
+        super().commit(tokens, states, scored)
 
     def _newest(self, states: Tensor | None) -> Tensor | None:
         """Return the last of the states (n, aux_layers, H) that this draft reads, (H,); None if there is none."""

@@ -15,7 +15,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from specinfer.drafts.base import DraftContext
+from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.rows import DraftRows
 from specinfer.errors import InputError
 from specinfer.tree import Forest, Frontier, Policy, TokenTree
@@ -102,7 +102,12 @@ class NGramDraftSession(DraftRows):
         self.paths = [[] for _ in self.texts]
         return policy.grow(self, max_depth).trees(roots, self.draft)
 
-    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
+    def commit(
+        self,
+        tokens: Sequence[Sequence[int] | None],
+        states: Sequence[Tensor | None] = (),
+        scored: Sequence[Scored] = (),
+    ) -> None:
         """Append each row's committed tokens to its text; None retires the row."""
         for text, new in zip(self.texts, tokens, strict=True):
             text.extend(new or ())

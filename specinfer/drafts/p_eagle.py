@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig
 
 from specinfer.attention import TreeModel, lay_out_chains
-from specinfer.drafts.base import DraftContext, DraftSession
+from specinfer.drafts.base import DraftContext, DraftSession, Scored
 from specinfer.drafts.checkpoint import Checkpoint
 from specinfer.drafts.eagle3 import Eagle3Network, layer_config, load_network, read_weights
 from specinfer.drafts.head import HeadDraftSession
@@ -87,10 +87,15 @@ class PEagleSession(LatticeSession):
         """How many depths are predicted."""
         return self.max_depth
 
-    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
+    def commit(
+        self,
+        tokens: Sequence[Sequence[int] | None],
+        states: Sequence[Tensor | None] = (),
+        scored: Sequence[Scored] = (),
+    ) -> None:
         """Take note of the committed tokens and of the target's states that chose them."""
-        self.head.commit(tokens, states)
-        super().commit(tokens, states)
+        self.head.commit(tokens, states, scored)
+        super().commit(tokens, states, scored)
 
     @property
     def ready(self) -> bool:

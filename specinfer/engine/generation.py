@@ -12,7 +12,7 @@ import torch
 
 from specinfer.adaptive.policy import Auto
 from specinfer.attention import TreeModel, TreeSession, padded_width, resumed, running
-from specinfer.drafts.base import Draft, DraftContext, DraftSession
+from specinfer.drafts.base import Draft, DraftContext, DraftSession, Scored
 from specinfer.engine.gumbel import SILENT
 from specinfer.engine.loop import decode
 from specinfer.engine.sequence import Row
@@ -63,9 +63,14 @@ class Timed:
         finally:
             self.proposing += perf_counter() - self.session.prefill_seconds - started
 
-    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[torch.Tensor | None] = ()) -> None:
+    def commit(
+        self,
+        tokens: Sequence[Sequence[int] | None],
+        states: Sequence[torch.Tensor | None] = (),
+        scored: Sequence[Scored] = (),
+    ) -> None:
         """Commit as the session does."""
-        self.session.commit(tokens, states)
+        self.session.commit(tokens, states, scored)
 
 
 class Run:
@@ -132,7 +137,7 @@ class Run:
             with resumed(*models):
                 emitted = next(steps, None)
             if emitted is None:
-                return
+                return self._learn()
             spent = self._read_clocks(started, target, drafts, [step for _, step in emitted])
             emitted = [(row, replace(step, seconds=spent)) for row, step in emitted]
             for row, step in emitted:
@@ -163,6 +168,16 @@ class Run:
                 seconds=spent.decoding,
             )
         return spent
+
+    def _learn(self) -> None:
+        """Let drafts that learn between calls learn from this one."""
+        started, texts = perf_counter(), [list(row.ids) for row in self.rows]
+        learning = [draft for draft in self.decoder.drafts if hasattr(draft, "learn")]
+        for draft in learning:
+            draft.learn(texts, self.seconds.total)
+        if learning:
+            spent = perf_counter() - started
+            self.seconds = replace(self.seconds, total=self.seconds.total + spent, learning=spent)
 
     def open_sessions(self) -> tuple[TreeSession, list[Timed]]:
         """Read the rows' tokens so far into a session of the target and one of each draft; ready for a step."""

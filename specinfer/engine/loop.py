@@ -46,7 +46,7 @@ def decode(
         ]
         states = target.commit([None if row.finished else (0, *step.path) for row, step in emitted])
         for draft in drafts:
-            draft.commit([None if row.finished else step.tokens for row, step in emitted], states)
+            draft.commit([None if row.finished else step.tokens for row, step in emitted], states, views)
         yield emitted
         rows = [row for row in rows if not row.finished]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specinfer.drafts.base import Draft, DraftContext, DraftSession
+from specinfer.drafts.base import Draft, DraftContext, DraftSession, Scored
 from specinfer.tree import Chain, Growth, Kind, Policy, Source, TokenTree
 
 
@@ -77,7 +77,12 @@ class ProbeSession:
         self.question.wanted += 1
         return self.session.propose(self.question, max_depth)
 
-    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
+    def commit(
+        self,
+        tokens: Sequence[Sequence[int] | None],
+        states: Sequence[Tensor | None] = (),
+        scored: Sequence[Scored] = (),
+    ) -> None:
         """Tell the draft and the question what was committed."""
-        self.session.commit(tokens, states)
+        self.session.commit(tokens, states, scored)
         self.question.advance(tokens)

@@ -27,7 +27,7 @@ from torch import Tensor
 from specinfer.attention import TreeModel
 from specinfer.common.files import lock_settings, write_whole
 from specinfer.decoder import SpeculativeDecoder
-from specinfer.drafts.base import DraftContext
+from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.head import target_fingerprint
 from specinfer.engine.gumbel import TRAINING, key
 from specinfer.engine.sampling import whole_distribution
@@ -316,7 +316,12 @@ class Recorder:
         """Never called: trees have no nodes."""
         raise NotImplementedError
 
-    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[Tensor | None] = ()) -> None:
+    def commit(
+        self,
+        tokens: Sequence[Sequence[int] | None],
+        states: Sequence[Tensor | None] = (),
+        scored: Sequence[Scored] = (),
+    ) -> None:
         """Keep the states that chose the committed tokens."""
         for row, new in zip(self.active, states, strict=True):
             row += [] if new is None else [new]

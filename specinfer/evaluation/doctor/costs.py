@@ -112,6 +112,8 @@ class _FillerSession:
         source = DenseSource(lambda frontier: torch.zeros(*frontier.tokens.shape, self.vocab_size), len(self.roots))
         return policy.grow(source, max_depth).trees(self.roots, self.draft)
 
-    def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[object] = ()) -> None:
+    def commit(
+        self, tokens: Sequence[Sequence[int] | None], states: Sequence[object] = (), scored: Sequence[object] = ()
+    ) -> None:
         """Go on from the last tokens."""
         self.roots = [new[-1] for new in tokens if new is not None]
