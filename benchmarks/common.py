@@ -38,11 +38,16 @@ def read_prompts(files: list[Path], count: int) -> list[str]:
     return [prompt for file in files for _, prompt in read_prompt_file(file, "dev", each)][:count]
 
 
+def load_target(name: str | None, dtype: str) -> tuple[Any, Any]:
+    """Return a target model and its tokenizer."""
+    loaded = load(name, dtype)
+    return loaded.model, loaded.tokenizer
+
+
 def load_models(args: argparse.Namespace, dtype: str) -> tuple[Any, Any, list[Any]]:
     """Return target model, its tokenizer and the drafts."""
-    target = load(args.target, dtype)
     drafts = [name if name in WORDS else ModelDraft(*load(name, dtype)) for name in args.draft or ["auto"]]
-    return target.model, target.tokenizer, drafts
+    return *load_target(args.target, dtype), drafts
 
 
 def policies(nodes: int, depth: int) -> dict[str, Any]:

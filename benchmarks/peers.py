@@ -38,8 +38,13 @@ def ours(args: argparse.Namespace) -> None:
         for name, tree in (("auto", "auto"), ("plain", None))
         if name in args.methods
     }
-    assistant = load(args.assistant, args.dtype).model if args.assistant else None
-    extra = {"generate": {}, "assisted": {"assistant_model": assistant}, "lookup": {"prompt_lookup_num_tokens": 10}}
+    assisted: dict[str, Any] = {}
+    if args.assistant:
+        assistant = load(args.assistant, args.dtype)
+        assisted["assistant_model"] = assistant.model
+        if assistant.tokenizer.get_vocab() != tokenizer.get_vocab():  # universal assisted generation
+            assisted |= {"tokenizer": tokenizer, "assistant_tokenizer": assistant.tokenizer}
+    extra = {"generate": {}, "assisted": assisted, "lookup": {"prompt_lookup_num_tokens": 10}}
 
     def answer(method: str = "", prompt: str | list[int] = "", seed: int = 0) -> Any:
         if not method:
