@@ -347,7 +347,7 @@ def test_a_draft_that_reads_the_targets_states_keeps_its_taps_and_target(models)
         def open(self, context):
             session = super().open(context)
             commit = session.commit
-            session.commit = lambda tokens, states: (seen.append(states), commit(tokens, states))
+            session.commit = lambda tokens, states, scored: (seen.append(states), commit(tokens, states, scored))
             return session
 
     HitRates(SpeculativeDecoder(models[None], None, [Reader(models["near"])])).count(
