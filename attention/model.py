@@ -302,7 +302,7 @@ class TreeSession:
         if not self.aux_layers:
             return (output.logits,)
         if getattr(output, "hidden_states", None) is None:
-            advice = "which an EAGLE-style head reads: draft with a language model or n-grams"
+            advice = "which EAGLE-style heads and contrastive search read: use other drafts, and no penalty_alpha"
             raise UnsupportedModel(f"{self.model.name} hands out no hidden states, {advice}")
         return output.logits, torch.stack([output.hidden_states[layer] for layer in self.aux_layers], 2)
 

@@ -35,7 +35,9 @@ from specinfer.errors import SamplingError
 from specinfer.results import Step
 from specinfer.tree import Draw, Forest, Frontier, Growth, Kind, Policy, Source, TokenTree
 
-GUESSES = 2  # children drafted below a node, for each candidate that the target will have there
+# Children drafted below a node, for each candidate that the target will have there.  All must be among them: with 4
+# candidates and the bundled head they were at 22 % of the nodes with 2, at 39 % with 4, at 59 % with 8.
+GUESSES = 8
 
 
 class Candidates(NamedTuple):
@@ -82,8 +84,8 @@ class Caterpillar:
         return 1 + self.levels
 
     def __str__(self) -> str:
-        drafted = f"{self.levels} drafted levels of {self.width} nodes" if self.levels else "nothing drafted"
-        return f"contrastive search: {self.most} candidates and {drafted} a step, at most"
+        drafted = f"and {self.levels} * {self.width} drafted nodes " if self.levels else ""
+        return f"contrastive search: {self.most} candidates {drafted}a step, at most"
 
     def grow(self, source: Source, max_depth: int | None = None) -> Growth:
         """Grow the path, asking the source once at the root, whose candidates are known, and once per level."""
@@ -119,8 +121,9 @@ def sized(policy: Policy, rows: Sequence[Row]) -> Policy:
         raise SamplingError("penalty_alpha is of contrastive search, and other rows are sampled: split the batch")
     if policy.kind is not Kind.RANKED:
         raise SamplingError("penalty_alpha ranks candidates, and trees of draws are not ranked: use another tree")
-    most = max(row.contrast.candidates for row in rows)
-    return Caterpillar(most, GUESSES * most, min(policy.max_depth, policy.max_nodes // (GUESSES * most)))
+    most, nodes = max(row.contrast.candidates for row in rows), policy.max_nodes
+    width = min(GUESSES * most, nodes)
+    return Caterpillar(most, width, min(policy.max_depth, nodes // width) if width > most else 0)
 
 
 def search(

@@ -135,6 +135,9 @@ class Run:
             self.notes.append(self.decoder.passes)
         self._read_clocks(started, target, drafts)
         if isinstance(self.policy, Caterpillar):
+            plain = target.compiled is None and models[0].compiled and not models[0].plain
+            reason = " (the target's passes are plain: compiled ones return no last hidden states)" if plain else ""
+            self.notes.append(f"{self.policy}{reason}")
             steps = search(target, drafts, self.policy, self.rows, states)
         else:
             steps = decode(target, drafts, self.policy, self.decoder.verifier, self.rows)
