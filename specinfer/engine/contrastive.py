@@ -160,9 +160,7 @@ def search(
         rows = [row for row in rows if not row.finished]
 
 
-def _begun(
-    target: TreeSession, policy: Policy, rows: Sequence[Row], states: Sequence[Tensor | None]
-) -> list["_Text"]:
+def _begun(target: TreeSession, policy: Policy, rows: Sequence[Row], states: Sequence[Tensor | None]) -> list["_Text"]:
     """Return the rows' texts before the first step, by a pass over bare roots that nothing is kept of."""
     roots = Forest(policy.kind, [row.ids[-1] for row in rows])
     views = target_views(rows, roots, target.score(roots))

@@ -225,11 +225,13 @@ def whole_distribution(temperature: float) -> dict[str, Any]:
 
 
 def _check_greedy(given: dict[str, Any]) -> None:
-    """Raise `SamplingError` for an option of sampling in a greedy call."""
+    """Raise `SamplingError` for an option of sampling in a call that draws nothing."""
+    contrastive = "penalty_alpha" in given
+    method = "contrastive search" if contrastive else "greedy decoding"
+    advice = "leave out penalty_alpha" if contrastive else "sample with a temperature above 0"
     for name, values in _NEUTRAL.items():
-        if name in given and given[name] not in values and not (name == "top_k" and "penalty_alpha" in given):
-            advice = "leave it out, or sample with a temperature above 0"
-            raise SamplingError(f"{name}={given[name]!r} has no effect in greedy decoding: {advice}")
+        if name in given and given[name] not in values and not (contrastive and name == "top_k"):
+            raise SamplingError(f"{name}={given[name]!r} has no effect in {method}: leave it out, or {advice}")
 
 
 def _max_new_tokens(config: Any, given: dict[str, Any], user_config: Any) -> int | None:

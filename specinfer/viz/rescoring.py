@@ -118,7 +118,7 @@ class Rescorer:
             decoder.verifier.check(kind)
         self.coins = isinstance(decoder.verifier, MultiStep)  # they decide; else the target's choices
         if self.row(0).contrast.alpha:
-            raise InputError("contrastive search chooses by hidden states, which are not scored again: see result.steps")
+            raise InputError("contrastive search chooses by hidden states, and this scores logits: see result.steps")
         sampling = self.row(0).sampling
         if sampling != (result.seed is not None):
             was, now = ("greedy", "sample") if sampling else (f"sampled with seed {result.seed}", "are greedy")
