@@ -114,7 +114,7 @@ def test_a_draft_that_is_the_target_makes_several_steps_in_one_pass(target):
     result = decoder.generate(PROMPTS[0], max_new_tokens=12, penalty_alpha=1e-9, top_k=2)
     assert result.token_ids == plain(target, PROMPTS[0], 12)
     assert result.accept_lengths == [4, 4, 4]
-    assert result.stats.drafts[0].tokens == 9  # those on accepted paths; a step's last token is the target's own
+    assert result.stats.drafts[0].tokens == result.stats.drafts[0].only == 9  # a step's last token is the target's own
     assert all(step.drafted_by[-1] == () for step in result.steps)
     assert result.stats.target_passes == len(result.steps) == 3
     assert "contrastive search: 2 candidates and 3 * 16 drafted nodes a step, at most" in result.stats.notes

@@ -173,27 +173,22 @@ def _begun(target: TreeSession, policy: Policy, rows: Sequence[Row], states: Seq
 
 
 def _propose(drafts: Sequence[Proposer], policy: Caterpillar, rows: Sequence[Row]) -> Forest:
-    """Return one tree per row: its candidates and what the drafts grow below them, as deep as the row may still emit.
-
-    No draft drew the candidates: their draws have the id that follows those of the drafts.
-    """
-    depths = [row.max_depth + 1 for row in rows]
-    grown: list[Sequence[TokenTree]] = [
-        [
-            TokenTree.from_nodes(
-                row.ids[-1],
-                known.tokens,
-                [0] * len(known.tokens),
-                [_log(probability) for probability in known.probabilities],
-                [[Draw(len(row.draft_names), 0)]] * len(known.tokens),
-            )
-            for row, known in zip(rows, policy.known, strict=True)
-        ]
-    ]
-    if policy.levels and max(depths) > 1:
-        grown += [draft.propose(policy, max(depths)) for draft in drafts]
-    trees = Forest.merged(grown).pruned(depths)
+    """Return one tree per row: its candidates and what drafts grow below them, as deep as the row may emit."""
+    roots, depths = [row.ids[-1] for row in rows], [row.max_depth + 1 for row in rows]
+    asked = drafts if policy.levels and max(depths) > 1 else ()
+    drafted = Forest.merged([Forest(policy.kind, roots), *(draft.propose(policy, max(depths)) for draft in asked)])
+    others = [_undrafted(*row) for row in zip(drafted, rows, policy.known, strict=True)]
+    trees = Forest.merged([drafted, others]).pruned(depths)
     return Forest.of([_decidable(*row) for row in zip(trees, rows, policy.known, strict=True)])
+
+
+def _undrafted(tree: TokenTree, row: Row, known: Candidates) -> TokenTree:
+    """Return the candidates that no draft has below the root; their draws have the id that follows the drafts'."""
+    pairs = [pair for pair in zip(*known, strict=True) if tree.child(0, pair[0]) is None]
+    scores, draws = [_log(probability) for _, probability in pairs], [Draw(len(row.draft_names), 0)]
+    return TokenTree.from_nodes(
+        row.ids[-1], [token for token, _ in pairs], [0] * len(pairs), scores, [draws] * len(pairs)
+    )
 
 
 def _decidable(tree: TokenTree, row: Row, known: Candidates) -> TokenTree:
@@ -225,7 +220,11 @@ class _Text:
         """
         tree, alpha, path = view.tree, view.row.contrast.alpha, [0]
         penalties = self.penalties(tree, fed[: len(tree)])
-        while None not in (children := [tree.child(path[-1], token) for token in self.known.tokens]):
+        while True:
+            found = [tree.child(path[-1], token) for token in self.known.tokens]
+            children = [child for child in found if child is not None]
+            if len(children) < len(found):
+                break
             pairs = zip(self.known.probabilities, children, strict=True)
             values = [(1 - alpha) * probability - alpha * penalties[child] for probability, child in pairs]
             path.append(children[values.index(max(values))])
