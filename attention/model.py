@@ -76,8 +76,9 @@ class TreeModel:
             raise UnsupportedModel(f"{self.name} is spread over {devices}, but its cache is not: load it on one device")
         self.spec = AttentionSpec.of(model)
         self.modules = modules_of(model)  # as of the last call of `running`
+        self.layers: int = config.num_hidden_layers
         # with keys of one shape, as far as is known
-        self.uniform_layers = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
+        self.uniform_layers = self.layers - getattr(config, "num_kv_shared_layers", 0)
         self.takes_positions = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
         self.compiled: FastPass | None = None
@@ -301,7 +302,7 @@ class TreeSession:
         if not self.aux_layers:
             return (output.logits,)
         if getattr(output, "hidden_states", None) is None:
-            advice = "which an EAGLE-style head reads: draft with a language model or n-grams"
+            advice = "which EAGLE-style heads and contrastive search read: use other drafts, and no penalty_alpha"
             raise UnsupportedModel(f"{self.model.name} hands out no hidden states, {advice}")
         return output.logits, torch.stack([output.hidden_states[layer] for layer in self.aux_layers], 2)
 

@@ -26,6 +26,7 @@ from specinfer.drafts.language_model import ModelDraft
 from specinfer.drafts.mtp import MtpDraft
 from specinfer.drafts.ngram import NGramDraft
 from specinfer.drafts.published import draft_config, load_published, may_be_head
+from specinfer.engine.contrastive import Caterpillar
 from specinfer.engine.generation import Run
 from specinfer.engine.sampling import WARPERS, GenerationSettings, by_row, resolve
 from specinfer.engine.scoring import continuations, score
@@ -347,6 +348,8 @@ class SpeculativeDecoder:
             if check.support is not Support.CHAIN_ONLY:
                 continue
             limit = f"{check.model} can score chains only ({check.reason})"
+            if isinstance(policy, Caterpillar):
+                raise UnsupportedModel(f"{limit}: leave out penalty_alpha, whose candidates are branches")
             is_chain = set(getattr(policy, "expansion", (0,))) <= {1}
             if len(self.drafts) > 1 or not (is_chain or policy.kind is Kind.RANKED):
                 raise UnsupportedModel(f"{limit}: use one draft and tree=Chain(k)")

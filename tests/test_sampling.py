@@ -651,7 +651,6 @@ REFUSED = {
     "diversity_penalty": 0.5,
     "constraints": [object()],
     "force_words_ids": [[1]],
-    "penalty_alpha": 0.6,
     "dola_layers": "low",
     "guidance_scale": 1.5,
     "watermarking_config": {"bias": 1.0},

@@ -42,7 +42,9 @@ Batch = Annotated[int, typer.Option(help="Texts at a time.")]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", help="New tokens at most.")]
 Temperature = Annotated[float, typer.Option(help="0 = greedy.")]
 TopP = Annotated[float | None, typer.Option(help="Nucleus; sampling only.", show_default="1.0")]
-TopK = Annotated[int | None, typer.Option(help="0 = all tokens; sampling only.", show_default="50")]
+TopK = Annotated[
+    int | None, typer.Option(help="0 = all tokens; sampling and contrastive search only.", show_default="50")
+]
 Seed = Annotated[
     int, typer.Option(help="Same seed, same text with any tree or none; in float32, and not with sampled trees.")
 ]

@@ -26,6 +26,9 @@ def generate(
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = None,
     top_k: options.TopK = None,
+    penalty_alpha: Annotated[
+        float | None, typer.Option(help="Contrastive search among --top-k candidates: its penalty, 0.6 for example.")
+    ] = None,
     seed: options.Seed = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
@@ -48,8 +51,8 @@ def generate(
     policy = build_policy(tree, nodes, depth, expansion, given)
     models = {"dtype": dtype, "device": device, "confidence_gate": confidence_gate}
     text, decoder = prepare(prompt, target, draft, policy, **models)
-    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    stream = decoder.stream(text, raw=raw, max_new_tokens=max_new_tokens, **sampling)
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "penalty_alpha": penalty_alpha}
+    stream = decoder.stream(text, raw=raw, max_new_tokens=max_new_tokens, seed=seed, **sampling)
     for piece in stream:
         if not as_json:
             print(piece, end="", flush=True)

@@ -13,6 +13,7 @@ import torch
 from specinfer.adaptive.policy import Auto
 from specinfer.attention import TreeModel, TreeSession, padded_width, resumed, running
 from specinfer.drafts.base import Draft, DraftContext, DraftSession, Scored
+from specinfer.engine.contrastive import Caterpillar, search, sized
 from specinfer.engine.gumbel import SILENT
 from specinfer.engine.loop import decode
 from specinfer.engine.sequence import Row
@@ -81,7 +82,8 @@ class Run:
     """
 
     def __init__(self, decoder: Decoder, rows: Sequence[Row], single: bool) -> None:
-        self.decoder, self.rows, self.single, self.policy = decoder, list(rows), single, decoder.policy
+        self.decoder, self.rows, self.single = decoder, list(rows), single
+        self.policy = sized(decoder.policy, self.rows)
         self.notes: list[str] = []  # in addition to the decoder's
         self.seconds = Seconds()
         self.drafting = [(0, 0.0)] * len(decoder.drafts)  # passes of each draft, and seconds in its proposals
@@ -129,10 +131,16 @@ class Run:
         models = self.decoder.networks
         self.policy = self.decoder.supported(self.policy, self.notes)  # hooks may have come since the last call
         with running(*models):  # only while passes run: between steps the models are as they were
-            target, drafts = self.open_sessions()
+            target, drafts, states = self.open_sessions()
             self.notes.append(self.decoder.passes)
         self._read_clocks(started, target, drafts)
-        steps = decode(target, drafts, self.policy, self.decoder.verifier, self.rows)
+        if isinstance(self.policy, Caterpillar):
+            plain = target.compiled is None and models[0].compiled and not models[0].plain
+            reason = " (the target's passes are plain: compiled ones return no last hidden states)" if plain else ""
+            self.notes.append(f"{self.policy}{reason}")
+            steps = search(target, drafts, self.policy, self.rows, states)
+        else:
+            steps = decode(target, drafts, self.policy, self.decoder.verifier, self.rows)
         while True:
             with resumed(*models):
                 emitted = next(steps, None)
@@ -179,16 +187,22 @@ class Run:
             spent = perf_counter() - started
             self.seconds = replace(self.seconds, total=self.seconds.total + spent, learning=spent)
 
-    def open_sessions(self) -> tuple[TreeSession, list[Timed]]:
-        """Read the rows' tokens so far into a session of the target and one of each draft; ready for a step."""
+    def open_sessions(self) -> tuple[TreeSession, list[Timed], list[torch.Tensor | None]]:
+        """Read the rows' tokens so far into a session of the target and one of each draft; ready for a step.
+
+        Returns:
+            the sessions, and per row the target's auxiliary hidden states at the tokens before the root.
+        """
         decoder, rows, policy = self.decoder, self.rows, self.policy
+        last = [decoder.target.layers] if isinstance(policy, Caterpillar) else []
+        aux_layers = sorted({*decoder.aux_layers, *last})
         prompts = [list(row.ids) for row in rows]
         longest = max(map(len, prompts))
         end = longest + max(row.remaining for row in rows)  # tokens in a row at most
         first = min(end, longest + FIRST_TOKENS)  # ... that its cache holds at first
         nodes = padded_width(1 + policy.max_nodes * max(1, len(decoder.drafts)))
         fed = padded_width(1 + policy.max_nodes * max(1, policy.max_depth))  # best-first drops some of these later
-        target = decoder.target.session(len(rows), first + nodes, end + nodes, decoder.aux_layers, decoder.graphs)
+        target = decoder.target.session(len(rows), first + nodes, end + nodes, aux_layers, decoder.graphs)
         states = target.prefill([prompt[:-1] for prompt in prompts])
         sampled = [row for row in rows if row.sampling]
         coupled = bool(sampled) and isinstance(decoder.verifier, ExactMatch)
@@ -203,14 +217,14 @@ class Run:
                 processors=(sampled or rows)[0].processors.without_prefix_readers(),
                 seeds=[row.seed for row in rows],
                 couplings=[row.coupling if row.sampling else SILENT for row in rows] if coupled else (),
-                aux_layers=decoder.aux_layers,
+                aux_layers=aux_layers,
                 states=states,
                 graphs=decoder.graphs,
             )
             drafts.append(Timed(draft.open(context)))
         if isinstance(policy, Auto):
             self.policy = policy.begin(len(drafts), coupled)
-        return target, drafts
+        return target, drafts, states
 
     def _result(self, row: Row) -> Result:
         decoder, steps, new = self.decoder, list(self.steps[row.index]), row.ids[row.prompt_length :]

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, isnan
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ _REFUSED: list[tuple[str, Any, str]] = [
     ("num_beams num_beam_groups", 1, "beam search keeps several hypotheses; tree verification follows one"),
     ("diversity_penalty", 0, "it belongs to group beam search"),
     ("constraints force_words_ids", None, "constrained beam search keeps several hypotheses"),
-    ("penalty_alpha", 0, "contrastive search re-ranks by hidden states of the whole prefix"),
     ("dola_layers", None, "DoLa contrasts layers, which a tree pass does not return"),
     ("guidance_scale", 1, "guidance needs a second, unconditional pass per node"),
     ("watermarking_config", None, "watermarks keep a state per emitted token"),
@@ -60,6 +59,7 @@ _POSSIBLE: list[tuple[str, Any, Callable[[Any], bool], str]] = [
     ("temperature", _Number, lambda v: 0 < v < inf, "positive and finite (0 selects greedy decoding)"),
     ("top_p", _Number, lambda v: 0 < v <= 1, "above 0 and at most 1"),
     ("top_k", int, lambda v: v >= 0, "a count of tokens, or 0 for all of them"),
+    ("penalty_alpha", _Number, lambda v: 0 <= v <= 1, "between 0 and 1"),
     ("min_p typical_p epsilon_cutoff eta_cutoff top_h", _Number, lambda v: 0 <= v <= 1, "between 0 and 1"),
     ("repetition_penalty", _Number, lambda v: 0 < v < inf, "positive and finite (1 is none)"),
     ("max_new_tokens max_length", int, lambda v: v >= 1, "a whole number, at least 1"),
@@ -83,7 +83,7 @@ _NEUTRAL: dict[str, tuple[float, ...]] = {"temperature": (0, 1), "top_k": (0, 50
 _NEUTRAL |= dict.fromkeys(("top_p", "typical_p"), (1,)) | dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff"), (0,))
 WARPERS = tuple(_NEUTRAL)
 PER_ROW = (  # options that a batch may have a list of, one value a row
-    *("do_sample", *WARPERS, "repetition_penalty", "no_repeat_ngram_size"),
+    *("do_sample", *WARPERS, "penalty_alpha", "repetition_penalty", "no_repeat_ngram_size"),
     *("max_new_tokens", "min_new_tokens", "max_length", "min_length"),
 )
 _DEFAULTS: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
@@ -93,6 +93,13 @@ _PREFIX_FREE = (
     *(hf.TypicalLogitsWarper, hf.EpsilonLogitsWarper, hf.EtaLogitsWarper),
     *(hf.LogitNormalization, hf.InfNanRemoveLogitsProcessor),
 )
+
+
+class Contrast(NamedTuple):
+    """How the next token is chosen among the likeliest (`engine.contrastive`)."""
+
+    alpha: float = 0.0  # weight of the penalty
+    candidates: int = 1  # 1 is greedy decoding
 
 
 @dataclass(frozen=True)
@@ -114,6 +121,12 @@ class GenerationSettings:
     def do_sample(self) -> bool:
         """Whether tokens are drawn; otherwise they are the argmax."""
         return bool(self.config.do_sample)
+
+    @property
+    def contrast(self) -> Contrast:
+        """Contrastive search's penalty and number of candidates, as in transformers: ``penalty_alpha``, ``top_k``."""
+        asked = self.config.penalty_alpha and self.config.top_k > 1
+        return Contrast(float(self.config.penalty_alpha), self.config.top_k) if asked else Contrast()
 
     def budget(self, prompt_length: int) -> int:
         """Return how many tokens a row with this prompt may emit, at least 1.
@@ -140,7 +153,8 @@ def resolve(
 ) -> GenerationSettings:
     """Merge options over a generation config over the model's own, and validate the result.
 
-    ``temperature=0`` means greedy.  A positive temperature, top_p, top_k ... without ``do_sample`` means sampling.
+    ``temperature=0`` means greedy.  A positive temperature, top_p, top_k ... without ``do_sample`` means sampling, but
+    with ``penalty_alpha`` contrastive search among ``top_k`` candidates (0 is greedy decoding).
     Otherwise names and defaults are Hugging Face's (sampling has ``top_k=50`` unless told otherwise), but a call that
     names neither ``max_new_tokens`` nor ``max_length`` gets `DEFAULT_MAX_NEW_TOKENS`.
 
@@ -162,6 +176,8 @@ def resolve(
     given = {name: plain(value) for name, value in options.items() if value is not None}
     if unknown := sorted(str(name) for name in given if name not in vars(GenerationConfig())):
         raise SamplingError(f"unknown option {', '.join(unknown)}: options are those of transformers.GenerationConfig")
+    if "penalty_alpha" in given:
+        given.setdefault("do_sample", False)
     if "do_sample" not in given and not given.keys().isdisjoint(WARPERS):
         given["do_sample"] = given.get("temperature") != 0
     if not given.get("do_sample", True):
@@ -209,11 +225,13 @@ def whole_distribution(temperature: float) -> dict[str, Any]:
 
 
 def _check_greedy(given: dict[str, Any]) -> None:
-    """Raise `SamplingError` for an option of sampling in a greedy call."""
+    """Raise `SamplingError` for an option of sampling in a call that draws nothing."""
+    contrastive = "penalty_alpha" in given
+    method = "contrastive search" if contrastive else "greedy decoding"
+    advice = "leave out penalty_alpha" if contrastive else "sample with a temperature above 0"
     for name, values in _NEUTRAL.items():
-        if name in given and given[name] not in values:
-            advice = "leave it out, or sample with a temperature above 0"
-            raise SamplingError(f"{name}={given[name]!r} has no effect in greedy decoding: {advice}")
+        if name in given and given[name] not in values and not (contrastive and name == "top_k"):
+            raise SamplingError(f"{name}={given[name]!r} has no effect in {method}: leave it out, or {advice}")
 
 
 def _max_new_tokens(config: Any, given: dict[str, Any], user_config: Any) -> int | None:
@@ -233,6 +251,10 @@ def _check_options(config: Any) -> None:
             continue  # checkpoints may write greedy decoding as 0
         if isinstance(value, bool) != (kind is bool) or not isinstance(value, kind) or not fits(value):
             raise SamplingError(f"{name}={value!r} is not possible: it must be {wanted}")
+    if config.penalty_alpha and (config.do_sample or not config.top_k):
+        clash = "do_sample=True" if config.do_sample else "top_k=0"
+        advice = "contrastive search chooses among a few of the likeliest tokens: give do_sample=False and top_k=4"
+        raise SamplingError(f"penalty_alpha={config.penalty_alpha!r} cannot be used with {clash}: {advice}")
     if (config.min_new_tokens or 0) > (config.max_new_tokens or inf):
         raise SamplingError(f"min_new_tokens={config.min_new_tokens} exceeds max_new_tokens={config.max_new_tokens}")
     if not all(_strings(config.stop_strings)):

@@ -196,7 +196,9 @@ def _draft_names(thing: Any, result: Result | None) -> list[str]:
     if isinstance(thing, StepInspection):
         return thing.draft_names
     if result is not None:
-        return [draft.draft for draft in result.stats.drafts]
+        names = [draft.draft for draft in result.stats.drafts]
+        ids = max(max(step.tree.proposers).bit_length() for step in result.steps) if result.steps else 0
+        return [*names, *["target"] * (ids - len(names))]  # contrastive search's candidates are the target's own
     proposers = (thing if isinstance(thing, TokenTree) else thing.tree).proposers
     return [f"draft {i}" for i in range(max(proposers).bit_length())]
 

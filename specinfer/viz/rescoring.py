@@ -117,6 +117,8 @@ class Rescorer:
         for kind in {step.tree.kind for step in result.steps if step.tree.num_drafted}:
             decoder.verifier.check(kind)
         self.coins = isinstance(decoder.verifier, MultiStep)  # they decide; else the target's choices
+        if self.row(0).contrast.alpha:
+            raise InputError("contrastive search chooses by hidden states, and this scores logits: see result.steps")
         sampling = self.row(0).sampling
         if sampling != (result.seed is not None):
             was, now = ("greedy", "sample") if sampling else (f"sampled with seed {result.seed}", "are greedy")
