@@ -25,6 +25,7 @@ from specinfer.drafts.head import MODEL_TYPE, HeadDraft
 from specinfer.drafts.language_model import ModelDraft
 from specinfer.drafts.mtp import MtpDraft
 from specinfer.drafts.ngram import NGramDraft
+from specinfer.drafts.suffix import SuffixDraft
 from specinfer.drafts.published import draft_config, load_published, may_be_head
 from specinfer.engine.generation import Run
 from specinfer.engine.sampling import WARPERS, GenerationSettings, by_row, resolve
@@ -38,7 +39,7 @@ from specinfer.results import Result
 from specinfer.tree import BestFirst, Chain, Kind, Policy
 from specinfer.tree.token_tree import MOST_DRAFTS
 
-NAMED: dict[str, Callable[[], Draft]] = {"ngram": NGramDraft, "mtp": MtpDraft}  # words for drafts that need no files
+NAMED: dict[str, Callable[[], Draft]] = {"ngram": NGramDraft, "suffix": SuffixDraft, "mtp": MtpDraft}  # words for drafts that need no files
 WORDS = ("auto", "bundled", *NAMED)  # words for drafts; others are names of models
 Functions = Sequence[Callable[..., Any]] | Callable[..., Any] | None
 DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8, min_probability=0.05)
