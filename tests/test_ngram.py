@@ -25,7 +25,7 @@ def index(ids, max_ngram):
 
 def after(ids, path, max_ngram):
     """What follows the text's end extended by a path."""
-    return successors(tuple([*ids, *path][-max_ngram:]), [(index(ids, max_ngram), 1.0)])
+    return successors(tuple([*ids, *path][-max_ngram:]), [index(ids, max_ngram)])
 
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
@@ -47,7 +47,7 @@ def test_the_longest_context_comes_first():
     ids = [5, 1, 8, 6, 1, 9, 7, 1, 9, 4, 1, 9, 5, 1]
     distribution = after(ids, [], 2)
     assert max(distribution, key=distribution.get) == 8
-    assert index(ids, 2).occurrences((5, 1), 1) == [(2, 8, 1.0)]
+    assert index(ids, 2).occurrences((5, 1), 1) == [(2, 8)]
 
 
 def test_nothing_repeats_nothing_is_said():

@@ -4,6 +4,8 @@ Knows: the token ids of each row, a memory of earlier texts if there is one.  Do
 
 Contexts of up to 64 tokens are blended (`text_index`), so the longer a match, the surer the draft, and the deeper a
 policy grows.  SuffixDecoding (arXiv 2411.04975) and SAM decoding (arXiv 2411.10666) draft from the longest match alone.
+The contexts of one match are not independent: each counts for half of one (the square root of its escape).  Then the
+probabilities are about the rates at which tokens are accepted.
 """
 
 from collections.abc import Sequence
@@ -22,7 +24,7 @@ from specinfer.drafts.text_index import LENGTHS, MAX_CONTEXT, TextIndex, success
 from specinfer.errors import InputError
 from specinfer.tree import Forest, Frontier, Policy, TokenTree
 
-LOCAL, REMEMBERED = 1.0, 0.5  # weights of an occurrence in the row's text, and in the memory
+POWER = 0.5  # of every escape
 
 
 class SuffixDraft:
@@ -59,7 +61,7 @@ class SuffixDraft:
     def open(self, context: DraftContext) -> "SuffixSession":
         """Start drafting for a batch of rows."""
         lengths = [n for n in LENGTHS if n <= self.max_context]
-        return SuffixSession(context, lengths, self.max_context, self.memory)
+        return SuffixSession(context, lengths, self.max_context, POWER, self.memory)
 
     def learn(self, texts: Sequence[Sequence[int]], seconds: float) -> None:
         """Remember the texts of a call, prompts included, if there is a memory."""
@@ -71,9 +73,11 @@ def with_memory(drafts: Sequence[Any], memory: Memory | None) -> list[Any]:
     """Return drafts of which the suffix drafts are copies with the memory.
 
     Raises:
-        InputError: there is a memory, and no draft reads it.
+        InputError: it is no memory, or no draft reads it.
     """
-    if memory is not None and not any(isinstance(draft, SuffixDraft) for draft in drafts):
+    if not isinstance(memory, Memory | None):
+        raise InputError(f"memory={memory!r:.60} is no memory: give Memory(), the path of one, or None")
+    if memory and not any(isinstance(draft, SuffixDraft) for draft in drafts):
         raise InputError('memory= is read by the suffix draft, and it is not among the drafts: add "suffix" to them')
     ready = [copy(draft) if isinstance(draft, SuffixDraft) else draft for draft in drafts]
     for draft in ready:
@@ -92,24 +96,28 @@ class SuffixSession(DraftRows):
     device = torch.device("cpu")
 
     def __init__(
-        self, context: DraftContext, lengths: Sequence[int], max_context: int, memory: Memory | None = None
+        self,
+        context: DraftContext,
+        lengths: Sequence[int],
+        max_context: int,
+        power: float = 1.0,
+        memory: Memory | None = None,
     ) -> None:
         super().__init__(context)
-        self.max_context, self.memory = max_context, memory
+        self.max_context, self.power, self.memory = max_context, power, memory
         self.texts = [TextIndex(lengths, max_context) for _ in context.prompts]
         for text, prompt in zip(self.texts, context.prompts, strict=True):
             text.extend(prompt)
         self.paths: list[list[tuple[int, ...]]] = []  # per row: the path of every frontier node so far, root first
 
-    def indices(self, row: int) -> list[tuple[TextIndex, float]]:
-        """Return what a row's occurrences are counted in, each with the weight of one of them."""
-        remembered = [(self.memory.index, REMEMBERED)] if self.memory else []
-        return [(self.texts[row], LOCAL), *remembered]
+    def indices(self, row: int) -> list[TextIndex]:
+        """Return where a row's occurrences are counted: in its text, and in the memory."""
+        return [self.texts[row], self.memory.index] if self.memory else [self.texts[row]]
 
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow one tree per row below its last committed token."""
         roots = [text.ids[-1] for text in self.texts]
-        if not any(index.seen(root) for row, root in enumerate(roots) for index, _ in self.indices(row)):
+        if not any(index.seen(root) for row, root in enumerate(roots) for index in self.indices(row)):
             return Forest(policy.kind, roots)
         self.paths = [[] for _ in self.texts]
         return policy.grow(self, max_depth).trees(roots, self.draft)
@@ -165,8 +173,7 @@ class SuffixSession(DraftRows):
             new = [() if frontier.depth == 0 else (*paths[parent], token) for token, parent in pairs]
             recent, indices = self.texts[row].ids[-self.max_context :], self.indices(row)
             contexts = [(*recent, *path)[-self.max_context :] for path in new]
-            distributions.append(
-                [successors(context, indices) if real else {} for context, real in zip(contexts, valid, strict=True)]
-            )
+            asked = zip(contexts, valid, strict=True)
+            distributions.append([successors(context, indices, self.power) if real else {} for context, real in asked])
             paths.extend(new)
         return distributions

@@ -25,7 +25,7 @@ BREAK = -1  # stands between two texts
 NEGLIGIBLE = 1e-6  # probability that is left, below which no shorter context is asked
 NUMBER = 32  # bytes of an int object, about
 
-Occurrence = tuple[int, int, float]  # length of the match, token that followed, weight
+Occurrence = tuple[int, int]  # length of the match, token that followed
 
 
 class TextIndex:
@@ -84,7 +84,7 @@ class TextIndex:
         """Return whether anything followed a token."""
         return hash((token,)) in self.last[0]
 
-    def occurrences(self, context: tuple[int, ...], level: int, weight: float = 1.0) -> list[Occurrence]:
+    def occurrences(self, context: tuple[int, ...], level: int) -> list[Occurrence]:
         """Return the newest occurrences of the context's last ``lengths[level]`` tokens, the newest first.
 
         Matches are measured up to the next of the lengths, exclusive.
@@ -98,36 +98,37 @@ class TextIndex:
             length = n
             while length < most and length < position and self.ids[position - length - 1] == context[-length - 1]:
                 length += 1
-            found.append((length, self.ids[position], weight))
+            found.append((length, self.ids[position]))
             position = before[position]
         return found
 
 
-def successors(context: tuple[int, ...], indices: Sequence[tuple[TextIndex, float]]) -> dict[int, float]:
-    """Return successor -> probability by PPM-C, over all occurrences in some indices of the same lengths.
+def successors(context: tuple[int, ...], indices: Sequence[TextIndex], power: float = 1.0) -> dict[int, float]:
+    """Return successor -> probability by PPM-C, over all occurrences in some indices.
 
     Args:
         context: the last tokens, `max_context` at most.
-        indices: each with the weight of one occurrence.
+        indices: at least one; the lengths of the first are those of the others, or the first few of them.
+        power: of every escape; below 1, less is given to long contexts.
     """
     distribution: dict[int, float] = {}
-    left, lengths = 1.0, indices[0][0].lengths
+    left, lengths = 1.0, indices[0].lengths
     for level in reversed(range(len(lengths))):
-        found = [each for index, weight in indices for each in index.occurrences(context, level, weight)]
+        found = [each for index in indices for each in index.occurrences(context, level)]
         if not found:
             continue
         found.sort(key=lambda occurrence: -occurrence[0])
-        counts: dict[int, float] = {}
-        for (length, token, weight), below in zip(found, [*found[1:], (lengths[level] - 1, 0, 0.0)], strict=True):
-            counts[token] = counts.get(token, 0.0) + weight
-            if below[0] < length:
-                left = _blend(distribution, counts, length - below[0], left)
+        counts: dict[int, int] = {}
+        for (length, token), (shorter, _) in zip(found, [*found[1:], (lengths[level] - 1, 0)], strict=True):
+            counts[token] = counts.get(token, 0) + 1
+            if shorter < length:
+                left = _blend(distribution, counts, power * (length - shorter), left)
         if left < NEGLIGIBLE:
             break
     return distribution
 
 
-def _blend(distribution: dict[int, float], counts: dict[int, float], contexts: int, left: float) -> float:
+def _blend(distribution: dict[int, float], counts: dict[int, int], contexts: float, left: float) -> float:
     """Add what followed so many contexts of the same occurrences; return the probability that is left."""
     total = sum(counts.values())
     after = left * (len(counts) / (total + len(counts))) ** contexts
