@@ -15,7 +15,6 @@ from specinfer.drafts.text_index import RECENT, TextIndex, successors
 from specinfer.errors import InputError
 
 
-
 def index(ids, max_ngram):
     """The index of a text as the n-gram draft keeps it."""
     text = TextIndex(range(1, max_ngram + 1), max_ngram)

@@ -7,14 +7,14 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from conftest import PROMPTS, VOCAB, byte_tokenizer, like, plain
+from conftest import PROMPTS, VOCAB, byte_tokenizer, plain
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from strategies import PROPERTY
 from test_draft import context
 
-from specinfer import Auto, BestFirst, Chain, Expansion, Memory, Sampled, SpeculativeDecoder, SuffixDraft, record, replay
+from specinfer import Auto, BestFirst, Expansion, Memory, Sampled, SpeculativeDecoder, SuffixDraft, record, replay
 from specinfer.drafts.memory import LEAST_BYTES
 from specinfer.drafts.text_index import LENGTHS, RECENT, TextIndex, successors
 from specinfer.errors import InputError, TokenizerMismatch
@@ -116,21 +116,27 @@ def test_contexts_have_at_least_one_token(max_context):
 
 # ---- texts ----
 
-DRAFTS = {"alone": lambda near: ["suffix"], "merged": lambda near: [near, "suffix", "ngram"]}
+RULES = {"greedy": {"do_sample": False}, "coupled": {"temperature": 0.8, "seed": 3}}
 
 
-@pytest.mark.parametrize("tree", ["auto", DEEP, Expansion((2, 1, 1)), Chain(6)], ids=str)
-@pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
-@pytest.mark.parametrize("memory", [False, True])
-def test_text_is_that_of_no_speculation(target, near, tree, drafts, memory):
-    """Greedy and coupled, alone and in a ragged batch, twice: the second time a memory knows the texts."""
-    decoder = SpeculativeDecoder(target, drafts=drafts(near), tree=tree, memory=Memory() if memory else None)
+@pytest.fixture(scope="module")
+def texts(target):
+    """The ids of no speculation."""
     alone = SpeculativeDecoder(target, drafts=(), tree=None)
-    for sampling in ({"do_sample": False}, {"temperature": 0.8, "seed": 3}):
-        wanted = [alone.generate(p, max_new_tokens=20, **sampling).token_ids for p in PROMPTS]
-        for _ in range(2):
-            assert [r.token_ids for r in decoder.generate(PROMPTS, max_new_tokens=20, **sampling)] == wanted
-            assert decoder.generate(PROMPTS[0], max_new_tokens=20, **sampling).token_ids == wanted[0]
+    return {rule: [alone.generate(p, max_new_tokens=12, **RULES[rule]).token_ids for p in PROMPTS] for rule in RULES}
+
+
+@pytest.mark.parametrize("tree", ["auto", DEEP, Expansion((2, 1))], ids=str)
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_text_is_that_of_no_speculation(target, near, texts, tree, merged, rule):
+    """Greedy and coupled, in a ragged batch and alone; for the second call a memory knows the text."""
+    drafts = [near, "suffix", "ngram"] if merged else ["suffix"]
+    for memory in (None, Memory()):
+        decoder = SpeculativeDecoder(target, drafts=drafts, tree=tree, memory=memory)
+        results = decoder.generate(PROMPTS, max_new_tokens=12, **RULES[rule])
+        assert [result.token_ids for result in results] == texts[rule]
+    assert decoder.generate(PROMPTS[0], max_new_tokens=12, **RULES[rule]).token_ids == texts[rule][0]
 
 
 @pytest.mark.parametrize("replacement", [False, True])

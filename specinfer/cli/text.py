@@ -36,7 +36,8 @@ def generate(
         Path | None, typer.Option(help="What auto learnt: used if the file is there, so runs repeat; else written.")
     ] = None,
     memory: Annotated[
-        Path | None, typer.Option(help="Texts to draft from: read if the file is there, and written with this one added.")
+        Path | None,
+        typer.Option(help="Texts to draft from: read if the file is there, and written with this one added."),
     ] = None,
     raw: options.Raw = False,
     show_tree: Annotated[bool, typer.Option("--show-tree", help="Draw the tree that gained most.")] = False,

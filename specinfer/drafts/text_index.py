@@ -93,7 +93,11 @@ class TextIndex:
         if n > len(context):
             return []
         found: list[Occurrence] = []
-        position, before, most = self.last[level].get(hash(context[-n:]), -1), self.before[level], min(most, len(context))
+        position, before, most = (
+            self.last[level].get(hash(context[-n:]), -1),
+            self.before[level],
+            min(most, len(context)),
+        )
         while position >= 0 and len(found) < RECENT:
             length = n
             while length < most and length < position and self.ids[position - length - 1] == context[-length - 1]:
