@@ -19,7 +19,7 @@ from specinfer.loading import load
 TREES: dict[str, Any] = {"best-first 64, 32": BestFirst(64, 32, 0.05), "auto": "auto"}
 FUNCTION = f"Here is a Python function.\n\n```python\n{inspect.getsource(successors)}```\n\n"
 CHANGE = "Write the whole function again, with `left` renamed to `rest`. Answer with the code only."
-CITIES = "Paris Tokyo Cairo Lima Oslo Rome Berlin Madrid Delhi Sydney".split()
+CITIES = ["Paris", "Tokyo", "Cairo", "Lima", "Oslo", "Rome", "Berlin", "Madrid", "Delhi", "Sydney"]
 FORM = """{"name": "...", "country": "...", "continent": "...", "population": 0, "known_for": ["...", "...", "..."]}"""
 QUESTION = "Describe the city of {city}. Answer with JSON only, in this format:\n" + FORM
 

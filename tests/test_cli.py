@@ -371,7 +371,7 @@ GENERATE = {
     ("command", "options"),
     [
         ("generate", GENERATE),
-        ("tree", GENERATE - {"--show-tree", "--confidence-gate", "--profile"}),
+        ("tree", GENERATE - {"--show-tree", "--confidence-gate", "--profile", "--memory"}),
         ("check-model", {"--dtype", "--device", "--json"}),
         ("certify", {"--json"}),
     ],
