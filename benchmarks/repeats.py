@@ -21,7 +21,7 @@ FUNCTION = f"Here is a Python function.\n\n```python\n{inspect.getsource(success
 CHANGE = "Write the whole function again, with `left` renamed to `rest`. Answer with the code only."
 CITIES = ["Paris", "Tokyo", "Cairo", "Lima", "Oslo", "Rome", "Berlin", "Madrid", "Delhi", "Sydney"]
 FORM = """{"name": "...", "country": "...", "continent": "...", "population": 0, "known_for": ["...", "...", "..."]}"""
-QUESTION = "Describe the city of {city}. Answer with JSON only, in this format:\n" + FORM
+QUESTIONS = [f"Describe the city of {city}. Answer with JSON only, in this format:\n{FORM}" for city in CITIES]
 
 
 def tokens_per_pass(decoder: SpeculativeDecoder, prompts: list[str], skip: int, max_new_tokens: int) -> float:
@@ -36,18 +36,17 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--target", help="hub name or folder; default SmolLM2-135M-Instruct")
     p.add_argument("--dtype", default="auto")
-    p.add_argument("--count", type=int, default=len(CITIES))
+    p.add_argument("--count", type=int, default=len(CITIES), help="questions")
     p.add_argument("--max-new-tokens", type=int, default=160)
     args = p.parse_args()
     target = load(args.target, args.dtype)
-    answers = [QUESTION.format(city=city) for city in CITIES[: args.count]]
     for name, tree in TREES.items():
         for draft, remembers in (("ngram", False), ("suffix", False), ("suffix", True)):
             memory = Memory() if remembers else None
             decoder = SpeculativeDecoder(target.model, target.tokenizer, [draft], tree, memory=memory)
             figures = {
                 "function": tokens_per_pass(decoder, [FUNCTION + CHANGE], 0, 3 * args.max_new_tokens),
-                "answers": tokens_per_pass(decoder, answers, 1, args.max_new_tokens),
+                "answers": tokens_per_pass(decoder, QUESTIONS[: args.count], 1, args.max_new_tokens),
             }
             print(json.dumps({"tree": name, "draft": draft, "memory": remembers, **figures}), flush=True)
 
