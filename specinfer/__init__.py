@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from specinfer.drafts.base import Draft
     from specinfer.drafts.head import HeadDraft
     from specinfer.drafts.language_model import ModelDraft
+    from specinfer.drafts.memory import Memory
     from specinfer.drafts.ngram import NGramDraft
+    from specinfer.drafts.suffix import SuffixDraft
     from specinfer.engine.generation import Run
     from specinfer.engine.scoring import Score
     from specinfer.engine.target_view import verify_tree
@@ -44,7 +46,9 @@ _HOME = {
     "drafts.base": "Draft",
     "drafts.head": "HeadDraft",
     "drafts.language_model": "ModelDraft",
+    "drafts.memory": "Memory",
     "drafts.ngram": "NGramDraft",
+    "drafts.suffix": "SuffixDraft",
     "engine.generation": "Run",
     "engine.scoring": "Score",
     "engine.target_view": "verify_tree",
@@ -73,6 +77,7 @@ __all__ = [
     "Expansion",
     "HeadDraft",
     "Inspection",
+    "Memory",
     "ModelCheck",
     "ModelDraft",
     "MultiStep",
@@ -88,6 +93,7 @@ __all__ = [
     "Stats",
     "Step",
     "StepInspection",
+    "SuffixDraft",
     "TextStream",
     "TokenTree",
     "Trace",

@@ -23,9 +23,11 @@ from specinfer.drafts.base import Draft
 from specinfer.drafts.bundled import bundled_drafts
 from specinfer.drafts.head import MODEL_TYPE, HeadDraft
 from specinfer.drafts.language_model import ModelDraft
+from specinfer.drafts.memory import Memory
 from specinfer.drafts.mtp import MtpDraft
 from specinfer.drafts.ngram import NGramDraft
 from specinfer.drafts.published import draft_config, load_published, may_be_head
+from specinfer.drafts.suffix import SuffixDraft, with_memory
 from specinfer.engine.contrastive import Caterpillar
 from specinfer.engine.generation import Run
 from specinfer.engine.sampling import WARPERS, GenerationSettings, by_row, resolve
@@ -39,7 +41,8 @@ from specinfer.results import Result
 from specinfer.tree import BestFirst, Chain, Kind, Policy
 from specinfer.tree.token_tree import MOST_DRAFTS
 
-NAMED: dict[str, Callable[[], Draft]] = {"ngram": NGramDraft, "mtp": MtpDraft}  # words for drafts that need no files
+# words for drafts that need no files
+NAMED: dict[str, Callable[[], Draft]] = {"ngram": NGramDraft, "suffix": SuffixDraft, "mtp": MtpDraft}
 WORDS = ("auto", "bundled", *NAMED)  # words for drafts; others are names of models
 Functions = Sequence[Callable[..., Any]] | Callable[..., Any] | None
 DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8, min_probability=0.05)
@@ -65,12 +68,18 @@ class SpeculativeDecoder:
             they are for long texts.  They have not run on a GPU yet: compare texts with and without.
         compile: "auto" uses the passes that `specinfer compile` made for such models on this machine, if there are any.
             True makes them, which takes minutes, once.  False runs the models as they are.  See `passes`.
+        memory: a `Memory` of earlier texts, or the path of one, from which the suffix draft proposes, too; with it,
+            ``"auto"`` has the suffix draft in place of n-grams.  None, the default: nothing crosses calls.
+
+    Attributes:
+        memory: the same, as a `Memory`; every call adds its texts.
 
     Raises:
-        InputError: a bad tokenizer, draft, tree, verifier or gate; graphs without a GPU.
+        InputError: a bad tokenizer, draft, tree, verifier, gate or memory; a memory without a suffix draft; graphs
+            without a GPU.
         ModelError: not a model.
         UnsupportedModel: a model cannot score trees, by name and with the reason.
-        TokenizerMismatch: a draft has other tokens than the target.
+        TokenizerMismatch: a draft, or the memory, has other tokens than the target.
         PairingError: the verifier would be biased on this policy's trees.
     """
 
@@ -84,6 +93,7 @@ class SpeculativeDecoder:
         confidence_gate: float | None = None,
         graphs: bool = False,
         compile: bool | str = "auto",
+        memory: Memory | str | os.PathLike[str] | None = None,
     ) -> None:
         self.notes: list[str] = []
         gate = plain(confidence_gate)
@@ -91,9 +101,10 @@ class SpeculativeDecoder:
         self.target, self.tokenizer, self.confidence_gate = TreeModel(model), tokenizer, gate
         self.graphs = checked_flag("graphs", graphs)
         policy = _as_policy(tree)
+        self.memory = Memory.load(memory) if _is_name(memory) else memory
         ready = self._ready(_as_list(drafts)) if tree is not None else []
         self.verifier = chosen_verifier(verifier, policy.kind)
-        self.drafts = [self._attached(draft) for draft in ready]
+        self.drafts = [self._attached(draft) for draft in with_memory(ready, self.memory)]
         self.notes += [note for draft in self.drafts for note in getattr(draft, "notes", ())]
         if graphs and (elsewhere := {model.device.type for model in self.networks} - {"cuda"}):
             raise InputError(f"graphs=True is for GPUs, and a model is on the {', '.join(elsewhere)}: leave it out")
@@ -117,6 +128,7 @@ class SpeculativeDecoder:
         confidence_gate: float | None = None,
         graphs: bool = False,
         compile: bool | str = "auto",
+        memory: Memory | str | os.PathLike[str] | None = None,
     ) -> "SpeculativeDecoder":
         """Load target and drafts by name or path; None is the default target (SmolLM2-135M-Instruct).
 
@@ -131,7 +143,7 @@ class SpeculativeDecoder:
             load_draft(os.fspath(draft), dtype, device) if _is_name(draft) and draft not in WORDS else draft
             for draft in _as_list(drafts)
         ]
-        return cls(loaded.model, loaded.tokenizer, ready, tree, verifier, confidence_gate, graphs, compile)
+        return cls(loaded.model, loaded.tokenizer, ready, tree, verifier, confidence_gate, graphs, compile, memory)
 
     @property
     def networks(self) -> list[TreeModel]:
@@ -316,7 +328,7 @@ class SpeculativeDecoder:
         found: list[Any] = []
         for draft in drafts:
             bundled = bundled_drafts(self.target.model, self.tokenizer) if draft in ("auto", "bundled") else [draft]
-            found += [*bundled[:1], "ngram"] if draft == "auto" else bundled
+            found += [*bundled[:1], "suffix" if self.memory else "ngram"] if draft == "auto" else bundled
         if len(found) > MOST_DRAFTS:
             raise InputError(f"{len(found)} drafts are too many: give {MOST_DRAFTS} at most")
         return [_as_draft(draft) for draft in found]

@@ -338,12 +338,32 @@ def test_an_interrupt_is_not_a_traceback(run, monkeypatch):
     assert run("generate", "hi")[0] == 130
 
 
+# ---- memory ----
+
+
+def test_generate_writes_a_memory_and_reads_it(run, models, tmp_path):
+    """The file is made, and read by the next run, which needs fewer passes for the same text."""
+    file, passes = tmp_path / "memory", []
+    for _ in range(2):
+        command = ["generate", PROMPT, "--raw", "--json", "--tree", "best-first", "--memory", file, *NEW]
+        code, out, err = run(*command, "--draft", "suffix")
+        assert (code, json.loads(out)["text"]) == (0, text_of(models))
+        passes.append(json.loads(out)["stats"]["target_passes"])
+    assert passes[1] < passes[0]
+    file.write_bytes(file.read_bytes()[:-9])
+    for path, draft, message in ((file, "suffix", "not whole"), (tmp_path / "new", "ngram", "suffix")):
+        code, out, err = run("generate", PROMPT, "--draft", draft, "--memory", path)
+        assert (code, out) == (2, "")
+        assert message in err
+        assert err.count("\n") == 1
+
+
 # ---- names ----
 
 GENERATE = {
     *("--target", "--draft", "--tree", "--nodes", "--depth", "--expansion", "--max-new-tokens", "--temperature"),
     *("--top-p", "--top-k", "--seed", "--dtype", "--device", "--raw", "--show-tree", "--confidence-gate", "--json"),
-    "--profile",
+    *("--profile", "--memory"),
 }
 
 
@@ -351,7 +371,7 @@ GENERATE = {
     ("command", "options"),
     [
         ("generate", GENERATE),
-        ("tree", GENERATE - {"--show-tree", "--confidence-gate", "--profile"}),
+        ("tree", GENERATE - {"--show-tree", "--confidence-gate", "--profile", "--memory"}),
         ("check-model", {"--dtype", "--device", "--json"}),
         ("certify", {"--json"}),
     ],

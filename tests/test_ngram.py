@@ -11,37 +11,50 @@ from strategies import PROPERTY
 from test_draft import context
 
 from specinfer import BestFirst, Chain, Expansion, NGramDraft, Sampled
-from specinfer.drafts.ngram import RECENT, _Text
+from specinfer.drafts.text_index import RECENT, TextIndex, successors
 from specinfer.errors import InputError
+
+
+def index(ids, max_ngram):
+    """The index of a text as the n-gram draft keeps it."""
+    text = TextIndex(range(1, max_ngram + 1), max_ngram)
+    text.extend(ids)
+    return text
+
+
+def after(ids, path, max_ngram):
+    """What follows the text's end extended by a path."""
+    return successors(tuple([*ids, *path][-max_ngram:]), [index(ids, max_ngram)])
+
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 
 def test_ppm_c_by_hand():
     """a b c a b d a b: after "a b" c and d, each seen once; after "b" the same; escape 2/4 each time."""
-    distribution = _Text([0, 1, 2, 0, 1, 3, 0, 1], 2).successors([])
+    distribution = after([0, 1, 2, 0, 1, 3, 0, 1], [], 2)
     assert distribution == pytest.approx({2: 1 / 4 + 1 / 2 * 1 / 4, 3: 1 / 4 + 1 / 2 * 1 / 4})
 
 
 def test_ppm_c_with_unequal_counts_by_hand():
     """After "a": b b c, so b 2/5, c 1/5 and 2/5 is left to nothing shorter."""
-    assert _Text([0, 1, 0, 1, 0, 2, 0], 1).successors([]) == pytest.approx({1: 2 / 5, 2: 1 / 5})
+    assert after([0, 1, 0, 1, 0, 2, 0], [], 1) == pytest.approx({1: 2 / 5, 2: 1 / 5})
 
 
 def test_the_longest_context_comes_first():
     """A successor of the long context outranks a more frequent one of the short context."""
-    text = _Text([5, 1, 8, 6, 1, 9, 7, 1, 9, 4, 1, 9, 5, 1], 2)
-    distribution = text.successors([])
+    ids = [5, 1, 8, 6, 1, 9, 7, 1, 9, 4, 1, 9, 5, 1]
+    distribution = after(ids, [], 2)
     assert max(distribution, key=distribution.get) == 8
-    assert text.matches([])[0] == [2]
+    assert index(ids, 2).occurrences((5, 1), 1) == [(2, 8)]
 
 
 def test_nothing_repeats_nothing_is_said():
     """Unseen contexts have no successors; nor does a text of one token."""
-    assert _Text([1, 2, 3], 4).successors([]) == {}
-    assert _Text([1], 4).successors([]) == {}
-    assert _Text([1, 2, 1], 4).successors([3]) == {}
-    assert _Text([1, 2, 1], 4).successors([2]) == pytest.approx({1: 1 / 2 + 1 / 2 * 1 / 2})
+    assert after([1, 2, 3], [], 4) == {}
+    assert after([1], [], 4) == {}
+    assert after([1, 2, 1], [3], 4) == {}
+    assert after([1, 2, 1], [2], 4) == pytest.approx({1: 1 / 2 + 1 / 2 * 1 / 2})
 
 
 def brute(ids, path, max_ngram):
@@ -63,7 +76,7 @@ def brute(ids, path, max_ngram):
 @given(TEXTS, TEXTS.map(lambda t: t[:3]) | st.just([]), st.integers(1, 5))
 def test_the_index_equals_brute_force(ids, path, max_ngram):
     """Any text, path and context length; probabilities are positive and sum to less than one."""
-    distribution = _Text(ids, max_ngram).successors(path)
+    distribution = after(ids, path, max_ngram)
     assert distribution == pytest.approx(brute(ids, path, max_ngram))
     assert all(p > 0 for p in distribution.values())
     assert sum(distribution.values()) < 1
@@ -73,15 +86,15 @@ def test_the_index_equals_brute_force(ids, path, max_ngram):
 @given(TEXTS, TEXTS, st.integers(1, 5))
 def test_extending_a_text_equals_indexing_it_whole(first, second, max_ngram):
     """The index grows with the text."""
-    grown = _Text(first, max_ngram)
+    grown, whole = index(first, max_ngram), index([*first, *second], max_ngram)
     grown.extend(second)
-    assert grown.after == _Text([*first, *second], max_ngram).after
+    assert (grown.ids, grown.last, grown.before) == (whole.ids, whole.last, whole.before)
 
 
 def test_only_recent_occurrences_are_looked_at():
     """A text that repeats for long costs no more than its last occurrences."""
-    text = _Text([0, 1] * 500 + [0], 4)
-    assert max(map(len, text.matches([]))) == RECENT
+    text = index([0, 1] * 500 + [0], 4)
+    assert [len(text.occurrences((0, 1, 0), level)) for level in range(4)] == [RECENT, RECENT, RECENT, 0]
 
 
 @pytest.mark.parametrize("policy", [BestFirst(6, 3), Expansion((2, 1)), Chain(3)], ids=str)

@@ -44,7 +44,7 @@ from specinfer.tree import (
     grow_best_first,
 )
 
-MAX_NODES, MAX_DEPTH = 23, 8  # with the root, 24 tokens: a size bucket
+MAX_NODES, MAX_DEPTH = 31, 31  # with the root, 32 tokens: a size bucket
 FIRST_NODES = 4  # of a tree whose cost is not known, and of one that is scored to learn what trees cost now
 PLAIN_AGAIN = 2, 128  # steps after which a plain one measures the machine: at first, and at most
 PATIENCE = 8  # steps without a tree that was worth its cost, after which all drafts are idle

@@ -24,17 +24,24 @@ Target = Annotated[
 ]
 Drafts = Annotated[
     list[str] | None,
-    typer.Option(help="A model, a trained head, mtp, ngram, bundled or auto. Repeat to merge.", show_default="auto"),
+    typer.Option(
+        help="A model, a trained head, mtp, ngram, suffix, bundled or auto. Repeat to merge.", show_default="auto"
+    ),
 ]
 Tree = Annotated[str, typer.Option(help="auto, best-first, expansion, chain, sampled or none.")]
 Nodes = Annotated[
     int | None,
     typer.Option(
         help="Drafted nodes per tree at most (auto; best-first, where paths below 5 % are left out).",
-        show_default="23 auto, 16 best-first",
+        show_default="31 auto, 16 best-first",
     ),
 ]
-Depth = Annotated[int, typer.Option(help="Levels per tree at most (auto, best-first), or exactly (chain).")]
+Depth = Annotated[
+    int | None,
+    typer.Option(
+        help="Levels per tree at most (auto, best-first), or exactly (chain).", show_default="31 auto, 8 otherwise"
+    ),
+]
 Expansion = Annotated[str, typer.Option(help="Children per level (expansion, sampled).")]
 Count = Annotated[int, typer.Option(help="Prompts per file at most.", min=1)]
 Split = Annotated[str, typer.Option(help="The rows taken, where rows have a split.")]

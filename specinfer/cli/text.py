@@ -20,7 +20,7 @@ def generate(
     draft: options.Drafts = None,
     tree: options.Tree = "auto",
     nodes: options.Nodes = None,
-    depth: options.Depth = 8,
+    depth: options.Depth = None,
     expansion: options.Expansion = "3,2,1,1",
     max_new_tokens: options.NewTokens = 128,
     temperature: options.Temperature = 0.0,
@@ -38,6 +38,10 @@ def generate(
     profile: Annotated[
         Path | None, typer.Option(help="What auto learnt: used if the file is there, so runs repeat; else written.")
     ] = None,
+    memory: Annotated[
+        Path | None,
+        typer.Option(help="Texts to draft from: read if the file is there, and written with this one added."),
+    ] = None,
     raw: options.Raw = False,
     show_tree: Annotated[bool, typer.Option("--show-tree", help="Draw the tree that gained most.")] = False,
     as_json: options.Json = False,
@@ -49,7 +53,7 @@ def generate(
         raise InputError(f"--profile is of what --tree auto learns, and --tree {tree} learns nothing: leave one out")
     given = profile if profile and profile.exists() else None
     policy = build_policy(tree, nodes, depth, expansion, given)
-    models = {"dtype": dtype, "device": device, "confidence_gate": confidence_gate}
+    models = {"dtype": dtype, "device": device, "confidence_gate": confidence_gate, "memory": read_memory(memory)}
     text, decoder = prepare(prompt, target, draft, policy, **models)
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "penalty_alpha": penalty_alpha}
     stream = decoder.stream(text, raw=raw, max_new_tokens=max_new_tokens, seed=seed, **sampling)
@@ -60,6 +64,8 @@ def generate(
     if profile and not given:
         policy.save(profile)
         print(f"profile: wrote {profile}; the next runs start from it", file=sys.stderr)
+    if memory:
+        decoder.memory.save(memory)
     if as_json:
         print_json(result.to_dict())
         return
@@ -79,7 +85,7 @@ def tree(
     draft: options.Drafts = None,
     tree: options.Tree = "auto",
     nodes: options.Nodes = None,
-    depth: options.Depth = 8,
+    depth: options.Depth = None,
     expansion: options.Expansion = "3,2,1,1",
     max_new_tokens: options.NewTokens = 32,
     temperature: options.Temperature = 0.0,
@@ -104,27 +110,34 @@ def tree(
     print_json({"step": number, **step.to_dict()}) if as_json else print(drawn(decoder, step, number))
 
 
-def build_policy(tree: str, nodes: int | None, depth: int, expansion: str, profile: Path | None = None) -> Any:
+def build_policy(tree: str, nodes: int | None, depth: int | None, expansion: str, profile: Path | None = None) -> Any:
     """Return the growth policy that the options name, or None for no speculation."""
-    from specinfer.adaptive.policy import MAX_NODES, Auto
+    from specinfer.adaptive.policy import MAX_DEPTH, MAX_NODES, Auto
     from specinfer.decoder import DEFAULT_TREE
     from specinfer.tree import BestFirst, Chain, Expansion, Sampled
 
     for name, value in (("nodes", nodes), ("depth", depth)):
         if value is not None and value < 1:
             raise InputError(f"--{name} {value} drafts nothing: give at least 1, or --tree none")
-    widths = options.expansion_widths(expansion)
+    widths, levels = options.expansion_widths(expansion), depth or DEFAULT_TREE.max_depth
     makers = {
-        "auto": lambda: Auto(nodes or MAX_NODES, depth, profile),
-        "best-first": lambda: BestFirst(nodes or DEFAULT_TREE.max_nodes, depth, DEFAULT_TREE.min_probability),
+        "auto": lambda: Auto(nodes or MAX_NODES, depth or MAX_DEPTH, profile),
+        "best-first": lambda: BestFirst(nodes or DEFAULT_TREE.max_nodes, levels, DEFAULT_TREE.min_probability),
         "expansion": lambda: Expansion(widths),
-        "chain": lambda: Chain(depth),
+        "chain": lambda: Chain(levels),
         "sampled": lambda: Sampled(widths),
         "none": lambda: None,
     }
     if tree not in makers:
         raise InputError(f"--tree {tree!r} is unknown: choose {', '.join(makers)}")
     return makers[tree]()
+
+
+def read_memory(path: Path | None) -> Any:
+    """Return the memory that a file holds, or a new one if there is no such file."""
+    from specinfer.drafts.memory import Memory
+
+    return path and (Memory.load(path) if path.exists() else Memory())
 
 
 def prepare(prompt: str, target: str | None, drafts: list[str] | None, policy: Any, **models: Any) -> tuple[str, Any]:

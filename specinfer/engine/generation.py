@@ -23,6 +23,7 @@ from specinfer.results import Result, Seconds, Stats, Step, TreeSizes, acceptanc
 from specinfer.tree import Policy, TokenTree
 
 FIRST_TOKENS = 2048  # new tokens that caches hold at first; beyond it they double
+FIRST_LEVELS = 8  # levels of a tree that drafts' caches hold at first
 
 
 class Decoder(Protocol):
@@ -201,7 +202,10 @@ class Run:
         end = longest + max(row.remaining for row in rows)  # tokens in a row at most
         first = min(end, longest + FIRST_TOKENS)  # ... that its cache holds at first
         nodes = padded_width(1 + policy.max_nodes * max(1, len(decoder.drafts)))
-        fed = padded_width(1 + policy.max_nodes * max(1, policy.max_depth))  # best-first drops some of these later
+        levels = max(1, policy.max_depth)
+        fed, fed_at_first = (  # best-first drops some of these nodes later
+            padded_width(1 + policy.max_nodes * depth) for depth in (levels, min(levels, FIRST_LEVELS))
+        )
         target = decoder.target.session(len(rows), first + nodes, end + nodes, aux_layers, decoder.graphs)
         states = target.prefill([prompt[:-1] for prompt in prompts])
         sampled = [row for row in rows if row.sampling]
@@ -210,7 +214,7 @@ class Run:
         for number, draft in enumerate(decoder.drafts):
             context = DraftContext(
                 prompts=prompts,
-                capacity=first + fed,
+                capacity=first + fed_at_first,
                 max_capacity=2 * end + fed,  # a row may miss tokens that another has, and all get as many slots
                 vocab_size=decoder.target.vocab_size,
                 draft=number,

@@ -16,6 +16,7 @@ from specinfer.attention import Support, check_model
 from specinfer.common.values import Progress
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.drafts.ngram import NGramDraft
+from specinfer.drafts.suffix import SuffixDraft
 from specinfer.errors import InputError
 from specinfer.evaluation.doctor.costs import PassCosts, measured_costs
 from specinfer.evaluation.doctor.report import DraftCheck, DraftReport, Expected, Gains
@@ -134,7 +135,7 @@ def _check(decoder: SpeculativeDecoder, trace: Trace, index: int, passes: PassCo
     signs = Signs(
         first=within["top 1"],
         among=within[f"top {max(RANKS)}"][0],
-        lookup=isinstance(draft, NGramDraft),
+        lookup=isinstance(draft, NGramDraft | SuffixDraft),
         covered=_covered(draft, trace),
         reach=(proposed + 1) / decoder.target.vocab_size,
         level=gains.level / passes.target[0],

@@ -437,7 +437,7 @@ def model_settings(decoder: SpeculativeDecoder) -> dict[str, Any]:
 def _draft_settings(draft: Any) -> dict[str, Any]:
     model = getattr(draft, "model", None)
     weights = _fingerprint(model.model) if isinstance(model, TreeModel) else None
-    sizes = {"max_ngram": draft.max_ngram} if hasattr(draft, "max_ngram") else {}
+    sizes = {name: getattr(draft, name) for name in ("max_ngram", "max_context") if hasattr(draft, name)}
     return {"name": draft.name, "weights": weights, **sizes}
 
 

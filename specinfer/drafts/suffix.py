@@ -1,0 +1,179 @@
+"""The suffix draft: what followed the longest suffixes of the text before.  It has no weights and runs no passes.
+
+Knows: the token ids of each row, a memory of earlier texts if there is one.  Does not know: any model.
+
+Contexts of up to 64 tokens are blended (`text_index`), so the longer a match, the surer the draft, and the deeper a
+policy grows.  SuffixDecoding (arXiv 2411.04975) and SAM decoding (arXiv 2411.10666) draft from the longest match alone.
+The contexts of one match are not independent: each counts for half of one (the square root of its escape).  Then the
+probabilities are about the rates at which tokens are accepted.
+"""
+
+from collections.abc import Sequence
+from copy import copy
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specinfer.attention import TreeModel
+from specinfer.drafts.base import DraftContext, Scored
+from specinfer.drafts.memory import Memory
+from specinfer.drafts.rows import DraftRows
+from specinfer.drafts.text_index import LENGTHS, MAX_CONTEXT, TextIndex, successors
+from specinfer.errors import InputError
+from specinfer.tree import Forest, Frontier, Policy, TokenTree
+
+POWER = 0.5  # of every escape
+
+
+class SuffixDraft:
+    """Look-up of the longest suffixes of the row's text in that text, and in a memory, as a tree.
+
+    Args:
+        max_context: longest context looked up, in tokens; at least 1.
+
+    Attributes:
+        memory: of earlier texts; None: the row's own text alone.  `SpeculativeDecoder(memory=...)` sets it.
+
+    Raises:
+        InputError: ``max_context`` is below 1.
+    """
+
+    name = "suffix"
+
+    def __init__(self, max_context: int = MAX_CONTEXT) -> None:
+        if max_context < 1:
+            raise InputError(f"max_context={max_context} looks nothing up: it must be at least 1")
+        self.max_context = max_context
+        self.memory: Memory | None = None
+
+    def attach(self, target: TreeModel, tokenizer: Any) -> "SuffixDraft | None":
+        """Bind the memory, if there is one, to the target's tokens.
+
+        Raises:
+            TokenizerMismatch: the memory holds other tokens.
+        """
+        if self.memory:
+            self.memory.bind(tokenizer, target.vocab_size)
+        return None
+
+    def open(self, context: DraftContext) -> "SuffixSession":
+        """Start drafting for a batch of rows."""
+        lengths = [n for n in LENGTHS if n <= self.max_context]
+        return SuffixSession(context, lengths, self.max_context, POWER, self.memory)
+
+    def learn(self, texts: Sequence[Sequence[int]], seconds: float) -> None:
+        """Remember the texts of a call, prompts included, if there is a memory."""
+        if self.memory:
+            self.memory.learn(texts)
+
+
+def with_memory(drafts: Sequence[Any], memory: Memory | None) -> list[Any]:
+    """Return drafts of which the suffix drafts are copies with the memory.
+
+    Raises:
+        InputError: it is no memory, or no draft reads it.
+    """
+    if not isinstance(memory, Memory | None):
+        raise InputError(f"memory={memory!r:.60} is no memory: give Memory(), the path of one, or None")
+    if memory and not any(isinstance(draft, SuffixDraft) for draft in drafts):
+        raise InputError('memory= is read by the suffix draft, and it is not among the drafts: add "suffix" to them')
+    ready = [copy(draft) if isinstance(draft, SuffixDraft) else draft for draft in drafts]
+    for draft in ready:
+        if isinstance(draft, SuffixDraft):
+            draft.memory = memory
+    return ready
+
+
+class SuffixSession(DraftRows):
+    """A draft that counts at work: a `Source` of sparse distributions on the CPU."""
+
+    per_row = (*DraftRows.per_row, "texts")
+    passes = 0
+    seconds = 0.0
+    prefill_seconds = 0.0
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        context: DraftContext,
+        lengths: Sequence[int],
+        max_context: int,
+        power: float = 1.0,
+        memory: Memory | None = None,
+    ) -> None:
+        super().__init__(context)
+        self.max_context, self.power, self.memory = max_context, power, memory
+        self.texts = [TextIndex(lengths, max_context) for _ in context.prompts]
+        for text, prompt in zip(self.texts, context.prompts, strict=True):
+            text.extend(prompt)
+        self.paths: list[list[tuple[int, ...]]] = []  # per row: the path of every frontier node so far, root first
+
+    def indices(self, row: int) -> list[TextIndex]:
+        """Return where a row's occurrences are counted: in its text, and in the memory."""
+        return [self.texts[row], self.memory.index] if self.memory else [self.texts[row]]
+
+    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
+        """Grow one tree per row below its last committed token."""
+        roots = [text.ids[-1] for text in self.texts]
+        if not any(index.seen(root) for row, root in enumerate(roots) for index in self.indices(row)):
+            return Forest(policy.kind, roots)
+        self.paths = [[] for _ in self.texts]
+        return policy.grow(self, max_depth).trees(roots, self.draft)
+
+    def commit(
+        self,
+        tokens: Sequence[Sequence[int] | None],
+        states: Sequence[Tensor | None] = (),
+        scored: Sequence[Scored] = (),
+    ) -> None:
+        """Append each row's committed tokens to its text; None retires the row."""
+        for text, new in zip(self.texts, tokens, strict=True):
+            text.extend(new or ())
+        self.advance(tokens)
+
+    def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
+        """Return each node's k likeliest successors and their log-probabilities, both (B, W, at most k).
+
+        Coupled: a token of probability q and noise g is the target's choice with probability
+        ``exp(-(1 - q) / q * exp(-g))``, the chance that no other token's noise beats it (Gumbel-max, were q right).
+        """
+        count = None if self.couplings else k
+        ranked = [
+            [sorted(distribution.items(), key=lambda item: (-item[1], item[0]))[:count] for distribution in row]
+            for row in self._distributions(frontier)
+        ]
+        width = max((len(node) for row in ranked for node in row), default=0) or 1
+        padded = [[[*node, *[(0, 0.0)] * (width - len(node))] for node in row] for row in ranked]
+        table = torch.tensor(padded, dtype=torch.float64).view(self.batch, len(ranked[0]), width, 2)
+        tokens, q = table[..., 0].long(), table[..., 1].float()
+        if not self.couplings:
+            return tokens, q.log()
+        noise = self.noise(frontier.depth, self.device).gather(1, tokens.flatten(1)).view_as(tokens)
+        chosen, order = (-(1 - q) / q * (-noise).exp()).sort(dim=-1, descending=True, stable=True)
+        return tokens.gather(2, order)[..., :k], chosen[..., :k]
+
+    def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw k children per node from the normalised successor distribution; nodes without successors have none."""
+        distributions = self._distributions(frontier)
+        dense = torch.full((self.batch, len(distributions[0]), self.context.vocab_size), -inf)
+        for row, nodes in enumerate(distributions):
+            for node, distribution in enumerate(nodes):
+                if distribution:
+                    dense[row, node, list(distribution)] = torch.tensor(list(distribution.values())).log()
+        return self.drawn(dense, k, replacement, frontier.depth)
+
+    def _distributions(self, frontier: Frontier) -> list[list[dict[int, float]]]:
+        """Return every frontier node's successors, and remember the nodes' paths."""
+        columns = (frontier.tokens.tolist(), frontier.parents.tolist(), frontier.valid.tolist())
+        distributions: list[list[dict[int, float]]] = []
+        for row, (paths, tokens, parents, valid) in enumerate(zip(self.paths, *columns, strict=True)):
+            pairs = zip(tokens, parents, strict=True)
+            new = [() if frontier.depth == 0 else (*paths[parent], token) for token, parent in pairs]
+            recent, indices = self.texts[row].ids[-self.max_context :], self.indices(row)
+            contexts = [(*recent, *path)[-self.max_context :] for path in new]
+            asked = zip(contexts, valid, strict=True)
+            distributions.append([successors(context, indices, self.power) if real else {} for context, real in asked])
+            paths.extend(new)
+        return distributions
