@@ -10,13 +10,15 @@ into.  Where new text changes the last of them, they are dropped from the cache 
 """
 
 import codecs
+import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from specinfer.attention import TreeModel, on_device
@@ -26,7 +28,7 @@ from specinfer.drafts.language_model import ModelDraft, ModelDraftSession, fed_p
 from specinfer.errors import TokenizerMismatch
 from specinfer.tree import Frontier
 
-KEPT = 64  # characters at a text's end, about, that may still be cut into other tokens
+KEPT = 64  # bytes at a text's end, at least, that may still be cut into other tokens
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Translation:
         texts: of the target's tokens: bytes, or the name of a special token.
         shared: the draft's ids by the target's, of the tokens that both know.
         pieces: the draft's ids of single bytes, by byte.
-        encoder: the draft's ``tokenizers.Tokenizer``, which adds nothing to a text.
+        encoder: the draft's tokenizer, which adds nothing to a text.
         first: the draft's ids before every text.
         dropped: the target's ids that say nothing to the draft: what begins a text and padding.
     """
@@ -45,7 +47,7 @@ class Translation:
     texts: Mapping[int, bytes | str]
     shared: Mapping[int, int]
     pieces: Mapping[int, int]
-    encoder: Any
+    encoder: Tokenizer
     first: Sequence[int]
     dropped: frozenset[int]
 
@@ -66,15 +68,15 @@ class Translation:
         ids, numbers = _by_text(draft, theirs), _by_text(target, texts)
         shared = {numbers[text]: ids[text] for text in numbers.keys() & ids.keys()}
         if not any(isinstance(texts[token], bytes) for token in shared):
-            problem = f"draft {name} shares no token's text with the target, so it could propose nothing"
-            raise TokenizerMismatch(f"{problem}: choose a draft of the same language or script")
+            problem = f"draft {name} shares no token's text with the target"
+            raise TokenizerMismatch(f"{problem}, so it could propose nothing: choose another draft")
         end, draft_end = target.eos_token_id, draft.eos_token_id
-        if None not in (end, draft_end) and end not in shared and draft_end not in shared.values():
+        if end in texts and draft_end in theirs and end not in shared and draft_end not in shared.values():
             shared[end] = draft_end
         dropped = frozenset({target.bos_token_id, target.pad_token_id} - shared.keys() - {None})
         pieces = {text[0]: token for text, token in ids.items() if isinstance(text, bytes) and len(text) == 1}
         first = draft("")["input_ids"][:1]
-        return cls(texts, shared, pieces, _bare(draft), first if first == [draft.bos_token_id] else [], dropped)
+        return cls(texts, shared, pieces, _encoder(draft), first if first == [draft.bos_token_id] else [], dropped)
 
     def encode(self, text: bytes) -> list[int]:
         """Return the draft's tokens of a text; those of a last character that is not complete are single bytes."""
@@ -114,8 +116,10 @@ class _Text:
                 self.settled.append(known.shared[token])
             elif token not in known.dropped:
                 self.open += text.encode()
-        if len(self.open) > 4 * KEPT:  # words begin with their space
-            self._settle(self.open.rfind(b" ", 0, -KEPT))
+        if len(self.open) > 4 * KEPT:
+            begun = self.open[:-KEPT]
+            word = begun.rfind(b" ")  # words begin with their space
+            self._settle(word if word > 0 else len(begun.decode(errors="ignore").encode()))
 
     def _settle(self, end: int) -> None:
         if end > 0:
@@ -144,8 +148,15 @@ class TranslatedDraft(ModelDraft):
         of_target = f"{len(shared)} of the target's {len(self.translation.texts)} tokens"
         self.notes = [f"draft {self.name}: another tokenizer; it proposes the {of_target} that both know"]
 
-    def attach(self, target: TreeModel, tokenizer: Any) -> "TranslatedDraft | None":
-        """Return a draft bound to another decoder."""
+    def attach(self, target: TreeModel, tokenizer: Any) -> "TranslatedDraft":
+        """Return a draft bound to another decoder.
+
+        Raises:
+            TokenizerMismatch: as the constructor, or the target's tokenizer is None.
+        """
+        if tokenizer is None:
+            problem = f"draft {self.name} has another tokenizer than its target, whose tokenizer is missing"
+            raise TokenizerMismatch(f"{problem}: give the decoder the target's tokenizer")
         if tokenizer is not self.target_tokenizer:
             return TranslatedDraft(self, target, tokenizer)
         draft = copy(self)
@@ -240,13 +251,19 @@ def _by_text(tokenizer: Any, texts: Mapping[int, bytes | str]) -> dict[bytes | s
     return found
 
 
-def _bare(tokenizer: Any) -> Any:
-    """Return a copy of a tokenizer's backend that adds nothing to a text, cuts nothing off and pads nothing."""
-    encoder = deepcopy(tokenizer.backend_tokenizer)
-    encoder.no_truncation()
-    encoder.no_padding()
-    return _without_prefix(encoder)
+def _encoder(tokenizer: Any) -> Tokenizer:
+    """Return a copy of a tokenizer's backend that adds nothing before a text, cuts nothing off and pads nothing."""
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    unprefixed = {step: _unprefixed(parts[step]) for step in ("normalizer", "pre_tokenizer")}
+    return Tokenizer.from_str(json.dumps({**parts, **unprefixed, "truncation": None, "padding": None}))
 
 
-def _without_prefix(encoder: Any) -> Any:
-    return encoder
+def _unprefixed(step: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a step of a tokenizer, as JSON, that puts no space before a text."""
+    if step is None or step["type"] == "Prepend":
+        return None
+    nothing = {"prepend_scheme": "never", "add_prefix_space": False}
+    changed = {name: nothing.get(name, value) for name, value in step.items()}
+    for name in changed.keys() & {"normalizers", "pretokenizers"}:
+        changed[name] = [kept for part in step[name] if (kept := _unprefixed(part))]
+    return changed
