@@ -11,6 +11,7 @@ from test_draft import context
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+import specinfer
 from specinfer import Auto, BestFirst, Chain, Expansion, ModelDraft, MultiStep, Sampled, SpeculativeDecoder
 from specinfer.common.token_bytes import token_texts
 from specinfer.drafts.translated import KEPT, Translation, _Text
@@ -317,6 +318,16 @@ def test_transformers_universal_assistance_takes_the_same_pair():
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     prompt = byte_tokenizer().encode("the cat")
     assert methods["assisted"](prompt, 0, options)["ids"] == plain(english(), prompt, 5)
+
+
+def test_custom_generate_takes_both_tokenizers():
+    """transformers hands on neither of its own arguments for them."""
+    target, prompt = english(), byte_tokenizer().encode("the cat")
+    given = {"draft_model": draft_for("merged"), "target_tokenizer": byte_tokenizer(), "tree": Chain(2)}
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    output = target.generate(torch.tensor([prompt]), custom_generate=specinfer.custom_generate, **given, **options)
+    assert output.sequences[0, len(prompt) :].tolist() == plain(target, prompt, 8)
+    assert "that both know" in output.results[0].stats.notes[0]
 
 
 # ---- attaching, and refusals ----
