@@ -235,6 +235,13 @@ class TreeCache(Cache):
         self.rows = len(survivors)
         self._buffers = None
 
+    def forget(self, counts: Sequence[int]) -> None:
+        """Drop the last ``counts[b]`` committed slots of every row; nothing may be pending."""
+        lengths = [length - count for length, count in zip(self.lengths, counts, strict=True)]
+        if self.pending or min((*counts, *lengths), default=0) < 0:
+            raise CacheError(f"cannot forget {list(counts)} of {self.lengths} slots, {self.pending} of them pending")
+        self.lengths = lengths
+
     def check_integrity(self) -> None:
         """Raise `CacheError` unless lengths, pending slots, buffers and layers agree, as they do after every commit."""
         used = max(self.lengths, default=0) + self.pending

@@ -28,6 +28,7 @@ from specinfer.drafts.mtp import MtpDraft
 from specinfer.drafts.ngram import NGramDraft
 from specinfer.drafts.published import draft_config, load_published, may_be_head
 from specinfer.drafts.suffix import SuffixDraft, with_memory
+from specinfer.drafts.translated import TranslatedDraft
 from specinfer.engine.contrastive import Caterpillar
 from specinfer.engine.generation import Run
 from specinfer.engine.sampling import WARPERS, GenerationSettings, by_row, resolve
@@ -79,7 +80,8 @@ class SpeculativeDecoder:
             without a GPU.
         ModelError: not a model.
         UnsupportedModel: a model cannot score trees, by name and with the reason.
-        TokenizerMismatch: a draft, or the memory, has other tokens than the target.
+        TokenizerMismatch: a draft has other tokens than the target, which cannot be translated or must not be; or the
+            memory has.
         PairingError: the verifier would be biased on this policy's trees.
     """
 
@@ -341,6 +343,8 @@ class SpeculativeDecoder:
             return draft
         if draft.tokenizer is None or self.tokenizer is None:
             self.notes.append(f"draft {draft.name}: its tokenizer was not compared with the target's; give both")
+        elif draft.tokens == "translate" and self.tokenizer.get_vocab() != draft.tokenizer.get_vocab():
+            return TranslatedDraft(draft, self.target, self.tokenizer)
         else:
             loading.same_tokens(self.tokenizer, draft.tokenizer)
         draft = copy(draft)

@@ -458,12 +458,12 @@ def test_streams_and_streamers_take_one_prompt(target, tokenizer):
     assert not passes
 
 
-def test_a_draft_with_another_tokenizer_is_refused_before_a_model_runs(monkeypatch):
+def test_a_draft_with_another_tokenizer_is_refused_if_asked_for_before_a_model_runs(monkeypatch):
     """The tables are compared, not their sizes."""
     target, draft = tiny_llama(0), tiny_llama(1)
     swapped = byte_tokenizer()
     swapped.add_tokens(["new"])
-    drafts = [ModelDraft(draft, swapped)]
+    drafts = [ModelDraft(draft, swapped, tokens="same")]
     with counted(target, draft) as passes:
         monkeypatch.setattr("specinfer.attention.check._checked", {})  # as if never checked
         with pytest.raises(TokenizerMismatch, match="new"):

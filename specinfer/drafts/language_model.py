@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level, on_device
 from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.rows import DraftRows
-from specinfer.errors import CHECK_WEIGHTS, NumericalError, TreeError
+from specinfer.errors import CHECK_WEIGHTS, InputError, NumericalError, TreeError
 from specinfer.tree import Forest, Frontier, Policy, TokenTree
 
 CATCH_UP = 32  # uncached tokens that are fed together with the root; of more, all but the root are prefilled
@@ -25,14 +25,21 @@ class ModelDraft:
     """A small causal language model as a draft (a small speculative model, SSM).
 
     Args:
-        model: a ``transformers`` causal LM that shares the target's tokens; its vocabulary may be padded differently.
+        model: a ``transformers`` causal LM; its vocabulary may be padded differently from the target's.
         tokenizer: compared with the target's when the decoder is built; None skips the comparison.
         name: in results, without the folders before it; by default the name that the model was loaded by.
+        tokens: "translate" lets a draft with other tokens than the target's propose those that both know
+            (`drafts.translated`); "same" refuses it.
+
+    Raises:
+        InputError: another word for ``tokens``.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None) -> None:
+    def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None, tokens: str = "translate") -> None:
+        if tokens not in ("translate", "same"):
+            raise InputError(f"tokens={tokens!r:.60} is no way to read a draft's tokens: choose translate or same")
         self.model = TreeModel(model)
-        self.tokenizer = tokenizer
+        self.tokenizer, self.tokens = tokenizer, tokens
         full = name or str(getattr(model.config, "_name_or_path", ""))
         self.name = full.rstrip("/").split("/")[-1] or "draft"
 
@@ -80,7 +87,7 @@ class ModelDraftSession(DraftRows):
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow one tree per row below its last committed token; bare roots where the draft's context ends."""
         self.level, self.fed = None, []
-        roots = [tokens[-1] for tokens in self.uncached]
+        roots = self._roots()
         max_depth = min(max_depth, self._levels_left())
         if max_depth <= 0:
             return Forest(policy.kind, roots)
@@ -98,7 +105,7 @@ class ModelDraftSession(DraftRows):
         scored: Sequence[Scored] = (),
     ) -> None:
         """Keep what was fed of each committed path; the rest is uncached, the new root last."""
-        paths = _fed_paths(self.fed, tokens)
+        paths = fed_paths(self.fed, tokens)
         self.session.commit(paths)
         for uncached, new, path in zip(self.uncached, tokens, paths, strict=True):
             uncached += (new or ())[len(path or ()) :]
@@ -114,13 +121,21 @@ class ModelDraftSession(DraftRows):
         """Draw k children per node from q, the draft's after the target's warpers (`tree.draw_candidates`)."""
         return self.drawn(self.warped(self._logits(frontier)), k, replacement, frontier.depth)
 
+    def _roots(self) -> list[int]:
+        """Return each row's last committed token."""
+        return [tokens[-1] for tokens in self.uncached]
+
+    def _longest(self) -> int:
+        """Return the number of this model's tokens in the longest row."""
+        return max(self.lengths)
+
     def _levels_left(self) -> int:
         """Return how many levels fit into the draft's context below the longest row."""
         model = self.session.model
         if model.max_positions is None:
             return sys.maxsize
         spare = 0 if model.takes_positions else CATCH_UP  # without positions, a model counts padding, too
-        return model.max_positions - max(self.lengths) - spare
+        return model.max_positions - self._longest() - spare
 
     def _logits(self, frontier: Frontier) -> Tensor:
         """Return logits (B, W, V) after each frontier node, feeding them to the model."""
@@ -153,7 +168,7 @@ class ModelDraftSession(DraftRows):
         return {}
 
 
-def _fed_paths(fed: Sequence[Frontier], tokens: Sequence[Sequence[int] | None]) -> list[list[int] | None]:
+def fed_paths(fed: Sequence[Frontier], tokens: Sequence[Sequence[int] | None]) -> list[list[int] | None]:
     """Find, in every row, the pending columns along the committed tokens; the last token is always fed again."""
     if not fed:
         return [None if new is None else [] for new in tokens]

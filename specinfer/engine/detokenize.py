@@ -11,7 +11,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a token that is one byte: a run of them is decoded together
+from specinfer.common.token_bytes import BYTE
+
 BARRIER = re.compile(r"[^ ]{4}")  # no clean-up reaches across: it joins at most four characters, the first a space
 UNTIDY = "a . b , c ? d ! it 's"
 
@@ -44,6 +45,7 @@ class Pieces:
             ids: all ids so far: those of the last call, and more.
         """
         last = next((token for token in reversed(ids[self.start :]) if token not in self.special), None)
+        # a run of tokens that are one byte each is decoded together
         if last is None or BYTE.fullmatch(str(self.tokenizer.convert_ids_to_tokens(last))):
             return ""
         text = self.tokenizer.decode(ids[self.start :], **self.options)

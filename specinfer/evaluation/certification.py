@@ -40,6 +40,7 @@ from torch import Tensor
 
 from specinfer.drafts.base import DraftContext
 from specinfer.drafts.lattice import LatticeSession
+from specinfer.drafts.rows import DraftRows
 from specinfer.engine.sampling import Processors
 from specinfer.engine.verify import ExactMatch, MultiStep, Probabilities, TargetView, Verdict
 from specinfer.errors import InputError
@@ -167,6 +168,12 @@ def whims(q: Probabilities, choice: int) -> Probabilities:
     return favours(q, choice) if choice % 2 else avoids(q, choice)
 
 
+def shared_only(q: Probabilities, choice: int) -> Probabilities:
+    """Draw among the tokens that both know, all but the first, and claim the whole q."""
+    shared = q * (np.arange(len(q)) > 0)
+    return shared if shared.any() else q
+
+
 def peeks(q: Probabilities, choice: int) -> Probabilities:
     """Take the token that the target will choose and claim that it was drawn from q."""
     return np.eye(len(q))[choice if q[choice] > 0 else q.argmax()]
@@ -217,6 +224,22 @@ class EnumeratedDraft:
         new = [(*self.known[parent], token) for parent, token in nodes] if frontier.depth else [self.root]
         self.known += new
         return new
+
+
+class EnumeratedIntersection(EnumeratedDraft):
+    """A draft with another tokenizer: its distribution over the tokens that both know, all but one a draft."""
+
+    word = "shared tokens only"
+
+    def distribution(self, context: Context) -> Probabilities:
+        """Return what a session with a smaller vocabulary says that it draws from, float64 (V,)."""
+        q = super().distribution(context)
+        rows = DraftRows(DraftContext([context], 1, 1, len(q), self.draft, Processors([]), [0]))
+        shared = torch.tensor([token for token in range(len(q)) if token != self.draft % len(q)])
+        rows.token_ids = shared
+        logits = torch.from_numpy(q + 1e-3).log()[shared]
+        distribution: Probabilities = rows.warped(logits[None, None])[0, 0].softmax(-1).numpy()
+        return distribution
 
 
 def _drawn(
@@ -344,8 +367,8 @@ class Pair:
         """How trees grow, in words."""
         behaviours = dict.fromkeys(behaviour.__name__ for behaviour in self.behaviours if behaviour is not honest)
         edit = [self.edit.__name__.replace("_", " ")] if self.edit else []
-        lattice = [self.draft.word] if issubclass(self.draft, EnumeratedLattice) else []
-        return ", ".join([str(self.policy), *lattice, *(f"draft {behaviour}" for behaviour in behaviours), *edit])
+        word = [self.draft.word] if issubclass(self.draft, EnumeratedLattice | EnumeratedIntersection) else []
+        return ", ".join([str(self.policy), *word, *(f"draft {behaviour}" for behaviour in behaviours), *edit])
 
     @property
     def rule(self) -> str:
@@ -588,7 +611,16 @@ def lossless_pairs() -> list[Pair]:
     pairs += [Pair(p, rule, choices=Choices.GREEDY) for p, rule in several]
     pairs += [Pair(p, rule, two) for p, rule in several]
     pairs += [Pair(p, rule, three, tokens=1 + p.max_depth) for p, rule in several]
-    return pairs + lattice_pairs()
+    return pairs + intersection_pairs() + lattice_pairs()
+
+
+def intersection_pairs() -> list[Pair]:
+    """Return the rules on drafts that know some of the target's tokens, ranked and drawn, alone and merged."""
+    drawn = [(Sampled(widths, r), MultiStep(r)) for r in (True, False) for widths in ((2,), (1, 1))]
+    draft = EnumeratedIntersection
+    pairs = [Pair(BestFirst(5, 3), ExactMatch(), choices=c, draft=draft) for c in (*Choices,)[:2]]
+    pairs += [Pair(Expansion((2, 2)), ExactMatch(), (b,), Choices.COUPLED, draft) for b in (favours, avoids)]
+    return pairs + [Pair(p, rule, (honest,) * drafts, draft=draft) for p, rule in drawn for drafts in (1, 2)]
 
 
 def lattice_pairs() -> list[Pair]:
@@ -698,6 +730,7 @@ def broken_pairs() -> list[Pair]:
         Pair(chain_of_two, NoResidual()),
         Pair(children, NoResidual()),
         Pair(chain_of_two, renormalised, (peeks,), Choices.COUPLED),
+        Pair(chain_of_two, renormalised, (shared_only,)),
         Pair(Expansion((2, 2)), ExactMatch(), (favours,), Choices.REUSED),
         Pair(Sampled((2, 1)), renormalised, draft=EnumeratedPairs, edit=first_q_for_a_whole_depth, tokens=3),
     ]

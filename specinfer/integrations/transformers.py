@@ -47,15 +47,17 @@ def custom_generate(
     tree: Policy | str | None = "auto",
     seed: int | Sequence[int] | None = None,
     spec_streamer: Any = None,
+    target_tokenizer: Any = None,
     assistant_model: Any = None,
     streamer: Any = None,
     **model_inputs: Any,
 ) -> Any:
     """Decode with token trees inside ``model.generate(**inputs, custom_generate=specinfer.custom_generate, ...)``.
 
-    Give ``draft_model``, ``tree``, ``seed`` and ``spec_streamer`` to ``generate`` as keyword arguments; transformers
-    passes them on.  It does not pass on ``streamer`` and ``assistant_model``, so they are read from its call.  Nor does
-    it pass on ``tokenizer``: for stop strings use ``stopping_criteria=[StopStringCriteria(tokenizer, strings)]``.
+    Give ``draft_model``, ``tree``, ``seed``, ``spec_streamer`` and ``target_tokenizer`` to ``generate`` as keyword
+    arguments; transformers passes them on.  It does not pass on ``streamer`` and ``assistant_model``, so they are read
+    from its call.  Nor does it pass on ``tokenizer``: for stop strings use
+    ``stopping_criteria=[StopStringCriteria(tokenizer, strings)]``.
 
     Args:
         model: the target.
@@ -67,6 +69,7 @@ def custom_generate(
         tree: the growth policy; None = no speculation.  Give all calls the same `Auto`, and it keeps what it learns.
         seed: as `SpeculativeDecoder.open`.
         spec_streamer: a transformers streamer, for one row, that gets the prompt, too.
+        target_tokenizer: needed if the draft has another one: ``draft_model=ModelDraft(model, its tokenizer)``.
         assistant_model: the draft model by transformers' name.
         streamer: a transformers streamer, for one row, that `generate` has given the prompt already.
         **model_inputs: what transformers prepared for the model; ``attention_mask`` (B, T) says what is padding.
@@ -81,7 +84,7 @@ def custom_generate(
     assistant_model, streamer = kept.get("assistant_model", assistant_model), kept.get("streamer", streamer)
     draft = _only(draft_model=draft_model, assistant_model=assistant_model)
     spec_streamer = _only(spec_streamer=spec_streamer, streamer=None if streamer is None else _Prompted(streamer))
-    decoder = SpeculativeDecoder(model, None, "ngram" if draft is None else draft, tree)
+    decoder = SpeculativeDecoder(model, target_tokenizer, "ngram" if draft is None else draft, tree)
     vocab_size = decoder.target.vocab_size
     settings = resolve(model.generation_config, generation_config, None, stopping_criteria, vocab_size, complete=True)
     mask = model_inputs.pop("attention_mask", None)  # if it were a parameter, transformers would pass it twice

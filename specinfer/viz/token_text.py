@@ -5,6 +5,7 @@ Knows: tokenizers.  Does not know: trees, pictures.
 
 from typing import Any
 
+from specinfer.common.token_bytes import BYTE, byte_level, sentence_piece
 from specinfer.tree.drawing import visible
 
 
@@ -31,9 +32,5 @@ def token_text(tokenizer: Any, token: int) -> str:
 
 def _bytes_of(piece: str) -> str:
     """Return a token that ends inside a character, from how it is written in a byte-level table or as <0xE2>."""
-    if piece.startswith("<0x"):
-        return f"\\x{piece[3:5].lower()}"
-    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]  # these bytes are written as themselves
-    others = [byte for byte in range(256) if byte not in printed]
-    table = {chr(byte): byte for byte in printed} | {chr(256 + i): byte for i, byte in enumerate(others)}
-    return bytes(table[c] for c in piece if c in table).decode("utf-8", "backslashreplace")
+    read = sentence_piece if BYTE.fullmatch(piece) else byte_level
+    return read(piece).decode("utf-8", "backslashreplace")

@@ -87,7 +87,7 @@ def build_methods(
             if name in OURS:
                 methods[name] = _ours(_decoder(name, decoder, **OURS[name](nodes, depth)))
             else:
-                extra = {"assistant_model": _assistant(decoder, assistant)} if name == "assisted" else THEIRS[name]
+                extra = _assistant(decoder, assistant) if name == "assisted" else THEIRS[name]
                 methods[name] = _theirs(decoder.target.model, **extra)
         except SpecinferError as error:
             skipped[name] = str(error)
@@ -107,15 +107,22 @@ def _decoder(name: str, decoder: SpeculativeDecoder, tree: Policy | None, **opti
     return made
 
 
-def _assistant(decoder: SpeculativeDecoder, assistant: Loaded | None) -> Any:
-    """Return the model that assists transformers' generate."""
+def _assistant(decoder: SpeculativeDecoder, assistant: Loaded | None) -> dict[str, Any]:
+    """Return the options of transformers' assisted generation; with another tokenizer, of the universal one."""
     if assistant is not None:
-        same_tokens(decoder.tokenizer, assistant.tokenizer)
-        return assistant.model
-    models = [draft.model.model for draft in decoder.drafts if isinstance(draft, ModelDraft)]
-    if not models:
+        model, tokenizer = assistant.model, assistant.tokenizer
+    elif drafts := [draft for draft in decoder.drafts if isinstance(draft, ModelDraft)]:
+        model, tokenizer = drafts[0].model.model, drafts[0].tokenizer
+    else:
         raise InputError("no assistant was given, and no draft is a language model")
-    return models[0]
+    extra = {"assistant_model": model}
+    if tokenizer is None or decoder.tokenizer is None:
+        return extra
+    sizes = {each.config.get_text_config().vocab_size for each in (decoder.target.model, model)}
+    if len(sizes) == 2 and tokenizer.get_vocab() != decoder.tokenizer.get_vocab():
+        return {**extra, "tokenizer": decoder.tokenizer, "assistant_tokenizer": tokenizer}
+    same_tokens(decoder.tokenizer, tokenizer)
+    return extra
 
 
 def _ours(decoder: SpeculativeDecoder) -> Method:
