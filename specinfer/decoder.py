@@ -25,6 +25,7 @@ from specinfer.drafts.head import MODEL_TYPE, HeadDraft
 from specinfer.drafts.language_model import ModelDraft
 from specinfer.drafts.mtp import MtpDraft
 from specinfer.drafts.ngram import NGramDraft
+from specinfer.drafts.online import learners, save_heads
 from specinfer.drafts.published import draft_config, load_published, may_be_head
 from specinfer.engine.generation import Run
 from specinfer.engine.sampling import WARPERS, GenerationSettings, by_row, resolve
@@ -64,9 +65,11 @@ class SpeculativeDecoder:
             they are for long texts.  They have not run on a GPU yet: compare texts with and without.
         compile: "auto" uses the passes that `specinfer compile` made for such models on this machine, if there are any.
             True makes them, which takes minutes, once.  False runs the models as they are.  See `passes`.
+        online: EAGLE-style heads learn from their own use, between calls, for at most this share of the calls' time;
+            True is 0.05.  Text stays the target's.  See `save_drafts`.
 
     Raises:
-        InputError: a bad tokenizer, draft, tree, verifier or gate; graphs without a GPU.
+        InputError: a bad tokenizer, draft, tree, verifier or gate; graphs without a GPU; online, and no draft learns.
         ModelError: not a model.
         UnsupportedModel: a model cannot score trees, by name and with the reason.
         TokenizerMismatch: a draft has other tokens than the target.
@@ -83,6 +86,7 @@ class SpeculativeDecoder:
         confidence_gate: float | None = None,
         graphs: bool = False,
         compile: bool | str = "auto",
+        online: bool | float = False,
     ) -> None:
         self.notes: list[str] = []
         gate = plain(confidence_gate)
@@ -90,10 +94,10 @@ class SpeculativeDecoder:
         self.target, self.tokenizer, self.confidence_gate = TreeModel(model), tokenizer, gate
         self.graphs = checked_flag("graphs", graphs)
         policy = _as_policy(tree)
-        ready = self._ready(_as_list(drafts)) if tree is not None else []
+        ready, notes = learners(self._ready(_as_list(drafts)) if tree is not None else [], online)
         self.verifier = chosen_verifier(verifier, policy.kind)
         self.drafts = [self._attached(draft) for draft in ready]
-        self.notes += [note for draft in self.drafts for note in getattr(draft, "notes", ())]
+        self.notes += [*notes, *(note for draft in self.drafts for note in getattr(draft, "notes", ()))]
         if graphs and (elsewhere := {model.device.type for model in self.networks} - {"cuda"}):
             raise InputError(f"graphs=True is for GPUs, and a model is on the {', '.join(elsewhere)}: leave it out")
         self.policy = self.supported(policy, self.notes)
@@ -116,6 +120,7 @@ class SpeculativeDecoder:
         confidence_gate: float | None = None,
         graphs: bool = False,
         compile: bool | str = "auto",
+        online: bool | float = False,
     ) -> "SpeculativeDecoder":
         """Load target and drafts by name or path; None is the default target (SmolLM2-135M-Instruct).
 
@@ -130,7 +135,7 @@ class SpeculativeDecoder:
             load_draft(os.fspath(draft), dtype, device) if _is_name(draft) and draft not in WORDS else draft
             for draft in _as_list(drafts)
         ]
-        return cls(loaded.model, loaded.tokenizer, ready, tree, verifier, confidence_gate, graphs, compile)
+        return cls(loaded.model, loaded.tokenizer, ready, tree, verifier, confidence_gate, graphs, compile, online)
 
     @property
     def networks(self) -> list[TreeModel]:
@@ -240,6 +245,17 @@ class SpeculativeDecoder:
         common = self.target.device, self.tokenizer, [draft.name for draft in self.drafts], self.confidence_gate
         columns = zip(prompts.rows, settings, budgets, seeds, strict=True)
         return Run(self, [Row(index, *row, *common) for index, row in enumerate(columns)], prompts.single)
+
+    def save_drafts(self, folder: str | os.PathLike[str]) -> None:
+        """Write what heads have learnt online, as a folder that `HeadDraft.load` and ``--draft`` read.
+
+        Several heads go into folders 1, 2, ... in it.
+
+        Raises:
+            InputError: no draft learns, or the folder holds something else or cannot be written.
+            SpecinferError: the disk is full.
+        """
+        save_heads(self.drafts, folder)
 
     def score(self, prompt: Prompt, continuation: Any, *, raw: bool = False) -> Any:
         """Return how likely a continuation is under the target's own distribution, without processors.

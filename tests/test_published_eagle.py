@@ -20,7 +20,7 @@ from specinfer.drafts.lattice import LatticeSession
 from specinfer.drafts.published import load_published
 from specinfer.engine.sampling import Processors
 from specinfer.errors import ModelError
-from specinfer.training.losses import unrolled_logits
+from specinfer.drafts.unrolled import unrolled_logits
 from specinfer.tree import Chain as Bare
 from specinfer.tree import Frontier, Kind
 
