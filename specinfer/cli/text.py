@@ -35,6 +35,10 @@ def generate(
     profile: Annotated[
         Path | None, typer.Option(help="What auto learnt: used if the file is there, so runs repeat; else written.")
     ] = None,
+    online: Annotated[bool, typer.Option("--online", help="Heads learn from the text, after it.")] = False,
+    save_drafts: Annotated[
+        Path | None, typer.Option(help="With --online: write what heads have learnt; --draft reads it.")
+    ] = None,
     raw: options.Raw = False,
     show_tree: Annotated[bool, typer.Option("--show-tree", help="Draw the tree that gained most.")] = False,
     as_json: options.Json = False,
@@ -44,9 +48,11 @@ def generate(
         raise InputError("--show-tree draws beside the text, and --json has every step's tree: leave one out")
     if profile and tree != "auto":
         raise InputError(f"--profile is of what --tree auto learns, and --tree {tree} learns nothing: leave one out")
+    if save_drafts and not online:
+        raise InputError("--save-drafts writes what heads have learnt, and nothing learns: add --online")
     given = profile if profile and profile.exists() else None
     policy = build_policy(tree, nodes, depth, expansion, given)
-    models = {"dtype": dtype, "device": device, "confidence_gate": confidence_gate}
+    models = {"dtype": dtype, "device": device, "confidence_gate": confidence_gate, "online": online}
     text, decoder = prepare(prompt, target, draft, policy, **models)
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     stream = decoder.stream(text, raw=raw, max_new_tokens=max_new_tokens, **sampling)
@@ -57,6 +63,8 @@ def generate(
     if profile and not given:
         policy.save(profile)
         print(f"profile: wrote {profile}; the next runs start from it", file=sys.stderr)
+    if save_drafts:
+        decoder.save_drafts(save_drafts)
     if as_json:
         print_json(result.to_dict())
         return

@@ -91,8 +91,8 @@ class Recorder:
         self.log_probs: list[Tensor] = []
         self.weights: list[float] = []
 
-    def extend(self, new: Sequence[int], states: Tensor, scored: Scored, token_ids: Tensor) -> Lesson | None:
-        """Note a step; return the window once it is long enough, and begin the next one with its end.
+    def extend(self, new: Sequence[int], states: Tensor, scored: Scored, token_ids: Tensor) -> None:
+        """Note what a step committed.
 
         Args:
             new: the tokens of an accepted path and the one after them, n.
@@ -109,20 +109,15 @@ class Recorder:
         self.tokens.append(top.indices)
         self.log_probs.append(top.values - logits.logsumexp(-1, keepdim=True))
         self.weights += [*(RIGHT if right else 1.0 for right in proposed), 1.0]
-        if len(self.ids) < LONGEST:
-            return None
-        lesson = self.lesson()
-        self.begin(self.ids, torch.cat(self.states))
-        return lesson
 
-    def lesson(self) -> Lesson | None:
-        """Return the window so far; None if there is nothing to learn in it."""
-        if not self.weights:
-            return None
+    def lesson(self) -> Lesson:
+        """Return the window so far, and begin the next one with its end."""
         states = torch.cat(self.states)
         weights = torch.tensor(self.weights, device=states.device)
         ids = torch.tensor(self.ids, device=states.device)
-        return Lesson(ids, states, torch.cat(self.tokens), torch.cat(self.log_probs), weights)
+        lesson = Lesson(ids, states, torch.cat(self.tokens), torch.cat(self.log_probs), weights)
+        self.begin(self.ids, states)
+        return lesson
 
 
 def _path(tree: TokenTree, new: Sequence[int]) -> list[int]:

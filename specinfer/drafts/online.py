@@ -30,7 +30,7 @@ from specinfer.common.values import plain
 from specinfer.drafts.base import Draft, DraftContext, Scored
 from specinfer.drafts.head import HeadDraft, HeadDraftSession, read_config
 from specinfer.drafts.head_network import HeadNetwork
-from specinfer.drafts.lessons import UNROLL, Lesson, LessonBuffer, Recorder, lesson_loss
+from specinfer.drafts.lessons import LONGEST, UNROLL, Lesson, LessonBuffer, Recorder, lesson_loss
 from specinfer.errors import InputError, ModelError
 
 SHARE = 0.05  # of the calls' seconds that learning takes at most
@@ -53,6 +53,11 @@ class OnlineHead(HeadDraft):
         swaps: how often better weights took over.
     """
 
+    lessons: "LessonBuffer"  # these are of an attached draft
+    budget: "Budget"
+    pupil: "Pupil"
+    learning: Lock  # held by the thread that learns
+
     def __init__(self, draft: HeadDraft, share: float = SHARE) -> None:
         super().__init__(draft.head, draft.fingerprint, draft.name, draft.inverse_temperature)
         self.share, self.swaps = share, 0
@@ -65,14 +70,14 @@ class OnlineHead(HeadDraft):
         """
         attached = super().attach(target, tokenizer)
         assert isinstance(attached, OnlineHead)
-        attached.lessons, attached.budget, attached.learning = LessonBuffer(), Budget(attached.share), Lock()
-        attached.pupil = Pupil(self.head, target.model)
+        attached.lessons, attached.budget = LessonBuffer(), Budget(self.share)
+        attached.pupil, attached.learning = Pupil(self.head, target.model), Lock()
         return attached
 
-    def open(self, context: DraftContext) -> "OnlineHeadSession":
+    def open(self, context: DraftContext) -> HeadDraftSession:
         """Start drafting for a batch of rows, and keep what there is to learn."""
         if self.model is None:
-            return super().open(context)  # which says what to do
+            return super().open(context)  # which raises
         return OnlineHeadSession(self.model, self.aux_layers, self.inverse_temperature, context, self.lessons)
 
     def learn(self, texts: Sequence[Sequence[int]], seconds: float) -> None:
@@ -150,12 +155,10 @@ class OnlineHeadSession(HeadDraftSession):
     ) -> None:
         """Record what each row committed; a row that is retired leaves its lesson."""
         for recorder, new, chose, row in zip(self.recorders, tokens, states, scored, strict=False):
-            if new is None or chose is None:
-                lesson = recorder.lesson()
-            else:
-                lesson = recorder.extend(new, chose[:, self.columns], row, self.token_ids)
-            if lesson is not None:
-                self.lessons.add(lesson)
+            if new is not None and chose is not None:
+                recorder.extend(new, chose[:, self.columns], row, self.token_ids)
+            if recorder.weights and (new is None or len(recorder.ids) >= LONGEST):
+                self.lessons.add(recorder.lesson())
         super().commit(tokens, states, scored)
 
 
@@ -271,14 +274,14 @@ def learners(drafts: Sequence[Draft], online: Any) -> tuple[list[Draft], list[st
     if not (online is True or (isinstance(online, int | float) and 0 < online <= 1)):
         raise InputError(f"online={online!r:.40} is no share of the time: give True (0.05), a number up to 1, or False")
     heads = [draft for draft in drafts if isinstance(draft, HeadDraft)]
-    others = ", ".join(draft.name for draft in drafts if draft not in heads) or "none"
+    others = ", ".join(draft.name for draft in drafts if draft not in heads)
     if not heads:
         raise InputError(
-            f"online: none of these drafts can learn ({others}): give a head of `specinfer distill`, or drop online"
+            f"online: none of these drafts can learn ({others or 'no drafts'}): give a head of `specinfer distill`, or drop online"
         )
     share = SHARE if online is True else float(online)
     ready: list[Draft] = [OnlineHead(draft, share) if draft in heads else draft for draft in drafts]
-    return ready, [f"online: {', '.join(head.name for head in heads)} learns; not: {others}"]
+    return ready, [f"online: {', '.join(head.name for head in heads)} learns{others and f', {others} does not'}"]
 
 
 def save_heads(drafts: Sequence[Draft], folder: str | os.PathLike[str]) -> None:
