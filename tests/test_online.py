@@ -136,7 +136,7 @@ def test_weights_are_swapped_only_if_they_are_better(target, monkeypatch):
     right = OnlineHead._compare
     monkeypatch.setattr(OnlineHead, "_compare", compare)
     decoder = decoder_of(target, units=10)
-    for rate in (3e-4, 10.0, 1e38, 3e-4):  # the second and the third are ruinous
+    for rate in (3e-4, 10.0, 1e20, 3e-4):  # the second and the third are ruinous
         monkeypatch.setattr(online, "LEARNING_RATE", rate)
         heads(decoder)[0].pupil.restart()
         swaps = heads(decoder)[0].swaps
@@ -213,7 +213,6 @@ def test_lessons_hold_what_the_target_said(target, new):
         wanted = logits.log_softmax(-1)[start + len(ids) - len(weights) - 1 : start + len(ids) - 1]
         torch.testing.assert_close(log_probs, wanted.topk(lessons.KEPT).values, rtol=1e-3, atol=1e-3)
         assert torch.equal(tokens, wanted.topk(lessons.KEPT).indices)
-        assert set(weights.tolist()) <= {1.0, pytest.approx(lessons.RIGHT)}
         assert len(ids) < lessons.LONGEST + TREE.max_depth + 1
     learnt = sum(len(lesson.weights) for lesson in kept)
     last = sum(len(result.steps[-1].tokens) for result in results)  # no states were asked for
@@ -227,7 +226,7 @@ def found_in(texts, ids):
 
 
 def test_tokens_that_the_head_proposed_weigh_less(target):
-    decoder = decoder_of(target, units=0)
+    decoder = decoder_of(target, [draft_for(target, ids=range(VOCAB))], BestFirst(48, 2), units=0)
     result = decoder.generate(PROMPTS[0], max_new_tokens=40)
     (lesson,) = heads(decoder)[0].lessons.lessons(True)
     steps = result.steps[:-1]
@@ -356,7 +355,7 @@ def test_a_bad_share_is_refused(target, share):
 
 
 def test_drafts_that_cannot_learn_are_named(target):
-    with pytest.raises(InputError, match=r"none of these drafts can learn \(ngram, LlamaForCausalLM\)"):
+    with pytest.raises(InputError, match=r"none of these drafts can learn \(ngram, draft\)"):
         SpeculativeDecoder(target, None, ["ngram", like(target)], online=True)
     with pytest.raises(InputError, match=r"can learn \(no drafts\)"):
         SpeculativeDecoder(target, None, [draft_for(target)], None, online=True)

@@ -34,10 +34,10 @@ from specinfer.drafts.lessons import LONGEST, UNROLL, Lesson, LessonBuffer, Reco
 from specinfer.errors import InputError, ModelError
 
 SHARE = 0.05  # of the calls' seconds that learning takes at most
-BATCH = 4  # lessons of an optimiser step
+BATCH = 2  # lessons of an optimiser step
 ROUND = 4  # optimiser steps between two comparisons
-COMPARED = 8  # held-out lessons of a comparison, the newest
-LEARNING_RATE = 3e-4
+COMPARED = 4  # held-out lessons of a comparison, the newest
+LEARNING_RATE = 5e-4
 SPEED = 5e10  # multiplications a second: what the first step's time is guessed from, before one was measured
 RECENT = 4  # optimiser steps, or comparisons, whose longest time is expected of the next one
 
