@@ -16,11 +16,13 @@ from specinfer import SpeculativeDecoder
 from specinfer.decoder import DEFAULT_TREE
 
 PROMPT = "Write only SQL INSERT statements for a table about: {}"
-SUBJECTS = """bakery river library dentist airport school farm museum theatre harbour hospital zoo bank hotel garden
-orchestra kitchen factory cinema stadium mountain railway newspaper pharmacy bookshop castle market bridge forest island
-university brewery post-office swimming-pool supermarket restaurant aquarium vineyard lighthouse workshop laboratory
-planetarium monastery greenhouse gym courthouse embassy circus nursery shipyard quarry marina campsite warehouse gallery
-observatory barber florist mill archive""".split()
+SUBJECTS = (
+    "bakery river library dentist airport school farm museum theatre harbour hospital zoo bank hotel garden "
+    "orchestra kitchen factory cinema stadium mountain railway newspaper pharmacy bookshop castle market bridge "
+    "forest island university brewery post-office swimming-pool supermarket restaurant aquarium vineyard "
+    "lighthouse workshop laboratory planetarium monastery greenhouse gym courthouse embassy circus nursery "
+    "shipyard quarry marina campsite warehouse gallery observatory barber florist mill archive"
+)
 
 
 def tokens_per_pass(results: list[Any]) -> list[float]:
@@ -33,7 +35,7 @@ def tokens_per_pass(results: list[Any]) -> list[float]:
 def main() -> None:
     """Print one JSON object."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--count", type=int, default=len(SUBJECTS), help="prompts, 3 or more")
+    p.add_argument("--count", type=int, default=len(SUBJECTS.split()), help="prompts, 3 or more")
     p.add_argument("--share", type=float, default=0.05, help="of the calls' time that learning takes at most")
     p.add_argument("--draft", default="auto")
     p.add_argument("--max-new-tokens", type=int, default=64)
@@ -44,7 +46,7 @@ def main() -> None:
         for name, online in kinds.items()
     }
     results: dict[str, list[Any]] = {name: [] for name in kinds}
-    for subject in tqdm(SUBJECTS[: args.count], disable=None):
+    for subject in tqdm(SUBJECTS.split()[: args.count], disable=None):
         prompt = PROMPT.format(subject.replace("-", " "))
         for name, decoder in decoders.items():
             results[name].append(decoder.generate(prompt, max_new_tokens=args.max_new_tokens, temperature=0))

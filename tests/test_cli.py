@@ -250,6 +250,8 @@ ERRORS = {
     "unknown option": (["generate", "hi", "--beams", "2"], "--beams"),
     "unknown command": (["generat", "hi"], "generat"),
     "no prompt": (["generate"], "prompt"),
+    "nothing that learns": (["generate", "hi", "--draft", "draft", "--online"], "can learn (draft)"),
+    "nothing learnt to save": (["generate", "hi", "--save-drafts", "x"], "add --online"),
 }
 
 
@@ -343,7 +345,7 @@ def test_an_interrupt_is_not_a_traceback(run, monkeypatch):
 GENERATE = {
     *("--target", "--draft", "--tree", "--nodes", "--depth", "--expansion", "--max-new-tokens", "--temperature"),
     *("--top-p", "--top-k", "--seed", "--dtype", "--device", "--raw", "--show-tree", "--confidence-gate", "--json"),
-    "--profile",
+    *("--profile", "--online", "--save-drafts"),
 }
 
 
@@ -351,7 +353,7 @@ GENERATE = {
     ("command", "options"),
     [
         ("generate", GENERATE),
-        ("tree", GENERATE - {"--show-tree", "--confidence-gate", "--profile"}),
+        ("tree", GENERATE - {"--show-tree", "--confidence-gate", "--profile", "--online", "--save-drafts"}),
         ("check-model", {"--dtype", "--device", "--json"}),
         ("certify", {"--json"}),
     ],

@@ -208,9 +208,7 @@ class Pupil:
         """Go back to the weights in use."""
         for name, weight in self.trained.items():
             weight.data.copy_(self.kept[name])
-        self.optimizer = torch.optim.AdamW(
-            self.trained.values(), LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
-        )
+        self.optimizer = torch.optim.AdamW(self.trained.values(), LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
         self.steps = 0
 
     def weights_in(self, network: HeadNetwork) -> HeadNetwork:
@@ -276,9 +274,8 @@ def learners(drafts: Sequence[Draft], online: Any) -> tuple[list[Draft], list[st
     heads = [draft for draft in drafts if isinstance(draft, HeadDraft)]
     others = ", ".join(draft.name for draft in drafts if draft not in heads)
     if not heads:
-        raise InputError(
-            f"online: none of these drafts can learn ({others or 'no drafts'}): give a head of `specinfer distill`, or drop online"
-        )
+        problem = f"online: none of these drafts can learn ({others or 'no drafts'})"
+        raise InputError(f"{problem}: give a head of `specinfer distill`, or drop online")
     share = SHARE if online is True else float(online)
     ready: list[Draft] = [OnlineHead(draft, share) if draft in heads else draft for draft in drafts]
     return ready, [f"online: {', '.join(head.name for head in heads)} learns{others and f', {others} does not'}"]
