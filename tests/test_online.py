@@ -373,5 +373,7 @@ def test_drafts_that_cannot_learn_are_named(target):
     decoder = SpeculativeDecoder(target, None, [draft_for(target), "ngram"], online=True)
     assert "online: head learns, ngram does not" in decoder.notes
     assert decoder.drafts[0].share == online.SHARE
+    both = SpeculativeDecoder(target, None, [draft_for(target, "a"), draft_for(target, "b")], online=0.2)
+    assert [head.share for head in both.drafts] == [0.1, 0.1]  # the time is one
     with pytest.raises(ModelError, match="attach it to one"):
         OnlineHead(draft_for(target)).open(None)

@@ -70,7 +70,7 @@ class OnlineHead(HeadDraft):
         """
         attached = super().attach(target, tokenizer)
         assert isinstance(attached, OnlineHead)
-        attached.lessons, attached.budget = LessonBuffer(), Budget(self.share)
+        attached.lessons, attached.budget, attached.swaps = LessonBuffer(), Budget(self.share), 0
         attached.pupil, attached.learning = Pupil(self.head, target.model), Lock()
         return attached
 
@@ -261,7 +261,7 @@ def learners(drafts: Sequence[Draft], online: Any) -> tuple[list[Draft], list[st
 
     Args:
         drafts: not attached yet.
-        online: True, the share of the calls' seconds that learning takes at most, or False.
+        online: True, the share of the calls' seconds that learning takes at most (all heads together), or False.
 
     Raises:
         InputError: not a share, or no draft can learn.
@@ -276,7 +276,7 @@ def learners(drafts: Sequence[Draft], online: Any) -> tuple[list[Draft], list[st
     if not heads:
         problem = f"online: none of these drafts can learn ({others or 'no drafts'})"
         raise InputError(f"{problem}: give a head of `specinfer distill`, or drop online")
-    share = SHARE if online is True else float(online)
+    share = (SHARE if online is True else online) / len(heads)
     ready: list[Draft] = [OnlineHead(draft, share) if draft in heads else draft for draft in drafts]
     return ready, [f"online: {', '.join(head.name for head in heads)} learns{others and f', {others} does not'}"]
 
