@@ -13,6 +13,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from itertools import chain
 from math import inf
 from pathlib import Path
@@ -75,6 +76,14 @@ class CompiledPass:
         self.stamps: list[tuple[int, int]] = []  # of the weights when they were packed
         self.samples: list[Tensor] = []  # some entries of each weight, as views
         self.sampled = torch.empty(0)  # their values when the weights were packed
+
+    def serving(self, network: Any) -> "CompiledPass":
+        """Return the same passes for another network of the same architecture; code is shared, weights are not."""
+        other = copy(self)
+        other.network, other.watch, other.lock = ref(network), Watch(network), Lock()
+        other.runners = {extra: copy(runner) for extra, runner in self.runners.items()}
+        other.stamps, other.samples = [], []
+        return other
 
     def refresh(self) -> str:
         """Pack weights that changed; return why the passes cannot be used, or "" if the model is the same."""

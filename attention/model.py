@@ -42,6 +42,9 @@ class FastPass(Protocol):
     def refresh(self) -> str:
         """Return why it cannot stand for the model as it is now, or nothing."""
 
+    def serving(self, network: Any) -> "FastPass":
+        """Return the same passes for another network of the same architecture."""
+
     def __call__(self, inputs: Inputs, cache: TreeCache, aux_layers: Sequence[int]) -> Outputs:
         """Run a pass: logits (B, C, V), and hidden states (B, T, K, H) if there are aux_layers."""
 

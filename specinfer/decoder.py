@@ -26,6 +26,7 @@ from specinfer.drafts.language_model import ModelDraft
 from specinfer.drafts.memory import Memory
 from specinfer.drafts.mtp import MtpDraft
 from specinfer.drafts.ngram import NGramDraft
+from specinfer.drafts.online import learners, save_heads
 from specinfer.drafts.published import draft_config, load_published, may_be_head
 from specinfer.drafts.suffix import SuffixDraft, with_memory
 from specinfer.drafts.translated import TranslatedDraft
@@ -71,13 +72,15 @@ class SpeculativeDecoder:
             True makes them, which takes minutes, once.  False runs the models as they are.  See `passes`.
         memory: a `Memory` of earlier texts, or the path of one, from which the suffix draft proposes, too; with it,
             ``"auto"`` has the suffix draft in place of n-grams.  None, the default: nothing crosses calls.
+        online: EAGLE-style heads learn from their own use, between calls, for at most this share of the calls' time;
+            True is 0.05.  Text stays the target's.  See `save_drafts`.
 
     Attributes:
         memory: the same, as a `Memory`; every call adds its texts.
 
     Raises:
         InputError: a bad tokenizer, draft, tree, verifier, gate or memory; a memory without a suffix draft; graphs
-            without a GPU.
+            without a GPU; online, and no draft learns.
         ModelError: not a model.
         UnsupportedModel: a model cannot score trees, by name and with the reason.
         TokenizerMismatch: a draft has other tokens than the target, which cannot be translated or must not be; or the
@@ -96,6 +99,7 @@ class SpeculativeDecoder:
         graphs: bool = False,
         compile: bool | str = "auto",
         memory: Memory | str | os.PathLike[str] | None = None,
+        online: bool | float = False,
     ) -> None:
         self.notes: list[str] = []
         gate = plain(confidence_gate)
@@ -104,10 +108,10 @@ class SpeculativeDecoder:
         self.graphs = checked_flag("graphs", graphs)
         policy = _as_policy(tree)
         self.memory = Memory.load(memory) if _is_name(memory) else memory
-        ready = self._ready(_as_list(drafts)) if tree is not None else []
+        ready, notes = learners(self._ready(_as_list(drafts)) if tree is not None else [], online)
         self.verifier = chosen_verifier(verifier, policy.kind)
         self.drafts = [self._attached(draft) for draft in with_memory(ready, self.memory)]
-        self.notes += [note for draft in self.drafts for note in getattr(draft, "notes", ())]
+        self.notes += [*notes, *(note for draft in self.drafts for note in getattr(draft, "notes", ()))]
         if graphs and (elsewhere := {model.device.type for model in self.networks} - {"cuda"}):
             raise InputError(f"graphs=True is for GPUs, and a model is on the {', '.join(elsewhere)}: leave it out")
         self.policy = self.supported(policy, self.notes)
@@ -131,6 +135,7 @@ class SpeculativeDecoder:
         graphs: bool = False,
         compile: bool | str = "auto",
         memory: Memory | str | os.PathLike[str] | None = None,
+        online: bool | float = False,
     ) -> "SpeculativeDecoder":
         """Load target and drafts by name or path; None is the default target (SmolLM2-135M-Instruct).
 
@@ -145,7 +150,8 @@ class SpeculativeDecoder:
             load_draft(os.fspath(draft), dtype, device) if _is_name(draft) and draft not in WORDS else draft
             for draft in _as_list(drafts)
         ]
-        return cls(loaded.model, loaded.tokenizer, ready, tree, verifier, confidence_gate, graphs, compile, memory)
+        rest = confidence_gate, graphs, compile, memory, online
+        return cls(loaded.model, loaded.tokenizer, ready, tree, verifier, *rest)
 
     @property
     def networks(self) -> list[TreeModel]:
@@ -255,6 +261,17 @@ class SpeculativeDecoder:
         common = self.target.device, self.tokenizer, [draft.name for draft in self.drafts], self.confidence_gate
         columns = zip(prompts.rows, settings, budgets, seeds, strict=True)
         return Run(self, [Row(index, *row, *common) for index, row in enumerate(columns)], prompts.single)
+
+    def save_drafts(self, folder: str | os.PathLike[str]) -> None:
+        """Write what heads have learnt online, as a folder that `HeadDraft.load` and ``--draft`` read.
+
+        Several heads go into folders 1, 2, ... in it.
+
+        Raises:
+            InputError: no draft learns, or the folder holds something else or cannot be written.
+            SpecinferError: the disk is full.
+        """
+        save_heads(self.drafts, folder)
 
     def score(self, prompt: Prompt, continuation: Any, *, raw: bool = False) -> Any:
         """Return how likely a continuation is under the target's own distribution, without processors.

@@ -34,6 +34,8 @@ from specinfer.attention.compiled import RECORD, CompiledPass, check
 from specinfer.attention.linear import pack
 from specinfer.attention.watch import architecture
 from specinfer.cli import app
+from specinfer.drafts.head import HeadDraft
+from specinfer.drafts.online import Budget
 from specinfer.errors import InputError, NotCompiled
 
 TREE = BestFirst(12, 4)
@@ -162,6 +164,29 @@ def test_weights_written_or_replaced_are_packed_anew() -> None:
     assert "passes: compiled" in made.passes
     assert replaced == ids(decoder(model, compile=False))
     assert len({str(before), str(written), str(merged), str(replaced)}) == 4
+
+
+def test_weights_learnt_online_are_packed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head's better weights take over behind the passes that its first weights had."""
+    monkeypatch.setattr(Budget, "fits", lambda self, *_: len(self.times["comparison"]) < 2)
+    model = float_llama()
+    made = decoder(model, drafts=[draft_for(model)], online=True)
+    head = made.drafts[0]
+    first, wanted = head.model.compiled, ids(decoder(model, None))
+    assert ids(made) == wanted
+    assert head.swaps
+    assert made.passes == "passes: compiled"
+    assert head.model.compiled is not first
+    assert head.model.compiled.network() is head.model.model
+    assert first.network() is not head.model.model
+    frozen = [HeadDraft(head.head, head.fingerprint)]
+    trees = [
+        [step.tree for step in decoder(model, drafts=drafts, compile=mode).generate(PROMPTS[0], **GREEDY).steps]
+        for drafts, mode in ((frozen, False), ([draft_for(model)], "auto"))
+    ]
+    found = [step.tree for step in made.generate(PROMPTS[0], **GREEDY).steps]
+    assert [tree.tokens.tolist() for tree in found] == [tree.tokens.tolist() for tree in trees[0]]
+    assert [tree.tokens.tolist() for tree in found] != [tree.tokens.tolist() for tree in trees[1]]
 
 
 def hooked(model: Any) -> None:

@@ -250,6 +250,8 @@ ERRORS = {
     "unknown option": (["generate", "hi", "--beams", "2"], "--beams"),
     "unknown command": (["generat", "hi"], "generat"),
     "no prompt": (["generate"], "prompt"),
+    "nothing that learns": (["generate", "hi", "--draft", "draft", "--online"], "can learn (draft)"),
+    "nothing learnt to save": (["generate", "hi", "--save-drafts", "x"], "add --online"),
 }
 
 
@@ -363,7 +365,7 @@ def test_generate_writes_a_memory_and_reads_it(run, models, tmp_path):
 GENERATE = {
     *("--target", "--draft", "--tree", "--nodes", "--depth", "--expansion", "--max-new-tokens", "--temperature"),
     *("--top-p", "--top-k", "--seed", "--dtype", "--device", "--raw", "--show-tree", "--confidence-gate", "--json"),
-    *("--profile", "--memory"),
+    *("--profile", "--memory", "--online", "--save-drafts"),
 }
 
 
@@ -371,7 +373,7 @@ GENERATE = {
     ("command", "options"),
     [
         ("generate", GENERATE),
-        ("tree", GENERATE - {"--show-tree", "--confidence-gate", "--profile", "--memory"}),
+        ("tree", GENERATE - {"--show-tree", "--confidence-gate", "--profile", "--memory", "--online", "--save-drafts"}),
         ("check-model", {"--dtype", "--device", "--json"}),
         ("certify", {"--json"}),
     ],

@@ -18,8 +18,8 @@ from specinfer import BestFirst, Chain, Expansion, ModelDraft, NGramDraft, Sampl
 from specinfer.attention import TreeModel, TreeSession
 from specinfer.drafts.head import HeadDraft, target_fingerprint
 from specinfer.drafts.head_network import HeadNetwork, head_config
+from specinfer.drafts.unrolled import chained_mask
 from specinfer.errors import ModelError, TokenizerMismatch, UnsupportedModel
-from specinfer.training.losses import chained_mask
 
 AUX_LAYERS = (1, 2)
 

@@ -18,9 +18,9 @@ from specinfer.drafts.conventions import Convention
 from specinfer.drafts.eagle3 import Eagle3Network, eagle3_config
 from specinfer.drafts.lattice import LatticeSession
 from specinfer.drafts.published import load_published
+from specinfer.drafts.unrolled import unrolled_logits
 from specinfer.engine.sampling import Processors
 from specinfer.errors import ModelError
-from specinfer.training.losses import unrolled_logits
 from specinfer.tree import Chain as Bare
 from specinfer.tree import Frontier, Kind
 

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from specinfer.drafts.head import HeadDraft
+from specinfer.drafts.unrolled import chained_mask
 from specinfer.errors import InputError, NumericalError, SpecinferError, UnsupportedModel
 from specinfer.training import losses, optimise, train
 from specinfer.training.data import Batch, Texts
@@ -157,7 +158,7 @@ def test_targets_whose_logits_do_not_follow_from_their_states_are_refused(monkey
 
 def test_a_chained_step_sees_older_target_states_and_its_own_chain():
     """Step 2 at token 3: the target-fed tokens 0 and 1, step 1's own at 2, step 2's own at 3."""
-    row = losses.chained_mask(torch.arange(4), 2)[3].view(3, 4).int().tolist()
+    row = chained_mask(torch.arange(4), 2)[3].view(3, 4).int().tolist()
     assert row == [[1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
 
 

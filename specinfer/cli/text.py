@@ -42,6 +42,10 @@ def generate(
         Path | None,
         typer.Option(help="Texts to draft from: read if the file is there, and written with this one added."),
     ] = None,
+    online: Annotated[bool, typer.Option("--online", help="Heads learn from the text, after it.")] = False,
+    save_drafts: Annotated[
+        Path | None, typer.Option(help="With --online: write what heads have learnt; --draft reads it.")
+    ] = None,
     raw: options.Raw = False,
     show_tree: Annotated[bool, typer.Option("--show-tree", help="Draw the tree that gained most.")] = False,
     as_json: options.Json = False,
@@ -51,10 +55,12 @@ def generate(
         raise InputError("--show-tree draws beside the text, and --json has every step's tree: leave one out")
     if profile and tree != "auto":
         raise InputError(f"--profile is of what --tree auto learns, and --tree {tree} learns nothing: leave one out")
+    if save_drafts and not online:
+        raise InputError("--save-drafts writes what heads have learnt, and nothing learns: add --online")
     given = profile if profile and profile.exists() else None
     policy = build_policy(tree, nodes, depth, expansion, given)
-    models = {"dtype": dtype, "device": device, "confidence_gate": confidence_gate, "memory": read_memory(memory)}
-    text, decoder = prepare(prompt, target, draft, policy, **models)
+    models = {"dtype": dtype, "device": device, "confidence_gate": confidence_gate, "online": online}
+    text, decoder = prepare(prompt, target, draft, policy, memory=read_memory(memory), **models)
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "penalty_alpha": penalty_alpha}
     stream = decoder.stream(text, raw=raw, max_new_tokens=max_new_tokens, seed=seed, **sampling)
     for piece in stream:
@@ -66,6 +72,8 @@ def generate(
         print(f"profile: wrote {profile}; the next runs start from it", file=sys.stderr)
     if memory:
         decoder.memory.save(memory)
+    if save_drafts:
+        decoder.save_drafts(save_drafts)
     if as_json:
         print_json(result.to_dict())
         return

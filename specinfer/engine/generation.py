@@ -5,6 +5,7 @@ Knows: sessions, rows, seconds, how token ids become text.  Does not know: how a
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from textwrap import shorten
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -183,7 +184,10 @@ class Run:
         started, texts = perf_counter(), [list(row.ids) for row in self.rows]
         learning = [draft for draft in self.decoder.drafts if hasattr(draft, "learn")]
         for draft in learning:
-            draft.learn(texts, self.seconds.total)
+            try:
+                draft.learn(texts, self.seconds.total)
+            except Exception as error:  # the text is whole, and is not lost
+                self.notes.append(f"draft {draft.name} could not learn from this call: {shorten(str(error), 200)}")
         if learning:
             spent = perf_counter() - started
             self.seconds = replace(self.seconds, total=self.seconds.total + spent, learning=spent)

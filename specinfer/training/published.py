@@ -19,9 +19,10 @@ from specinfer.drafts.dflash_network import DFlashNetwork
 from specinfer.drafts.dspark import DSparkNetwork
 from specinfer.drafts.eagle3 import Eagle3Network
 from specinfer.drafts.medusa import ResidualBlock
+from specinfer.drafts.unrolled import unrolled_logits
 from specinfer.training.data import Texts
 from specinfer.training.job import TrainingSettings
-from specinfer.training.losses import EVERY, DistillationLoss, unrolled_logits
+from specinfer.training.losses import EVERY, DistillationLoss
 
 BLOCKS = 3 / 8  # blocks per token to learn, so that a text is learnt from about as often as by an unrolled head
 SCALE_BATCHES = 8  # of text that the typical sizes of states are measured on

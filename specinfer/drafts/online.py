@@ -1,0 +1,307 @@
+"""Heads that learn while they serve: from what the target said where it was used, between calls.
+
+Knows: a head's weights, in use and in training; how much time learning may take; when better weights take over.
+Does not know: how lessons are made and bounded (`lessons`), how trees grow, text.
+
+Online Speculative Decoding (arXiv 2310.07177): a draft serves one stream of prompts, and can be fitted to it.  A copy
+learns.  After a few optimiser steps it is compared with the weights in use on lessons that neither learns from.  If it
+is better, it takes their place as a whole; if not, it goes back to them.  Text under way keeps the weights that it
+began with.  Whatever the head says, the text is the target's.
+"""
+
+import os
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from random import Random
+from threading import Lock
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specinfer.attention import TreeModel
+from specinfer.common.files import storing
+from specinfer.common.values import plain
+from specinfer.drafts.base import Draft, DraftContext, Scored
+from specinfer.drafts.head import HeadDraft, HeadDraftSession, read_config
+from specinfer.drafts.head_network import HeadNetwork
+from specinfer.drafts.lessons import LONGEST, UNROLL, Lesson, LessonBuffer, Recorder, lesson_loss
+from specinfer.errors import InputError, ModelError
+
+SHARE = 0.05  # of the calls' seconds that learning takes at most
+BATCH = 2  # lessons of an optimiser step
+ROUND = 4  # optimiser steps between two comparisons
+COMPARED = 4  # held-out lessons of a comparison, the newest
+LEARNING_RATE = 5e-4
+SPEED = 5e10  # multiplications a second: what the first step's time is guessed from, before one was measured
+RECENT = 4  # optimiser steps, or comparisons, whose longest time is expected of the next one
+
+
+class OnlineHead(HeadDraft):
+    """A head that learns from its own use; the head that it is made from stays as it is.
+
+    Args:
+        draft: the head to begin with.
+        share: of the calls' seconds that learning takes at most.
+
+    Attributes:
+        swaps: how often better weights took over.
+    """
+
+    lessons: "LessonBuffer"  # these are of an attached draft
+    budget: "Budget"
+    pupil: "Pupil"
+    learning: Lock  # held by the thread that learns
+
+    def __init__(self, draft: HeadDraft, share: float = SHARE) -> None:
+        super().__init__(draft.head, draft.fingerprint, draft.name, draft.inverse_temperature)
+        self.share, self.swaps = share, 0
+
+    def attach(self, target: TreeModel, tokenizer: Any = None) -> "OnlineHead":
+        """Return this draft with the target's matrices borrowed, and nothing learnt yet.
+
+        Raises:
+            TokenizerMismatch, ModelError: as `HeadDraft.attach`.
+        """
+        attached = super().attach(target, tokenizer)
+        assert isinstance(attached, OnlineHead)
+        attached.lessons, attached.budget, attached.swaps = LessonBuffer(), Budget(self.share), 0
+        attached.pupil, attached.learning = Pupil(self.head, target.model), Lock()
+        return attached
+
+    def open(self, context: DraftContext) -> HeadDraftSession:
+        """Start drafting for a batch of rows, and keep what there is to learn."""
+        if self.model is None:
+            return super().open(context)  # which raises
+        return OnlineHeadSession(self.model, self.aux_layers, self.inverse_temperature, context, self.lessons)
+
+    def learn(self, texts: Sequence[Sequence[int]], seconds: float) -> None:
+        """Learn for as long as the share of all calls' seconds allows; in one thread at a time.
+
+        Args:
+            texts: not used; sessions have kept the lessons.
+            seconds: of the call.
+        """
+        self.budget.earn(seconds)
+        if self.learning.acquire(blocking=False):
+            try:
+                with torch.inference_mode(False), torch.enable_grad():
+                    self._learn()
+            finally:
+                self.learning.release()
+
+    def _learn(self) -> None:
+        """Make optimiser steps, and a comparison after every few of them, while the next one fits."""
+        lessons, held_out = self.lessons.lessons(False), self.lessons.lessons(True)[-COMPARED:]
+        earned = self.budget.earned  # calls that end meanwhile in other threads do not make this one longer
+        while lessons and held_out:
+            if self.pupil.steps < ROUND:
+                batch = self.pupil.choose(lessons)
+                if not self.budget.fits("step", earned, self.pupil.guess(batch)):
+                    return
+                with self.budget.spending("step"):
+                    self.pupil.step(batch)
+            else:
+                if not self.budget.fits("comparison", earned, self.budget.longest("step", 0.0)):
+                    return
+                with self.budget.spending("comparison"):
+                    self._compare(held_out)
+
+    @torch.no_grad()
+    def _compare(self, held_out: Sequence[Lesson]) -> None:
+        """Use the pupil's weights if they are better on held-out lessons; else send the pupil back to those in use."""
+        assert self.model is not None
+        fresh = self.pupil.weights_in(self.model.model)
+        before, after = (float(lesson_loss(network, held_out)) for network in (self.model.model, fresh))
+        if not after < before:
+            self.pupil.restart()
+            return
+        model = TreeModel(fresh)
+        if self.model.compiled:
+            model.compiled = self.model.compiled.serving(fresh)
+            model.compiled.refresh()  # packs the weights now: it is a part of learning
+        self.head, self.model, self.swaps = fresh, model, self.swaps + 1
+        self.pupil.keep()
+
+
+class OnlineHeadSession(HeadDraftSession):
+    """A head at work, whose rows are recorded."""
+
+    per_row = (*HeadDraftSession.per_row, "recorders")
+
+    def __init__(
+        self,
+        model: TreeModel,
+        aux_layers: Sequence[int],
+        inverse_temperature: float,
+        context: DraftContext,
+        lessons: LessonBuffer,
+    ) -> None:
+        super().__init__(model, aux_layers, inverse_temperature, context)
+        self.lessons = lessons
+        rows = zip(context.prompts, self.states, strict=True)
+        self.recorders = [Recorder(prompt, torch.cat(states), self.draft) for prompt, states in rows]
+
+    def commit(
+        self,
+        tokens: Sequence[Sequence[int] | None],
+        states: Sequence[Tensor | None] = (),
+        scored: Sequence[Scored] = (),
+    ) -> None:
+        """Record what each row committed; a row that is retired leaves its lesson."""
+        for recorder, new, chose, row in zip(self.recorders, tokens, states, scored, strict=False):
+            if new is not None and chose is not None:
+                recorder.extend(new, chose[:, self.columns], row, self.token_ids)
+            if recorder.weights and (new is None or len(recorder.ids) >= LONGEST):
+                self.lessons.add(recorder.lesson())
+        super().commit(tokens, states, scored)
+
+
+class Pupil:
+    """A copy of a head in training, in float32 or finer.
+
+    Args:
+        head: whose weights it starts from; it is not changed.
+        target: the model that it borrows matrices from.
+
+    Attributes:
+        steps: since the last comparison.
+    """
+
+    def __init__(self, head: HeadNetwork, target: Any) -> None:
+        self.network = deepcopy(head).to(torch.promote_types(target.dtype, torch.float32)).bind(target)
+        self.trained = {name: w for name, w in self.network.named_parameters() if not name.startswith("output.")}
+        for weight in self.trained.values():
+            weight.requires_grad_()
+        self.random = Random(0)  # nothing is taken from random numbers that others use
+        self.keep()
+        self.restart()
+
+    def choose(self, lessons: Sequence[Lesson]) -> list[Lesson]:
+        """Return the lessons of the next step."""
+        return self.random.sample(lessons, min(BATCH, len(lessons)))
+
+    def guess(self, batch: Sequence[Lesson]) -> float:
+        """Return about how many seconds a step takes, by its multiplications."""
+        weights = sum(weight.numel() for weight in self.network.parameters())
+        return 3 * UNROLL * weights * sum(len(lesson.ids) for lesson in batch) / SPEED
+
+    def step(self, batch: Sequence[Lesson]) -> None:
+        """Make one optimiser step."""
+        self.optimizer.zero_grad()
+        lesson_loss(self.network, batch).backward()
+        torch.nn.utils.clip_grad_norm_(self.trained.values(), 1.0)
+        self.optimizer.step()
+        self.steps += 1
+
+    def keep(self) -> None:
+        """Take note of the weights: they are those in use now."""
+        self.kept = {name: weight.detach().clone() for name, weight in self.trained.items()}
+        self.steps = 0
+
+    def restart(self) -> None:
+        """Go back to the weights in use."""
+        for name, weight in self.trained.items():
+            weight.data.copy_(self.kept[name])
+        self.optimizer = torch.optim.AdamW(self.trained.values(), LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+        self.steps = 0
+
+    def weights_in(self, network: HeadNetwork) -> HeadNetwork:
+        """Return a copy of a network with these weights in its type; what it borrows is shared."""
+        shared = (*network.parameters(), *network.buffers())
+        copied = deepcopy(network, {id(weight): weight for weight in shared})
+        weights = {name: weight.detach().to(network.dtype, copy=True) for name, weight in self.trained.items()}
+        copied.load_state_dict(weights, strict=False, assign=True)
+        return copied.requires_grad_(False)
+
+
+class Budget:
+    """The time that learning may take: a share of the calls' seconds; what is not spent is kept for later.
+
+    Args:
+        share: of every call's seconds.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share, self.earned, self.spent = share, 0.0, 0.0
+        self.times: defaultdict[str, deque[float]] = defaultdict(partial(deque, maxlen=RECENT))
+        self._lock = Lock()
+
+    def earn(self, seconds: float) -> None:
+        """Count a call."""
+        with self._lock:
+            self.earned += self.share * seconds
+
+    def longest(self, kind: str, guess: float) -> float:
+        """Return the longest recent time of such work; a guess if there is none."""
+        return max(self.times[kind], default=guess)
+
+    def fits(self, kind: str, earned: float, guess: float) -> bool:
+        """Whether such work will end within what was earned."""
+        return self.spent + self.longest(kind, guess) <= earned
+
+    @contextmanager
+    def spending(self, kind: str) -> Iterator[None]:
+        """Count the time of some work."""
+        started = perf_counter()
+        try:
+            yield
+        finally:
+            self.times[kind].append(perf_counter() - started)
+            self.spent += self.times[kind][-1]
+
+
+def learners(drafts: Sequence[Draft], online: Any) -> tuple[list[Draft], list[str]]:
+    """Return drafts with those in the place of heads that learn, and notes on drafts that do not learn.
+
+    Args:
+        drafts: not attached yet.
+        online: True, the share of the calls' seconds that learning takes at most (all heads together), or False.
+
+    Raises:
+        InputError: not a share, or no draft can learn.
+    """
+    online = plain(online)
+    if online is False:
+        return list(drafts), []
+    if not (online is True or (isinstance(online, int | float) and 0 < online <= 1)):
+        raise InputError(f"online={online!r:.40} is no share of the time: give True (0.05), a number up to 1, or False")
+    heads = [draft for draft in drafts if isinstance(draft, HeadDraft)]
+    others = ", ".join(draft.name for draft in drafts if draft not in heads)
+    if not heads:
+        problem = f"online: none of these drafts can learn ({others or 'no drafts'})"
+        raise InputError(f"{problem}: give a head of `specinfer distill`, or drop online")
+    share = (SHARE if online is True else online) / len(heads)
+    ready: list[Draft] = [OnlineHead(draft, share) if draft in heads else draft for draft in drafts]
+    return ready, [f"online: {', '.join(head.name for head in heads)} learns{others and f', {others} does not'}"]
+
+
+def save_heads(drafts: Sequence[Draft], folder: str | os.PathLike[str]) -> None:
+    """Write the heads that learn as folders that `HeadDraft.load` reads: one in the folder itself, several in 1, 2, ...
+
+    Raises:
+        InputError: no draft learns, or the folder holds something else or cannot be written.
+        SpecinferError: the disk is full.
+    """
+    heads, out = [draft for draft in drafts if isinstance(draft, OnlineHead)], Path(folder).expanduser()
+    if not heads:
+        raise InputError("no draft of this decoder learns, so there is nothing to save: construct it with online=True")
+    folders = [out] if len(heads) == 1 else [out / str(number) for number, _ in enumerate(heads, 1)]
+    for head, path in zip(heads, folders, strict=True):
+        with storing(path):
+            if path.exists() and any(path.iterdir()):
+                _check_head(path)
+        head.save(path)
+
+
+def _check_head(folder: Path) -> None:
+    """Raise `InputError` for a folder that holds something other than a head."""
+    try:
+        read_config(folder)
+    except ModelError as error:
+        raise InputError(f"{folder} is not empty and holds no head: choose another folder") from error
