@@ -23,9 +23,11 @@ from specinfer.drafts.base import Draft
 from specinfer.drafts.bundled import bundled_drafts
 from specinfer.drafts.head import MODEL_TYPE, HeadDraft
 from specinfer.drafts.language_model import ModelDraft
+from specinfer.drafts.lookahead import LookaheadDraft
 from specinfer.drafts.mtp import MtpDraft
 from specinfer.drafts.ngram import NGramDraft
 from specinfer.drafts.published import draft_config, load_published, may_be_head
+from specinfer.drafts.recycling import RecyclingDraft
 from specinfer.engine.generation import Run
 from specinfer.engine.sampling import WARPERS, GenerationSettings, by_row, resolve
 from specinfer.engine.scoring import continuations, score
@@ -38,7 +40,12 @@ from specinfer.results import Result
 from specinfer.tree import BestFirst, Chain, Kind, Policy
 from specinfer.tree.token_tree import MOST_DRAFTS
 
-NAMED: dict[str, Callable[[], Draft]] = {"ngram": NGramDraft, "mtp": MtpDraft}  # words for drafts that need no files
+NAMED: dict[str, Callable[[], Draft]] = {  # words for drafts that need no files
+    "ngram": NGramDraft,
+    "mtp": MtpDraft,
+    "recycling": RecyclingDraft,
+    "lookahead": LookaheadDraft,
+}
 WORDS = ("auto", "bundled", *NAMED)  # words for drafts; others are names of models
 Functions = Sequence[Callable[..., Any]] | Callable[..., Any] | None
 DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8, min_probability=0.05)
@@ -97,6 +104,8 @@ class SpeculativeDecoder:
         if graphs and (elsewhere := {model.device.type for model in self.networks} - {"cuda"}):
             raise InputError(f"graphs=True is for GPUs, and a model is on the {', '.join(elsewhere)}: leave it out")
         self.policy = self.supported(policy, self.notes)
+        for draft in self.drafts:
+            self.policy = draft.suited(self.policy) if hasattr(draft, "suited") else self.policy
         self.verifier.check(self.policy.kind)
         self.aux_layers = sorted({layer for draft in self.drafts for layer in getattr(draft, "aux_layers", ())})
         self.plain: list[Any] = []  # per network, why its passes are not compiled

@@ -1,0 +1,198 @@
+"""Token recycling: what the target once said after a token proposes what follows it (arXiv 2408.08696).
+
+Knows: the target's logits at the nodes of every step, rejected ones included.  Does not know: models, verification.
+
+Every pass scores many nodes, and most are rejected.  Their logits are not thrown away: the likeliest tokens at a node
+go into a table, under the node's token and under the pair of that and the token before it.  A tree is grown from the
+table, level by level, without any pass.  The paper keeps ids alone and fills a tree of fixed shape; here the
+probabilities are kept, too, so that any policy can grow the tree.
+"""
+
+from collections.abc import Sequence
+from copy import copy
+from math import inf
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specinfer.adaptive.profile import Lock
+from specinfer.drafts.base import DraftContext, Scored
+from specinfer.drafts.rows import DraftRows
+from specinfer.tree import Forest, Frontier, Policy, TokenTree
+
+KEPT = 8  # tokens of an entry
+ENTRIES = 1 << 16  # of a table: about 16 MB
+STRIPES, GROUPS = 64, 32  # how `likeliest` looks at a vocabulary
+
+Key = tuple[int, int]  # the last two tokens; (-1, b) is for b after any token
+
+
+class RecyclingTable:
+    """The target's likeliest tokens after pairs of tokens and after single ones, as it said last.
+
+    When it is full, the oldest entries are overwritten.  Several threads may use it.
+
+    Args:
+        entries: how many it holds.
+    """
+
+    def __init__(self, entries: int = ENTRIES) -> None:
+        self.lock = Lock()
+        self.slots: dict[Key, int] = {}
+        self.keys: list[Key | None] = [None] * (entries + 1)  # slot 0 stays empty: it answers for unknown keys
+        self.tokens = np.zeros((entries + 1, KEPT), np.int64)
+        self.log_probs = np.full((entries + 1, KEPT), -inf, np.float32)
+        self.newest = 0
+
+    def learn(self, pairs: Sequence[Key], tokens: np.ndarray, log_probs: np.ndarray) -> None:
+        """Take note of what follows pairs of tokens (a, b); of equal pairs the last one counts.
+
+        Args:
+            pairs: N of them.
+            tokens, log_probs: (N, at most KEPT), descending.
+        """
+        with self.lock:
+            slots = [self._slot(key) for pair in pairs for key in (pair, (-1, pair[1]))]
+            width = tokens.shape[1]
+            self.tokens[slots, :width] = tokens.repeat(2, 0)
+            self.log_probs[slots, :width] = log_probs.repeat(2, 0)
+
+    def successors(self, pairs: Sequence[Key]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens and log-probabilities (N, KEPT) after N pairs; -inf where there are none."""
+        with self.lock:
+            find = self.slots.get
+            slots = [find(pair) or find((-1, pair[1]), 0) for pair in pairs]
+            return self.tokens[slots], self.log_probs[slots]
+
+    def _slot(self, key: Key) -> int:
+        """Return the slot of a key; a new one takes the oldest slot."""
+        slot = self.slots.get(key)
+        if slot is None:
+            self.newest = slot = self.newest % (len(self.keys) - 1) + 1
+            if (old := self.keys[slot]) is not None:
+                del self.slots[old]
+            self.keys[slot], self.slots[key] = key, slot
+        return slot
+
+
+class RecyclingDraft:
+    """Token recycling (arXiv 2408.08696), with the probabilities kept."""
+
+    name = "recycling"
+
+    def __init__(self) -> None:
+        self.table = RecyclingTable()
+
+    def attach(self, target: Any, tokenizer: Any) -> "RecyclingDraft":
+        """Return a draft with an empty table of its own, for one decoder."""
+        return type(self)()
+
+    def open(self, context: DraftContext) -> "RecyclingSession":
+        """Start drafting for a batch of rows."""
+        return RecyclingSession(context, self.table)
+
+
+class RecyclingSession(DraftRows):
+    """Token recycling at work: a `Source` of sparse distributions on the CPU."""
+
+    per_row = (*DraftRows.per_row, "ends")
+    passes = 0
+    seconds = 0.0
+    prefill_seconds = 0.0
+    device = torch.device("cpu")
+
+    def __init__(self, context: DraftContext, table: RecyclingTable) -> None:
+        super().__init__(context)
+        self.table = table
+        self.ends: list[Key] = [(-1, -1, *prompt)[-2:] for prompt in context.prompts]  # per row, its last two tokens
+        self.pairs: list[list[Key]] = []  # per row, of every frontier node so far
+
+    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
+        """Grow one tree per row below its last committed token."""
+        self.pairs = [[] for _ in self.ends]
+        return policy.grow(self, max_depth).trees([end[1] for end in self.ends], self.draft)
+
+    def commit(
+        self,
+        tokens: Sequence[Sequence[int] | None],
+        states: Sequence[Tensor | None] = (),
+        scored: Sequence[Scored] = (),
+    ) -> None:
+        """Put what the target said at all nodes of all rows into the table."""
+        found = [likeliest(view.logits[: len(view.tree)], KEPT) for view in scored]
+        if found:
+            columns = torch.cat([torch.stack([ids.to(v.dtype), v]) for ids, v in found], 1).cpu().numpy()  # one wait
+            pairs = [pair for view, end in zip(scored, self.ends, strict=True) for pair in _pairs(view.tree, end)]
+            self.table.learn(pairs, columns[0].astype(np.int64), columns[1])
+        self.ends = [(*end, *(new or ()))[-2:] for end, new in zip(self.ends, tokens, strict=True)]
+        self.advance(tokens)
+
+    def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
+        """Return each node's k likeliest successors and their log-probabilities, both (B, W, at most k)."""
+        tokens, log_probs = self._successors(frontier)
+        if not self.couplings:
+            return tokens[..., :k], log_probs[..., :k]
+        noise = self.noise(frontier.depth, self.device).gather(1, tokens.flatten(1)).view_as(tokens)
+        chosen, order = self._chosen(log_probs, noise).sort(dim=-1, descending=True, stable=True)
+        return tokens.gather(2, order)[..., :k], chosen[..., :k]
+
+    def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw k children per node from what the table says, normalised; unknown nodes have none."""
+        tokens, log_probs = self._successors(frontier)
+        dense = torch.full((*tokens.shape[:2], self.context.vocab_size), -inf)
+        dense.scatter_reduce_(2, tokens, self._processed(log_probs), "amax")  # small vocabularies leave ids unused
+        return self.drawn(dense, k, replacement, frontier.depth)
+
+    def _chosen(self, log_probs: Tensor, noise: Tensor) -> Tensor:
+        """Return the log of the chance that each token (B, W, K) is the target's choice, given its noise."""
+        mass = log_probs.logsumexp(-1, keepdim=True)
+        q = (self._processed(log_probs).log_softmax(-1) + mass).exp()
+        return (-(1 - q) / q * (-noise).exp()).masked_fill_(log_probs == -inf, -inf)
+
+    def _processed(self, log_probs: Tensor) -> Tensor:
+        """Return log-probabilities (B, W, K) after the target's processors, up to a constant."""
+        scores = self.context.processors.scores(log_probs.flatten(0, 1), ()).view_as(log_probs)
+        return scores.masked_fill(log_probs == -inf, -inf)
+
+    def _successors(self, frontier: Frontier) -> tuple[Tensor, Tensor]:
+        """Return what the table says after every frontier node, (B, W, KEPT), and remember the nodes' tokens."""
+        rows = zip(self.ends, self.pairs, frontier.tokens.tolist(), frontier.parents.tolist(), strict=True)
+        asked: list[Key] = []
+        for end, pairs, tokens, parents in rows:
+            new = [(pairs[p][1], token) for token, p in zip(tokens, parents, strict=True)] if frontier.depth else [end]
+            pairs += new
+            asked += new
+        shape = *frontier.tokens.shape, KEPT
+        ids, log_probs = (torch.from_numpy(column).view(shape) for column in self.table.successors(asked))
+        return ids, log_probs
+
+
+def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k likeliest tokens of nodes and their log-probabilities, both (N, k), descending, float32.
+
+    Sorting a vocabulary, or taking the exponential of all of it, costs milliseconds on a CPU.  Token v belongs to
+    group v mod G.  The best tokens are in the groups with the largest maxima.  So only those groups are looked into,
+    and all others together count for nothing in the sum of the exponentials.
+    """
+    groups = logits.shape[1] // STRIPES
+    if groups > GROUPS:
+        striped = logits[:, : groups * STRIPES].unflatten(1, (STRIPES, groups))
+        best = striped.amax(1).topk(GROUPS).indices
+        columns = (best[:, None] + torch.arange(0, groups * STRIPES, groups, device=logits.device)[:, None]).flatten(1)
+        rest = torch.arange(groups * STRIPES, logits.shape[1], device=logits.device).expand(len(logits), -1)
+        columns = torch.cat((columns, rest), 1)
+        logits = logits.gather(1, columns)
+        indices, log_probs = likeliest(logits, k)
+        return columns.gather(1, indices), log_probs
+    logits = logits.float()
+    values, indices = logits.topk(min(k, logits.shape[1]))
+    return indices, values - logits.logsumexp(-1, keepdim=True)
+
+
+def _pairs(tree: TokenTree, end: Key) -> list[Key]:
+    """Return each node's last two tokens; the root's are the text's."""
+    tokens = tree.tokens.tolist()
+    above = (tokens[parent] for parent in tree.parents.tolist()[1:])
+    return [end, *zip(above, tokens[1:], strict=True)]
