@@ -23,7 +23,9 @@ from specinfer.drafts.rows import DraftRows
 from specinfer.tree import Forest, Frontier, Policy, TokenTree
 
 KEPT = 8  # tokens of an entry
-ENTRIES = 1 << 16  # of a table: about 16 MB
+ENTRIES = 1 << 16  # of a table: 16 MB at most
+NEW = 0.5  # weight of what the target says now against what it said before
+PAIR, ALONE = 0.8, 0.6  # weights of what follows a pair, the rest is the single token's; and of that without a pair
 STRIPES, GROUPS = 64, 32  # how `likeliest` looks at a vocabulary
 
 Key = tuple[int, int]  # the last two tokens; (-1, b) is for b after any token
@@ -43,28 +45,34 @@ class RecyclingTable:
         self.slots: dict[Key, int] = {}
         self.keys: list[Key | None] = [None] * (entries + 1)  # slot 0 stays empty: it answers for unknown keys
         self.tokens = np.zeros((entries + 1, KEPT), np.int64)
-        self.log_probs = np.full((entries + 1, KEPT), -inf, np.float32)
+        self.probs = np.zeros((entries + 1, KEPT), np.float32)
         self.newest = 0
 
-    def learn(self, pairs: Sequence[Key], tokens: np.ndarray, log_probs: np.ndarray) -> None:
-        """Take note of what follows pairs of tokens (a, b); of equal pairs the last one counts.
+    def learn(self, pairs: Sequence[Key], tokens: np.ndarray, probs: np.ndarray) -> None:
+        """Take note of what follows pairs of tokens (a, b); of equal keys the last one counts.
 
         Args:
             pairs: N of them.
-            tokens, log_probs: (N, at most KEPT), descending.
+            tokens, probs: (N, K), K at most KEPT; and their probabilities.
         """
+        new = {key: index for index, pair in enumerate(pairs) for key in (pair, (-1, pair[1]))}
+        rows = list(new.values())
+        tokens, probs = (np.pad(part[rows], ((0, 0), (0, KEPT - part.shape[1]))) for part in (tokens, probs))
         with self.lock:
-            slots = [self._slot(key) for pair in pairs for key in (pair, (-1, pair[1]))]
-            width = tokens.shape[1]
-            self.tokens[slots, :width] = tokens.repeat(2, 0)
-            self.log_probs[slots, :width] = log_probs.repeat(2, 0)
+            old = np.array([self.slots.get(key, 0) for key in new])
+            weights = np.where(old > 0, NEW, 1.0)[:, None]
+            mixed = _mixed(tokens, weights * probs, self.tokens[old], (1 - weights) * self.probs[old])
+            slots = [self._slot(key) for key in new]
+            self.tokens[slots], self.probs[slots] = (part[:, :KEPT] for part in mixed)
 
     def successors(self, pairs: Sequence[Key]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens and log-probabilities (N, KEPT) after N pairs; -inf where there are none."""
+        """Return tokens after N pairs and their probabilities, (N, 2 KEPT), descending; 0 where there are none."""
         with self.lock:
-            find = self.slots.get
-            slots = [find(pair) or find((-1, pair[1]), 0) for pair in pairs]
-            return self.tokens[slots], self.log_probs[slots]
+            after_pair = np.array([self.slots.get(pair, 0) for pair in pairs])
+            after_token = np.array([self.slots.get((-1, token), 0) for _, token in pairs])
+            weights = np.where(after_pair > 0, 1 - PAIR, ALONE)[:, None]
+            both = [(self.tokens[slots], self.probs[slots]) for slots in (after_pair, after_token)]
+        return _mixed(both[0][0], PAIR * both[0][1], both[1][0], weights * both[1][1])
 
     def _slot(self, key: Key) -> int:
         """Return the slot of a key; a new one takes the oldest slot."""
@@ -75,6 +83,21 @@ class RecyclingTable:
                 del self.slots[old]
             self.keys[slot], self.slots[key] = key, slot
         return slot
+
+
+def _mixed(
+    tokens: np.ndarray, probs: np.ndarray, others: np.ndarray, other_probs: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sum of two sparse distributions in each of N rows, (N, K) each; (N, 2 K), descending, then by token.
+
+    Tokens of probability 0 stand for nothing.
+    """
+    same = (tokens[:, :, None] == others[:, None]) & (probs > 0)[:, :, None]
+    probs = probs + (same * other_probs[:, None]).sum(2)
+    tokens = np.concatenate((tokens, others), 1)
+    probs = np.concatenate((probs, np.where(same.any(1), 0.0, other_probs)), 1)
+    order = np.lexsort((tokens, -probs))
+    return np.take_along_axis(tokens, order, 1), np.take_along_axis(probs, order, 1)
 
 
 class RecyclingDraft:
@@ -125,7 +148,7 @@ class RecyclingSession(DraftRows):
         if found:
             columns = torch.cat([torch.stack([ids.to(v.dtype), v]) for ids, v in found], 1).cpu().numpy()  # one wait
             pairs = [pair for view, end in zip(scored, self.ends, strict=True) for pair in _pairs(view.tree, end)]
-            self.table.learn(pairs, columns[0].astype(np.int64), columns[1])
+            self.table.learn(pairs, columns[0].astype(np.int64), np.exp(columns[1]))
         self.ends = [(*end, *(new or ()))[-2:] for end, new in zip(self.ends, tokens, strict=True)]
         self.advance(tokens)
 
@@ -157,16 +180,16 @@ class RecyclingSession(DraftRows):
         return scores.masked_fill(log_probs == -inf, -inf)
 
     def _successors(self, frontier: Frontier) -> tuple[Tensor, Tensor]:
-        """Return what the table says after every frontier node, (B, W, KEPT), and remember the nodes' tokens."""
+        """Return what the table says after every frontier node, (B, W, 2 KEPT), and remember the nodes' tokens."""
         rows = zip(self.ends, self.pairs, frontier.tokens.tolist(), frontier.parents.tolist(), strict=True)
         asked: list[Key] = []
         for end, pairs, tokens, parents in rows:
             new = [(pairs[p][1], token) for token, p in zip(tokens, parents, strict=True)] if frontier.depth else [end]
             pairs += new
             asked += new
-        shape = *frontier.tokens.shape, KEPT
-        ids, log_probs = (torch.from_numpy(column).view(shape) for column in self.table.successors(asked))
-        return ids, log_probs
+        shape = *frontier.tokens.shape, 2 * KEPT
+        ids, probs = (torch.from_numpy(column).view(shape) for column in self.table.successors(asked))
+        return ids, probs.log().float()
 
 
 def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
