@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from specinfer.drafts.base import Draft
     from specinfer.drafts.head import HeadDraft
     from specinfer.drafts.language_model import ModelDraft
+    from specinfer.drafts.lookahead import LookaheadDraft
     from specinfer.drafts.ngram import NGramDraft
+    from specinfer.drafts.recycling import RecyclingDraft
     from specinfer.engine.generation import Run
     from specinfer.engine.scoring import Score
     from specinfer.engine.target_view import verify_tree
@@ -44,7 +46,9 @@ _HOME = {
     "drafts.base": "Draft",
     "drafts.head": "HeadDraft",
     "drafts.language_model": "ModelDraft",
+    "drafts.lookahead": "LookaheadDraft",
     "drafts.ngram": "NGramDraft",
+    "drafts.recycling": "RecyclingDraft",
     "engine.generation": "Run",
     "engine.scoring": "Score",
     "engine.target_view": "verify_tree",
@@ -73,12 +77,14 @@ __all__ = [
     "Expansion",
     "HeadDraft",
     "Inspection",
+    "LookaheadDraft",
     "ModelCheck",
     "ModelDraft",
     "MultiStep",
     "NGramDraft",
     "PaperTables",
     "Replay",
+    "RecyclingDraft",
     "Result",
     "Run",
     "Sampled",

@@ -57,7 +57,8 @@ class SpeculativeDecoder:
     Args:
         model: the target, a ``transformers`` causal LM.
         tokenizer: the target's; needed for text in and out.
-        drafts: ``"ngram"``, `Draft` objects, or draft models.  All of them propose, and their trees are merged.
+        drafts: ``"ngram"``, ``"recycling"``, ``"lookahead"``, `Draft` objects, or draft models.  All of them propose, and
+            their trees are merged.
             ``"mtp"``: the target's own multi-token prediction layer, if it was released with one.
             ``"bundled"``: the heads that come with the package for this target, if any.  ``"auto"``: the first of
             those, and n-grams.
@@ -74,6 +75,7 @@ class SpeculativeDecoder:
 
     Raises:
         InputError: a bad tokenizer, draft, tree, verifier or gate; graphs without a GPU.
+        PolicyError: the policy would cut a draft's nodes that must be scored (lookahead).
         ModelError: not a model.
         UnsupportedModel: a model cannot score trees, by name and with the reason.
         TokenizerMismatch: a draft has other tokens than the target.

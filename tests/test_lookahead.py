@@ -1,4 +1,4 @@
-"""Lookahead: windows and pools against the paper's two-dimensional window in plain loops, ids against no speculation."""
+"""Lookahead: windows and pools against the paper's, in plain loops; ids against no speculation."""
 
 from collections import namedtuple
 from math import exp
@@ -43,7 +43,7 @@ class Paper:
             seen = self.rows[0][1 : column + 1] + [row[column] for row in self.rows[1:]]
             new.append(self.choice([*ids, *seen]))
         if len(self.rows) < n - 1:  # the first steps fill the window
-            self.rows = [row[1:] + [None] for row in [*self.rows, new]]
+            self.rows = [[*row[1:], None] for row in [*self.rows, new]]
         else:
             for column in range(window):
                 token, *rest = [row[column] for row in [*self.rows, new]]
@@ -104,7 +104,9 @@ def test_windows_and_pools_are_the_papers(sizes):
         paper.step(before)
         compared += 1
         for ours, theirs in zip(window.rows, paper.rows, strict=True):
-            assert [o for o, t in zip(ours, theirs, strict=True) if t is not None] == [t for t in theirs if t is not None]
+            assert [o for o, t in zip(ours, theirs, strict=True) if t is not None] == [
+                t for t in theirs if t is not None
+            ]
         assert {token: list(kept) for token, kept in window.pool.items()} == paper.pool
     assert compared > draft.ngram
     assert paper.pool
@@ -177,9 +179,7 @@ def test_coupled_guesses_are_the_targets_choices_with_its_noise():
     torch.manual_seed(0)
     logits = torch.randn(len(tree), VOCAB)
     ends = [0, *(next(n for n in range(len(tree)) if tree.path(n) == path) for path in window.paths()[1:])]
-    wanted = [
-        int((logits[node] / 0.7 + coupling.at(2 + int(tree.depths[node]), VOCAB, CPU)).argmax()) for node in ends
-    ]
+    wanted = [int((logits[node] / 0.7 + coupling.at(2 + int(tree.depths[node]), VOCAB, CPU)).argmax()) for node in ends]
     session.commit([[wanted[0]]], (), [Said(tree, logits)])
     assert window.rows[1][:2] == wanted[1:]
 
@@ -229,9 +229,11 @@ def test_interleaved_streams_do_not_change_each_other(target, tokenizer):
 # ---- what is refused ----
 
 
-@pytest.mark.parametrize("tree", [BestFirst(4, 8), BestFirst(40, 2), Chain(60), Expansion((2, 2)), Sampled((2, 1))], ids=str)
+@pytest.mark.parametrize(
+    "tree", [BestFirst(4, 8), BestFirst(40, 2), Chain(60), Expansion((2, 2)), Sampled((2, 1))], ids=str
+)
 def test_policies_that_would_cut_the_window_are_refused(target, tree):
-    with pytest.raises(PolicyError, match="window of lookahead .* at least 11 nodes and depth 4"):
+    with pytest.raises(PolicyError, match=r"window of lookahead .* at least 11 nodes and depth 4"):
         SpeculativeDecoder(target, None, [LookaheadDraft(4, 3, 2)], tree)
 
 
@@ -240,7 +242,9 @@ def test_auto_becomes_best_first_with_room_for_other_drafts(target):
     assert decoder.policy == BestFirst(21, 6, 0.05)
 
 
-@pytest.mark.parametrize("sizes", [{"window": 0}, {"ngram": 1}, {"guesses": 0}, {"window": 2.5}, {"guesses": True}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"window": 0}, {"ngram": 1}, {"guesses": 0}, {"window": 2.5}, {"guesses": True}], ids=str
+)
 def test_sizes_are_whole_numbers(sizes):
     with pytest.raises(InputError, match=next(iter(sizes))):
         LookaheadDraft(**sizes)

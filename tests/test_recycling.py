@@ -13,12 +13,23 @@ from strategies import PROPERTY
 from test_draft import context
 
 from specinfer import BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder, TokenTree, record, replay
-from specinfer.drafts.recycling import ALONE, GROUPS, KEPT, PAIR, STRIPES, RecyclingDraft, RecyclingTable, likeliest
+from specinfer.drafts.recycling import (
+    ALONE,
+    GROUPS,
+    KEPT,
+    PAIR,
+    SAMPLE,
+    STRIPES,
+    RecyclingDraft,
+    RecyclingTable,
+    likeliest,
+)
 from specinfer.evaluation.compare.methods import HitRates
 from specinfer.tree import Draw, Frontier
 
 Said = namedtuple("Said", "tree logits")
 TOKENS = st.integers(0, 3)
+TREE = BestFirst(30, 3)
 
 
 def tree_of(root, tokens, parents):
@@ -55,7 +66,7 @@ class Reference:
             text = [*ids, *view.tree.path(node)]
             q = view.logits[node].log_softmax(-1)
             top = {int(token): exp(q[token]) for token in q.topk(min(KEPT, len(q))).indices}
-            new |= {key: top for key in (tuple(text[-2:]), (text[-1],))}
+            new |= dict.fromkeys((tuple(text[-2:]), (text[-1],)), top)
         for key, top in new.items():
             self.after[key] = mean(self.after.get(key), top)
 
@@ -72,20 +83,23 @@ class Reference:
 # ---- the likeliest tokens ----
 
 
-@pytest.mark.parametrize("vocab", [3, 100, STRIPES * (GROUPS + 1), STRIPES * (GROUPS + 9) + 17])
+@pytest.mark.parametrize("vocab", [3, 100, STRIPES * SAMPLE * GROUPS, STRIPES * SAMPLE * (GROUPS + 1) + 17])
+@pytest.mark.parametrize("spread", [1, 3, 6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_likeliest_tokens_are_those_of_a_sort(vocab, dtype):
-    """Groups or not, a rest or not.  What no group holds hardly counts in the sum of the exponentials."""
+def test_the_likeliest_tokens_are_those_of_a_sort(vocab, spread, dtype):
+    """Groups or not, tokens beyond them or not, flat and steep distributions; what they sum to is estimated well."""
     torch.manual_seed(vocab)
-    logits = (6 * torch.randn(11, vocab)).to(dtype)
+    logits = (spread * torch.randn(11, vocab)).to(dtype)
     logits[0, -1] = logits[1, 0] = 40.0
+    logits[2] = 1.0  # all equal
     indices, log_probs = likeliest(logits, KEPT)
     wanted = logits.float().log_softmax(-1)
     values, order = wanted.sort(dim=-1, descending=True)
     assert log_probs.dtype == torch.float32
-    assert torch.allclose(log_probs, values[:, :KEPT], atol=5e-3)
+    assert torch.allclose(log_probs, values[:, :KEPT], atol=1e-5 if vocab <= 100 else 0.35)
     assert torch.equal(logits.gather(1, indices), logits.gather(1, order[:, :KEPT]))
     assert all(len(set(row)) == len(row) for row in indices.tolist())
+    assert (log_probs.exp().sum(-1) < 1 + 1e-5).all()
 
 
 # ---- the table ----
@@ -117,7 +131,7 @@ def test_the_table_is_a_dict_that_forgets_its_oldest_keys(learnt, entries):
 # ---- trees ----
 
 
-def grown(session, policy=BestFirst(30, 3)):
+def grown(session, policy=TREE):
     return session.propose(policy, policy.max_depth)
 
 
@@ -173,7 +187,9 @@ def test_a_pair_counts_for_more_than_its_last_token():
     table.learn([(3, 2)], np.array([[8]]), np.array([[0.9]]))
     tokens, probs = table.successors([(1, 2), (3, 2), (4, 2), (2, 4)])
     assert tokens[:3, 0].tolist() == [7, 8, 7]  # 7 and 8 are as likely after 2: the smaller id
-    assert probs[:, 0] == pytest.approx([PAIR * 0.9 + (1 - PAIR) * 0.45, PAIR * 0.9 + (1 - PAIR) * 0.45, ALONE * 0.45, 0.0])
+    assert probs[:, 0] == pytest.approx(
+        [PAIR * 0.9 + (1 - PAIR) * 0.45, PAIR * 0.9 + (1 - PAIR) * 0.45, ALONE * 0.45, 0.0]
+    )
 
 
 @pytest.mark.parametrize("vocab", [3, KEPT, VOCAB])
@@ -281,10 +297,10 @@ def test_interleaved_streams_do_not_change_each_other(target, tokenizer):
 def test_small_and_padded_vocabularies():
     """Fewer tokens than an entry holds."""
     model = tiny_llama(3, vocab=5)
-    decoder = SpeculativeDecoder(model, None, ["recycling"], BestFirst(12, 5))
+    decoder, alone = decoders(model, ["recycling"], BestFirst(12, 5))
     for options in ({"temperature": 0}, {"temperature": 1.0, "seed": 2}):
-        found = decoder.generate([1, 2], max_new_tokens=20, **options).token_ids
-        assert found == SpeculativeDecoder(model, None, (), None).generate([1, 2], max_new_tokens=20, **options).token_ids
+        found, wanted = (each.generate([1, 2], max_new_tokens=20, **options) for each in (decoder, alone))
+        assert found.token_ids == wanted.token_ids
 
 
 def test_a_recording_begins_with_an_empty_table(target):

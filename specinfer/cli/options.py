@@ -24,7 +24,10 @@ Target = Annotated[
 ]
 Drafts = Annotated[
     list[str] | None,
-    typer.Option(help="A model, a trained head, mtp, ngram, bundled or auto. Repeat to merge.", show_default="auto"),
+    typer.Option(
+        help="A model, a trained head, mtp, ngram, recycling, lookahead, bundled or auto. Repeat to merge.",
+        show_default="auto",
+    ),
 ]
 Tree = Annotated[str, typer.Option(help="auto, best-first, expansion, chain, sampled or none.")]
 Nodes = Annotated[

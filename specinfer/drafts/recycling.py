@@ -9,8 +9,7 @@ probabilities are kept, too, so that any policy can grow the tree.
 """
 
 from collections.abc import Sequence
-from copy import copy
-from math import inf
+from math import inf, log
 from typing import Any
 
 import numpy as np
@@ -20,19 +19,19 @@ from torch import Tensor
 from specinfer.adaptive.profile import Lock
 from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.rows import DraftRows
-from specinfer.tree import Forest, Frontier, Policy, TokenTree
+from specinfer.tree import Frontier, Policy, TokenTree
 
 KEPT = 8  # tokens of an entry
 ENTRIES = 1 << 16  # of a table: 16 MB at most
 NEW = 0.5  # weight of what the target says now against what it said before
 PAIR, ALONE = 0.8, 0.6  # weights of what follows a pair, the rest is the single token's; and of that without a pair
-STRIPES, GROUPS = 64, 32  # how `likeliest` looks at a vocabulary
+STRIPES, GROUPS, SAMPLE = 32, 16, 32  # how `likeliest` reads a vocabulary: tokens of a group, groups, 1 token in 32
 
 Key = tuple[int, int]  # the last two tokens; (-1, b) is for b after any token
 
 
 class RecyclingTable:
-    """The target's likeliest tokens after pairs of tokens and after single ones, as it said last.
+    """The target's likeliest tokens after pairs of tokens and after single ones, with their probabilities.
 
     When it is full, the oldest entries are overwritten.  Several threads may use it.
 
@@ -101,7 +100,15 @@ def _mixed(
 
 
 class RecyclingDraft:
-    """Token recycling (arXiv 2408.08696), with the probabilities kept."""
+    """Token recycling (arXiv 2408.08696, section 3), with the probabilities kept.  No weights, no passes.
+
+    What the target says at any node goes into a table, rejected nodes included: its 8 likeliest tokens, before
+    processors, half mixed with what it said before.  Children of a node are what followed its last two tokens, blended
+    with what followed its last one.
+
+    A decoder has a table of its own, of 16 MB at most, and keeps it: what one call teaches, the drafts of the next one
+    use.  This holds for several users of one decoder, too.  It changes trees and passes, never a text.
+    """
 
     name = "recycling"
 
@@ -109,8 +116,8 @@ class RecyclingDraft:
         self.table = RecyclingTable()
 
     def attach(self, target: Any, tokenizer: Any) -> "RecyclingDraft":
-        """Return a draft with an empty table of its own, for one decoder."""
-        return type(self)()
+        """Return a draft with an empty table, for one decoder."""
+        return RecyclingDraft()
 
     def open(self, context: DraftContext) -> "RecyclingSession":
         """Start drafting for a batch of rows."""
@@ -195,23 +202,29 @@ class RecyclingSession(DraftRows):
 def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k likeliest tokens of nodes and their log-probabilities, both (N, k), descending, float32.
 
-    Sorting a vocabulary, or taking the exponential of all of it, costs milliseconds on a CPU.  Token v belongs to
-    group v mod G.  The best tokens are in the groups with the largest maxima.  So only those groups are looked into,
-    and all others together count for nothing in the sum of the exponentials.
+    Sorting a large vocabulary, or taking the exponential of all of it, costs milliseconds on a CPU.  Token v belongs to
+    group v mod G, and the tokens above the least of the best groups' maxima are all in these.  Their exponentials are
+    added up; the sum of the others' is estimated from a sample.
+
+    Args:
+        logits: (N, V).
+        k: how many, at most the number of groups that are read; a small vocabulary may have fewer.
     """
     groups = logits.shape[1] // STRIPES
-    if groups > GROUPS:
-        striped = logits[:, : groups * STRIPES].unflatten(1, (STRIPES, groups))
-        best = striped.amax(1).topk(GROUPS).indices
-        columns = (best[:, None] + torch.arange(0, groups * STRIPES, groups, device=logits.device)[:, None]).flatten(1)
-        rest = torch.arange(groups * STRIPES, logits.shape[1], device=logits.device).expand(len(logits), -1)
-        columns = torch.cat((columns, rest), 1)
-        logits = logits.gather(1, columns)
-        indices, log_probs = likeliest(logits, k)
-        return columns.gather(1, indices), log_probs
-    logits = logits.float()
-    values, indices = logits.topk(min(k, logits.shape[1]))
-    return indices, values - logits.logsumexp(-1, keepdim=True)
+    if groups < SAMPLE * GROUPS:
+        values, indices = logits.float().topk(min(k, logits.shape[1]))
+        return indices, values - logits.float().logsumexp(-1, keepdim=True)
+    striped = logits[:, : groups * STRIPES].unflatten(1, (STRIPES, groups))
+    maxima, best = striped.amax(1).topk(GROUPS)
+    every = torch.arange(logits.shape[1], device=logits.device)
+    columns = (best[:, None] + every[: groups * STRIPES : groups, None]).flatten(1)
+    columns = torch.cat((columns, every[groups * STRIPES :].expand(len(logits), -1)), 1)
+    found, least = logits.gather(1, columns).float(), maxima[:, -1:].float()
+    values, indices = found.topk(k)
+    sample = striped[:, :, : groups // SAMPLE].flatten(1).float()
+    others = sample.masked_fill_(sample > least, -inf).logsumexp(-1, keepdim=True) + log(groups / (groups // SAMPLE))
+    total = torch.logaddexp(found.masked_fill_(found <= least, -inf).logsumexp(-1, keepdim=True), others)
+    return columns.gather(1, indices), values - torch.maximum(total, values.logsumexp(-1, keepdim=True))
 
 
 def _pairs(tree: TokenTree, end: Key) -> list[Key]:
