@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from specinfer.drafts.base import Draft
     from specinfer.drafts.head import HeadDraft
     from specinfer.drafts.language_model import ModelDraft
+    from specinfer.drafts.lookahead import LookaheadDraft
     from specinfer.drafts.memory import Memory
     from specinfer.drafts.ngram import NGramDraft
+    from specinfer.drafts.recycling import RecyclingDraft
     from specinfer.drafts.suffix import SuffixDraft
     from specinfer.engine.generation import Run
     from specinfer.engine.scoring import Score
@@ -46,8 +48,10 @@ _HOME = {
     "drafts.base": "Draft",
     "drafts.head": "HeadDraft",
     "drafts.language_model": "ModelDraft",
+    "drafts.lookahead": "LookaheadDraft",
     "drafts.memory": "Memory",
     "drafts.ngram": "NGramDraft",
+    "drafts.recycling": "RecyclingDraft",
     "drafts.suffix": "SuffixDraft",
     "engine.generation": "Run",
     "engine.scoring": "Score",
@@ -77,12 +81,14 @@ __all__ = [
     "Expansion",
     "HeadDraft",
     "Inspection",
+    "LookaheadDraft",
     "Memory",
     "ModelCheck",
     "ModelDraft",
     "MultiStep",
     "NGramDraft",
     "PaperTables",
+    "RecyclingDraft",
     "Replay",
     "Result",
     "Run",

@@ -23,11 +23,13 @@ from specinfer.drafts.base import Draft
 from specinfer.drafts.bundled import bundled_drafts
 from specinfer.drafts.head import MODEL_TYPE, HeadDraft
 from specinfer.drafts.language_model import ModelDraft
+from specinfer.drafts.lookahead import LookaheadDraft
 from specinfer.drafts.memory import Memory
 from specinfer.drafts.mtp import MtpDraft
 from specinfer.drafts.ngram import NGramDraft
 from specinfer.drafts.online import learners, save_heads
 from specinfer.drafts.published import draft_config, load_published, may_be_head
+from specinfer.drafts.recycling import RecyclingDraft
 from specinfer.drafts.suffix import SuffixDraft, with_memory
 from specinfer.drafts.translated import TranslatedDraft
 from specinfer.engine.contrastive import Caterpillar
@@ -43,8 +45,13 @@ from specinfer.results import Result
 from specinfer.tree import BestFirst, Chain, Kind, Policy
 from specinfer.tree.token_tree import MOST_DRAFTS
 
-# words for drafts that need no files
-NAMED: dict[str, Callable[[], Draft]] = {"ngram": NGramDraft, "suffix": SuffixDraft, "mtp": MtpDraft}
+NAMED: dict[str, Callable[[], Draft]] = {  # words for drafts that need no files
+    "ngram": NGramDraft,
+    "suffix": SuffixDraft,
+    "recycling": RecyclingDraft,
+    "lookahead": LookaheadDraft,
+    "mtp": MtpDraft,
+}
 WORDS = ("auto", "bundled", *NAMED)  # words for drafts; others are names of models
 Functions = Sequence[Callable[..., Any]] | Callable[..., Any] | None
 DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8, min_probability=0.05)
@@ -56,7 +63,8 @@ class SpeculativeDecoder:
     Args:
         model: the target, a ``transformers`` causal LM.
         tokenizer: the target's; needed for text in and out.
-        drafts: ``"ngram"``, `Draft` objects, or draft models.  All of them propose, and their trees are merged.
+        drafts: ``"ngram"``, ``"recycling"``, ``"lookahead"``, `Draft` objects, or draft models.  All of them propose, and
+            their trees are merged.
             ``"mtp"``: the target's own multi-token prediction layer, if it was released with one.
             ``"bundled"``: the heads that come with the package for this target, if any.  ``"auto"``: the first of
             those, and n-grams.
@@ -81,6 +89,7 @@ class SpeculativeDecoder:
     Raises:
         InputError: a bad tokenizer, draft, tree, verifier, gate or memory; a memory without a suffix draft; graphs
             without a GPU; online, and no draft learns.
+        PolicyError: the policy would cut a draft's nodes that must be scored (lookahead).
         ModelError: not a model.
         UnsupportedModel: a model cannot score trees, by name and with the reason.
         TokenizerMismatch: a draft has other tokens than the target, which cannot be translated or must not be; or the
@@ -115,6 +124,8 @@ class SpeculativeDecoder:
         if graphs and (elsewhere := {model.device.type for model in self.networks} - {"cuda"}):
             raise InputError(f"graphs=True is for GPUs, and a model is on the {', '.join(elsewhere)}: leave it out")
         self.policy = self.supported(policy, self.notes)
+        for draft in self.drafts:
+            self.policy = draft.suited(self.policy) if hasattr(draft, "suited") else self.policy
         self.verifier.check(self.policy.kind)
         self.aux_layers = sorted({layer for draft in self.drafts for layer in getattr(draft, "aux_layers", ())})
         self.plain: list[Any] = []  # per network, why its passes are not compiled

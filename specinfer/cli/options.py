@@ -25,7 +25,8 @@ Target = Annotated[
 Drafts = Annotated[
     list[str] | None,
     typer.Option(
-        help="A model, a trained head, mtp, ngram, suffix, bundled or auto. Repeat to merge.", show_default="auto"
+        help="A model, a trained head, mtp, suffix, recycling, lookahead, ngram, bundled or auto. Repeat to merge.",
+        show_default="auto",
     ),
 ]
 Tree = Annotated[str, typer.Option(help="auto, best-first, expansion, chain, sampled or none.")]

@@ -182,8 +182,9 @@ class HitRates:
     """
 
     def __init__(self, decoder: SpeculativeDecoder) -> None:
-        self.probes = [Probe(draft, _FirstChoices()) for draft in decoder.drafts]
-        self.decoder = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, self.probes, Expansion((TOP,)))
+        probes = [Probe(draft, _FirstChoices()) for draft in decoder.drafts]
+        self.decoder = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, probes, Expansion((TOP,)))
+        self.probes: list[Any] = self.decoder.drafts  # attached to the target
 
     def count(self, ids: list[int], seed: int, options: dict[str, Any]) -> list[dict[str, Any]]:
         """Return, per draft, its name, the positions it was asked at, and at how many its k likeliest held the choice.

@@ -106,6 +106,12 @@ def _check(decoder: SpeculativeDecoder, plan: Sizes) -> None:
         raise InputError(
             "this decoder has no drafts, so there is nothing to record: construct it with drafts and a tree"
         )
+    for draft in decoder.drafts:
+        if hasattr(draft, "suited"):
+            raise InputError(
+                f"draft {draft.name} learns from its nodes in the target's passes, and a recording scores the text "
+                "alone: leave it out, and compare it by decoding"
+            )
     for model in decoder.language_models:
         if plan.nodes and check_model(model.model).support is Support.CHAIN_ONLY:
             raise UnsupportedModel(f"{model.name} can score chains only: record with nodes=0, which keeps no trees")

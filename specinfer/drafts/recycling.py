@@ -1,0 +1,234 @@
+"""Token recycling: what the target once said after a token proposes what follows it (arXiv 2408.08696).
+
+Knows: the target's logits at the nodes of every step, rejected ones included.  Does not know: models, verification.
+
+Every pass scores many nodes, and most are rejected.  Their logits are not thrown away: the likeliest tokens at a node
+go into a table, under the node's token and under the pair of that and the token before it.  A tree is grown from the
+table, level by level, without any pass.  The paper keeps ids alone and fills a tree of fixed shape; here the
+probabilities are kept, too, so that any policy can grow the tree.
+"""
+
+from collections.abc import Sequence
+from math import inf, log
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specinfer.adaptive.profile import Lock
+from specinfer.drafts.base import DraftContext, Scored
+from specinfer.drafts.rows import DraftRows
+from specinfer.tree import Frontier, Policy, TokenTree
+
+KEPT = 8  # tokens of an entry
+ENTRIES = 1 << 16  # of a table: 16 MB at most
+NEW = 0.5  # weight of what the target says now against what it said before
+PAIR, ALONE = 0.8, 0.6  # weights of what follows a pair, the rest is the single token's; and of that without a pair
+STRIPES, GROUPS, SAMPLE = 32, 16, 32  # how `likeliest` reads a vocabulary: tokens of a group, groups, 1 token in 32
+
+Key = tuple[int, int]  # the last two tokens; (-1, b) is for b after any token
+
+
+class RecyclingTable:
+    """The target's likeliest tokens after pairs of tokens and after single ones, with their probabilities.
+
+    When it is full, the oldest entries are overwritten.  Several threads may use it.
+
+    Args:
+        entries: how many it holds.
+    """
+
+    def __init__(self, entries: int = ENTRIES) -> None:
+        self.lock = Lock()
+        self.slots: dict[Key, int] = {}
+        self.keys: list[Key | None] = [None] * (entries + 1)  # slot 0 stays empty: it answers for unknown keys
+        self.tokens = np.zeros((entries + 1, KEPT), np.int64)
+        self.probs = np.zeros((entries + 1, KEPT), np.float32)
+        self.newest = 0
+
+    def learn(self, pairs: Sequence[Key], tokens: np.ndarray, probs: np.ndarray) -> None:
+        """Take note of what follows pairs of tokens (a, b); of equal keys the last one counts.
+
+        Args:
+            pairs: N of them.
+            tokens, probs: (N, K), K at most KEPT; and their probabilities.
+        """
+        new = {key: index for index, pair in enumerate(pairs) for key in (pair, (-1, pair[1]))}
+        rows = list(new.values())
+        tokens, probs = (np.pad(part[rows], ((0, 0), (0, KEPT - part.shape[1]))) for part in (tokens, probs))
+        with self.lock:
+            old = np.array([self.slots.get(key, 0) for key in new])
+            weights = np.where(old > 0, NEW, 1.0)[:, None]
+            mixed = _mixed(tokens, weights * probs, self.tokens[old], (1 - weights) * self.probs[old])
+            slots = [self._slot(key) for key in new]
+            self.tokens[slots], self.probs[slots] = (part[:, :KEPT] for part in mixed)
+
+    def successors(self, pairs: Sequence[Key]) -> tuple[np.ndarray, np.ndarray]:
+        """Return tokens after N pairs and their probabilities, (N, 2 KEPT), descending; 0 where there are none."""
+        with self.lock:
+            after_pair = np.array([self.slots.get(pair, 0) for pair in pairs])
+            after_token = np.array([self.slots.get((-1, token), 0) for _, token in pairs])
+            weights = np.where(after_pair > 0, 1 - PAIR, ALONE)[:, None]
+            both = [(self.tokens[slots], self.probs[slots]) for slots in (after_pair, after_token)]
+        return _mixed(both[0][0], PAIR * both[0][1], both[1][0], weights * both[1][1])
+
+    def _slot(self, key: Key) -> int:
+        """Return the slot of a key; a new one takes the oldest slot."""
+        slot = self.slots.get(key)
+        if slot is None:
+            self.newest = slot = self.newest % (len(self.keys) - 1) + 1
+            if (old := self.keys[slot]) is not None:
+                del self.slots[old]
+            self.keys[slot], self.slots[key] = key, slot
+        return slot
+
+
+def _mixed(
+    tokens: np.ndarray, probs: np.ndarray, others: np.ndarray, other_probs: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sum of two sparse distributions in each of N rows, (N, K) each; (N, 2 K), descending, then by token.
+
+    Tokens of probability 0 stand for nothing.
+    """
+    same = (tokens[:, :, None] == others[:, None]) & (probs > 0)[:, :, None]
+    probs = probs + (same * other_probs[:, None]).sum(2)
+    tokens = np.concatenate((tokens, others), 1)
+    probs = np.concatenate((probs, np.where(same.any(1), 0.0, other_probs)), 1)
+    order = np.lexsort((tokens, -probs))
+    return np.take_along_axis(tokens, order, 1), np.take_along_axis(probs, order, 1)
+
+
+class RecyclingDraft:
+    """Token recycling (arXiv 2408.08696, section 3), with the probabilities kept.  No weights, no passes.
+
+    What the target says at any node goes into a table, rejected nodes included: its 8 likeliest tokens, before
+    processors, half mixed with what it said before.  Children of a node are what followed its last two tokens, blended
+    with what followed its last one.
+
+    A decoder has a table of its own, of 16 MB at most, and keeps it: what one call teaches, the drafts of the next one
+    use.  This holds for several users of one decoder, too.  It changes trees and passes, never a text.
+    """
+
+    name = "recycling"
+
+    def __init__(self) -> None:
+        self.table = RecyclingTable()
+
+    def attach(self, target: Any, tokenizer: Any) -> "RecyclingDraft":
+        """Return a draft with an empty table, for one decoder."""
+        return RecyclingDraft()
+
+    def open(self, context: DraftContext) -> "RecyclingSession":
+        """Start drafting for a batch of rows."""
+        return RecyclingSession(context, self.table)
+
+
+class RecyclingSession(DraftRows):
+    """Token recycling at work: a `Source` of sparse distributions on the CPU."""
+
+    per_row = (*DraftRows.per_row, "ends")
+    passes = 0
+    seconds = 0.0
+    prefill_seconds = 0.0
+    device = torch.device("cpu")
+
+    def __init__(self, context: DraftContext, table: RecyclingTable) -> None:
+        super().__init__(context)
+        self.table = table
+        self.ends: list[Key] = [(-1, -1, *prompt)[-2:] for prompt in context.prompts]  # per row, its last two tokens
+        self.pairs: list[list[Key]] = []  # per row, of every frontier node so far
+
+    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
+        """Grow one tree per row below its last committed token."""
+        self.pairs = [[] for _ in self.ends]
+        return policy.grow(self, max_depth).trees([end[1] for end in self.ends], self.draft)
+
+    def commit(
+        self,
+        tokens: Sequence[Sequence[int] | None],
+        states: Sequence[Tensor | None] = (),
+        scored: Sequence[Scored] = (),
+    ) -> None:
+        """Put what the target said at all nodes of all rows into the table."""
+        found = [likeliest(view.logits[: len(view.tree)], KEPT) for view in scored]
+        if found:
+            columns = torch.cat([torch.stack([ids.to(v.dtype), v]) for ids, v in found], 1).cpu().numpy()  # one wait
+            pairs = [pair for view, end in zip(scored, self.ends, strict=True) for pair in _pairs(view.tree, end)]
+            self.table.learn(pairs, columns[0].astype(np.int64), np.exp(columns[1]))
+        self.ends = [(*end, *(new or ()))[-2:] for end, new in zip(self.ends, tokens, strict=True)]
+        self.advance(tokens)
+
+    def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
+        """Return each node's k likeliest successors and their log-probabilities, both (B, W, at most k)."""
+        tokens, log_probs = self._successors(frontier)
+        if not self.couplings:
+            return tokens[..., :k], log_probs[..., :k]
+        noise = self.noise(frontier.depth, self.device).gather(1, tokens.flatten(1)).view_as(tokens)
+        chosen, order = self._chosen(log_probs, noise).sort(dim=-1, descending=True, stable=True)
+        return tokens.gather(2, order)[..., :k], chosen[..., :k]
+
+    def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw k children per node from what the table says, normalised; unknown nodes have none."""
+        tokens, log_probs = self._successors(frontier)
+        dense = torch.full((*tokens.shape[:2], self.context.vocab_size), -inf)
+        dense.scatter_reduce_(2, tokens, self._processed(log_probs), "amax")  # small vocabularies leave ids unused
+        return self.drawn(dense, k, replacement, frontier.depth)
+
+    def _chosen(self, log_probs: Tensor, noise: Tensor) -> Tensor:
+        """Return the log of the chance that each token (B, W, K) is the target's choice, given its noise."""
+        mass = log_probs.logsumexp(-1, keepdim=True)
+        q = (self._processed(log_probs).log_softmax(-1) + mass).exp()
+        return (-(1 - q) / q * (-noise).exp()).masked_fill_(log_probs == -inf, -inf)
+
+    def _processed(self, log_probs: Tensor) -> Tensor:
+        """Return log-probabilities (B, W, K) after the target's processors, up to a constant."""
+        scores = self.context.processors.scores(log_probs.flatten(0, 1), ()).view_as(log_probs)
+        return scores.masked_fill(log_probs == -inf, -inf)
+
+    def _successors(self, frontier: Frontier) -> tuple[Tensor, Tensor]:
+        """Return what the table says after every frontier node, (B, W, 2 KEPT), and remember the nodes' tokens."""
+        rows = zip(self.ends, self.pairs, frontier.tokens.tolist(), frontier.parents.tolist(), strict=True)
+        asked: list[Key] = []
+        for end, pairs, tokens, parents in rows:
+            new = [(pairs[p][1], token) for token, p in zip(tokens, parents, strict=True)] if frontier.depth else [end]
+            pairs += new
+            asked += new
+        shape = *frontier.tokens.shape, 2 * KEPT
+        ids, probs = (torch.from_numpy(column).view(shape) for column in self.table.successors(asked))
+        return ids, probs.log().float()
+
+
+def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k likeliest tokens of nodes and their log-probabilities, both (N, k), descending, float32.
+
+    Sorting a large vocabulary, or taking the exponential of all of it, costs milliseconds on a CPU.  Token v belongs to
+    group v mod G, and the tokens above the least of the best groups' maxima are all in these.  Their exponentials are
+    added up; the sum of the others' is estimated from a sample.
+
+    Args:
+        logits: (N, V).
+        k: how many, at most the number of groups that are read; a small vocabulary may have fewer.
+    """
+    groups = logits.shape[1] // STRIPES
+    if groups < SAMPLE * GROUPS:
+        values, indices = logits.float().topk(min(k, logits.shape[1]))
+        return indices, values - logits.float().logsumexp(-1, keepdim=True)
+    striped = logits[:, : groups * STRIPES].unflatten(1, (STRIPES, groups))
+    maxima, best = striped.amax(1).topk(GROUPS)
+    every = torch.arange(logits.shape[1], device=logits.device)
+    columns = (best[:, None] + every[: groups * STRIPES : groups, None]).flatten(1)
+    columns = torch.cat((columns, every[groups * STRIPES :].expand(len(logits), -1)), 1)
+    found, least = logits.gather(1, columns).float(), maxima[:, -1:].float()
+    values, indices = found.topk(k)
+    sample = striped[:, :, : groups // SAMPLE].flatten(1).float()
+    others = sample.masked_fill_(sample > least, -inf).logsumexp(-1, keepdim=True) + log(groups / (groups // SAMPLE))
+    total = torch.logaddexp(found.masked_fill_(found <= least, -inf).logsumexp(-1, keepdim=True), others)
+    return columns.gather(1, indices), values - torch.maximum(total, values.logsumexp(-1, keepdim=True))
+
+
+def _pairs(tree: TokenTree, end: Key) -> list[Key]:
+    """Return each node's last two tokens; the root's are the text's."""
+    tokens = tree.tokens.tolist()
+    above = (tokens[parent] for parent in tree.parents.tolist()[1:])
+    return [end, *zip(above, tokens[1:], strict=True)]
