@@ -63,11 +63,11 @@ class SpeculativeDecoder:
     Args:
         model: the target, a ``transformers`` causal LM.
         tokenizer: the target's; needed for text in and out.
-        drafts: ``"ngram"``, ``"recycling"``, ``"lookahead"``, `Draft` objects, or draft models.  All of them propose, and
-            their trees are merged.
+        drafts: `Draft` objects, draft models, or words.  All of them propose, and their trees are merged.
+            ``"suffix"``, ``"recycling"``, ``"lookahead"``, ``"ngram"``: drafts without weights.
             ``"mtp"``: the target's own multi-token prediction layer, if it was released with one.
-            ``"bundled"``: the heads that come with the package for this target, if any.  ``"auto"``: the first of
-            those, and n-grams.
+            ``"bundled"``: the heads that come with the package for this target, if any.
+            ``"auto"``: the first of those and suffixes, or if there are none suffixes and recycled tokens.
         tree: the growth policy; None decodes without speculation.  ``"auto"`` is ``Auto()``, which chooses sizes step
             by step and keeps what it learns for later calls.
         verifier: by default `ExactMatch` for ranked trees (greedy, or sampling coupled to the seed) and `MultiStep` for
@@ -78,8 +78,8 @@ class SpeculativeDecoder:
             they are for long texts.  They have not run on a GPU yet: compare texts with and without.
         compile: "auto" uses the passes that `specinfer compile` made for such models on this machine, if there are any.
             True makes them, which takes minutes, once.  False runs the models as they are.  See `passes`.
-        memory: a `Memory` of earlier texts, or the path of one, from which the suffix draft proposes, too; with it,
-            ``"auto"`` has the suffix draft in place of n-grams.  None, the default: nothing crosses calls.
+        memory: a `Memory` of earlier texts, or the path of one, from which the suffix draft proposes, too.  None, the
+            default: a row drafts from its own text.
         online: EAGLE-style heads learn from their own use, between calls, for at most this share of the calls' time;
             True is 0.05.  Text stays the target's.  See `save_drafts`.
 
@@ -358,7 +358,7 @@ class SpeculativeDecoder:
         found: list[Any] = []
         for draft in drafts:
             bundled = bundled_drafts(self.target.model, self.tokenizer) if draft in ("auto", "bundled") else [draft]
-            found += [*bundled[:1], "suffix" if self.memory else "ngram"] if draft == "auto" else bundled
+            found += [*(bundled[:1] or ["recycling"]), "suffix"] if draft == "auto" else bundled
         if len(found) > MOST_DRAFTS:
             raise InputError(f"{len(found)} drafts are too many: give {MOST_DRAFTS} at most")
         return [_as_draft(draft) for draft in found]
