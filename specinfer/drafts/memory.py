@@ -33,7 +33,7 @@ class Memory:
     Threads may share it.
 
     Args:
-        max_bytes: size in memory, about; beyond it the oldest texts are forgotten.  A token takes some 600 bytes.
+        max_bytes: size in memory, about; beyond it the oldest texts are forgotten.  A token takes some 500 bytes.
 
     Attributes:
         index: of all texts.
