@@ -192,29 +192,32 @@ class TranslatedSession(ModelDraftSession):
         scored: Sequence[Scored] = (),
     ) -> None:
         """Read what each row committed as text; keep what was fed of it, forget what is now cut in another way."""
-        known = [None if new is None else self._read(row, new) for row, new in enumerate(tokens)]
-        dropped = [len(cached) - (same or 0) for cached, same in zip(self.cached, known, strict=True)]
-        news = [None if same is None else self.texts[row].ids[same:] for row, same in enumerate(known)]
+        before = list(self.cached)
+        news = [None if new is None else self._read(row, new) for row, new in enumerate(tokens)]
+        dropped = [len(was) - len(cached) for was, cached in zip(before, self.cached, strict=True)]
         # a path is fed below the whole cache
-        fed = [[] if new and less else new for new, less in zip(news, dropped, strict=True)]
-        paths = fed_paths(self.fed, fed)
+        paths = fed_paths(self.fed, [[] if new and less else new for new, less in zip(news, dropped, strict=True)])
         self.session.commit(paths)
-        self.session.cache.forget([less for less, same in zip(dropped, known, strict=True) if same is not None])
-        for row, (new, path, same) in enumerate(zip(news, paths, known, strict=True)):
-            if new is not None:
-                self.cached[row] = self.cached[row][:same] + new[: len(path or ())]
-                self.uncached[row] = new[len(path or ()) :]
+        self.session.cache.forget([less for less, new in zip(dropped, news, strict=True) if new is not None])
+        for row, (new, path) in enumerate(zip(news, paths, strict=True)):
+            kept = len(path or ())
+            self.cached[row], self.uncached[row] = self.cached[row] + (new or [])[:kept], (new or [])[kept:]
         self.advance(tokens)
         self.fed = []
 
-    def _read(self, row: int, new: Sequence[int]) -> int:
-        """Append tokens to a row's text; return how many cached ones still are its tokens, and not its last one."""
+    def _read(self, row: int, new: Sequence[int]) -> list[int]:
+        """Append tokens to a row's text; return its tokens that are not cached, and uncount cached ones that are not.
+
+        The last token is never left in the cache: the draft's distribution after it is asked for.
+        """
         self.texts[row].extend(new)
         self.roots[row] = new[-1]
-        cached, ids = self.cached[row], self.texts[row].ids[:-1]
-        if ids[: len(cached)] == cached:
-            return len(cached)
-        return next((i for i, (was, now) in enumerate(zip(cached, ids, strict=False)) if was != now), len(ids))
+        cached, ids = self.cached[row], self.texts[row].ids
+        same = min(len(cached), len(ids) - 1)
+        if cached[:same] != ids[:same]:
+            same = next(i for i, (was, now) in enumerate(zip(cached, ids, strict=False)) if was != now)
+        self.cached[row] = cached[:same]
+        return ids[same:]
 
     def _roots(self) -> list[int]:
         return self.roots
