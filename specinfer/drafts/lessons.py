@@ -138,7 +138,7 @@ def lesson_loss(head: HeadNetwork, lessons: Iterable[Lesson]) -> Tensor:
         lessons: one or more.
     """
     ids, states, tokens, log_probs, weights = zip(*lessons, strict=True)
-    padded, padded_states = pad_sequence(ids, True), pad_sequence(states, True)
+    padded, padded_states = pad_sequence([*ids], True), pad_sequence([*states], True)
     columns = torch.arange(padded.shape[1] - 1, device=padded.device)
     rows = [(columns >= len(i) - 1 - len(w)) & (columns < len(i) - 1) for i, w in zip(ids, weights, strict=True)]
     keep = torch.stack(rows).flatten().nonzero()[:, 0]

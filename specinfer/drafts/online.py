@@ -155,7 +155,7 @@ class OnlineHeadSession(HeadDraftSession):
     ) -> None:
         """Record what each row committed; a row that is retired leaves its lesson."""
         for recorder, new, chose, row in zip(self.recorders, tokens, states, scored, strict=False):
-            if new is not None and chose is not None:
+            if new is not None and chose is not None and self.token_ids is not None:
                 recorder.extend(new, chose[:, self.columns], row, self.token_ids)
             if recorder.weights and (new is None or len(recorder.ids) >= LONGEST):
                 self.lessons.add(recorder.lesson())
