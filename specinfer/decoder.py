@@ -57,8 +57,8 @@ class SpeculativeDecoder:
     Args:
         model: the target, a ``transformers`` causal LM.
         tokenizer: the target's; needed for text in and out.
-        drafts: ``"ngram"``, ``"recycling"``, ``"lookahead"``, `Draft` objects, or draft models.  All of them propose, and
-            their trees are merged.
+        drafts: ``"ngram"``, ``"recycling"``, ``"lookahead"``, `Draft` objects, or draft models.  All of them propose,
+            and their trees are merged.
             ``"mtp"``: the target's own multi-token prediction layer, if it was released with one.
             ``"bundled"``: the heads that come with the package for this target, if any.  ``"auto"``: the first of
             those, and n-grams.
