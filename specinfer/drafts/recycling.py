@@ -25,7 +25,7 @@ KEPT = 8  # tokens of an entry
 ENTRIES = 1 << 16  # of a table: 16 MB at most
 NEW = 0.5  # weight of what the target says now against what it said before
 PAIR, ALONE = 0.8, 0.6  # weights of what follows a pair, the rest is the single token's; and of that without a pair
-STRIPES, GROUPS, SAMPLE = 32, 16, 32  # how `likeliest` reads a vocabulary: tokens of a group, groups, 1 token in 32
+STRIPES, GROUPS, SAMPLE = 32, 16, 16  # how `likeliest` reads a vocabulary: tokens of a group, groups, 1 token in 16
 
 Key = tuple[int, int]  # the last two tokens; (-1, b) is for b after any token
 
