@@ -116,7 +116,7 @@ class SpeculativeDecoder:
         self.target, self.tokenizer, self.confidence_gate = TreeModel(model), tokenizer, gate
         self.graphs = checked_flag("graphs", graphs)
         policy = _as_policy(tree)
-        self.memory = Memory.load(memory) if _is_name(memory) else memory
+        self.memory = Memory.load(memory) if isinstance(memory, str | os.PathLike) else memory
         ready, notes = learners(self._ready(_as_list(drafts)) if tree is not None else [], online)
         self.verifier = chosen_verifier(verifier, policy.kind)
         self.drafts = [self._attached(draft) for draft in with_memory(ready, self.memory)]

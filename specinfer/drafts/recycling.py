@@ -136,7 +136,7 @@ class RecyclingSession(DraftRows):
     def __init__(self, context: DraftContext, table: RecyclingTable) -> None:
         super().__init__(context)
         self.table = table
-        self.ends: list[Key] = [(-1, -1, *prompt)[-2:] for prompt in context.prompts]  # per row, its last two tokens
+        self.ends = [_end((-1, -1, *prompt)) for prompt in context.prompts]  # per row, its last two tokens
         self.pairs: list[list[Key]] = []  # per row, of every frontier node so far
 
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
@@ -156,7 +156,7 @@ class RecyclingSession(DraftRows):
             columns = torch.cat([torch.stack([ids.to(v.dtype), v]) for ids, v in found], 1).cpu().numpy()  # one wait
             pairs = [pair for view, end in zip(scored, self.ends, strict=True) for pair in _pairs(view.tree, end)]
             self.table.learn(pairs, columns[0].astype(np.int64), np.exp(columns[1]))
-        self.ends = [(*end, *(new or ()))[-2:] for end, new in zip(self.ends, tokens, strict=True)]
+        self.ends = [_end((*end, *(new or ()))) for end, new in zip(self.ends, tokens, strict=True)]
         self.advance(tokens)
 
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
@@ -225,6 +225,11 @@ def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     others = sample.masked_fill_(sample > least, -inf).logsumexp(-1, keepdim=True) + log(groups / (groups // SAMPLE))
     total = torch.logaddexp(found.masked_fill_(found <= least, -inf).logsumexp(-1, keepdim=True), others)
     return columns.gather(1, indices), values - torch.maximum(total, values.logsumexp(-1, keepdim=True))
+
+
+def _end(tokens: Sequence[int]) -> Key:
+    """Return the last two tokens."""
+    return tokens[-2], tokens[-1]
 
 
 def _pairs(tree: TokenTree, end: Key) -> list[Key]:
