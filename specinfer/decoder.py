@@ -125,7 +125,9 @@ class SpeculativeDecoder:
             raise InputError(f"graphs=True is for GPUs, and a model is on the {', '.join(elsewhere)}: leave it out")
         self.policy = self.supported(policy, self.notes)
         for draft in self.drafts:
-            self.policy = draft.suited(self.policy) if hasattr(draft, "suited") else self.policy
+            if hasattr(draft, "suited") and (suited := draft.suited(self.policy)) is not self.policy:
+                self.policy = suited
+                self.notes.append(f"tree={suited}: {draft.name} has nodes that must not be cut")
         self.verifier.check(self.policy.kind)
         self.aux_layers = sorted({layer for draft in self.drafts for layer in getattr(draft, "aux_layers", ())})
         self.plain: list[Any] = []  # per network, why its passes are not compiled

@@ -40,7 +40,7 @@ class LookaheadDraft:
     The target scores the whole window in every step, to learn from it, so every tree has ``nodes`` nodes: that pays
     where a pass over many tokens costs no more than one over a few.  The window has path score 0 and is never cut.
     ``tree="auto"`` would weigh nodes by acceptance and cut it; with this draft it means ``BestFirst`` with enough nodes
-    for the window and 23 for other drafts.
+    for the window and 31 for other drafts.
 
     Args:
         window: W, columns.
