@@ -55,6 +55,7 @@ NAMED: dict[str, Callable[[], Draft]] = {  # words for drafts that need no files
 WORDS = ("auto", "bundled", *NAMED)  # words for drafts; others are names of models
 Functions = Sequence[Callable[..., Any]] | Callable[..., Any] | None
 DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8, min_probability=0.05)
+CHAIN = 8  # length of the chain that is taken where "auto" may not branch
 
 
 class SpeculativeDecoder:
@@ -360,10 +361,16 @@ class SpeculativeDecoder:
         found: list[Any] = []
         for draft in drafts:
             bundled = bundled_drafts(self.target.model, self.tokenizer) if draft in ("auto", "bundled") else [draft]
-            found += [*(bundled[:1] or ["recycling"]), "suffix"] if draft == "auto" else bundled
+            found += [*bundled[:1], *self._free_drafts(bool(bundled))] if draft == "auto" else bundled
         if len(found) > MOST_DRAFTS:
             raise InputError(f"{len(found)} drafts are too many: give {MOST_DRAFTS} at most")
         return [_as_draft(draft) for draft in found]
+
+    def _free_drafts(self, head: bool) -> list[str]:
+        """Return the drafts without weights that "auto" means, beside a head if there is one."""
+        if check_model(self.target.model).support is Support.CHAIN_ONLY:  # two chains branch
+            return ["suffix"] if self.memory else ["recycling"]
+        return ["suffix"] if head else ["recycling", "suffix"]
 
     def _attached(self, draft: Draft) -> Draft:
         """Return a draft for this decoder alone, attached to its target: the caller's may serve several decoders."""
@@ -400,7 +407,7 @@ class SpeculativeDecoder:
             if len(self.drafts) > 1 or not (is_chain or policy.kind is Kind.RANKED):
                 raise UnsupportedModel(f"{limit}: use one draft and tree=Chain(k)")
             if not is_chain:
-                policy = Chain(policy.max_depth)
+                policy = Chain(min(policy.max_depth, CHAIN) if isinstance(policy, Auto) else policy.max_depth)
                 notes.append(f"tree={policy}: {limit}")
         return policy
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
+from tokenizers.models import BPE, WordPiece
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specinfer import TokenTree, check_model
@@ -52,6 +52,13 @@ def byte_tokenizer(**options: Any) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     special = {"eos_token": "<eos>", "pad_token": "<pad>"}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{**special, **options})
+
+
+def word_pieces() -> Any:
+    """A tokenizer whose tokens cannot be read as text on their own."""
+    tokenizer = Tokenizer(WordPiece({"<unk>": 0, "the": 1, "##cat": 2}, unk_token="<unk>"))
+    tokenizer.decoder = decoders.WordPiece()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
 
 
 class HostileTokenizer:

@@ -32,18 +32,18 @@ def test_each_has_a_card_and_loads(folder):
 def test_other_targets_get_none():
     target = tiny_llama()
     assert bundled_drafts(target, byte_tokenizer()) == []
-    assert [draft.name for draft in SpeculativeDecoder(target, byte_tokenizer()).drafts] == ["ngram"]
+    assert [draft.name for draft in SpeculativeDecoder(target, byte_tokenizer()).drafts] == ["recycling", "suffix"]
 
 
 def test_their_target_gets_them_by_name(monkeypatch, tmp_path):
-    """ "auto" is the first and n-grams, "bundled" is all; ids stay the target's."""
+    """ "auto" is the first and suffixes, "bundled" is all; ids stay the target's."""
     target, tokenizer = tiny_llama(), byte_tokenizer()
     for number in (1, 2):
         draft_for(target, f"head-{number}", seed=number).save(tmp_path / f"tiny-{number}")
     monkeypatch.setattr(bundled, "FOLDER", tmp_path)
     wanted = SpeculativeDecoder(target, tokenizer, [], None).generate([5, 9], max_new_tokens=12).token_ids
     for drafts, names in (
-        ("auto", ["head-1", "ngram"]),
+        ("auto", ["head-1", "suffix"]),
         ("bundled", ["head-1", "head-2"]),
         (["bundled", NGramDraft()], ["head-1", "head-2", "ngram"]),
     ):

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from conftest import byte_tokenizer, like, plain, tiny_llama
+from conftest import byte_tokenizer, like, plain, tiny_llama, word_pieces
 
 import specinfer.loading
 from specinfer import SpeculativeDecoder, cli
@@ -34,9 +34,7 @@ def run(models, monkeypatch, capsys):
         asked.append((name, dtype, device))
         if name not in models:
             raise ModelError(f"cannot load {name}: no such folder")
-        tokenizer = byte_tokenizer(chat_template=TEMPLATE)
-        if name == "other":
-            tokenizer.add_tokens(["more"])
+        tokenizer = word_pieces() if name == "other" else byte_tokenizer(chat_template=TEMPLATE)
         return Loaded(models[name], tokenizer, str(name))
 
     monkeypatch.setattr(specinfer.loading, "load", load)
@@ -230,7 +228,7 @@ ERRORS = {
     "nobody's home": (["generate", "hi", "--draft", "~nobody-has-this-name/x"], "nobody"),
     "no text": (["generate", "\udcff"], "the prompt is not text in UTF-8"),
     "no such model": (["check-model", "nope"], "nope"),
-    "another tokenizer": (["generate", "hi", "--draft", "other"], "more"),
+    "another tokenizer": (["generate", "hi", "--draft", "other"], "cannot be translated"),
     "no nodes": (["generate", "hi", "--nodes", "0"], "--nodes 0"),
     "negative nodes": (["generate", "hi", "--nodes", "-4"], "--nodes -4"),
     "no depth": (["tree", "hi", "--depth", "0"], "--depth 0"),
@@ -365,15 +363,24 @@ def test_generate_writes_a_memory_and_reads_it(run, models, tmp_path):
 GENERATE = {
     *("--target", "--draft", "--tree", "--nodes", "--depth", "--expansion", "--max-new-tokens", "--temperature"),
     *("--top-p", "--top-k", "--seed", "--dtype", "--device", "--raw", "--show-tree", "--confidence-gate", "--json"),
-    *("--profile", "--memory", "--online", "--save-drafts"),
+    *("--profile", "--memory", "--online", "--save-drafts", "--penalty-alpha"),
 }
+NOT_OF_TREE = (
+    "--show-tree",
+    "--confidence-gate",
+    "--profile",
+    "--memory",
+    "--online",
+    "--save-drafts",
+    "--penalty-alpha",
+)
 
 
 @pytest.mark.parametrize(
     ("command", "options"),
     [
         ("generate", GENERATE),
-        ("tree", GENERATE - {"--show-tree", "--confidence-gate", "--profile", "--memory", "--online", "--save-drafts"}),
+        ("tree", GENERATE - {*NOT_OF_TREE}),
         ("check-model", {"--dtype", "--device", "--json"}),
         ("certify", {"--json"}),
     ],

@@ -37,6 +37,7 @@ from specinfer import (
     Chain,
     ExactMatch,
     Expansion,
+    Memory,
     ModelDraft,
     MultiStep,
     NGramDraft,
@@ -195,6 +196,9 @@ def test_a_model_that_only_scores_chains_decodes_with_a_chain(target, monkeypatc
     result = decoder.generate(PROMPTS[2], max_new_tokens=16)
     assert result.token_ids == plain(target, PROMPTS[2], 16)
     assert decoder.policy == Chain(3)
+    assert [draft.name for draft in decoder.drafts] == ["recycling"]
+    usual = SpeculativeDecoder(target, memory=Memory())
+    assert (usual.policy, [draft.name for draft in usual.drafts]) == (Chain(8), ["suffix"])
     assert "LlamaForCausalLM can score chains only (so)" in result.stats.notes[0]
     assert all(len(step.tree.paths()) <= 1 for step in result.steps)
     assert SpeculativeDecoder(target, drafts=["ngram", target], tree=None).policy.max_nodes == 0

@@ -196,7 +196,7 @@ def test_drafts_of_the_caller_are_left_alone(target):
 
 
 def test_auto_drafts_read_the_memory(target):
-    assert [draft.name for draft in SpeculativeDecoder(target, memory=Memory()).drafts] == ["suffix"]
+    assert [draft.name for draft in SpeculativeDecoder(target, memory=Memory()).drafts] == ["recycling", "suffix"]
 
 
 def test_streams_and_threads_share_a_memory(target):

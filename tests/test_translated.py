@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import byte_tokenizer, counted, plain, tiny_llama
+from conftest import byte_tokenizer, counted, plain, tiny_llama, word_pieces
 from test_draft import context
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -59,12 +59,6 @@ def pieces(fallback=True, scheme="always", end="<eos>"):
     backend.add_special_tokens([AddedToken(text, special=True) for text in ("<s>", end, "<pad>")])
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token=end, pad_token="<pad>")
-
-
-def word_pieces():
-    backend = Tokenizer(models.WordPiece({"<unk>": 0, "the": 1, "##cat": 2}, unk_token="<unk>"))
-    backend.decoder = decoders.WordPiece()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL)
 
 
 KINDS = {"merged": merged, "pieces": pieces}
