@@ -32,7 +32,7 @@ from specinfer.drafts.published import draft_config, load_published, may_be_head
 from specinfer.drafts.recycling import RecyclingDraft
 from specinfer.drafts.suffix import SuffixDraft, with_memory
 from specinfer.drafts.translated import TranslatedDraft
-from specinfer.engine.contrastive import Caterpillar
+from specinfer.engine.contrastive import CandidateTrees
 from specinfer.engine.generation import Run
 from specinfer.engine.sampling import WARPERS, GenerationSettings, by_row, resolve
 from specinfer.engine.scoring import continuations, score
@@ -68,7 +68,7 @@ class SpeculativeDecoder:
             ``"suffix"``, ``"recycling"``, ``"lookahead"``, ``"ngram"``: drafts without weights.
             ``"mtp"``: the target's own multi-token prediction layer, if it was released with one.
             ``"bundled"``: the heads that come with the package for this target, if any.
-            ``"auto"``: the first of those and suffixes, or if there are none suffixes and recycled tokens.
+            ``"auto"``: the first of those and n-grams (with a memory: suffixes); without any, recycled tokens and suffixes.
         tree: the growth policy; None decodes without speculation.  ``"auto"`` is ``Auto()``, which chooses sizes step
             by step and keeps what it learns for later calls.
         verifier: by default `ExactMatch` for ranked trees (greedy, or sampling coupled to the seed) and `MultiStep` for
@@ -370,7 +370,7 @@ class SpeculativeDecoder:
         """Return the drafts without weights that "auto" means, beside a head if there is one."""
         if check_model(self.target.model).support is Support.CHAIN_ONLY:  # two chains branch
             return ["suffix"] if self.memory else ["recycling"]
-        return ["suffix"] if head else ["recycling", "suffix"]
+        return ["suffix" if self.memory else "ngram"] if head else ["recycling", "suffix"]
 
     def _attached(self, draft: Draft) -> Draft:
         """Return a draft for this decoder alone, attached to its target: the caller's may serve several decoders."""
@@ -401,7 +401,7 @@ class SpeculativeDecoder:
             if check.support is not Support.CHAIN_ONLY:
                 continue
             limit = f"{check.model} can score chains only ({check.reason})"
-            if isinstance(policy, Caterpillar):
+            if isinstance(policy, CandidateTrees):
                 raise UnsupportedModel(f"{limit}: leave out penalty_alpha, whose candidates are branches")
             is_chain = set(getattr(policy, "expansion", (0,))) <= {1}
             if len(self.drafts) > 1 or not (is_chain or policy.kind is Kind.RANKED):

@@ -7,7 +7,7 @@ import torch
 from conftest import byte_tokenizer, tiny_llama
 from test_heads import draft_for
 
-from specinfer import BestFirst, NGramDraft, SpeculativeDecoder
+from specinfer import BestFirst, Memory, NGramDraft, SpeculativeDecoder
 from specinfer.drafts import bundled as bundled
 from specinfer.drafts.bundled import FOLDER, bundled_drafts
 from specinfer.drafts.head import HeadDraft
@@ -36,14 +36,16 @@ def test_other_targets_get_none():
 
 
 def test_their_target_gets_them_by_name(monkeypatch, tmp_path):
-    """ "auto" is the first and suffixes, "bundled" is all; ids stay the target's."""
+    """ "auto" is the first and n-grams, "bundled" is all; ids stay the target's."""
     target, tokenizer = tiny_llama(), byte_tokenizer()
     for number in (1, 2):
         draft_for(target, f"head-{number}", seed=number).save(tmp_path / f"tiny-{number}")
     monkeypatch.setattr(bundled, "FOLDER", tmp_path)
     wanted = SpeculativeDecoder(target, tokenizer, [], None).generate([5, 9], max_new_tokens=12).token_ids
+    remembering = SpeculativeDecoder(target, tokenizer, memory=Memory())
+    assert [draft.name for draft in remembering.drafts] == ["head-1", "suffix"]
     for drafts, names in (
-        ("auto", ["head-1", "suffix"]),
+        ("auto", ["head-1", "ngram"]),
         ("bundled", ["head-1", "head-2"]),
         (["bundled", NGramDraft()], ["head-1", "head-2", "ngram"]),
     ):

@@ -9,9 +9,9 @@ from conftest import PROMPTS, VOCAB, like, tiny_llama
 from test_heads import draft_for, states_of
 
 from specinfer import BestFirst, Chain, NGramDraft, Sampled, SpeculativeDecoder
-from specinfer.drafts import lessons, online
+from specinfer.drafts import examples, online
+from specinfer.drafts.examples import Example, ExampleBuffer, example_loss
 from specinfer.drafts.head import HeadDraft
-from specinfer.drafts.lessons import Lesson, LessonBuffer, lesson_loss
 from specinfer.drafts.online import Budget, OnlineHead
 from specinfer.errors import InputError, ModelError
 
@@ -93,7 +93,7 @@ def test_a_head_of_sampled_trees_learns_too(target):
     for seed in range(3):
         result = decoder.generate(PROMPTS[0], max_new_tokens=16, temperature=1, seed=seed)
         assert len(result.token_ids) == 16
-    assert heads(decoder)[0].lessons.added == 3
+    assert heads(decoder)[0].buffer.added == 3
 
 
 def test_random_numbers_and_modes_of_torch_stay(target):
@@ -116,7 +116,7 @@ def test_text_survives_an_error_of_learning(target, monkeypatch):
     def fail(self, batch):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(online.Pupil, "step", fail)
+    monkeypatch.setattr(online.Student, "step", fail)
     results = decoder.generate(PROMPTS, max_new_tokens=12)
     assert ids_of(results) == wanted
     assert "draft head could not learn from this call: out of memory" in results[0].stats.notes
@@ -141,9 +141,9 @@ def test_weights_are_swapped_only_if_they_are_better(target, monkeypatch):
 
     def compare(self, held_out):
         with torch.no_grad():
-            before = float(lesson_loss(self.model.model, held_out))
+            before = float(example_loss(self.model.model, held_out))
             right(self, held_out)
-            found.append((before, float(lesson_loss(self.model.model, held_out))))
+            found.append((before, float(example_loss(self.model.model, held_out))))
 
     right = OnlineHead._compare
     monkeypatch.setattr(OnlineHead, "_compare", compare)
@@ -151,7 +151,7 @@ def test_weights_are_swapped_only_if_they_are_better(target, monkeypatch):
     decoder.generate(PROMPTS, max_new_tokens=12)
     for rate in (3e-4, 10.0, 1e20, 3e-4):  # the second and the third are ruinous
         monkeypatch.setattr(online, "LEARNING_RATE", rate)
-        heads(decoder)[0].pupil.restart()
+        heads(decoder)[0].student.restart()
         swaps = heads(decoder)[0].swaps
         decoder.generate(PROMPTS[0], max_new_tokens=2)
         assert (heads(decoder)[0].swaps > swaps) == (rate < 1)
@@ -200,22 +200,22 @@ def test_threads_share_a_head_that_learns(target):
     for thread in threads:
         thread.join()
     assert found == {number: [result.token_ids] * 3 for number, result in enumerate(wanted)}
-    assert heads(decoder)[0].lessons.added == 12
+    assert heads(decoder)[0].buffer.added == 12
 
 
-# ---- lessons ----
+# ---- examples ----
 
 
 @pytest.mark.parametrize("new", [12, 50])
-def test_lessons_hold_what_the_target_said(target, new, monkeypatch):
+def test_examples_hold_what_the_target_said(target, new, monkeypatch):
     """Ids, states and distributions are those of one pass over the whole text; long texts are several windows."""
-    monkeypatch.setattr(lessons, "CONTEXT", 8)
+    monkeypatch.setattr(examples, "CONTEXT", 8)
     monkeypatch.setattr(online, "LONGEST", 24)
     decoder = decoder_of(target, units=0)
     results = decoder.generate(PROMPTS, max_new_tokens=new)
     head = heads(decoder)[0]
-    kept = [*head.lessons.lessons(True), *head.lessons.lessons(False)]
-    assert len(kept) == head.lessons.added == (13 if new == 50 else 4)
+    kept = [*head.buffer.examples(True), *head.buffer.examples(False)]
+    assert len(kept) == head.buffer.added == (13 if new == 50 else 4)
     texts = [[*prompt, *result.token_ids] for prompt, result in zip(PROMPTS, results, strict=True)]
     for ids, states, tokens, log_probs, weights in kept:
         text, start = found_in(texts, ids.tolist())
@@ -224,10 +224,10 @@ def test_lessons_hold_what_the_target_said(target, new, monkeypatch):
         with torch.no_grad():
             logits = target(torch.tensor([text])).logits[0, :-1, head.model.model.token_ids]
         wanted = logits.log_softmax(-1)[start + len(ids) - len(weights) - 1 : start + len(ids) - 1]
-        torch.testing.assert_close(log_probs, wanted.topk(lessons.KEPT).values, rtol=1e-3, atol=1e-3)
-        assert torch.equal(tokens, wanted.topk(lessons.KEPT).indices)
+        torch.testing.assert_close(log_probs, wanted.topk(examples.KEPT).values, rtol=1e-3, atol=1e-3)
+        assert torch.equal(tokens, wanted.topk(examples.KEPT).indices)
         assert len(weights) < len(ids) <= 24 + TREE.max_depth
-    learnt = sum(len(lesson.weights) for lesson in kept)
+    learnt = sum(len(example.weights) for example in kept)
     last = sum(len(result.steps[-1].tokens) for result in results)  # no states were asked for
     assert learnt == len(PROMPTS) * new - last
 
@@ -241,51 +241,51 @@ def found_in(texts, ids):
 def test_tokens_that_the_head_proposed_weigh_less(target):
     decoder = decoder_of(target, [draft_for(target, ids=range(VOCAB))], BestFirst(48, 2), units=0)
     result = decoder.generate(PROMPTS[0], max_new_tokens=40)
-    (lesson,) = heads(decoder)[0].lessons.lessons(True)
+    (example,) = heads(decoder)[0].buffer.examples(True)
     steps = result.steps[:-1]
-    assert (lesson.weights < 1).sum() == sum(len(step.tokens) - 1 for step in steps) > 0
-    assert (lesson.weights == 1).sum() == len(steps)
+    assert (example.weights < 1).sum() == sum(len(step.tokens) - 1 for step in steps) > 0
+    assert (example.weights == 1).sum() == len(steps)
 
 
 def test_the_loss_is_cross_entropy_where_all_tokens_are_kept(target, monkeypatch):
-    monkeypatch.setattr(lessons, "KEPT", VOCAB)
-    monkeypatch.setattr(lessons, "UNROLL", 1)
+    monkeypatch.setattr(examples, "KEPT", VOCAB)
+    monkeypatch.setattr(examples, "UNROLL", 1)
     decoder = decoder_of(target, units=0)
     decoder.generate(PROMPTS, max_new_tokens=12)
     head = heads(decoder)[0]
-    for lesson in [*head.lessons.lessons(True), *head.lessons.lessons(False)]:
-        n, columns = len(lesson.weights), torch.arange(len(lesson.ids) - 1)
+    for example in [*head.buffer.examples(True), *head.buffer.examples(False)]:
+        n, columns = len(example.weights), torch.arange(len(example.ids) - 1)
         mask = (columns[:, None] >= columns)[None, None]
         with torch.no_grad():
             network = head.model.model
-            output = network(lesson.ids[None, :-1], mask, columns[None], None, lesson.states[None, :-1])
-            log_q = output.logits[0, -n:].log_softmax(-1).gather(1, lesson.tokens)
-            wanted = (-(lesson.log_probs.exp() * log_q).sum(-1) * lesson.weights).sum() / lesson.weights.sum()
-            assert float(lesson_loss(network, [lesson])) == pytest.approx(float(wanted), rel=1e-4)
+            output = network(example.ids[None, :-1], mask, columns[None], None, example.states[None, :-1])
+            log_q = output.logits[0, -n:].log_softmax(-1).gather(1, example.tokens)
+            wanted = (-(example.log_probs.exp() * log_q).sum(-1) * example.weights).sum() / example.weights.sum()
+            assert float(example_loss(network, [example])) == pytest.approx(float(wanted), rel=1e-4)
 
 
 def test_padding_does_not_count(target):
     decoder = decoder_of(target, units=0)
     decoder.generate(PROMPTS, max_new_tokens=12)
     head = heads(decoder)[0]
-    kept = [*head.lessons.lessons(True), *head.lessons.lessons(False)]
+    kept = [*head.buffer.examples(True), *head.buffer.examples(False)]
     with torch.no_grad():
-        alone = [float(lesson_loss(head.model.model, [lesson])) for lesson in kept]
-        together = float(lesson_loss(head.model.model, kept))
-    weights = [float(lesson.weights.sum()) for lesson in kept]
+        alone = [float(example_loss(head.model.model, [example])) for example in kept]
+        together = float(example_loss(head.model.model, kept))
+    weights = [float(example.weights.sum()) for example in kept]
     wanted = sum(a * w for a, w in zip(alone, weights, strict=True)) / sum(weights)
     assert together == pytest.approx(wanted, rel=1e-4)
 
 
 def test_the_buffer_is_bounded_and_holds_out_every_eighth():
-    one = Lesson(
+    one = Example(
         torch.zeros(4).long(), torch.zeros(4, 2, 8), torch.zeros(2, 3).long(), torch.zeros(2, 3), torch.ones(2)
     )
-    buffer = LessonBuffer(capacity=20 * one.nbytes)
+    buffer = ExampleBuffer(capacity=20 * one.nbytes)
     for number in range(100):
         buffer.add(one._replace(ids=torch.full((4,), number)))
         assert buffer.nbytes == one.nbytes * min(number + 1, 20)
-    numbers = [[int(lesson.ids[0]) for lesson in buffer.lessons(held_out)] for held_out in (True, False)]
+    numbers = [[int(example.ids[0]) for example in buffer.examples(held_out)] for held_out in (True, False)]
     assert numbers == [[80, 88, 96], [n for n in range(80, 100) if n % 8]]
     buffer.add(one._replace(states=torch.zeros(4000, 2, 8)))  # larger than the whole buffer
     assert buffer.nbytes == 0

@@ -37,7 +37,9 @@ def check_draft(
     target: options.Target = None,
     draft: Annotated[
         list[str] | None,
-        typer.Option(help="A model, a trained head, ngram or bundled. Repeat.", show_default="bundled"),
+        typer.Option(
+            help="A model, a trained head, suffix, recycling, ngram or bundled. Repeat.", show_default="bundled"
+        ),
     ] = None,
     prompts: options.PromptFiles = None,
     count: options.Count = 5,

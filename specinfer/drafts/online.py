@@ -1,10 +1,10 @@
 """Heads that learn while they serve: from what the target said where it was used, between calls.
 
 Knows: a head's weights, in use and in training; how much time learning may take; when better weights take over.
-Does not know: how lessons are made and bounded (`lessons`), how trees grow, text.
+Does not know: how examples are made and bounded (`examples`), how trees grow, text.
 
 Online Speculative Decoding (arXiv 2310.07177): a draft serves one stream of prompts, and can be fitted to it.  A copy
-learns.  After a few optimiser steps it is compared with the weights in use on lessons that neither learns from.  If it
+learns.  After a few optimiser steps it is compared with the weights in use on examples that neither learns from.  If it
 is better, it takes their place as a whole; if not, it goes back to them.  Text under way keeps the weights that it
 began with.  Whatever the head says, the text is the target's.
 """
@@ -28,15 +28,15 @@ from specinfer.attention import TreeModel
 from specinfer.common.files import storing
 from specinfer.common.values import plain
 from specinfer.drafts.base import Draft, DraftContext, Scored
+from specinfer.drafts.examples import LONGEST, UNROLL, Example, ExampleBuffer, Recorder, example_loss
 from specinfer.drafts.head import HeadDraft, HeadDraftSession, read_config
 from specinfer.drafts.head_network import HeadNetwork
-from specinfer.drafts.lessons import LONGEST, UNROLL, Lesson, LessonBuffer, Recorder, lesson_loss
 from specinfer.errors import InputError, ModelError
 
 SHARE = 0.05  # of the calls' seconds that learning takes at most
-BATCH = 2  # lessons of an optimiser step
+BATCH = 2  # examples of an optimiser step
 ROUND = 4  # optimiser steps between two comparisons
-COMPARED = 4  # held-out lessons of a comparison, the newest
+COMPARED = 4  # held-out examples of a comparison, the newest
 LEARNING_RATE = 5e-4
 SPEED = 5e10  # multiplications a second: what the first step's time is guessed from, before one was measured
 RECENT = 4  # optimiser steps, or comparisons, whose longest time is expected of the next one
@@ -53,9 +53,9 @@ class OnlineHead(HeadDraft):
         swaps: how often better weights took over.
     """
 
-    lessons: "LessonBuffer"  # these are of an attached draft
+    buffer: "ExampleBuffer"  # these are of an attached draft
     budget: "Budget"
-    pupil: "Pupil"
+    student: "Student"
     learning: Lock  # held by the thread that learns
 
     def __init__(self, draft: HeadDraft, share: float = SHARE) -> None:
@@ -70,21 +70,21 @@ class OnlineHead(HeadDraft):
         """
         attached = super().attach(target, tokenizer)
         assert isinstance(attached, OnlineHead)
-        attached.lessons, attached.budget, attached.swaps = LessonBuffer(), Budget(self.share), 0
-        attached.pupil, attached.learning = Pupil(self.head, target.model), Lock()
+        attached.buffer, attached.budget, attached.swaps = ExampleBuffer(), Budget(self.share), 0
+        attached.student, attached.learning = Student(self.head, target.model), Lock()
         return attached
 
     def open(self, context: DraftContext) -> HeadDraftSession:
         """Start drafting for a batch of rows, and keep what there is to learn."""
         if self.model is None:
             return super().open(context)  # which raises
-        return OnlineHeadSession(self.model, self.aux_layers, self.inverse_temperature, context, self.lessons)
+        return OnlineHeadSession(self.model, self.aux_layers, self.inverse_temperature, context, self.buffer)
 
     def learn(self, texts: Sequence[Sequence[int]], seconds: float) -> None:
         """Learn for as long as the share of all calls' seconds allows; in one thread at a time.
 
         Args:
-            texts: not used; sessions have kept the lessons.
+            texts: not used; sessions have kept the examples.
             seconds: of the call.
         """
         self.budget.earn(seconds)
@@ -97,15 +97,15 @@ class OnlineHead(HeadDraft):
 
     def _learn(self) -> None:
         """Make optimiser steps, and a comparison after every few of them, while the next one fits."""
-        lessons, held_out = self.lessons.lessons(False), self.lessons.lessons(True)[-COMPARED:]
+        examples, held_out = self.buffer.examples(False), self.buffer.examples(True)[-COMPARED:]
         earned = self.budget.earned  # calls that end meanwhile in other threads do not make this one longer
-        while lessons and held_out:
-            if self.pupil.steps < ROUND:
-                batch = self.pupil.choose(lessons)
-                if not self.budget.fits("step", earned, self.pupil.guess(batch)):
+        while examples and held_out:
+            if self.student.steps < ROUND:
+                batch = self.student.choose(examples)
+                if not self.budget.fits("step", earned, self.student.guess(batch)):
                     return
                 with self.budget.spending("step"):
-                    self.pupil.step(batch)
+                    self.student.step(batch)
             else:
                 if not self.budget.fits("comparison", earned, self.budget.longest("step", 0.0)):
                     return
@@ -113,20 +113,20 @@ class OnlineHead(HeadDraft):
                     self._compare(held_out)
 
     @torch.no_grad()
-    def _compare(self, held_out: Sequence[Lesson]) -> None:
-        """Use the pupil's weights if they are better on held-out lessons; else send the pupil back to those in use."""
+    def _compare(self, held_out: Sequence[Example]) -> None:
+        """Use the student's weights if they are better on held-out examples; else send it back to those in use."""
         assert self.model is not None
-        fresh = self.pupil.weights_in(self.model.model)
-        before, after = (float(lesson_loss(network, held_out)) for network in (self.model.model, fresh))
+        fresh = self.student.weights_in(self.model.model)
+        before, after = (float(example_loss(network, held_out)) for network in (self.model.model, fresh))
         if not after < before:
-            self.pupil.restart()
+            self.student.restart()
             return
         model = TreeModel(fresh)
         if self.model.compiled:
             model.compiled = self.model.compiled.serving(fresh)
             model.compiled.refresh()  # packs the weights now: it is a part of learning
         self.head, self.model, self.swaps = fresh, model, self.swaps + 1
-        self.pupil.keep()
+        self.student.keep()
 
 
 class OnlineHeadSession(HeadDraftSession):
@@ -140,10 +140,10 @@ class OnlineHeadSession(HeadDraftSession):
         aux_layers: Sequence[int],
         inverse_temperature: float,
         context: DraftContext,
-        lessons: LessonBuffer,
+        buffer: ExampleBuffer,
     ) -> None:
         super().__init__(model, aux_layers, inverse_temperature, context)
-        self.lessons = lessons
+        self.buffer = buffer
         rows = zip(context.prompts, self.states, strict=True)
         self.recorders = [Recorder(prompt, torch.cat(states), self.draft) for prompt, states in rows]
 
@@ -153,16 +153,16 @@ class OnlineHeadSession(HeadDraftSession):
         states: Sequence[Tensor | None] = (),
         scored: Sequence[Scored] = (),
     ) -> None:
-        """Record what each row committed; a row that is retired leaves its lesson."""
+        """Record what each row committed; a row that is retired leaves its example."""
         for recorder, new, chose, row in zip(self.recorders, tokens, states, scored, strict=False):
             if new is not None and chose is not None and self.token_ids is not None:
                 recorder.extend(new, chose[:, self.columns], row, self.token_ids)
             if recorder.weights and (new is None or len(recorder.ids) >= LONGEST):
-                self.lessons.add(recorder.lesson())
+                self.buffer.add(recorder.example())
         super().commit(tokens, states, scored)
 
 
-class Pupil:
+class Student:
     """A copy of a head in training, in float32 or finer.
 
     Args:
@@ -182,19 +182,19 @@ class Pupil:
         self.keep()
         self.restart()
 
-    def choose(self, lessons: Sequence[Lesson]) -> list[Lesson]:
-        """Return the lessons of the next step."""
-        return self.random.sample(lessons, min(BATCH, len(lessons)))
+    def choose(self, examples: Sequence[Example]) -> list[Example]:
+        """Return the examples of the next step."""
+        return self.random.sample(examples, min(BATCH, len(examples)))
 
-    def guess(self, batch: Sequence[Lesson]) -> float:
+    def guess(self, batch: Sequence[Example]) -> float:
         """Return about how many seconds a step takes, by its multiplications."""
         weights = sum(weight.numel() for weight in self.network.parameters())
-        return 3 * UNROLL * weights * sum(len(lesson.ids) for lesson in batch) / SPEED
+        return 3 * UNROLL * weights * sum(len(example.ids) for example in batch) / SPEED
 
-    def step(self, batch: Sequence[Lesson]) -> None:
+    def step(self, batch: Sequence[Example]) -> None:
         """Make one optimiser step."""
         self.optimizer.zero_grad()
-        lesson_loss(self.network, batch).backward()
+        example_loss(self.network, batch).backward()
         torch.nn.utils.clip_grad_norm_(self.trained.values(), 1.0)
         self.optimizer.step()
         self.steps += 1

@@ -57,7 +57,7 @@ class Candidates(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Caterpillar:
+class CandidateTrees:
     """A growth policy: a path below the root's likeliest candidate, and more children of each node of the path.
 
     Args:
@@ -123,13 +123,13 @@ def sized(policy: Policy, rows: Sequence[Row]) -> Policy:
         raise SamplingError("penalty_alpha ranks candidates, and trees of draws are not ranked: use another tree")
     most, nodes = max(row.contrast.candidates for row in rows), policy.max_nodes
     width = min(GUESSES * most, nodes)
-    return Caterpillar(most, width, min(policy.max_depth, nodes // width) if width > most else 0)
+    return CandidateTrees(most, width, min(policy.max_depth, nodes // width) if width > most else 0)
 
 
 def search(
     target: TreeSession,
     drafts: Sequence[Proposer],
-    policy: Caterpillar,
+    policy: CandidateTrees,
     rows: Sequence[Row],
     states: Sequence[Tensor | None],
 ) -> Iterator[list[tuple[Row, Step]]]:
@@ -172,7 +172,7 @@ def _begun(target: TreeSession, policy: Policy, rows: Sequence[Row], states: Seq
     ]
 
 
-def _propose(drafts: Sequence[Proposer], policy: Caterpillar, rows: Sequence[Row]) -> Forest:
+def _propose(drafts: Sequence[Proposer], policy: CandidateTrees, rows: Sequence[Row]) -> Forest:
     """Return one tree per row: its candidates and what drafts grow below them, as deep as the row may emit."""
     roots, depths = [row.ids[-1] for row in rows], [row.max_depth + 1 for row in rows]
     asked = drafts if policy.levels and max(depths) > 1 else ()

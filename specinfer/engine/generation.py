@@ -14,7 +14,7 @@ import torch
 from specinfer.adaptive.policy import Auto
 from specinfer.attention import TreeModel, TreeSession, padded_width, resumed, running
 from specinfer.drafts.base import Draft, DraftContext, DraftSession, Scored
-from specinfer.engine.contrastive import Caterpillar, search, sized
+from specinfer.engine.contrastive import CandidateTrees, search, sized
 from specinfer.engine.gumbel import SILENT
 from specinfer.engine.loop import decode
 from specinfer.engine.sequence import Row
@@ -136,7 +136,7 @@ class Run:
             target, drafts, states = self.open_sessions()
             self.notes.append(self.decoder.passes)
         self._read_clocks(started, target, drafts)
-        if isinstance(self.policy, Caterpillar):
+        if isinstance(self.policy, CandidateTrees):
             plain = target.compiled is None and models[0].compiled and not models[0].plain
             reason = " (the target's passes are plain: compiled ones return no last hidden states)" if plain else ""
             self.notes.append(f"{self.policy}{reason}")
@@ -199,7 +199,7 @@ class Run:
             the sessions, and per row the target's auxiliary hidden states at the tokens before the root.
         """
         decoder, rows, policy = self.decoder, self.rows, self.policy
-        last = [decoder.target.layers] if isinstance(policy, Caterpillar) else []
+        last = [decoder.target.layers] if isinstance(policy, CandidateTrees) else []
         aux_layers = sorted({*decoder.aux_layers, *last})
         prompts = [list(row.ids) for row in rows]
         longest = max(map(len, prompts))

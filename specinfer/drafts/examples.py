@@ -29,7 +29,7 @@ HELD_OUT = 8  # every eighth window is never learnt from
 UNROLL, DECAY = 2, 0.8  # chained draft steps that are learnt, and the weight of the second
 
 
-class Lesson(NamedTuple):
+class Example(NamedTuple):
     """One window of T tokens, the last N of which the target chose in view of the head."""
 
     ids: Tensor  # (T,) int64
@@ -44,31 +44,31 @@ class Lesson(NamedTuple):
         return sum(column.nbytes for column in self)
 
 
-class LessonBuffer:
-    """The newest lessons of all rows and calls, bounded in bytes; any thread may add.
+class ExampleBuffer:
+    """The newest examples of all rows and calls, bounded in bytes; any thread may add.
 
     Args:
-        capacity: bytes at most; the oldest lessons are forgotten.
+        capacity: bytes at most; the oldest examples are forgotten.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.capacity, self.nbytes, self.added = capacity, 0, 0
-        self._lessons: deque[tuple[bool, Lesson]] = deque()  # held out or not
+        self._examples: deque[tuple[bool, Example]] = deque()  # held out or not
         self._lock = Lock()
 
-    def add(self, lesson: Lesson) -> None:
-        """Keep a lesson, in the place of the oldest ones."""
+    def add(self, example: Example) -> None:
+        """Keep an example, in the place of the oldest ones."""
         with self._lock:
-            self._lessons.append((self.added % HELD_OUT == 0, lesson))
+            self._examples.append((self.added % HELD_OUT == 0, example))
             self.added += 1
-            self.nbytes += lesson.nbytes
+            self.nbytes += example.nbytes
             while self.nbytes > self.capacity:
-                self.nbytes -= self._lessons.popleft()[1].nbytes
+                self.nbytes -= self._examples.popleft()[1].nbytes
 
-    def lessons(self, held_out: bool) -> list[Lesson]:
-        """Return the lessons to learn from, or those that are held out, the oldest first."""
+    def examples(self, held_out: bool) -> list[Example]:
+        """Return the examples to learn from, or those that are held out, the oldest first."""
         with self._lock:
-            return [lesson for held, lesson in self._lessons if held == held_out]
+            return [example for held, example in self._examples if held == held_out]
 
 
 class Recorder:
@@ -110,14 +110,14 @@ class Recorder:
         self.log_probs.append(top.values - logits.logsumexp(-1, keepdim=True))
         self.weights += [*(RIGHT if right else 1.0 for right in proposed), 1.0]
 
-    def lesson(self) -> Lesson:
+    def example(self) -> Example:
         """Return the window so far, and begin the next one with its end."""
         states = torch.cat(self.states)
         weights = torch.tensor(self.weights, device=states.device)
         ids = torch.tensor(self.ids, device=states.device)
-        lesson = Lesson(ids, states, torch.cat(self.tokens), torch.cat(self.log_probs), weights)
+        example = Example(ids, states, torch.cat(self.tokens), torch.cat(self.log_probs), weights)
         self.begin(self.ids, states)
-        return lesson
+        return example
 
 
 def _path(tree: TokenTree, new: Sequence[int]) -> list[int]:
@@ -128,16 +128,16 @@ def _path(tree: TokenTree, new: Sequence[int]) -> list[int]:
     return path
 
 
-def lesson_loss(head: HeadNetwork, lessons: Iterable[Lesson]) -> Tensor:
-    """Return a head's mean weighted loss over lessons: forward Kullback-Leibler divergence, plus a constant.
+def example_loss(head: HeadNetwork, examples: Iterable[Example]) -> Tensor:
+    """Return a head's mean weighted loss over examples: forward Kullback-Leibler divergence, plus a constant.
 
     The tokens that are not among the k likeliest count as one.
 
     Args:
         head: bound to the target.
-        lessons: one or more.
+        examples: one or more.
     """
-    ids, states, tokens, log_probs, weights = zip(*lessons, strict=True)
+    ids, states, tokens, log_probs, weights = zip(*examples, strict=True)
     padded, padded_states = pad_sequence([*ids], True), pad_sequence([*states], True)
     columns = torch.arange(padded.shape[1] - 1, device=padded.device)
     rows = [(columns >= len(i) - 1 - len(w)) & (columns < len(i) - 1) for i, w in zip(ids, weights, strict=True)]
