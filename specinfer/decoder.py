@@ -68,7 +68,7 @@ class SpeculativeDecoder:
             ``"suffix"``, ``"recycling"``, ``"lookahead"``, ``"ngram"``: drafts without weights.
             ``"mtp"``: the target's own multi-token prediction layer, if it was released with one.
             ``"bundled"``: the heads that come with the package for this target, if any.
-            ``"auto"``: the first of those and n-grams (with a memory: suffixes); without any, recycled tokens and suffixes.
+            ``"auto"``: the first of those and n-grams (with a memory: suffixes); or else recycled tokens and suffixes.
         tree: the growth policy; None decodes without speculation.  ``"auto"`` is ``Auto()``, which chooses sizes step
             by step and keeps what it learns for later calls.
         verifier: by default `ExactMatch` for ranked trees (greedy, or sampling coupled to the seed) and `MultiStep` for
