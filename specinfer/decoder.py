@@ -24,10 +24,10 @@ from specinfer.drafts.bundled import bundled_drafts
 from specinfer.drafts.head import MODEL_TYPE, HeadDraft
 from specinfer.drafts.language_model import ModelDraft
 from specinfer.drafts.lookahead import LookaheadDraft
-from specinfer.drafts.memory import Memory
+from specinfer.drafts.memory import Memory, checked_memory
 from specinfer.drafts.mtp import MtpDraft
 from specinfer.drafts.ngram import NGramDraft
-from specinfer.drafts.online import learners, save_heads
+from specinfer.drafts.online import checked_share, learners, save_heads
 from specinfer.drafts.published import draft_config, load_published, may_be_head
 from specinfer.drafts.recycling import RecyclingDraft
 from specinfer.drafts.suffix import SuffixDraft, with_memory
@@ -116,10 +116,9 @@ class SpeculativeDecoder:
         _check_arguments(model, tokenizer, gate)
         self.target, self.tokenizer, self.confidence_gate = TreeModel(model), tokenizer, gate
         self.graphs = checked_flag("graphs", graphs)
-        policy = _as_policy(tree)
-        self.memory = Memory.load(memory) if isinstance(memory, str | os.PathLike) else memory
-        ready, notes = learners(self._ready(_as_list(drafts)) if tree is not None else [], online)
-        self.verifier = chosen_verifier(verifier, policy.kind)
+        policy, share = _as_policy(tree), checked_share(online)
+        self.verifier, self.memory = chosen_verifier(verifier, policy.kind), checked_memory(memory)
+        ready, notes = learners(self._ready(_as_list(drafts)) if tree is not None else [], share)
         self.drafts = [self._attached(draft) for draft in with_memory(ready, self.memory)]
         self.notes += [*notes, *(note for draft in self.drafts for note in getattr(draft, "notes", ()))]
         if graphs and (elsewhere := {model.device.type for model in self.networks} - {"cuda"}):

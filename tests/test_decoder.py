@@ -491,6 +491,9 @@ def test_a_verifier_that_would_bias_the_text_is_refused_before_a_model_runs(poli
         monkeypatch.setattr("specinfer.attention.check._checked", {})  # as if never checked
         with pytest.raises(PairingError, match="MultiStep"):
             SpeculativeDecoder(target, tree=policy, verifier=verifier)
+        for wrong in ({"memory": 3}, {"memory": "/no/such/memory"}, {"online": "yes"}):
+            with pytest.raises(InputError):
+                SpeculativeDecoder(target, **wrong)
     assert not passes
 
 

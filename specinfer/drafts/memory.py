@@ -120,3 +120,16 @@ class Memory:
             fresh.begin()
             fresh.extend(text)
         self.index = fresh
+
+
+def checked_memory(memory: Any) -> Memory | None:
+    """Return a memory, read from a file if it is the path of one; None if there is none.
+
+    Raises:
+        InputError: something else, or a file that is no memory.
+    """
+    if isinstance(memory, str | os.PathLike):
+        return Memory.load(memory)
+    if not isinstance(memory, Memory | None):
+        raise InputError(f"memory={memory!r:.60} is no memory: give Memory(), the path of one, or None")
+    return memory

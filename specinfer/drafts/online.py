@@ -256,28 +256,42 @@ class Budget:
             self.spent += self.times[kind][-1]
 
 
-def learners(drafts: Sequence[Draft], online: Any) -> tuple[list[Draft], list[str]]:
+def checked_share(online: Any) -> float:
+    """Return the share of the calls' seconds that learning takes at most; 0 if nothing learns.
+
+    Args:
+        online: True (0.05), a share, or False.
+
+    Raises:
+        InputError: something else.
+    """
+    online = plain(online)
+    if online is False:
+        return 0.0
+    if not (online is True or (isinstance(online, int | float) and 0 < online <= 1)):
+        raise InputError(f"online={online!r:.40} is no share of the time: give True (0.05), a number up to 1, or False")
+    return SHARE if online is True else float(online)
+
+
+def learners(drafts: Sequence[Draft], share: float) -> tuple[list[Draft], list[str]]:
     """Return drafts with those in the place of heads that learn, and notes on drafts that do not learn.
 
     Args:
         drafts: not attached yet.
-        online: True, the share of the calls' seconds that learning takes at most (all heads together), or False.
+        share: as `checked_share` returns it, of all heads together.
 
     Raises:
-        InputError: not a share, or no draft can learn.
+        InputError: no draft can learn.
     """
-    online = plain(online)
-    if online is False:
+    if not share:
         return list(drafts), []
-    if not (online is True or (isinstance(online, int | float) and 0 < online <= 1)):
-        raise InputError(f"online={online!r:.40} is no share of the time: give True (0.05), a number up to 1, or False")
     heads = [draft for draft in drafts if isinstance(draft, HeadDraft)]
     others = ", ".join(draft.name for draft in drafts if draft not in heads)
     if not heads:
         problem = f"online: none of these drafts can learn ({others or 'no drafts'})"
         raise InputError(f"{problem}: give a head of `specinfer distill`, or drop online")
-    share = (SHARE if online is True else online) / len(heads)
-    ready: list[Draft] = [OnlineHead(draft, share) if draft in heads else draft for draft in drafts]
+    each = share / len(heads)
+    ready: list[Draft] = [OnlineHead(draft, each) if draft in heads else draft for draft in drafts]
     return ready, [f"online: {', '.join(head.name for head in heads)} learns{others and f', {others} does not'}"]
 
 

@@ -73,10 +73,8 @@ def with_memory(drafts: Sequence[Any], memory: Memory | None) -> list[Any]:
     """Return drafts of which the suffix drafts are copies with the memory.
 
     Raises:
-        InputError: it is no memory, or no draft reads it.
+        InputError: no draft reads it.
     """
-    if not isinstance(memory, Memory | None):
-        raise InputError(f"memory={memory!r:.60} is no memory: give Memory(), the path of one, or None")
     if memory and not any(isinstance(draft, SuffixDraft) for draft in drafts):
         raise InputError('memory= is read by the suffix draft, and it is not among the drafts: add "suffix" to them')
     ready = [copy(draft) if isinstance(draft, SuffixDraft) else draft for draft in drafts]
