@@ -30,14 +30,9 @@ def ours(args: argparse.Namespace) -> None:
     from specinfer import SpeculativeDecoder
     from specinfer.loading import load
 
-    loaded = load(args.target, args.dtype)
-    model, tokenizer = loaded.model, loaded.tokenizer
-    drafts = [*args.draft] or ["auto"]
-    made = {
-        name: SpeculativeDecoder.from_pretrained(args.target, drafts, tree, dtype=args.dtype)
-        for name, tree in (("auto", "auto"), ("plain", None))
-        if name in args.methods
-    }
+    auto = SpeculativeDecoder.from_pretrained(args.target, [*args.draft] or ["auto"], "auto", dtype=args.dtype)
+    model, tokenizer = auto.target.model, auto.tokenizer  # one copy of the weights serves all
+    made = {"auto": auto, "plain": SpeculativeDecoder(model, tokenizer, [], None)}
     assisted: dict[str, Any] = {}
     if args.assistant:
         assistant = load(args.assistant, args.dtype)
