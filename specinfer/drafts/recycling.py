@@ -164,9 +164,9 @@ class RecyclingSession(DraftRows):
         tokens, log_probs = self._successors(frontier)
         if not self.couplings:
             return tokens[..., :k], log_probs[..., :k]
-        noise = self.noise(frontier.depth, self.device).gather(1, tokens.flatten(1)).view_as(tokens)
-        chosen, order = self._chosen(log_probs, noise).sort(dim=-1, descending=True, stable=True)
-        return tokens.gather(2, order)[..., :k], chosen[..., :k]
+        mass = log_probs.logsumexp(-1, keepdim=True)  # processors change shares, not what is known in all
+        q = (self._processed(log_probs).log_softmax(-1) + mass).exp().masked_fill_(log_probs == -inf, 0)
+        return self.coupled(tokens, q, k, frontier.depth)
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Draw k children per node from what the table says, normalised; unknown nodes have none."""
@@ -174,12 +174,6 @@ class RecyclingSession(DraftRows):
         dense = torch.full((*tokens.shape[:2], self.context.vocab_size), -inf)
         dense.scatter_reduce_(2, tokens, self._processed(log_probs), "amax")  # small vocabularies leave ids unused
         return self.drawn(dense, k, replacement, frontier.depth)
-
-    def _chosen(self, log_probs: Tensor, noise: Tensor) -> Tensor:
-        """Return the log of the chance that each token (B, W, K) is the target's choice, given its noise."""
-        mass = log_probs.logsumexp(-1, keepdim=True)
-        q = (self._processed(log_probs).log_softmax(-1) + mass).exp()
-        return (-(1 - q) / q * (-noise).exp()).masked_fill_(log_probs == -inf, -inf)
 
     def _processed(self, log_probs: Tensor) -> Tensor:
         """Return log-probabilities (B, W, K) after the target's processors, up to a constant."""

@@ -104,6 +104,22 @@ class DraftRows:
         noise = noise[..., :size] if self.token_ids is None else noise[..., self.token_ids]
         return noise if indices is None else noise.expand(-1, indices.shape[1], -1).gather(2, indices)
 
+    def coupled(self, tokens: Tensor, q: Tensor, k: int, depth: int) -> tuple[Tensor, Tensor]:
+        """Return the k likeliest of a few candidates, given the target's noise, and log-probabilities of being chosen.
+
+        A token of probability q and noise g is the target's choice with probability ``exp(-(1 - q) / q * exp(-g))``,
+        the chance that no other token's noise beats it (Gumbel-max, were q right).
+
+        Args:
+            tokens, q: (B, W, K) the target's ids and their probabilities; 0 = no candidate.
+            k: how many.
+            depth: of the W nodes.
+        """
+        noise = self.noise(depth, tokens.device).gather(1, tokens.flatten(1)).view_as(tokens)
+        chances = (-(1 - q) / q * (-noise).exp()).masked_fill_(q == 0, -inf)
+        chances, order = chances.sort(dim=-1, descending=True, stable=True)
+        return tokens.gather(2, order)[..., :k], chances[..., :k]
+
     def ids(self, indices: Tensor) -> Tensor:
         """Return the target's ids of tokens in the draft's vocabulary."""
         return indices if self.token_ids is None else self.token_ids[indices]

@@ -132,11 +132,7 @@ class SuffixSession(DraftRows):
         self.advance(tokens)
 
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
-        """Return each node's k likeliest successors and their log-probabilities, both (B, W, at most k).
-
-        Coupled: a token of probability q and noise g is the target's choice with probability
-        ``exp(-(1 - q) / q * exp(-g))``, the chance that no other token's noise beats it (Gumbel-max, were q right).
-        """
+        """Return each node's k likeliest successors and their log-probabilities, both (B, W, at most k)."""
         count = None if self.couplings else k
         ranked = [
             [sorted(distribution.items(), key=lambda item: (-item[1], item[0]))[:count] for distribution in row]
@@ -146,11 +142,7 @@ class SuffixSession(DraftRows):
         padded = [[[*node, *[(0, 0.0)] * (width - len(node))] for node in row] for row in ranked]
         table = torch.tensor(padded, dtype=torch.float64).view(self.batch, len(ranked[0]), width, 2)
         tokens, q = table[..., 0].long(), table[..., 1].float()
-        if not self.couplings:
-            return tokens, q.log()
-        noise = self.noise(frontier.depth, self.device).gather(1, tokens.flatten(1)).view_as(tokens)
-        chosen, order = (-(1 - q) / q * (-noise).exp()).sort(dim=-1, descending=True, stable=True)
-        return tokens.gather(2, order)[..., :k], chosen[..., :k]
+        return self.coupled(tokens, q, k, frontier.depth) if self.couplings else (tokens, q.log())
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Draw k children per node from the normalised successor distribution; nodes without successors have none."""
