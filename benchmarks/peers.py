@@ -7,7 +7,8 @@
 ``--other`` is the interpreter of an environment with another version of specinfer, ``--llama`` of one with
 llama-cpp-python, followed by GGUF files of the target's weights (`--requantise` makes them).  All take turns, prompt by
 prompt; prompts are fed as token ids, and prefill counts.  The table has the median of tokens a second, the median ratio
-of the first method to this one with its 95 % bootstrap interval, and the worst prompt's ratio.
+of the first method to this one with its 95 % bootstrap interval, the worst prompt's ratio, and for our methods new
+tokens per target pass, prefill excluded, over all prompts.
 """
 
 import argparse
@@ -49,7 +50,8 @@ def ours(args: argparse.Namespace) -> None:
         if method in made:
             options = {"temperature": args.temperature, "max_new_tokens": args.max_new_tokens}
             result = made[method].generate(prompt, seed=seed, top_k=0, **options)
-            return len(result.token_ids), perf_counter() - started, result.token_ids
+            seconds = perf_counter() - started
+            return len(result.token_ids), seconds, result.token_ids, result.stats.target_passes
         torch.manual_seed(seed)
         sampling = {"do_sample": True, "temperature": args.temperature, "top_k": 0} if args.temperature else {}
         ids = torch.tensor([prompt])
@@ -60,7 +62,7 @@ def ours(args: argparse.Namespace) -> None:
             **(sampling or {"do_sample": False}),
             **extra[method],
         )[0, len(prompt) :]
-        return len(output), perf_counter() - started, output.tolist()
+        return len(output), perf_counter() - started, output.tolist(), None
 
     serve(answer)
 
@@ -85,7 +87,7 @@ def llama(path: str, args: argparse.Namespace) -> None:
             ids.append(token)
             if len(ids) == args.max_new_tokens or token == model.token_eos():
                 break
-        return len(ids), perf_counter() - started, ids
+        return len(ids), perf_counter() - started, ids, None
 
     serve(answer)
 
@@ -157,26 +159,31 @@ def compare(args: argparse.Namespace) -> None:
         asked |= {f"{method} {Path(path).stem[-12:]}": (peer, method) for method in args.llama_methods}
     rates: dict[str, list[float]] = {method: [] for method in asked}
     texts: dict[str, list[Any]] = {method: [] for method in asked}
+    passes: dict[str, list[int | None]] = {method: [] for method in asked}
     for turn, text in enumerate(["Say hello."] * 2 + read_prompts(args.prompts, args.count)):
         prompt = worker.ask(prompt=text)
         for name, (who, method) in asked.items():
-            count, seconds, ids = who.ask(method=method, prompt=prompt, seed=turn)
+            count, seconds, ids, taken = who.ask(method=method, prompt=prompt, seed=turn)
             if turn < 2:  # warming up
                 continue
             rates[name].append(count / seconds)
             texts[name].append(ids)
+            passes[name].append(taken)
             if args.out:
                 with args.out.open("a") as file:
-                    print(json.dumps({"method": name, "prompt": text, "tokens": count, "seconds": seconds}), file=file)
+                    line = {"method": name, "prompt": text, "tokens": count, "seconds": seconds, "passes": taken}
+                    print(json.dumps(line), file=file)
         print(f"{turn + 1}", file=sys.stderr, flush=True)
-    print(f"{'':24}{'tokens/s':>9}   {asked and next(iter(asked))} / it, median, worst prompt    same ids")
+    print(f"{'':24}{'tokens/s':>9}   {asked and next(iter(asked))} / it, median, worst prompt    same ids  tokens per pass")
     first = next(iter(asked))
     for name in asked:
         ratios = [a / b for a, b in zip(rates[first], rates[name], strict=True)]
         low, high = interval(ratios)
         same = sum(a == b for a, b in zip(texts[first], texts[name], strict=True))
         figures = f"{median(ratios):.2f} [{low:.2f}, {high:.2f}], {min(ratios):.2f}"
-        print(f"{name:24}{median(rates[name]):9.1f}   {figures:36} {same}/{len(ratios)}")
+        counted = [taken for taken in passes[name] if taken is not None]
+        each = f"{sum(map(len, texts[name])) / sum(counted):.2f}" if counted else "-"
+        print(f"{name:24}{median(rates[name]):9.1f}   {figures:36} {same}/{len(ratios):<8} {each}")
 
 
 if __name__ == "__main__":
