@@ -1,7 +1,7 @@
 """All that is measured on a GPU, in one command of minutes: tests, ids, speed, the bound, host waits; in one file.
 
     python benchmarks/gpu.py --out DIR [--minutes 9] [--bandwidth 4.8e12] [--assistant DIR] [--target DIR --draft NAME]
-    python benchmarks/gpu.py --out DIR --train 8 --prompts train.jsonl      trains heads, and measures nothing
+    python benchmarks/gpu.py --out DIR --train 8 --prompts train.jsonl      trains a head instead (DIR/train.json)
     python benchmarks/gpu.py --report DIR/gpu.json                          prints tables in Markdown
     python benchmarks/gpu.py --out DIR --tiny                               tiny models, on any machine
 
@@ -45,7 +45,7 @@ GRAPHS = (False, True) if CUDA else (False,)
 NULL = None if CUDA else "no CUDA device: no graphs; host waits, kernels and peak memory are null"
 CHAIN = 8  # levels
 TABLES = {  # and the columns that are printed
-    "tests": ("passed", "failed", "error", "skipped", "names"),
+    "tests": ("passed", "failed", "error", "skipped", "names", "finished"),
     "identity": (
         *("target", "dtype", "distribution", "method", "batch", "graphs", "prompts", "equal"),
         "top2_gap_where_different",
@@ -71,11 +71,12 @@ class Sizes:
     fed: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of the passes that are timed alone
     steps: int = 20
     new_tokens: int = 48
+    prompts: int = 4  # whose ids are compared
     dtype: str = "bfloat16"
 
 
 REAL = Sizes({name: config for name, config in SHAPES.items() if name != "SmolLM2-135M"})
-SMALL = Sizes(TINY, (1, 3), (32,), (8,), (1, 8), 12, 8)
+SMALL = Sizes(TINY, (1, 3), (32,), (8,), (1, 8), 8, 8, 2)
 
 
 class Case(NamedTuple):
@@ -110,16 +111,16 @@ class Report:
                 self._leave_out(name, case.label, "no time left")
             except torch.OutOfMemoryError:
                 self._leave_out(name, case.label, "does not fit in memory")
+                free()
             except InputError as error:  # it is not for this pair
                 self._leave_out(name, case.label, str(error))
             except Exception as error:  # the other cases go on
                 self.data["failures"] += 1
                 self._leave_out(name, case.label, f"failed: {type(error).__name__}: {str(error).strip()[:300]}")
-            gc.collect()
-            torch.cuda.empty_cache()
             self.write()
         self.data["seconds"][name] = perf_counter() - began
         self.write()
+        free()
 
     def write(self) -> None:
         """Write the file whole."""
@@ -132,24 +133,32 @@ class Report:
         print(f"left out: {phase}: {label}: {reason}", file=sys.stderr, flush=True)
 
 
+def free() -> None:
+    """Give back memory that nothing uses."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 # ---- tests and training, in processes of their own ----
 
 
-def test_cases(left: Callable[[], float]) -> Iterator[Case]:
-    """Run the tests marked cuda; if the time ends before they do, what was printed counts."""
+def test_cases(log: Path, left: Callable[[], float]) -> Iterator[Case]:
+    """Run the tests marked cuda; if the time ends before they do, those that are over count."""
 
     def measure() -> list[Row]:
         files = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.cuda" in path.read_text()]
-        command = [sys.executable, "-P", "-m", "pytest", "-v", "-m", "cuda", *map(str, files)]
-        try:
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=left())
-            printed, code = done.stdout, done.returncode
-        except subprocess.TimeoutExpired as error:
-            printed, code = (error.stdout or b"").decode(), None
-        outcomes = re.findall(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", printed, re.MULTILINE)
+        command = [sys.executable, "-u", "-P", "-m", "pytest", "-v", "-m", "cuda", *map(str, files)]
+        finished = True
+        with log.open("w") as printed:
+            try:
+                subprocess.run(command, cwd=ROOT, stdout=printed, stderr=subprocess.STDOUT, timeout=left())
+            except subprocess.TimeoutExpired:
+                finished = False
+        outcomes = re.findall(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", log.read_text(), re.MULTILINE)
         counts = Counter(outcome.lower() for _, outcome in outcomes)
         names = [name for name, outcome in outcomes if outcome in ("FAILED", "ERROR")]
-        return [{**{name: counts[name] for name in TABLES["tests"][:-1]}, "names": names, "code": code}]
+        counted = {name: counts[name] for name in ("passed", "failed", "error", "skipped")}
+        return [{**counted, "names": names, "finished": finished}]
 
     yield Case("pytest -m cuda", "tests", measure)
 
@@ -170,7 +179,7 @@ def train_cases(args: argparse.Namespace) -> Iterator[Case]:
 # ---- ids ----
 
 
-def identity_cases(made: Callable[[str], Subject], new_tokens: int) -> Iterator[Case]:
+def identity_cases(made: Callable[[str], Subject], new_tokens: int, count: int) -> Iterator[Case]:
     """Compare ids with those of decoding without speculation: each prompt alone, and a ragged batch."""
     options = {name: {"max_new_tokens": new_tokens, "seed": 7, **DISTRIBUTIONS[name]} for name in ("greedy", "T=1")}
     trees = {"plain": None, "chain": Chain(CHAIN), "best-first": BestFirst(16, CHAIN)}
@@ -178,19 +187,19 @@ def identity_cases(made: Callable[[str], Subject], new_tokens: int) -> Iterator[
     @cache
     def reference(dtype: str, mode: str) -> Ids:
         plain = SpeculativeDecoder(made(dtype).model, made(dtype).tokenizer, [], None)
-        prompts = made(dtype).prompts(4, 0)
+        prompts = made(dtype).prompts(count, 0)
         return [plain_ids(plain, plain.target.model, prompt, mode, options[mode]) for prompt in prompts]
 
     def measure(dtype: str, mode: str, graphs: bool, method: str, batch: int) -> list[Row]:
         subject = made(dtype)
         decoder = SpeculativeDecoder(subject.model, subject.tokenizer, subject.drafts, trees[method], graphs=graphs)
-        prompts = subject.prompts(4, 0)
-        groups = [prompts[start : start + batch] for start in range(0, 4, batch)]
+        prompts = subject.prompts(count, 0)
+        groups = [prompts[start : start + batch] for start in range(0, count, batch)]
         results = [result for group in groups for result in decoder.generate(group, **options[mode])]
         line = compared(subject.model, mode, method, results, reference(dtype, mode))
         return [{"target": subject.name, "dtype": dtype, "batch": batch, "graphs": graphs, **line}]
 
-    for dtype, mode, graphs, method, batch in product(("float32", "bfloat16"), options, GRAPHS, trees, (1, 4)):
+    for dtype, mode, graphs, method, batch in product(("float32", "bfloat16"), options, GRAPHS, trees, (1, count)):
         label = f"{dtype}, {mode}, {method}, batch {batch}{', graphs' * graphs}"
         yield Case(label, "identity", partial(measure, dtype, mode, graphs, method, batch))
 
@@ -328,8 +337,8 @@ def measure_all(args: argparse.Namespace, sizes: Sizes) -> Row:
         report.phase("train", 1.0, train_cases(args))
         return report.data
     made = lru_cache(1)(lambda dtype: pair(args.target, args.draft, args.assistant, dtype, args.tiny))
-    report.phase("tests", 0.15, test_cases(report.left))
-    report.phase("identity", 0.12, identity_cases(made, sizes.new_tokens))
+    report.phase("tests", 0.15, test_cases(args.out / "tests.log", report.left))
+    report.phase("identity", 0.12, identity_cases(made, sizes.new_tokens, sizes.prompts))
     trees = {"plain": None, f"chain {CHAIN}": Chain(CHAIN)}
     trees |= {f"tree {nodes}": BestFirst(nodes, 2 * nodes.bit_length()) for nodes in sizes.nodes}
     alone = replace(sizes, contexts=sizes.contexts[:1])  # its prompts are as long as they are

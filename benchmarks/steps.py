@@ -55,7 +55,7 @@ def bandwidth(size: int) -> float:
 
 
 def weight_bytes(model: Any) -> int:
-    """Return the bytes of the weights that a pass reads; of an embedding matrix that is not the output's, a few rows."""
+    """Return the bytes of the weights that a pass reads; of an embedding matrix of its own, a few rows."""
     looked_up = 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.nbytes
     return sum(weight.nbytes for weight in model.parameters()) - looked_up
 
@@ -76,11 +76,12 @@ def steps_row(
     """
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
-    most = (WARM + steps + 2 * WATCHED) * (decoder.policy.max_depth + 1) + 1
+    warm = 3 * WARM if decoder.graphs else WARM  # trees of different sizes are captured one by one
+    most = (warm + steps + 2 * WATCHED) * (decoder.policy.max_depth + 1) + 1
     run = decoder.open(prompts, max_new_tokens=most, do_sample=False, seed=list(range(len(prompts))))
     advance = partial(next, iter(run))
     with prepared:
-        for _ in range(WARM):
+        for _ in range(warm):
             advance()
     emitted: list[Any] = []
     seconds = timed(lambda: emitted.extend(advance() for _ in range(steps)))
