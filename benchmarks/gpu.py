@@ -55,7 +55,7 @@ TABLES = {  # and the columns that are printed
         *("tokens_per_pass", "ms_per_step", "of_bound", "no_kernel_share", "host_waits_per_step", "peak GB"),
     ),
     "passes": ("target", "batch", "context", "graphs"),
-    "train": (),
+    "train": ("out", "texts", "tokens"),
     "left_out": ("phase", "case", "reason"),
 }
 
@@ -103,34 +103,34 @@ class Report:
         began = perf_counter()
         self.share += share
         for case in cases:
-            try:
-                if self.left() <= 0:
-                    raise TimeoutError
-                self.data[case.table] += case.measure()
-            except TimeoutError:
-                self._leave_out(name, case.label, "no time left")
-            except torch.OutOfMemoryError:
-                self._leave_out(name, case.label, "does not fit in memory")
+            reason = self._measured(case) if self.left() > 0 else "no time left"
+            if reason:
+                self.data["left_out"].append({"phase": name, "case": case.label, "reason": reason})
+                print(f"left out: {name}: {case.label}: {reason}", file=sys.stderr, flush=True)
                 free()
-            except InputError as error:  # it is not for this pair
-                self._leave_out(name, case.label, str(error))
-            except Exception as error:  # the other cases go on
-                self.data["failures"] += 1
-                self._leave_out(name, case.label, f"failed: {type(error).__name__}: {str(error).strip()[:300]}")
             self.write()
         self.data["seconds"][name] = perf_counter() - began
         self.write()
         free()
+
+    def _measured(self, case: Case) -> str:
+        """Measure a case; return why it has no rows, or nothing."""
+        try:
+            self.data[case.table] += case.measure()
+        except torch.OutOfMemoryError:
+            return "does not fit in memory"
+        except InputError as error:  # it is not for this pair
+            return str(error)
+        except Exception as error:  # the other cases go on
+            self.data["failures"] += 1
+            return f"failed: {type(error).__name__}: {str(error).strip()[:300]}"
+        return ""
 
     def write(self) -> None:
         """Write the file whole."""
         unfinished = self.path.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(self.data, indent=1))
         os.replace(unfinished, self.path)
-
-    def _leave_out(self, phase: str, label: str, reason: str) -> None:
-        self.data["left_out"].append({"phase": phase, "case": label, "reason": reason})
-        print(f"left out: {phase}: {label}: {reason}", file=sys.stderr, flush=True)
 
 
 def free() -> None:
@@ -309,8 +309,7 @@ def _cell(row: Row) -> tuple[Any, ...]:
 
 
 def _table(name: str, rows: Sequence[Row], columns: Sequence[str]) -> str:
-    names = columns or tuple(rows[0])
-    lines = [names, ["---"] * len(names), *([_text(row.get(column)) for column in names] for row in rows)]
+    lines = [columns, ["---"] * len(columns), *([_text(row.get(column)) for column in columns] for row in rows)]
     return "\n".join([f"**{name}**", "", *(f"| {' | '.join(line)} |" for line in lines)])
 
 

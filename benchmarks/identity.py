@@ -61,7 +61,8 @@ def plain_ids(plain: Any, model: Any, prompt: str, distribution: str, options: d
     if distribution != "greedy":
         return plain.generate(prompt, **options).token_ids
     ids = torch.tensor([plain.open(prompt, **options).rows[0].ids], device=model.device)
-    output = model.generate(ids, max_new_tokens=options["max_new_tokens"], do_sample=False)
+    mask = torch.ones_like(ids)  # else ids that are also used as padding would be hidden
+    output = model.generate(ids, attention_mask=mask, max_new_tokens=options["max_new_tokens"], do_sample=False)
     return output[0, ids.shape[1] :].tolist()
 
 
