@@ -60,29 +60,39 @@ def plain_ids(plain: Any, model: Any, prompt: str, distribution: str, options: d
     """Return what decoding without speculation emits: transformers' generate when greedy, our own loop when not."""
     if distribution != "greedy":
         return plain.generate(prompt, **options).token_ids
-    ids = torch.tensor([plain.open(prompt, **options).rows[0].ids])
-    output = model.generate(ids, max_new_tokens=options["max_new_tokens"], do_sample=False)
+    ids = torch.tensor([plain.open(prompt, **options).rows[0].ids], device=model.device)
+    mask = torch.ones_like(ids)  # else ids that are also used as padding would be hidden
+    output = model.generate(ids, attention_mask=mask, max_new_tokens=options["max_new_tokens"], do_sample=False)
     return output[0, ids.shape[1] :].tolist()
 
 
 def report(model: Any, distribution: str, name: str, results: list[Any], reference: list[list[int]]) -> bool:
     """Print how many prompts have equal ids; return whether some differ elsewhere than at a near-tie."""
-    gaps = {}
+    line = compared(model, distribution, name, results, reference)
+    print(json.dumps(line), flush=True)
+    return any(gap >= 1e-3 for gap in line["top2_gap_where_different"].values())
+
+
+def compared(
+    model: Any, distribution: str, name: str, results: list[Any], reference: list[list[int]]
+) -> dict[str, Any]:
+    """Return how many prompts have equal ids, and where the others first differ."""
+    firsts, gaps = {}, {}
     for index, (result, expected) in enumerate(zip(results, reference, strict=True)):
         length = difference(result.token_ids, expected)
         if length is not None:
+            firsts[index] = length
             gaps[index] = round(top2_gap(model, result.prompt_ids + expected[:length]), 6)
     passes = sum(r.stats.target_passes for r in results)
-    line = {
+    return {
         "distribution": distribution,
         "method": name,
         "prompts": len(results),
         "equal": len(results) - len(gaps),
+        "first_difference": firsts,
         "top2_gap_where_different": gaps,
         "tokens_per_target_pass": round(sum(r.stats.new_tokens for r in results) / passes, 3),
     }
-    print(json.dumps(line), flush=True)
-    return any(gap >= 1e-3 for gap in gaps.values())
 
 
 if __name__ == "__main__":

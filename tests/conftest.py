@@ -190,3 +190,22 @@ def far() -> Any:
 def tokenizer() -> Any:
     """The byte-level tokenizer of the tiny target."""
     return byte_tokenizer()
+
+
+@pytest.fixture
+def waits(monkeypatch: Any) -> list[str]:
+    """Reads of tensors' values, each of which would wait for a GPU: the names of the methods, in order."""
+    seen: list[str] = []
+
+    def counting(name: str) -> Callable[..., Any]:
+        read = getattr(torch.Tensor, name)
+
+        def counted(tensor: torch.Tensor, *args: Any) -> Any:
+            seen.append(name)
+            return read(tensor, *args)
+
+        return counted
+
+    for name in ("cpu", "item", "tolist", "__bool__", "__int__", "__float__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, counting(name))
+    return seen

@@ -131,6 +131,15 @@ def test_every_pooled_ngram_is_the_targets_and_every_tree_fits(draft, start):
             assert all(len(ngram) == draft.ngram - 1 for kept in window.pool.values() for ngram in kept)
 
 
+def test_all_rows_wait_for_their_device_once(waits):
+    rows = [[5, 3], [4], [1, 2]]
+    session = LookaheadDraft(3, 3, 2).open(context(rows))
+    for _ in range(4):
+        waits.clear()
+        step(session, rows, jumbled)
+        assert waits == ["tolist"]
+
+
 def test_a_window_moves_with_the_text():
     """Three committed tokens: the guess about position i + 3 becomes the guess about position i."""
     window = Window(LookaheadDraft(6, 3, 2), [9], 1)

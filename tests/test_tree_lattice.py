@@ -177,6 +177,14 @@ def test_what_is_no_number_is_refused():
         Lattice.of(raw.candidates, raw.log_probs)
 
 
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_lattice_waits_for_its_device_once(scored, waits):
+    raw = random_lattice(4, rows=2, scored=scored)
+    waits.clear()
+    Lattice.of(raw.candidates, raw.log_probs)
+    assert waits == ["cpu"]
+
+
 @pytest.mark.parametrize(("nodes", "depth"), [(0, 4), (4, 0)])
 def test_nothing_is_grown_where_nothing_fits(nodes, depth):
     assert random_lattice(4).made.best_first(0, nodes, depth) == []

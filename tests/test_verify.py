@@ -19,7 +19,7 @@ from specinfer.engine.sampling import resolve
 from specinfer.engine.sequence import Row
 from specinfer.engine.target_view import RowView
 from specinfer.engine.verify import ExactMatch, MultiStep, Verdict, Verifier, residual
-from specinfer.errors import PairingError
+from specinfer.errors import NumericalError, PairingError
 from specinfer.evaluation.certification import NoResidual
 from specinfer.tree import Draw, Kind, TokenTree
 
@@ -336,6 +336,23 @@ def test_greedy_rows_choose_the_argmax_and_their_law_is_a_point_mass():
     target = view(row(0, sampling=False), TokenTree.root_only(9), [HALVES], seed=3)
     assert target.choice(0) == 0
     assert target.distribution(0).tolist() == [1.0, 0, 0, 0, 0, 0]
+
+
+def test_a_distribution_and_a_probability_wait_for_their_device_once_each(waits):
+    target = view(row(0), TokenTree.root_only(9), [HALVES], seed=3)
+    distribution = target.distribution(0)
+    assert waits == ["cpu"]
+    assert target.probability(0, 1) == pytest.approx(distribution[1])
+    assert waits == ["cpu", "__float__"]
+
+
+@pytest.mark.parametrize("spoilt", [[0, float("nan")], [0, float("inf")], [-float("inf")] * 2])
+@pytest.mark.parametrize("ask", [lambda target: target.distribution(0), lambda target: target.probability(0, 0)])
+def test_scores_that_nothing_can_be_drawn_from_have_no_distribution(spoilt, ask):
+    target = view(row(0), TokenTree.root_only(9), [[0.5, 0.5]], seed=3)
+    target.logits = torch.tensor([spoilt])
+    with pytest.raises(NumericalError, match="NaN, infinite or all -inf"):
+        ask(target)
 
 
 def test_the_same_seed_gives_the_same_chance_and_another_seed_another(base):

@@ -60,9 +60,11 @@ class Lattice:
             log_probs = log_probs.gather(2, above[..., None].expand_as(log_probs))
         values, indices = log_probs.sort(dim=-1, descending=True, stable=True)
         tokens = candidates[:, :, None].expand_as(indices).gather(3, indices)
-        if bool(values.isnan().any()):
+        packed = torch.stack([tokens, indices, values.float().view(torch.int32).long()]).cpu().numpy()  # one wait
+        found = packed[2].astype(np.int32).view(np.float32)
+        if np.isnan(found).any():
             raise NumericalError("a draft's log-probability is not a number: check its weights")
-        return cls(tokens.cpu().numpy(), values.float().cpu().numpy(), indices.cpu().numpy())
+        return cls(packed[0], found, packed[1])
 
     @property
     def depth(self) -> int:

@@ -156,7 +156,7 @@ class DFlashNetwork(DraftNetwork):
             return masks
         columns = torch.arange(next(iter(masks.values())).shape[3], device=position_ids.device)
         columns = columns - position_ids.amin(1)[:, None]  # (B, L): the slots are 0 ... slots - 1
-        later = (columns[:, None] > columns.new_tensor(range(slots))[:, None]) & (columns < slots)[:, None]
+        later = (columns[:, None] > torch.arange(slots, device=columns.device)[:, None]) & (columns < slots)[:, None]
         for kind in self.config.causal_types:
             if kind in masks:
                 masks[kind] = masks[kind].masked_fill(later[:, None], torch.finfo(masks[kind].dtype).min)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from specinfer.attention import on_device
 from specinfer.drafts.base import Scored
 from specinfer.drafts.head_network import HeadNetwork
 from specinfer.drafts.unrolled import unrolled_logits
@@ -101,7 +102,7 @@ class Recorder:
             token_ids: (V',) the head's vocabulary.
         """
         path = _path(scored.tree, new)
-        logits = scored.logits[path][:, token_ids].float()
+        logits = scored.logits[on_device(path, scored.logits.device)][:, token_ids].float()
         top = logits.topk(min(KEPT, logits.shape[1]))
         proposed = scored.tree.nodes.proposers[path[1:]] >> self.draft & 1
         self.ids += new

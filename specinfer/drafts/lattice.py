@@ -14,6 +14,7 @@ from math import inf
 import torch
 from torch import Tensor
 
+from specinfer.attention import on_device
 from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.rows import DraftRows
 from specinfer.errors import CHECK_WEIGHTS, NumericalError, TreeError
@@ -187,4 +188,4 @@ class LatticeSession(DepthsSession):
 
     def _roots(self) -> Tensor:
         """Return the roots, (B, 1, 1)."""
-        return torch.tensor(self.roots, device=self.logits.device)[:, None, None]
+        return on_device(self.roots, self.logits.device)[:, None, None]

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from specinfer.adaptive.policy import Auto
+from specinfer.attention import on_device
 from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.recycling import likeliest
 from specinfer.drafts.rows import DraftRows
@@ -172,10 +173,11 @@ class LookaheadSession(DraftRows):
         scored: Sequence[Scored] = (),
     ) -> None:
         """Take the target's choices at the windows' nodes as the next iterate."""
-        for row, (view, new) in enumerate(zip(scored, tokens, strict=True)):
+        pairs = zip(scored, self.windows, strict=True)
+        ends = [[_end(view.tree, path) for path in window.paths()] for view, window in pairs]
+        for window, chosen, new in zip(self.windows, self._choices(scored, ends), tokens, strict=True):
             if new is not None:
-                nodes = [_end(view.tree, path) for path in self.windows[row].paths()]
-                self.windows[row].advance(self._choices(row, view, nodes), new)
+                window.advance(chosen, new)
         self.advance(tokens)
 
     def _tree(self, window: Window, max_depth: int) -> TokenTree:
@@ -197,18 +199,22 @@ class LookaheadSession(DraftRows):
             [[Draw(self.draft, 0)] for _ in paths],
         )
 
-    def _choices(self, row: int, view: Scored, nodes: Sequence[int | None]) -> list[int | None]:
-        """Return the target's choice after some nodes, the greedy one or the one of its noise."""
-        found = [node for node in nodes if node is not None]
-        if not found:
-            return [None] * len(nodes)
-        scores = self.context.processors.scores(view.logits[found], ())
-        if self.couplings:
-            positions = (self.lengths[row] + view.tree.depths[found]).tolist()
-            coupling, vocab_size = self.couplings[row], scores.shape[1]
-            scores = scores + torch.stack([coupling.at(at, vocab_size, scores.device) for at in positions])
-        chosen = iter(likeliest(scores, 1)[0][:, 0].tolist())
-        return [None if node is None else next(chosen) for node in nodes]
+    def _choices(self, scored: Sequence[Scored], ends: Sequence[Sequence[int | None]]) -> list[list[int | None]]:
+        """Return the target's choices after some nodes of each row, with one transfer; None where there is no node."""
+        found = [[node for node in nodes if node is not None] for nodes in ends]
+        rows = enumerate(zip(scored, found, strict=True))
+        scores = [self._scores(row, view, nodes) for row, (view, nodes) in rows if nodes]
+        chosen = iter(likeliest(torch.cat(scores), 1)[0][:, 0].tolist() if scores else ())
+        return [[None if node is None else next(chosen) for node in nodes] for nodes in ends]
+
+    def _scores(self, row: int, view: Scored, nodes: list[int]) -> Tensor:
+        """Return the scores (n, V) whose maxima are the target's choices after nodes: with its noise, if there is."""
+        scores = self.context.processors.scores(view.logits[on_device(nodes, view.logits.device)], ())
+        if not self.couplings:
+            return scores
+        positions = (self.lengths[row] + view.tree.depths[nodes]).tolist()
+        coupling, vocab_size = self.couplings[row], scores.shape[1]
+        return scores + torch.stack([coupling.at(at, vocab_size, scores.device) for at in positions])
 
 
 def _end(tree: TokenTree, path: Sequence[int]) -> int | None:

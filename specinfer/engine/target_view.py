@@ -84,14 +84,17 @@ class RowView:
 
     def distribution(self, node: int) -> Probabilities:
         """Return the target's distribution after a node, float64 (V,)."""
-        scores = self.scores(node)
         if not self.row.sampling:
-            return np.eye(1, len(scores), int(scores.argmax()))[0]
-        return scores.double().softmax(-1).cpu().numpy()
+            return np.eye(1, self.logits.shape[1], self.choice(node))[0]
+        probabilities: Probabilities = self._processed([node])[0].double().softmax(-1).cpu().numpy()
+        self._check(float(probabilities.max()), node)  # of such scores, a softmax is NaN
+        return probabilities
 
     def probability(self, node: int, token: int) -> float:
         """Return the target's probability of a token after a node, also in greedy decoding."""
-        return float(self.scores(node).softmax(-1)[token])
+        probability = float(self._processed([node])[0].softmax(-1)[token])
+        self._check(probability, node)
+        return probability
 
     def accepts(self, probability: float) -> bool:
         """Toss a coin from the row's stream of random numbers."""
