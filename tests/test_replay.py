@@ -94,7 +94,7 @@ def test_a_replay_takes_the_steps_of_a_real_run(pair, temperature):
     assert pair != "ends early" or temperature or min(len(text.token_ids) for text in trace.texts) < NEW
     for policy in RANKED:
         own = decoder(pair, policy)
-        real = own.generate(PROMPTS, seed=[7, 8, 9], **options(temperature))
+        real = [own.generate(p, seed=7 + i, **options(temperature)) for i, p in enumerate(PROMPTS)]
         assert [result.token_ids for result in real] == [text.token_ids for text in trace.texts]
         made = replay(trace, policy)
         assert made.how == "exact"
