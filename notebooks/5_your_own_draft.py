@@ -41,7 +41,7 @@ def watch(stage, done, total, figures):
         losses.setdefault(stage, []).append(figures["loss"])
 
 
-training = TrainingSettings(epochs=6, tokens_per_batch=512, vocabulary=4000, unroll=2, held_out=0.1)
+training = TrainingSettings(epochs=5, tokens_per_batch=1024, vocabulary=4000, unroll=2, held_out=0.1)
 recipe = Recipe(drafts=2, text=TextSettings(new_tokens=48, temperatures=(0.0,)), training=training)
 made = distill(model, tokenizer, read_prompts([file]), Path(folder.name, "drafts"), recipe, progress=watch)
 print(f"{made['texts']} texts, {made['tokens']} tokens")
@@ -69,7 +69,7 @@ from specinfer.evaluation.traces import hits
 drafts = [HeadDraft.load(trained["folder"]) for trained in made["drafts"]]
 measured = SpeculativeDecoder(model, tokenizer, drafts=[*drafts, "bundled", "ngram"])
 names = [draft.name for draft in measured.drafts]
-trace = record(measured, held_out, max_new_tokens=32, nodes=16, depth=4, top=5)
+trace = record(measured, held_out, max_new_tokens=24, nodes=16, depth=4, top=5)
 for name in names:
     print(f"{name:8} target's token among its first 1 to 5:", hits(trace, name).within[0].round(2))
 

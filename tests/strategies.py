@@ -5,6 +5,7 @@ Everything is derandomised: a test that passes once passes always.  Import as `f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,24 +19,32 @@ from specinfer.tree import DenseSource, Draw, Frontier, Kind, TokenTree
 
 VOCAB = 6  # of the trees that `token_trees` makes
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=120)
+DIGITS = (12, VOCAB, 6, 3, 34)  # a node's parent, token, draft, place among its draft's draws, and loss of score
+NODES, SIZES, ROOTS = (st.integers(0, last) for last in (math.prod(DIGITS) - 1, 12, VOCAB - 1))
+KINDS = st.sampled_from(list(Kind))
 
 
 @st.composite
 def node_lists(
     draw: st.DrawFn, kind: Kind | None = None, drafts: Sequence[int] = (0,), root: int | None = None
 ) -> dict[str, Any]:
-    """Arguments of `TokenTree.from_nodes`: nodes in topological order, some with the same path."""
-    size = draw(st.integers(0, 12))
-    parents = [draw(st.integers(0, i)) for i in range(size)]
+    """Arguments of `TokenTree.from_nodes`: nodes in topological order, some with the same path.
+
+    A node is one integer, and what it is are its digits: to draw them one by one takes most of a test's time.
+    """
+    size = draw(SIZES)
+    digits = np.unravel_index([draw(NODES) for _ in range(size)], DIGITS) if size else np.zeros((5, 0), int)
+    choice, tokens, drawn_by, indices, steps = (own.tolist() for own in digits)
+    parents = [own % (i + 1) for i, own in enumerate(choice)]
     scores: list[float] = []
-    for parent in parents:
-        scores.append((scores[parent - 1] if parent else 0.0) + draw(st.floats(-4, 0)))
-    draws = [(Draw(draw(st.sampled_from(list(drafts))), draw(st.integers(0, 2))),) for _ in range(size)]
-    kind = kind or draw(st.sampled_from(list(Kind)))
+    for parent, step in zip(parents, steps, strict=True):
+        scores.append((scores[parent - 1] if parent else 0.0) - 4 * step / (DIGITS[-1] - 1))
+    draws = [(Draw(drafts[own % len(drafts)], index),) for own, index in zip(drawn_by, indices, strict=True)]
+    kind = kind or draw(KINDS)
     distributions = {(p, d.draft): law_of(d.draft) for p, (d,) in zip(parents, draws, strict=True)}
     return {
-        "root": draw(st.integers(0, VOCAB - 1)) if root is None else root,
-        "tokens": [draw(st.integers(0, VOCAB - 1)) for _ in range(size)],
+        "root": draw(ROOTS) if root is None else root,
+        "tokens": tokens,
         "parents": parents,
         "scores": scores,
         "draws": draws,

@@ -84,32 +84,43 @@ def drafts(request, near, far):
 
 
 @pytest.fixture(scope="module")
-def ends(target):
+def greedy(target):
+    """transformers' own greedy ids of every prompt, worked out once for all trees and drafts."""
+    return [plain(target, prompt) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def ends(target, greedy):
     """Two ids of end of sequence that end the rows of the batch at different steps, or not at all."""
-    texts = [plain(target, prompt) for prompt in PROMPTS]
-    first = next(token for token in texts[0][4:9] if token not in texts[0][:4])
-    second = next(token for token in texts[2][9:] if token not in texts[2][:9])
-    lengths = {len(plain(target, prompt, eos_token_id=[first, second])) for prompt in PROMPTS}
-    assert len(lengths) > 1  # ragged ends, or the test shows less than it says
+    first = next(token for token in greedy[0][4:9] if token not in greedy[0][:4])
+    second = next(token for token in greedy[2][9:] if token not in greedy[2][:9])
     return [first, second]
+
+
+@pytest.fixture(scope="module")
+def ended(target, ends):
+    """The greedy ids of every prompt with these ends."""
+    texts = [plain(target, prompt, eos_token_id=ends) for prompt in PROMPTS]
+    assert len(set(map(len, texts))) > 1  # ragged ends, or the test shows less than it says
+    return texts
 
 
 # ---- greedy ids ----
 
 
-def test_greedy_ids_are_those_of_generate(target, tree, drafts):
+def test_greedy_ids_are_those_of_generate(target, greedy, tree, drafts):
     """Every tree with every combination of drafts gives transformers' own greedy ids, one prompt at a time."""
     decoder = SpeculativeDecoder(target, drafts=drafts, tree=tree)
-    for prompt in PROMPTS:
-        assert decoder.generate(prompt, max_new_tokens=24).token_ids == plain(target, prompt)
+    for prompt, wanted in zip(PROMPTS, greedy, strict=True):
+        assert decoder.generate(prompt, max_new_tokens=24).token_ids == wanted
 
 
-def test_greedy_ids_of_a_ragged_batch_are_those_of_each_row_alone(target, ends, tree, drafts):
+def test_greedy_ids_of_a_ragged_batch_are_those_of_each_row_alone(target, ends, ended, tree, drafts):
     """Rows of different lengths that end at different steps do not disturb each other."""
     decoder = SpeculativeDecoder(target, drafts=drafts, tree=tree)
     results = decoder.generate(PROMPTS, max_new_tokens=24, eos_token_id=ends)
-    for prompt, result in zip(PROMPTS, results, strict=True):
-        assert result.token_ids == plain(target, prompt, eos_token_id=ends)
+    for prompt, result, wanted in zip(PROMPTS, results, ended, strict=True):
+        assert result.token_ids == wanted
         assert result.prompt_ids == prompt
         assert result.finish_reason == ("eos" if result.token_ids[-1] in ends else "length")
 

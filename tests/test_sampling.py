@@ -53,6 +53,7 @@ SETTINGS = {
 }
 TREES = ["auto", BestFirst(7, 4), BestFirst(20, 6), Expansion((3, 2, 1)), Chain(4), Sampled((2, 2))]
 SEEDS = [11, 12, 13, 2**63 + 14]
+NEW = 10  # tokens: some steps of every tree
 
 
 def by_hand(model, prompt, seed, new, **options):
@@ -74,7 +75,7 @@ def by_hand(model, prompt, seed, new, **options):
 def alone(target):
     """The ids of every row and setting, written down by hand: no trees, no cache, no batch."""
     return {
-        name: [by_hand(target, p, s, 14, **options) for p, s in zip(PROMPTS, SEEDS, strict=True)]
+        name: [by_hand(target, p, s, NEW, **options) for p, s in zip(PROMPTS, SEEDS, strict=True)]
         for name, options in SETTINGS.items()
     }
 
@@ -83,7 +84,7 @@ def alone(target):
 def test_without_speculation_ids_are_argmax_of_scores_plus_noise(target, alone, setting):
     """The definition: one row at a time and as a ragged batch with a seed each."""
     decoder = SpeculativeDecoder(target, tree=None)
-    options = {"max_new_tokens": 14, **SETTINGS[setting]}
+    options = {"max_new_tokens": NEW, **SETTINGS[setting]}
     batch = decoder.generate(PROMPTS, seed=SEEDS, **options)
     assert [result.token_ids for result in batch] == alone[setting]
     assert [result.seed for result in batch] == SEEDS
@@ -94,7 +95,7 @@ def test_without_speculation_ids_are_argmax_of_scores_plus_noise(target, alone, 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_ids_depend_on_the_seed_and_not_on_drafts_trees_or_batch(target, near, far, alone, setting, policy):
     """Every tree with several drafts gives the ids of no speculation, alone and in a ragged batch."""
-    options = {"max_new_tokens": 14, **SETTINGS[setting]}
+    options = {"max_new_tokens": NEW, **SETTINGS[setting]}
     for drafts in (["ngram"], [near], ["ngram", near, far]):
         decoder = SpeculativeDecoder(target, drafts=drafts, tree=policy, verifier=ExactMatch())
         batch = decoder.generate(PROMPTS, seed=SEEDS, **options)
@@ -127,7 +128,7 @@ def test_a_draft_equal_to_the_target_guesses_what_the_seed_will_choose(target):
 def test_draft_vocabularies_of_other_sizes_do_not_change_sampled_ids(target, alone, vocab):
     """A padded or cut draft vocabulary only changes what is guessed."""
     decoder = SpeculativeDecoder(target, drafts=[like(target, vocab=vocab)], tree=BestFirst(9, 3))
-    batch = decoder.generate(PROMPTS, seed=SEEDS, max_new_tokens=14, **SETTINGS["nucleus"])
+    batch = decoder.generate(PROMPTS, seed=SEEDS, max_new_tokens=NEW, **SETTINGS["nucleus"])
     assert [result.token_ids for result in batch] == alone["nucleus"]
 
 

@@ -66,6 +66,14 @@ def trained(target, shards, out, settings=SETTINGS, earlier=(), start=None, prog
     return train_head(target, byte_tokenizer(), shards, job, progress)
 
 
+@pytest.fixture(scope="module")
+def learnt(target, shards, tmp_path_factory):
+    """A head that has learnt: its folder, figures, and what was told of its progress."""
+    seen, folder = [], tmp_path_factory.mktemp("heads") / "1"
+    settings = replace(SETTINGS, epochs=12.0)
+    return folder, trained(target, shards, folder, settings, progress=lambda *told: seen.append(told)), seen
+
+
 def test_the_gradient_made_on_the_way_forward_is_autograds():
     torch.manual_seed(0)
     logits, weights = torch.randn(5, 9, requires_grad=True), torch.rand(5)
@@ -162,11 +170,8 @@ def test_a_chained_step_sees_older_target_states_and_its_own_chain():
     assert row == [[1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
 
 
-def test_training_learns_and_says_how_well(target, shards, tmp_path):
-    seen = []
-    figures = trained(
-        target, shards, tmp_path / "1", replace(SETTINGS, epochs=12.0), progress=lambda *a: seen.append(a)
-    )
+def test_training_learns_and_says_how_well(learnt):
+    folder, figures, seen = learnt
     assert [done for _, done, _, _ in seen] == list(range(1, figures["steps"] + 1))
     assert len(figures["hits"]) == SETTINGS.unroll
     for rates in figures["hits"]:
@@ -174,7 +179,7 @@ def test_training_learns_and_says_how_well(target, shards, tmp_path):
     first, last = figures["history"][0], figures["history"][-1]
     assert last["loss"] < 0.8 * first["loss"]  # 80 held-out tokens tell little from chance
     assert 0 < figures["coverage"] <= 1
-    draft = HeadDraft.load(tmp_path / "1")
+    draft = HeadDraft.load(folder)
     assert len(draft.head.token_ids) == SETTINGS.vocabulary
 
 
@@ -236,16 +241,16 @@ def test_a_full_disk_is_one_error_and_training_goes_on_from_the_last_checkpoint(
     assert again[:1] == ([1] if moment == "checkpoint" else [])
 
 
-def test_tokens_that_an_earlier_draft_proposes_first_weigh_less(target, shards, tmp_path):
-    trained(target, shards, tmp_path / "1", replace(SETTINGS, epochs=30.0))
+def test_tokens_that_an_earlier_draft_proposes_first_weigh_less(target, shards, learnt, tmp_path):
+    folder, *_ = learnt
     texts = Texts(shards, SETTINGS.held_out)
     batch = texts.load(texts.train)
-    head = HeadDraft.load(tmp_path / "1").head.to(target.dtype).bind(target)
+    head = HeadDraft.load(folder).head.to(target.dtype).bind(target)
     weights = losses.boost_weights([head], batch, SETTINGS.boost)
     _, hits, _ = losses.HeadLoss(head, target, SETTINGS)(*batch, torch.ones_like(weights))
     assert 0 < int(hits[0, 0]) == int((weights != 1).sum()) < len(weights)
     assert set(weights[weights != 1].tolist()) == {torch.tensor(SETTINGS.boost).item()}
-    second = trained(target, shards, tmp_path / "2", earlier=[tmp_path / "1"])
+    second = trained(target, shards, tmp_path / "2", earlier=[folder])
     assert second["steps"] > 0
 
 

@@ -94,16 +94,22 @@ def test_training_learns_more_than_how_frequent_tokens_are(trained, shards, arch
     assert figures["coverage"] > 0.9
 
 
+@pytest.fixture(scope="module")
+def greedy(target):
+    """Prompts, and the target's own greedy ids after them."""
+    prompts = [[first, 9, 17, 30 + first] for first in range(8)]
+    return [(prompt, plain(target, prompt, 24)) for prompt in prompts]
+
+
 @pytest.mark.parametrize("arch", PUBLISHED)
-def test_what_is_trained_is_a_published_head(target, trained, arch):
+def test_what_is_trained_is_a_published_head(target, trained, greedy, arch):
     """It drafts what it learnt: as often right as on held-out texts, and the ids stay the target's."""
     draft = load_published(trained[arch][0], CONVENTIONS[arch])
     decoder = SpeculativeDecoder(target, drafts=[draft], tree=BestFirst(8, 3))
     accepted = steps = 0
-    for first in range(8):
-        prompt = [first, 9, 17, 30 + first]
+    for prompt, wanted in greedy:
         result = decoder.generate(prompt, max_new_tokens=24)
-        assert result.token_ids == plain(target, prompt, 24)
+        assert result.token_ids == wanted
         accepted, steps = accepted + 24, steps + len(result.steps)
     assert accepted / steps > 1.5
 
