@@ -252,7 +252,7 @@ def _listed(source: Source, rows: Sequence[Sequence[Grown]]) -> Growth:
         if nodes:
             table[:, row, : len(nodes)] = np.array(nodes).T  # ids are below 2 ** 53
     tokens, parents = torch.from_numpy(table[:2].astype(np.int64))
-    valid = torch.arange(width) < torch.tensor([[len(nodes)] for nodes in rows])
+    valid = torch.from_numpy(np.arange(width) < np.array([[len(nodes)] for nodes in rows]))
     return Growth(tokens, parents, torch.from_numpy(table[2]), valid, BestFirst.kind)
 
 
@@ -378,15 +378,17 @@ class _HostPool:
         for front, nodes in zip(self.fronts, level, strict=True):
             nodes += [_PADDING] * (self.width - len(nodes))
             front += nodes
-        tokens, parents = torch.tensor([[[node[i] for node in nodes] for nodes in level] for i in (1, 2)]).long()
-        scores = torch.tensor([[node.score for node in nodes] for nodes in level])
-        return Frontier(tokens, parents, scores > -inf, depth), scores
+        table = np.array([node for nodes in level for node in nodes]).reshape(len(level), self.width, 3)
+        tokens, parents = table[..., 1:].astype(np.int64).transpose(2, 0, 1)
+        columns = tokens, parents, table[..., 0] > -inf, table[..., 0]
+        tokens, parents, valid, scores = map(torch.from_numpy, columns)
+        return Frontier(tokens, parents, valid, depth), scores
 
     def narrowed(self, frontier: Frontier, width: int) -> Frontier:
         """Return the best nodes of the newest level."""
-        self.width = width
+        self.width = min(width, self.width)
         for front in self.fronts:
-            del front[self.first + width :]
+            del front[self.first + self.width :]
         return frontier.narrowed(width)
 
     def growth(self) -> Growth:
