@@ -199,7 +199,7 @@ class TreeSession:
     def __init__(
         self, model: TreeModel, cache: TreeCache, aux_layers: Sequence[int] = (), compiled: FastPass | None = None
     ) -> None:
-        self.model = model
+        self.model, self.dtype = model, model.dtype
         self.cache = cache
         self.aux_layers = tuple(aux_layers)
         self.compiled = compiled
@@ -285,7 +285,7 @@ class TreeSession:
         cache.stage(layout.width, layout.tokens.device)
         inputs: Inputs = {
             "input_ids": layout.tokens,
-            "attention_mask": attention_mask(model.spec, layout, cache.lengths, model.dtype, cache.kv_length),
+            "attention_mask": attention_mask(model.spec, layout, cache.lengths, self.dtype, cache.kv_length),
             **extra,
         }
         if model.takes_positions:
