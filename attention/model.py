@@ -323,8 +323,9 @@ class TreeSession:
 
     def _positions(self, layout: Layout) -> Tensor:
         """Return (B, T) positions, committed length + depth, clamped to the context (the rest is cut later)."""
-        lengths = on_device(self.cache.lengths, layout.tokens.device)
-        positions = lengths[:, None] + layout.depths[:, -layout.width :]
+        lengths: Any = self.cache.lengths
+        first = lengths[0] if len(set(lengths)) == 1 else on_device(lengths, layout.tokens.device)[:, None]
+        positions = layout.depths[:, -layout.width :] + first
         return positions if self.model.max_positions is None else positions.clamp(max=self.model.max_positions - 1)
 
 

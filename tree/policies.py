@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import exp, inf, log, nextafter
 from operator import itemgetter, mul
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
@@ -229,10 +229,13 @@ def grow_best_first(
     pool = (_HostPool if _on_host(source) else _Pool)(source, max_nodes, least)
     for depth in range(min(max_depth, max_nodes)):
         frontier, scores = pool.newest(depth) if depth else (_root(source), None)
-        if scores is not None and wanted and scores.shape[1]:
-            frontier = pool.narrowed(frontier, wanted(frontier, scores))
-        if frontier.tokens.shape[1] == 0:
+        width = frontier.tokens.shape[1]
+        if scores is not None and wanted and width:
+            width = min(width, wanted(frontier, scores))
+        if width == 0:
             break
+        if width < frontier.tokens.shape[1]:
+            frontier = pool.narrowed(frontier, width)
         pool.admit(*source.top(frontier, pool.children()))
     return pool.growth()
 
@@ -378,15 +381,14 @@ class _HostPool:
         for front, nodes in zip(self.fronts, level, strict=True):
             nodes += [_PADDING] * (self.width - len(nodes))
             front += nodes
-        table = np.array([node for nodes in level for node in nodes]).reshape(len(level), self.width, 3)
-        tokens, parents = table[..., 1:].astype(np.int64).transpose(2, 0, 1)
-        columns = tokens, parents, table[..., 0] > -inf, table[..., 0]
-        tokens, parents, valid, scores = map(torch.from_numpy, columns)
-        return Frontier(tokens, parents, valid, depth), scores
+        columns = zip(*chain(*level), strict=True) if self.width else ((), (), ())
+        table = (np.array(column).reshape(len(level), -1) for column in columns)
+        scores, tokens, parents = map(torch.from_numpy, table)
+        return Frontier(tokens, parents, scores > -inf, depth), scores
 
     def narrowed(self, frontier: Frontier, width: int) -> Frontier:
         """Return the best nodes of the newest level."""
-        self.width = min(width, self.width)
+        self.width = width
         for front in self.fronts:
             del front[self.first + self.width :]
         return frontier.narrowed(width)
