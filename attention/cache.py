@@ -165,7 +165,7 @@ class TreeCache(Cache):
     def staged(self, device: torch.device) -> Tensor:
         """Return the staged slots, (rows, T) long."""
         if self._staged is not None:
-            return torch.arange(self._staged.start, self._staged.stop, device=device).repeat(self.rows, 1)
+            return torch.arange(self._staged.start, self._staged.stop, device=device).expand(self.rows, -1)
         assert self.slots is not None
         return self.slots
 

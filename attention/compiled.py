@@ -24,7 +24,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from specinfer.attention import exported
 from specinfer.attention.cache import TreeCache
@@ -140,15 +139,17 @@ class CompiledPass:
         ids, masks = inputs["input_ids"], inputs["attention_mask"]
         columns = inputs.get("logits_to_keep")
         extra = {name: inputs[name] for name in sorted(inputs.keys() - USUAL)}
-        cache.open_layers(self.layers, self.network().dtype, ids.device)
+        masks = [masks] if isinstance(masks, Tensor) else [masks[kind] for kind in self.kinds]
+        dtype = masks[0].dtype  # the network's; its own property looks through the weights
+        cache.open_layers(self.layers, dtype, ids.device)
         tensors = exported.Tensors(
             ids,
             [inputs["position_ids"]] if "position_ids" in inputs else [],
-            [masks] if isinstance(masks, Tensor) else [masks[kind] for kind in self.kinds],
+            masks,
             cache.staged(ids.device),
             torch.arange(ids.shape[1], device=ids.device) if columns is None else columns,
             *cache.buffers(),
-            [value.to(self.network().dtype) for value in extra.values()],
+            [value.to(dtype) for value in extra.values()],
         )
         outputs = self.runners[tuple(extra)](tensors)
         if not aux_layers:
@@ -172,7 +173,8 @@ class _Runner:
         self.run, self.lock = loader.run, Lock()
 
     def __call__(self, tensors: exported.Tensors) -> Outputs:
-        given = [tensor.contiguous() for tensor in tree_leaves(tensors)]
+        parts = (part if isinstance(part, list) else [part] for part in tensors)
+        given = [tensor.contiguous() for tensor in chain(*parts)]
         with self.lock:
             return tuple(self.run([*given, *self.weights]))
 

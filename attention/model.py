@@ -199,7 +199,7 @@ class TreeSession:
     def __init__(
         self, model: TreeModel, cache: TreeCache, aux_layers: Sequence[int] = (), compiled: FastPass | None = None
     ) -> None:
-        self.model = model
+        self.model, self.dtype = model, model.dtype
         self.cache = cache
         self.aux_layers = tuple(aux_layers)
         self.compiled = compiled
@@ -285,7 +285,7 @@ class TreeSession:
         cache.stage(layout.width, layout.tokens.device)
         inputs: Inputs = {
             "input_ids": layout.tokens,
-            "attention_mask": attention_mask(model.spec, layout, cache.lengths, model.dtype, cache.kv_length),
+            "attention_mask": attention_mask(model.spec, layout, cache.lengths, self.dtype, cache.kv_length),
             **extra,
         }
         if model.takes_positions:
@@ -323,8 +323,9 @@ class TreeSession:
 
     def _positions(self, layout: Layout) -> Tensor:
         """Return (B, T) positions, committed length + depth, clamped to the context (the rest is cut later)."""
-        lengths = on_device(self.cache.lengths, layout.tokens.device)
-        positions = lengths[:, None] + layout.depths[:, -layout.width :]
+        lengths: Any = self.cache.lengths
+        first = lengths[0] if len(set(lengths)) == 1 else on_device(lengths, layout.tokens.device)[:, None]
+        positions = layout.depths[:, -layout.width :] + first
         return positions if self.model.max_positions is None else positions.clamp(max=self.model.max_positions - 1)
 
 

@@ -125,6 +125,12 @@ def test_only_as_many_nodes_of_a_level_are_asked_about_as_are_wanted(route: str)
         assert [node for node in nodes if node[1] == -1] == expected[: sum(node[1] == -1 for node in nodes)]
 
 
+def test_more_nodes_wanted_than_a_level_has_are_all_of_them(route: str) -> None:
+    table = coarse_table(30, 11, 6, seed=6)
+    growth = policies.grow_best_first(TableSource(table), 12, 4, wanted=lambda *_: 99)
+    assert rows(growth) == [heap_tree(row, 12, 4) for row in table.tolist()]
+
+
 def test_best_first_scores_only_nodes_that_can_have_children_in_the_tree(route: str) -> None:
     """Frontiers fit their static bound, hold real ids even as padding, and on the host no needless column."""
     source = TableSource(coarse_table(40, 11, 6, seed=4))

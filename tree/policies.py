@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from math import inf, log
-from operator import mul
+from itertools import accumulate, chain
+from math import exp, inf, log, nextafter
+from operator import itemgetter, mul
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -24,12 +24,12 @@ from torch import Tensor
 from specinfer.errors import PolicyError, TreeError
 from specinfer.tree.candidates import draw_candidates, top_candidates
 from specinfer.tree.forest import Forest
-from specinfer.tree.lattice import Lattice
+from specinfer.tree.lattice import Grown, Lattice
 from specinfer.tree.nodes import Draws, Listed
 from specinfer.tree.token_tree import Kind, TokenTree
 
 MOST = 1 << 16  # nodes of a tree, and levels
-MANY = 1 << 12  # candidates of a row; if there are more, only the best are sorted into the pool
+MANY = 1 << 12  # candidates of a row; where there may be more, a source is asked for fewer of each node
 
 
 class Frontier(NamedTuple):
@@ -39,6 +39,11 @@ class Frontier(NamedTuple):
     parents: Tensor  # (B, W) int64: numbers among all nodes of earlier frontiers, padding included; -1 at the root
     valid: Tensor  # (B, W) bool; False = padding
     depth: int  # of these nodes; the root's is 0
+
+    def narrowed(self, width: int) -> Frontier:
+        """Return the first nodes."""
+        tokens, parents, valid, depth = self
+        return Frontier(tokens[:, :width], parents[:, :width], valid[:, :width], depth)
 
 
 class Source(Protocol):
@@ -219,22 +224,29 @@ def grow_best_first(
     if not (max_nodes and max_depth):
         return _bare(source, BestFirst.kind)
     least = log(min_probability) if min_probability else -inf
-    if wanted is None and isinstance(source, LatticeSource):
+    if wanted is None and hasattr(source, "lattice"):  # a `LatticeSource`; `isinstance` takes far longer
         return _from_lattice(source.lattice(max_nodes), source, max_nodes, max_depth, least)
-    pool = _Pool(source, max_nodes, least)
+    pool = (_HostPool if _on_host(source) else _Pool)(source, max_nodes, least)
     for depth in range(min(max_depth, max_nodes)):
-        frontier = pool.newest(depth) if depth else _root(source)
-        if depth and wanted and frontier.tokens.shape[1]:
-            frontier = pool.narrowed(frontier, wanted(frontier, pool.front[1]))
-        if frontier.tokens.shape[1] == 0:
+        frontier, scores = pool.newest(depth) if depth else (_root(source), None)
+        width = frontier.tokens.shape[1]
+        if scores is not None and wanted and width:
+            width = min(width, wanted(frontier, scores))
+        if width == 0:
             break
-        pool.admit(*source.top(frontier, pool.children(frontier)))
+        if width < frontier.tokens.shape[1]:
+            frontier = pool.narrowed(frontier, width)
+        pool.admit(*source.top(frontier, pool.children()))
     return pool.growth()
 
 
 def _from_lattice(lattice: Lattice, source: Source, max_nodes: int, max_depth: int, least: float) -> Growth:
     """Return the best-first trees over a lattice; they are on the host."""
-    rows = [lattice.best_first(row, max_nodes, max_depth, least) for row in range(source.batch)]
+    return _listed(source, [lattice.best_first(row, max_nodes, max_depth, least) for row in range(source.batch)])
+
+
+def _listed(source: Source, rows: Sequence[Sequence[Grown]]) -> Growth:
+    """Return trees that are listed on the host, best nodes first."""
     width = max(map(len, rows))
     if not width:
         return _bare(source, BestFirst.kind)
@@ -243,12 +255,12 @@ def _from_lattice(lattice: Lattice, source: Source, max_nodes: int, max_depth: i
         if nodes:
             table[:, row, : len(nodes)] = np.array(nodes).T  # ids are below 2 ** 53
     tokens, parents = torch.from_numpy(table[:2].astype(np.int64))
-    valid = torch.arange(width) < torch.tensor([[len(nodes)] for nodes in rows])
+    valid = torch.from_numpy(np.arange(width) < np.array([[len(nodes)] for nodes in rows]))
     return Growth(tokens, parents, torch.from_numpy(table[2]), valid, BestFirst.kind)
 
 
 class _Pool:
-    """The N best nodes so far of each row, best first.
+    """The N best nodes so far of each row, best first, where the host must not wait for a device.
 
     Candidates are numbered: the i-th child of the n-th frontier node is n N + i.
     """
@@ -275,9 +287,6 @@ class _Pool:
         paths, tokens = _path_scores(scores, log_probs), tokens.flatten(1)
         if self.least > -inf:
             paths.masked_fill_(paths < self.least, -inf)
-        if paths.shape[1] > MANY and _on_host(paths):
-            slots, paths = top_candidates(paths, self.size)
-            arrivals, tokens = arrivals.gather(1, slots), tokens.gather(1, slots)
         # The pool comes first and parents stand in pool order, so a stable sort breaks ties as the heap does.
         scores, best = torch.cat((self.scores, paths), 1).sort(dim=1, descending=True, stable=True)
         best = best[:, : self.size]
@@ -285,32 +294,28 @@ class _Pool:
         self.numbers = torch.cat((self.numbers, arrivals), 1).gather(1, best)
         self.tokens = torch.cat((self.tokens, tokens), 1).gather(1, best)
 
-    def children(self, frontier: Frontier) -> int:
-        """Return the most children of one frontier node that may enter the pool.
+    def children(self) -> int:
+        """Return the most children of one frontier node that may enter the pool, as far as the host knows."""
+        return self.size
 
-        The i-th likeliest token of a distribution has at most the probability 1 / i.
+    def newest(self, depth: int) -> tuple[Frontier, Tensor]:
+        """Return the nodes of the newest level that may have children in the pool, and their scores (B, W).
+
+        Any but the last slot's may have some.
         """
-        if frontier.tokens.shape[1] * self.size <= MANY or not _on_host(self.scores):
-            return self.size
-        last = self.scores[:, -1:].clamp(min=self.least)
-        return min(self.size, int((self.front[1] - last).nan_to_num(inf).clamp(max=log(self.size)).exp().max()) + 1)
-
-    def newest(self, depth: int) -> Frontier:
-        """Return the nodes of the newest level that may have children in the pool: any but the last slot's."""
         numbers, scores = self.numbers[:, :-1], self.scores[:, :-1]
         young = (numbers >= self.first * self.size).logical_and_(scores != -inf)
-        width = int(young.sum(1).max()) if _on_host(young) else self.size - depth
-        valid, slots = (part[:, :width] for part in young.sort(dim=1, descending=True, stable=True))
+        valid, slots = (part[:, : self.size - depth] for part in young.sort(dim=1, descending=True, stable=True))
         numbers = numbers.gather(1, slots)
         self.front = numbers, scores.gather(1, slots).masked_fill_(~valid, -inf)
-        return Frontier(self.tokens.gather(1, slots), numbers.div(self.size, rounding_mode="floor"), valid, depth)
+        parents = numbers.div(self.size, rounding_mode="floor")
+        return Frontier(self.tokens.gather(1, slots), parents, valid, depth), self.front[1]
 
     def narrowed(self, frontier: Frontier, width: int) -> Frontier:
         """Return the best nodes of the newest level."""
         numbers, scores = self.front
         self.front = numbers[:, :width], scores[:, :width]
-        tokens, parents, valid, depth = frontier
-        return Frontier(tokens[:, :width], parents[:, :width], valid[:, :width], depth)
+        return frontier.narrowed(width)
 
     def growth(self) -> Growth:
         """Return the pool as trees."""
@@ -320,6 +325,86 @@ class _Pool:
         parents = slots.gather(1, torch.searchsorted(ascending, above).clamp_(max=self.size - 1)) + 1
         valid = self.scores != -inf  # NaN is valid, so that `Growth.trees` sees it
         return Growth(self.tokens, parents.masked_fill_(above < 0, 0), self.scores, valid, BestFirst.kind)
+
+
+class _Node(NamedTuple):
+    """A node of a `_HostPool`; its parent is a number among the row's frontier nodes, as in `Frontier`."""
+
+    score: float
+    token: int
+    parent: int
+
+
+_ROOT, _PADDING = _Node(0.0, -1, -1), _Node(-inf, 0, 0)
+_by_score = itemgetter(0)
+
+
+class _HostPool:
+    """`_Pool` for distributions in host memory, in lists: candidates that cannot enter it are not looked at."""
+
+    def __init__(self, source: Source, size: int, least: float) -> None:
+        self.source, self.size = source, size
+        self.least = nextafter(least, -inf)  # a node's score is larger
+        self.pools: list[list[_Node]] = [[] for _ in range(source.batch)]  # best first
+        self.fronts = [[_ROOT] for _ in self.pools]  # the nodes of all frontiers
+        self.first, self.width = 0, 1  # nodes before the newest frontier, and in it
+
+    def admit(self, tokens: Tensor, log_probs: Tensor) -> None:
+        """Let the candidates of the frontier, both (B, W, N at most), compete for the pool."""
+        for row, candidates in enumerate(zip(tokens.tolist(), log_probs.tolist(), strict=True)):
+            pool, front, worst = self.pools[row], self.fronts[row], self._worst(row)
+            arrivals = []
+            for parent, *children in zip(range(self.first, self.first + self.width), *candidates, strict=True):
+                above = front[parent].score
+                for token, log_prob in zip(*children, strict=True):
+                    score = above + min(log_prob, 0.0)
+                    if score <= worst:
+                        break  # the others are not likelier
+                    arrivals.append(_Node(score if score == score else inf, token, parent))  # inf is seen later
+            # The pool comes first and parents stand in pool order, so a stable sort breaks ties as the heap does.
+            self.pools[row] = sorted(pool + arrivals, key=_by_score, reverse=True)[: self.size]
+
+    def children(self) -> int:
+        """Return the most children of one frontier node that may enter the pool.
+
+        The i-th likeliest token of a distribution has at most the probability 1 / i.
+        """
+        if self.width * self.size <= MANY:
+            return self.size
+        gaps = [max(front[self.first :])[0] - self._worst(row) for row, front in enumerate(self.fronts)]
+        return min(self.size, int(exp(min(max(gaps), log(self.size)))) + 1)
+
+    def newest(self, depth: int) -> tuple[Frontier, Tensor]:
+        """Return the nodes of the newest level that may have children in the pool: see `_Pool`."""
+        level = [[node for node in pool[: self.size - 1] if node.parent >= self.first] for pool in self.pools]
+        self.first, self.width = self.first + self.width, max(map(len, level))
+        for front, nodes in zip(self.fronts, level, strict=True):
+            nodes += [_PADDING] * (self.width - len(nodes))
+            front += nodes
+        columns = zip(*chain(*level), strict=True) if self.width else ((), (), ())
+        table = (np.array(column).reshape(len(level), -1) for column in columns)
+        scores, tokens, parents = map(torch.from_numpy, table)
+        return Frontier(tokens, parents, scores > -inf, depth), scores
+
+    def narrowed(self, frontier: Frontier, width: int) -> Frontier:
+        """Return the best nodes of the newest level."""
+        self.width = width
+        for front in self.fronts:
+            del front[self.first + self.width :]
+        return frontier.narrowed(width)
+
+    def growth(self) -> Growth:
+        """Return the pool as trees."""
+        rows: list[list[Grown]] = []
+        for pool, front in zip(self.pools, self.fronts, strict=True):
+            slots = {node: slot for slot, node in enumerate(pool, start=1)}
+            rows.append([(token, slots.get(front[parent], 0), score) for score, token, parent in pool])
+        return _listed(self.source, rows)
+
+    def _worst(self, row: int) -> float:
+        """Return the score that a candidate must exceed."""
+        pool = self.pools[row]
+        return pool[-1].score if len(pool) == self.size else self.least
 
 
 @dataclass(frozen=True)
@@ -442,9 +527,9 @@ class DenseSource:
         return draw_candidates(self.log_probs(frontier), k, replacement, self.generator)
 
 
-def _on_host(tensor: Tensor) -> bool:
-    """Whether reading a value of the tensor waits for no device."""
-    return tensor.device.type == "cpu"
+def _on_host(where: Tensor | Source) -> bool:
+    """Whether reading a value of a tensor, or of a source's tensors, waits for no device."""
+    return where.device.type == "cpu"
 
 
 def _root(source: Source) -> Frontier:

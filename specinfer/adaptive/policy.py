@@ -37,7 +37,6 @@ from specinfer.tree import (
     Frontier,
     Growth,
     Kind,
-    LatticeSource,
     Nodes,
     Source,
     TokenTree,
@@ -195,7 +194,7 @@ class Auto:
         half = self.costs.node(source.batch) / 2  # for q may be low
         least = min(max(half, LEAST[0]), LEAST[1])
         # a draft that answers for all depths at once is asked once, and levels cost nothing
-        wanted = None if isinstance(source, LatticeSource) else _Levels(self, source)
+        wanted = None if hasattr(source, "lattice") else _Levels(self, source)
         return grow_best_first(source, self.max_nodes, depth, least, wanted)
 
     def fit(self, trees: Sequence[TokenTree]) -> Forest:

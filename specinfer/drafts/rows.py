@@ -100,8 +100,13 @@ class DraftRows:
         """
         if not self.couplings:
             return None
-        noise = torch.stack([self.noise(depth, device) for depth in depths], 1)  # (B, W or 1, V)
-        noise = noise[..., :size] if self.token_ids is None else noise[..., self.token_ids]
+        every = (
+            coupling.at(length + depth, self.context.vocab_size, device)
+            for coupling, length in zip(self.couplings, self.lengths, strict=True)
+            for depth in depths
+        )
+        found = [noise[:size] if self.token_ids is None else noise.index_select(0, self.token_ids) for noise in every]
+        noise = torch.stack(found).view(self.batch, len(depths), -1)  # (B, W or 1, V')
         return noise if indices is None else noise.expand(-1, indices.shape[1], -1).gather(2, indices)
 
     def coupled(self, tokens: Tensor, q: Tensor, k: int, depth: int) -> tuple[Tensor, Tensor]:
@@ -156,7 +161,7 @@ def draw_rows(log_probs: Tensor, k: int, replacement: bool, keys: Sequence[int])
 
 def _in_order(values: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Return values (.., k), descending, and their tokens, ties by the smaller token (`torch.topk` has no rule)."""
-    if values.device.type == "cpu" and not (values[..., 1:] == values[..., :-1]).any():
+    if values.device.type == "cpu" and values.diff().all():  # no two are equal
         return values, tokens
     tokens, order = tokens.sort(-1)
     values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)

@@ -46,8 +46,8 @@ def gumbel(key_: int, count: int, device: torch.device = CPU) -> Tensor:
     """
     state = _strides(count, device) + key_  # int64 arithmetic wraps, as intended
     mixed = _mixed_on_host(state) if device.type == "cpu" else _mixed(state)
-    fraction = mixed.to(torch.float32).add_(0.5).mul_(2.0**-53).clamp_(max=1.0 - 2.0**-24)
-    return fraction.neg_().log1p_().neg_().log_().neg_()
+    negative = mixed.to(torch.float32).add_(0.5).mul_(-(2.0**-53)).clamp_(min=2.0**-24 - 1.0)  # -w
+    return negative.log1p_().neg_().log_().neg_()
 
 
 class Coupling:
