@@ -14,7 +14,6 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from itertools import chain
 from math import inf
 from pathlib import Path
 from textwrap import shorten
@@ -29,7 +28,7 @@ from specinfer.attention import exported
 from specinfer.attention.cache import TreeCache
 from specinfer.attention.check import toy_tree
 from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees
-from specinfer.attention.linear import free_bytes, pack, packable, teach_compiler
+from specinfer.attention.linear import free_bytes, pack, pack_int8, packable, packable_int8, teach_compiler
 from specinfer.attention.model import TreeModel, TreeSession
 from specinfer.attention.watch import Watch, altered, named_tensors
 from specinfer.errors import NotCompiled
@@ -38,6 +37,7 @@ from specinfer.errors import NotCompiled
 # position or weight costs 1e-2 (random weights) to 1.  Bfloat16 itself moves the logits of SmolLM2 by 0.05 to 0.36 from
 # those in float32, so in 16 bits only gross mistakes are seen.
 ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 4e-1, torch.float16: 1e-1}
+INT8 = 0.3  # the same where products are rounded to 8 bits
 MOST = 0.75  # of a pass's nodes must be within that in 16 bits; the others may be outliers
 SAMPLED = 32  # entries of a weight that are compared before every call
 SPARE = 1.2  # bytes of free memory that packing needs, per byte of weights
@@ -105,11 +105,17 @@ class CompiledPass:
         stamps = [(tensors[name].data_ptr(), tensors[name]._version) for name in names]  # writes through .data hide
         if stamps == self.stamps and torch.equal(_joined(self.samples), self.sampled):
             return ""
-        groups = {source.names for source in sources if source.kind == "packed"}
-        needed = SPARE * sum(weights[name].nbytes for name in set(chain(*groups)))
+        groups = {(source.kind, source.names) for source in sources if source.kind in ("packed", "int8")}
+        needed = SPARE * sum(weights[name].nbytes for name in {name for _, group in groups for name in group})
         if needed > free_bytes():
             return f"packed weights need {needed / 1e9:.1f} GB of memory, and less is free"
-        packed = {group: pack([weights[name] for name in group]) for group in groups}
+        packed: dict[tuple[str, tuple[str, ...]], Tensor] = {}
+        for kind, group in groups:
+            joined = [weights[name] for name in group]
+            if kind == "packed":
+                packed[kind, group] = pack(joined)
+            else:
+                packed[kind, group], packed["scales", group] = pack_int8(joined)
         for runner in self.runners.values():
             runner.weights = [self._input(source, weights, packed) for source in runner.sources]
         flat = [weight.view(-1) for weight in weights.values() if weight.is_contiguous()]
@@ -118,10 +124,10 @@ class CompiledPass:
         return ""
 
     def _input(
-        self, source: exported.Source, weights: Mapping[str, Tensor], packed: Mapping[tuple[str, ...], Tensor]
+        self, source: exported.Source, weights: Mapping[str, Tensor], packed: Mapping[tuple[str, tuple[str, ...]], Tensor]
     ) -> Tensor:
-        if source.kind == "packed":
-            return packed[source.names]
+        if (source.kind, source.names) in packed:
+            return packed[source.kind, source.names]
         if source.kind == "sizes":
             return torch.zeros(1, dtype=self.network().dtype).expand(source.shape)
         if source.kind == "joined":
@@ -207,7 +213,8 @@ def make(model: TreeModel, aux_layers: Sequence[int], folder: Path) -> None:
         for number, extra in enumerate(variants_of(model.model)):
             kinds = sorted(model.spec.windows)
             one = exported.Pass(model.model, kinds, aux_layers, model.takes_logits_to_keep, sorted(extra))
-            graph, sources = exported.export_pass(one.eval(), _example(model, layers, extra), packable)
+            can_pack = packable_int8 if model.int8 else packable
+            graph, sources = exported.export_pass(one.eval(), _example(model, layers, extra), can_pack, model.int8)
             path = folder / f"pass-{number}.pt2"
             _compile(graph, path)
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -283,7 +290,7 @@ def check(model: TreeModel, compiled: CompiledPass, widths: Sequence[int] = ()) 
         worst = max(_difference(model, compiled, extra, widths) for extra in variants_of(model.model))
     except RuntimeError as error:
         raise NotCompiled(f"compiled passes of {model.name} fail: {shorten(str(error), 200)}") from error
-    limit = ROUNDING.get(model.dtype, 1e-4)
+    limit = INT8 if model.int8 else ROUNDING.get(model.dtype, 1e-4)
     if not worst <= limit:
         raise NotCompiled(f"compiled passes of {model.name} are off by {worst:.1e} where rounding explains {limit:.0e}")
     return worst

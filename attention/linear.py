@@ -5,6 +5,9 @@ Knows: the packed weights of MKL and oneDNN, how a compiled pass calls them.  Do
 `torch.nn.Linear` rearranges a weight in every product.  In float32, MKL's packed products of 1
 to 8 states take little longer than reading the weight from memory; oneDNN's take a third to a half longer.  In 16 bits
 only oneDNN packs (``docs/performance.md``).
+
+Drafts only propose, so their products may be rounded: weights to 8 bits with a scale for each output, states with a
+scale for each state.  Then a quarter of the bytes of float32 are read.
 """
 
 from collections.abc import Sequence
@@ -14,18 +17,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+aten = torch.ops.aten
+SMALLEST = 1e-12  # a scale times 127, at least
 ROWS = {torch.float32: 64, torch.bfloat16: 16, torch.float16: 16}  # the number of states that packing is tuned for
 
 _library = torch.library.Library("specinfer", "DEF")
 # states (..., K), a weight (N, K) of which only the shape counts, the weight packed, bias (N,): returns (..., N)
 _library.define("linear(Tensor states, Tensor like, Tensor packed, Tensor? bias) -> Tensor")
+# unsigned states (..., K) with zero at 128, an int8 weight (N, K) packed, its scales (N,), zeros: returns (..., N)
+_library.define("linear_int8(Tensor states, Tensor packed, Tensor scales, Tensor zeros) -> Tensor")
 
 
 @torch.library.register_fake("specinfer::linear", lib=_library)
 def _shape(states: Tensor, like: Tensor, _packed: Tensor, _bias: Tensor | None) -> Tensor:
     return states.new_empty(*states.shape[:-1], len(like))
+
+
+@torch.library.register_fake("specinfer::linear_int8", lib=_library)
+def _shape_int8(states: Tensor, _packed: Tensor, scales: Tensor, _zeros: Tensor) -> Tensor:
+    return scales.new_empty(*states.shape[:-1], len(scales))
 
 
 def packable(weight: Tensor) -> bool:
@@ -50,6 +62,44 @@ def pack(weights: Sequence[Tensor]) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(joined, rows)
 
 
+def packable_int8(weight: Tensor) -> bool:
+    """Whether this machine has fast products in 8 bits for a weight (N, K); without VNNI they overflow, and are slow."""
+    fast = torch.backends.cpu.get_cpu_capability().startswith("AVX512") and torch.cpu._is_vnni_supported()
+    return packable(weight) and fast
+
+
+@torch.inference_mode()
+def pack_int8(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return weights (N_i, K) as one packed int8 weight, and the scale of each output, float32 (sum of N_i,)."""
+    joined = torch.cat([weight.detach().float() for weight in weights])
+    scales = joined.abs().amax(1).clamp(min=SMALLEST) / 127
+    rounded = (joined / scales[:, None]).round_().to(torch.int8)
+    return torch.ops.onednn.qlinear_prepack(rounded, None), scales
+
+
+def add_int8_product(
+    graph: fx.Graph, states: fx.Node, packed: fx.Node, scales: fx.Node, bias: fx.Node | None, dtype: torch.dtype
+) -> fx.Node:
+    """Add a product of states (..., K), each rounded to 8 bits, with a packed int8 weight to a graph: (..., N).
+
+    oneDNN's fast products take unsigned states, so 128 stands for zero.
+    """
+
+    def call(operation: Any, *arguments: Any, **options: Any) -> fx.Node:
+        return graph.call_function(operation, arguments, options)
+
+    states = call(aten._to_copy.default, states, dtype=torch.float32)
+    largest = call(aten.amax.default, call(aten.abs.default, states), [-1], True)
+    scale = call(aten.div.Tensor, call(aten.clamp_min.default, largest, SMALLEST), 127.0)
+    shifted = call(aten.add.Tensor, call(aten.round.default, call(aten.div.Tensor, states, scale)), 128.0)
+    rounded = call(aten._to_copy.default, shifted, dtype=torch.uint8)
+    zeros = call(aten.zeros_like.default, scales, dtype=torch.int32)
+    product = call(torch.ops.specinfer.linear_int8.default, rounded, packed, scales, zeros)
+    scaled = call(aten.mul.Tensor, product, scale)
+    result = scaled if bias is None else call(aten.add.Tensor, scaled, bias)
+    return call(aten._to_copy.default, result, dtype=dtype)
+
+
 @cache
 def teach_compiler() -> None:
     """Tell Inductor how to call a packed product.
@@ -59,6 +109,7 @@ def teach_compiler() -> None:
     """
     from torch._inductor import ir, mkldnn_ir
     from torch._inductor.lowering import register_lowering, view
+    from torch._inductor.virtualized import V
 
     @register_lowering(torch.ops.specinfer.linear, type_promotion_kind=None)
     def lower(states: Any, like: Any, packed: Any, bias: Any) -> Any:
@@ -71,6 +122,16 @@ def teach_compiler() -> None:
         else:
             product = mkldnn_ir.LinearUnary.create(flat, packed, bias, "none", [], "")
         return view(ir.TensorBox.create(product), [*before, like.get_size()[0]])
+
+    @register_lowering(torch.ops.specinfer.linear_int8, type_promotion_kind=None)
+    def lower_int8(states: Any, packed: Any, scales: Any, zeros: Any) -> Any:
+        *before, size = states.get_size()
+        flat = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(view(states, [-1, size])))
+        one, zero = (V.graph.add_tensor_constant(torch.tensor(number)) for number in (1.0, 128))
+        scales, zeros = (ir.ExternKernel.realize_input(each) for each in (scales, zeros))
+        given = flat, one, zero, packed, scales, zeros, None
+        product = mkldnn_ir.QLinearPointwisePT2E.create(*given, 1.0, 0, torch.float32, "none", [], "")
+        return view(ir.TensorBox.create(product), [*before, scales.get_size()[0]])
 
 
 def free_bytes() -> float:

@@ -27,6 +27,7 @@ import transformers
 
 from specinfer.attention import TreeModel, resumed
 from specinfer.attention.compiled import OPTIONS, RECORD, CompiledPass, check, make
+from specinfer.attention.linear import packable_int8
 from specinfer.attention.watch import architecture
 from specinfer.common.files import cache_folder, parse_json, storing
 from specinfer.errors import InputError, NotCompiled
@@ -36,7 +37,8 @@ WIDTHS = (1, 2, 3, 5, 8, 9, 16, 17, 24, 33, 64, 65, 130, 512)  # of the passes t
 MODES = ("auto", True, False)
 UNREADABLE = (OSError, ValueError, KeyError, TypeError)  # what reading a damaged record raises
 
-_loaded: WeakKeyDictionary[Any, CompiledPass] = WeakKeyDictionary()  # by network, so weights are packed once
+# by network and whether in 8 bits, so weights are packed once
+_loaded: tuple[WeakKeyDictionary[Any, CompiledPass], ...] = WeakKeyDictionary(), WeakKeyDictionary()
 _lock = RLock()
 
 
@@ -45,7 +47,7 @@ def packages_folder() -> Path:
     return cache_folder() / "compiled"
 
 
-def attach(model: TreeModel, aux_layers: Sequence[int], mode: bool | str) -> str:
+def attach(model: TreeModel, aux_layers: Sequence[int], mode: bool | str, int8: bool = False) -> str:
     """Give a model its compiled passes, if there are some; else return why it has none.
 
     Args:
@@ -53,6 +55,7 @@ def attach(model: TreeModel, aux_layers: Sequence[int], mode: bool | str) -> str
         aux_layers: hidden states that its passes must return.
         mode: "auto" takes an existing package.  True makes one if there is none, and says so on stderr.  False takes
             none.
+        int8: whether its products may be rounded to 8 bits, where this machine is fast at that.
 
     Raises:
         InputError: the mode is none of these.
@@ -63,6 +66,7 @@ def attach(model: TreeModel, aux_layers: Sequence[int], mode: bool | str) -> str
         return "not compiled, as asked"
     if reason := getattr(model.model, "never_compiled", ""):
         return reason
+    model.int8 = int8 and packable_int8(model.model.get_input_embeddings().weight)
     with _lock, resumed(model):
         try:
             model.compiled = _usable(model, aux_layers, anew=mode is True)
@@ -99,6 +103,7 @@ def remove_packages() -> int:
 def package_of(model: TreeModel) -> Path:
     """Return the folder that a model's package is in, or would be."""
     parts = [FORMAT, OPTIONS, torch.__version__, transformers.__version__, _machine(model), architecture(model.model)]
+    parts += ["int8"] if model.int8 else []
     digest = hashlib.sha256(json.dumps([*parts, str(model.dtype)]).encode()).hexdigest()
     return packages_folder() / f"{model.name}-{digest[:16]}"
 
@@ -109,7 +114,7 @@ def _usable(model: TreeModel, aux_layers: Sequence[int], anew: bool = False) -> 
     Raises:
         NotCompiled: the package is damaged, wrong, or returns other hidden states; or the model is patched.
     """
-    compiled = _loaded.get(model.model)
+    compiled = _loaded[model.int8].get(model.model)
     if compiled is not None and set(aux_layers) <= set(compiled.aux_layers) and not compiled.refresh():
         return compiled
     folder = package_of(model)
@@ -127,7 +132,7 @@ def _usable(model: TreeModel, aux_layers: Sequence[int], anew: bool = False) -> 
         raise
     if reason:
         raise NotCompiled(reason)
-    _loaded[model.model] = compiled
+    _loaded[model.int8][model.model] = compiled
     return compiled
 
 
@@ -158,7 +163,7 @@ def _made(model: TreeModel, aux_layers: Sequence[int]) -> CompiledPass:
                 made.rename(folder)
     except OSError as error:
         raise NotCompiled(f"packages cannot be kept in {folder.parent} ({error.strerror or error})") from error
-    _loaded[model.model] = compiled
+    _loaded[model.int8][model.model] = compiled
     return compiled
 
 

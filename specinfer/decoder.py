@@ -133,7 +133,7 @@ class SpeculativeDecoder:
         self.plain: list[Any] = []  # per network, why its passes are not compiled
         for model in self.networks:
             aux_layers = self.aux_layers if model is self.target else [0] if hasattr(model.model, "pass_inputs") else []
-            self.plain.append(attach(model, aux_layers, plain(compile)))
+            self.plain.append(attach(model, aux_layers, plain(compile), int8=model is not self.target))
 
     @classmethod
     def from_pretrained(

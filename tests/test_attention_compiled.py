@@ -31,7 +31,7 @@ import specinfer.attention.packages as packages
 from specinfer import BestFirst, Chain, SpeculativeDecoder
 from specinfer.attention import TreeCache, TreeModel, TreeSession, resumed
 from specinfer.attention.compiled import RECORD, CompiledPass, check
-from specinfer.attention.linear import pack
+from specinfer.attention.linear import add_int8_product, pack, pack_int8, packable_int8
 from specinfer.attention.watch import architecture
 from specinfer.cli import app
 from specinfer.drafts.head import HeadDraft
@@ -104,6 +104,44 @@ def test_every_node_is_the_plain_models() -> None:
     assert own is not None
     with resumed(model):
         assert check(model, own, range(1, 40)) < 1e-5
+
+
+def test_drafts_multiply_in_8_bits_and_targets_never_do() -> None:
+    """Where the machine is fast at that; their trees are nearly the plain ones, texts are the target's."""
+    model = float_llama()
+    made = decoder(model, TREE, [draft_for(model)])
+    target, head = made.networks
+    assert not target.int8
+    assert head.int8 == packable_int8(model.lm_head.weight)
+    kinds = {source.kind for runner in head.compiled.runners.values() for source in runner.sources}
+    assert ("int8" in kinds, "packed" in kinds) == (head.int8, not head.int8)
+    assert "int8" not in {source.kind for runner in target.compiled.runners.values() for source in runner.sources}
+    with resumed(head):
+        assert check(head, head.compiled) < (0.1 if head.int8 else 1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_in_8_bits_are_those_of_rounded_weights_and_states(bias: bool) -> None:
+    weights = [torch.randn(24, 16), torch.zeros(8, 16), 1e-3 * torch.randn(40, 16)]
+    states = torch.cat([torch.randn(2, 3, 16), torch.zeros(2, 1, 16), 1e3 * torch.randn(2, 1, 16)], 1)
+    offsets = torch.randn(72) if bias else None
+    graph = torch.fx.Graph()
+    given = [graph.placeholder(name) for name in ("states", "packed", "scales", "bias")]
+    graph.output(add_int8_product(graph, *given[:3], given[3] if bias else None, torch.float32))
+    packed, scales = pack_int8(weights)
+    found = torch.fx.GraphModule(torch.nn.Module(), graph)(states, packed, scales, offsets)
+    step = states.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+    rounded = (states / step).round() * step
+    expected = rounded @ ((torch.cat(weights) / scales[:, None]).round() * scales[:, None]).T
+    torch.testing.assert_close(found, expected + (offsets if bias else 0), rtol=1e-5, atol=1e-5)
+
+
+def test_a_machine_that_is_slow_in_8_bits_rounds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    assert not packable_int8(torch.zeros(4, 4))
+    model = float_llama()
+    made = decoder(model, TREE, [draft_for(model)], compile="auto")
+    assert not made.networks[1].int8
 
 
 def test_caches_grow_under_compiled_passes() -> None:
