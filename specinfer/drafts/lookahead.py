@@ -31,7 +31,6 @@ from specinfer.drafts.rows import DraftRows
 from specinfer.engine.gumbel import DRAFT, key, uniform
 from specinfer.errors import InputError, PolicyError
 from specinfer.tree import BestFirst, Forest, Policy, TokenTree
-from specinfer.tree.token_tree import Draw
 
 
 class LookaheadDraft:
@@ -187,15 +186,8 @@ class LookaheadSession(DraftRows):
                 share[guess[:end]] += 1 / (len(guesses) + 1)
         for path in window.paths():
             share.update((tuple(path[:end]), 1.0) for end in range(1, min(len(path), max_depth) + 1))
-        paths = sorted(share, key=len)
-        numbers = {(): 0} | {path: number for number, path in enumerate(paths, 1)}
-        return TokenTree.from_nodes(
-            window.rows[0][0],
-            [path[-1] for path in paths],
-            [numbers[path[:-1]] for path in paths],
-            [log(share[path]) for path in paths],
-            [[Draw(self.draft, 0)] for _ in paths],
-        )
+        scores = {path: log(worth) for path, worth in share.items()}
+        return TokenTree.from_paths(window.rows[0][0], scores, self.draft)
 
     def _choices(self, row: int, view: Scored, nodes: Sequence[int | None]) -> list[int | None]:
         """Return the target's choice after some nodes, the greedy one or the one of its noise."""
