@@ -4,16 +4,15 @@ Knows: the draft's trees over its own tokens, their bytes, how the target's toke
 Does not know: the target, verification, chat templates.
 
 The draft grows a tree of its own tokens.  The text of every node is cut into the target's tokens, which are a path of
-the target's tree.  Text that goes on may be cut in another way ("th", "the"), and then both ways are paths: each node
-stands for the text that ends with it.
+the target's tree.  Text that goes on may be cut in another way: "t", "h", but "the".  Then both ways are paths.
 
     draft's tree     P(node), the draft's probability of the node's path
-    left of a node   P(node) less P of its children: the text ends here, or goes on in a way that was not drafted
-    target's tree    a node's probability is the sum of what is left of the draft's nodes whose text, cut, leads through it
+    rest of a node   P(node) less P of its children: the text ends here, or goes on in a way that was not drafted
+    target's tree    P(node) is the sum of the rests of the draft's nodes whose text, once cut, leads through it
 
-So equal texts add up, and a token that likely text would change counts little.  This is string-level exact match (SLEM:
-Timor et al., ICML 2025, arXiv 2502.05202, section 3), with trees.  Nothing here is drawn from a distribution over the
-target's tokens, so sampled trees are refused.
+So equal texts add up, and a token that more text probably changes counts little.  This is string-level exact match
+(SLEM: Timor et al., ICML 2025, arXiv 2502.05202, section 3), with trees.  No token of the target is drawn from a
+distribution, so sampled trees are refused.
 """
 
 import codecs
@@ -39,7 +38,7 @@ from specinfer.errors import PolicyError
 from specinfer.tree import BestFirst, Expansion, Forest, Kind, Policy, TokenTree
 
 TAIL = 8  # committed tokens at a row's end that text is cut together with; a character has 4 at most
-LEAST = 1e-9  # what is left of a node at least, so that logarithms are finite
+LEAST = 1e-9  # the rest of a node at least, so that logarithms are finite
 
 Shares = dict[tuple[int, ...], float]  # by path of the target's tokens below the root
 
@@ -168,9 +167,9 @@ class ThroughTextSession(RetokenizedSession):
         """Return a row's tree of the target's tokens; its likeliest path only where trees must not branch."""
         shares: Shares = defaultdict(float)
         reached = np.exp(grown.scores)
-        left = reached.copy()
-        np.subtract.at(left, grown.parents[1:], reached[1:])
-        for path, share in zip(self._cut(row, grown), left.clip(LEAST).tolist(), strict=True):
+        rest = reached.copy()
+        np.subtract.at(rest, grown.parents[1:], reached[1:])
+        for path, share in zip(self._cut(row, grown), rest.clip(LEAST).tolist(), strict=True):
             for end in range(1, len(path) + 1):
                 shares[tuple(path[:end])] += share
         scores = self._scores(row, shares)
