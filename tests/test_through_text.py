@@ -1,4 +1,4 @@
-"""Drafts that propose text: how it is cut into the target's tokens, what nodes are worth, and that ids do not change."""
+"""Drafts that propose text: how it is cut into the target's tokens, what nodes are worth, and what the ids are."""
 
 from math import exp, log
 
