@@ -28,14 +28,14 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from specinfer.adaptive.policy import Auto
 from specinfer.attention import TreeModel
 from specinfer.drafts.base import DraftContext
 from specinfer.drafts.language_model import ModelDraft
 from specinfer.drafts.rows import log_chances
 from specinfer.drafts.translated import RetokenizedSession, TranslatedDraft, bare_encoder
+from specinfer.engine.contrastive import CandidateTrees
 from specinfer.errors import PolicyError
-from specinfer.tree import BestFirst, Expansion, Forest, Kind, Policy, TokenTree
+from specinfer.tree import Expansion, Forest, Kind, Policy, TokenTree
 
 TAIL = 8  # committed tokens at a row's end that text is cut together with; a character has 4 at most
 LEAST = 1e-9  # the rest of a node at least, so that logarithms are finite
@@ -141,9 +141,9 @@ class ThroughTextSession(RetokenizedSession):
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow a tree of the draft's tokens per row, and return their texts as trees of the target's tokens.
 
-        Bare roots for policies that ask about the target's tokens one by one (contrastive search).
+        Bare roots for contrastive search, which asks about the target's tokens one by one.
         """
-        if not isinstance(policy, BestFirst | Auto | Expansion):
+        if isinstance(policy, CandidateTrees):
             return Forest(policy.kind, self.roots)
         grown = super().propose(policy, max_depth)
         chain = isinstance(policy, Expansion) and set(policy.expansion) <= {1}
