@@ -28,14 +28,14 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from specinfer.adaptive.policy import Auto
 from specinfer.attention import TreeModel
 from specinfer.drafts.base import DraftContext
 from specinfer.drafts.language_model import ModelDraft
 from specinfer.drafts.rows import log_chances
 from specinfer.drafts.translated import RetokenizedSession, TranslatedDraft, bare_encoder
-from specinfer.engine.contrastive import CandidateTrees
 from specinfer.errors import PolicyError
-from specinfer.tree import Expansion, Forest, Kind, Policy, TokenTree
+from specinfer.tree import BestFirst, Expansion, Forest, Kind, Policy, TokenTree
 
 TAIL = 8  # committed tokens at a row's end that text is cut together with; a character has 4 at most
 LEAST = 1e-9  # the rest of a node at least, so that logarithms are finite
@@ -111,10 +111,10 @@ class ThroughTextDraft(TranslatedDraft):
         """Return the policy.
 
         Raises:
-            PolicyError: its trees are sampled.
+            PolicyError: its trees are sampled, or it is none of those that go by probabilities alone.
         """
-        if policy.kind is not Kind.RANKED:
-            problem = f'tree={policy} needs the distribution of every token, and draft {self.name} (tokens="text")'
+        if not _grows_text(policy):
+            problem = f'tree={policy} asks about the target\'s tokens one by one, and draft {self.name} (tokens="text")'
             raise PolicyError(f'{problem} proposes text: give tree="auto" or BestFirst, or tokens="translate"')
         return policy
 
@@ -141,9 +141,9 @@ class ThroughTextSession(RetokenizedSession):
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow a tree of the draft's tokens per row, and return their texts as trees of the target's tokens.
 
-        Bare roots for contrastive search, which asks about the target's tokens one by one.
+        Bare roots for other policies, such as contrastive search, which ask about the target's tokens one by one.
         """
-        if isinstance(policy, CandidateTrees):
+        if not _grows_text(policy):
             return Forest(policy.kind, self.roots)
         grown = super().propose(policy, max_depth)
         chain = isinstance(policy, Expansion) and set(policy.expansion) <= {1}
@@ -202,6 +202,11 @@ class ThroughTextSession(RetokenizedSession):
             scores[path] = scores[path[:-1]] + chance
         del scores[()]
         return scores
+
+
+def _grows_text(policy: Policy) -> bool:
+    """Return whether a policy's trees may be of the draft's tokens: nothing is asked that depends on the target's."""
+    return isinstance(policy, BestFirst | Auto | Expansion) and policy.kind is Kind.RANKED
 
 
 def _likeliest(scores: Mapping[tuple[int, ...], float]) -> dict[tuple[int, ...], float]:
