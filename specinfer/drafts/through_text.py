@@ -40,7 +40,7 @@ from specinfer.tree import BestFirst, Expansion, Forest, Kind, Policy, TokenTree
 TAIL = 8  # committed tokens at a row's end that text is cut together with; a character has 4 at most
 LEAST = 1e-9  # the rest of a node at least, so that logarithms are finite
 
-Shares = dict[tuple[int, ...], float]  # by path of the target's tokens below the root
+ByPath = dict[tuple[int, ...], float]  # by path of the target's tokens below the root
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class ThroughTextSession(RetokenizedSession):
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow a tree of the draft's tokens per row, and return their texts as trees of the target's tokens.
 
-        Bare roots for other policies, such as contrastive search, which ask about the target's tokens one by one.
+        Bare roots for contrastive search, which asks about the target's tokens one by one.
         """
         if not _grows_text(policy):
             return Forest(policy.kind, self.roots)
@@ -165,7 +165,7 @@ class ThroughTextSession(RetokenizedSession):
 
     def _tree(self, row: int, grown: TokenTree, chain: bool) -> TokenTree:
         """Return a row's tree of the target's tokens; its likeliest path only where trees must not branch."""
-        shares: Shares = defaultdict(float)
+        shares: ByPath = defaultdict(float)
         reached = np.exp(grown.scores)
         rest = reached.copy()
         np.subtract.at(rest, grown.parents[1:], reached[1:])
@@ -189,7 +189,7 @@ class ThroughTextSession(RetokenizedSession):
             else:
                 yield []
 
-    def _scores(self, row: int, shares: Shares) -> dict[tuple[int, ...], float]:
+    def _scores(self, row: int, shares: ByPath) -> ByPath:
         """Return log-probabilities of paths: of the draft's text, or of being chosen under the target's noise."""
         if not self.couplings:
             return {path: min(log(share), 0.0) for path, share in shares.items()}
@@ -197,7 +197,7 @@ class ThroughTextSession(RetokenizedSession):
         paths = sorted(shares, key=len)
         q = torch.tensor([min(shares[path] / shares.get(path[:-1], 1.0), 1.0) for path in paths])
         noise = [float(coupling.at(first + len(path), vocab_size, self.device)[path[-1]]) for path in paths]
-        scores = {(): 0.0}
+        scores: ByPath = {(): 0.0}
         for path, chance in zip(paths, log_chances(q, torch.tensor(noise)).tolist(), strict=True):
             scores[path] = scores[path[:-1]] + chance
         del scores[()]
@@ -209,9 +209,9 @@ def _grows_text(policy: Policy) -> bool:
     return isinstance(policy, BestFirst | Auto | Expansion) and policy.kind is Kind.RANKED
 
 
-def _likeliest(scores: Mapping[tuple[int, ...], float]) -> dict[tuple[int, ...], float]:
+def _likeliest(scores: ByPath) -> ByPath:
     """Return one path and its beginnings: the likeliest child of each node."""
-    chain: dict[tuple[int, ...], float] = {}
+    chain: ByPath = {}
     path: tuple[int, ...] = ()
     while children := [longer for longer in scores if longer[:-1] == path]:
         path = max(children, key=lambda child: scores[child])

@@ -166,7 +166,7 @@ class TranslatedDraft(ModelDraft):
         draft.model = TreeModel(self.model.model)
         return draft
 
-    def open(self, context: DraftContext) -> "TranslatedSession":
+    def open(self, context: DraftContext) -> "RetokenizedSession":
         """Start drafting for a batch of rows, with a cache of its own."""
         return TranslatedSession(self.model, context, self.translation)
 
