@@ -31,6 +31,7 @@ from specinfer.drafts.online import checked_share, learners, save_heads
 from specinfer.drafts.published import draft_config, load_published, may_be_head
 from specinfer.drafts.recycling import RecyclingDraft
 from specinfer.drafts.suffix import SuffixDraft, with_memory
+from specinfer.drafts.through_text import ThroughTextDraft
 from specinfer.drafts.translated import TranslatedDraft
 from specinfer.engine.contrastive import CandidateTrees
 from specinfer.engine.generation import Run
@@ -52,6 +53,7 @@ NAMED: dict[str, Callable[[], Draft]] = {  # words for drafts that need no files
     "lookahead": LookaheadDraft,
     "mtp": MtpDraft,
 }
+RETOKENIZED = {"translate": TranslatedDraft, "text": ThroughTextDraft}  # ways of a draft with another tokenizer
 WORDS = ("auto", "bundled", *NAMED)  # words for drafts; others are names of models
 Functions = Sequence[Callable[..., Any]] | Callable[..., Any] | None
 DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8, min_probability=0.05)
@@ -379,8 +381,8 @@ class SpeculativeDecoder:
             return draft
         if draft.tokenizer is None or self.tokenizer is None:
             self.notes.append(f"draft {draft.name}: its tokenizer was not compared with the target's; give both")
-        elif draft.tokens == "translate" and self.tokenizer.get_vocab() != draft.tokenizer.get_vocab():
-            return TranslatedDraft(draft, self.target, self.tokenizer)
+        elif draft.tokens in RETOKENIZED and self.tokenizer.get_vocab() != draft.tokenizer.get_vocab():
+            return RETOKENIZED[draft.tokens](draft, self.target, self.tokenizer)
         else:
             loading.same_tokens(self.tokenizer, draft.tokenizer)
         draft = copy(draft)

@@ -262,5 +262,5 @@ def test_sizes_are_whole_numbers(sizes):
 def test_a_recording_refuses_it_by_name(target):
     """It would be recorded as a draft that proposes nothing."""
     decoder = SpeculativeDecoder(target, None, ["lookahead"])
-    with pytest.raises(InputError, match="lookahead learns from its nodes"):
+    with pytest.raises(InputError, match="lookahead proposes its trees whole"):
         record(decoder, PROMPTS, max_new_tokens=4)

@@ -355,7 +355,7 @@ def test_other_tokens_are_refused_if_asked_for():
     message = refused(merged(), tokens="same")
     assert "id 256 is" in message
     assert 'tokens="translate"' in message
-    assert "choose translate or same" in refused(merged(), tokens="both")
+    assert "choose translate, text or same" in refused(merged(), tokens="both")
 
 
 def test_tables_that_share_no_text_are_refused():

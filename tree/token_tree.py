@@ -166,6 +166,23 @@ class TokenTree(Displayed):
         nodes = in_order(Listed(np.array([root, *tokens], np.int64), above, path_scores, drawn, distributions or {}), 1)
         return cls(nodes.tokens, nodes.parents, nodes.scores, _draws(nodes), nodes.distributions, kind)
 
+    @classmethod
+    def from_paths(cls, root: int, scores: Mapping[tuple[int, ...], float], draft: int) -> TokenTree:
+        """Build a ranked tree that one draft proposed whole.
+
+        Args:
+            root: the last committed token.
+            scores: by path, its tokens from below the root; all beginnings of a path are listed, too.
+            draft: its id.
+
+        Raises:
+            TreeError: as the constructor.
+        """
+        paths = sorted(scores, key=len)
+        numbers = {(): 0} | {path: number for number, path in enumerate(paths, 1)}
+        tokens, parents = [path[-1] for path in paths], [numbers[path[:-1]] for path in paths]
+        return cls.from_nodes(root, tokens, parents, [scores[path] for path in paths], [[Draw(draft, 0)]] * len(paths))
+
     @cached_property
     def draws(self) -> tuple[tuple[Draw, ...], ...]:
         """Every node's draws, sorted; () at the root."""

@@ -90,8 +90,8 @@ class Draft(Protocol):
 
     A draft that reads the target's hidden states names their layers in ``aux_layers``.  It has a method ``attach`` that
     takes the target and its tokenizer and returns the draft to run: a bound copy, or None for itself.
-    A draft that learns from its own nodes in the target's passes has a method ``suited``, which takes the decoder's
-    policy and returns one that keeps those nodes, or raises `PolicyError`.
+    A draft that proposes its trees whole has a method ``suited``, which takes the decoder's policy and returns one that
+    suits such trees, or raises `PolicyError`.
     A draft that learns between calls has a method ``learn``, which takes the ids of each row (prompt and text) and the
     seconds that the call took.  What it spends is in the statistics.
     """

@@ -28,16 +28,18 @@ class ModelDraft:
         model: a ``transformers`` causal LM; its vocabulary may be padded differently from the target's.
         tokenizer: compared with the target's when the decoder is built; None skips the comparison.
         name: in results, without the folders before it; by default the name that the model was loaded by.
-        tokens: "translate" lets a draft with other tokens than the target's propose those that both know
-            (`drafts.translated`); "same" refuses it.
+        tokens: of a draft whose tokens are not the target's.  "translate" lets it propose those that both know
+            (`drafts.translated`), "text" what the target's tokenizer makes of its text (`drafts.through_text`); "same"
+            refuses it.
 
     Raises:
         InputError: another word for ``tokens``.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None, tokens: str = "translate") -> None:
-        if tokens not in ("translate", "same"):
-            raise InputError(f"tokens={tokens!r:.60} is no way to read a draft's tokens: choose translate or same")
+        if tokens not in ("translate", "text", "same"):
+            choices = "choose translate, text or same"
+            raise InputError(f"tokens={tokens!r:.60} is no way to read a draft's tokens: {choices}")
         self.model = TreeModel(model)
         self.tokenizer, self.tokens = tokenizer, tokens
         full = name or str(getattr(model.config, "_name_or_path", ""))

@@ -32,7 +32,6 @@ from specinfer.drafts.rows import DraftRows
 from specinfer.engine.gumbel import DRAFT, key, uniform
 from specinfer.errors import InputError, PolicyError
 from specinfer.tree import BestFirst, Forest, Policy, TokenTree
-from specinfer.tree.token_tree import Draw
 
 
 class LookaheadDraft:
@@ -189,15 +188,8 @@ class LookaheadSession(DraftRows):
                 share[guess[:end]] += 1 / (len(guesses) + 1)
         for path in window.paths():
             share.update((tuple(path[:end]), 1.0) for end in range(1, min(len(path), max_depth) + 1))
-        paths = sorted(share, key=len)
-        numbers = {(): 0} | {path: number for number, path in enumerate(paths, 1)}
-        return TokenTree.from_nodes(
-            window.rows[0][0],
-            [path[-1] for path in paths],
-            [numbers[path[:-1]] for path in paths],
-            [log(share[path]) for path in paths],
-            [[Draw(self.draft, 0)] for _ in paths],
-        )
+        scores = {path: log(worth) for path, worth in share.items()}
+        return TokenTree.from_paths(window.rows[0][0], scores, self.draft)
 
     def _choices(self, scored: Sequence[Scored], ends: Sequence[Sequence[int | None]]) -> list[list[int | None]]:
         """Return the target's choices after some nodes of each row, with one transfer; None where there is no node."""

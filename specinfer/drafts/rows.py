@@ -112,17 +112,13 @@ class DraftRows:
     def coupled(self, tokens: Tensor, q: Tensor, k: int, depth: int) -> tuple[Tensor, Tensor]:
         """Return the k likeliest of a few candidates, given the target's noise, and log-probabilities of being chosen.
 
-        A token of probability q and noise g is the target's choice with probability ``exp(-(1 - q) / q * exp(-g))``,
-        the chance that no other token's noise beats it (Gumbel-max, were q right).
-
         Args:
             tokens, q: (B, W, K) the target's ids and their probabilities; 0 = no candidate.
             k: how many.
             depth: of the W nodes.
         """
         noise = self.noise(depth, tokens.device).gather(1, tokens.flatten(1)).view_as(tokens)
-        chances = (-(1 - q) / q * (-noise).exp()).masked_fill_(q == 0, -inf)
-        chances, order = chances.sort(dim=-1, descending=True, stable=True)
+        chances, order = log_chances(q, noise).sort(dim=-1, descending=True, stable=True)
         return tokens.gather(2, order)[..., :k], chances[..., :k]
 
     def ids(self, indices: Tensor) -> Tensor:
@@ -143,6 +139,15 @@ class DraftRows:
         rows = zip(self.seeds, self.lengths, strict=True)
         keys = [key(seed, DRAFT, self.draft, length, depth) for seed, length in rows]
         return draw_rows(log_probs, k, replacement, keys)
+
+
+def log_chances(q: Tensor, noise: Tensor) -> Tensor:
+    """Return log-probabilities of tokens being the target's choice, given their probabilities and noise; -inf at 0.
+
+    A token of probability q and noise g is chosen with probability ``exp(-(1 - q) / q * exp(-g))``, the chance that no
+    other token's noise beats it (Gumbel-max, were q right).
+    """
+    return (-(1 - q) / q * (-noise).exp()).masked_fill_(q == 0, -inf)
 
 
 def state_columns(aux_layers: Sequence[int], context: DraftContext, device: torch.device) -> slice | Tensor:

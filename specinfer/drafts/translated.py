@@ -37,6 +37,7 @@ class Translation:
 
     Attributes:
         texts: of the target's tokens: bytes, or the name of a special token.
+        draft_texts: of the draft's.
         shared: the draft's ids by the target's, of the tokens that both know.
         pieces: the draft's ids of single bytes, by byte.
         encoder: the draft's tokenizer, which adds nothing to a text.
@@ -45,6 +46,7 @@ class Translation:
     """
 
     texts: Mapping[int, bytes | str]
+    draft_texts: Mapping[int, bytes | str]
     shared: Mapping[int, int]
     pieces: Mapping[int, int]
     encoder: Tokenizer
@@ -76,7 +78,8 @@ class Translation:
         dropped = frozenset({target.bos_token_id, target.pad_token_id} - shared.keys() - {None})
         pieces = {text[0]: token for text, token in ids.items() if isinstance(text, bytes) and len(text) == 1}
         first = draft("")["input_ids"][:1]
-        return cls(texts, shared, pieces, _encoder(draft), first if first == [draft.bos_token_id] else [], dropped)
+        first = first if first == [draft.bos_token_id] else []
+        return cls(texts, theirs, shared, pieces, bare_encoder(draft), first, dropped)
 
     def encode(self, text: bytes) -> list[int]:
         """Return the draft's tokens of a text; those of a last character that is not complete are single bytes."""
@@ -158,32 +161,28 @@ class TranslatedDraft(ModelDraft):
             problem = f"draft {self.name} has another tokenizer than its target, whose tokenizer is missing"
             raise TokenizerMismatch(f"{problem}: give the decoder the target's tokenizer")
         if tokenizer is not self.target_tokenizer:
-            return TranslatedDraft(self, target, tokenizer)
+            return type(self)(self, target, tokenizer)
         draft = copy(self)
         draft.model = TreeModel(self.model.model)
         return draft
 
-    def open(self, context: DraftContext) -> "TranslatedSession":
+    def open(self, context: DraftContext) -> "RetokenizedSession":
         """Start drafting for a batch of rows, with a cache of its own."""
         return TranslatedSession(self.model, context, self.translation)
 
 
-class TranslatedSession(ModelDraftSession):
-    """A translated draft at work: the session's tokens are the draft's, its candidates the target's."""
+class RetokenizedSession(ModelDraftSession):
+    """A draft with a tokenizer of its own at work: what rows commit is read as text, and fed as the draft's tokens."""
 
     per_row = (*ModelDraftSession.per_row, "texts", "cached", "roots")
 
     def __init__(self, model: TreeModel, context: DraftContext, translation: Translation) -> None:
         super().__init__(model, replace(context, max_capacity=sys.maxsize))  # a text may be many tokens of the draft
         self.vocab_size = model.vocab_size
-        shared = sorted((ours, theirs) for theirs, ours in translation.shared.items())
-        self.columns, self.token_ids = on_device(shared, self.device).T.contiguous()
-        self.fed_ids = torch.zeros(context.vocab_size, dtype=torch.long, device=self.device)  # of the target's ids
-        self.fed_ids[self.token_ids] = self.columns
         self.texts = [_Text(translation, prompt) for prompt in context.prompts]
         self.cached: list[list[int]] = [[] for _ in self.texts]  # tokens in the draft's cache
         self.uncached = [text.ids for text in self.texts]
-        self.roots = [prompt[-1] for prompt in context.prompts]
+        self.roots = [prompt[-1] for prompt in context.prompts]  # the target's
 
     def commit(
         self,
@@ -225,14 +224,25 @@ class TranslatedSession(ModelDraftSession):
     def _longest(self) -> int:
         return max(len(cached) + len(uncached) for cached, uncached in zip(self.cached, self.uncached, strict=True))
 
+    def _feed_uncached(self) -> Tensor:
+        self.cached = [cached + uncached for cached, uncached in zip(self.cached, self.uncached, strict=True)]
+        return super()._feed_uncached()
+
+
+class TranslatedSession(RetokenizedSession):
+    """A translated draft at work: the session's tokens are the draft's, its candidates the target's."""
+
+    def __init__(self, model: TreeModel, context: DraftContext, translation: Translation) -> None:
+        super().__init__(model, context, translation)
+        shared = sorted((ours, theirs) for theirs, ours in translation.shared.items())
+        self.columns, self.token_ids = on_device(shared, self.device).T.contiguous()
+        self.fed_ids = torch.zeros(context.vocab_size, dtype=torch.long, device=self.device)  # of the target's ids
+        self.fed_ids[self.token_ids] = self.columns
+
     def _logits(self, frontier: Frontier) -> Tensor:
         """Return logits (B, W, V') of the shared tokens after each frontier node, whose tokens are the target's."""
         fed = frontier._replace(tokens=self.fed_ids[frontier.tokens.clamp(min=0)])  # -1 at the root
         return super()._logits(fed)[..., self.columns]
-
-    def _feed_uncached(self) -> Tensor:
-        self.cached = [cached + uncached for cached, uncached in zip(self.cached, self.uncached, strict=True)]
-        return super()._feed_uncached()
 
 
 def _read(tokenizer: Any, whose: str, size: int) -> dict[int, bytes | str]:
@@ -254,7 +264,7 @@ def _by_text(tokenizer: Any, texts: Mapping[int, bytes | str]) -> dict[bytes | s
     return found
 
 
-def _encoder(tokenizer: Any) -> Tokenizer:
+def bare_encoder(tokenizer: Any) -> Tokenizer:
     """Return a copy of a tokenizer's backend that adds nothing before a text, cuts nothing off and pads nothing."""
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     unprefixed = {step: _unprefixed(parts[step]) for step in ("normalizer", "pre_tokenizer")}

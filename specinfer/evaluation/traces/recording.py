@@ -109,8 +109,8 @@ def _check(decoder: SpeculativeDecoder, plan: Sizes) -> None:
     for draft in decoder.drafts:
         if hasattr(draft, "suited"):
             raise InputError(
-                f"draft {draft.name} learns from its nodes in the target's passes, and a recording scores the text "
-                "alone: leave it out, and compare it by decoding"
+                f"draft {draft.name} proposes its trees whole, and a recording asks for them node by node: leave it "
+                "out, and compare it by decoding"
             )
     for model in decoder.language_models:
         if plan.nodes and check_model(model.model).support is Support.CHAIN_ONLY:
