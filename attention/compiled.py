@@ -14,6 +14,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from itertools import chain
 from math import inf
 from pathlib import Path
 from textwrap import shorten
