@@ -125,7 +125,10 @@ class CompiledPass:
         return ""
 
     def _input(
-        self, source: exported.Source, weights: Mapping[str, Tensor], packed: Mapping[tuple[str, tuple[str, ...]], Tensor]
+        self,
+        source: exported.Source,
+        weights: Mapping[str, Tensor],
+        packed: Mapping[tuple[str, tuple[str, ...]], Tensor],
     ) -> Tensor:
         if (source.kind, source.names) in packed:
             return packed[source.kind, source.names]

@@ -2,7 +2,7 @@
 
     python benchmarks/peers.py --prompts code.jsonl chat.jsonl --count 16 --max-new-tokens 64
         [--target DIR] [--draft NAME ...] [--dtype float32] [--temperature 1] [--methods plain auto generate ...]
-        [--assistant DIR] [--other PYTHON] [--llama PYTHON GGUF [GGUF ...]]
+        [--assistant DIR] [--tokens text] [--other PYTHON] [--llama PYTHON GGUF [GGUF ...]]
 
 ``--other`` is the interpreter of an environment with another version of specinfer, ``--llama`` of one with
 llama-cpp-python, followed by GGUF files of the target's weights (`--requantise` makes them).  All take turns, prompt by
@@ -28,10 +28,13 @@ def ours(args: argparse.Namespace) -> None:
     """Answer with the version of specinfer that this interpreter has, and with transformers."""
     import torch
 
-    from specinfer import SpeculativeDecoder
+    from specinfer import ModelDraft, SpeculativeDecoder
     from specinfer.loading import load
 
-    auto = SpeculativeDecoder.from_pretrained(args.target, [*args.draft] or ["auto"], "auto", dtype=args.dtype)
+    drafts: list[Any] = [*args.draft] or ["auto"]
+    if args.tokens:
+        drafts = [ModelDraft(*load(name, args.dtype), tokens=args.tokens) for name in drafts]
+    auto = SpeculativeDecoder.from_pretrained(args.target, drafts, "auto", dtype=args.dtype)
     model, tokenizer = auto.target.model, auto.tokenizer  # one copy of the weights serves all
     made = {"auto": auto, "plain": SpeculativeDecoder(model, tokenizer, [], None)}
     assisted: dict[str, Any] = {}
@@ -125,6 +128,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--methods", nargs="+", default=["auto", "plain", "generate", "lookup"])
     parser.add_argument("--assistant")
+    parser.add_argument("--tokens", help="of drafts that have another tokenizer: translate or text")
     parser.add_argument("--other")
     parser.add_argument("--other-methods", nargs="+", default=["auto", "plain"])
     parser.add_argument("--llama", nargs="+", default=[])
@@ -147,7 +151,7 @@ def compare(args: argparse.Namespace) -> None:
     passed = ["--dtype", args.dtype, "--temperature", str(args.temperature)]
     passed += ["--max-new-tokens", str(args.max_new_tokens), "--threads", str(args.threads)]
     passed += [part for name in args.draft for part in ("--draft", name)]
-    for name in ("target", "assistant"):
+    for name in ("target", "assistant", "tokens"):
         passed += [f"--{name}", getattr(args, name)] if getattr(args, name) else []
     worker = Worker(sys.executable, __file__, "ours", *passed, "--methods", *args.methods)
     asked = {method: (worker, method) for method in args.methods}
@@ -174,7 +178,9 @@ def compare(args: argparse.Namespace) -> None:
                     line = {"method": name, "prompt": text, "tokens": count, "seconds": seconds, "passes": taken}
                     print(json.dumps(line), file=file)
         print(f"{turn + 1}", file=sys.stderr, flush=True)
-    print(f"{'':24}{'tokens/s':>9}   {asked and next(iter(asked))} / it, median, worst prompt    same ids  tokens per pass")
+    print(
+        f"{'':24}{'tokens/s':>9}   {asked and next(iter(asked))} / it, median, worst prompt    same ids  tokens per pass"
+    )
     first = next(iter(asked))
     for name in asked:
         ratios = [a / b for a, b in zip(rates[first], rates[name], strict=True)]

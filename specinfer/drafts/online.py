@@ -122,6 +122,7 @@ class OnlineHead(HeadDraft):
             self.student.restart()
             return
         model = TreeModel(fresh)
+        model.int8 = self.model.int8
         if self.model.compiled:
             model.compiled = self.model.compiled.serving(fresh)
             model.compiled.refresh()  # packs the weights now: it is a part of learning
