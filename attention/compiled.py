@@ -48,6 +48,7 @@ BRANCHES = (0, 1, 0, 3, 4)  # parents of a tree: two chains below the root, one 
 USUAL = {"input_ids", "position_ids", "attention_mask", "logits_to_keep", "slots"}
 
 Outputs = tuple[Tensor, ...]
+Group = tuple[str, tuple[str, ...]]  # kind and names of a `Source`
 
 
 class CompiledPass:
@@ -110,7 +111,7 @@ class CompiledPass:
         needed = SPARE * sum(weights[name].nbytes for name in {name for _, group in groups for name in group})
         if needed > free_bytes():
             return f"packed weights need {needed / 1e9:.1f} GB of memory, and less is free"
-        packed: dict[tuple[str, tuple[str, ...]], Tensor] = {}
+        packed: dict[Group, Tensor] = {}
         for kind, group in groups:
             joined = [weights[name] for name in group]
             if kind == "packed":

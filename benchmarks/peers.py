@@ -178,10 +178,8 @@ def compare(args: argparse.Namespace) -> None:
                     line = {"method": name, "prompt": text, "tokens": count, "seconds": seconds, "passes": taken}
                     print(json.dumps(line), file=file)
         print(f"{turn + 1}", file=sys.stderr, flush=True)
-    print(
-        f"{'':24}{'tokens/s':>9}   {asked and next(iter(asked))} / it, median, worst prompt    same ids  tokens per pass"
-    )
     first = next(iter(asked))
+    print(f"{'':24}{'tokens/s':>9}   {first} / it, median, worst prompt    same ids  tokens per pass")
     for name in asked:
         ratios = [a / b for a, b in zip(rates[first], rates[name], strict=True)]
         low, high = interval(ratios)

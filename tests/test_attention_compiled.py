@@ -126,22 +126,21 @@ def multiplied(states: Any, packed: Any, scales: Any, zeros: Any) -> Any:
 
 
 @pytest.mark.skipif(not packable_int8(torch.zeros(4, 4)), reason="this processor has no fast products in 8 bits")
-@pytest.mark.parametrize("bias", [False, True])
-def test_products_in_8_bits_are_those_of_rounded_weights_and_states(bias: bool) -> None:
+def test_products_in_8_bits_are_those_of_rounded_weights_and_states() -> None:
     eager = torch.library.Library("specinfer", "IMPL")
     eager.impl("linear_int8", multiplied, "MkldnnCPU")  # what compiled code calls
     weights = [torch.randn(24, 16), torch.zeros(8, 16), 1e-3 * torch.randn(40, 16)]
     states = torch.cat([torch.randn(2, 3, 16), torch.zeros(2, 1, 16), 1e3 * torch.randn(2, 1, 16)], 1)
-    offsets = torch.randn(72) if bias else None
     graph = torch.fx.Graph()
     given = [graph.placeholder(name) for name in ("states", "packed", "scales", "bias")]
-    graph.output(add_int8_product(graph, *given[:3], given[3] if bias else None, torch.float32))
-    packed, scales = pack_int8(weights)
-    found = torch.fx.GraphModule(torch.nn.Module(), graph)(states, packed, scales, offsets)
+    graph.output([add_int8_product(graph, *given[:3], bias, torch.float32) for bias in (None, given[3])])
+    (packed, scales), bias = pack_int8(weights), torch.randn(72)
+    found = torch.fx.GraphModule(torch.nn.Module(), graph)(states, packed, scales, bias)
     step = states.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
     rounded = (states / step).round() * step
     expected = rounded @ ((torch.cat(weights) / scales[:, None]).round() * scales[:, None]).T
-    torch.testing.assert_close(found, expected + (offsets if bias else 0), rtol=1e-5, atol=1e-5)
+    for product, wanted in zip(found, (expected, expected + bias), strict=True):
+        torch.testing.assert_close(product, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_machine_that_is_slow_in_8_bits_rounds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
