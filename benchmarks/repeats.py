@@ -13,7 +13,7 @@ import json
 from typing import Any
 
 from specinfer import BestFirst, Memory, SpeculativeDecoder
-from specinfer.drafts.text_index import successors
+from specinfer.drafts.blending import successors
 from specinfer.loading import load
 
 TREES: dict[str, Any] = {"best-first 64, 32": BestFirst(64, 32, 0.05), "auto": "auto"}

@@ -11,7 +11,8 @@ from strategies import PROPERTY
 from test_draft import context
 
 from specinfer import BestFirst, Chain, Expansion, NGramDraft, Sampled
-from specinfer.drafts.text_index import RECENT, TextIndex, successors
+from specinfer.drafts.blending import successors
+from specinfer.drafts.text_index import RECENT, TextIndex
 from specinfer.errors import InputError
 
 

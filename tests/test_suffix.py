@@ -15,8 +15,9 @@ from strategies import PROPERTY
 from test_draft import context
 
 from specinfer import Auto, BestFirst, Expansion, Memory, Sampled, SpeculativeDecoder, SuffixDraft, record, replay
+from specinfer.drafts.blending import successors
 from specinfer.drafts.memory import LEAST_BYTES
-from specinfer.drafts.text_index import LENGTHS, RECENT, TextIndex, successors
+from specinfer.drafts.text_index import LENGTHS, RECENT, TextIndex
 from specinfer.errors import InputError, TokenizerMismatch
 
 DEEP = BestFirst(64, 32, 0.05)

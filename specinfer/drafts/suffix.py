@@ -18,9 +18,11 @@ from torch import Tensor
 
 from specinfer.attention import TreeModel
 from specinfer.drafts.base import DraftContext, Scored
+from specinfer.drafts.blending import successors
 from specinfer.drafts.memory import Memory
+from specinfer.drafts.passages import Passages
 from specinfer.drafts.rows import DraftRows
-from specinfer.drafts.text_index import LENGTHS, MAX_CONTEXT, TextIndex, successors
+from specinfer.drafts.text_index import LENGTHS, MAX_CONTEXT, TextIndex
 from specinfer.errors import InputError
 from specinfer.tree import Forest, Frontier, Policy, TokenTree
 
@@ -87,7 +89,7 @@ def with_memory(drafts: Sequence[Any], memory: Memory | None) -> list[Any]:
 class SuffixSession(DraftRows):
     """A draft that counts at work: a `Source` of sparse distributions on the CPU."""
 
-    per_row = (*DraftRows.per_row, "texts")
+    per_row = (*DraftRows.per_row, "texts", "passages")
     passes = 0
     seconds = 0.0
     prefill_seconds = 0.0
@@ -106,6 +108,7 @@ class SuffixSession(DraftRows):
         self.texts = [TextIndex(lengths, max_context) for _ in context.prompts]
         for text, prompt in zip(self.texts, context.prompts, strict=True):
             text.extend(prompt)
+        self.passages = [Passages() for _ in self.texts]
         self.paths: list[list[tuple[int, ...]]] = []  # per row: the path of every frontier node so far, root first
 
     def indices(self, row: int) -> list[TextIndex]:
@@ -115,7 +118,7 @@ class SuffixSession(DraftRows):
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow one tree per row below its last committed token."""
         roots = [text.ids[-1] for text in self.texts]
-        if not any(index.seen(root) for row, root in enumerate(roots) for index in self.indices(row)):
+        if not any(self.passages[row].texts or any(index.seen(root) for index in self.indices(row)) for row, root in enumerate(roots)):
             return Forest(policy.kind, roots)
         self.paths = [[] for _ in self.texts]
         return policy.grow(self, max_depth).trees(roots, self.draft)
@@ -127,8 +130,8 @@ class SuffixSession(DraftRows):
         scored: Sequence[Scored] = (),
     ) -> None:
         """Append each row's committed tokens to its text; None retires the row."""
-        for text, new in zip(self.texts, tokens, strict=True):
-            text.extend(new or ())
+        for row, new in enumerate(tokens):
+            self.passages[row].extend(new or (), self.texts[row], self.indices(row))
         self.advance(tokens)
 
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
@@ -164,6 +167,6 @@ class SuffixSession(DraftRows):
             recent, indices = self.texts[row].ids[-self.max_context :], self.indices(row)
             contexts = [(*recent, *path)[-self.max_context :] for path in new]
             asked = zip(contexts, valid, strict=True)
-            distributions.append([successors(context, indices, self.power) if real else {} for context, real in asked])
+            distributions.append([successors(context, indices, self.power, self.passages[row]) if real else {} for context, real in asked])
             paths.extend(new)
         return distributions
