@@ -18,8 +18,6 @@ from specinfer.drafts.text_index import TextIndex
 
 NEGLIGIBLE = 1e-6  # probability that is left, below which no shorter context is asked
 SHORT = 2  # tokens of a context that passages come before
-ALIGNED = 4.0  # contexts that what follows the last token in a passage counts for
-RESUMED, CANDIDATES = 0.6, 6  # probability that passages are resumed, shared by so many tokens
 
 
 def successors(
@@ -40,12 +38,12 @@ def successors(
     left, lengths = 1.0, indices[0].lengths
     for level in reversed(range(len(lengths))):
         if passages and passages.texts and lengths[level] == SHORT:
-            left = _blend_passages(distribution, passages, context[-1], power, left)
-        found = [each for index in indices for each in index.occurrences(context, level)]
+            left = _add(distribution, passages.successors(context[-1]), left)
+        found = [(n, index.ids[at]) for index in indices for n, at in index.occurrences(context, level)]
         if not found:
             continue
         found.sort(key=lambda occurrence: -occurrence[0])
-        counts: dict[int, float] = {}
+        counts: dict[int, int] = {}
         for (length, token), (shorter, _) in zip(found, [*found[1:], (lengths[level] - 1, 0)], strict=True):
             counts[token] = counts.get(token, 0) + 1
             if shorter < length:
@@ -55,22 +53,15 @@ def successors(
     return distribution
 
 
-def _blend_passages(
-    distribution: dict[int, float], passages: Passages, token: int, power: float, left: float
-) -> float:
-    """Add how passages go on after a token, or where they are resumed; return the probability that is left."""
-    if counts := passages.after(token):
-        return _blend(distribution, counts, power * ALIGNED, left)
-    resumed = passages.resumed(CANDIDATES)
-    for each, probability in resumed.items():
-        distribution[each] = distribution.get(each, 0.0) + left * RESUMED * probability
-    return left * (1 - RESUMED * sum(resumed.values()))
-
-
-def _blend(distribution: dict[int, float], counts: dict[int, float], contexts: float, left: float) -> float:
+def _blend(distribution: dict[int, float], counts: dict[int, int], contexts: float, left: float) -> float:
     """Add what followed so many contexts of the same occurrences; return the probability that is left."""
     total = sum(counts.values())
-    after = left * (len(counts) / (total + len(counts))) ** contexts
-    for token, count in counts.items():
-        distribution[token] = distribution.get(token, 0.0) + (left - after) * count / total
-    return after
+    share = 1 - (len(counts) / (total + len(counts))) ** contexts
+    return _add(distribution, {token: share * count / total for token, count in counts.items()}, left)
+
+
+def _add(distribution: dict[int, float], more: dict[int, float], left: float) -> float:
+    """Add a distribution's part of the probability that is left; return what is left then."""
+    for token, probability in more.items():
+        distribution[token] = distribution.get(token, 0.0) + left * probability
+    return left * (1 - sum(more.values()))

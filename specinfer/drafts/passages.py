@@ -2,69 +2,89 @@
 
 Knows: token ids, where they occurred (`text_index`).  Does not know: rows, trees, models.
 
-A form is known word for word, and every value breaks the match.  So the last places are kept where the text agreed with
-an earlier one for a few tokens.  The form goes on shortly after such a place: at a token that the passages behind these
-places have in common.  And after that token, a passage is a better witness than a short context.  Alignment of texts
-with gaps is old (Smith and Waterman 1981); here the gaps are as long as a value.
+A form is known word for word, but every value in it breaks the match.  So the places are kept where the text agreed
+with an earlier one of late.  The form goes on soon after them, mostly at a token that many of the passages behind these
+places have in common.  And then the passages say more about what comes next than the few tokens since the value.
 """
 
 from collections.abc import Sequence
-from itertools import islice
 
 from specinfer.drafts.text_index import BREAK, TextIndex
 
 LEVEL = 3  # of `text_index.LENGTHS`: so many tokens must agree
-PASSAGES = 8  # that are kept, the newest
+PASSAGES = 8  # that are read
 SPAN = 16  # tokens of a passage, and tokens of the row's text after which a place is forgotten
-DOUBT = 1.0  # passages that are thought of, in which a token is not
+AGREED = 0.75  # of the longest match; places with shorter ones are not read
+UNSEEN = 1.0  # passages that are counted beside those that are read, in which no token is
+CANDIDATES = 6  # tokens at which passages may be resumed
+PRIOR = (1.0, 2.0)  # times that passages were right, and were asked, before any
 
 
 class Passages:
-    """The places that a row's text agreed with of late, and what stands behind them."""
+    """The places that one row's text agreed with of late, and what stands behind them.
+
+    How often they are right is counted as the row's text grows, so that they propose little where nothing repeats.
+
+    Attributes:
+        texts: the passages, each behind the last token that agreed; the newest last, no two equal.
+    """
 
     def __init__(self) -> None:
-        self.places: dict[tuple[TextIndex, int], tuple[int, int]] = {}  # (in, ahead of the row) -> (at, row's length)
-        self.texts: list[list[int]] = []  # the passages, the newest last
+        self.places: list[tuple[int, TextIndex, int, int]] = []  # row's length, in, at, tokens that agreed
+        self.texts: list[list[int]] = []
+        self.resumed: dict[int, float] = {}  # token with which the row's text returns to them -> probability
+        self.right = {True: PRIOR, False: PRIOR}  # (times right, times asked) where the last token is in them, or not
 
     def extend(self, tokens: Sequence[int], text: TextIndex, indices: Sequence[TextIndex]) -> None:
-        """Append tokens to a row's text, and follow the earlier texts."""
+        """Append tokens to the row's text, and follow the texts of the indices.
+
+        A place takes over from places in the same index that are close before it.
+        """
+        if tokens and self.texts:
+            inside, expected = self._expected(text.ids[-1])
+            right, asked = self.right[inside]
+            self.right[inside] = right + (tokens[0] in expected), asked + 1
         for token in tokens:
             text.extend([token])
-            context, length = tuple(text.ids[-text.lengths[LEVEL] :]), len(text.ids)
+            context = tuple(text.ids[-text.max_context :])
             for index in indices:
-                for at in reversed([*islice(index.places(context, LEVEL), PASSAGES)]):
-                    self.places.pop((index, at - length), None)
-                    self.places[index, at - length] = at, length
-        kept = [(key, place) for key, place in self.places.items() if place[1] > len(text.ids) - SPAN][-PASSAGES:]
-        self.places = dict(kept)
-        self.texts = [_passage(index, at) for (index, _), (at, _) in kept]
+                new = index.occurrences(context, LEVEL, PASSAGES)
+                passed = {at - ahead for _, at in new for ahead in range(SPAN)}
+                self.places = [place for place in self.places if place[1] is not index or place[2] not in passed]
+                self.places += [(len(text.ids), index, at, agreed) for agreed, at in reversed(new)]
+        self.places = [place for place in self.places if place[0] > len(text.ids) - SPAN]
+        least = AGREED * max((agreed for *_, agreed in self.places), default=0)
+        found = [_passage(index, at) for _, index, at, agreed in self.places if agreed >= least]
+        self.texts = [list(passage) for passage in dict.fromkeys(found)][-PASSAGES:]
+        self.resumed = _resumed(self.texts)
 
-    def after(self, token: int) -> dict[int, float]:
-        """Return how many passages go on how after a token."""
-        counts: dict[int, float] = {}
-        for text in self.texts:
-            if token in text[:-1]:
-                successor = text[text.index(token) + 1]
-                counts[successor] = counts.get(successor, 0) + 1
-        return counts
+    def successors(self, token: int) -> dict[int, float]:
+        """Return what comes after a token: what follows it in the passages, or else a token that resumes them."""
+        inside, expected = self._expected(token)
+        right, asked = self.right[inside]
+        return {successor: probability * right / asked for successor, probability in expected.items()}
 
-    def resumed(self, count: int) -> dict[int, float]:
-        """Return the likeliest tokens where passages are resumed, and their probabilities.
-
-        Tokens that are in more passages come first, then those that come sooner.
-        """
-        found: dict[int, list[int]] = {}
-        for text in self.texts:
-            for token in dict.fromkeys(text):
-                found.setdefault(token, []).append(text.index(token))
-        probabilities, left = {}, 1.0
-        for token in sorted(found, key=lambda each: (-len(found[each]), sum(found[each]) / len(found[each])))[:count]:
-            probabilities[token] = left * len(found[token]) / (len(self.texts) + DOUBT)
-            left -= probabilities[token]
-        return probabilities
+    def _expected(self, token: int) -> tuple[bool, dict[int, float]]:
+        """Return whether a token is in the passages, and what comes after it, were they right."""
+        found = [text[text.index(token) + 1] for text in self.texts if token in text[:-1]]
+        return bool(found), {each: found.count(each) / len(found) for each in found} if found else self.resumed
 
 
-def _passage(index: TextIndex, at: int) -> list[int]:
-    """Return what stands at a position, up to the end of its text."""
-    text = index.ids[at : at + SPAN].tolist()
-    return text[: text.index(BREAK)] if BREAK in text else text
+def _passage(index: TextIndex, at: int) -> tuple[int, ...]:
+    """Return the last token that agreed and what stands behind it, up to the end of its text."""
+    ids = index.ids[at - 1 : at + SPAN].tolist()
+    return tuple(ids[: ids.index(BREAK)] if BREAK in ids else ids)
+
+
+def _resumed(texts: Sequence[Sequence[int]]) -> dict[int, float]:
+    """Return token -> probability: tokens of more passages first, then those that come sooner, one after the other."""
+    found: dict[int, list[int]] = {}
+    for text in texts:
+        for token in dict.fromkeys(text[1:]):
+            found.setdefault(token, []).append(text.index(token, 1))
+    ranked = sorted(found.items(), key=lambda item: (-len(item[1]), sum(item[1]) / len(item[1])))
+    probabilities, left = {}, 1.0
+    for token, seen in ranked[:CANDIDATES]:
+        probabilities[token] = left * len(seen) / (len(texts) + UNSEEN)
+        left -= probabilities[token]
+    return probabilities

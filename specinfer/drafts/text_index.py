@@ -10,7 +10,7 @@ n-gram: they are compared backwards, token by token.  N-grams are told apart by 
 
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import islice, pairwise
+from itertools import pairwise
 from sys import getsizeof
 
 LENGTHS, MAX_CONTEXT = (1, 2, 3, 4, 8, 16, 32), 64  # of indexed n-grams, and of the longest match
@@ -18,7 +18,7 @@ RECENT = 32  # occurrences of one n-gram that are counted at most, the newest fi
 BREAK = -1  # stands between two texts
 NUMBER = 32  # bytes of an int object, about
 
-Occurrence = tuple[int, int]  # length of the match, token that followed
+Occurrence = tuple[int, int]  # length of the match, position of the token that followed
 
 
 class TextIndex:
@@ -77,25 +77,24 @@ class TextIndex:
         """Return whether anything followed a token."""
         return hash((token,)) in self.last[0]
 
-    def places(self, context: tuple[int, ...], level: int) -> Iterator[int]:
-        """Yield the positions that follow the context's last ``lengths[level]`` tokens, the newest first."""
-        n, before = self.lengths[level], self.before[level]
-        position = self.last[level].get(hash(context[-n:]), -1) if n <= len(context) else -1
-        while position >= 0:
-            yield position
-            position = before[position]
-
-    def occurrences(self, context: tuple[int, ...], level: int) -> list[Occurrence]:
+    def occurrences(self, context: tuple[int, ...], level: int, count: int = RECENT) -> list[Occurrence]:
         """Return the newest occurrences of the context's last ``lengths[level]`` tokens, the newest first.
 
         Matches are measured up to the next of the lengths, exclusive.
         """
         n, most = self.lengths[level], [*self.lengths, self.max_context + 1][level + 1] - 1
+        if n > len(context):
+            return []
         found: list[Occurrence] = []
-        most = min(most, len(context))
-        for position in islice(self.places(context, level), RECENT):
+        position, before, most = (
+            self.last[level].get(hash(context[-n:]), -1),
+            self.before[level],
+            min(most, len(context)),
+        )
+        while position >= 0 and len(found) < count:
             length = n
             while length < most and length < position and self.ids[position - length - 1] == context[-length - 1]:
                 length += 1
-            found.append((length, self.ids[position]))
+            found.append((length, position))
+            position = before[position]
         return found
