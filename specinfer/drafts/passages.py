@@ -26,7 +26,7 @@ class Passages:
     How often they are right is counted as the row's text grows, so that they propose little where nothing repeats.
 
     Attributes:
-        texts: the passages, each behind the last token that agreed; the newest last, no two equal.
+        texts: the passages, the newest last, no two equal.
     """
 
     def __init__(self) -> None:
@@ -71,8 +71,8 @@ class Passages:
 
 
 def _passage(index: TextIndex, at: int) -> tuple[int, ...]:
-    """Return the last token that agreed and what stands behind it, up to the end of its text."""
-    ids = index.ids[at - 1 : at + SPAN].tolist()
+    """Return what stands at a position, up to the end of its text."""
+    ids = index.ids[at : at + SPAN].tolist()
     return tuple(ids[: ids.index(BREAK)] if BREAK in ids else ids)
 
 
@@ -80,8 +80,8 @@ def _resumed(texts: Sequence[Sequence[int]]) -> dict[int, float]:
     """Return token -> probability: tokens of more passages first, then those that come sooner, one after the other."""
     found: dict[int, list[int]] = {}
     for text in texts:
-        for token in dict.fromkeys(text[1:]):
-            found.setdefault(token, []).append(text.index(token, 1))
+        for token in dict.fromkeys(text):
+            found.setdefault(token, []).append(text.index(token))
     ranked = sorted(found.items(), key=lambda item: (-len(item[1]), sum(item[1]) / len(item[1])))
     probabilities, left = {}, 1.0
     for token, seen in ranked[:CANDIDATES]:
