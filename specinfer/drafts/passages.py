@@ -8,16 +8,26 @@ places have in common.  And then the passages say more about what comes next tha
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from specinfer.drafts.text_index import BREAK, TextIndex
 
 LEVEL = 3  # of `text_index.LENGTHS`: so many tokens must agree
 PASSAGES = 8  # that are read
-SPAN = 16  # tokens of a passage, and tokens of the row's text after which a place is forgotten
-AGREED = 0.75  # of the longest match; places with shorter ones are not read
+SPAN = 16  # tokens of a passage, and tokens of the row's text after which a match is forgotten
+AGREED = 0.75  # of the longest match; shorter ones are not read
 UNSEEN = 1.0  # passages that are counted beside those that are read, in which no token is
 CANDIDATES = 6  # tokens at which passages may be resumed
 PRIOR = (1.0, 2.0)  # times that passages were right, and were asked, before any
+
+
+class Match(NamedTuple):
+    """Tokens of a row's text that agree with an earlier text."""
+
+    earlier: TextIndex
+    at: int  # where it goes on
+    agreed: int  # tokens
+    ended: int  # the row's length then
 
 
 class Passages:
@@ -30,7 +40,7 @@ class Passages:
     """
 
     def __init__(self) -> None:
-        self.places: list[tuple[int, TextIndex, int, int]] = []  # row's length, in, at, tokens that agreed
+        self.matches: list[Match] = []  # the newest last
         self.texts: list[list[int]] = []
         self.resumed: dict[int, float] = {}  # token with which the row's text returns to them -> probability
         self.right = {True: PRIOR, False: PRIOR}  # (times right, times asked) where the last token is in them, or not
@@ -38,7 +48,7 @@ class Passages:
     def extend(self, tokens: Sequence[int], text: TextIndex, indices: Sequence[TextIndex]) -> None:
         """Append tokens to the row's text, and follow the texts of the indices.
 
-        A place takes over from places in the same index that are close before it.
+        A match takes over from those that end close before it in the same index.
         """
         if tokens and self.texts:
             inside, expected = self._expected(text.ids[-1])
@@ -50,11 +60,11 @@ class Passages:
             for index in indices:
                 new = index.occurrences(context, LEVEL, PASSAGES)
                 passed = {at - ahead for _, at in new for ahead in range(SPAN)}
-                self.places = [place for place in self.places if place[1] is not index or place[2] not in passed]
-                self.places += [(len(text.ids), index, at, agreed) for agreed, at in reversed(new)]
-        self.places = [place for place in self.places if place[0] > len(text.ids) - SPAN]
-        least = AGREED * max((agreed for *_, agreed in self.places), default=0)
-        found = [_passage(index, at) for _, index, at, agreed in self.places if agreed >= least]
+                self.matches = [each for each in self.matches if each.earlier is not index or each.at not in passed]
+                self.matches += [Match(index, at, agreed, len(text.ids)) for agreed, at in reversed(new)]
+        self.matches = [match for match in self.matches if match.ended > len(text.ids) - SPAN]
+        least = AGREED * max((match.agreed for match in self.matches), default=0)
+        found = [_passage(match.earlier, match.at) for match in self.matches if match.agreed >= least]
         self.texts = [list(passage) for passage in dict.fromkeys(found)][-PASSAGES:]
         self.resumed = _resumed(self.texts)
 
