@@ -15,8 +15,10 @@ from strategies import PROPERTY
 from test_draft import context
 
 from specinfer import Auto, BestFirst, Expansion, Memory, Sampled, SpeculativeDecoder, SuffixDraft, record, replay
+from specinfer.drafts.blending import successors
 from specinfer.drafts.memory import LEAST_BYTES
-from specinfer.drafts.text_index import LENGTHS, RECENT, TextIndex, successors
+from specinfer.drafts.passages import SPAN, Passages
+from specinfer.drafts.text_index import LENGTHS, RECENT, TextIndex
 from specinfer.errors import InputError, TokenizerMismatch
 
 DEEP = BestFirst(64, 32, 0.05)
@@ -106,6 +108,72 @@ def test_a_long_match_is_drafted_deep(policy):
     chain = max((list(tree.path(node)) for node in range(len(tree))), key=len)
     assert chain == [*STORY[10:], 1, 2][: len(chain)]
     assert len(chain) >= 30
+
+
+def filled(*values):
+    """A form: fields of a key of four tokens, a value of any length, and an end of two."""
+    fields = zip((10, 20, 30), values, strict=True)
+    return [token for key, value in fields for token in (1, key, key + 1, 2, *value, 3, 4)]
+
+
+def test_a_form_goes_on_after_a_value_that_was_never_seen():
+    """A memory of two forms: below the end of a new value, of any length, stands the way to the next value."""
+    draft, memory = SuffixDraft(), Memory()
+    draft.memory = memory
+    memory.learn([filled([100], [101, 102], [103]), filled([110, 111], [112], [113])])
+    session, form = draft.open(context([[9]])), filled([120, 121], [122, 123, 124], [125])
+    for start, end, key in ((0, 6, 20), (6, 15, 30)):
+        session.commit([form[start:end]])
+        (tree,) = session.propose(BestFirst(24, 8, 0.05), 8)
+        assert [3, 4, 1, key, key + 1, 2] in [list(tree.path(node)) for node in range(len(tree))]
+
+
+def test_passages_are_those_that_the_text_runs_along():
+    """The newest places with the longest matches, no two equal; a place that is passed, or is old, is forgotten."""
+    text, earlier = indexed([9]), indexed(STORY, STORY, [*STORY[:7], 7, 8])
+    passages = Passages()
+    passages.extend(STORY[:6], text, [text, earlier])
+    assert passages.texts == [STORY[6 : 6 + SPAN], [STORY[6], 7, 8]]
+    assert passages.successors(STORY[6]) == {STORY[7]: 0.25, 7: 0.25}
+    passages.extend([STORY[6]], text, [text, earlier])
+    assert passages.texts == [STORY[7 : 7 + SPAN], [7, 8]]
+    passages.extend([5] * (SPAN + 1), text, [earlier])
+    assert passages.texts == []
+    assert passages.successors(5) == {}
+
+
+def test_tokens_that_many_passages_share_resume_them():
+    """First those of most passages, then those that come sooner."""
+    text, earlier = indexed([9]), indexed(filled([100], [101], [102]), filled([110, 111], [112], [113]))
+    passages = Passages()
+    passages.extend([1, 10, 11, 2], text, [earlier])
+    expected = passages.successors(120)
+    assert sorted(expected, key=expected.get, reverse=True)[:2] == [3, 4]
+    assert expected[3] == pytest.approx(0.5 * 2 / 3)
+    assert expected[4] == pytest.approx(0.5 * 1 / 3 * 2 / 3)
+
+
+def test_passages_are_believed_as_often_as_they_were_right():
+    """Half at first; then those that were right once of two times, and those that were wrong."""
+    text, earlier = indexed([9]), indexed(STORY)
+    passages = Passages()
+    passages.extend(STORY[:5], text, [earlier])
+    assert passages.successors(STORY[6]) == {STORY[7]: 1 / 2}
+    passages.extend([STORY[7]], text, [earlier])  # a gap: it was a token with which passages may be resumed
+    assert passages.successors(0)[STORY[5]] == pytest.approx(2 / 3 / 2)
+    passages.extend([STORY[8]], text, [earlier])
+    assert passages.successors(STORY[6]) == {STORY[7]: 2 / 3}
+    passages.extend([STORY[20]], text, [earlier])
+    assert passages.successors(STORY[6]) == {STORY[7]: 2 / 4}
+
+
+def test_rows_of_a_call_read_each_other_if_there_is_a_memory():
+    """Not without one."""
+    for memory in (None, Memory()):
+        draft = SuffixDraft()
+        draft.memory = memory
+        trees = draft.open(context([STORY, STORY[:3]])).propose(DEEP, 8)
+        assert [len(tree) > 8 for tree in trees] == [False, memory is not None]
 
 
 @pytest.mark.parametrize("max_context", [0, -3])

@@ -5,7 +5,8 @@ Knows: the token ids of each row, a memory of earlier texts if there is one.  Do
 Contexts of up to 64 tokens are blended (`text_index`), so the longer a match, the surer the draft, and the deeper a
 policy grows.  SuffixDecoding (arXiv 2411.04975) and SAM decoding (arXiv 2411.10666) draft from the longest match alone.
 The contexts of one match are not independent: each counts for half of one (the square root of its escape).  Then the
-probabilities are about the rates at which tokens are accepted.
+probabilities are about the rates at which tokens are accepted.  Where a value breaks a match, `passages` find the way
+back.
 """
 
 from collections.abc import Sequence
@@ -18,13 +19,16 @@ from torch import Tensor
 
 from specinfer.attention import TreeModel
 from specinfer.drafts.base import DraftContext, Scored
+from specinfer.drafts.blending import successors
 from specinfer.drafts.memory import Memory
+from specinfer.drafts.passages import LEVEL, Passages
 from specinfer.drafts.rows import DraftRows
-from specinfer.drafts.text_index import LENGTHS, MAX_CONTEXT, TextIndex, successors
+from specinfer.drafts.text_index import LENGTHS, MAX_CONTEXT, TextIndex
 from specinfer.errors import InputError
 from specinfer.tree import Forest, Frontier, Policy, TokenTree
 
 POWER = 0.5  # of every escape
+OTHERS = 4  # other rows of a call that a row drafts from, if there is a memory
 
 
 class SuffixDraft:
@@ -61,7 +65,7 @@ class SuffixDraft:
     def open(self, context: DraftContext) -> "SuffixSession":
         """Start drafting for a batch of rows."""
         lengths = [n for n in LENGTHS if n <= self.max_context]
-        return SuffixSession(context, lengths, self.max_context, POWER, self.memory)
+        return SuffixSession(context, lengths, self.max_context, POWER, self.memory, len(lengths) > LEVEL)
 
     def learn(self, texts: Sequence[Sequence[int]], seconds: float) -> None:
         """Remember the texts of a call, prompts included, if there is a memory."""
@@ -87,7 +91,7 @@ def with_memory(drafts: Sequence[Any], memory: Memory | None) -> list[Any]:
 class SuffixSession(DraftRows):
     """A draft that counts at work: a `Source` of sparse distributions on the CPU."""
 
-    per_row = (*DraftRows.per_row, "texts")
+    per_row = (*DraftRows.per_row, "texts", "passages")
     passes = 0
     seconds = 0.0
     prefill_seconds = 0.0
@@ -100,22 +104,31 @@ class SuffixSession(DraftRows):
         max_context: int,
         power: float = 1.0,
         memory: Memory | None = None,
+        resuming: bool = False,
     ) -> None:
         super().__init__(context)
         self.max_context, self.power, self.memory = max_context, power, memory
         self.texts = [TextIndex(lengths, max_context) for _ in context.prompts]
         for text, prompt in zip(self.texts, context.prompts, strict=True):
             text.extend(prompt)
+        self.passages = [Passages() for _ in self.texts if resuming]  # per row, or none
         self.paths: list[list[tuple[int, ...]]] = []  # per row: the path of every frontier node so far, root first
 
     def indices(self, row: int) -> list[TextIndex]:
-        """Return where a row's occurrences are counted: in its text, and in the memory."""
-        return [self.texts[row], self.memory.index] if self.memory else [self.texts[row]]
+        """Return where a row's occurrences are counted: in its text; with a memory, there and in other rows, too."""
+        text = self.texts[row]
+        others = [other for other in self.texts if other is not text]
+        return [text, *others[:OTHERS], self.memory.index] if self.memory else [text]
+
+    def known(self, row: int) -> bool:
+        """Return whether anything may follow a row's text."""
+        last = self.texts[row].ids[-1]
+        return bool(self.passages and self.passages[row].texts) or any(index.seen(last) for index in self.indices(row))
 
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow one tree per row below its last committed token."""
         roots = [text.ids[-1] for text in self.texts]
-        if not any(index.seen(root) for row, root in enumerate(roots) for index in self.indices(row)):
+        if not any(map(self.known, range(self.batch))):
             return Forest(policy.kind, roots)
         self.paths = [[] for _ in self.texts]
         return policy.grow(self, max_depth).trees(roots, self.draft)
@@ -127,8 +140,11 @@ class SuffixSession(DraftRows):
         scored: Sequence[Scored] = (),
     ) -> None:
         """Append each row's committed tokens to its text; None retires the row."""
-        for text, new in zip(self.texts, tokens, strict=True):
-            text.extend(new or ())
+        for row, new in enumerate(tokens):
+            if self.passages:
+                self.passages[row].extend(new or (), self.texts[row], self.indices(row))
+            else:
+                self.texts[row].extend(new or ())
         self.advance(tokens)
 
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
@@ -163,7 +179,8 @@ class SuffixSession(DraftRows):
             new = [() if frontier.depth == 0 else (*paths[parent], token) for token, parent in pairs]
             recent, indices = self.texts[row].ids[-self.max_context :], self.indices(row)
             contexts = [(*recent, *path)[-self.max_context :] for path in new]
+            passages = self.passages[row] if self.passages else None
             asked = zip(contexts, valid, strict=True)
-            distributions.append([successors(context, indices, self.power) if real else {} for context, real in asked])
+            distributions.append([successors(c, indices, self.power, passages) if real else {} for c, real in asked])
             paths.extend(new)
         return distributions

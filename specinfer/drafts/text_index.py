@@ -1,4 +1,4 @@
-"""Where n-grams occurred in texts, and what followed them: the counts behind the drafts that have no weights.
+"""Where n-grams occurred in texts, and what followed them: what the drafts without weights count.
 
 Knows: token ids.  Does not know: rows, trees, models.
 
@@ -6,12 +6,6 @@ For a few lengths a dictionary says where each n-gram was last followed by somet
 n-gram was followed before, as the hash chains of deflate do (RFC 1951, section 4).  So a token is appended in constant
 time.  A match between two of those lengths, or beyond the last, is found from the newest occurrences of the shorter
 n-gram: they are compared backwards, token by token.  N-grams are told apart by 64-bit hashes.
-
-What followed longer contexts is blended with what followed shorter ones by PPM's escape (Cleary and Witten 1984; method
-C, Moffat 1990): a context that was seen n times with d different successors gives successor v probability
-``count(v) / (n + d)`` and leaves ``d / (n + d)`` to the context that is one token shorter.  Nothing takes what the
-shortest context leaves, so probabilities sum to less than one.  Contexts of several lengths often have the same
-occurrences; then they take their turns in one sum.
 """
 
 from array import array
@@ -22,10 +16,9 @@ from sys import getsizeof
 LENGTHS, MAX_CONTEXT = (1, 2, 3, 4, 8, 16, 32), 64  # of indexed n-grams, and of the longest match
 RECENT = 32  # occurrences of one n-gram that are counted at most, the newest first
 BREAK = -1  # stands between two texts
-NEGLIGIBLE = 1e-6  # probability that is left, below which no shorter context is asked
 NUMBER = 32  # bytes of an int object, about
 
-Occurrence = tuple[int, int]  # length of the match, token that followed
+Occurrence = tuple[int, int]  # length of the match, position of the token that followed
 
 
 class TextIndex:
@@ -84,7 +77,7 @@ class TextIndex:
         """Return whether anything followed a token."""
         return hash((token,)) in self.last[0]
 
-    def occurrences(self, context: tuple[int, ...], level: int) -> list[Occurrence]:
+    def occurrences(self, context: tuple[int, ...], level: int, count: int = RECENT) -> list[Occurrence]:
         """Return the newest occurrences of the context's last ``lengths[level]`` tokens, the newest first.
 
         Matches are measured up to the next of the lengths, exclusive.
@@ -98,44 +91,10 @@ class TextIndex:
             self.before[level],
             min(most, len(context)),
         )
-        while position >= 0 and len(found) < RECENT:
+        while position >= 0 and len(found) < count:
             length = n
             while length < most and length < position and self.ids[position - length - 1] == context[-length - 1]:
                 length += 1
-            found.append((length, self.ids[position]))
+            found.append((length, position))
             position = before[position]
         return found
-
-
-def successors(context: tuple[int, ...], indices: Sequence[TextIndex], power: float = 1.0) -> dict[int, float]:
-    """Return successor -> probability by PPM-C, over all occurrences in some indices.
-
-    Args:
-        context: the last tokens, `max_context` at most.
-        indices: at least one; the lengths of the first are those of the others, or the first few of them.
-        power: of every escape; below 1, less is given to long contexts.
-    """
-    distribution: dict[int, float] = {}
-    left, lengths = 1.0, indices[0].lengths
-    for level in reversed(range(len(lengths))):
-        found = [each for index in indices for each in index.occurrences(context, level)]
-        if not found:
-            continue
-        found.sort(key=lambda occurrence: -occurrence[0])
-        counts: dict[int, int] = {}
-        for (length, token), (shorter, _) in zip(found, [*found[1:], (lengths[level] - 1, 0)], strict=True):
-            counts[token] = counts.get(token, 0) + 1
-            if shorter < length:
-                left = _blend(distribution, counts, power * (length - shorter), left)
-        if left < NEGLIGIBLE:
-            break
-    return distribution
-
-
-def _blend(distribution: dict[int, float], counts: dict[int, int], contexts: float, left: float) -> float:
-    """Add what followed so many contexts of the same occurrences; return the probability that is left."""
-    total = sum(counts.values())
-    after = left * (len(counts) / (total + len(counts))) ** contexts
-    for token, count in counts.items():
-        distribution[token] = distribution.get(token, 0.0) + (left - after) * count / total
-    return after
