@@ -63,7 +63,7 @@ def pack(weights: Sequence[Tensor]) -> Tensor:
 
 
 def packable_int8(weight: Tensor) -> bool:
-    """Whether this machine is fast at products of a weight (N, K) in 8 bits: without VNNI they are slow, and overflow."""
+    """Whether products of a weight (N, K) in 8 bits are fast here; without VNNI they are slow, and overflow."""
     fast = torch.backends.cpu.get_cpu_capability().startswith("AVX512") and torch.cpu._is_vnni_supported()
     return packable(weight) and fast
 
