@@ -6,8 +6,9 @@ Knows: the packed weights of MKL and oneDNN, how a compiled pass calls them.  Do
 to 8 states take little longer than reading the weight from memory; oneDNN's take a third to a half longer.  In 16 bits
 only oneDNN packs (``docs/performance.md``).
 
-Drafts only propose, so their products may be rounded: weights to 8 bits with a scale for each output, states with a
-scale for each state.  Then a quarter of the bytes of float32 are read.
+Heads only propose, so their products may be rounded: weights to 8 bits with a scale for each output, states with a
+scale for each state.  Then a quarter of the bytes of float32 are read.  Language models do not bear it: a few of their
+states are a thousand times as large as the others.
 """
 
 from collections.abc import Sequence

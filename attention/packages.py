@@ -15,8 +15,9 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -66,18 +67,39 @@ def attach(model: TreeModel, aux_layers: Sequence[int], mode: bool | str, int8: 
         return "not compiled, as asked"
     if reason := getattr(model.model, "never_compiled", ""):
         return reason
-    model.int8 = int8 and packable_int8(model.model.get_input_embeddings().weight)
     with _lock, resumed(model):
         try:
-            model.compiled = _usable(model, aux_layers, anew=mode is True)
+            roundings = (True, False) if int8 and packable_int8(model.model.get_input_embeddings().weight) else (False,)
+            model.compiled = _first(partial(_usable, anew=mode is True), model, aux_layers, roundings)
             if mode is True and model.compiled is None:
-                model.compiled = _made(model, aux_layers)
+                model.compiled = _first(_made, model, aux_layers, roundings)
             advice = "not compiled yet: `specinfer compile` does it in minutes, once, and passes get faster"
             return "" if model.compiled else missing_compiler() or advice
         except NotCompiled as error:
             return str(error)
         except (OSError, RuntimeError) as error:  # no access to the folder, no home
             return f"packages cannot be looked for ({error})"
+
+
+def _first(
+    find: Callable[..., CompiledPass | None], model: TreeModel, aux_layers: Sequence[int], roundings: Sequence[bool]
+) -> CompiledPass | None:
+    """Return the first passes that are found, with products in 8 bits or without, as the model then says.
+
+    Raises:
+        NotCompiled: there are none, and the last search says why.
+    """
+    problem: NotCompiled | None = None
+    for model.int8 in roundings:
+        try:
+            problem = None
+            if (compiled := find(model, aux_layers)) is not None:
+                return compiled
+        except NotCompiled as error:
+            problem = error
+    if problem is not None:
+        raise problem
+    return None
 
 
 def packages() -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ of an environment with another version of specinfer.  "level" is a pass of the f
 import argparse
 import sys
 from contextlib import nullcontext
+from inspect import signature
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -42,7 +43,8 @@ def opened(model: Any, prefix: int, engine: bool, compiled: bool, extra: dict[st
     if engine and compiled:
         from specinfer.attention.packages import attach
 
-        if reason := attach(model, (0,) if extra else (), "auto"):
+        rounded = {"int8": True} if extra and "int8" in signature(attach).parameters else {}
+        if reason := attach(model, (0,) if extra else (), "auto", **rounded):
             print(f"{model.name} runs plain: {reason}", file=sys.stderr)
     session = model.session(1, prefix + 64)
     states = {name: torch.randn(prefix, size).to(model.dtype) for name, size in extra.items()}

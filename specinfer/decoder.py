@@ -134,8 +134,9 @@ class SpeculativeDecoder:
         self.aux_layers = sorted({layer for draft in self.drafts for layer in getattr(draft, "aux_layers", ())})
         self.plain: list[Any] = []  # per network, why its passes are not compiled
         for model in self.networks:
-            aux_layers = self.aux_layers if model is self.target else [0] if hasattr(model.model, "pass_inputs") else []
-            self.plain.append(attach(model, aux_layers, plain(compile), int8=model is not self.target))
+            is_head = model is not self.target and hasattr(model.model, "pass_inputs")
+            aux_layers = self.aux_layers if model is self.target else [0] if is_head else []
+            self.plain.append(attach(model, aux_layers, plain(compile), int8=is_head))
 
     @classmethod
     def from_pretrained(

@@ -351,18 +351,18 @@ class _HostPool:
 
     def admit(self, tokens: Tensor, log_probs: Tensor) -> None:
         """Let the candidates of the frontier, both (B, W, N at most), compete for the pool."""
-        for row, candidates in enumerate(zip(tokens.tolist(), log_probs.tolist(), strict=True)):
-            pool, front, worst = self.pools[row], self.fronts[row], self._worst(row)
-            arrivals = []
-            for parent, *children in zip(range(self.first, self.first + self.width), *candidates, strict=True):
-                above = front[parent].score
-                for token, log_prob in zip(*children, strict=True):
-                    score = above + min(log_prob, 0.0)
-                    if score <= worst:
-                        break  # the others are not likelier
-                    arrivals.append(_Node(score if score == score else inf, token, parent))  # inf is seen later
-            # The pool comes first and parents stand in pool order, so a stable sort breaks ties as the heap does.
-            self.pools[row] = sorted(pool + arrivals, key=_by_score, reverse=True)[: self.size]
+        fronts = [[node.score for node in front[self.first :]] for front in self.fronts]
+        scores = torch.tensor(fronts, dtype=torch.float64)[..., None] + log_probs.clamp(max=0)
+        worst = torch.tensor([self._worst(row) for row in range(len(fronts))], dtype=torch.float64)
+        likelier = ~(scores <= worst[:, None, None])  # or not a number
+        rows, parents, _ = likelier.nonzero().T.tolist()
+        columns = rows, parents, scores[likelier].tolist(), tokens[likelier].tolist()
+        arrivals: list[list[_Node]] = [[] for _ in fronts]
+        for row, parent, score, token in zip(*columns, strict=True):  # inf, for no number, is seen later
+            arrivals[row].append(_Node(score if score == score else inf, token, self.first + parent))
+        # The pool comes first and parents stand in pool order, so a stable sort breaks ties as the heap does.
+        both = zip(self.pools, arrivals, strict=True)
+        self.pools = [sorted(pool + new, key=_by_score, reverse=True)[: self.size] for pool, new in both]
 
     def children(self) -> int:
         """Return the most children of one frontier node that may enter the pool.
