@@ -16,6 +16,7 @@ import torch
 from conftest import byte_tokenizer, counted, plain, tiny_llama
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import nn
 
 import specinfer.loading
 from specinfer import BestFirst, SpeculativeDecoder, cli
@@ -36,6 +37,7 @@ from specinfer.training import (
 )
 from specinfer.training.card import describe_data, write_card
 from specinfer.training.job import Checkpoint, TrainingJob
+from specinfer.training.muon import Muon
 
 NEW = 12
 WORDS = ["abcabc", "a", "the cat sat on the mat", "def f(x):", "one two three", "zz"]
@@ -609,3 +611,23 @@ def test_processes_of_a_launcher_share_the_steps(tmp_path):
     )
     (made,) = map(json.loads, done.stdout.splitlines())
     assert [draft["steps"] for draft in made["drafts"]] == [6]
+
+
+def test_muon_takes_torchs_steps_in_float32_and_its_state() -> None:
+    shapes = (48, 16), (16, 48), (24, 24)
+    weights = [[nn.Parameter(torch.randn(shape)) for shape in shapes]]
+    weights.append([nn.Parameter(weight.detach().clone()) for weight in weights[0]])
+    settings = {"lr": 0.02, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    torchs, own = (kind(group, **settings) for kind, group in zip((torch.optim.Muon, Muon), weights, strict=True))
+    for step in range(4):
+        if step == 2:  # a checkpoint of one goes on with the other
+            own.load_state_dict(torchs.state_dict())
+        before = [weight.detach().clone() for weight in weights[0]]
+        for pair in zip(*weights, strict=True):
+            pair[0].grad = torch.randn(pair[0].shape)
+            pair[1].grad = pair[0].grad.clone()
+            pair[1].data.copy_(pair[0].data)
+        torchs.step()
+        own.step()
+        for first, second, old in zip(*weights, before, strict=True):
+            assert (first - second).norm() < 0.06 * (first - old).norm()  # torch's iterates in bfloat16

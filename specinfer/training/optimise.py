@@ -21,6 +21,7 @@ from specinfer.loading import resolve_dtype
 from specinfer.training.data import Batch, Texts, endless
 from specinfer.training.job import Checkpoint, ProgressCallback, TrainingJob, TrainingSettings
 from specinfer.training.losses import DistillationLoss, boost_weights
+from specinfer.training.muon import Muon
 
 # learning rates, as shares of the setting: of Muon; of AdamW; of output matrices, which begin as the target's
 RATES = {"matrices": 1.0, "rest": 1 / 3, "outputs": 1 / 15}
@@ -131,9 +132,10 @@ def _optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:
     matrices = [weight for _, weight in weights if weight.ndim == 2 and id(weight) not in apart]
     rest = [weight for _, weight in weights if weight.ndim != 2]
     groups = {"matrices": matrices, "rest": rest + tokens, "outputs": outputs}
-    muon, *others = ({"params": groups[name], "share": share} for name, share in RATES.items() if groups[name])
+    first, *others = ({"params": groups[name], "share": share} for name, share in RATES.items() if groups[name])
+    kind = torch.optim.Muon if in_bfloat16(weights[0][1].device) else Muon
     return [
-        torch.optim.Muon([muon], weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        kind([first], weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.01),
     ]
 
