@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -621,7 +622,7 @@ def test_muon_takes_torchs_steps_in_float32_and_its_state() -> None:
     torchs, own = (kind(group, **settings) for kind, group in zip((torch.optim.Muon, Muon), weights, strict=True))
     for step in range(4):
         if step == 2:  # a checkpoint of one goes on with the other
-            own.load_state_dict(torchs.state_dict())
+            own.load_state_dict(deepcopy(torchs.state_dict()))
         before = [weight.detach().clone() for weight in weights[0]]
         for pair in zip(*weights, strict=True):
             pair[0].grad = torch.randn(pair[0].shape)
@@ -630,4 +631,4 @@ def test_muon_takes_torchs_steps_in_float32_and_its_state() -> None:
         torchs.step()
         own.step()
         for first, second, old in zip(*weights, before, strict=True):
-            assert (first - second).norm() < 0.06 * (first - old).norm()  # torch's iterates in bfloat16
+            assert (first - second).norm() < 0.04 * (first - old).norm()  # torch's iterates in bfloat16
