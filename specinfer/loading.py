@@ -152,7 +152,7 @@ def same_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase)
     Raises:
         TokenizerMismatch: names the first id that differs and its text on each side.
     """
-    advice = 'choose a draft with the target\'s tokenizer, or give ModelDraft tokens="translate" or tokens="text"'
+    advice = 'choose a draft with the target\'s tokenizer, or give ModelDraft tokens="text" or tokens="translate"'
     ours, theirs = target.get_vocab(), draft.get_vocab()
     if ours != theirs:
         first = min(index for _, index in ours.items() ^ theirs.items())

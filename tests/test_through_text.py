@@ -4,15 +4,14 @@ from math import exp, log
 
 import pytest
 import torch
-from conftest import byte_tokenizer, counted, plain, tiny_llama
+from conftest import byte_tokenizer, plain, tiny_llama
 from test_draft import context
 from test_translated import KINDS, TEXTS, bytes_of, draft_for, english, merged, pieces, renumbered
 
-from specinfer import Auto, BestFirst, Chain, Expansion, ModelDraft, Sampled, SpeculativeDecoder, record
+from specinfer import Auto, BestFirst, Chain, Expansion, ModelDraft, Sampled, SpeculativeDecoder, record, replay
 from specinfer.drafts.through_text import TAIL, Segmenter
 from specinfer.drafts.translated import Translation, bare_encoder
 from specinfer.engine.gumbel import Coupling
-from specinfer.errors import InputError, PolicyError
 from specinfer.tree import TokenTree
 
 TARGETS = {"bytes": byte_tokenizer, "merged": merged, "pieces": pieces}
@@ -244,23 +243,49 @@ def test_a_bound_draft_goes_on_to_another_decoder():
     assert "its text is cut into the target's tokens" in other.notes[0]
 
 
-# ---- refusals ----
+# ---- where the target's tokens are asked for one by one ----
 
 
 @pytest.mark.parametrize("tree", [Sampled((1, 1)), Sampled((2,), replacement=True)], ids=str)
-def test_sampled_trees_are_refused_by_name(tree):
-    draft = draft_for("merged", tokens="text")
-    with counted(draft.model.model) as passes, pytest.raises(PolicyError, match='merged \\(tokens="text"\\)') as caught:
-        SpeculativeDecoder(english(), byte_tokenizer(), draft, tree)
-    assert not passes
-    assert "\n" not in str(caught.value)
-    assert 'tokens="translate"' in str(caught.value)
+def test_sampled_trees_are_of_the_tokens_that_both_know(tree):
+    drafts = draft_for("merged", tokens="text"), draft_for("merged")
+    results = [
+        SpeculativeDecoder(english(), byte_tokenizer(), draft, tree).generate(
+            ["the cat", "a"], max_new_tokens=12, do_sample=True, seed=5
+        )
+        for draft in drafts
+    ]
+    for text, translated in zip(*results, strict=True):
+        assert text.token_ids == translated.token_ids
+        assert [step.tree.tokens.tolist() for step in text.steps] == [s.tree.tokens.tolist() for s in translated.steps]
+        assert any(len(step.tree.tokens) > 1 for step in text.steps)
 
 
-def test_a_recording_refuses_it_by_name():
-    """It asks about the target's tokens node by node."""
-    with pytest.raises(InputError, match="merged proposes its trees whole"):
-        record(pair("bytes", "merged", BestFirst(4, 2)), ["the cat"], max_new_tokens=4)
+def test_a_recording_is_of_the_tokens_that_both_know():
+    """It asks node by node."""
+    texts, translated = (
+        record(
+            SpeculativeDecoder(english(), byte_tokenizer(), draft_for("merged", tokens), BestFirst(4, 2)),
+            ["the cat"],
+            max_new_tokens=6,
+        )
+        for tokens in ("text", "translate")
+    )
+    assert replay(texts, BestFirst(4, 2)).steps.tolist() == replay(translated, BestFirst(4, 2)).steps.tolist()
+
+
+def test_text_and_tokens_take_turns_over_one_cache():
+    """Another policy at every step leaves the same cache as one."""
+    decoder = pair("bytes", "merged", BestFirst(4, 2))
+    prompts = [byte_tokenizer().encode("the cat")]
+    session = session_of(decoder, prompts)
+    ids = plain(english(), prompts[0], 8)
+    for position, token in enumerate(ids):
+        tree = session.propose((Sampled((1, 1)), BestFirst(4, 2))[position % 2], 2)[0]
+        fresh = session_of(decoder, [prompts[0] + ids[:position]])
+        wanted = fresh.propose((Sampled((1, 1)), BestFirst(4, 2))[position % 2], 2)[0]
+        assert tree.tokens.tolist() == wanted.tokens.tolist()
+        session.commit([[token]])
 
 
 def test_the_same_tokens_need_no_text():

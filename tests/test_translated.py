@@ -90,9 +90,9 @@ def model_for(kind):
     return tiny_llama(5, len(tokenizer) + 3), tokenizer
 
 
-def draft_for(kind, **options):
+def draft_for(kind, tokens="translate"):
     model, tokenizer = model_for(kind)
-    return ModelDraft(model, tokenizer, kind, **options)
+    return ModelDraft(model, tokenizer, kind, tokens=tokens)
 
 
 def renumbered(model):
@@ -104,7 +104,7 @@ def renumbered(model):
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={symbol: 255 - i for i, symbol in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(False, use_regex=False), decoders.ByteLevel()
-    return ModelDraft(draft, PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL), "renumbered")
+    return ModelDraft(draft, PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL), "renumbered", "translate")
 
 
 # ---- texts ----
@@ -272,7 +272,7 @@ def test_sampled_trees_hold_the_distribution_over_shared_tokens(replacement):
 def test_a_text_longer_than_the_drafts_context_goes_on_without_it():
     """The draft's tokens count, of which there are more than the target's."""
     target, tokenizer = tiny_llama(4, len(merged())), merged()
-    draft = ModelDraft(tiny_llama(6, 264, max_position_embeddings=40), byte_tokenizer(), "short")
+    draft = ModelDraft(tiny_llama(6, 264, max_position_embeddings=40), byte_tokenizer(), "short", "translate")
     prompt = tokenizer.encode("the cat sat on the mat and that")
     result = SpeculativeDecoder(target, tokenizer, draft, BestFirst(4, 2)).generate(prompt, max_new_tokens=30)
     assert result.token_ids == plain(target, prompt, 30)
@@ -355,7 +355,7 @@ def test_other_tokens_are_refused_if_asked_for():
     message = refused(merged(), tokens="same")
     assert "id 256 is" in message
     assert 'tokens="translate"' in message
-    assert "choose translate, text or same" in refused(merged(), tokens="both")
+    assert "choose text, translate or same" in refused(merged(), tokens="both")
 
 
 def test_tables_that_share_no_text_are_refused():

@@ -28,17 +28,17 @@ class ModelDraft:
         model: a ``transformers`` causal LM; its vocabulary may be padded differently from the target's.
         tokenizer: compared with the target's when the decoder is built; None skips the comparison.
         name: in results, without the folders before it; by default the name that the model was loaded by.
-        tokens: of a draft whose tokens are not the target's.  "translate" lets it propose those that both know
-            (`drafts.translated`), "text" what the target's tokenizer makes of its text (`drafts.through_text`); "same"
-            refuses it.
+        tokens: of a draft whose tokens are not the target's.  "text" lets it propose what the target's tokenizer makes
+            of its text, where trees are not sampled (`drafts.through_text`); "translate" always those tokens that both
+            know (`drafts.translated`); "same" refuses it.
 
     Raises:
         InputError: another word for ``tokens``.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None, tokens: str = "translate") -> None:
-        if tokens not in ("translate", "text", "same"):
-            choices = "choose translate, text or same"
+    def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None, tokens: str = "text") -> None:
+        if tokens not in ("text", "translate", "same"):
+            choices = "choose text, translate or same"
             raise InputError(f"tokens={tokens!r:.60} is no way to read a draft's tokens: {choices}")
         self.model = TreeModel(model)
         self.tokenizer, self.tokens = tokenizer, tokens

@@ -11,8 +11,10 @@ the target's tree.  Text that goes on may be cut in another way: "t", "h", but "
     target's tree    P(node) is the sum of the rests of the draft's nodes whose text, once cut, leads through it
 
 So equal texts add up, and a token that more text probably changes counts little.  This is string-level exact match
-(SLEM: Timor et al., ICML 2025, arXiv 2502.05202, section 3), with trees.  No token of the target is drawn from a
-distribution, so sampled trees are refused.
+(SLEM: Timor et al., ICML 2025, arXiv 2502.05202, section 3), with trees.
+
+A text has no distribution over the target's tokens.  Policies that ask for one (sampled trees, recordings, contrastive
+search) get the tokens that both tables know (`translated`).
 """
 
 import codecs
@@ -31,11 +33,10 @@ from torch import Tensor
 from specinfer.adaptive.policy import Auto
 from specinfer.attention import TreeModel
 from specinfer.drafts.base import DraftContext
-from specinfer.drafts.language_model import ModelDraft
+from specinfer.drafts.language_model import ModelDraft, ModelDraftSession
 from specinfer.drafts.rows import log_chances
-from specinfer.drafts.translated import RetokenizedSession, TranslatedDraft, bare_encoder
-from specinfer.errors import PolicyError
-from specinfer.tree import BestFirst, Expansion, Forest, Kind, Policy, TokenTree
+from specinfer.drafts.translated import TranslatedDraft, TranslatedSession, bare_encoder
+from specinfer.tree import BestFirst, Expansion, Forest, Frontier, Kind, Policy, TokenTree
 
 TAIL = 8  # committed tokens at a row's end that text is cut together with; a character has 4 at most
 LEAST = 1e-9  # the rest of a node at least, so that logarithms are finite
@@ -105,32 +106,22 @@ class ThroughTextDraft(TranslatedDraft):
     def __init__(self, draft: ModelDraft, target: TreeModel, tokenizer: Any) -> None:
         super().__init__(draft, target, tokenizer)
         self.segmenter = Segmenter(bare_encoder(tokenizer), self.translation.texts)
-        self.notes = [f"draft {self.name}: another tokenizer; its text is cut into the target's tokens"]
-
-    def suited(self, policy: Policy) -> Policy:
-        """Return the policy.
-
-        Raises:
-            PolicyError: its trees are sampled, or it is none of those that go by probabilities alone.
-        """
-        if not _grows_text(policy):
-            problem = f'tree={policy} asks about the target\'s tokens one by one, and draft {self.name} (tokens="text")'
-            raise PolicyError(f'{problem} proposes text: give tree="auto" or BestFirst, or tokens="translate"')
-        return policy
+        shared = f"where tokens are asked for one by one, it proposes the {len(self.translation.shared)} that both know"
+        self.notes = [f"draft {self.name}: another tokenizer; its text is cut into the target's tokens; {shared}"]
 
     def open(self, context: DraftContext) -> "ThroughTextSession":
         """Start drafting for a batch of rows, with a cache of its own."""
         return ThroughTextSession(self, context)
 
 
-class ThroughTextSession(RetokenizedSession):
+class ThroughTextSession(TranslatedSession):
     """A draft that proposes text at work: it is a source over its own tokens, and its trees hold the target's.
 
     Coupled sampling: the noise belongs to the target's tokens, so the draft grows its tree by probability alone, and
     the noise ranks the target's tree.
     """
 
-    per_row = (*RetokenizedSession.per_row, "ends")
+    per_row = (*TranslatedSession.per_row, "ends")
 
     def __init__(self, draft: ThroughTextDraft, context: DraftContext) -> None:
         super().__init__(draft.model, context, draft.translation)
@@ -139,25 +130,27 @@ class ThroughTextSession(RetokenizedSession):
         self.ends = [list(prompt[-TAIL:]) for prompt in context.prompts]  # the target's tokens
 
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
-        """Grow a tree of the draft's tokens per row, and return their texts as trees of the target's tokens.
-
-        Bare roots for contrastive search, which asks about the target's tokens one by one.
-        """
-        if not _grows_text(policy):
-            return Forest(policy.kind, self.roots)
+        """Grow a tree of the draft's tokens per row, and return their texts as trees of the target's tokens."""
+        self.token_ids = None if _grows_text(policy) else self.shared_ids
+        if self.token_ids is not None:
+            return super().propose(policy, max_depth)
         grown = super().propose(policy, max_depth)
         chain = isinstance(policy, Expansion) and set(policy.expansion) <= {1}
         trees = [self._tree(row, tree, chain) for row, tree in enumerate(grown)]
         return Forest.of(trees).best(policy.max_nodes)
 
-    def noise_of(self, *_: Any) -> None:
-        """Return no noise: it is not known which of the target's tokens a token of the draft becomes."""
+    def noise_of(self, *asked: Any) -> Tensor | None:
+        """Return no noise for text: it is not known which of the target's tokens a token of the draft becomes."""
+        return None if self.token_ids is None else super().noise_of(*asked)
 
     def scored(self, logits: Tensor, noise: Tensor | None) -> Tensor:
-        """Return scores (B, W, C), after the processors if rows are sampled."""
-        if not self.couplings:
-            return logits.float()
+        """Return scores (B, W, C); of text after the processors, if rows are sampled."""
+        if self.token_ids is not None or not self.couplings:
+            return super().scored(logits, noise)
         return self.context.processors.scores(logits.flatten(0, 1), ()).view(*logits.shape)
+
+    def _logits(self, frontier: Frontier) -> Tensor:
+        return super()._logits(frontier) if self.token_ids is not None else ModelDraftSession._logits(self, frontier)
 
     def _read(self, row: int, new: Sequence[int]) -> list[int]:
         self.ends[row] = [*self.ends[row], *new][-TAIL:]

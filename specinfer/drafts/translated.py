@@ -166,13 +166,16 @@ class TranslatedDraft(ModelDraft):
         draft.model = TreeModel(self.model.model)
         return draft
 
-    def open(self, context: DraftContext) -> "RetokenizedSession":
+    def open(self, context: DraftContext) -> "TranslatedSession":
         """Start drafting for a batch of rows, with a cache of its own."""
         return TranslatedSession(self.model, context, self.translation)
 
 
-class RetokenizedSession(ModelDraftSession):
-    """A draft with a tokenizer of its own at work: what rows commit is read as text, and fed as the draft's tokens."""
+class TranslatedSession(ModelDraftSession):
+    """A translated draft at work: what rows commit is read as text, and fed as the draft's tokens.
+
+    Its candidates are the target's tokens: those in ``token_ids``, which both tables know.
+    """
 
     per_row = (*ModelDraftSession.per_row, "texts", "cached", "roots")
 
@@ -183,6 +186,11 @@ class RetokenizedSession(ModelDraftSession):
         self.cached: list[list[int]] = [[] for _ in self.texts]  # tokens in the draft's cache
         self.uncached = [text.ids for text in self.texts]
         self.roots = [prompt[-1] for prompt in context.prompts]  # the target's
+        shared = sorted((ours, theirs) for theirs, ours in translation.shared.items())
+        self.columns, self.shared_ids = on_device(shared, self.device).T.contiguous()
+        self.fed_ids = torch.zeros(context.vocab_size, dtype=torch.long, device=self.device)  # of the target's ids
+        self.fed_ids[self.shared_ids] = self.columns
+        self.token_ids = self.shared_ids
 
     def commit(
         self,
@@ -224,25 +232,14 @@ class RetokenizedSession(ModelDraftSession):
     def _longest(self) -> int:
         return max(len(cached) + len(uncached) for cached, uncached in zip(self.cached, self.uncached, strict=True))
 
-    def _feed_uncached(self) -> Tensor:
-        self.cached = [cached + uncached for cached, uncached in zip(self.cached, self.uncached, strict=True)]
-        return super()._feed_uncached()
-
-
-class TranslatedSession(RetokenizedSession):
-    """A translated draft at work: the session's tokens are the draft's, its candidates the target's."""
-
-    def __init__(self, model: TreeModel, context: DraftContext, translation: Translation) -> None:
-        super().__init__(model, context, translation)
-        shared = sorted((ours, theirs) for theirs, ours in translation.shared.items())
-        self.columns, self.token_ids = on_device(shared, self.device).T.contiguous()
-        self.fed_ids = torch.zeros(context.vocab_size, dtype=torch.long, device=self.device)  # of the target's ids
-        self.fed_ids[self.token_ids] = self.columns
-
     def _logits(self, frontier: Frontier) -> Tensor:
         """Return logits (B, W, V') of the shared tokens after each frontier node, whose tokens are the target's."""
         fed = frontier._replace(tokens=self.fed_ids[frontier.tokens.clamp(min=0)])  # -1 at the root
         return super()._logits(fed)[..., self.columns]
+
+    def _feed_uncached(self) -> Tensor:
+        self.cached = [cached + uncached for cached, uncached in zip(self.cached, self.uncached, strict=True)]
+        return super()._feed_uncached()
 
 
 def _read(tokenizer: Any, whose: str, size: int) -> dict[int, bytes | str]:
