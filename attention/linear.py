@@ -130,8 +130,8 @@ def teach_compiler() -> None:
         flat = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(view(states, [-1, size])))
         one, zero = (V.graph.add_tensor_constant(torch.tensor(number)) for number in (1.0, 128))
         scales, zeros = (ir.ExternKernel.realize_input(each) for each in (scales, zeros))
-        given: tuple[Any, ...] = flat, one, zero, packed, scales, zeros, None
-        product = mkldnn_ir.QLinearPointwisePT2E.create(*given, 1.0, 0, torch.float32, "none", [], "")
+        create: Any = mkldnn_ir.QLinearPointwisePT2E.create
+        product = create(flat, one, zero, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], "")
         return view(ir.TensorBox.create(product), [*before, scales.get_size()[0]])
 
 
