@@ -129,7 +129,7 @@ class CompiledPass:
         self,
         source: exported.Source,
         weights: Mapping[str, Tensor],
-        packed: Mapping[tuple[str, tuple[str, ...]], Tensor],
+        packed: Mapping[Group, Tensor],
     ) -> Tensor:
         if (source.kind, source.names) in packed:
             return packed[source.kind, source.names]

@@ -2,7 +2,7 @@
 
     python benchmarks/peers.py --prompts code.jsonl chat.jsonl --count 16 --max-new-tokens 64
         [--target DIR] [--draft NAME ...] [--dtype float32] [--temperature 1] [--methods plain auto generate ...]
-        [--assistant DIR] [--tokens text] [--other PYTHON] [--llama PYTHON GGUF [GGUF ...]]
+        [--assistant DIR] [--other PYTHON] [--llama PYTHON GGUF [GGUF ...]]
 
 ``--other`` is the interpreter of an environment with another version of specinfer, ``--llama`` of one with
 llama-cpp-python, followed by GGUF files of the target's weights (`--requantise` makes them).  All take turns, prompt by
@@ -28,13 +28,10 @@ def ours(args: argparse.Namespace) -> None:
     """Answer with the version of specinfer that this interpreter has, and with transformers."""
     import torch
 
-    from specinfer import ModelDraft, SpeculativeDecoder
+    from specinfer import SpeculativeDecoder
     from specinfer.loading import load
 
-    drafts: list[Any] = [*args.draft] or ["auto"]
-    if args.tokens:
-        drafts = [ModelDraft(*load(name, args.dtype), tokens=args.tokens) for name in drafts]
-    auto = SpeculativeDecoder.from_pretrained(args.target, drafts, "auto", dtype=args.dtype)
+    auto = SpeculativeDecoder.from_pretrained(args.target, [*args.draft] or ["auto"], "auto", dtype=args.dtype)
     model, tokenizer = auto.target.model, auto.tokenizer  # one copy of the weights serves all
     made = {"auto": auto, "plain": SpeculativeDecoder(model, tokenizer, [], None)}
     assisted: dict[str, Any] = {}
@@ -128,7 +125,6 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--methods", nargs="+", default=["auto", "plain", "generate", "lookup"])
     parser.add_argument("--assistant")
-    parser.add_argument("--tokens", help="of drafts that have another tokenizer: translate or text")
     parser.add_argument("--other")
     parser.add_argument("--other-methods", nargs="+", default=["auto", "plain"])
     parser.add_argument("--llama", nargs="+", default=[])
@@ -151,7 +147,7 @@ def compare(args: argparse.Namespace) -> None:
     passed = ["--dtype", args.dtype, "--temperature", str(args.temperature)]
     passed += ["--max-new-tokens", str(args.max_new_tokens), "--threads", str(args.threads)]
     passed += [part for name in args.draft for part in ("--draft", name)]
-    for name in ("target", "assistant", "tokens"):
+    for name in ("target", "assistant"):
         passed += [f"--{name}", getattr(args, name)] if getattr(args, name) else []
     worker = Worker(sys.executable, __file__, "ours", *passed, "--methods", *args.methods)
     asked = {method: (worker, method) for method in args.methods}

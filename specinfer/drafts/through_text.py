@@ -33,10 +33,10 @@ from torch import Tensor
 from specinfer.adaptive.policy import Auto
 from specinfer.attention import TreeModel
 from specinfer.drafts.base import DraftContext
-from specinfer.drafts.language_model import ModelDraft, ModelDraftSession
+from specinfer.drafts.language_model import ModelDraft
 from specinfer.drafts.rows import log_chances
 from specinfer.drafts.translated import TranslatedDraft, TranslatedSession, bare_encoder
-from specinfer.tree import BestFirst, Expansion, Forest, Frontier, Kind, Policy, TokenTree
+from specinfer.tree import BestFirst, Expansion, Forest, Kind, Policy, TokenTree
 
 TAIL = 8  # committed tokens at a row's end that text is cut together with; a character has 4 at most
 LEAST = 1e-9  # the rest of a node at least, so that logarithms are finite
@@ -132,9 +132,9 @@ class ThroughTextSession(TranslatedSession):
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow a tree of the draft's tokens per row, and return their texts as trees of the target's tokens."""
         self.token_ids = None if _grows_text(policy) else self.shared_ids
-        if self.token_ids is not None:
-            return super().propose(policy, max_depth)
         grown = super().propose(policy, max_depth)
+        if self.token_ids is not None:
+            return grown
         chain = isinstance(policy, Expansion) and set(policy.expansion) <= {1}
         trees = [self._tree(row, tree, chain) for row, tree in enumerate(grown)]
         return Forest.of(trees).best(policy.max_nodes)
@@ -148,9 +148,6 @@ class ThroughTextSession(TranslatedSession):
         if self.token_ids is not None or not self.couplings:
             return super().scored(logits, noise)
         return self.context.processors.scores(logits.flatten(0, 1), ()).view(*logits.shape)
-
-    def _logits(self, frontier: Frontier) -> Tensor:
-        return super()._logits(frontier) if self.token_ids is not None else ModelDraftSession._logits(self, frontier)
 
     def _read(self, row: int, new: Sequence[int]) -> list[int]:
         self.ends[row] = [*self.ends[row], *new][-TAIL:]

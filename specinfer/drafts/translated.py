@@ -233,7 +233,12 @@ class TranslatedSession(ModelDraftSession):
         return max(len(cached) + len(uncached) for cached, uncached in zip(self.cached, self.uncached, strict=True))
 
     def _logits(self, frontier: Frontier) -> Tensor:
-        """Return logits (B, W, V') of the shared tokens after each frontier node, whose tokens are the target's."""
+        """Return logits (B, W, V') of the shared tokens after each frontier node, whose tokens are the target's.
+
+        Without ``token_ids``, nodes and logits are of the draft's tokens.
+        """
+        if self.token_ids is None:  # they are the draft's
+            return super()._logits(frontier)
         fed = frontier._replace(tokens=self.fed_ids[frontier.tokens.clamp(min=0)])  # -1 at the root
         return super()._logits(fed)[..., self.columns]
 
