@@ -14,6 +14,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from functools import partial
 from itertools import chain
 from math import inf
 from pathlib import Path
@@ -29,7 +30,7 @@ from specinfer.attention import exported
 from specinfer.attention.cache import TreeCache
 from specinfer.attention.check import toy_tree
 from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees
-from specinfer.attention.linear import free_bytes, pack, pack_int8, packable, packable_int8, teach_compiler
+from specinfer.attention.linear import FORMS, fits, free_bytes, pack, teach_compiler
 from specinfer.attention.model import TreeModel, TreeSession
 from specinfer.attention.watch import Watch, altered, named_tensors
 from specinfer.errors import NotCompiled
@@ -38,7 +39,7 @@ from specinfer.errors import NotCompiled
 # position or weight costs 1e-2 (random weights) to 1.  Bfloat16 itself moves the logits of SmolLM2 by 0.05 to 0.36 from
 # those in float32, so in 16 bits only gross mistakes are seen.
 ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 4e-1, torch.float16: 1e-1}
-INT8 = 0.3  # the same where products are rounded to 8 bits
+ROUNDED = 0.3  # the same where weights are rounded
 MOST = 0.75  # of a pass's nodes must be within that in 16 bits; the others may be outliers
 SAMPLED = 32  # entries of a weight that are compared before every call
 SPARE = 1.2  # bytes of free memory that packing needs, per byte of weights
@@ -95,7 +96,7 @@ class CompiledPass:
         try:
             with self.lock:
                 return self._bind()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             return f"its weights cannot be packed ({shorten(str(error), 200)})"
 
     def _bind(self) -> str:
@@ -107,17 +108,14 @@ class CompiledPass:
         stamps = [(tensors[name].data_ptr(), tensors[name]._version) for name in names]  # writes through .data hide
         if stamps == self.stamps and torch.equal(_joined(self.samples), self.sampled):
             return ""
-        groups = {(source.kind, source.names) for source in sources if source.kind in ("packed", "int8")}
+        groups = {(source.kind, source.names) for source in sources if source.kind in FORMS}
         needed = SPARE * sum(weights[name].nbytes for name in {name for _, group in groups for name in group})
         if needed > free_bytes():
             return f"packed weights need {needed / 1e9:.1f} GB of memory, and less is free"
         packed: dict[Group, Tensor] = {}
-        for kind, group in groups:
-            joined = [weights[name] for name in group]
-            if kind == "packed":
-                packed[kind, group] = pack(joined)
-            else:
-                packed[kind, group], packed["scales", group] = pack_int8(joined)
+        for form, group in groups:
+            made = pack([weights[name] for name in group], form)
+            packed |= zip([(form, group), ("scales", group)], made, strict=False)
         for runner in self.runners.values():
             runner.weights = [self._input(source, weights, packed) for source in runner.sources]
         flat = [weight.view(-1) for weight in weights.values() if weight.is_contiguous()]
@@ -218,8 +216,8 @@ def make(model: TreeModel, aux_layers: Sequence[int], folder: Path) -> None:
         for number, extra in enumerate(variants_of(model.model)):
             kinds = sorted(model.spec.windows)
             one = exported.Pass(model.model, kinds, aux_layers, model.takes_logits_to_keep, sorted(extra))
-            can_pack = packable_int8 if model.int8 else packable
-            graph, sources = exported.export_pass(one.eval(), _example(model, layers, extra), can_pack, model.int8)
+            fit = partial(fits, form=model.form)
+            graph, sources = exported.export_pass(one.eval(), _example(model, layers, extra), fit, model.form)
             path = folder / f"pass-{number}.pt2"
             _compile(graph, path)
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -295,7 +293,7 @@ def check(model: TreeModel, compiled: CompiledPass, widths: Sequence[int] = ()) 
         worst = max(_difference(model, compiled, extra, widths) for extra in variants_of(model.model))
     except RuntimeError as error:
         raise NotCompiled(f"compiled passes of {model.name} fail: {shorten(str(error), 200)}") from error
-    limit = INT8 if model.int8 else ROUNDING.get(model.dtype, 1e-4)
+    limit = ROUNDED if model.form in ("int8", "rounded") else ROUNDING.get(model.dtype, 1e-4)
     if not worst <= limit:
         raise NotCompiled(f"compiled passes of {model.name} are off by {worst:.1e} where rounding explains {limit:.0e}")
     return worst

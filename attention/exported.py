@@ -22,7 +22,7 @@ from torch.export import Dim, export
 from torch.fx.experimental import _config
 from transformers.cache_utils import Cache
 
-from specinfer.attention.linear import add_int8_product
+from specinfer.attention.linear import BLOCK, add_int8_product
 from specinfer.attention.watch import named_tensors
 
 aten = torch.ops.aten
@@ -34,8 +34,8 @@ LARGEST = 1 << 16  # the most integers of one tensor that a graph may hold: cons
 class Source(NamedTuple):
     """An input of the graph that comes from the model."""
 
-    # "weight": as it is; "packed": joined and packed; "joined": biases, joined; "sizes": only its shape counts;
-    # "int8" and "scales": joined, rounded and packed, and the scales of that
+    # "weight": as it is; a form of `linear`: joined and packed; "scales": of "int8"; "joined": biases, joined;
+    # "sizes": only its shape counts
     kind: str
     names: tuple[str, ...]  # of the model's parameters or buffers
     shape: tuple[int, ...]
@@ -112,7 +112,7 @@ class _ExportedCache(Cache):
 
 
 def export_pass(
-    model: Pass, example: Tensors, packable: Callable[[Tensor], bool], int8: bool = False
+    model: Pass, example: Tensors, packable: Callable[[Tensor], bool], form: str = "packed"
 ) -> tuple[fx.GraphModule, tuple[Source, ...]]:
     """Export a pass as a graph.  Its inputs are the tensors of the pass, then one for each source.
 
@@ -120,7 +120,7 @@ def export_pass(
         model: in evaluation mode.
         example: tensors of a pass over at least two rows and nodes, all sizes different.
         packable: which weights of linear layers are to be packed.
-        int8: whether those are rounded to 8 bits.
+        form: of those, one of `linear`'s.
 
     Raises:
         Exception: the model cannot be exported: it branches on data, or the graph would hold for some sizes only.
@@ -137,7 +137,7 @@ def export_pass(
     module = program.module(check_guards=False)
     _drop_checks(module.graph)
     _group_queries(module.graph)
-    sources = _WeightInputs(module, model.model, int8).run(packable)
+    sources = _WeightInputs(module, model.model, form).run(packable)
     module.graph.lint()
     module.graph._codegen = fx.graph.CodeGen()
     return fx.GraphModule(module, module.graph), sources
@@ -217,11 +217,11 @@ class _WeightInputs:
     Args:
         module: the graph, with the model's tensors as attributes.
         model: the exported model, whose names `Source` has.
-        int8: whether packed weights are rounded to 8 bits.
+        form: of packed weights.
     """
 
-    def __init__(self, module: fx.GraphModule, model: nn.Module, int8: bool) -> None:
-        self.module, self.graph, self.int8 = module, module.graph, int8
+    def __init__(self, module: fx.GraphModule, model: nn.Module, form: str) -> None:
+        self.module, self.graph, self.form = module, module.graph, form
         self.names = {(t.data_ptr(), t.shape, t.dtype): name for name, t in reversed(named_tensors(model))}
         self.last = self.graph.find_nodes(op="placeholder")[-1]
         self.example = self.last.meta["val"]
@@ -247,22 +247,12 @@ class _WeightInputs:
         """Make one product of layers that read the same states."""
         weights = [self.tensor(node.args[1]) for node in group]
         sizes, dtype = [len(weight) for weight in weights], weights[0].dtype
-        shape = sum(sizes), weights[0].shape[1]
         names, *biases = (
             tuple(self.names[self.key(node.args[index])] for node in group) for index in range(1, 2 + biased)
         )
-        bias = self.input(Source("joined", biases[0], shape[:1]), dtype) if biased else None
-        if self.int8:
-            packed = self.input(Source("int8", names, shape[::-1]), torch.int8)
-            scales = self.input(Source("scales", names, shape[:1]), torch.float32)
-        else:
-            like = self.input(Source("sizes", (), shape), dtype)
-            packed = self.input(Source("packed", names, shape), dtype)
+        bias = self.input(Source("joined", biases[0], (sum(sizes),)), dtype) if biased else None
         with self.graph.inserting_before(group[0]):
-            if self.int8:
-                product = add_int8_product(self.graph, states, packed, scales, bias, dtype)
-            else:
-                product = self.graph.call_function(torch.ops.specinfer.linear.default, (states, like, packed, bias))
+            product = self.product(states, names, bias, (sum(sizes), weights[0].shape[1]), dtype)
             parts = [product]
             if len(group) > 1:
                 split = self.graph.call_function(aten.split_with_sizes.default, (product, sizes, -1))
@@ -270,6 +260,24 @@ class _WeightInputs:
         for node, part in zip(group, parts, strict=True):
             _replace(node, part)
         self.graph.eliminate_dead_code()
+
+    def product(
+        self, states: fx.Node, names: tuple[str, ...], bias: fx.Node | None, shape: tuple[int, int], dtype: torch.dtype
+    ) -> fx.Node:
+        """Return states times the weights (N, K) of some names, plus a bias."""
+        outputs, size = shape
+        if self.form == "int8":
+            packed = self.input(Source("int8", names, (size, outputs)), torch.int8)
+            scales = self.input(Source("scales", names, (outputs,)), torch.float32)
+            return add_int8_product(self.graph, states, packed, scales, bias, dtype)
+        if self.form == "packed":
+            like = self.input(Source("sizes", (), shape), dtype)
+            packed = self.input(Source("packed", names, shape), dtype)
+            return self.graph.call_function(torch.ops.specinfer.linear.default, (states, like, packed, bias))
+        blocks = -(-outputs // BLOCK), size, BLOCK
+        packed = self.input(Source(self.form, names, blocks), torch.bfloat16)
+        product = self.graph.call_function(torch.ops.specinfer.linear_bf16.default, (states, packed, outputs))
+        return product if bias is None else self.graph.call_function(aten.add.Tensor, (product, bias))
 
     def input(self, source: Source, dtype: torch.dtype) -> fx.Node:
         """Return the input for a source, one for each."""

@@ -1,14 +1,17 @@
 """Products of a few states with weights packed once, as compiled passes multiply them on a CPU.
 
-Knows: the packed weights of MKL and oneDNN, how a compiled pass calls them.  Does not know: models, graphs.
+Knows: the forms that weights are packed in, how a compiled pass calls their products.  Does not know: models, graphs.
 
-`torch.nn.Linear` rearranges a weight in every product.  In float32, MKL's packed products of 1
-to 8 states take little longer than reading the weight from memory; oneDNN's take a third to a half longer.  In 16 bits
-only oneDNN packs (``docs/performance.md``).
+`torch.nn.Linear` rearranges a weight in every product.  The forms that do not:
 
-Heads only propose, so their products may be rounded: weights to 8 bits with a scale for each output, states with a
-scale for each state.  Then a quarter of the bytes of float32 are read.  Language models do not bear it: a few of their
-states are a thousand times as large as the others.
+    packed    the weight in its own type, by MKL (float32) or oneDNN (16 bits)
+    bf16      float32 weights whose numbers are bfloat16 numbers, as most checkpoints have: half the bytes, the same
+              products and sums in float32 (``linear_bf16.h``)
+    rounded   the same with weights rounded to bfloat16
+    int8      weights rounded to 8 bits with a scale for each output, states with a scale for each state (oneDNN)
+
+The last two change a model a little.  They are for heads, which only propose.  Language models do not bear 8 bits: a
+few of their states are a thousand times as large as the others.
 """
 
 from collections.abc import Sequence
@@ -19,14 +22,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional
 
 aten = torch.ops.aten
+HEADER = Path(__file__).with_name("linear_bf16.h")
+FORMS = "packed", "bf16", "rounded", "int8"
+BLOCK = 32  # outputs of a block there
+SAMPLED = 256  # numbers of a weight that tell whether all are bfloat16; packing looks at every one
 SMALLEST = 1e-12  # a scale times 127, at least
 ROWS = {torch.float32: 64, torch.bfloat16: 16, torch.float16: 16}  # the number of states that packing is tuned for
 
 _library = torch.library.Library("specinfer", "DEF")
 # states (..., K), a weight (N, K) of which only the shape counts, the weight packed, bias (N,): returns (..., N)
 _library.define("linear(Tensor states, Tensor like, Tensor packed, Tensor? bias) -> Tensor")
+# float32 states (..., K), a weight (N, K) packed, N: returns (..., N)
+_library.define("linear_bf16(Tensor states, Tensor packed, int outputs) -> Tensor")
 # unsigned states (..., K) with zero at 128, an int8 weight (N, K) packed, its scales (N,), zeros: returns (..., N)
 _library.define("linear_int8(Tensor states, Tensor packed, Tensor scales, Tensor zeros) -> Tensor")
 
@@ -36,13 +46,56 @@ def _shape(states: Tensor, like: Tensor, _packed: Tensor, _bias: Tensor | None) 
     return states.new_empty(*states.shape[:-1], len(like))
 
 
+@torch.library.register_fake("specinfer::linear_bf16", lib=_library)
+def _shape_bf16(states: Tensor, _packed: Tensor, outputs: int) -> Tensor:
+    return states.new_empty(*states.shape[:-1], outputs)
+
+
 @torch.library.register_fake("specinfer::linear_int8", lib=_library)
 def _shape_int8(states: Tensor, _packed: Tensor, scales: Tensor, _zeros: Tensor) -> Tensor:
     return scales.new_empty(*states.shape[:-1], len(scales))
 
 
+def forms(weights: Sequence[Tensor], rounded: bool) -> list[str]:
+    """Return the forms that suit a model's matrices on this machine, fastest products first.
+
+    Args:
+        weights: of the model, (N, K) each.
+        rounded: whether they may be rounded.
+    """
+    found = ["int8"] if rounded and packable_int8(weights[0]) else []
+    if all(fits(weight, "bf16") for weight in weights):
+        if rounded:
+            found.append("rounded")
+        elif all(_is_bfloat16(weight.flatten()[:: weight.numel() // SAMPLED + 1]) for weight in weights):
+            found.append("bf16")
+    return [*found, "packed"]
+
+
+def fits(weight: Tensor, form: str) -> bool:
+    """Whether this machine has products for a weight (N, K) in a form."""
+    if form in ("bf16", "rounded"):
+        return weight.device.type == "cpu" and weight.ndim == 2 and weight.dtype == torch.float32
+    return packable_int8(weight) if form == "int8" else packable(weight)
+
+
+def pack(weights: Sequence[Tensor], form: str) -> tuple[Tensor, ...]:
+    """Return weights (N_i, K) as one packed weight (sum of N_i, K), in 8 bits with the scale of each output.
+
+    Raises:
+        ValueError: the form is "bf16", and they are not bfloat16 numbers.
+    """
+    if form == "int8":
+        return pack_int8(weights)
+    return (pack_own(weights) if form == "packed" else pack_bf16(weights, rounded=form == "rounded"),)
+
+
+def _is_bfloat16(weight: Tensor) -> bool:
+    return torch.equal(weight.bfloat16().to(weight.dtype), weight)
+
+
 def packable(weight: Tensor) -> bool:
-    """Whether this machine has packed products for a weight (N, K)."""
+    """Whether this machine has packed products for a weight (N, K) in its own type."""
     if weight.device.type != "cpu" or weight.ndim != 2 or not torch.backends.mkldnn.is_available():
         return False
     supported = {
@@ -54,13 +107,27 @@ def packable(weight: Tensor) -> bool:
 
 
 @torch.inference_mode()
-def pack(weights: Sequence[Tensor]) -> Tensor:
-    """Return weights (N_i, K) as one packed weight (sum of N_i, K)."""
+def pack_own(weights: Sequence[Tensor]) -> Tensor:
+    """Return weights (N_i, K) as one packed weight (sum of N_i, K) of their own type."""
     joined = torch.cat([weight.detach() for weight in weights]) if len(weights) > 1 else weights[0].detach()
     rows = ROWS[joined.dtype]
     if joined.dtype == torch.float32:
         return torch.ops.mkl._mkl_reorder_linear_weight(joined, rows)
     return torch.ops.mkldnn._reorder_linear_weight(joined, rows)
+
+
+@torch.inference_mode()
+def pack_bf16(weights: Sequence[Tensor], rounded: bool = False) -> Tensor:
+    """Return weights (N_i, K) as one packed weight (blocks, K, 32), bfloat16: the blocks of ``linear_bf16.h``.
+
+    Raises:
+        ValueError: a number is not a bfloat16 number, and none may be rounded.
+    """
+    if not rounded and not all(map(_is_bfloat16, weights)):
+        raise ValueError("not all are bfloat16 numbers any more")
+    joined = torch.cat([weight.detach().bfloat16() for weight in weights])
+    blocks = functional.pad(joined, (0, 0, 0, -len(joined) % BLOCK)).view(-1, 2, BLOCK // 2, joined.shape[1])
+    return blocks.permute(0, 3, 2, 1).reshape(len(blocks), -1, BLOCK)
 
 
 def packable_int8(weight: Tensor) -> bool:
@@ -103,10 +170,11 @@ def add_int8_product(
 
 @cache
 def teach_compiler() -> None:
-    """Tell Inductor how to call a packed product.
+    """Tell Inductor how to call packed products.
 
     MKL's product takes any number of states, whatever number its weight was packed for.  Torch's operator compares the
     two numbers, so it is given the current one.  New packages are compared with plain passes of many sizes.
+    ``linear_bf16.h`` becomes a part of the compiled code.
     """
     from torch._inductor import ir, mkldnn_ir
     from torch._inductor.lowering import register_lowering, view
@@ -123,6 +191,20 @@ def teach_compiler() -> None:
         else:
             product = mkldnn_ir.LinearUnary.create(flat, packed, bias, "none", [], "")
         return view(ir.TensorBox.create(product), [*before, like.get_size()[0]])
+
+    class Product(ir.ExternKernelOut):
+        def codegen(self, wrapper: Any) -> None:
+            wrapper.include_extra_header(str(HEADER))
+            super().codegen(wrapper)
+
+    @register_lowering(torch.ops.specinfer.linear_bf16, type_promotion_kind=None)
+    def lower_bf16(states: Any, packed: Any, outputs: int) -> Any:
+        *before, size = states.get_size()
+        flat = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(view(states, [-1, size])))
+        layout = ir.FixedLayout(flat.get_device(), torch.float32, [flat.get_size()[0], outputs])
+        inputs = [flat, ir.ExternKernel.realize_input(packed)]
+        product = Product(layout, inputs, cpp_kernel_name="aoti_torch_specinfer_linear_bf16")
+        return view(ir.TensorBox.create(product), [*before, outputs])
 
     @register_lowering(torch.ops.specinfer.linear_int8, type_promotion_kind=None)
     def lower_int8(states: Any, packed: Any, scales: Any, zeros: Any) -> Any:

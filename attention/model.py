@@ -84,7 +84,7 @@ class TreeModel:
         self.uniform_layers = self.layers - getattr(config, "num_kv_shared_layers", 0)
         self.takes_positions = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
-        self.int8 = False  # whether compiled passes round products to 8 bits: for heads, which only propose
+        self.form = "packed"  # of its weights in compiled passes: see `linear`
         self.compiled: FastPass | None = None
         self.plain = ""  # why passes run plain although they are compiled, as of the last call of `running`
 

@@ -28,18 +28,18 @@ import transformers
 
 from specinfer.attention import TreeModel, resumed
 from specinfer.attention.compiled import OPTIONS, RECORD, CompiledPass, check, make
-from specinfer.attention.linear import packable_int8
+from specinfer.attention.linear import FORMS, HEADER, forms
 from specinfer.attention.watch import architecture
 from specinfer.common.files import cache_folder, parse_json, storing
 from specinfer.errors import InputError, NotCompiled
 
-FORMAT = 2  # of packages; raised when their inputs change
+FORMAT = 3  # of packages; raised when their inputs change
 WIDTHS = (1, 2, 3, 5, 8, 9, 16, 17, 24, 33, 64, 65, 130, 512)  # of the passes that check a new package, in nodes
 MODES = ("auto", True, False)
 UNREADABLE = (OSError, ValueError, KeyError, TypeError)  # what reading a damaged record raises
 
-# by network and whether in 8 bits, so weights are packed once
-_loaded: tuple[WeakKeyDictionary[Any, CompiledPass], ...] = WeakKeyDictionary(), WeakKeyDictionary()
+# by form and network, so weights are packed once
+_loaded: dict[str, WeakKeyDictionary[Any, CompiledPass]] = {form: WeakKeyDictionary() for form in FORMS}
 _lock = RLock()
 
 
@@ -48,7 +48,7 @@ def packages_folder() -> Path:
     return cache_folder() / "compiled"
 
 
-def attach(model: TreeModel, aux_layers: Sequence[int], mode: bool | str, int8: bool = False) -> str:
+def attach(model: TreeModel, aux_layers: Sequence[int], mode: bool | str, rounded: bool = False) -> str:
     """Give a model its compiled passes, if there are some; else return why it has none.
 
     Args:
@@ -56,7 +56,7 @@ def attach(model: TreeModel, aux_layers: Sequence[int], mode: bool | str, int8: 
         aux_layers: hidden states that its passes must return.
         mode: "auto" takes an existing package.  True makes one if there is none, and says so on stderr.  False takes
             none.
-        int8: whether its products may be rounded to 8 bits, where this machine is fast at that.
+        rounded: whether its weights may be rounded, where this machine is faster then.
 
     Raises:
         InputError: the mode is none of these.
@@ -69,10 +69,11 @@ def attach(model: TreeModel, aux_layers: Sequence[int], mode: bool | str, int8: 
         return reason
     with _lock, resumed(model):
         try:
-            roundings = (True, False) if int8 and packable_int8(model.model.get_input_embeddings().weight) else (False,)
-            model.compiled = _first(partial(_usable, anew=mode is True), model, aux_layers, roundings)
+            found = forms([weight for weight in model.model.parameters() if weight.ndim == 2], rounded)
+            known = found if rounded or mode is not True else found[:1]  # only rounding may fail, and then so again
+            model.compiled = _first(partial(_usable, anew=mode is True), model, aux_layers, known)
             if mode is True and model.compiled is None:
-                model.compiled = _first(_made, model, aux_layers, roundings)
+                model.compiled = _first(_made, model, aux_layers, found)
             advice = "not compiled yet: `specinfer compile` does it in minutes, once, and passes get faster"
             return "" if model.compiled else missing_compiler() or advice
         except NotCompiled as error:
@@ -82,15 +83,15 @@ def attach(model: TreeModel, aux_layers: Sequence[int], mode: bool | str, int8: 
 
 
 def _first(
-    find: Callable[..., CompiledPass | None], model: TreeModel, aux_layers: Sequence[int], roundings: Sequence[bool]
+    find: Callable[..., CompiledPass | None], model: TreeModel, aux_layers: Sequence[int], found: Sequence[str]
 ) -> CompiledPass | None:
-    """Return the first passes that are found, with products in 8 bits or without, as the model then says.
+    """Return the first passes that are found, with weights in one of some forms, as the model then says.
 
     Raises:
         NotCompiled: there are none, and the last search says why.
     """
     problem: NotCompiled | None = None
-    for model.int8 in roundings:
+    for model.form in found:
         try:
             problem = None
             if (compiled := find(model, aux_layers)) is not None:
@@ -125,8 +126,8 @@ def remove_packages() -> int:
 def package_of(model: TreeModel) -> Path:
     """Return the folder that a model's package is in, or would be."""
     parts = [FORMAT, OPTIONS, torch.__version__, transformers.__version__, _machine(model), architecture(model.model)]
-    parts += ["int8"] if model.int8 else []
-    digest = hashlib.sha256(json.dumps([*parts, str(model.dtype)]).encode()).hexdigest()
+    parts += [HEADER.read_text()] if model.form in ("bf16", "rounded") else []
+    digest = hashlib.sha256(json.dumps([*parts, model.form, str(model.dtype)]).encode()).hexdigest()
     return packages_folder() / f"{model.name}-{digest[:16]}"
 
 
@@ -136,7 +137,7 @@ def _usable(model: TreeModel, aux_layers: Sequence[int], anew: bool = False) -> 
     Raises:
         NotCompiled: the package is damaged, wrong, or returns other hidden states; or the model is patched.
     """
-    compiled = _loaded[model.int8].get(model.model)
+    compiled = _loaded[model.form].get(model.model)
     if compiled is not None and set(aux_layers) <= set(compiled.aux_layers) and not compiled.refresh():
         return compiled
     folder = package_of(model)
@@ -154,7 +155,7 @@ def _usable(model: TreeModel, aux_layers: Sequence[int], anew: bool = False) -> 
         raise
     if reason:
         raise NotCompiled(reason)
-    _loaded[model.int8][model.model] = compiled
+    _loaded[model.form][model.model] = compiled
     return compiled
 
 
@@ -162,14 +163,14 @@ def _made(model: TreeModel, aux_layers: Sequence[int]) -> CompiledPass:
     """Make a package, compare it with the plain model, and move it to where it will be found."""
     from filelock import FileLock
 
-    if missing := missing_compiler():
-        raise NotCompiled(missing)
     folder = package_of(model)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):
             if (compiled := _usable(model, aux_layers, anew=True)) is not None:  # another process made it
                 return compiled
+            if missing := missing_compiler():
+                raise NotCompiled(missing)
             _tell(f"compiling the passes of {model.name}: minutes, once")
             with suppress(*UNREADABLE):  # so that the new package also serves the models of the old one
                 aux_layers = [*aux_layers, *parse_json((folder / RECORD).read_text())["aux_layers"]]
@@ -185,7 +186,7 @@ def _made(model: TreeModel, aux_layers: Sequence[int]) -> CompiledPass:
                 made.rename(folder)
     except OSError as error:
         raise NotCompiled(f"packages cannot be kept in {folder.parent} ({error.strerror or error})") from error
-    _loaded[model.int8][model.model] = compiled
+    _loaded[model.form][model.model] = compiled
     return compiled
 
 

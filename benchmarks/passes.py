@@ -43,7 +43,7 @@ def opened(model: Any, prefix: int, engine: bool, compiled: bool, extra: dict[st
     if engine and compiled:
         from specinfer.attention.packages import attach
 
-        rounded = {"int8": True} if extra and "int8" in signature(attach).parameters else {}
+        rounded = {name: True for name in ("rounded", "int8") if extra and name in signature(attach).parameters}
         if reason := attach(model, (0,) if extra else (), "auto", **rounded):
             print(f"{model.name} runs plain: {reason}", file=sys.stderr)
     session = model.session(1, prefix + 64)

@@ -136,7 +136,7 @@ class SpeculativeDecoder:
         for model in self.networks:
             is_head = model is not self.target and hasattr(model.model, "pass_inputs")
             aux_layers = self.aux_layers if model is self.target else [0] if is_head else []
-            self.plain.append(attach(model, aux_layers, plain(compile), int8=is_head))
+            self.plain.append(attach(model, aux_layers, plain(compile), rounded=is_head))
 
     @classmethod
     def from_pretrained(

@@ -31,7 +31,7 @@ import specinfer.attention.packages as packages
 from specinfer import BestFirst, Chain, SpeculativeDecoder
 from specinfer.attention import TreeCache, TreeModel, TreeSession, resumed
 from specinfer.attention.compiled import RECORD, CompiledPass, check
-from specinfer.attention.linear import add_int8_product, pack, pack_int8, packable_int8
+from specinfer.attention.linear import add_int8_product, fits, forms, pack, packable_int8
 from specinfer.attention.watch import architecture
 from specinfer.cli import app
 from specinfer.drafts.head import HeadDraft
@@ -111,13 +111,15 @@ def test_drafts_multiply_in_8_bits_and_targets_never_do() -> None:
     model = float_llama()
     made = decoder(model, TREE, [draft_for(model)])
     target, head = made.networks
-    assert not target.int8
-    assert head.int8 == packable_int8(model.lm_head.weight)
+    assert target.form == "packed"
+    assert head.form == ("int8" if packable_int8(model.lm_head.weight) else "rounded")
     kinds = {source.kind for runner in head.compiled.runners.values() for source in runner.sources}
-    assert ("int8" in kinds, "packed" in kinds) == (head.int8, not head.int8)
-    assert "int8" not in {source.kind for runner in target.compiled.runners.values() for source in runner.sources}
+    assert kinds & {"packed", "rounded", "int8"} == {head.form}
+    assert not {"rounded", "int8"} & {
+        source.kind for runner in target.compiled.runners.values() for source in runner.sources
+    }
     with resumed(head):
-        assert check(head, head.compiled) < (0.1 if head.int8 else 1e-5)
+        assert check(head, head.compiled) < 0.1
 
 
 def multiplied(states: Any, packed: Any, scales: Any, zeros: Any) -> Any:
@@ -134,7 +136,7 @@ def test_products_in_8_bits_are_those_of_rounded_weights_and_states() -> None:
     graph = torch.fx.Graph()
     given = [graph.placeholder(name) for name in ("states", "packed", "scales", "bias")]
     graph.output([add_int8_product(graph, *given[:3], bias, torch.float32) for bias in (None, given[3])])
-    (packed, scales), bias = pack_int8(weights), torch.randn(72)
+    (packed, scales), bias = pack(weights, "int8"), torch.randn(72)
     found = torch.fx.GraphModule(torch.nn.Module(), graph)(states, packed, scales, bias)
     step = states.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
     rounded = (states / step).round() * step
@@ -143,12 +145,72 @@ def test_products_in_8_bits_are_those_of_rounded_weights_and_states() -> None:
         torch.testing.assert_close(product, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_a_machine_that_is_slow_in_8_bits_rounds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_is_slow_in_8_bits_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
     assert not packable_int8(torch.zeros(4, 4))
     model = float_llama()
     made = decoder(model, TREE, [draft_for(model)], compile="auto")
-    assert not made.networks[1].int8
+    assert made.networks[1].form != "int8"
+
+
+@pytest.fixture(scope="module")
+def halved() -> SpeculativeDecoder:
+    """A decoder whose target's weights are bfloat16 numbers in float32, with its passes."""
+    return decoder(bfloat16_llama(), compile=True)
+
+
+def bfloat16_llama(seed: int = 0) -> Any:
+    return tiny_llama(seed).bfloat16().float()
+
+
+def test_float32_weights_that_are_bfloat16_numbers_are_read_in_half_the_bytes(halved: SpeculativeDecoder) -> None:
+    """Sums are those of float32, over any number of nodes, whatever part of a block the last outputs fill."""
+    own = halved.target.compiled
+    assert halved.target.form == "bf16"
+    assert isinstance(own, CompiledPass)
+    with resumed(halved.target):
+        assert check(halved.target, own, [*range(1, 30), 95, 96, 97, 110, 200]) < 1e-5
+    model = halved.target.model
+    for options in (GREEDY, SAMPLED):
+        assert ids(halved, **options) == ids(decoder(model, compile=False), **options)
+    packed = [
+        (tensor, source)
+        for runner in own.runners.values()
+        for tensor, source in zip(runner.weights, runner.sources, strict=True)
+        if source.kind == "bf16"
+    ]
+    assert packed
+    for tensor, source in packed:
+        assert tensor.dtype == torch.bfloat16
+        assert tensor.count_nonzero() == sum(model.get_parameter(name).count_nonzero() for name in source.names)
+
+
+def test_weights_that_stop_being_bfloat16_numbers_are_not_rounded(halved: SpeculativeDecoder) -> None:
+    model = bfloat16_llama(3)
+    made = decoder(model)
+    assert made.passes == "passes: compiled"
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[5, 7] += 1e-5
+    assert ids(made) == ids(decoder(model, compile=False))
+    assert "not all are bfloat16 numbers any more" in made.passes
+    assert ids(decoder(float_llama(3))) == ids(decoder(float_llama(3), compile=False))  # these have another package
+
+
+def test_forms_of_weights() -> None:
+    numbers = torch.randn(40, 16)
+    assert "bf16" not in forms([numbers], rounded=False)
+    assert forms([numbers.bfloat16().float()], rounded=False) == ["bf16", "packed"]
+    assert forms([numbers.bfloat16().float(), numbers], rounded=False) == ["packed"]
+    assert forms([numbers], rounded=True)[-2:] == ["rounded", "packed"]
+    assert forms([numbers.bfloat16()], rounded=True)[-1] == "packed"
+    assert not fits(numbers.bfloat16(), "bf16")
+    with pytest.raises(ValueError, match="not all are bfloat16"):
+        pack([numbers], "bf16")
+    (found,) = pack([numbers[:24], numbers[24:]], "rounded")
+    assert found.shape == (2, 16, 32)
+    for output, block, column in ((0, 0, 0), (1, 0, 2), (16, 0, 1), (31, 0, 31), (32, 1, 0), (39, 1, 14)):
+        assert found[block, :, column].equal(numbers[output].bfloat16())
+    assert not found[1, :, 1].any()  # beyond the last output
 
 
 def test_caches_grow_under_compiled_passes() -> None:
@@ -320,8 +382,8 @@ def test_a_patched_class_runs_plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_package_is_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrongly(weights: Any) -> torch.Tensor:
-        return pack([weight * 1.1 for weight in weights])
+    def wrongly(weights: Any, form: str) -> tuple[torch.Tensor, ...]:
+        return pack([weight * 1.1 for weight in weights], form)
 
     monkeypatch.setattr("specinfer.attention.compiled.pack", wrongly)
     made = decoder(float_llama())

@@ -122,7 +122,7 @@ class OnlineHead(HeadDraft):
             self.student.restart()
             return
         model = TreeModel(fresh)
-        model.int8 = self.model.int8
+        model.form = self.model.form
         if self.model.compiled:
             model.compiled = self.model.compiled.serving(fresh)
             model.compiled.refresh()  # packs the weights now: it is a part of learning
