@@ -201,7 +201,8 @@ def teach_compiler() -> None:
     def lower_bf16(states: Any, packed: Any, outputs: int) -> Any:
         *before, size = states.get_size()
         flat = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(view(states, [-1, size])))
-        layout = ir.FixedLayout(flat.get_device(), torch.float32, [flat.get_size()[0], outputs])
+        device: Any = flat.get_device()
+        layout = ir.FixedLayout(device, torch.float32, [flat.get_size()[0], outputs])
         inputs = [flat, ir.ExternKernel.realize_input(packed)]
         product = Product(layout, inputs, cpp_kernel_name="aoti_torch_specinfer_linear_bf16")
         return view(ir.TensorBox.create(product), [*before, outputs])
