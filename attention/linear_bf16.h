@@ -28,7 +28,7 @@ constexpr int LANES = 16, ROWS = 12;  // floats of a register, and states that a
 #else
 constexpr int LANES = 8, ROWS = 6;
 #endif
-constexpr int BLOCK = 32, AHEAD = 64;    // outputs of a block, and inputs between two rounds of prefetching
+constexpr int BLOCK = 32, AHEAD = 16;    // outputs of a block, and inputs between two rounds of prefetching
 constexpr int64_t PANEL = 96;            // states that stay in the cache while all weights pass by
 constexpr int64_t SMALL = 1 << 16;       // multiplications that are not worth a second thread
 
