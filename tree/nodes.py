@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import inf
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -76,6 +77,15 @@ class Nodes:
         return np.arange(len(self)) - self.starts[self.rows]
 
     @cached_property
+    def subtrees(self) -> Numbers:
+        """How many nodes lie below each node, itself included, (N,)."""
+        counts = [1] * len(self)
+        for node, parent in reversed([*enumerate(self.parents.tolist())]):
+            if parent >= 0:
+                counts[parent] += counts[node]
+        return np.array(counts, np.int64)
+
+    @cached_property
     def proposers(self) -> Numbers:
         """The drafts that drew each node, (N,) bit masks: bit d for draft d."""
         masks = np.zeros(len(self), np.int64)
@@ -116,6 +126,8 @@ class Nodes:
 
     def pruned(self, depths: Sequence[int]) -> Nodes:
         """Return the trees without the nodes that are deeper than their row's depth."""
+        if self.depths.max() <= min(depths):
+            return self
         return self._kept(self.depths <= np.maximum(depths, 0)[self.rows])
 
     def best(self, count: int, worth: np.ndarray | Sequence[float]) -> Nodes:
@@ -126,12 +138,13 @@ class Nodes:
             worth: (N,).  A node that is worth more than its parent counts as its parent does, so ancestors are kept.
                 Roots are always kept.
         """
-        least = np.array(worth, np.float64)
-        least[self.starts[:-1]] = np.inf
-        for depth in range(2, self.depths.max() + 1):
-            level = np.flatnonzero(self.depths == depth)
-            least[level] = np.minimum(least[level], least[self.parents[level]])
-        order = np.lexsort((-least, self.rows))
+        least = np.asarray(worth, np.float64).tolist()  # of a node and its ancestors; a parent precedes its children
+        for node, parent in enumerate(self.parents.tolist()):
+            if parent < 0:
+                least[node] = inf
+            elif not least[node] <= least[parent]:
+                least[node] = least[parent]
+        order = np.lexsort((-np.array(least), self.rows))
         return self._kept(_inverse(order, self.columns) <= max(count, 0))
 
     def _kept(self, keep: np.ndarray) -> Nodes:
@@ -212,14 +225,10 @@ def ancestors(nodes: Nodes) -> np.ndarray:
     T is the size of the largest tree.  Padding sees itself only.
     """
     width = int(nodes.sizes.max())
-    visible = np.broadcast_to(np.eye(width, dtype=bool), (len(nodes.sizes), width, width)).copy()
-    rows, columns, above = nodes.rows, nodes.columns, nodes.parents
-    for _ in range(int(nodes.depths.max())):
-        below = above >= 0
-        rows, columns, above = rows[below], columns[below], above[below]
-        visible[rows, columns, nodes.columns[above]] = True
-        above = nodes.parents[above]
-    return visible
+    columns, padding = np.arange(width), np.ones((len(nodes.sizes), width), np.int64)
+    ends = columns + padding  # after each node's subtree, which lies together
+    ends[nodes.rows, nodes.columns] = nodes.columns + nodes.subtrees
+    return (columns <= columns[:, None]) & (columns[:, None] < ends[:, None])
 
 
 def depths_of(parents: Numbers) -> Numbers:
