@@ -331,9 +331,10 @@ class TreeSession:
         """Return (B, T) positions, committed length + depth, clamped to the context (the rest is cut later)."""
         lengths: Any = self.cache.lengths
         first = lengths[0] if len(set(lengths)) == 1 else on_device(lengths, layout.tokens.device)[:, None]
-        positions = layout.depths[:, -layout.width :] + first
+        columns = layout.depths.shape[1]
+        positions = (layout.depths if columns == layout.width else layout.depths[:, -layout.width :]) + first
         limit = self.model.max_positions
-        if limit is None or max(lengths) + layout.depths.shape[1] <= limit:  # no node is deeper than there are columns
+        if limit is None or max(lengths) + columns <= limit:  # no node is deeper than there are columns
             return positions
         return positions.clamp(max=limit - 1)
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from math import inf
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -138,13 +137,12 @@ class Nodes:
             worth: (N,).  A node that is worth more than its parent counts as its parent does, so ancestors are kept.
                 Roots are always kept.
         """
-        least = np.asarray(worth, np.float64).tolist()  # of a node and its ancestors; a parent precedes its children
-        for node, parent in enumerate(self.parents.tolist()):
-            if parent < 0:
-                least[node] = inf
-            elif not least[node] <= least[parent]:
-                least[node] = least[parent]
-        order = np.lexsort((-np.array(least), self.rows))
+        least = np.array(worth, np.float64)
+        least[self.starts[:-1]] = np.inf
+        for depth in range(2, self.depths.max() + 1):
+            level = np.flatnonzero(self.depths == depth)
+            least[level] = np.minimum(least[level], least[self.parents[level]])
+        order = np.lexsort((-least, self.rows))
         return self._kept(_inverse(order, self.columns) <= max(count, 0))
 
     def _kept(self, keep: np.ndarray) -> Nodes:
@@ -225,8 +223,8 @@ def ancestors(nodes: Nodes) -> np.ndarray:
     T is the size of the largest tree.  Padding sees itself only.
     """
     width = int(nodes.sizes.max())
-    columns, padding = np.arange(width), np.ones((len(nodes.sizes), width), np.int64)
-    ends = columns + padding  # after each node's subtree, which lies together
+    columns = np.arange(width)
+    ends = np.tile(columns + 1, (len(nodes.sizes), 1))  # of each node's subtree, which lies together
     ends[nodes.rows, nodes.columns] = nodes.columns + nodes.subtrees
     return (columns <= columns[:, None]) & (columns[:, None] < ends[:, None])
 
