@@ -42,7 +42,8 @@ class Layout(NamedTuple):
 
 def on_device(values: Any, device: torch.device) -> Tensor:
     """Return numbers as a tensor on a device, without waiting for the device."""
-    return torch.as_tensor(values).to(device, non_blocking=True)
+    tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.as_tensor(values)
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=True)  # `to` takes time on a CPU, too
 
 
 def lay_out_trees(trees: Sequence[TokenTree], device: torch.device) -> Layout:

@@ -103,6 +103,11 @@ class TreeModel:
         """The model's floating type."""
         return self.model.dtype
 
+    @property
+    def runs_modules(self) -> bool:
+        """Whether passes run the model's modules, as of the last call of `running`; compiled ones do not."""
+        return self.compiled is None or bool(self.plain)
+
     def position_limit(self) -> int | None:
         """Return how many positions are exact under trees, None if unbounded.
 
@@ -326,8 +331,12 @@ class TreeSession:
         """Return (B, T) positions, committed length + depth, clamped to the context (the rest is cut later)."""
         lengths: Any = self.cache.lengths
         first = lengths[0] if len(set(lengths)) == 1 else on_device(lengths, layout.tokens.device)[:, None]
-        positions = layout.depths[:, -layout.width :] + first
-        return positions if self.model.max_positions is None else positions.clamp(max=self.model.max_positions - 1)
+        columns = layout.depths.shape[1]
+        positions = (layout.depths if columns == layout.width else layout.depths[:, -layout.width :]) + first
+        limit = self.model.max_positions
+        if limit is None or max(lengths) + columns <= limit:  # no node is deeper than there are columns
+            return positions
+        return positions.clamp(max=limit - 1)
 
 
 def _chosen(states: Tensor, path: Sequence[int]) -> Tensor:

@@ -76,6 +76,15 @@ class Nodes:
         return np.arange(len(self)) - self.starts[self.rows]
 
     @cached_property
+    def subtrees(self) -> Numbers:
+        """How many nodes lie below each node, itself included, (N,)."""
+        counts = [1] * len(self)
+        for node, parent in reversed([*enumerate(self.parents.tolist())]):
+            if parent >= 0:
+                counts[parent] += counts[node]
+        return np.array(counts, np.int64)
+
+    @cached_property
     def proposers(self) -> Numbers:
         """The drafts that drew each node, (N,) bit masks: bit d for draft d."""
         masks = np.zeros(len(self), np.int64)
@@ -116,6 +125,8 @@ class Nodes:
 
     def pruned(self, depths: Sequence[int]) -> Nodes:
         """Return the trees without the nodes that are deeper than their row's depth."""
+        if self.depths.max() <= min(depths):
+            return self
         return self._kept(self.depths <= np.maximum(depths, 0)[self.rows])
 
     def best(self, count: int, worth: np.ndarray | Sequence[float]) -> Nodes:
@@ -212,14 +223,10 @@ def ancestors(nodes: Nodes) -> np.ndarray:
     T is the size of the largest tree.  Padding sees itself only.
     """
     width = int(nodes.sizes.max())
-    visible = np.broadcast_to(np.eye(width, dtype=bool), (len(nodes.sizes), width, width)).copy()
-    rows, columns, above = nodes.rows, nodes.columns, nodes.parents
-    for _ in range(int(nodes.depths.max())):
-        below = above >= 0
-        rows, columns, above = rows[below], columns[below], above[below]
-        visible[rows, columns, nodes.columns[above]] = True
-        above = nodes.parents[above]
-    return visible
+    columns = np.arange(width)
+    ends = np.tile(columns + 1, (len(nodes.sizes), 1))  # of each node's subtree, which lies together
+    ends[nodes.rows, nodes.columns] = nodes.columns + nodes.subtrees
+    return (columns <= columns[:, None]) & (columns[:, None] < ends[:, None])
 
 
 def depths_of(parents: Numbers) -> Numbers:

@@ -135,6 +135,7 @@ class Run:
         with running(*models):  # only while passes run: between steps the models are as they were
             target, drafts, states = self.open_sessions()
             self.notes.append(self.decoder.passes)
+            run_plain = [each for each in models if each.runs_modules or (each is models[0] and not target.compiled)]
         self._read_clocks(started, target, drafts)
         if isinstance(self.policy, CandidateTrees):
             plain = target.compiled is None and models[0].compiled and not models[0].plain
@@ -144,7 +145,7 @@ class Run:
         else:
             steps = decode(target, drafts, self.policy, self.decoder.verifier, self.rows)
         while True:
-            with resumed(*models):
+            with resumed(*run_plain):  # compiled passes are the same in train mode
                 emitted = next(steps, None)
             if emitted is None:
                 return self._learn()

@@ -4,6 +4,7 @@ Knows: logits, one sequence's processors and noise.  Does not know: models, cach
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from math import isfinite
 from typing import Any
 from weakref import ref
@@ -27,7 +28,7 @@ def target_views(rows: Sequence[Row], trees: Sequence[TokenTree], logits: Tensor
     """Return a view of the target for every row's tree, from logits (B, N or more, V)."""
     for row in rows:
         row.step += 1
-    views = [RowView(*row) for row in zip(rows, trees, logits, strict=True)]
+    views = [RowView(*row) for row in zip(rows, trees, logits.unbind(), strict=True)]
     step = [ref(view) for view in views]
     for view in views:
         view.step = step
@@ -47,10 +48,14 @@ class RowView:
     def __init__(self, row: Row, tree: TokenTree, logits: Tensor) -> None:
         self.row, self.tree, self.logits = row, tree, logits
         self.base = len(row.ids)  # position of the token that follows the root
-        self.coins = key(row.seed, COIN, self.base)
         self.tosses = 0
         self.step: Sequence[ref[RowView]] = (ref(self),)
         self._chosen: dict[int, tuple[int, float]] = {}  # by node, the target's choice and its score
+
+    @cached_property
+    def coins(self) -> int:
+        """The key of the row's coins and draws in this step."""
+        return key(self.row.seed, COIN, self.base)
 
     def choice(self, node: int) -> int:
         """Return argmax(scores + noise): the target's greedy choice, or its draw by the Gumbel-max trick.
