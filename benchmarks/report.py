@@ -30,7 +30,7 @@ class Case(NamedTuple):
 class Report:
     """The file: facts, rows by table, seconds by phase, failures."""
 
-    def __init__(self, path: Path, seconds: float, tables: Iterable[str], **facts: Any) -> None:
+    def __init__(self, path: Path | None, seconds: float, tables: Iterable[str], **facts: Any) -> None:
         self.path, self.seconds, self.started, self.share = path, seconds, perf_counter(), 0.0
         self.data: Row = {**facts, **{name: [] for name in tables}, "seconds": {}, "failures": 0}
 
@@ -67,7 +67,9 @@ class Report:
         return ""
 
     def write(self) -> None:
-        """Write the file whole."""
+        """Write the file whole, if there is to be one."""
+        if self.path is None:
+            return
         unfinished = self.path.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(self.data, indent=1))
         os.replace(unfinished, self.path)
