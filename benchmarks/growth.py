@@ -5,12 +5,13 @@
     python benchmarks/growth.py --report growth.json      prints tables in Markdown
     python benchmarks/growth.py --tiny                    a random tiny model, in seconds
 
-Greedy, and texts do not end.  The methods take turns within a text, a slice of some tokens each, so that a noisy minute
-affects both.  Figures are those after the prompt, over whole texts: tokens a second of all rows, the median over texts;
-"auto / plain" is the median ratio, "worst" that of the worst text, "prompt s" the median seconds to read the prompts.
+Greedy; texts do not end: the end-of-sequence token is suppressed.  The methods take turns within a text, a slice of
+some tokens each, so that a noisy minute affects both.  Figures are those after the prompt, over whole texts: tokens a
+second of all rows, the median over texts; "auto / plain" is the median ratio, "worst" that of the worst text, "prompt
+s" the median seconds to read the prompts.
 
     batch     rows that are decoded together, other prompts for every text
-    context   the prompts joined and cut to so many tokens, without a chat template
+    context   the prompts joined and cut, then a question, so many tokens in all
     nodes     best-first trees of 8 levels: milliseconds of a step without the passes of target and drafts, the median;
               those of a drafted node in microseconds; and how they grow: the power of the nodes from the row above
     tokens    new tokens of a text, from the first one
@@ -114,7 +115,10 @@ def race(decoders: dict[str, SpeculativeDecoder], prompts: Ids, stops: Sequence[
         skipped: first slices that do not count.
     """
     budget = 2 * stops[-1]  # rows are not equally fast, and none is to end before the last stop
-    runs = {method: made.open(prompts, max_new_tokens=budget, do_sample=False) for method, made in decoders.items()}
+    tokenizer = decoders[SECOND].tokenizer
+    endless = {"suppress_tokens": [tokenizer.eos_token_id]} if tokenizer else {}
+    options = {"max_new_tokens": budget, "do_sample": False, **endless}
+    runs = {method: made.open(prompts, **options) for method, made in decoders.items()}
     slices: dict[str, list[Slice]] = {method: [] for method in runs}
     for stop in stops:
         for method, run in runs.items():
@@ -207,8 +211,11 @@ class Growth:
         room = self.subject.model.config.max_position_embeddings - 2 * self.stops()[-1]
         cut = min(length, room, len(joined))
         count = min(self.sizes.texts, max(1, min(self.sizes.contexts[-1], len(joined)) // length))
-        prompts = [joined[number * cut : (number + 1) * cut] for number in range(count)]
-        return [{"context": cut, **rates_row([race(self.decoders, [ids], self.stops(), 1) for ids in prompts])}]
+        asked = [ids[-cut:] for ids in self.subject.prompts(count, 0)]
+        prompts = [joined[i * cut : (i + 1) * cut - len(ids)] + ids for i, ids in enumerate(asked)]
+        return [
+            {"context": len(prompts[-1]), **rates_row([race(self.decoders, [ids], self.stops(), 1) for ids in prompts])}
+        ]
 
     def tokens(self, counts: Sequence[int]) -> list[Row]:
         """Measure long texts, from their first token."""
