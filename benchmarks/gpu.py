@@ -15,9 +15,7 @@ The bound is the bytes of the weights that a pass reads over the bandwidth, whic
 """
 
 import argparse
-import gc
 import json
-import os
 import re
 import subprocess
 import sys
@@ -29,11 +27,11 @@ from importlib.metadata import version
 from itertools import product
 from math import nan
 from pathlib import Path
-from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from identity import DISTRIBUTIONS, compared, plain_ids
+from report import Case, Report, table
 from steps import CUDA, Ids, Row, bandwidth, generate_row, pass_times, steps_row, weight_bytes
 from targets import SHAPES, TINY, Subject, pair, shape, unread
 
@@ -77,66 +75,6 @@ class Sizes:
 
 REAL = Sizes({name: config for name, config in SHAPES.items() if name != "SmolLM2-135M"})
 SMALL = Sizes(TINY, (1, 3), (32,), (8,), (1, 8), 8, 8, 2)
-
-
-class Case(NamedTuple):
-    """One measurement."""
-
-    label: str
-    table: str  # of the file, that its rows go to
-    measure: Callable[[], list[Row]]
-
-
-class Report:
-    """The file: facts, rows by table, seconds by phase, failures."""
-
-    def __init__(self, path: Path, seconds: float, **facts: Any) -> None:
-        self.path, self.seconds, self.started, self.share = path, seconds, perf_counter(), 0.0
-        self.data: Row = {**facts, **{name: [] for name in TABLES}, "seconds": {}, "failures": 0}
-
-    def left(self) -> float:
-        """Return the seconds left to the phase."""
-        return self.started + self.share * self.seconds - perf_counter()
-
-    def phase(self, name: str, share: float, cases: Iterator[Case]) -> None:
-        """Measure cases until the phase's share of the time is over, and what earlier phases left of theirs."""
-        began = perf_counter()
-        self.share += share
-        for case in cases:
-            reason = self._measured(case) if self.left() > 0 else "no time left"
-            if reason:
-                self.data["left_out"].append({"phase": name, "case": case.label, "reason": reason})
-                print(f"left out: {name}: {case.label}: {reason}", file=sys.stderr, flush=True)
-                free()
-            self.write()
-        self.data["seconds"][name] = perf_counter() - began
-        self.write()
-        free()
-
-    def _measured(self, case: Case) -> str:
-        """Measure a case; return why it has no rows, or nothing."""
-        try:
-            self.data[case.table] += case.measure()
-        except torch.OutOfMemoryError:
-            return "does not fit in memory"
-        except InputError as error:  # it is not for this pair
-            return str(error)
-        except Exception as error:  # the other cases go on
-            self.data["failures"] += 1
-            return f"failed: {type(error).__name__}: {str(error).strip()[:300]}"
-        return ""
-
-    def write(self) -> None:
-        """Write the file whole."""
-        unfinished = self.path.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(self.data, indent=1))
-        os.replace(unfinished, self.path)
-
-
-def free() -> None:
-    """Give back memory that nothing uses."""
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 # ---- tests and training, in processes of their own ----
@@ -296,7 +234,7 @@ def tables(data: Row) -> str:
     columns = TABLES | {"passes": (*TABLES["passes"], *sizes)}
     rate = f"{data['bandwidth'] / 1e9:.0f} GB/s"
     parts = [f"{data['device']}, torch {data['torch']}, {rate}; {data['failures']} cases failed"]
-    return "\n\n".join(parts + [_table(name, rows[name], columns[name]) for name in TABLES if rows[name]])
+    return "\n\n".join(parts + [table(name, rows[name], columns[name]) for name in TABLES if rows[name]])
 
 
 def _rates(rows: Sequence[Row], method: str) -> dict[Any, float]:
@@ -306,19 +244,6 @@ def _rates(rows: Sequence[Row], method: str) -> dict[Any, float]:
 
 def _cell(row: Row) -> tuple[Any, ...]:
     return row["target"], row["batch"], row["context"]
-
-
-def _table(name: str, rows: Sequence[Row], columns: Sequence[str]) -> str:
-    lines = [columns, ["---"] * len(columns), *([_text(row.get(column)) for column in columns] for row in rows)]
-    return "\n".join([f"**{name}**", "", *(f"| {' | '.join(line)} |" for line in lines)])
-
-
-def _text(value: Any) -> str:
-    if value is None or value != value or value in ({}, []):
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-    return str(value).replace("\n", " ").replace("|", "/")
 
 
 # ---- all ----
@@ -331,7 +256,7 @@ def measure_all(args: argparse.Namespace, sizes: Sizes) -> Row:
     device = torch.cuda.get_device_name() if CUDA else "CPU"
     versions = {name: version(name) for name in ("torch", "transformers", "specinfer")}
     facts = {"device": device, **versions, "bandwidth": rate, "acceptance": args.acceptance, "null": NULL}
-    report = Report(args.out / ("train.json" if args.train else "gpu.json"), 60 * args.minutes, **facts)
+    report = Report(args.out / ("train.json" if args.train else "gpu.json"), 60 * args.minutes, TABLES, **facts)
     if args.train:
         report.phase("train", 1.0, train_cases(args))
         return report.data

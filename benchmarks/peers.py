@@ -5,10 +5,11 @@
         [--assistant DIR] [--other PYTHON] [--llama PYTHON GGUF [GGUF ...]]
 
 ``--other`` is the interpreter of an environment with another version of specinfer, ``--llama`` of one with
-llama-cpp-python, followed by GGUF files of the target's weights (`--requantise` makes them).  All take turns, prompt by
-prompt; prompts are fed as token ids, and prefill counts.  The table has the median of tokens a second, the median ratio
-of the first method to this one with its 95 % bootstrap interval, the worst prompt's ratio, and for our methods new
-tokens per target pass, prefill excluded, over all prompts.
+llama-cpp-python besides specinfer, followed by GGUF files of the target's weights (`--requantise` makes them).  Of
+llama.cpp's speculation, llama-cpp-python offers prompt lookup alone; for a draft model it has only an abstract class.
+All take turns, prompt by prompt; prompts are fed as token ids, and prefill counts.  The table has the median of tokens
+a second, the median ratio of the first method to this one with its 95 % bootstrap interval, the worst prompt's ratio,
+and for our methods new tokens per target pass, prefill excluded, over all prompts.
 """
 
 import argparse

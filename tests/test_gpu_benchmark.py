@@ -158,7 +158,7 @@ def test_what_does_not_fit_is_named(script, tmp_path):
         gpu.Case("not for this pair", "speed", failing(InputError("no assistant"))),
         gpu.Case("broken", "speed", failing(ValueError("odd"))),
     ]
-    report = gpu.Report(tmp_path / "gpu.json", 60.0)
+    report = gpu.Report(tmp_path / "gpu.json", 60.0, gpu.TABLES)
     report.phase("first", 1.0, iter(cases))
     report.seconds = 0.0
     report.phase("second", 0.0, iter(cases[:1]))
