@@ -30,7 +30,7 @@ from specinfer.attention import exported
 from specinfer.attention.cache import TreeCache
 from specinfer.attention.check import toy_tree
 from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees
-from specinfer.attention.linear import FORMS, fits, free_bytes, pack, teach_compiler
+from specinfer.attention.linear import BYTES, FORMS, fits, free_bytes, pack, teach_compiler
 from specinfer.attention.model import TreeModel, TreeSession
 from specinfer.attention.watch import Watch, altered, named_tensors
 from specinfer.errors import NotCompiled
@@ -42,7 +42,7 @@ ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 4e-1, torc
 ROUNDED = 0.3  # the same where weights are rounded
 MOST = 0.75  # of a pass's nodes must be within that in 16 bits; the others may be outliers
 SAMPLED = 32  # entries of a weight that are compared before every call
-SPARE = 1.2  # bytes of free memory that packing needs, per byte of weights
+SPARE = 1.2  # bytes of free memory that packing needs, per byte of packed weights
 OPTIONS = {"cpp.dynamic_threads": True, "aot_inductor.precompile_headers": False}
 RECORD = "package.json"
 BRANCHES = (0, 1, 0, 3, 4)  # parents of a tree: two chains below the root, one two deep, one three
@@ -109,7 +109,8 @@ class CompiledPass:
         if stamps == self.stamps and torch.equal(_joined(self.samples), self.sampled):
             return ""
         groups = {(source.kind, source.names) for source in sources if source.kind in FORMS}
-        needed = SPARE * sum(weights[name].nbytes for name in {name for _, group in groups for name in group})
+        parts = [(weights[name], form) for form, group in groups for name in group]
+        needed = SPARE * sum(weight.numel() * BYTES.get(form, weight.itemsize) for weight, form in parts)
         if needed > free_bytes():
             return f"packed weights need {needed / 1e9:.1f} GB of memory, and less is free"
         packed: dict[Group, Tensor] = {}

@@ -27,6 +27,7 @@ from torch.nn import functional
 aten = torch.ops.aten
 HEADER = Path(__file__).with_name("linear_bf16.h")
 FORMS = "packed", "bf16", "rounded", "int8"
+BYTES = {"bf16": 2, "rounded": 2, "int8": 1}  # of a packed number, if they are not its own
 BLOCK = 32  # outputs of a block there
 SAMPLED = 256  # numbers of a weight that tell whether all are bfloat16; packing looks at every one
 SMALLEST = 1e-12  # a scale times 127, at least
