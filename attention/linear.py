@@ -88,7 +88,7 @@ def pack(weights: Sequence[Tensor], form: str) -> tuple[Tensor, ...]:
     """
     if form == "int8":
         return pack_int8(weights)
-    return (pack_own(weights) if form == "packed" else pack_bf16(weights, rounded=form == "rounded"),)
+    return (pack_whole(weights) if form == "packed" else pack_bf16(weights, rounded=form == "rounded"),)
 
 
 def _is_bfloat16(weight: Tensor) -> bool:
@@ -108,7 +108,7 @@ def packable(weight: Tensor) -> bool:
 
 
 @torch.inference_mode()
-def pack_own(weights: Sequence[Tensor]) -> Tensor:
+def pack_whole(weights: Sequence[Tensor]) -> Tensor:
     """Return weights (N_i, K) as one packed weight (sum of N_i, K) of their own type."""
     joined = torch.cat([weight.detach() for weight in weights]) if len(weights) > 1 else weights[0].detach()
     rows = ROWS[joined.dtype]
