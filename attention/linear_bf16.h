@@ -15,7 +15,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <memory>
 #include <utility>
 
 #pragma GCC push_options
@@ -37,8 +36,8 @@ typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 
 struct Weights {
     const uint16_t* block;  // (K, 32)
-    const uint16_t* next;   // memory to prefetch
-    int64_t first, share;   // of it from this input on, one of `share` parts
+    const uint16_t* next;   // (K / share, 32) to prefetch meanwhile
+    int64_t share;
 };
 
 // Multiply R states (R, K) with a block: sums of 2 LANES outputs, LANES of them 16 after the others, `width` a row.
@@ -48,7 +47,7 @@ void multiply(const float* states, const Weights& weights, float* sums, int64_t 
     for (int64_t from = 0; from < size; from += AHEAD) {
         const int64_t to = std::min<int64_t>(from + AHEAD, size);
         for (int64_t k = from / weights.share; k < to / weights.share; k++)
-            __builtin_prefetch(weights.next + BLOCK * (weights.first + k), 0, 2);
+            __builtin_prefetch(weights.next + BLOCK * k, 0, 2);
         for (int64_t k = from; k < to; k++) {
             Words pairs;
             memcpy(&pairs, weights.block + BLOCK * k, sizeof pairs);
@@ -83,7 +82,7 @@ inline void multiply_block(
         const int64_t from = rows * group / groups, to = rows * (group + 1) / groups;
         const auto run = multiplication(to - from, std::make_integer_sequence<int, ROWS>());
         for (int half = 0; half < BLOCK / 2; half += LANES) {
-            const Weights weights{block + 2 * half, block + BLOCK * size, size * group / groups, groups};
+            const Weights weights{block + 2 * half, block + BLOCK * (size + size * group / groups), groups};
             run(states + from * size, weights, results + from * outputs + half, size, outputs);
         }
     }

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -209,3 +212,16 @@ def waits(monkeypatch: Any) -> list[str]:
     for name in ("cpu", "item", "tolist", "__bool__", "__int__", "__float__", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, counting(name))
     return seen
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Callable[[str], Any]]:
+    """Import a script of `benchmarks`, whose modules import each other by name."""
+    folder = Path(__file__).parent.parent / "benchmarks"
+    sys.path.insert(0, str(folder))
+    before = set(sys.modules)
+    yield importlib.import_module
+    sys.path.remove(str(folder))
+    for name in set(sys.modules) - before:
+        if (folder / f"{name}.py").is_file():
+            del sys.modules[name]

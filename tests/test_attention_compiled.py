@@ -185,6 +185,18 @@ def test_float32_weights_that_are_bfloat16_numbers_are_read_in_half_the_bytes(ha
         assert tensor.count_nonzero() == sum(model.get_parameter(name).count_nonzero() for name in source.names)
 
 
+def test_train_mode_between_the_steps_of_a_stream_is_left_as_it_is(halved: SpeculativeDecoder) -> None:
+    model = halved.target.model
+    stream = halved.stream(PROMPTS[0], **GREEDY)
+    next(stream)
+    model.train()
+    list(stream)
+    found = model.training
+    model.eval()
+    assert found
+    assert stream.result.token_ids == ids(decoder(model, compile=False), PROMPTS[0])
+
+
 def test_weights_that_stop_being_bfloat16_numbers_are_not_rounded(halved: SpeculativeDecoder) -> None:
     model = bfloat16_llama(3)
     made = decoder(model)

@@ -1,6 +1,5 @@
 """The benchmark for GPUs: that every phase runs on tiny models, and that its counts agree with each other."""
 
-import importlib
 import json
 import math
 import sys
@@ -24,18 +23,6 @@ def test_wrong(): assert False
 def test_elsewhere(): pytest.skip()
 def test_for_all(): pass
 """
-
-
-@pytest.fixture(scope="module")
-def script():
-    """Import a script of `benchmarks`, whose modules import each other by name."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    before = set(sys.modules)
-    yield importlib.import_module
-    sys.path.remove(str(ROOT / "benchmarks"))
-    for name in set(sys.modules) - before:
-        if (ROOT / "benchmarks" / f"{name}.py").is_file():
-            del sys.modules[name]
 
 
 @pytest.fixture(scope="module")

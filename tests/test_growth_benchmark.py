@@ -1,26 +1,16 @@
 """The benchmark of growth: that every part runs on a tiny model, and that its figures agree with each other."""
 
-import importlib
 import json
 import math
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-
 
 @pytest.fixture(scope="module")
-def growth():
-    """Import the script, whose modules import each other by name."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    before = set(sys.modules)
-    yield importlib.import_module("growth")
-    sys.path.remove(str(ROOT / "benchmarks"))
-    for name in set(sys.modules) - before:
-        if (ROOT / "benchmarks" / f"{name}.py").is_file():
-            del sys.modules[name]
+def growth(script):
+    """The script."""
+    return script("growth")
 
 
 @pytest.fixture(scope="module")
