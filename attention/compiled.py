@@ -13,7 +13,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
+from copy import copy, deepcopy
 from functools import partial
 from itertools import chain
 from math import inf
@@ -30,7 +30,7 @@ from specinfer.attention import exported
 from specinfer.attention.cache import TreeCache
 from specinfer.attention.check import toy_tree
 from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees
-from specinfer.attention.linear import BYTES, FORMS, fits, free_bytes, pack, teach_compiler
+from specinfer.attention.linear import BYTES, FORMS, IN_FLOAT32, fits, free_bytes, pack, teach_compiler
 from specinfer.attention.model import TreeModel, TreeSession
 from specinfer.attention.watch import Watch, altered, named_tensors
 from specinfer.errors import NotCompiled
@@ -45,6 +45,7 @@ SAMPLED = 32  # entries of a weight that are compared before every call
 SPARE = 1.2  # bytes of free memory that packing needs, per byte of packed weights
 OPTIONS = {"cpp.dynamic_threads": True, "aot_inductor.precompile_headers": False}
 RECORD = "package.json"
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 BRANCHES = (0, 1, 0, 3, 4)  # parents of a tree: two chains below the root, one two deep, one three
 USUAL = {"input_ids", "position_ids", "attention_mask", "logits_to_keep", "slots"}
 
@@ -69,6 +70,7 @@ class CompiledPass:
             record = json.loads((folder / RECORD).read_text())
             self.aux_layers: list[int] = record["aux_layers"]
             self.layers: list[list[int]] = record["layers"]  # heads and dimension of keys, then of values
+            self.dtype = DTYPES[record["dtype"]]  # that passes compute in
             self.runners = {tuple(each["extra"]): _Runner(folder, each, model.device) for each in record["variants"]}
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise NotCompiled(f"the package in {folder} is damaged ({shorten(str(error), 200)})") from error
@@ -132,11 +134,12 @@ class CompiledPass:
     ) -> Tensor:
         if (source.kind, source.names) in packed:
             return packed[source.kind, source.names]
+        dtype = DTYPES[source.dtype]
         if source.kind == "sizes":
-            return torch.zeros(1, dtype=self.network().dtype).expand(source.shape)
+            return torch.zeros(1, dtype=dtype).expand(source.shape)
         if source.kind == "joined":
-            return torch.cat([weights[name] for name in source.names])
-        return weights[source.names[0]]
+            return torch.cat([weights[name] for name in source.names]).to(dtype)
+        return weights[source.names[0]].to(dtype)
 
     def __call__(self, inputs: Mapping[str, Any], cache: TreeCache, aux_layers: Sequence[int]) -> Outputs:
         """Run a pass: logits (B, C, V), and the auxiliary hidden states (B, T, K, H) if there are aux_layers.
@@ -150,8 +153,7 @@ class CompiledPass:
         columns = inputs.get("logits_to_keep")
         extra = {name: inputs[name] for name in sorted(inputs.keys() - USUAL)}
         masks = [masks] if isinstance(masks, Tensor) else [masks[kind] for kind in self.kinds]
-        dtype = masks[0].dtype  # the network's; its own property looks through the weights
-        cache.open_layers(self.layers, dtype, ids.device)
+        cache.open_layers(self.layers, self.dtype, ids.device)
         tensors = exported.Tensors(
             ids,
             [inputs["position_ids"]] if "position_ids" in inputs else [],
@@ -159,7 +161,7 @@ class CompiledPass:
             cache.staged(ids.device),
             torch.arange(ids.shape[1], device=ids.device) if columns is None else columns,
             *cache.buffers(),
-            [value.to(dtype) for value in extra.values()],
+            [value.to(self.dtype) for value in extra.values()],
         )
         outputs = self.runners[tuple(extra)](tensors)
         if not aux_layers:
@@ -175,7 +177,9 @@ class _Runner:
         path = folder / record["file"]
         if hashlib.sha256(path.read_bytes()).hexdigest() != record["sha256"]:
             raise ValueError(f"{path.name} is not the file that was written")
-        self.sources = [exported.Source(kind, tuple(names), tuple(shape)) for kind, names, shape in record["sources"]]
+        self.sources = [
+            exported.Source(kind, tuple(names), tuple(shape), dtype) for kind, names, shape, dtype in record["sources"]
+        ]
         self.weights: list[Tensor] = []
         on_gpu = device.type == "cuda"  # there it must run on the current stream, as graphs capture no other
         index = (device.index or 0) if on_gpu else -1
@@ -196,13 +200,31 @@ def _joined(samples: Sequence[Tensor]) -> Tensor:
 # ---- making a package ----
 
 
-def make(model: TreeModel, aux_layers: Sequence[int], folder: Path) -> None:
+@torch.inference_mode(False)  # so that writes to the copy's weights are counted
+def computing(model: TreeModel) -> TreeModel:
+    """Return the model whose passes are compiled: itself or, if its form has float32 states, a copy in float32.
+
+    Raises:
+        NotCompiled: the copy does not fit into memory.
+    """
+    if model.form not in IN_FLOAT32 or model.dtype == torch.float32:
+        return model
+    needed = SPARE * sum(4 * tensor.numel() for tensor in model.model.parameters())
+    if needed > free_bytes():
+        raise NotCompiled(f"compiling {model.name} takes {needed / 1e9:.1f} GB of memory, and less is free")
+    copied = TreeModel(deepcopy(model.model).float())
+    copied.form = model.form
+    return copied
+
+
+def make(model: TreeModel, aux_layers: Sequence[int], folder: Path, stored: Any) -> None:
     """Export and compile a model's passes into an existing folder.
 
     Args:
         model: in evaluation mode; only read.
         aux_layers: hidden states that passes return.
         folder: gets one file for each set of inputs that the forward takes, and a record of the files.
+        stored: the network that it computes, maybe in another dtype; passes read its embeddings as they are.
 
     Raises:
         NotCompiled: the model cannot be exported, or the compiler fails; it says why.
@@ -214,11 +236,13 @@ def make(model: TreeModel, aux_layers: Sequence[int], folder: Path) -> None:
     try:
         teach_compiler()
         layers, variants = _layers(model), []
+        dtypes = {name: tensor.dtype for name, tensor in named_tensors(stored)}
         for number, extra in enumerate(variants_of(model.model)):
             kinds = sorted(model.spec.windows)
             one = exported.Pass(model.model, kinds, aux_layers, model.takes_logits_to_keep, sorted(extra))
             fit = partial(fits, form=model.form)
-            graph, sources = exported.export_pass(one.eval(), _example(model, layers, extra), fit, model.form)
+            given = _example(model, layers, extra), fit, model.form, dtypes
+            graph, sources = exported.export_pass(one.eval(), *given)
             path = folder / f"pass-{number}.pt2"
             _compile(graph, path)
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -226,7 +250,8 @@ def make(model: TreeModel, aux_layers: Sequence[int], folder: Path) -> None:
     except Exception as error:  # of any kind: torch cannot trace or compile some models
         reason = shorten(f"{type(error).__name__}: {error}", 200)
         raise NotCompiled(f"{model.name} cannot be compiled: {reason}") from error
-    record = {"aux_layers": list(aux_layers), "layers": layers, "variants": variants}
+    dtype = str(model.dtype).removeprefix("torch.")
+    record = {"aux_layers": list(aux_layers), "dtype": dtype, "layers": layers, "variants": variants}
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
 
 

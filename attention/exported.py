@@ -13,7 +13,7 @@ to, and columns whose logits are wanted may all vary.  Three things are changed 
 
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,7 @@ class Source(NamedTuple):
     kind: str
     names: tuple[str, ...]  # of the model's parameters or buffers
     shape: tuple[int, ...]
+    dtype: str  # in the graph
 
 
 class Tensors(NamedTuple):
@@ -112,7 +113,7 @@ class _ExportedCache(Cache):
 
 
 def export_pass(
-    model: Pass, example: Tensors, packable: Callable[[Tensor], bool], form: str = "packed"
+    model: Pass, example: Tensors, packable: Callable[[Tensor], bool], form: str, stored: Mapping[str, torch.dtype]
 ) -> tuple[fx.GraphModule, tuple[Source, ...]]:
     """Export a pass as a graph.  Its inputs are the tensors of the pass, then one for each source.
 
@@ -121,6 +122,7 @@ def export_pass(
         example: tensors of a pass over at least two rows and nodes, all sizes different.
         packable: which weights of linear layers are to be packed.
         form: of those, one of `linear`'s.
+        stored: dtypes of embeddings by name; only the rows that are read are converted.
 
     Raises:
         Exception: the model cannot be exported: it branches on data, or the graph would hold for some sizes only.
@@ -137,7 +139,7 @@ def export_pass(
     module = program.module(check_guards=False)
     _drop_checks(module.graph)
     _group_queries(module.graph)
-    sources = _WeightInputs(module, model.model, form).run(packable)
+    sources = _WeightInputs(module, model.model, form, stored).run(packable)
     module.graph.lint()
     module.graph._codegen = fx.graph.CodeGen()
     return fx.GraphModule(module, module.graph), sources
@@ -192,6 +194,11 @@ def _replace(node: fx.Node, other: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
+def _is_embedding(node: fx.Node) -> bool:
+    """Whether an attribute of the graph is only looked up by token ids."""
+    return all(user.target is aten.embedding.default for user in node.users)
+
+
 def _unrepeated(node: fx.Node) -> fx.Node | None:
     """Return the (B, heads, L, D) states that a node repeats for several queries each (transformers' `repeat_kv`)."""
     for target in (aten.reshape.default, aten.expand.default, aten.unsqueeze.default):
@@ -218,10 +225,11 @@ class _WeightInputs:
         module: the graph, with the model's tensors as attributes.
         model: the exported model, whose names `Source` has.
         form: of packed weights.
+        stored: dtypes of embeddings by name.
     """
 
-    def __init__(self, module: fx.GraphModule, model: nn.Module, form: str) -> None:
-        self.module, self.graph, self.form = module, module.graph, form
+    def __init__(self, module: fx.GraphModule, model: nn.Module, form: str, stored: Mapping[str, torch.dtype]) -> None:
+        self.module, self.graph, self.form, self.stored = module, module.graph, form, stored
         self.names = {(t.data_ptr(), t.shape, t.dtype): name for name, t in reversed(named_tensors(model))}
         self.last = self.graph.find_nodes(op="placeholder")[-1]
         self.example = self.last.meta["val"]
@@ -237,8 +245,10 @@ class _WeightInputs:
             self.join(states, biased, group)
         for node in self.graph.find_nodes(op="get_attr"):
             tensor, name = self.tensor(node), self.names.get(self.key(node))
-            if name is not None:
-                _replace(node, self.input(Source("weight", (name,), tuple(tensor.shape)), tensor.dtype))
+            if name is not None and tensor.dtype != self.stored[name] and _is_embedding(node):
+                self.embed(node, name, tensor)
+            elif name is not None:
+                _replace(node, self.input("weight", (name,), tuple(tensor.shape), tensor.dtype))
             elif tensor.numel() > (1 if tensor.is_floating_point() else LARGEST):
                 raise ValueError(f"the graph would hold {tuple(tensor.shape)} numbers that are no parameter or buffer")
         return tuple(self.sources)
@@ -250,7 +260,7 @@ class _WeightInputs:
         names, *biases = (
             tuple(self.names[self.key(node.args[index])] for node in group) for index in range(1, 2 + biased)
         )
-        bias = self.input(Source("joined", biases[0], (sum(sizes),)), dtype) if biased else None
+        bias = self.input("joined", biases[0], (sum(sizes),), dtype) if biased else None
         with self.graph.inserting_before(group[0]):
             product = self.product(states, names, bias, (sum(sizes), weights[0].shape[1]), dtype)
             parts = [product]
@@ -261,26 +271,35 @@ class _WeightInputs:
             _replace(node, part)
         self.graph.eliminate_dead_code()
 
+    def embed(self, node: fx.Node, name: str, tensor: Tensor) -> None:
+        """Read rows of embeddings as they are stored."""
+        for lookup in [*node.users]:
+            with self.graph.inserting_after(lookup):
+                rows = self.graph.call_function(aten._to_copy.default, (lookup,), {"dtype": tensor.dtype})
+            lookup.replace_all_uses_with(rows, lambda user, rows=rows: user is not rows)
+        _replace(node, self.input("weight", (name,), tuple(tensor.shape), self.stored[name]))
+
     def product(
         self, states: fx.Node, names: tuple[str, ...], bias: fx.Node | None, shape: tuple[int, int], dtype: torch.dtype
     ) -> fx.Node:
         """Return states times the weights (N, K) of some names, plus a bias."""
         outputs, size = shape
         if self.form == "int8":
-            packed = self.input(Source("int8", names, (size, outputs)), torch.int8)
-            scales = self.input(Source("scales", names, (outputs,)), torch.float32)
+            packed = self.input("int8", names, (size, outputs), torch.int8)
+            scales = self.input("scales", names, (outputs,), torch.float32)
             return add_int8_product(self.graph, states, packed, scales, bias, dtype)
         if self.form == "packed":
-            like = self.input(Source("sizes", (), shape), dtype)
-            packed = self.input(Source("packed", names, shape), dtype)
+            like = self.input("sizes", (), shape, dtype)
+            packed = self.input("packed", names, shape, dtype)
             return self.graph.call_function(torch.ops.specinfer.linear.default, (states, like, packed, bias))
         blocks = -(-outputs // BLOCK), size, BLOCK
-        packed = self.input(Source(self.form, names, blocks), torch.bfloat16)
+        packed = self.input(self.form, names, blocks, torch.bfloat16)
         product = self.graph.call_function(torch.ops.specinfer.linear_bf16.default, (states, packed, outputs))
         return product if bias is None else self.graph.call_function(aten.add.Tensor, (product, bias))
 
-    def input(self, source: Source, dtype: torch.dtype) -> fx.Node:
+    def input(self, kind: str, names: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
         """Return the input for a source, one for each."""
+        source = Source(kind, names, shape, str(dtype).removeprefix("torch."))
         if source not in self.sources:
             with self.graph.inserting_after(self.last):
                 self.last = self.graph.placeholder(f"weight_{len(self.sources)}")

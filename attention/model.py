@@ -38,6 +38,7 @@ class FastPass(Protocol):
     """What may run a model's passes in its place, as `compiled.CompiledPass` does."""
 
     aux_layers: list[int]
+    dtype: torch.dtype  # of masks, cache and results
 
     def refresh(self) -> str:
         """Return why it cannot stand for the model as it is now, or nothing."""
@@ -205,7 +206,7 @@ class TreeSession:
     def __init__(
         self, model: TreeModel, cache: TreeCache, aux_layers: Sequence[int] = (), compiled: FastPass | None = None
     ) -> None:
-        self.model, self.dtype = model, model.dtype
+        self.model, self.dtype = model, compiled.dtype if compiled else model.dtype
         self.cache = cache
         self.aux_layers = tuple(aux_layers)
         self.compiled = compiled
@@ -225,7 +226,7 @@ class TreeSession:
             **inputs: what else the model's forward takes, one entry per node.
 
         Returns:
-            logits (B, C, V) in the model's dtype.
+            logits (B, C, V) in the dtype of the passes.
         """
         started = perf_counter()
         logits = self._forward(layout, columns, inputs, self._replay)

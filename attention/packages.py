@@ -27,13 +27,13 @@ import torch
 import transformers
 
 from specinfer.attention import TreeModel, resumed
-from specinfer.attention.compiled import OPTIONS, RECORD, CompiledPass, check, make
+from specinfer.attention.compiled import OPTIONS, RECORD, CompiledPass, check, computing, make
 from specinfer.attention.linear import FORMS, HEADER, forms
 from specinfer.attention.watch import architecture
 from specinfer.common.files import cache_folder, parse_json, storing
 from specinfer.errors import InputError, NotCompiled
 
-FORMAT = 3  # of packages; raised when their inputs change
+FORMAT = 4  # of packages; raised when their inputs change
 WIDTHS = (1, 2, 3, 5, 8, 9, 16, 17, 24, 33, 64, 65, 130, 512)  # of the passes that check a new package, in nodes
 MODES = ("auto", True, False)
 UNREADABLE = (OSError, ValueError, KeyError, TypeError)  # what reading a damaged record raises
@@ -177,13 +177,18 @@ def _made(model: TreeModel, aux_layers: Sequence[int]) -> CompiledPass:
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as temporary:
                 made = Path(temporary) / folder.name
                 made.mkdir()
-                make(model, sorted(set(aux_layers)), made)
-                compiled = CompiledPass(model, made)
+                source = computing(model)
+                make(source, sorted(set(aux_layers)), made, model.model)
+                compiled = CompiledPass(source, made)
                 if reason := compiled.refresh():
                     raise NotCompiled(reason)
-                _tell(f"compiled; largest error against the plain model {check(model, compiled, WIDTHS):.1e}")
+                _tell(f"compiled; largest error against the plain model {check(source, compiled, WIDTHS):.1e}")
                 shutil.rmtree(folder, ignore_errors=True)
                 made.rename(folder)
+                if source is not model:
+                    compiled = compiled.serving(model.model)
+                    if reason := compiled.refresh():
+                        raise NotCompiled(reason)
     except OSError as error:
         raise NotCompiled(f"packages cannot be kept in {folder.parent} ({error.strerror or error})") from error
     _loaded[model.form][model.model] = compiled

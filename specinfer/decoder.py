@@ -182,7 +182,7 @@ class SpeculativeDecoder:
     def passes(self) -> str:
         """How the passes of target and drafts run, and why some are not compiled, in one line."""
         reasons = [model.plain or reason for model, reason in zip(self.networks, self.plain, strict=True)]
-        ways = [f"plain ({reason})" if reason else "compiled" for reason in reasons]
+        ways = [_way(model, reason) for model, reason in zip(self.networks, reasons, strict=True)]
         named = [f"{name} {way}" for (name, _), way in zip(self._named_networks(), ways, strict=True)]
         return f"passes: {', '.join(named if len(set(ways)) > 1 else ways[:1])}"
 
@@ -425,6 +425,14 @@ def _as_policy(tree: Any) -> Policy:
         advice = 'use "auto", BestFirst, Expansion, Chain, Sampled or None'
         raise InputError(f"tree={tree!r} is not a growth policy: {advice}")
     return policy
+
+
+def _way(model: TreeModel, reason: str) -> str:
+    """Return how passes run, in a few words."""
+    if reason or model.compiled is None:
+        return f"plain ({reason})"
+    dtype = str(model.compiled.dtype).removeprefix("torch.")
+    return "compiled" if model.compiled.dtype == model.dtype else f"compiled ({dtype})"
 
 
 def _check_arguments(model: Any, tokenizer: Any, gate: Any) -> None:

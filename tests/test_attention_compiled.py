@@ -27,10 +27,12 @@ from torch import nn
 from torch.nn.utils import parametrize
 from typer.testing import CliRunner
 
+import specinfer.attention.linear as linear
 import specinfer.attention.packages as packages
 from specinfer import BestFirst, Chain, SpeculativeDecoder
 from specinfer.attention import TreeCache, TreeModel, TreeSession, resumed
-from specinfer.attention.compiled import RECORD, CompiledPass, check
+from specinfer.attention.check import toy_tree
+from specinfer.attention.compiled import RECORD, CompiledPass, check, computing
 from specinfer.attention.linear import add_int8_product, fits, forms, pack, packable_int8
 from specinfer.attention.watch import architecture
 from specinfer.cli import app
@@ -185,6 +187,61 @@ def test_float32_weights_that_are_bfloat16_numbers_are_read_in_half_the_bytes(ha
         assert tensor.count_nonzero() == sum(model.get_parameter(name).count_nonzero() for name in source.names)
 
 
+@pytest.fixture(scope="module")
+def widened() -> Iterator[SpeculativeDecoder]:
+    """A decoder whose target is in bfloat16 and has passes in float32, as on a processor without AMX."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "_is_slow_in_bfloat16", lambda: True)
+        model = tiny_llama().bfloat16()
+        yield decoder(model, TREE, [draft_for(model), "ngram"], compile=True)
+
+
+def test_passes_of_a_bfloat16_model_compute_in_float32_from_its_own_weights(widened: SpeculativeDecoder) -> None:
+    """Texts are those of the same weights in float32, whoever drafts; the model stays as it is, and is not copied."""
+    target = widened.target
+    before = [(weight, weight.clone()) for weight in target.model.parameters()]
+    assert "target compiled (float32), head compiled" in widened.passes
+    for options in (GREEDY, SAMPLED):
+        assert ids(widened, **options) == ids(decoder(bfloat16_llama(), None, compile=False), **options)
+    session = target.session(1, 8)
+    with resumed(target):
+        session.prefill([[1, 2, 3]])
+        assert session.score([toy_tree([4, 5], [0])]).dtype == torch.float32
+    assert session.cache.layers[0].keys.dtype == torch.float32
+    assert all(weight.dtype == torch.bfloat16 and weight.equal(copied) for weight, copied in before)
+    given = [tensor for runner in target.compiled.runners.values() for tensor in runner.weights]
+    assert target.model.get_input_embeddings().weight.data_ptr() in [tensor.data_ptr() for tensor in given]
+    assert max(tensor.numel() for tensor in given if tensor.dtype == torch.float32) <= target.model.config.hidden_size
+
+
+def test_a_bfloat16_model_whose_weights_change_runs_in_float32_with_the_new_ones(widened: SpeculativeDecoder) -> None:
+    model = widened.target.model
+    weights = [model.model.norm.weight, model.model.layers[0].mlp.up_proj.weight, model.model.embed_tokens.weight]
+    wanted = bfloat16_llama()
+    others = [wanted.model.norm.weight, wanted.model.layers[0].mlp.up_proj.weight, wanted.model.embed_tokens.weight]
+    before = ids(widened)
+    with torch.no_grad():
+        for weight in (*weights, *others):
+            weight[:7] *= -2
+    try:
+        assert ids(widened) == ids(decoder(wanted, None, compile=False)) != before
+        assert "target compiled (float32)" in widened.passes
+    finally:
+        with torch.no_grad():
+            for weight in weights:
+                weight[:7] *= -0.5
+
+
+def test_a_copy_in_float32_must_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = TreeModel(tiny_llama().bfloat16())
+    assert computing(target) is target
+    target.form = "bf16"
+    assert computing(target).dtype == torch.float32
+    monkeypatch.setattr("specinfer.attention.compiled.free_bytes", lambda: 1000.0)
+    with pytest.raises(NotCompiled, match=r"compiling LlamaForCausalLM takes .* GB of memory"):
+        computing(target)
+
+
 def test_train_mode_between_the_steps_of_a_stream_is_left_as_it_is(halved: SpeculativeDecoder) -> None:
     model = halved.target.model
     stream = halved.stream(PROMPTS[0], **GREEDY)
@@ -208,14 +265,17 @@ def test_weights_that_stop_being_bfloat16_numbers_are_not_rounded(halved: Specul
     assert ids(decoder(float_llama(3))) == ids(decoder(float_llama(3), compile=False))  # these have another package
 
 
-def test_forms_of_weights() -> None:
+def test_forms_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = torch.randn(40, 16)
     assert "bf16" not in forms([numbers], rounded=False)
     assert forms([numbers.bfloat16().float()], rounded=False) == ["bf16", "packed"]
     assert forms([numbers.bfloat16().float(), numbers], rounded=False) == ["packed"]
     assert forms([numbers], rounded=True)[-2:] == ["rounded", "packed"]
     assert forms([numbers.bfloat16()], rounded=True)[-1] == "packed"
-    assert not fits(numbers.bfloat16(), "bf16")
+    assert not fits(numbers.half(), "bf16")
+    for slow, wanted in ((True, ["bf16", "packed"]), (False, ["packed"])):
+        monkeypatch.setattr(linear, "_is_slow_in_bfloat16", lambda slow=slow: slow)
+        assert forms([numbers.bfloat16()], rounded=False) == wanted
     with pytest.raises(ValueError, match="not all are bfloat16"):
         pack([numbers], "bf16")
     (found,) = pack([numbers[:24], numbers[24:]], "rounded")
