@@ -36,10 +36,13 @@ class Stack:
     """
 
     def __init__(self, layers: int, states: Tensor, rows: int, capacity: int) -> None:
-        self.data = states.new_zeros(layers, rows, states.shape[1], capacity, states.shape[3])
-        planes = torch.arange(self.data.shape[:3].numel(), device=states.device)  # of (slots, dim)
-        self.planes = planes.view(self.data.shape[:3])
+        self.hold(states.new_zeros(layers, rows, states.shape[1], capacity, states.shape[3]))
         self.taken = 0  # layers
+
+    def hold(self, data: Tensor) -> None:
+        """Take other buffers in place of the present ones."""
+        self.data = data
+        self.planes = torch.arange(data.shape[:3].numel(), device=data.device).view(data.shape[:3])  # of (slots, dim)
 
     def fits(self, states: Tensor) -> bool:
         """Whether another layer of such states, (rows, heads, T, dim), fits in."""
@@ -49,6 +52,15 @@ class Stack:
     def grow(self, capacity: int, used: int) -> None:
         """Move the buffers into larger ones."""
         self.data = pad(self.data[:, :, :, :used], (0, 0, 0, capacity - used))
+
+    def join(self, other: "Stack", first: int, rows: int, used: int) -> None:
+        """Copy the first slots of another stack's rows into the rows from ``first`` on."""
+        self.data[:, first : first + rows, :, :used] = other.data[:, :rows, :, :used]
+
+    def make_rows(self, rows: int) -> None:
+        """Have room for so many rows."""
+        if (missing := rows - self.data.shape[1]) > 0:
+            self.hold(pad(self.data, (0, 0, 0, 0, 0, 0, 0, missing)))
 
     def move_slots(self, rows: Tensor, sources: Tensor, targets: Tensor) -> None:
         """Copy slots of rows, (n,) each."""
@@ -235,6 +247,26 @@ class TreeCache(Cache):
         self.rows = len(survivors)
         self._buffers = None
 
+    @torch.inference_mode()
+    def join(self, other: "TreeCache") -> None:
+        """Take in the rows of another cache of the same model, after the own ones; nothing may be pending in either."""
+        if self.pending or other.pending:
+            raise CacheError(f"caches are joined between steps, not with {self.pending + other.pending} slots pending")
+        self.max_capacity = max(self.max_capacity, other.max_capacity)
+        used = max(other.lengths, default=0)
+        self._reserve(used)
+        for layer in other.layers[len(self.layers) :]:  # if no pass has run here
+            self.layers.append(TreeLayer(weakref.proxy(self)))
+            self.layers[-1].lazy_initialization(*layer.buffers)
+        for stack in chain(*self.stacks):
+            stack.make_rows(self.rows + other.rows)
+        if other.layers:
+            for mine, theirs in zip(chain(*self.stacks), chain(*other.stacks), strict=True):
+                mine.join(theirs, self.rows, other.rows, used)
+        self.rows += other.rows
+        self.lengths = [*self.lengths, *other.lengths]
+        self._take_buffers()
+
     def forget(self, counts: Sequence[int]) -> None:
         """Drop the last ``counts[b]`` committed slots of every row; nothing may be pending."""
         lengths = [length - count for length, count in zip(self.lengths, counts, strict=True)]
@@ -260,12 +292,16 @@ class TreeCache(Cache):
         if needed > self.max_capacity:
             advice = "shorten the prompt, ask for fewer new tokens, or use a smaller tree"
             raise CacheError(f"a row needs {needed} cache slots but the maximum is {self.max_capacity}: {advice}")
-        used = max(self.lengths) + self.pending
+        used = max(self.lengths, default=0) + self.pending
         self.capacity = min(max(2 * self.capacity, needed), self.max_capacity)
         for layer in self.layers:
             layer.keys = layer.values = None  # else these views would keep every old stack until all have grown
         for stack in chain(*self.stacks):
             stack.grow(self.capacity, used)
+        self._take_buffers()
+
+    def _take_buffers(self) -> None:
+        """Let the layers see the stacks as they are now."""
         for layer in self.layers:
             layer.take_buffers()
         self._buffers = None

@@ -276,7 +276,8 @@ class _WeightInputs:
         for lookup in [*node.users]:
             with self.graph.inserting_after(lookup):
                 rows = self.graph.call_function(aten._to_copy.default, (lookup,), {"dtype": tensor.dtype})
-            lookup.replace_all_uses_with(rows, lambda user, rows=rows: user is not rows)
+            lookup.replace_all_uses_with(rows)
+            rows.args = (lookup,)
         _replace(node, self.input("weight", (name,), tuple(tensor.shape), self.stored[name]))
 
     def product(

@@ -284,6 +284,11 @@ class TreeSession:
         states = torch.cat(aux_states, 1) if len(aux_states) > 1 else aux_states[0]
         return [None if path is None else _chosen(states[row], path) for row, path in enumerate(paths)]
 
+    def join(self, other: "TreeSession") -> None:
+        """Take in the rows of another session of the same model, after the own ones, between two steps."""
+        self.cache.join(other.cache)
+        self.prefill_seconds += other.prefill_seconds
+
     @torch.inference_mode()
     def _forward(
         self, layout: Layout, columns: Tensor | None, extra: dict[str, Tensor], run: Callable[[Inputs], Outputs]

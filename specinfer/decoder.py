@@ -5,9 +5,9 @@ Does not know: how a step is decoded (`engine.loop`), how a run keeps its result
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from specinfer import loading
 from specinfer.adaptive.policy import Auto
 from specinfer.attention import Support, TreeModel, check_model
 from specinfer.attention.packages import attach
-from specinfer.common.values import checked_flag, plain
+from specinfer.common.values import checked_count, checked_flag, plain
 from specinfer.drafts.base import Draft
 from specinfer.drafts.bundled import bundled_drafts
 from specinfer.drafts.head import MODEL_TYPE, HeadDraft
@@ -34,7 +34,8 @@ from specinfer.drafts.suffix import SuffixDraft, with_memory
 from specinfer.drafts.through_text import ThroughTextDraft
 from specinfer.drafts.translated import TranslatedDraft
 from specinfer.engine.contrastive import CandidateTrees
-from specinfer.engine.generation import Run
+from specinfer.engine.generation import MAX_ROWS, Run
+from specinfer.engine.many import Finished, finished
 from specinfer.engine.sampling import WARPERS, GenerationSettings, by_row, resolve
 from specinfer.engine.scoring import continuations, score
 from specinfer.engine.sequence import Row
@@ -42,7 +43,6 @@ from specinfer.engine.text_stream import TextStream
 from specinfer.engine.verify import Verifier, chosen_verifier
 from specinfer.errors import InputError, ModelError, SamplingError, UnsupportedModel
 from specinfer.prompts import Prompt, Prompts, check_beside, check_ids, encode
-from specinfer.results import Result
 from specinfer.tree import BestFirst, Chain, Kind, Policy
 from specinfer.tree.token_tree import MOST_DRAFTS
 
@@ -192,7 +192,13 @@ class SpeculativeDecoder:
         return [self.target, *(draft.model for draft in self.drafts if isinstance(draft, ModelDraft))]
 
     def generate(
-        self, prompt: Prompt = None, *, streamer: Any = None, keep_stop_string: bool = True, **options: Any
+        self,
+        prompt: Prompt = None,
+        *,
+        streamer: Any = None,
+        keep_stop_string: bool = True,
+        max_rows: int = MAX_ROWS,
+        **options: Any,
     ) -> Any:
         """Generate to the end.
 
@@ -201,6 +207,7 @@ class SpeculativeDecoder:
                 returns.
             streamer: a ``transformers`` streamer (one prompt only).
             keep_stop_string: False cuts the text before the stop string that ended it; token ids stay.
+            max_rows: of a batch, rows decoded at a time; the others wait, and join as some end.
             **options: see `open`.
 
         Returns:
@@ -209,13 +216,59 @@ class SpeculativeDecoder:
         Raises:
             SpecinferError: what `open` raises; or NumericalError later, whose ``partial`` holds the results so far.
         """
-        keep = checked_flag("keep_stop_string", keep_stop_string)
+        keep, rows = checked_flag("keep_stop_string", keep_stop_string), checked_count("max_rows", max_rows, 1)
         run = self.open(prompt, **options)
+        run.max_rows, run.keep_stop_string = rows, keep
         run.finish(streamer)
         results = run.results()
-        if not keep:
-            results = [_cut(result, row.stopping.stop_strings) for result, row in zip(results, run.rows, strict=True)]
         return results[0] if run.single else results
+
+    def generate_many(
+        self,
+        prompts: Iterable[Any],
+        *,
+        max_rows: int = MAX_ROWS,
+        keep_stop_string: bool = True,
+        seed: int | None = None,
+        **options: Any,
+    ) -> Iterator[Finished]:
+        """Generate for any number of prompts, a few at a time, and yield what finishes as it does.
+
+        A prompt joins the running rows when another has ended.  A row's text is what it would be alone.  Only the rows
+        under way are kept, and prompts are asked for as they are needed, so both may be without end.
+
+        Args:
+            prompts: of any kind that `generate` takes one of; or a dict of such a "prompt" and options for it alone,
+                for example ``{"prompt": "Why?", "seed": 7, "temperature": 0.5}``.
+            max_rows: rows decoded at a time.
+            keep_stop_string: as `generate`.
+            seed: the same for all; None draws one for each.
+            **options: see `open`.
+
+        Returns:
+            an iterator of `Finished`: the prompt's number from 0, and its result or the error that it is refused with.
+            Such an error does not stop the others.
+
+        Raises:
+            SpecinferError: before any model runs, for what is wrong with every prompt; NumericalError later, whose
+                ``partial`` holds the results of the rows under way so far.
+        """
+        if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+            raise InputError(f"prompts={prompts!r:.60} are not many: give a list or an iterator, or use generate")
+        keep, common = checked_flag("keep_stop_string", keep_stop_string), {**options, "seed": seed}
+        self.open([0], **{**common, "seed": row_seeds(seed or 0, 1)})  # raises
+        return finished(self, prompts, partial(self._row, common), checked_count("max_rows", max_rows, 1), keep)
+
+    def _row(self, common: Mapping[str, Any], prompt: Any, index: int) -> Row:
+        """Return the row of one of many prompts, with options of its own over common ones."""
+        own = dict(prompt) if isinstance(prompt, Mapping) and "prompt" in prompt else {"prompt": prompt}
+        if self.policy.kind is not Kind.RANKED and (named := sorted(own.keys() & set(WARPERS))):
+            raise SamplingError(f"{named[0]} of one prompt: sampled trees are drawn from one distribution for all")
+        run = self.open(**{**common, **own})
+        if not run.single:
+            raise InputError("one of many prompts is a list of prompts: give each its own place")
+        run.rows[0].index = index
+        return run.rows[0]
 
     def stream(self, prompt: Prompt = None, **options: Any) -> TextStream:
         """Generate one prompt piece by piece: iterate over the text; `TextStream.result` has the rest.
@@ -493,14 +546,3 @@ def row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
     if not all(-(2**63) <= s < 2**64 for s in given):
         raise InputError(f"seed={seed!r:.60}: a seed has 64 bits, so give one from -2**63 to 2**64 - 1")
     return given
-
-
-def _cut(result: Result, strings: Sequence[str]) -> Result:
-    """Return a result whose text ends before the first of the strings, which may have begun in the prompt."""
-    if not strings:
-        return result
-    before = result.tokenizer.decode(result.prompt_ids, skip_special_tokens=True)
-    text = before + result.text
-    found = [text.find(string, max(0, len(before) - len(string) + 1)) for string in strings]
-    end = min((start for start in found if start >= 0), default=len(text))
-    return replace(result, text=text[len(before) : end])

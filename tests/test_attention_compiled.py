@@ -624,11 +624,17 @@ def test_models_in_train_mode_are_evaluated_in_all_threads_and_left_as_they_were
 # ---- kinds of models ----
 
 
-def test_windows_and_sixteen_bits_are_compiled() -> None:
-    """A mask for each kind of layer, in bfloat16."""
+@pytest.mark.parametrize("slow", [True, False])
+def test_windows_and_sixteen_bits_are_compiled(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask for each kind of layer, and scaled embeddings; weights in bfloat16, passes in float32 or bfloat16."""
+    monkeypatch.setattr(linear, "_is_slow_in_bfloat16", lambda: slow)
     model = build("gemma3_text", torch.bfloat16)
     made = SpeculativeDecoder(model, None, ["ngram"], TREE, compile=True)
-    assert made.passes == "passes: compiled"
+    assert made.passes == ("passes: compiled (float32)" if slow else "passes: compiled")
+    if slow:
+        wanted = SpeculativeDecoder(build("gemma3_text", torch.bfloat16).float(), None, [], None, compile=False)
+        options = {"max_new_tokens": 16, "temperature": 0}
+        assert made.generate([1, 2, 3], **options).token_ids == wanted.generate([1, 2, 3], **options).token_ids
     listed = {row["package"]: row["layers"] for row in packages.packages()}
     assert listed[packages.package_of(made.target).name] == 2
 

@@ -8,7 +8,7 @@ every step the session is told which tokens each row committed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -71,6 +71,9 @@ class Proposer(Protocol):
 
 class DraftSession(Proposer, Protocol):
     """One draft at work on one batch of rows, with its clocks."""
+
+    def join(self, other: Any) -> None:
+        """Take in the rows of another session of the same draft, after the own ones, between two steps."""
 
     @property
     def passes(self) -> int:

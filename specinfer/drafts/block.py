@@ -14,7 +14,7 @@ from specinfer.attention import Layout, TreeModel, on_device
 from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.language_model import CATCH_UP
 from specinfer.drafts.lattice import DepthsSession, LatticeSession
-from specinfer.drafts.rows import state_columns
+from specinfer.drafts.rows import DraftRows, state_columns
 from specinfer.tree import Frontier
 
 
@@ -104,6 +104,12 @@ class BlockRows(DepthsSession):
             if new is not None and chose is not None:
                 row.append(chose[:, self.columns].to(row[0]))
         super().commit(tokens, states, scored)
+
+    def join(self, other: DraftRows) -> None:
+        """Take in the rows of another session, and what its cache holds of them."""
+        assert isinstance(other, BlockRows)
+        super().join(other)
+        self.session.join(other.session)
 
 
 class BlockSession(BlockRows, LatticeSession):

@@ -114,6 +114,12 @@ class ModelDraftSession(DraftRows):
         self.advance(tokens)
         self.fed = []
 
+    def join(self, other: DraftRows) -> None:
+        """Take in the rows of another session, and what its cache holds of them."""
+        assert isinstance(other, ModelDraftSession)
+        super().join(other)
+        self.session.join(other.session)
+
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
         """Return each node's k likeliest choices of the target and their log-probabilities, both (B, W, k)."""
         found = self.ranked(self._logits(frontier), [frontier.depth], k)

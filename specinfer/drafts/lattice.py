@@ -27,6 +27,7 @@ class DepthsSession(DraftRows):
     Subclasses give `depth` and `predict`, and answer a policy.
     """
 
+    per_row = (*DraftRows.per_row, "roots")
     device = torch.device("cpu")  # of the answers
     passes = 0
     seconds = 0.0
@@ -78,7 +79,7 @@ class DepthsSession(DraftRows):
         scored: Sequence[Scored] = (),
     ) -> None:
         """Take the last committed token of each row as its next root; None retires the row."""
-        self.roots = [new[-1] if new else root for root, new in zip(self.roots, tokens, strict=True) if new is not None]
+        self.roots = [new[-1] if new else root for root, new in zip(self.roots, tokens, strict=True)]
         self.advance(tokens)
 
     @property

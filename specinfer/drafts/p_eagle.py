@@ -23,6 +23,7 @@ from specinfer.drafts.eagle3 import Eagle3Network, layer_config, load_network, r
 from specinfer.drafts.head import HeadDraftSession
 from specinfer.drafts.language_model import CATCH_UP
 from specinfer.drafts.lattice import LatticeSession
+from specinfer.drafts.rows import DraftRows
 
 MASK_IDS = ("mask_token_id", "pard_token", "ptd_token_id")  # names of the masked token's id
 DEPTH = 8  # predicted where a checkpoint does not say for how many it was trained
@@ -96,6 +97,12 @@ class PEagleSession(LatticeSession):
         """Take note of the committed tokens and of the target's states that chose them."""
         self.head.commit(tokens, states, scored)
         super().commit(tokens, states, scored)
+
+    def join(self, other: DraftRows) -> None:
+        """Take in the rows of another session, and what its head has read of them."""
+        assert isinstance(other, PEagleSession)
+        super().join(other)
+        self.head.join(other.head)
 
     @property
     def ready(self) -> bool:

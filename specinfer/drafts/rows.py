@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from specinfer.attention import on_device
 from specinfer.drafts.base import DraftContext
-from specinfer.engine.gumbel import DRAFT, key
+from specinfer.engine.gumbel import DRAFT, SILENT, key
 from specinfer.tree import draw_candidates
 
 CANDIDATES = 128  # tokens per node that processors and noise see in a coupled draft, if there are processors
@@ -51,6 +51,14 @@ class DraftRows:
         for name in self.per_row:  # couplings may be empty
             kept = [value for value, new in zip(getattr(self, name), tokens, strict=False) if new is not None]
             setattr(self, name, kept)
+
+    def join(self, other: "DraftRows") -> None:
+        """Take in the rows of another session of the same draft, after the own ones."""
+        if bool(self.couplings) != bool(other.couplings):
+            for rows in (self, other):
+                rows.couplings = rows.couplings or [SILENT] * rows.batch
+        for name in self.per_row:
+            setattr(self, name, [*getattr(self, name), *getattr(other, name)])
 
     def noise(self, depth: int, device: torch.device) -> Tensor:
         """Return the target's own Gumbel noise (B, V) of what follows nodes at this depth."""

@@ -3,8 +3,10 @@
 Knows: sessions, rows, seconds, how token ids become text.  Does not know: how a step is decoded.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from textwrap import shorten
 from time import perf_counter
 from typing import Any, Protocol
@@ -24,6 +26,7 @@ from specinfer.results import Result, Seconds, Stats, Step, TreeSizes, acceptanc
 from specinfer.tree import Policy, TokenTree
 
 FIRST_TOKENS = 2048  # new tokens that caches hold at first; beyond it they double
+MAX_ROWS = 16  # decoded at a time, if there are more
 FIRST_LEVELS = 8  # levels of a tree that drafts' caches hold at first
 
 
@@ -81,15 +84,29 @@ class Run:
 
     The first step opens the sessions.  They are dropped when iteration ends, fails or is closed, and then the models
     are as they were before.
+
+    Args:
+        decoder: whose models and rules decode.
+        rows: the sequences.  An iterator is asked for the next one when there is room for it.
+        single: whether the caller gave one prompt, not a batch.
+        max_rows: sequences decoded at a time; the others wait, and join as some end.  None: all at once.
     """
 
-    def __init__(self, decoder: Decoder, rows: Sequence[Row], single: bool) -> None:
-        self.decoder, self.rows, self.single = decoder, list(rows), single
+    def __init__(self, decoder: Decoder, rows: Iterable[Row], single: bool, max_rows: int | None = None) -> None:
+        self.decoder, self.single, self.max_rows = decoder, single, max_rows
+        self.keep_stop_string = True  # in the results' texts
+        self.rows = list(rows) if isinstance(rows, Sequence) else []  # of an iterator: those that were not taken
+        self.waiting = iter(self.rows if isinstance(rows, Sequence) else rows)
         self.policy = sized(decoder.policy, self.rows)
+        if isinstance(self.policy, CandidateTrees):
+            self.max_rows = None  # no row joins its search
         self.notes: list[str] = []  # in addition to the decoder's
         self.seconds = Seconds()
         self.drafting = [(0, 0.0)] * len(decoder.drafts)  # passes of each draft, and seconds in its proposals
         self.steps: dict[int, list[Step]] = {row.index: [] for row in self.rows}
+        self.before: dict[int, tuple[Seconds, list[tuple[int, float]]]] = {}  # clocks when a row joined
+        self.learning = [draft for draft in decoder.drafts if hasattr(draft, "learn")]
+        self.texts: list[list[int]] = []  # of rows that were taken, for drafts that learn
         self._iterator = self._run()
 
     def __iter__(self) -> Iterator[list[tuple[Row, Step]]]:
@@ -126,14 +143,26 @@ class Run:
         """Return one result per row, of what was decoded so far."""
         return [self._result(row) for row in self.rows]
 
+    def take(self, row: Row) -> Result:
+        """Return the result of a row that ended, and forget the row."""
+        result = self._result(row)
+        self.rows.remove(row)
+        del self.steps[row.index], self.before[row.index]
+        if self.learning:
+            self.texts.append(list(row.ids))
+        return result
+
     def _run(self) -> Generator[list[tuple[Row, Step]]]:
         started = perf_counter()
-        for row in self.rows:
-            row.stopping.begin()
         models = self.decoder.networks
         self.policy = self.decoder.supported(self.policy, self.notes)  # hooks may have come since the last call
         with running(*models):  # only while passes run: between steps the models are as they were
-            target, drafts, states = self.open_sessions()
+            rows = self._admitted(0)
+            if not rows:
+                return
+            target, drafts, states = self.open_sessions(rows)
+            if isinstance(self.policy, Auto):
+                self.policy = self.policy.begin(len(drafts), self._coupled(rows))
             self.notes.append(self.decoder.passes)
             run_plain = [each for each in models if each.runs_modules or (each is models[0] and not target.compiled)]
         self._read_clocks(started, target, drafts)
@@ -141,9 +170,10 @@ class Run:
             plain = target.compiled is None and models[0].compiled and not models[0].plain
             reason = " (the target's passes are plain: compiled ones return no last hidden states)" if plain else ""
             self.notes.append(f"{self.policy}{reason}")
-            steps = search(target, drafts, self.policy, self.rows, states)
+            steps = search(target, drafts, self.policy, rows, states)
         else:
-            steps = decode(target, drafts, self.policy, self.decoder.verifier, self.rows)
+            newcomers = partial(self._newcomers, target, drafts)
+            steps = decode(target, drafts, self.policy, self.decoder.verifier, rows, newcomers)
         while True:
             with resumed(*run_plain):  # compiled passes are the same in train mode
                 emitted = next(steps, None)
@@ -182,24 +212,51 @@ class Run:
 
     def _learn(self) -> None:
         """Let drafts that learn between calls learn from this one."""
-        started, texts = perf_counter(), [list(row.ids) for row in self.rows]
-        learning = [draft for draft in self.decoder.drafts if hasattr(draft, "learn")]
-        for draft in learning:
+        started, texts = perf_counter(), [*self.texts, *(list(row.ids) for row in self.rows)]
+        for draft in self.learning:
             try:
                 draft.learn(texts, self.seconds.total)
             except Exception as error:  # the text is whole, and is not lost
                 self.notes.append(f"draft {draft.name} could not learn from this call: {shorten(str(error), 200)}")
-        if learning:
+        if self.learning:
             spent = perf_counter() - started
             self.seconds = replace(self.seconds, total=self.seconds.total + spent, learning=spent)
 
-    def open_sessions(self) -> tuple[TreeSession, list[Timed], list[torch.Tensor | None]]:
-        """Read the rows' tokens so far into a session of the target and one of each draft; ready for a step.
+    def _admitted(self, active: int) -> list[Row]:
+        """Return rows that have waited and for which there is room beside the active ones; their time begins."""
+        rows = list(islice(self.waiting, None if self.max_rows is None else self.max_rows - active))
+        for row in rows:
+            row.stopping.begin()
+            self.before[row.index] = self.seconds, self.drafting
+            if row.index not in self.steps:
+                self.rows.append(row)
+                self.steps[row.index] = []
+        return rows
+
+    def _newcomers(self, target: TreeSession, drafts: Sequence[Timed], active: int) -> list[Row]:
+        """Return rows that join the sessions, with what was read of their prompts; all that takes is prefill time."""
+        started, read = perf_counter(), target.prefill_seconds + sum(draft.session.prefill_seconds for draft in drafts)
+        rows = self._admitted(active)
+        if rows:
+            others, proposers, _ = self.open_sessions(rows)
+            target.join(others)
+            for draft, other in zip(drafts, proposers, strict=True):
+                draft.session.join(other.session)
+            read -= target.prefill_seconds + sum(draft.session.prefill_seconds for draft in drafts)
+            target.prefill_seconds += perf_counter() - started + read
+        return rows
+
+    def _coupled(self, rows: Sequence[Row]) -> bool:
+        """Whether drafts rank by the rows' noise."""
+        return isinstance(self.decoder.verifier, ExactMatch) and any(row.sampling for row in rows)
+
+    def open_sessions(self, rows: Sequence[Row]) -> tuple[TreeSession, list[Timed], list[torch.Tensor | None]]:
+        """Read the tokens of rows so far into a session of the target and one of each draft; ready for a step.
 
         Returns:
             the sessions, and per row the target's auxiliary hidden states at the tokens before the root.
         """
-        decoder, rows, policy = self.decoder, self.rows, self.policy
+        decoder, policy = self.decoder, self.policy
         last = [decoder.target.layers] if isinstance(policy, CandidateTrees) else []
         aux_layers = sorted({*decoder.aux_layers, *last})
         prompts = [list(row.ids) for row in rows]
@@ -213,8 +270,7 @@ class Run:
         )
         target = decoder.target.session(len(rows), first + nodes, end + nodes, aux_layers, decoder.graphs)
         states = target.prefill([prompt[:-1] for prompt in prompts])
-        sampled = [row for row in rows if row.sampling]
-        coupled = bool(sampled) and isinstance(decoder.verifier, ExactMatch)
+        sampled, coupled = [row for row in rows if row.sampling], self._coupled(rows)
         drafts = []
         for number, draft in enumerate(decoder.drafts):
             context = DraftContext(
@@ -231,13 +287,16 @@ class Run:
                 graphs=decoder.graphs,
             )
             drafts.append(Timed(draft.open(context)))
-        if isinstance(policy, Auto):
-            self.policy = policy.begin(len(drafts), coupled)
         return target, drafts, states
 
     def _result(self, row: Row) -> Result:
         decoder, steps, new = self.decoder, list(self.steps[row.index]), row.ids[row.prompt_length :]
         tree_sizes = TreeSizes.of(steps)
+        seconds, drafting = self.before.get(row.index, (Seconds(), [(0, 0.0)] * len(decoder.drafts)))
+        spent = [
+            (passes - earlier, proposing - before)
+            for (passes, proposing), (earlier, before) in zip(self.drafting, drafting, strict=True)
+        ]
         notes = [*decoder.notes, *self.notes]
         if isinstance(self.policy, Auto):
             reasons = self.policy.reasons([draft.name for draft in decoder.drafts], len(self.rows))
@@ -245,18 +304,18 @@ class Run:
         stats = Stats(
             new_tokens=len(new),
             target_passes=len(steps),
-            draft_passes=sum(passes for passes, _ in self.drafting),
+            draft_passes=sum(passes for passes, _ in spent),
             acceptance_by_depth=acceptance_by_depth(steps),
-            seconds=self.seconds,
+            seconds=self.seconds - seconds,
             notes=tuple(notes),
             tree_sizes=tree_sizes,
             drafts=tuple(
-                contribution(steps, number, draft.name, *spent)
-                for number, (draft, spent) in enumerate(zip(decoder.drafts, self.drafting, strict=True))
+                contribution(steps, number, draft.name, *clocks)
+                for number, (draft, clocks) in enumerate(zip(decoder.drafts, spent, strict=True))
             ),
         )
         return Result(
-            text=decoder.tokenizer.decode(new, skip_special_tokens=True) if decoder.tokenizer else "",
+            text=self._text(row, new) if decoder.tokenizer else "",
             token_ids=new,
             prompt_ids=row.ids[: row.prompt_length],
             finish_reason=row.finished or "unfinished",
@@ -265,3 +324,14 @@ class Run:
             steps=steps,
             tokenizer=decoder.tokenizer,
         )
+
+    def _text(self, row: Row, new: Sequence[int]) -> str:
+        """Return the text of a row's new tokens, maybe without the stop string, which may have begun in the prompt."""
+        text: str = self.decoder.tokenizer.decode(new, skip_special_tokens=True)
+        if self.keep_stop_string or not row.stopping.stop_strings:
+            return text
+        before = self.decoder.tokenizer.decode(row.ids[: row.prompt_length], skip_special_tokens=True)
+        text = before + text
+        found = [text.find(string, max(0, len(before) - len(string) + 1)) for string in row.stopping.stop_strings]
+        end = min((start for start in found if start >= 0), default=len(text))
+        return text[len(before) : end]

@@ -5,10 +5,12 @@
     verdicts  verify     per row, the accepted path through its tree and the bonus token after it
     caches    commit     the target and the drafts keep what was accepted and forget the rest of the trees
 
+Rows leave as they end, and others may join between two steps.
+
 Knows: the order of these steps.  Does not know: how trees grow, how attention works, which rule is exact, text.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from specinfer.attention import TreeSession
 from specinfer.drafts.base import Proposer
@@ -21,7 +23,12 @@ from specinfer.tree import Forest, Policy
 
 
 def decode(
-    target: TreeSession, drafts: Sequence[Proposer], policy: Policy, verifier: Verifier, rows: Sequence[Row]
+    target: TreeSession,
+    drafts: Sequence[Proposer],
+    policy: Policy,
+    verifier: Verifier,
+    rows: Sequence[Row],
+    newcomers: Callable[[int], Sequence[Row]] = lambda active: (),
 ) -> Iterator[list[tuple[Row, Step]]]:
     """Decode rows to their ends, one target pass a step; yield what each active row emitted.
 
@@ -31,6 +38,7 @@ def decode(
         policy: how trees grow.
         verifier: the rule that is exact for the policy's trees.
         rows: the sequences, in the order of the sessions' rows.
+        newcomers: takes the number of active rows, and returns rows that have joined the sessions after these.
 
     Raises:
         NumericalError: the target's logits, or a draft's, are not numbers.
@@ -49,6 +57,7 @@ def decode(
             draft.commit([None if row.finished else step.tokens for row, step in emitted], states, views)
         yield emitted
         rows = [row for row in rows if not row.finished]
+        rows += newcomers(len(rows))
 
 
 def propose(drafts: Sequence[Proposer], policy: Policy, rows: Sequence[Row]) -> Forest:

@@ -380,7 +380,7 @@ class _Prefix:
         row = self.rescorer.row(self.number)
         run = Run(decoder, [row], single=True)
         with running(*run.decoder.networks):
-            _, drafts, _ = run.open_sessions()
+            _, drafts, _ = run.open_sessions([row])
             tree = propose(drafts, policy, [row])[0]
         _check_branches(decoder.language_models, tree)
         return tree
