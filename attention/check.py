@@ -128,6 +128,8 @@ def _compiles(model: TreeModel) -> bool:
 
 def _why_chain_only(model: TreeModel) -> str:
     config = model.model.config.get_text_config(decoder=True)
+    if model.stateful:
+        return model.stateful
     if any(getattr(part, "alibi", False) for part in (config, getattr(config, "attn_config", None))):
         return "ALiBi biases are read from cache columns, so siblings cannot share a position"
     return "" if model.takes_positions else "its forward takes no position_ids, so siblings cannot share a position"
