@@ -34,6 +34,7 @@ Inputs = dict[str, Any]  # of the model's forward
 Outputs = tuple[Tensor, ...]
 
 CACHES = ("past_key_values", "cache_params", "state")  # names of caches in forwards
+LISTED = 6  # numbers of layers in a message
 PREFILL_CHUNK = 512  # the most prompt tokens of a row that one pass reads ...
 PREFILL_TOKENS = 4096  # ... and of all rows: this bounds memory, and on a CPU larger passes are slower
 
@@ -153,11 +154,13 @@ class TreeModel:
 
 
 def _why_stateful(spec: AttentionSpec, cache_name: str) -> str:
+    """Return why a model can work on chains only, "" if tree masks reach all its layers."""
     if not spec.others and cache_name == CACHES[0]:
         return ""
-    layers = f"layer{'s' * (len(spec.others) > 1)} {', '.join(map(str, spec.others))}" if spec.others else "its layers"
-    kinds = f" ({', '.join(dict.fromkeys(spec.others.values()))})" if spec.others else ""
-    return f"{layers}{kinds} keep states instead of tokens, or mask in their own way, so a token cannot have siblings"
+    first, kinds = [*map(str, spec.others)], ", ".join(dict.fromkeys(spec.others.values()))
+    numbers = ", ".join(first if len(first) <= LISTED else [*first[:LISTED], "..."])
+    where = f"layer{'s' * (len(first) > 1)} {numbers} ({kinds})" if first else "its layers"
+    return f"a token cannot have siblings in {where}: recurrent states, and masks of a model's own, take no tree mask"
 
 
 _training: weakref.WeakKeyDictionary[Any, tuple[int, list[Any]]] = weakref.WeakKeyDictionary()
@@ -346,6 +349,8 @@ class TreeSession:
         if model.takes_logits_to_keep:
             inputs["logits_to_keep"] = columns
         output, *states = self._call(inputs)
+        if getattr(output, model.cache_name, None) is None:
+            raise UnsupportedModel(f"{model.name} keeps its states in its modules, where nothing can be taken back")
         logits = output.logits if model.takes_logits_to_keep else output.logits[:, columns]
         return logits, states[0] if states else None, output[model.cache_name]
 

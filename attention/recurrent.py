@@ -19,7 +19,7 @@ replay would grow: one of more than `REPLAY` tokens is read in a pass of its own
 Each row runs alone, a batch of one: a state cannot skip padding, and rows replay different numbers of tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from typing import Any
 
@@ -31,6 +31,7 @@ from specinfer.attention.layout import Layout
 from specinfer.errors import CacheError
 
 REPLAY = 16  # the most tokens that the next step's pass reads again
+CACHES = (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin)
 REPLACED = {"keys", "values"}  # tensors that caches replace instead of writing into them
 
 # tokens, tokens before them, the row's cache, wanted columns (C,) -> logits (1, C, V), hidden states (1, T, K, H), cache
@@ -159,9 +160,18 @@ def copied(value: Any, name: str = "") -> Any:
         return {key: copied(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(copied, value))
-    if not isinstance(value, Cache | CacheLayerMixin | LinearAttentionCacheLayerMixin):
+    if not isinstance(value, CACHES):
         return value
     twin = copy(value)
     for attribute, part in vars(value).items():
         setattr(twin, attribute, copied(part, attribute))
     return twin
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Yield all tensors in a model's cache."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple, *CACHES)):
+        for part in value if isinstance(value, list | tuple) else (value if isinstance(value, dict) else vars(value)).values():
+            yield from tensors(part)
