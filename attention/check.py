@@ -189,7 +189,9 @@ def _state_error(model: TreeModel) -> float:
         for part in parts:
             session.append(lay_out_chains([part], model.device))
         states.append([state.double() for state in tensors(session.cache.rows[0].cache)])
-    sizes = [float((found - wanted).norm() / wanted.norm().clamp(min=1e-12)) for found, wanted in zip(*states, strict=True)]
+    sizes = [
+        float((found - wanted).norm() / wanted.norm().clamp(min=1e-12)) for found, wanted in zip(*states, strict=True)
+    ]
     return max((size if size == size else inf for size in sizes), default=inf)
 
 

@@ -31,7 +31,7 @@ class AttentionSpec(NamedTuple):
 
     implementation: str  # one of IMPLEMENTATIONS
     windows: dict[str, int | None]  # layer type -> sliding window in tokens, None = full attention
-    others: dict[int, str]  # layers of other types, which take no tree mask
+    others: tuple[tuple[int, str], ...] = ()  # layers of other types, which take no tree mask, and their types
 
     @classmethod
     def of(cls, model: Any) -> "AttentionSpec":
@@ -55,7 +55,8 @@ class AttentionSpec(NamedTuple):
         if window is not None:
             known["sliding_attention"] = window
         windows = {name: known[name] for name in types if name in known}
-        return cls(implementation, windows, {layer: name for layer, name in enumerate(types) if name not in known})
+        others = [(layer, name) for layer, name in enumerate(types) if name not in known]
+        return cls(implementation, windows, tuple(others))
 
 
 def attention_mask(

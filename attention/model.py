@@ -157,9 +157,9 @@ def _why_stateful(spec: AttentionSpec, cache_name: str) -> str:
     """Return why a model can work on chains only, "" if tree masks reach all its layers."""
     if not spec.others and cache_name == CACHES[0]:
         return ""
-    first, kinds = [*map(str, spec.others)], ", ".join(dict.fromkeys(spec.others.values()))
-    numbers = ", ".join(first if len(first) <= LISTED else [*first[:LISTED], "..."])
-    where = f"layer{'s' * (len(first) > 1)} {numbers} ({kinds})" if first else "its layers"
+    layers, kinds = [str(layer) for layer, _ in spec.others], ", ".join(dict.fromkeys(kind for _, kind in spec.others))
+    numbers = ", ".join(layers if len(layers) <= LISTED else [*layers[:LISTED], "..."])
+    where = f"layer{'s' * (len(layers) > 1)} {numbers} ({kinds})" if layers else "its layers"
     return f"a token cannot have siblings in {where}: recurrent states, and masks of a model's own, take no tree mask"
 
 
@@ -235,7 +235,11 @@ class TreeSession:
         self.compiled = compiled
         self.aux_states: list[Tensor] = []
         session = weakref.proxy(self)  # a cycle would keep the cache until garbage is collected
-        self.graphs = Graphs(lambda inputs: session._run_at_slots(inputs)) if isinstance(cache, TreeCache) and cache.fixed else None
+        self.graphs = (
+            Graphs(lambda inputs: session._run_at_slots(inputs))
+            if isinstance(cache, TreeCache) and cache.fixed
+            else None
+        )
         self.passes = 0
         self.seconds = 0.0
         self.prefill_seconds = 0.0

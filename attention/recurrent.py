@@ -34,7 +34,7 @@ REPLAY = 16  # the most tokens that the next step's pass reads again
 CACHES = (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin)
 REPLACED = {"keys", "values"}  # tensors that caches replace instead of writing into them
 
-# tokens, tokens before them, the row's cache, wanted columns (C,) -> logits (1, C, V), hidden states (1, T, K, H), cache
+# tokens, how many came before, the row's cache, columns (C,) -> logits (1, C, V), hidden states (1, T, K, H), cache
 Read = Callable[[Sequence[int], int, Any, Tensor], tuple[Tensor, Tensor | None, Any]]
 
 
@@ -88,7 +88,7 @@ class StateCache:
         return tuple(map(torch.cat, zip(*outputs, strict=True)))
 
     def keep(self, paths: Sequence[Sequence[int] | None]) -> None:
-        """Commit the first pending tokens of every row, ``paths[b]`` = 0, 1, ...; forget the others; None retires a row.
+        """Commit the first pending tokens of every row, ``paths[b]`` = 0, 1, ...; None retires a row.
 
         Raises:
             CacheError: a path is not the beginning of the row's chain.
@@ -173,5 +173,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple, *CACHES)):
-        for part in value if isinstance(value, list | tuple) else (value if isinstance(value, dict) else vars(value)).values():
+        for part in (
+            value if isinstance(value, list | tuple) else (value if isinstance(value, dict) else vars(value)).values()
+        ):
             yield from tensors(part)
