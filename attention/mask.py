@@ -51,7 +51,7 @@ class AttentionSpec(NamedTuple):
         default = ["full_attention"] if window is None else ["sliding_attention"]
         named = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
         types = [*(named or default)]
-        known = {"full_attention": None, "global": None}
+        known: dict[str, int | None] = {"full_attention": None, "global": None}
         if window is not None:
             known["sliding_attention"] = window
         windows = {name: known[name] for name in types if name in known}

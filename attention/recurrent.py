@@ -106,8 +106,8 @@ class StateCache:
         """Raise `CacheError` unless the keys of every row are those of the tokens that its cache has read."""
         for number, row in enumerate(self.rows):
             for layer in getattr(row.cache, "layers", ()):
-                held = layer.keys.shape[-2] if type(layer) is DynamicLayer and layer.is_initialized else row.length
-                if held != row.length:
+                full = type(layer) is DynamicLayer and layer.keys is not None
+                if full and (held := layer.keys.shape[-2]) != row.length:
                     raise CacheError(f"row {number}: a layer holds {held} tokens where {row.length} were read")
 
 
