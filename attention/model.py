@@ -27,7 +27,7 @@ from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees, on
 from specinfer.attention.mask import AttentionSpec, attention_mask
 from specinfer.attention.recurrent import StateCache
 from specinfer.attention.watch import modules_of
-from specinfer.errors import UnsupportedModel
+from specinfer.errors import InputError, UnsupportedModel
 from specinfer.tree import TokenTree
 
 Inputs = dict[str, Any]  # of the model's forward
@@ -144,8 +144,13 @@ class TreeModel:
         Args:
             rows, capacity, max_capacity: as `TreeCache`.
             aux_layers: the hidden states to return on commit: 0 = embeddings, i = after layer i, as in transformers.
-            graphs: replay passes over a few tokens as CUDA graphs; not those of models that keep states.
+            graphs: replay passes over a few tokens as CUDA graphs.
+
+        Raises:
+            InputError: graphs of a model that keeps states.
         """
+        if self.stateful and graphs:
+            raise InputError(f"graphs=True: {self.name} keeps states, which graphs do not write: leave it out")
         if self.stateful:
             return TreeSession(self, StateCache(rows, max(capacity, max_capacity or 0)), aux_layers)
         cache = TreeCache(rows, capacity, max_capacity, self.uniform_layers, fixed=graphs)

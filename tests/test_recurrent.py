@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import byte_tokenizer, oracle, plain, tiny_llama
+from conftest import VOCAB, byte_tokenizer, oracle, plain, tiny_llama
+from test_heads import draft_for
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import specinfer.attention.check as checking
 import specinfer.attention.recurrent as recurrent
-from specinfer import BestFirst, Chain, ModelDraft, SpeculativeDecoder, custom_generate
+from specinfer import BestFirst, Chain, ModelDraft, SpeculativeDecoder, custom_generate, inspect
 from specinfer.attention import Support, TreeModel, TreeSession, check_model, running
 from specinfer.attention.check import toy_tree
 from specinfer.attention.recurrent import REPLAY
-from specinfer.errors import CacheError, UnsupportedModel
+from specinfer.errors import CacheError, InputError, UnsupportedModel
 
 VOCABULARY = 48
 SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -378,6 +379,29 @@ def test_a_prompt_longer_than_a_chunk_is_read_in_chunks(hybrid: Any, monkeypatch
 def test_passes_run_plain_with_the_reason(hybrid: Any) -> None:
     decoder = SpeculativeDecoder(hybrid, drafts=["suffix"], compile=True)
     assert decoder.passes == "passes: plain (it keeps states, which compiled passes cannot write)"
+
+
+def test_graphs_are_refused(hybrid: Any) -> None:
+    with pytest.raises(InputError, match="Qwen3_5ForCausalLM keeps states"):
+        TreeModel(hybrid).session(1, 8, graphs=True)
+
+
+def test_a_head_reads_the_states_of_hidden_layers() -> None:
+    """An EAGLE-style head drafts for a hybrid: rows get the hidden states of what they accepted, without the replay."""
+    target = build("qwen3_5_text", vocab_size=VOCAB, num_hidden_layers=4, layer_types=[*LINEAR["layer_types"]] * 2)
+    head = draft_for(target)
+    decoder = SpeculativeDecoder(target, drafts=[head], tree=Chain(3))
+    batch = decoder.generate(PROMPTS, max_new_tokens=NEW)
+    assert [result.token_ids for result in batch] == [plain(target, prompt, NEW) for prompt in PROMPTS]
+    alone = [decoder.generate(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
+    trees = [[step.tree.tokens.tolist() for step in result.steps] for result in batch]
+    assert trees == [[step.tree.tokens.tolist() for step in result.steps] for result in alone]
+
+
+def test_inspections_score_the_chains_again(hybrid: Any) -> None:
+    decoder = SpeculativeDecoder(hybrid, drafts=[oracle(hybrid)], tree=Chain(3))
+    result = decoder.generate(PROMPTS[2], max_new_tokens=9)
+    assert not inspect(decoder, result).differences
 
 
 def test_likelihoods_are_those_of_a_plain_pass(hybrid: Any) -> None:
