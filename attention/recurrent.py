@@ -172,8 +172,8 @@ def tensors(value: Any) -> Iterator[Tensor]:
     """Yield all tensors in a model's cache."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (dict, list, tuple, *CACHES)):
-        for part in (
-            value if isinstance(value, list | tuple) else (value if isinstance(value, dict) else vars(value)).values()
-        ):
+        return
+    parts = vars(value) if isinstance(value, CACHES) else value
+    if isinstance(parts, dict | list | tuple):
+        for part in parts.values() if isinstance(parts, dict) else parts:
             yield from tensors(part)
