@@ -15,7 +15,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from specinfer.attention.layout import lay_out_chains
 from specinfer.attention.model import TreeModel, running
+from specinfer.attention.recurrent import tensors
 from specinfer.attention.watch import Watch
 from specinfer.errors import UnsupportedModel
 from specinfer.tree import Draw, TokenTree
@@ -23,6 +25,7 @@ from specinfer.tree import Draw, TokenTree
 # Largest error, relative to the spread of the logits, that rounding explains.  A wrong mask, position or window
 # costs 1e-2 to 1 on random weights.  16 bits may hide a wrong window or ALiBi bias, so these are read from the config.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 2e-1, torch.float16: 5e-2}
+STATES = {torch.float64: 1e-2, torch.float32: 1e-2}  # the same for states, 3e-2 in 16 bits; losing one costs .04 to 1
 LEAKING = 0.1  # of that: what rounding explains if passes differ only in tokens that must not matter
 TREE_PARENTS = (0, 0, 1, 2, 4)  # with the root: six nodes, the second branch deeper than the first
 CHAIN_PARENTS = (0, 1, 2, 3, 4)
@@ -108,6 +111,9 @@ def _judge(model: TreeModel) -> tuple[Support, str, float]:
         tree_error = nan if chain_reason else _error(model, TREE_PARENTS, kept=(3, 4))
         if tree_error <= tolerance:
             return Support.EXACT, f"every node within {tree_error:.1e} of a plain pass over its path", tree_error
+        if model.stateful and not (lost := _state_error(model)) <= STATES.get(model.dtype, 3e-2):
+            reason = "its kernels continue a state by one token only: two tokens at once leave states that are off by"
+            return Support.UNSUPPORTED, f"{reason} {lost:.1e}", lost
         chain_error = _error(model, CHAIN_PARENTS, kept=(1, 2))
         if chain_error <= tolerance:
             reason = chain_reason or f"a branching tree is off by {tree_error:.1e}, a chain by {chain_error:.1e}"
@@ -117,7 +123,7 @@ def _judge(model: TreeModel) -> tuple[Support, str, float]:
         raise
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
-        failure = f"a pass with a tree mask fails: {type(error).__name__}: {first}"
+        failure = f"a pass {'with a tree mask ' * (not model.stateful)}fails: {type(error).__name__}: {first}"
         return Support.UNSUPPORTED, "; and ".join(filter(None, (chain_reason, failure))), nan
 
 
@@ -128,6 +134,8 @@ def _compiles(model: TreeModel) -> bool:
 
 def _why_chain_only(model: TreeModel) -> str:
     config = model.model.config.get_text_config(decoder=True)
+    if model.stateful:
+        return model.stateful
     if any(getattr(part, "alibi", False) for part in (config, getattr(config, "attn_config", None))):
         return "ALiBi biases are read from cache columns, so siblings cannot share a position"
     return "" if model.takes_positions else "its forward takes no position_ids, so siblings cannot share a position"
@@ -167,6 +175,24 @@ def _error(model: TreeModel, parents: Sequence[int], kept: Sequence[int]) -> flo
         prefixes = [[*p, *(int(t.tokens[i]) for i in path)] for p, t in zip(prefixes, trees, strict=True)]
         fresh += 1 + len(shape)
     return worst
+
+
+def _state_error(model: TreeModel) -> float:
+    """Return how far two tokens read at once lead to other states than one by one, relative to the states' size.
+
+    With small weights, logits hardly show that a kernel forgets the state it should continue.
+    """
+    ids, states = _random_ids(model, 1, PREFIX + 2)[0].tolist(), []
+    for parts in ([ids[-2:]], [ids[-2:-1], ids[-1:]]):
+        session = model.session(rows=1, capacity=len(ids))
+        session.prefill([ids[:-2]])
+        for part in parts:
+            session.append(lay_out_chains([part], model.device))
+        states.append([state.double() for state in tensors(session.cache.rows[0].cache)])
+    sizes = [
+        float((found - wanted).norm() / wanted.norm().clamp(min=1e-12)) for found, wanted in zip(*states, strict=True)
+    ]
+    return max((size if size == size else inf for size in sizes), default=inf)
 
 
 def _random_ids(model: TreeModel, rows: int, length: int) -> Tensor:

@@ -31,13 +31,14 @@ class AttentionSpec(NamedTuple):
 
     implementation: str  # one of IMPLEMENTATIONS
     windows: dict[str, int | None]  # layer type -> sliding window in tokens, None = full attention
+    others: tuple[tuple[int, str], ...] = ()  # layers of other types, which take no tree mask, and their types
 
     @classmethod
     def of(cls, model: Any) -> "AttentionSpec":
         """Read the specification from a Hugging Face model's config.
 
         Raises:
-            UnsupportedModel: flash attention, or a layer type that is neither full nor sliding-window attention.
+            UnsupportedModel: flash attention.
         """
         config = model.config.get_text_config(decoder=True)
         implementation = config._attn_implementation or "eager"
@@ -49,16 +50,13 @@ class AttentionSpec(NamedTuple):
         window = getattr(config, "sliding_window", None)
         default = ["full_attention"] if window is None else ["sliding_attention"]
         named = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
-        types = dict.fromkeys(named or default)
-        known = {"full_attention": None, "global": None}
+        types = [*(named or default)]
+        known: dict[str, int | None] = {"full_attention": None, "global": None}
         if window is not None:
             known["sliding_attention"] = window
-        if unknown := [name for name in types if name not in known]:
-            raise UnsupportedModel(
-                f"{type(model).__name__} has {', '.join(unknown)} layers.  They keep a state that can neither branch "
-                "nor be pruned, or they mask tokens in another way: use a model with full or sliding-window attention"
-            )
-        return cls(implementation, {name: known[name] for name in types})
+        windows = {name: known[name] for name in types if name in known}
+        others = [(layer, name) for layer, name in enumerate(types) if name not in known]
+        return cls(implementation, windows, tuple(others))
 
 
 def attention_mask(

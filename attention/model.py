@@ -3,10 +3,12 @@
 Knows: the model's forward signature, masks, positions, its cache.
 Does not know: drafting, verification, sampling, text.
 
-`TreeModel` is the model.  A `TreeSession` is one batch of rows that it decodes, with a `TreeCache`.
+`TreeModel` is the model.  A `TreeSession` is one batch of rows that it decodes, with a `TreeCache`; models that keep
+states decode chains, with a `StateCache`.
 """
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,13 +25,16 @@ from specinfer.attention.cache import TreeCache
 from specinfer.attention.graphs import Graphs, padded_width
 from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees, on_device
 from specinfer.attention.mask import AttentionSpec, attention_mask
+from specinfer.attention.recurrent import StateCache
 from specinfer.attention.watch import modules_of
-from specinfer.errors import UnsupportedModel
+from specinfer.errors import InputError, UnsupportedModel
 from specinfer.tree import TokenTree
 
 Inputs = dict[str, Any]  # of the model's forward
 Outputs = tuple[Tensor, ...]
 
+CACHES = ("past_key_values", "cache_params", "state")  # names of caches in forwards
+LISTED = 6  # numbers of layers in a message
 PREFILL_CHUNK = 512  # the most prompt tokens of a row that one pass reads ...
 PREFILL_TOKENS = 4096  # ... and of all rows: this bounds memory, and on a CPU larger passes are slower
 
@@ -57,8 +62,10 @@ class TreeModel:
         model: a ``transformers`` causal LM, already on its device.  It is never modified.
 
     Raises:
-        UnsupportedModel: flash attention, recurrent or convolutional layers, an encoder-decoder, no KV cache, or
-            weights on several devices.
+        UnsupportedModel: flash attention, an encoder-decoder, no cache, or weights on several devices.
+
+    Attributes:
+        stateful: why it keeps states that chains only can use (`attention.recurrent`), in words; else "".
     """
 
     def __init__(self, model: Any) -> None:
@@ -69,16 +76,17 @@ class TreeModel:
         limits = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))  # mpt: the latter
         self.max_positions: int | None = next(filter(None, limits), None)
         parameters = inspect.signature(model.forward).parameters
-        if getattr(model.config, "is_encoder_decoder", False) or "past_key_values" not in parameters:
+        self.cache_name = next((name for name in CACHES if name in parameters), "")  # an argument, and of the output
+        if getattr(model.config, "is_encoder_decoder", False) or not self.cache_name:
             raise UnsupportedModel(
-                f"{self.name} offers no key-value cache of its tokens: it is recurrent, an encoder-decoder, or a "
-                "wrapper that hides the cache.  Trees can neither branch nor be pruned: use a decoder-only attention "
-                "model, without a wrapper"
+                f"{self.name} offers no cache of its tokens: it is an encoder-decoder, or a wrapper that hides the "
+                "cache.  So nothing can be taken back: use a decoder-only model, without a wrapper"
             )
         devices = ", ".join(sorted({str(parameter.device) for parameter in model.parameters()}))
         if ", " in devices:
             raise UnsupportedModel(f"{self.name} is spread over {devices}, but its cache is not: load it on one device")
         self.spec = AttentionSpec.of(model)
+        self.stateful = _why_stateful(self.spec, self.cache_name)
         self.modules = modules_of(model)  # as of the last call of `running`
         self.layers: int = config.num_hidden_layers
         # with keys of one shape, as far as is known
@@ -138,10 +146,27 @@ class TreeModel:
             rows, capacity, max_capacity: as `TreeCache`.
             aux_layers: the hidden states to return on commit: 0 = embeddings, i = after layer i, as in transformers.
             graphs: replay passes over a few tokens as CUDA graphs.
+
+        Raises:
+            InputError: graphs of a model that keeps states.
         """
+        if self.stateful and graphs:
+            raise InputError(f"graphs=True: {self.name} keeps states, which graphs do not write: leave it out")
+        if self.stateful:
+            return TreeSession(self, StateCache(rows, max(capacity, max_capacity or 0)), aux_layers)
         cache = TreeCache(rows, capacity, max_capacity, self.uniform_layers, fixed=graphs)
         usable = self.compiled and not self.plain and set(aux_layers) <= set(self.compiled.aux_layers)
         return TreeSession(self, cache, aux_layers, self.compiled if usable else None)
+
+
+def _why_stateful(spec: AttentionSpec, cache_name: str) -> str:
+    """Return why a model can work on chains only, "" if tree masks reach all its layers."""
+    if not spec.others and cache_name == CACHES[0]:
+        return ""
+    layers, kinds = [str(layer) for layer, _ in spec.others], ", ".join(dict.fromkeys(kind for _, kind in spec.others))
+    numbers = ", ".join(layers if len(layers) <= LISTED else [*layers[:LISTED], "..."])
+    where = f"layer{'s' * (len(layers) > 1)} {numbers} ({kinds})" if layers else "its layers"
+    return f"a token cannot have siblings in {where}: recurrent states, and masks of a model's own, take no tree mask"
 
 
 _training: weakref.WeakKeyDictionary[Any, tuple[int, list[Any]]] = weakref.WeakKeyDictionary()
@@ -196,7 +221,7 @@ class TreeSession:
     """A batch of rows on one model: what is committed, what is pending, and what the passes cost.
 
     Attributes:
-        cache: the KV cache; ``cache.lengths`` are the committed tokens per row.
+        cache: a `TreeCache` or a `StateCache`; ``cache.lengths`` are the committed tokens per row.
         passes: forward passes so far, prefill excluded.
         seconds: wall-clock seconds in forward passes, prefill excluded (on CUDA until they are launched).
         prefill_seconds: wall-clock seconds in prefill passes.
@@ -204,15 +229,23 @@ class TreeSession:
     """
 
     def __init__(
-        self, model: TreeModel, cache: TreeCache, aux_layers: Sequence[int] = (), compiled: FastPass | None = None
+        self,
+        model: TreeModel,
+        cache: TreeCache | StateCache,
+        aux_layers: Sequence[int] = (),
+        compiled: FastPass | None = None,
     ) -> None:
         self.model, self.dtype = model, compiled.dtype if compiled else model.dtype
-        self.cache = cache
+        self.cache: Any = cache
         self.aux_layers = tuple(aux_layers)
         self.compiled = compiled
         self.aux_states: list[Tensor] = []
         session = weakref.proxy(self)  # a cycle would keep the cache until garbage is collected
-        self.graphs = Graphs(lambda inputs: session._run_at_slots(inputs)) if cache.fixed else None
+        self.graphs = (
+            Graphs(lambda inputs: session._run_at_slots(inputs))
+            if isinstance(cache, TreeCache) and cache.fixed
+            else None
+        )
         self.passes = 0
         self.seconds = 0.0
         self.prefill_seconds = 0.0
@@ -294,6 +327,10 @@ class TreeSession:
         self, layout: Layout, columns: Tensor | None, extra: dict[str, Tensor], run: Callable[[Inputs], Outputs]
     ) -> Tensor:
         model, cache = self.model, self.cache
+        if model.stateful:
+            logits, *aux_states = cache.feed(layout, columns, self._read_row)
+            self.aux_states += aux_states
+            return logits
         cache.stage(layout.width, layout.tokens.device)
         inputs: Inputs = {
             "input_ids": layout.tokens,
@@ -312,14 +349,36 @@ class TreeSession:
         """Run the model: logits, and the auxiliary hidden states (B, T, K, H) if there are aux_layers."""
         if self.compiled is not None:
             return self.compiled(inputs, self.cache, self.aux_layers)
+        output, *aux_states = self._call({**inputs, "past_key_values": self.cache})
+        return output.logits, *aux_states
+
+    def _read_row(
+        self, tokens: Sequence[int], first: int, cache: Any, columns: Tensor
+    ) -> tuple[Tensor, Tensor | None, Any]:
+        """Run one row's tokens from a position on: a `recurrent.Read`."""
+        model, device = self.model, columns.device
+        inputs: Inputs = {"input_ids": on_device([[*tokens]], device), model.cache_name: cache}
+        if model.takes_positions:
+            positions = torch.arange(first, first + len(tokens), device=device)[None]
+            inputs["position_ids"] = positions.clamp(max=(model.max_positions or sys.maxsize) - 1)
+        if model.takes_logits_to_keep:
+            inputs["logits_to_keep"] = columns
+        output, *states = self._call(inputs)
+        if getattr(output, model.cache_name, None) is None:
+            raise UnsupportedModel(f"{model.name} keeps its states in its modules, where nothing can be taken back")
+        logits = output.logits if model.takes_logits_to_keep else output.logits[:, columns]
+        return logits, states[0] if states else None, output[model.cache_name]
+
+    def _call(self, inputs: Inputs) -> tuple[Any, ...]:
+        """Call the model: its output, and the auxiliary hidden states (B, T, K, H) if there are aux_layers."""
         options = {"output_hidden_states": True} if self.aux_layers else {}
-        output = self.model.model(**inputs, **options, past_key_values=self.cache, use_cache=True, return_dict=True)
+        output = self.model.model(**inputs, **options, use_cache=True, return_dict=True)
         if not self.aux_layers:
-            return (output.logits,)
+            return (output,)
         if getattr(output, "hidden_states", None) is None:
             advice = "which EAGLE-style heads and contrastive search read: use other drafts, and no penalty_alpha"
             raise UnsupportedModel(f"{self.model.name} hands out no hidden states, {advice}")
-        return output.logits, torch.stack([output.hidden_states[layer] for layer in self.aux_layers], 2)
+        return output, torch.stack([output.hidden_states[layer] for layer in self.aux_layers], 2)
 
     def _replay(self, inputs: Inputs) -> Outputs:
         """`_run`, from a graph if there is one for inputs of these shapes."""

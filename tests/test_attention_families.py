@@ -45,8 +45,6 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LOCAL_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 4}
 DEEPSEEK = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
-MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 4, "mamba_n_groups": 1}
 
 # name of a case -> configuration; what stands before a space is transformers' model type
 EXACT: dict[str, dict[str, Any]] = {
@@ -92,20 +90,6 @@ LOW_PRECISION = ["llama", "qwen3", "mistral", "gemma2", "gemma3_text", "phi", "g
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": ({"vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "no position_ids"),
     "falcon alibi": ({**SIZES, "alibi": True}, "ALiBi"),
-    "mamba": ({**SIZES, "state_size": 4}, "recurrent"),
-    "mamba2": ({**SIZES, "state_size": 4, "num_heads": 4, "head_dim": 16, "n_groups": 1}, "recurrent"),
-    "rwkv": ({**SIZES, "attention_hidden_size": 32}, "recurrent"),
-    "jamba": ({**BASE, "use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1}, "linear_attention"),
-    "bamba": ({**BASE, **MAMBA, "attn_layer_indices": [1]}, "linear_attention"),
-    "falcon_h1": ({**BASE, **MAMBA, "mamba_d_ssm": 64}, "hybrid"),
-    "qwen3_next": ({**BASE, **HEAD, **MOE, **LINEAR, "shared_expert_intermediate_size": 16}, "linear_attention"),
-    "lfm2": ({**BASE, "layer_types": ["conv", "full_attention"]}, "conv"),
-    "llama4_text": ({**BASE, **HEAD, "num_local_experts": 2, "attention_chunk_size": 8}, "chunked_attention"),
-    "gpt_neo": (
-        {"vocab_size": 96, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 256}
-        | {"attention_types": [[["global", "local"], 1]], "window_size": 64},
-        "local",
-    ),
 }
 
 

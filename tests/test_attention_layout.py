@@ -265,9 +265,11 @@ def test_attention_without_tree_masks_is_refused_by_name(name: str) -> None:
         {"layer_types": ["sliding_attention"], "sliding_window": None},
     ],
 )
-def test_layers_that_a_mask_cannot_describe_are_refused_by_name(options: dict[str, Any]) -> None:
+def test_layers_that_a_mask_cannot_describe_are_named(options: dict[str, Any]) -> None:
     config = LlamaConfig()
     for name, value in options.items():
         setattr(config, name, value)
-    with pytest.raises(UnsupportedModel, match=next(iter(options.values()))[-1]):
-        AttentionSpec.of(model_with(config))
+    named = next(iter(options.values()))
+    spec = AttentionSpec.of(model_with(config))
+    assert spec.others == ((len(named) - 1, named[-1]),)
+    assert list(spec.windows) == named[:-1]

@@ -259,7 +259,7 @@ def test_a_model_without_a_cache_is_refused() -> None:
         def forward(self, input_ids: Tensor) -> Any:
             return super().forward(input_ids)
 
-    with pytest.raises(UnsupportedModel, match="offers no key-value cache"):
+    with pytest.raises(UnsupportedModel, match="offers no cache of its tokens"):
         TreeModel(tiny(Cacheless))
 
 

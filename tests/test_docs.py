@@ -7,6 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+import test_attention_families as families
+import test_recurrent as recurrent
 
 import specinfer.loading
 
@@ -69,6 +71,16 @@ def test_examples_run(example, loaded, capsys):
     """Each example runs and prints something."""
     runpy.run_path(str(example), run_name="__main__")
     assert capsys.readouterr().out
+
+
+def test_the_page_of_targets_names_every_family_that_is_tested():
+    """Each in a row that says what the tests say."""
+    page = (ROOT / "docs" / "targets.md").read_text()
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("|")]
+    found = {(name, *(cell.strip() for cell in row[2:4])) for row in rows for name in re.findall(r"`(\w+)`", row[1])}
+    wanted = {(name.split()[0], "yes", "yes") for name in families.EXACT}
+    wanted |= {(name, "no", "yes") for name in recurrent.CHAINS} | {("mpt", "no", "yes")}
+    assert found == wanted | {(name.split()[0], "no", "no") for name in (*families.REFUSED, *recurrent.REFUSED)}
 
 
 def test_the_api_reference_is_what_the_docstrings_say():

@@ -314,11 +314,11 @@ def test_positions_are_taken_where_they_are_the_usual_ones(target, near):
         target.generate(**inputs, position_ids=positions + 3, max_new_tokens=2, custom_generate=custom_generate)
 
 
-def test_a_recurrent_model_is_told_so():
+def test_a_recurrent_model_that_cannot_continue_is_told_so():
     """Not about the cache that transformers prepared for it."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 96}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes)).eval()
-    with pytest.raises(UnsupportedModel, match="recurrent"):
+    with pytest.raises(UnsupportedModel, match="by one token only"):
         model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, custom_generate=custom_generate)
 
 

@@ -25,7 +25,7 @@ from specinfer.attention import TreeModel, on_device
 from specinfer.common.token_bytes import BYTE, token_texts
 from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.language_model import ModelDraft, ModelDraftSession, fed_paths
-from specinfer.errors import TokenizerMismatch
+from specinfer.errors import TokenizerMismatch, UnsupportedModel
 from specinfer.tree import Frontier
 
 KEPT = 64  # bytes at a text's end, at least, that may still be cut into other tokens
@@ -140,10 +140,14 @@ class TranslatedDraft(ModelDraft):
 
     Raises:
         TokenizerMismatch: no text that both know, or a table that cannot be read as text.
+        UnsupportedModel: a model that keeps states, from which no committed token can be taken back.
     """
 
     def __init__(self, draft: ModelDraft, target: TreeModel, tokenizer: Any) -> None:
         self.model, self.name = TreeModel(draft.model.model), draft.name
+        if self.model.stateful:
+            problem = f"draft {self.name} has another tokenizer, so it must take back tokens, which it cannot"
+            raise UnsupportedModel(f"{problem} ({self.model.stateful}): choose a draft with the target's tokenizer")
         self.tokenizer, self.tokens, self.target_tokenizer = draft.tokenizer, draft.tokens, tokenizer
         sizes = target.vocab_size, self.model.vocab_size
         self.translation = Translation.between(tokenizer, self.tokenizer, self.name, *sizes)

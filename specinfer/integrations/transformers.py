@@ -148,13 +148,19 @@ def _kept_back(input_ids: Tensor) -> dict[str, Any]:
 def _check_inputs(model_inputs: dict[str, Any], rows: Sequence[Padded], decoder: SpeculativeDecoder) -> None:
     """Raise `InputError` for an input that decoding with trees would silently ignore."""
     beside = {name: value for name, value in model_inputs.items() if name not in _PREPARED}
-    cache: Any = beside.get("past_key_values")
-    if hasattr(cache, "get_seq_length") and not cache.get_seq_length():
-        beside.pop("past_key_values")
+    cache: Any = beside.get(decoder.target.cache_name)
+    if hasattr(cache, "get_seq_length") and _is_empty(cache):
+        beside.pop(decoder.target.cache_name)
     positions = plain(beside.pop("position_ids", None))
     planes = positions if isinstance(positions, list) and isinstance(positions[0][0], list) else [positions]
     for plane in planes:  # one for each direction of an image; for text they are equal
         check_beside({**beside, "position_ids": plane}, rows, decoder.target)
+
+
+def _is_empty(cache: Any) -> bool:
+    """Whether a cache has read nothing.  Recurrent layers count no tokens, so a cache of them alone cannot say."""
+    only_states = bool(cache.layers) and all(cache.is_linear)
+    return not (cache.has_previous_state() if only_states else cache.get_seq_length())
 
 
 def _of_row(processor: Any, index: int) -> Any:
