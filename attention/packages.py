@@ -67,6 +67,8 @@ def attach(model: TreeModel, aux_layers: Sequence[int], mode: bool | str, rounde
         return "not compiled, as asked"
     if reason := getattr(model.model, "never_compiled", ""):
         return reason
+    if model.ranks.size > 1:
+        return f"its weights are spread over {model.ranks.size} processes"
     with _lock, resumed(model):
         try:
             found = forms([weight for weight in model.model.parameters() if weight.ndim == 2], rounded)

@@ -300,6 +300,6 @@ def _sizes(model: Any) -> dict[str, int]:
 
 def _sketch(model: Any) -> Tensor:
     """Return a few entries of the embedding matrix, float32."""
-    weight = model.get_input_embeddings().weight.detach()
+    weight = whole(model.get_input_embeddings().weight).detach()
     rows = torch.linspace(0, weight.shape[0] - 1, SKETCH_ROWS).long().to(weight.device)
     return weight[rows, :SKETCH_WIDTH].float().cpu().flatten()

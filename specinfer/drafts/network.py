@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from specinfer.common.ranks import whole
 from specinfer.errors import ModelError
 
 Network = TypeVar("Network", bound=nn.Module)
@@ -106,8 +107,8 @@ class DraftNetwork(nn.Module):
         return head(states.to(head.weight.dtype))
 
     def _borrowed(self, module: Any, what: str) -> Tensor:
-        """Return a target's matrix as it is."""
-        weight = module.weight.detach()
+        """Return a target's matrix as it is, or put together from the processes that share it."""
+        weight = whole(module.weight).detach()
         if not weight.is_floating_point() or weight.ndim != 2 or weight.shape[1] != self.config.hidden_size:
             raise ModelError(
                 f"the target's {what} is {weight.dtype} of shape {tuple(weight.shape)}, and this draft borrows one of "

@@ -129,7 +129,7 @@ class Run:
     def _run(self) -> Generator[list[tuple[Row, Step]]]:
         started = perf_counter()
         for row in self.rows:
-            row.stopping.begin()
+            row.stopping.begin(self.decoder.target.ranks)
         models = self.decoder.networks
         self.policy = self.decoder.supported(self.policy, self.notes)  # hooks may have come since the last call
         with running(*models):  # only while passes run: between steps the models are as they were
@@ -171,12 +171,14 @@ class Run:
         self.drafting = [(draft.session.passes, draft.proposing) for draft in drafts]
         spent = self.seconds - before
         if steps and isinstance(self.policy, Auto):
+            proposing = [draft.proposing - earlier for draft, earlier in zip(drafts, proposed, strict=True)]
+            *proposing, decoding = self.decoder.target.ranks.largest([*proposing, spent.decoding])
             self.policy.observe(
                 trees=[step.tree for step in steps],
                 paths=[step.path for step in steps],
                 tokens=[step.tokens for step in steps],
-                proposing=[draft.proposing - earlier for draft, earlier in zip(drafts, proposed, strict=True)],
-                seconds=spent.decoding,
+                proposing=proposing,
+                seconds=decoding,
             )
         return spent
 
