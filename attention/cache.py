@@ -250,7 +250,7 @@ class TreeCache(Cache):
         if not used <= self.capacity <= self.max_capacity:
             raise CacheError(f"{used} slots in use, capacity {self.capacity}, maximum {self.max_capacity}")
         for index, layer in enumerate(self.layers):
-            for shape in (tuple(buffer.shape) for buffer in layer.buffers):
+            for shape in (tuple(buffer.shape) for buffer in layer.buffers if layer.is_initialized):
                 if shape[0] < self.rows or shape[2] != self.capacity:
                     raise CacheError(f"layer {index} holds {shape}, expected {self.rows}+ rows of {self.capacity}")
 
@@ -262,11 +262,12 @@ class TreeCache(Cache):
             raise CacheError(f"a row needs {needed} cache slots but the maximum is {self.max_capacity}: {advice}")
         used = max(self.lengths) + self.pending
         self.capacity = min(max(2 * self.capacity, needed), self.max_capacity)
-        for layer in self.layers:
+        written = [layer for layer in self.layers if layer.is_initialized]  # a pipeline stage has some of them
+        for layer in written:
             layer.keys = layer.values = None  # else these views would keep every old stack until all have grown
         for stack in chain(*self.stacks):
             stack.grow(self.capacity, used)
-        for layer in self.layers:
+        for layer in written:
             layer.take_buffers()
         self._buffers = None
 

@@ -83,7 +83,7 @@ class TreeModel:
         self.modules = modules_of(model)  # as of the last call of `running`
         self.layers: int = config.num_hidden_layers
         # with keys of one shape, as far as is known
-        self.uniform_layers = self.layers - getattr(config, "num_kv_shared_layers", 0)
+        self.uniform_layers = self.layers // self.ranks.stages - getattr(config, "num_kv_shared_layers", 0)
         self.takes_positions = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
         self.form = "packed"  # of its weights in compiled passes: see `linear`

@@ -4,6 +4,7 @@ Knows: the terminal.  Does not know: what the figures mean.
 """
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
@@ -76,6 +77,14 @@ def quieten() -> None:
     logging.set_verbosity_error()
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
+
+
+def only_first_prints() -> None:
+    """Keep all but the first of several processes from printing; errors reach `sys.__stderr__`."""
+    from specinfer.common.ranks import rank
+
+    if rank():
+        sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # for the rest of the process
 
 
 def _finite(value: Any) -> Any:

@@ -42,11 +42,11 @@ class Ranks:
 
     Args:
         group: which of them talk through the host's memory (gloo), whatever the model's device is.
-        staged: whether each holds some of the layers only (pipeline parallel).
+        stages: parts of the layers; each process holds one of them (pipeline parallel).
     """
 
-    def __init__(self, group: Any = None, staged: bool = False) -> None:
-        self.group, self.staged = group, staged
+    def __init__(self, group: Any = None, stages: int = 1) -> None:
+        self.group, self.stages = group, stages
         self.size = 1 if group is None else dist.get_world_size(group)
         self.is_first = group is None or dist.get_rank(group) == 0
         self.busy = Lock()
@@ -65,7 +65,7 @@ class Ranks:
         if sizes.pop("fsdp", 1) > 1 or mesh.size() != dist.get_world_size():
             problem = f"{type(model).__name__} is sharded for different texts in each process (FSDP)"
             raise UnsupportedModel(f"{problem}, and passes over trees are not the same there: use tensor parallelism")
-        return _ranks(dist.group.WORLD, sizes.get("pp", 1) > 1)
+        return _ranks(dist.group.WORLD, sizes.get("pp", 1))
 
     @contextmanager
     def together(self, *values: Any) -> Iterator[None]:
@@ -117,8 +117,9 @@ class Ranks:
         """Return what the first process has, as numbers of 64 bits with a sign.
 
         Raises:
-            RankError: another process is lost.
+            RankError: another process is lost, or has more or fewer.
         """
+        self.check(len(values))
         return self.largest(list(values) if self.is_first else [LOWEST] * len(values))
 
 
@@ -126,10 +127,10 @@ ALONE = Ranks()
 
 
 @cache
-def _ranks(_world: Any, staged: bool) -> Ranks:
+def _ranks(_world: Any, stages: int) -> Ranks:
     """Return the processes of a world, with a group of their own for what is agreed on; all call this alike."""
     with lost_ranks():
-        return Ranks(dist.new_group(backend="gloo", timeout=_patience(STEP_SECONDS)), staged)
+        return Ranks(dist.new_group(backend="gloo", timeout=_patience(STEP_SECONDS)), stages)
 
 
 def _bytes(value: Any) -> bytes:
@@ -233,8 +234,8 @@ def repeats(message: str) -> bool:
     """
     if int(os.environ.get("WORLD_SIZE") or 1) < 2:
         return False
-    host, port, wait = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""), timedelta(seconds=5)
-    key = "specinfer/message"
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    key, wait = "specinfer/message", timedelta(seconds=REPORT_SECONDS)
     try:
         store = dist.TCPStore(host, int(port), is_master=False, timeout=wait, wait_for_workers=False)
         if not rank():

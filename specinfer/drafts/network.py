@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from specinfer.attention import TreeModel
 from specinfer.common.ranks import whole
-from specinfer.errors import ModelError
+from specinfer.errors import ModelError, UnsupportedModel
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -115,6 +116,13 @@ class DraftNetwork(nn.Module):
                 f"width {self.config.hidden_size}: take a target that keeps it unquantised, or a draft that has its own"
             )
         return weight
+
+
+def check_readable(name: str, target: TreeModel) -> None:
+    """Raise `UnsupportedModel` unless a target hands out the hidden states that a draft reads."""
+    if target.ranks.stages > 1:
+        problem = f"draft {name} reads the target's hidden states, which no process has in pipeline stages"
+        raise UnsupportedModel(f"{problem}: use tensor parallelism, or drafts such as suffix or a smaller model")
 
 
 def moved_copy(network: Network, target: Any) -> Network:
