@@ -59,7 +59,8 @@ Seed = Annotated[
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 TensorParallel = Annotated[
-    int, typer.Option(help="Processes that share the target: run under torchrun --nproc-per-node N -m specinfer.", min=1)
+    int,
+    typer.Option(help="Processes that share the target: run under torchrun --nproc-per-node N -m specinfer.", min=1),
 ]
 Raw = Annotated[bool, typer.Option("--raw", help="Feed the prompt as it is, without the chat template.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

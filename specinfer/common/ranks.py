@@ -3,9 +3,9 @@
 Knows: torch.distributed, launchers' variables, which processes share a model.
 Does not know: models' passes, trees, what is agreed on.
 
-Every process (rank) makes the same calls and runs the same passes.  What may differ between them is made the same before
-anything is decided by it: measured seconds, seeds that nobody gave, a user's own wish to stop.  What must be the same is
-compared before every pass, so that a difference is an error and neither a wrong text nor a wait without end.
+Every process (rank) makes the same calls and runs the same passes.  What may differ between them is made the same
+before anything is decided by it: measured seconds, seeds that nobody gave, a user's own wish to stop.  What must be the
+same is compared before every pass, so that a difference is an error and neither a wrong text nor a wait without end.
 """
 
 import os
@@ -230,9 +230,9 @@ def rank() -> int:
 def repeats(message: str) -> bool:
     """Return whether the first process ends with the same message as this one; it prints it then.
 
-    The launcher's store carries the message, so this also works before the processes have joined.
+    The store of ``torchrun`` carries the message, so this also works before the processes have joined.
     """
-    if int(os.environ.get("WORLD_SIZE") or 1) < 2:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     key, wait = "specinfer/message", timedelta(seconds=REPORT_SECONDS)
