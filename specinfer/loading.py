@@ -315,16 +315,13 @@ def _read(where: str, options: _Options, local: bool = True) -> _Pair:
 def _check_split(config: Any, count: int) -> None:
     """Raise `UnsupportedModel` unless a model's heads can be split over so many processes; no weights are read yet."""
     config = config.get_text_config(decoder=True)
-    heads, shared = (
-        config.num_attention_heads,
-        getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-    )
-    advice = "choose a number that divides both"
+    heads: int = config.num_attention_heads
+    shared: int = getattr(config, "num_key_value_heads", None) or heads
     if not getattr(config, "base_model_tp_plan", None):
         raise UnsupportedModel(f"transformers has no plan to split {config.model_type} models: use one process")
     if heads % count or shared % count:
         many = f"{heads} attention heads and {shared} key-value heads"
-        raise UnsupportedModel(f"{many} cannot be split over {count} processes: {advice}")
+        raise UnsupportedModel(f"{many} cannot be split over {count} processes: choose a number that divides both")
 
 
 def _check_complete(info: Mapping[str, Any]) -> None:

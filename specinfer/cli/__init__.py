@@ -75,10 +75,7 @@ def fail(message: str) -> None:
     if int(os.environ.get("WORLD_SIZE") or 1) > 1 and line:
         from specinfer.common.ranks import rank, repeats
 
-        if rank():
-            sys.stderr, line = sys.__stderr__, f"rank {rank()}: {line}"
-        if repeats(message):
-            line = ""
+        line = "" if repeats(line) else f"rank {rank()}: {line}" if rank() else line
     if line:  # typer raises an error without a message after it printed its help
         print(f"specinfer: {line}", file=sys.stderr)
     raise SystemExit(2)

@@ -80,11 +80,14 @@ def quieten() -> None:
 
 
 def only_first_prints() -> None:
-    """Keep all but the first of several processes from printing; errors reach `sys.__stderr__`."""
+    """Keep all but the first of several processes from printing results and bars; errors are still printed."""
+    from transformers.utils import logging
+
     from specinfer.common.ranks import rank
 
     if rank():
-        sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # for the rest of the process
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # for the rest of the process
+        logging.disable_progress_bar()
 
 
 def _finite(value: Any) -> Any:

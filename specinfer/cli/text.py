@@ -61,7 +61,7 @@ def generate(
     given = profile if profile and profile.exists() else None
     policy = build_policy(tree, nodes, depth, expansion, given)
     models = {"dtype": dtype, "device": device, "confidence_gate": confidence_gate, "online": online}
-    models |= spread(prompt, tensor_parallel)
+    models["tensor_parallel"] = tensor_parallel
     text, decoder = prepare(prompt, target, draft, policy, memory=read_memory(memory), **models)
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "penalty_alpha": penalty_alpha}
     stream = decoder.stream(text, raw=raw, max_new_tokens=max_new_tokens, seed=seed, **sampling)
@@ -112,7 +112,7 @@ def tree(
 ) -> None:
     """Draw the tree of one step: the first in which anything was drafted, else the last of --max-new-tokens."""
     policy = build_policy(tree, nodes, depth, expansion)
-    models = {"dtype": dtype, "device": device, **spread(prompt, tensor_parallel)}
+    models = {"dtype": dtype, "device": device, "tensor_parallel": tensor_parallel}
     text, decoder = prepare(prompt, target, draft, policy, **models)
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     run = decoder.open(text, raw=raw, max_new_tokens=max_new_tokens, **sampling)
@@ -147,13 +147,6 @@ def build_policy(tree: str, nodes: int | None, depth: int | None, expansion: str
     return makers[tree]()
 
 
-def spread(prompt: str, count: int) -> dict[str, Any]:
-    """Return the option that spreads the target over processes, {} for one."""
-    if count > 1 and prompt == "-":
-        raise InputError(f"--tensor-parallel {count} starts {count} processes, and one standard input: give the prompt")
-    return {"tensor_parallel": count} if count > 1 else {}
-
-
 def read_memory(path: Path | None) -> Any:
     """Return the memory that a file holds, or a new one if there is no such file."""
     from specinfer.drafts.memory import Memory
@@ -163,6 +156,8 @@ def read_memory(path: Path | None) -> Any:
 
 def prepare(prompt: str, target: str | None, drafts: list[str] | None, policy: Any, **models: Any) -> tuple[str, Any]:
     """Read the prompt, from standard input if it is "-", then load the models; return the text and a decoder."""
+    if prompt == "-" and (count := models["tensor_parallel"]) > 1:
+        raise InputError(f"--tensor-parallel {count} starts {count} processes, and one standard input: give the prompt")
     try:
         text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
         text.encode()  # bytes that are not text may arrive as halves of surrogate pairs

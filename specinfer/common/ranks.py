@@ -49,7 +49,7 @@ class Ranks:
         self.group, self.stages = group, stages
         self.size = 1 if group is None else dist.get_world_size(group)
         self.is_first = group is None or dist.get_rank(group) == 0
-        self.busy = Lock()
+        self.busy: Any = group and Lock()
 
     @classmethod
     def of(cls, model: Any) -> "Ranks":
@@ -188,17 +188,12 @@ def _start(count: int, device: torch.device) -> None:
     patience = _patience(START_SECONDS)
     try:
         store, rank, _ = next(dist.rendezvous("env://", timeout=patience))
-        names = [f"specinfer/started/{index}" for index in range(count)]
+        names = [f"started/{index}" for index in range(count)]
         store.set(names[rank], "yes")
-        try:
-            store.wait(names, patience)
-        except RuntimeError:
-            missing = ", ".join(str(index) for index, name in enumerate(names) if not store.check([name]))
-            seconds = patience.total_seconds()
-            raise RankError(f"rank {missing} did not start within {seconds:.0f} s: see what it printed") from None
+        store.wait(names, patience)
         fast = {"backend": "nccl", "device_id": device} if device.type == "cuda" else {"backend": "gloo"}
         waits = _patience(STEP_SECONDS)
-        dist.init_process_group(store=store, rank=rank, world_size=count, timeout=waits, **fast)  # type: ignore[arg-type]
+        dist.init_process_group(store=store, rank=rank, world_size=count, timeout=waits, **fast)
     except (RuntimeError, ValueError) as error:
         raise RankError(f"the {count} processes do not find each other ({_line(error)}): start all of them") from error
 

@@ -61,7 +61,7 @@ class Stopping:
             tensor = torch.tensor([list(ids)], device=self.device)
             stops = any(_answer(criterion, tensor) for criterion in self.criteria) or stops
         if self.differs:
-            (stops,) = self.ranks.largest([stops])
+            stops = any(self.ranks.largest([stops]))
         if stops:
             return "stop"
         return "length" if new_tokens >= self.budget else None
