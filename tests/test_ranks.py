@@ -125,9 +125,28 @@ def failure(call, *arguments, **options):
 
 
 def busy(decoder):
-    """Run passes while another thread does."""
-    with decoder.target.ranks.busy:
+    """Return what happens to passes in another thread, of another decoder, while passes run."""
+    found = []
+    other = SpeculativeDecoder(decoder.target.model, None, ())
+
+    def run():
+        found.append(failure(other.generate, PROMPTS[0], max_new_tokens=2))
+
+    with decoder.target.ranks.together("a pass"):
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    return found[0]
+
+
+def left(decoder, number):
+    """Return what happens to all if one of them leaves a stream and goes on with something else."""
+    stream = decoder.stream(TEXT, raw=True, max_new_tokens=200)
+    next(stream)
+    if number:
+        stream.close()
         return failure(decoder.generate, PROMPTS[0], max_new_tokens=2)
+    return failure(list, stream)
 
 
 def differing(model, number):
@@ -142,6 +161,7 @@ def differing(model, number):
     yield "in time", time.monotonic() - started < 30
     yield "own prompt", failure(generate, PROMPTS[number])
     yield "own options", failure(generate, PROMPTS[0], temperature=1.0, seed=number)
+    yield "left stream", left(decoder, number)
     yield "after that", ids_of(generate(PROMPTS[0]))
     yield "two threads", busy(decoder)
     yield "speeds", slow_runs(model, number)
@@ -187,7 +207,6 @@ def lose(folder, how):
 
     streamer = type("Streamer", (), {"put": staticmethod(streamer_put), "end": staticmethod(lambda: None)})()
     print(*failure(decoder.generate, PROMPTS[0], max_new_tokens=NEW, streamer=streamer), flush=True)
-    os._exit(0)
 
 
 # ---- how they are started ----
@@ -296,7 +315,7 @@ def test_processes_agree_on_what_differs_between_them(name, outcomes, whole):
             assert ids == wanted.generate(PROMPTS[run % len(PROMPTS)], max_new_tokens=8).token_ids
 
 
-@pytest.mark.parametrize("name", ["own prompt", "own options", "clocks apart"])
+@pytest.mark.parametrize("name", ["own prompt", "own options", "left stream", "clocks apart"])
 def test_what_must_not_differ_is_an_error_in_all_processes(name, outcomes):
     for outcome in outcomes:
         kind, text = outcome[name]

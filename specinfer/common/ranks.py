@@ -8,17 +8,18 @@ before anything is decided by it: measured seconds, seeds that nobody gave, a us
 same is compared before every pass, so that a difference is an error and neither a wrong text nor a wait without end.
 """
 
+import atexit
 import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -42,14 +43,14 @@ class Ranks:
 
     Args:
         group: which of them talk through the host's memory (gloo), whatever the model's device is.
+        busy: what a pass holds in this process.
         stages: parts of the layers; each process holds one of them (pipeline parallel).
     """
 
-    def __init__(self, group: Any = None, stages: int = 1) -> None:
-        self.group, self.stages = group, stages
+    def __init__(self, group: Any = None, busy: Any = None, stages: int = 1) -> None:
+        self.group, self.busy, self.stages = group, busy, stages
         self.size = 1 if group is None else dist.get_world_size(group)
         self.is_first = group is None or dist.get_rank(group) == 0
-        self.busy: Any = group and Lock()
 
     @classmethod
     def of(cls, model: Any) -> "Ranks":
@@ -65,7 +66,11 @@ class Ranks:
         if sizes.pop("fsdp", 1) > 1 or mesh.size() != dist.get_world_size():
             problem = f"{type(model).__name__} is sharded for different texts in each process (FSDP)"
             raise UnsupportedModel(f"{problem}, and passes over trees are not the same there: use tensor parallelism")
-        return _ranks(dist.group.WORLD, sizes.get("pp", 1))
+        with lost_ranks():
+            if (shared := _shared.get(dist.group.WORLD)) is None:
+                group = dist.new_group(backend="gloo", timeout=_patience(STEP_SECONDS))
+                shared = _shared[dist.group.WORLD] = group, Lock()
+        return cls(*shared, sizes.get("pp", 1))
 
     @contextmanager
     def together(self, *values: Any) -> Iterator[None]:
@@ -126,11 +131,8 @@ class Ranks:
 ALONE = Ranks()
 
 
-@cache
-def _ranks(_world: Any, stages: int) -> Ranks:
-    """Return the processes of a world, with a group of their own for what is agreed on; all call this alike."""
-    with lost_ranks():
-        return Ranks(dist.new_group(backend="gloo", timeout=_patience(STEP_SECONDS)), stages)
+# by world: its group for what is agreed on, and what its passes hold
+_shared: WeakKeyDictionary[Any, tuple[Any, Lock]] = WeakKeyDictionary()
 
 
 def _bytes(value: Any) -> bytes:
@@ -194,8 +196,16 @@ def _start(count: int, device: torch.device) -> None:
         fast = {"backend": "nccl", "device_id": device} if device.type == "cuda" else {"backend": "gloo"}
         waits = _patience(STEP_SECONDS)
         dist.init_process_group(store=store, rank=rank, world_size=count, timeout=waits, **fast)
+        atexit.register(_leave)
     except (RuntimeError, ValueError) as error:
         raise RankError(f"the {count} processes do not find each other ({_line(error)}): start all of them") from error
+
+
+def _leave() -> None:
+    """End what `_start` began: its threads would abort a process that ends with them."""
+    _shared.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _patience(default: float) -> timedelta:
