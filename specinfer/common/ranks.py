@@ -89,17 +89,16 @@ class Ranks:
             problem = "two threads run passes of one model that several processes share, each in an order of its own"
             raise RankError(f"{problem}: use one thread, or a batch")
         try:
-            self.check(values)
+            self.check(*values)
             with lost_ranks():
                 yield
         finally:
             self.busy.release()
 
-    def check(self, values: Any) -> None:
+    def check(self, *values: Any) -> None:
         """Raise `RankError` unless all processes have the same values here."""
         if self.group is not None:
-            parts = values if isinstance(values, tuple) else (values,)
-            number = int.from_bytes(blake2b(b"|".join(map(_bytes, parts)), digest_size=7).digest())
+            number = int.from_bytes(blake2b(b"|".join(map(_bytes, values)), digest_size=7).digest())
             most, least = self.largest([number, -number])
             if most != -least:
                 raise RankError(f"the processes that share the model disagree on what to run next: {ADVICE}")
@@ -129,8 +128,6 @@ class Ranks:
 
 
 ALONE = Ranks()
-
-
 # by world: its group for what is agreed on, and what its passes hold
 _shared: WeakKeyDictionary[Any, tuple[Any, Lock]] = WeakKeyDictionary()
 
