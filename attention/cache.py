@@ -257,7 +257,8 @@ class TreeCache(Cache):
         self._reserve(used)
         for layer in other.layers[len(self.layers) :]:  # if no pass has run here
             self.layers.append(TreeLayer(weakref.proxy(self)))
-            self.layers[-1].lazy_initialization(*layer.buffers)
+            if layer.is_initialized:
+                self.layers[-1].lazy_initialization(*layer.buffers)
         for stack in chain(*self.stacks):
             stack.make_rows(self.rows + other.rows)
         if other.layers:
@@ -282,7 +283,7 @@ class TreeCache(Cache):
         if not used <= self.capacity <= self.max_capacity:
             raise CacheError(f"{used} slots in use, capacity {self.capacity}, maximum {self.max_capacity}")
         for index, layer in enumerate(self.layers):
-            for shape in (tuple(buffer.shape) for buffer in layer.buffers):
+            for shape in (tuple(buffer.shape) for buffer in layer.buffers if layer.is_initialized):
                 if shape[0] < self.rows or shape[2] != self.capacity:
                     raise CacheError(f"layer {index} holds {shape}, expected {self.rows}+ rows of {self.capacity}")
 
@@ -294,7 +295,8 @@ class TreeCache(Cache):
             raise CacheError(f"a row needs {needed} cache slots but the maximum is {self.max_capacity}: {advice}")
         used = max(self.lengths, default=0) + self.pending
         self.capacity = min(max(2 * self.capacity, needed), self.max_capacity)
-        for layer in self.layers:
+        written = [layer for layer in self.layers if layer.is_initialized]  # a pipeline stage has some of them
+        for layer in written:
             layer.keys = layer.values = None  # else these views would keep every old stack until all have grown
         for stack in chain(*self.stacks):
             stack.grow(self.capacity, used)
@@ -303,7 +305,8 @@ class TreeCache(Cache):
     def _take_buffers(self) -> None:
         """Let the layers see the stacks as they are now."""
         for layer in self.layers:
-            layer.take_buffers()
+            if layer.is_initialized:
+                layer.take_buffers()
         self._buffers = None
 
     def _check_paths(self, paths: Sequence[Sequence[int] | None]) -> None:

@@ -27,6 +27,7 @@ from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees, on
 from specinfer.attention.mask import AttentionSpec, attention_mask
 from specinfer.attention.recurrent import StateCache
 from specinfer.attention.watch import modules_of
+from specinfer.common.ranks import Ranks
 from specinfer.errors import InputError, UnsupportedModel
 from specinfer.tree import TokenTree
 
@@ -62,10 +63,11 @@ class TreeModel:
         model: a ``transformers`` causal LM, already on its device.  It is never modified.
 
     Raises:
-        UnsupportedModel: flash attention, an encoder-decoder, no cache, or weights on several devices.
+        UnsupportedModel: flash attention, an encoder-decoder, no cache, weights on several devices, or FSDP.
 
     Attributes:
         stateful: why it keeps states that chains only can use (`attention.recurrent`), in words; else "".
+        ranks: the processes that hold parts of it.
     """
 
     def __init__(self, model: Any) -> None:
@@ -85,12 +87,13 @@ class TreeModel:
         devices = ", ".join(sorted({str(parameter.device) for parameter in model.parameters()}))
         if ", " in devices:
             raise UnsupportedModel(f"{self.name} is spread over {devices}, but its cache is not: load it on one device")
+        self.ranks = Ranks.of(model)
         self.spec = AttentionSpec.of(model)
         self.stateful = _why_stateful(self.spec, self.cache_name)
         self.modules = modules_of(model)  # as of the last call of `running`
         self.layers: int = config.num_hidden_layers
         # with keys of one shape, as far as is known
-        self.uniform_layers = self.layers - getattr(config, "num_kv_shared_layers", 0)
+        self.uniform_layers = self.layers // self.ranks.stages - getattr(config, "num_kv_shared_layers", 0)
         self.takes_positions = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
         self.form = "packed"  # of its weights in compiled passes: see `linear`
@@ -100,12 +103,12 @@ class TreeModel:
     @property
     def device(self) -> torch.device:
         """Where token ids must be."""
-        return self.model.get_input_embeddings().weight.device
+        return getattr(self.model.get_input_embeddings(), "weight", self.model).device  # a later stage has none
 
     @property
     def embedded(self) -> int:
         """How many token ids it can read; a head with a small vocabulary reads more than it proposes."""
-        return max(self.vocab_size, len(self.model.get_input_embeddings().weight))
+        return max(self.vocab_size, len(getattr(self.model.get_input_embeddings(), "weight", ())))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -341,7 +344,8 @@ class TreeSession:
             inputs["position_ids"] = self._positions(layout)
         if columns is not None and model.takes_logits_to_keep:
             inputs["logits_to_keep"] = columns
-        logits, *aux_states = run(inputs)
+        with model.ranks.together(*layout, cache.lengths):
+            logits, *aux_states = run(inputs)
         self.aux_states += aux_states
         return logits if columns is None or model.takes_logits_to_keep else logits[:, columns]
 

@@ -69,6 +69,8 @@ def attach(model: TreeModel, aux_layers: Sequence[int], mode: bool | str, rounde
         return reason
     if model.stateful:
         return "it keeps states, which compiled passes cannot write"
+    if model.ranks.size > 1:
+        return f"its weights are spread over {model.ranks.size} processes"
     with _lock, resumed(model):
         try:
             found = forms([weight for weight in model.model.parameters() if weight.ndim == 2], rounded)

@@ -18,6 +18,7 @@ from specinfer import loading
 from specinfer.adaptive.policy import Auto
 from specinfer.attention import Support, TreeModel, check_model
 from specinfer.attention.packages import attach
+from specinfer.common.ranks import ALONE, Ranks
 from specinfer.common.values import checked_count, checked_flag, plain
 from specinfer.drafts.base import Draft
 from specinfer.drafts.bundled import bundled_drafts
@@ -125,6 +126,8 @@ class SpeculativeDecoder:
         self.notes += [*notes, *(note for draft in self.drafts for note in getattr(draft, "notes", ()))]
         if graphs and (elsewhere := {model.device.type for model in self.networks} - {"cuda"}):
             raise InputError(f"graphs=True is for GPUs, and a model is on the {', '.join(elsewhere)}: leave it out")
+        if graphs and self.target.ranks.size > 1:
+            raise InputError("graphs=True is for a target in one process: leave it out")
         self.policy = self.supported(policy, self.notes)
         for draft in self.drafts:
             if hasattr(draft, "suited") and (suited := draft.suited(self.policy)) is not self.policy:
@@ -152,16 +155,22 @@ class SpeculativeDecoder:
         compile: bool | str = "auto",
         memory: Memory | str | os.PathLike[str] | None = None,
         online: bool | float = False,
+        tensor_parallel: int = 1,
     ) -> "SpeculativeDecoder":
         """Load target and drafts by name or path; None is the default target (SmolLM2-135M-Instruct).
 
+        Args:
+            tensor_parallel: processes that the target is spread over; drafts are whole in each.  See `loading.load`.
+
         Raises:
             ModelError: a model cannot be found or loaded; and what the constructor raises.
+            RankError: so many processes were not started.
         """
         if target is not None and not _is_name(target):
             raise ModelError(f"target={target!r:.60} is not a name: a loaded model goes to SpeculativeDecoder")
         dtype, device = str(dtype).removeprefix("torch."), str(device)
-        loaded = loading.load(target, dtype, device)
+        spread = {} if tensor_parallel == 1 else {"tensor_parallel": tensor_parallel}
+        loaded = loading.load(target, dtype, device, **spread)
         ready = [
             load_draft(os.fspath(draft), dtype, device) if _is_name(draft) and draft not in WORDS else draft
             for draft in _as_list(drafts)
@@ -326,7 +335,7 @@ class SpeculativeDecoder:
         self._check_same_warpers(settings)
         budgets = [setting.budget(len(row)) for setting, row in zip(settings, prompts.rows, strict=True)]
         self.check_lengths(prompts.rows, budgets)
-        seeds = row_seeds(seed, len(prompts.rows))
+        seeds = row_seeds(seed, len(prompts.rows), self.target.ranks)
         common = self.target.device, self.tokenizer, [draft.name for draft in self.drafts], self.confidence_gate
         columns = zip(prompts.rows, settings, budgets, seeds, strict=True)
         return Run(self, [Row(index, *row, *common) for index, row in enumerate(columns)], prompts.single)
@@ -415,11 +424,14 @@ class SpeculativeDecoder:
         """Return drafts in the order given, with "auto" and "bundled" replaced by what they mean."""
         found: list[Any] = []
         for draft in drafts:
-            bundled = bundled_drafts(self.target.model, self.tokenizer) if draft in ("auto", "bundled") else [draft]
+            bundled = self._bundled() if draft in ("auto", "bundled") else [draft]
             found += [*bundled[:1], *self._free_drafts(bool(bundled))] if draft == "auto" else bundled
         if len(found) > MOST_DRAFTS:
             raise InputError(f"{len(found)} drafts are too many: give {MOST_DRAFTS} at most")
         return [_as_draft(draft) for draft in found]
+
+    def _bundled(self) -> list[HeadDraft]:
+        return [] if self.target.ranks.stages > 1 else bundled_drafts(self.target.model, self.tokenizer)
 
     def _free_drafts(self, head: bool) -> list[str]:
         """Return the drafts without weights that "auto" means, beside a head if there is one."""
@@ -531,14 +543,14 @@ def load_draft(name: str, dtype: str, device: str) -> Draft:
     return ModelDraft(loaded.model, loaded.tokenizer, loaded.name)
 
 
-def row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
-    """Return one seed per row: the same for all, one each, or drawn from torch's global generator.
+def row_seeds(seed: int | Sequence[int] | None, rows: int, ranks: Ranks = ALONE) -> list[int]:
+    """Return one seed per row: the same for all, one each, or drawn from torch's global generator (of the first rank).
 
     Raises:
         InputError: not a whole number of 64 bits, or not one per row.
     """
     if seed is None:
-        return [int(draw) for draw in torch.randint(2**62, (rows,))]
+        return ranks.first([int(draw) for draw in torch.randint(2**62, (rows,))])
     value = plain(seed)
     given = list(value) if isinstance(value, list | tuple | range) else [value] * rows
     if len(given) != rows or any(isinstance(s, bool) or not isinstance(s, int) for s in given):

@@ -13,6 +13,7 @@ Knows: names.  Does not know: anything else; it imports nothing, and everything 
     │   ├── NotCompiled
     │   └── TokenizerMismatch
     ├── CacheError
+    ├── RankError
     └── NumericalError
 
 A message says what is wrong, why it matters, and what to do.
@@ -65,6 +66,10 @@ class TokenizerMismatch(ModelError):
 
 class CacheError(SpecinferError):
     """The KV cache was asked for rows or slots it does not have."""
+
+
+class RankError(SpecinferError):
+    """Processes that share a model did not start, were lost, or disagree on what to run."""
 
 
 class NumericalError(SpecinferError, ArithmeticError):

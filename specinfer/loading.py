@@ -32,8 +32,10 @@ import torch
 from huggingface_hub import constants, try_to_load_from_cache, utils
 from tokenizers import pre_tokenizers
 
+from specinfer.common import ranks
 from specinfer.common.files import cache_folder
-from specinfer.errors import ModelError, TokenizerMismatch
+from specinfer.common.values import checked_count
+from specinfer.errors import ModelError, TokenizerMismatch, UnsupportedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -63,9 +65,12 @@ class Loaded(NamedTuple):
 
 
 _Pair = tuple[Any, Any]  # model, tokenizer
+_Options = dict[str, Any]  # of the model's from_pretrained
 
 
-def load(name: str | os.PathLike[str] | None, dtype: str = "auto", device: str = "auto") -> Loaded:
+def load(
+    name: str | os.PathLike[str] | None, dtype: str = "auto", device: str = "auto", tensor_parallel: int = 1
+) -> Loaded:
     """Load a causal language model and its tokenizer, with the attention transformers prefers and in eval mode.
 
     Args:
@@ -76,22 +81,29 @@ def load(name: str | os.PathLike[str] | None, dtype: str = "auto", device: str =
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the device computes in it natively, else
             float16 on a GPU and float32 on a CPU.
         device: "cpu", "cuda", "cuda:<n>", or "auto": cuda where there is one, else cpu.
+        tensor_parallel: processes that hold a part of every layer each, started by ``torchrun``; each calls this.
 
     Raises:
         ModelError: nothing of that name can be loaded, the weights do not fit the configuration (missing, unexpected
             or of another shape: names them), or dtype or device is unknown or not available. One line says what was
             tried, why it failed, and what to do.
+        UnsupportedModel: its heads cannot be split over so many processes.
+        RankError: so many processes were not started.
     """
     where = resolve_device(device)
-    kind = resolve_dtype(dtype, where)
+    options: _Options = {"dtype": resolve_dtype(dtype, where)}
+    if checked_count("tensor_parallel", tensor_parallel, 1) > 1:
+        options |= _spread(tensor_parallel, device, where)
     name = DEFAULT_TARGET if name is None else os.fspath(name)
     reasons: list[str] = []
     for source in _sources(name):
         try:
-            model, tokenizer = source(name, kind)
+            model, tokenizer = source(name, options)
             return Loaded(model.to(where).eval(), tokenizer, name)
         except RuntimeError as error:
             raise ModelError(f"cannot move {name} to {where}: {_reason(error)}") from error
+        except UnsupportedModel:
+            raise
         except ModelError as error:
             reasons.append(str(error))
     advice = f". {OFFLINE_ADVICE}" if name == DEFAULT_TARGET else ""
@@ -161,10 +173,20 @@ def same_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase)
         raise TokenizerMismatch(f"id {first} is {to_target} to the target, {to_draft} to the draft; {advice}")
 
 
+def _spread(count: int, device: str, where: torch.device) -> _Options:
+    """Join the other processes; return the options that spread a model over all of them."""
+    from transformers.distributed import DistributedConfig
+
+    if device.startswith("cuda:"):
+        raise ModelError(f"device {device!r} is one, and {count} processes take one each: leave the number out")
+    ranks.join(count, where)
+    return {"distributed_config": DistributedConfig(tp_size=count)}
+
+
 # ---- where a model may come from; each source returns (model, tokenizer) or raises ModelError with one reason ----
 
 
-def _sources(name: str) -> Sequence[Callable[[str, torch.dtype], _Pair]]:
+def _sources(name: str) -> Sequence[Callable[[str, _Options], _Pair]]:
     if name == DEFAULT_TARGET:
         return [_from_copy, _from_hub_cache, _from_package, _from_hub]
     # not Path's, which raises for names that no folder can have
@@ -177,30 +199,32 @@ def _sources(name: str) -> Sequence[Callable[[str, torch.dtype], _Pair]]:
     return [_from_hub_cache, _from_hub]
 
 
-def _from_copy(_name: str, kind: torch.dtype) -> _Pair:
+def _from_copy(_name: str, options: _Options) -> _Pair:
     copy = cache_folder() / COPY_NAME
     if not os.path.isdir(copy):  # not Path.is_dir, which raises where the folder may not be searched
         raise ModelError(f"no copy in {cache_folder()}")
     try:
-        return _read(str(copy), kind)
+        return _read(str(copy), options)
+    except UnsupportedModel:
+        raise
     except ModelError as error:
         raise ModelError(f"the copy in {copy} does not load ({error}): remove it") from error
 
 
-def _from_hub_cache(name: str, kind: torch.dtype) -> _Pair:
+def _from_hub_cache(name: str, options: _Options) -> _Pair:
     if not isinstance(try_to_load_from_cache(name, "config.json"), str):
         folder = "" if name == DEFAULT_TARGET else "no such folder; "
         raise ModelError(f"{folder}not in the hub's local cache")
-    return _read(name, kind)
+    return _read(name, options)
 
 
-def _from_hub(name: str, kind: torch.dtype) -> _Pair:
+def _from_hub(name: str, options: _Options) -> _Pair:
     """Download, if the hub answers."""
     reach_hub()
-    return _read(name, kind, local=False)
+    return _read(name, options, local=False)
 
 
-def _from_package(name: str, kind: torch.dtype) -> _Pair:
+def _from_package(name: str, options: _Options) -> _Pair:
     """Dequantise the GGUF file of the installed distribution into the cache folder, then read that copy."""
     gguf = _gguf_file()
     if missing := [module for module in ("gguf", "accelerate") if importlib.util.find_spec(module) is None]:
@@ -213,7 +237,7 @@ def _from_package(name: str, kind: torch.dtype) -> _Pair:
         _make_copy(gguf, copy)
     except Exception as error:
         raise ModelError(f"cannot dequantise {gguf.name} into {copy.parent}: {_reason(error)}") from error
-    return _from_copy(name, kind)
+    return _from_copy(name, options)
 
 
 def _gguf_file() -> Path:
@@ -266,22 +290,38 @@ def _mend(tokenizer: Any, config: Any) -> None:
     tokenizer.clean_up_tokenization_spaces = False
 
 
-def _read(where: str, kind: torch.dtype, local: bool = True) -> _Pair:
+def _read(where: str, options: _Options, local: bool = True) -> _Pair:
     """Read a model and its tokenizer with transformers, by default from this machine only."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     safe: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
     told = {**safe, "output_loading_info": True, "ignore_mismatched_sizes": True}  # `_check_complete` raises
     where = os.path.expanduser(where)
     try:
         with _quietly(bars=not local):
-            read: Any = AutoModelForCausalLM.from_pretrained(where, dtype=kind, use_safetensors=True, **told)
+            if "distributed_config" in options:
+                _check_split(AutoConfig.from_pretrained(where, **safe), options["distributed_config"].tp_size)
+            read: Any = AutoModelForCausalLM.from_pretrained(where, **options, use_safetensors=True, **told)
             model, info = read
             tokenizer = AutoTokenizer.from_pretrained(where, **safe)
+    except UnsupportedModel:
+        raise
     except Exception as error:  # a damaged file may raise anything
         raise ModelError(_reason(error)) from error
     _check_complete(info)
     return model, tokenizer
+
+
+def _check_split(config: Any, count: int) -> None:
+    """Raise `UnsupportedModel` unless a model's heads can be split over so many processes; no weights are read yet."""
+    config = config.get_text_config(decoder=True)
+    heads: int = config.num_attention_heads
+    shared: int = getattr(config, "num_key_value_heads", None) or heads
+    if not getattr(config, "base_model_tp_plan", None):
+        raise UnsupportedModel(f"transformers has no plan to split {config.model_type} models: use one process")
+    if heads % count or shared % count:
+        many = f"{heads} attention heads and {shared} key-value heads"
+        raise UnsupportedModel(f"{many} cannot be split over {count} processes: choose a number that divides both")
 
 
 def _check_complete(info: Mapping[str, Any]) -> None:

@@ -363,7 +363,7 @@ def test_generate_writes_a_memory_and_reads_it(run, models, tmp_path):
 GENERATE = {
     *("--target", "--draft", "--tree", "--nodes", "--depth", "--expansion", "--max-new-tokens", "--temperature"),
     *("--top-p", "--top-k", "--seed", "--dtype", "--device", "--raw", "--show-tree", "--confidence-gate", "--json"),
-    *("--profile", "--memory", "--online", "--save-drafts", "--penalty-alpha"),
+    *("--profile", "--memory", "--online", "--save-drafts", "--penalty-alpha", "--tensor-parallel"),
 }
 NOT_OF_TREE = (
     "--show-tree",

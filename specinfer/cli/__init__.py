@@ -5,6 +5,7 @@ Results go to stdout; summaries, progress and errors go to stderr.  A user's err
 traceback.
 """
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -69,7 +70,12 @@ def _ran_out_of_memory(error: Exception) -> bool:
 
 
 def fail(message: str) -> None:
-    """Print one line on stderr and exit with code 2."""
-    if message:  # typer raises an error without a message after it printed its help
-        print(f"specinfer: {' '.join(message.split())}", file=sys.stderr)
+    """Print one line on stderr and exit with code 2; of several processes with the same line, the first prints it."""
+    line = " ".join(message.split())
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1 and line:
+        from specinfer.common.ranks import rank, repeats
+
+        line = "" if repeats(line) else f"rank {rank()}: {line}" if rank() else line
+    if line:  # typer raises an error without a message after it printed its help
+        print(f"specinfer: {line}", file=sys.stderr)
     raise SystemExit(2)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from specinfer.cli.terminal import quieten
+from specinfer.cli.terminal import only_first_prints, quieten
 from specinfer.errors import InputError
 
 Number = TypeVar("Number")
@@ -58,6 +58,10 @@ Seed = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+TensorParallel = Annotated[
+    int,
+    typer.Option(help="Processes that share the target: run under torchrun --nproc-per-node N -m specinfer.", min=1),
+]
 Raw = Annotated[bool, typer.Option("--raw", help="Feed the prompt as it is, without the chat template.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -67,6 +71,8 @@ def load_decoder(target: str | None, drafts: list[Any] | None, **options: Any) -
     from specinfer.decoder import SpeculativeDecoder
 
     quieten()
+    if options.get("tensor_parallel", 1) > 1:
+        only_first_prints()
     return SpeculativeDecoder.from_pretrained(target, drafts or "auto", **options)
 
 

@@ -4,6 +4,7 @@ Knows: the terminal.  Does not know: what the figures mean.
 """
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
@@ -75,6 +76,17 @@ def quieten() -> None:
 
     logging.set_verbosity_error()
     if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+
+
+def only_first_prints() -> None:
+    """Keep all but the first of several processes from printing results and bars; errors are still printed."""
+    from transformers.utils import logging
+
+    from specinfer.common.ranks import rank
+
+    if rank():
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # for the rest of the process
         logging.disable_progress_bar()
 
 

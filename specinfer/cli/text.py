@@ -46,6 +46,7 @@ def generate(
     save_drafts: Annotated[
         Path | None, typer.Option(help="With --online: write what heads have learnt; --draft reads it.")
     ] = None,
+    tensor_parallel: options.TensorParallel = 1,
     raw: options.Raw = False,
     show_tree: Annotated[bool, typer.Option("--show-tree", help="Draw the tree that gained most.")] = False,
     as_json: options.Json = False,
@@ -60,6 +61,7 @@ def generate(
     given = profile if profile and profile.exists() else None
     policy = build_policy(tree, nodes, depth, expansion, given)
     models = {"dtype": dtype, "device": device, "confidence_gate": confidence_gate, "online": online}
+    models["tensor_parallel"] = tensor_parallel
     text, decoder = prepare(prompt, target, draft, policy, memory=read_memory(memory), **models)
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "penalty_alpha": penalty_alpha}
     stream = decoder.stream(text, raw=raw, max_new_tokens=max_new_tokens, seed=seed, **sampling)
@@ -67,6 +69,8 @@ def generate(
         if not as_json:
             print(piece, end="", flush=True)
     result = stream.result
+    if not decoder.target.ranks.is_first:
+        return
     if profile and not given:
         policy.save(profile)
         print(f"profile: wrote {profile}; the next runs start from it", file=sys.stderr)
@@ -102,12 +106,14 @@ def tree(
     seed: options.Seed = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    tensor_parallel: options.TensorParallel = 1,
     raw: options.Raw = False,
     as_json: options.Json = False,
 ) -> None:
     """Draw the tree of one step: the first in which anything was drafted, else the last of --max-new-tokens."""
     policy = build_policy(tree, nodes, depth, expansion)
-    text, decoder = prepare(prompt, target, draft, policy, dtype=dtype, device=device)
+    models = {"dtype": dtype, "device": device, "tensor_parallel": tensor_parallel}
+    text, decoder = prepare(prompt, target, draft, policy, **models)
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     run = decoder.open(text, raw=raw, max_new_tokens=max_new_tokens, **sampling)
     for ((_, step),) in run:
@@ -150,6 +156,8 @@ def read_memory(path: Path | None) -> Any:
 
 def prepare(prompt: str, target: str | None, drafts: list[str] | None, policy: Any, **models: Any) -> tuple[str, Any]:
     """Read the prompt, from standard input if it is "-", then load the models; return the text and a decoder."""
+    if prompt == "-" and (count := models["tensor_parallel"]) > 1:
+        raise InputError(f"--tensor-parallel {count} starts {count} processes, and one standard input: give the prompt")
     try:
         text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
         text.encode()  # bytes that are not text may arrive as halves of surrogate pairs

@@ -27,9 +27,11 @@ from torch.nn import functional
 
 from specinfer.attention import TreeModel, lay_out_level
 from specinfer.common.files import parse_json, write_json, write_whole
+from specinfer.common.ranks import whole
 from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.head_network import HeadNetwork, head_config
 from specinfer.drafts.language_model import ModelDraftSession
+from specinfer.drafts.network import check_readable
 from specinfer.drafts.rows import state_columns
 from specinfer.errors import ModelError, TokenizerMismatch
 from specinfer.tree import Frontier
@@ -116,7 +118,9 @@ class HeadDraft:
         Raises:
             TokenizerMismatch: trained for other tokens.
             ModelError: trained for another target.
+            UnsupportedModel: the target hands out no hidden states.
         """
+        check_readable(self.name, target)
         check_fingerprint(self.name, self.fingerprint, target.model, tokenizer)
         attached = copy(self)
         attached.model = TreeModel(_bound(self.head, target.model))
@@ -300,6 +304,6 @@ def _sizes(model: Any) -> dict[str, int]:
 
 def _sketch(model: Any) -> Tensor:
     """Return a few entries of the embedding matrix, float32."""
-    weight = model.get_input_embeddings().weight.detach()
+    weight = whole(model.get_input_embeddings().weight).detach()
     rows = torch.linspace(0, weight.shape[0] - 1, SKETCH_ROWS).long().to(weight.device)
     return weight[rows, :SKETCH_WIDTH].float().cpu().flatten()

@@ -21,7 +21,7 @@ from specinfer.drafts.conventions import Convention
 from specinfer.drafts.head import HeadDraftSession
 from specinfer.drafts.network import DraftNetwork
 from specinfer.drafts.published import PublishedDraft
-from specinfer.errors import ModelError
+from specinfer.errors import ModelError, UnsupportedModel
 
 
 class MtpNetwork(DraftNetwork):
@@ -135,7 +135,11 @@ class MtpDraft:
 
         Raises:
             ModelError: the target has none that transformers knows, or its weights cannot be read; or it does not fit.
+            UnsupportedModel: the target is spread over processes.
         """
+        if target.ranks.size > 1:
+            problem = f"draft mtp shares modules with its target, which is spread over {target.ranks.size} processes"
+            raise UnsupportedModel(f"{problem}, and that is not tested: use other drafts")
         network = load(target.model).eval().requires_grad_(False)
         kept = f"mtp {target.model.config.name_or_path}"
         return PublishedDraft(self.name, network, _session, kept, self.convention).attach(target, tokenizer)

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specinfer.errors import ModelError
+from specinfer.attention import TreeModel
+from specinfer.common.ranks import whole
+from specinfer.errors import ModelError, UnsupportedModel
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -106,14 +108,21 @@ class DraftNetwork(nn.Module):
         return head(states.to(head.weight.dtype))
 
     def _borrowed(self, module: Any, what: str) -> Tensor:
-        """Return a target's matrix as it is."""
-        weight = module.weight.detach()
+        """Return a target's matrix as it is, or put together from the processes that share it."""
+        weight = whole(module.weight).detach()
         if not weight.is_floating_point() or weight.ndim != 2 or weight.shape[1] != self.config.hidden_size:
             raise ModelError(
                 f"the target's {what} is {weight.dtype} of shape {tuple(weight.shape)}, and this draft borrows one of "
                 f"width {self.config.hidden_size}: take a target that keeps it unquantised, or a draft that has its own"
             )
         return weight
+
+
+def check_readable(name: str, target: TreeModel) -> None:
+    """Raise `UnsupportedModel` unless a target hands out the hidden states that a draft reads."""
+    if target.ranks.stages > 1:
+        problem = f"draft {name} reads the target's hidden states, which no process has in pipeline stages"
+        raise UnsupportedModel(f"{problem}: use tensor parallelism, or drafts such as suffix or a smaller model")
 
 
 def moved_copy(network: Network, target: Any) -> Network:

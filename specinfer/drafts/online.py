@@ -26,6 +26,7 @@ from torch import Tensor
 
 from specinfer.attention import TreeModel
 from specinfer.common.files import storing
+from specinfer.common.ranks import ALONE, Ranks
 from specinfer.common.values import plain
 from specinfer.drafts.base import Draft, DraftContext, Scored
 from specinfer.drafts.examples import LONGEST, UNROLL, Example, ExampleBuffer, Recorder, example_loss
@@ -70,7 +71,7 @@ class OnlineHead(HeadDraft):
         """
         attached = super().attach(target, tokenizer)
         assert isinstance(attached, OnlineHead)
-        attached.buffer, attached.budget, attached.swaps = ExampleBuffer(), Budget(self.share), 0
+        attached.buffer, attached.budget, attached.swaps = ExampleBuffer(), Budget(self.share, target.ranks), 0
         attached.student, attached.learning = Student(self.head, target.model), Lock()
         return attached
 
@@ -117,7 +118,8 @@ class OnlineHead(HeadDraft):
         """Use the student's weights if they are better on held-out examples; else send it back to those in use."""
         assert self.model is not None
         fresh = self.student.weights_in(self.model.model)
-        before, after = (float(example_loss(network, held_out)) for network in (self.model.model, fresh))
+        losses = [float(example_loss(network, held_out)) for network in (self.model.model, fresh)]
+        before, after = self.budget.ranks.largest(losses)
         if not after < before:
             self.student.restart()
             return
@@ -226,15 +228,17 @@ class Budget:
 
     Args:
         share: of every call's seconds.
+        ranks: the processes that learn alike; the slowest one's time counts.
     """
 
-    def __init__(self, share: float) -> None:
-        self.share, self.earned, self.spent = share, 0.0, 0.0
+    def __init__(self, share: float, ranks: Ranks = ALONE) -> None:
+        self.share, self.earned, self.spent, self.ranks = share, 0.0, 0.0, ranks
         self.times: defaultdict[str, deque[float]] = defaultdict(partial(deque, maxlen=RECENT))
         self._lock = Lock()
 
     def earn(self, seconds: float) -> None:
         """Count a call."""
+        (seconds,) = self.ranks.largest([seconds])
         with self._lock:
             self.earned += self.share * seconds
 
@@ -253,7 +257,7 @@ class Budget:
         try:
             yield
         finally:
-            self.times[kind].append(perf_counter() - started)
+            self.times[kind] += self.ranks.largest([perf_counter() - started])
             self.spent += self.times[kind][-1]
 
 

@@ -21,7 +21,7 @@ from specinfer.drafts.base import DraftContext, DraftSession
 from specinfer.drafts.checkpoint import Checkpoint, hub_config
 from specinfer.drafts.conventions import LEAST, Convention, agreement, choose, write_text
 from specinfer.drafts.head import target_fingerprint
-from specinfer.drafts.network import DraftNetwork
+from specinfer.drafts.network import DraftNetwork, check_readable
 from specinfer.errors import InputError, ModelError, SpecinferError
 
 FAMILIES = (
@@ -86,7 +86,9 @@ class PublishedDraft:
 
         Raises:
             ModelError: the sizes are another target's, or it fits under no convention.
+            UnsupportedModel: the target hands out no hidden states.
         """
+        check_readable(self.name, target)
         config = target.model.config.get_text_config(decoder=True)
         for what, wanted in (("hidden_size", self.network.target_size), ("vocab_size", self.network.vocab_size)):
             if (found := getattr(config, what)) != wanted:

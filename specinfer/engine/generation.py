@@ -201,12 +201,14 @@ class Run:
         self.drafting = [(draft.session.passes, draft.proposing) for draft in drafts]
         spent = self.seconds - before
         if steps and isinstance(self.policy, Auto):
+            proposing = [draft.proposing - earlier for draft, earlier in zip(drafts, proposed, strict=True)]
+            *proposing, decoding = self.decoder.target.ranks.largest([*proposing, spent.decoding])
             self.policy.observe(
                 trees=[step.tree for step in steps],
                 paths=[step.path for step in steps],
                 tokens=[step.tokens for step in steps],
-                proposing=[draft.proposing - earlier for draft, earlier in zip(drafts, proposed, strict=True)],
-                seconds=spent.decoding,
+                proposing=proposing,
+                seconds=decoding,
             )
         return spent
 
@@ -226,7 +228,7 @@ class Run:
         """Return rows that have waited and for which there is room beside the active ones; their time begins."""
         rows = list(islice(self.waiting, None if self.max_rows is None else self.max_rows - active))
         for row in rows:
-            row.stopping.begin()
+            row.stopping.begin(self.decoder.target.ranks)
             self.before[row.index] = self.seconds, self.drafting
             if row.index not in self.steps:
                 self.rows.append(row)

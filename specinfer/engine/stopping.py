@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import MaxTimeCriteria, StopStringCriteria
 
+from specinfer.common.ranks import ALONE, Ranks
 from specinfer.common.values import plain
 from specinfer.engine.sampling import GenerationSettings, with_custom
 from specinfer.errors import SamplingError
@@ -39,20 +40,29 @@ class Stopping:
         has_clock = any(type(criterion) is MaxTimeCriteria for criterion in settings.criteria)
         self.seconds = None if has_clock else settings.config.max_time
         self.deadline = inf
+        self.differs = bool(settings.criteria) or self.seconds is not None  # between processes, perhaps
+        self.ranks = ALONE
 
-    def begin(self) -> None:
-        """Start the clock of ``max_time``."""
+    def begin(self, ranks: Ranks = ALONE) -> None:
+        """Start the clock of ``max_time``.
+
+        Args:
+            ranks: the processes that decode this text; if one of them would stop, all do.
+        """
+        self.ranks = ranks
         self.deadline = inf if self.seconds is None else monotonic() + self.seconds
 
     def reason(self, ids: Sequence[int], new_tokens: int) -> str | None:
         """Return "eos", "stop" or "length" if the text ends with the last id, else None."""
         if ids[-1] in self.eos:
             return "eos"
+        stops = monotonic() > self.deadline
         if self.criteria:
             tensor = torch.tensor([list(ids)], device=self.device)
-            if any(_answer(criterion, tensor) for criterion in self.criteria):
-                return "stop"
-        if monotonic() > self.deadline:
+            stops = any(_answer(criterion, tensor) for criterion in self.criteria) or stops
+        if self.differs:
+            stops = any(self.ranks.largest([stops]))
+        if stops:
             return "stop"
         return "length" if new_tokens >= self.budget else None
 

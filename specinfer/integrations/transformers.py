@@ -98,7 +98,8 @@ def custom_generate(
     decoder.check_lengths(prompts, [budget] * len(prompts))
     _check_inputs(model_inputs, padded, decoder)
     names, rows = [draft.name for draft in decoder.drafts], []
-    for index, (row, row_seed) in enumerate(zip(padded, row_seeds(seed, len(padded)), strict=True)):
+    seeds = row_seeds(seed, len(padded), decoder.target.ranks)
+    for index, (row, row_seed) in enumerate(zip(padded, seeds, strict=True)):
         processors = Processors([_of_row(processor, index) for processor in logits_processor], row.left)
         given = index, row.ids, settings, budget, row_seed, input_ids.device
         rows.append(Row(*given, draft_names=names, processors=processors))

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from specinfer.attention import TreeModel
 from specinfer.common.files import lock_settings, write_whole
+from specinfer.common.ranks import ALONE, Ranks
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.head import target_fingerprint
@@ -281,9 +282,9 @@ class StopOneLater(Stopping):
     def __init__(self, stopping: Stopping) -> None:
         self.stopping, self.budget, self.ended = stopping, stopping.budget + 1, ""
 
-    def begin(self) -> None:
+    def begin(self, ranks: Ranks = ALONE) -> None:
         """Start the clock."""
-        self.stopping.begin()
+        self.stopping.begin(ranks)
 
     def reason(self, ids: Sequence[int], new_tokens: int) -> str | None:
         """Return why the text ended with the last id but one."""
