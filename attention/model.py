@@ -23,6 +23,7 @@ from specinfer.attention.cache import TreeCache
 from specinfer.attention.graphs import Graphs, padded_width
 from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees, on_device
 from specinfer.attention.mask import AttentionSpec, attention_mask
+from specinfer.attention.offload import device_of, is_dispatched, its_turn, spans_devices
 from specinfer.attention.watch import modules_of
 from specinfer.errors import UnsupportedModel
 from specinfer.tree import TokenTree
@@ -53,11 +54,12 @@ class TreeModel:
     """A causal language model behind a tree mask.
 
     Args:
-        model: a ``transformers`` causal LM, already on its device.  It is never modified.
+        model: a ``transformers`` causal LM, already on its device, or loaded with a ``device_map``: see `offload`.  It
+            is never modified.
 
     Raises:
         UnsupportedModel: flash attention, recurrent or convolutional layers, an encoder-decoder, no KV cache, or
-            weights on several devices.
+            weights on several devices without hooks.
     """
 
     def __init__(self, model: Any) -> None:
@@ -74,14 +76,18 @@ class TreeModel:
                 "wrapper that hides the cache.  Trees can neither branch nor be pruned: use a decoder-only attention "
                 "model, without a wrapper"
             )
+        self.dispatched = is_dispatched(model)  # its hooks move inputs and weights
         devices = ", ".join(sorted({str(parameter.device) for parameter in model.parameters()}))
-        if ", " in devices:
-            raise UnsupportedModel(f"{self.name} is spread over {devices}, but its cache is not: load it on one device")
+        if ", " in devices and not self.dispatched:
+            raise UnsupportedModel(
+                f"{self.name} is spread over {devices}, and no hooks move what its layers read: load it on one device, "
+                "or with transformers' device_map"
+            )
         self.spec = AttentionSpec.of(model)
         self.modules = modules_of(model)  # as of the last call of `running`
         self.layers: int = config.num_hidden_layers
         # with keys of one shape, as far as is known
-        self.uniform_layers = self.layers - getattr(config, "num_kv_shared_layers", 0)
+        self.uniform_layers = 1 if spans_devices(model) else self.layers - getattr(config, "num_kv_shared_layers", 0)
         self.takes_positions = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
         self.form = "packed"  # of its weights in compiled passes: see `linear`
@@ -91,7 +97,7 @@ class TreeModel:
     @property
     def device(self) -> torch.device:
         """Where token ids must be."""
-        return self.model.get_input_embeddings().weight.device
+        return device_of(self.model)
 
     @property
     def embedded(self) -> int:
@@ -307,7 +313,8 @@ class TreeSession:
         if self.compiled is not None:
             return self.compiled(inputs, self.cache, self.aux_layers)
         options = {"output_hidden_states": True} if self.aux_layers else {}
-        output = self.model.model(**inputs, **options, past_key_values=self.cache, use_cache=True, return_dict=True)
+        with its_turn(self.model.model):
+            output = self.model.model(**inputs, **options, past_key_values=self.cache, use_cache=True, return_dict=True)
         if not self.aux_layers:
             return (output.logits,)
         if getattr(output, "hidden_states", None) is None:

@@ -67,6 +67,8 @@ def attach(model: TreeModel, aux_layers: Sequence[int], mode: bool | str, rounde
         return "not compiled, as asked"
     if reason := getattr(model.model, "never_compiled", ""):
         return reason
+    if model.dispatched:
+        return "its hooks fetch weights or move inputs during a pass, which compiled passes do not"
     with _lock, resumed(model):
         try:
             found = forms([weight for weight in model.model.parameters() if weight.ndim == 2], rounded)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import inspect
 import io
 import logging
 import os
@@ -33,6 +34,7 @@ from huggingface_hub import constants, try_to_load_from_cache, utils
 from tokenizers import pre_tokenizers
 
 from specinfer.common.files import cache_folder
+from specinfer.common.model_options import HUB, checked_options, checked_placement
 from specinfer.errors import ModelError, TokenizerMismatch
 
 if TYPE_CHECKING:
@@ -65,7 +67,15 @@ class Loaded(NamedTuple):
 _Pair = tuple[Any, Any]  # model, tokenizer
 
 
-def load(name: str | os.PathLike[str] | None, dtype: str = "auto", device: str = "auto") -> Loaded:
+def load(
+    name: str | os.PathLike[str] | None,
+    dtype: str = "auto",
+    device: str = "auto",
+    device_map: Any = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    **model_kwargs: Any,
+) -> Loaded:
     """Load a causal language model and its tokenizer, with the attention transformers prefers and in eval mode.
 
     Args:
@@ -76,20 +86,30 @@ def load(name: str | os.PathLike[str] | None, dtype: str = "auto", device: str =
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the device computes in it natively, else
             float16 on a GPU and float32 on a CPU.
         device: "cpu", "cuda", "cuda:<n>", or "auto": cuda where there is one, else cpu.
+        device_map: where layers go, instead of a device: "auto", or a dict from names of modules to "cpu", "disk" or
+            GPUs, as transformers takes it. Needs accelerate. Layers that do not lie where they execute are fetched in
+            every pass.
+        max_memory: with a device_map "auto", bytes, or sizes such as "8GiB", for "cpu" and for GPUs by number.
+        offload_folder: where layers on disk are written if the checkpoint's own files cannot be read layer by layer.
+        **model_kwargs: further options of transformers' `from_pretrained`, by the names in `model_options.PASSED_ON`.
 
     Raises:
         ModelError: nothing of that name can be loaded, the weights do not fit the configuration (missing, unexpected
-            or of another shape: names them), or dtype or device is unknown or not available. One line says what was
-            tried, why it failed, and what to do.
+            or of another shape: names them), dtype or device is unknown or not available, or another option is
+            unknown or not possible. One line says what was tried, why it failed, and what to do.
     """
+    more = checked_options(model_kwargs, inspect.signature(load).parameters)
+    placement = checked_placement(device_map, max_memory, offload_folder, device)
     where = resolve_device(device)
     kind = resolve_dtype(dtype, where)
     name = DEFAULT_TARGET if name is None else os.fspath(name)
     reasons: list[str] = []
-    for source in _sources(name):
+    if "quantization_config" in more and not placement:  # such a model cannot be moved
+        placement = {"device_map": {"": where}}
+    for source in _sources(name, more):
         try:
-            model, tokenizer = source(name, kind)
-            return Loaded(model.to(where).eval(), tokenizer, name)
+            model, tokenizer = source(name, kind, {**more, **placement})
+            return Loaded((model if placement else model.to(where)).eval(), tokenizer, name)
         except RuntimeError as error:
             raise ModelError(f"cannot move {name} to {where}: {_reason(error)}") from error
         except ModelError as error:
@@ -164,8 +184,8 @@ def same_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase)
 # ---- where a model may come from; each source returns (model, tokenizer) or raises ModelError with one reason ----
 
 
-def _sources(name: str) -> Sequence[Callable[[str, torch.dtype], _Pair]]:
-    if name == DEFAULT_TARGET:
+def _sources(name: str, options: Mapping[str, Any]) -> Sequence[Callable[[str, torch.dtype, dict[str, Any]], _Pair]]:
+    if name == DEFAULT_TARGET and not options.keys() & {*HUB, "variant"}:  # which are of the hub's files
         return [_from_copy, _from_hub_cache, _from_package, _from_hub]
     # not Path's, which raises for names that no folder can have
     if name.strip() and os.path.isdir(os.path.expanduser(name)):
@@ -177,30 +197,32 @@ def _sources(name: str) -> Sequence[Callable[[str, torch.dtype], _Pair]]:
     return [_from_hub_cache, _from_hub]
 
 
-def _from_copy(_name: str, kind: torch.dtype) -> _Pair:
+def _from_copy(_name: str, kind: torch.dtype, options: dict[str, Any]) -> _Pair:
     copy = cache_folder() / COPY_NAME
     if not os.path.isdir(copy):  # not Path.is_dir, which raises where the folder may not be searched
         raise ModelError(f"no copy in {cache_folder()}")
     try:
-        return _read(str(copy), kind)
+        return _read(str(copy), kind, options)
     except ModelError as error:
         raise ModelError(f"the copy in {copy} does not load ({error}): remove it") from error
 
 
-def _from_hub_cache(name: str, kind: torch.dtype) -> _Pair:
-    if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+def _from_hub_cache(name: str, kind: torch.dtype, options: dict[str, Any]) -> _Pair:
+    cached = {key: options[key] for key in ("cache_dir", "revision") if key in options}
+    file = "/".join(filter(None, (options.get("subfolder"), "config.json")))
+    if not isinstance(try_to_load_from_cache(name, file, **cached), str):
         folder = "" if name == DEFAULT_TARGET else "no such folder; "
         raise ModelError(f"{folder}not in the hub's local cache")
-    return _read(name, kind)
+    return _read(name, kind, options)
 
 
-def _from_hub(name: str, kind: torch.dtype) -> _Pair:
+def _from_hub(name: str, kind: torch.dtype, options: dict[str, Any]) -> _Pair:
     """Download, if the hub answers."""
     reach_hub()
-    return _read(name, kind, local=False)
+    return _read(name, kind, options, local=False)
 
 
-def _from_package(name: str, kind: torch.dtype) -> _Pair:
+def _from_package(name: str, kind: torch.dtype, options: dict[str, Any]) -> _Pair:
     """Dequantise the GGUF file of the installed distribution into the cache folder, then read that copy."""
     gguf = _gguf_file()
     if missing := [module for module in ("gguf", "accelerate") if importlib.util.find_spec(module) is None]:
@@ -213,7 +235,7 @@ def _from_package(name: str, kind: torch.dtype) -> _Pair:
         _make_copy(gguf, copy)
     except Exception as error:
         raise ModelError(f"cannot dequantise {gguf.name} into {copy.parent}: {_reason(error)}") from error
-    return _from_copy(name, kind)
+    return _from_copy(name, kind, options)
 
 
 def _gguf_file() -> Path:
@@ -266,7 +288,7 @@ def _mend(tokenizer: Any, config: Any) -> None:
     tokenizer.clean_up_tokenization_spaces = False
 
 
-def _read(where: str, kind: torch.dtype, local: bool = True) -> _Pair:
+def _read(where: str, kind: torch.dtype, options: Mapping[str, Any], local: bool = True) -> _Pair:
     """Read a model and its tokenizer with transformers, by default from this machine only."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -275,9 +297,10 @@ def _read(where: str, kind: torch.dtype, local: bool = True) -> _Pair:
     where = os.path.expanduser(where)
     try:
         with _quietly(bars=not local):
-            read: Any = AutoModelForCausalLM.from_pretrained(where, dtype=kind, use_safetensors=True, **told)
+            given = {**options, **told, "dtype": kind, "use_safetensors": True}
+            read: Any = AutoModelForCausalLM.from_pretrained(where, **given)
             model, info = read
-            tokenizer = AutoTokenizer.from_pretrained(where, **safe)
+            tokenizer = AutoTokenizer.from_pretrained(where, **{key: options[key] for key in HUB if key in options}, **safe)
     except Exception as error:  # a damaged file may raise anything
         raise ModelError(_reason(error)) from error
     _check_complete(info)

@@ -8,6 +8,7 @@ from math import inf
 MEMORY = 24  # figures that an average looks back on, about
 FAR = 1.5  # times what was expected, or that much less: the load of the machine has changed
 RIDGE = 8.0  # squared tokens that sizes must differ by before a measured slope counts for half
+FLAT = 1.15  # times the cost of a pass, is what a pass over twice the tokens may cost to count as free
 USUAL = 40  # tokens that cost as much as the rest of a step, about, on a CPU
 
 
@@ -56,6 +57,7 @@ class Line:
         self.sums = [0.0] * 5  # of 1, n, n * n, seconds, n * seconds
         self.count, self.base, self.slope = 0, 0.0, 0.0
         self.last = 1.0  # measured seconds over those expected, the last time
+        self.largest = 0.0  # size that was measured
 
     @property
     def known(self) -> bool:
@@ -68,7 +70,7 @@ class Line:
 
     def add(self, size: int, seconds: float) -> None:
         """Take a measurement into account."""
-        self.count += 1
+        self.count, self.largest = self.count + 1, max(size, self.largest)
         if self.known and (expected := self.at(size)):  # of two figures in a row, the lesser counts, as in `Seconds`
             ratio, self.last = min(seconds / expected, self.last), seconds / expected
             seconds = ratio * expected
@@ -121,6 +123,11 @@ class Costs:
     def node(self, rows: int) -> float:
         """Return the tokens that one more node must gain to pay for itself."""
         return (self.price(rows) or 0.0) * self.trees.slope
+
+    def flat(self, rows: int, nodes: int) -> bool:
+        """Whether trees of so many nodes were scored, and a pass over trees twice as large costs hardly more."""
+        fed = rows * (nodes + 1)
+        return self.trees.known and fed <= self.trees.largest and self.trees.at(2 * fed) <= FLAT * self.trees.at(fed)
 
     def level(self, draft: int, rows: int) -> float | None:
         """Return the tokens that a draft's level must gain to pay for itself; None if that is not known."""

@@ -34,13 +34,13 @@ Nodes = Annotated[
     int | None,
     typer.Option(
         help="Drafted nodes per tree at most (auto; best-first, where paths below 5 % are left out).",
-        show_default="31 auto, 16 best-first",
+        show_default="31 or more auto, 16 best-first",
     ),
 ]
 Depth = Annotated[
     int | None,
     typer.Option(
-        help="Levels per tree at most (auto, best-first), or exactly (chain).", show_default="31 auto, 8 otherwise"
+        help="Levels per tree at most (auto, best-first), or exactly (chain).", show_default="31 or more auto, 8 otherwise"
     ),
 ]
 Expansion = Annotated[str, typer.Option(help="Children per level (expansion, sampled).")]

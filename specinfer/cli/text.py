@@ -120,7 +120,7 @@ def tree(
 
 def build_policy(tree: str, nodes: int | None, depth: int | None, expansion: str, profile: Path | None = None) -> Any:
     """Return the growth policy that the options name, or None for no speculation."""
-    from specinfer.adaptive.policy import MAX_DEPTH, MAX_NODES, Auto
+    from specinfer.adaptive.policy import Auto
     from specinfer.decoder import DEFAULT_TREE
     from specinfer.tree import BestFirst, Chain, Expansion, Sampled
 
@@ -129,7 +129,7 @@ def build_policy(tree: str, nodes: int | None, depth: int | None, expansion: str
             raise InputError(f"--{name} {value} drafts nothing: give at least 1, or --tree none")
     widths, levels = options.expansion_widths(expansion), depth or DEFAULT_TREE.max_depth
     makers = {
-        "auto": lambda: Auto(nodes or MAX_NODES, depth or MAX_DEPTH, profile),
+        "auto": lambda: Auto(nodes, depth, profile),
         "best-first": lambda: BestFirst(nodes or DEFAULT_TREE.max_nodes, levels, DEFAULT_TREE.min_probability),
         "expansion": lambda: Expansion(widths),
         "chain": lambda: Chain(levels),

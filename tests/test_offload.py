@@ -1,0 +1,216 @@
+"""Targets whose layers lie on disk: the same ids as in memory, drafts that borrow their weights, what is refused."""
+
+import sys
+import threading
+
+import pytest
+import torch
+from conftest import PROMPTS, byte_tokenizer, like, plain, tiny_llama
+from test_heads import draft_for
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM
+
+from specinfer import Auto, BestFirst, NGramDraft, SpeculativeDecoder, check_model
+from specinfer.attention import Support, TreeCache, TreeModel, device_of, value_of, weight_of
+from specinfer.drafts.head import HeadDraft
+from specinfer.errors import InputError, ModelError, UnsupportedModel
+
+pytest.importorskip("accelerate")
+
+IN_LAYERS = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+IN_LAYERS |= {"model.layers.0": "disk", "model.layers.1": "disk"}
+PLACES = {  # tied embeddings?, device map
+    "layers": (False, IN_LAYERS),
+    "layers, tied": (True, IN_LAYERS),
+    "everything": (False, {"": "disk"}),
+    "everything, tied": (True, {"": "disk"}),
+}
+
+
+def dispatched(folder, device_map, dtype=torch.float64):
+    return AutoModelForCausalLM.from_pretrained(folder, device_map=dict(device_map), dtype=dtype).eval()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A random llama as files, with its own output matrix and with the embedding's."""
+    made = {}
+    for tied in (False, True):
+        made[tied] = tmp_path_factory.mktemp("target")
+        tiny_llama(tie_word_embeddings=tied).save_pretrained(made[tied])
+        byte_tokenizer().save_pretrained(made[tied])
+    return made
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def pair(request, folders):
+    """The same model in memory, and with layers on disk."""
+    tied, device_map = PLACES[request.param]
+    in_memory = AutoModelForCausalLM.from_pretrained(folders[tied], dtype=torch.float64).eval()
+    return in_memory, dispatched(folders[tied], device_map)
+
+
+@pytest.fixture(scope="module")
+def on_disk(folders):
+    return dispatched(folders[False], {"": "disk"})
+
+
+def state_of(model):
+    """What a call must leave as it was: hooks, forwards, where weights are."""
+    hooks = [(id(getattr(m, "_hf_hook", None)), id(vars(m).get("forward")), m.training) for m in model.modules()]
+    return hooks, [(name, weight.device, id(weight)) for name, weight in model.named_buffers()], {
+        name: weight.device.type for name, weight in model.named_parameters()
+    }  # fmt: skip
+
+
+# ---- ids ----
+
+
+def test_a_model_on_disk_scores_trees_exactly(pair):
+    _, offloaded = pair
+    before = state_of(offloaded)
+    assert check_model(offloaded).support is Support.EXACT
+    assert state_of(offloaded) == before
+    assert "meta" in before[2].values()
+    assert check_model(offloaded) is check_model(offloaded)  # kept: fetching weights is no change
+
+
+DRAFTS = {
+    "model": lambda target: [like(target)],
+    "head": lambda target: [draft_for(target)],
+    "n-grams": lambda target: [NGramDraft()],
+    "recycling and suffixes": lambda target: "auto",
+}
+
+
+@pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 1.0, "seed": [3, 4, 5, 6]}], ids=str)
+def test_ids_are_those_in_memory(pair, drafts, options):
+    in_memory, offloaded = pair
+    drafts = drafts(in_memory)
+    before = state_of(offloaded)
+    decoders = [SpeculativeDecoder(m, None, drafts, BestFirst(12, 4), compile=False) for m in pair]
+    here, there = ([r.token_ids for r in d.generate(PROMPTS, max_new_tokens=12, **options)] for d in decoders)
+    assert there == here
+    if not options["temperature"]:
+        assert there == [plain(offloaded, prompt, 12) for prompt in PROMPTS]
+    assert state_of(offloaded) == before
+
+
+def test_a_draft_saves_passes_of_a_target_on_disk(pair):
+    in_memory, offloaded = pair
+    decoder = SpeculativeDecoder(offloaded, None, [like(in_memory, 0.0)], BestFirst(8, 4))
+    assert decoder.generate(PROMPTS[0], max_new_tokens=24).stats.target_passes <= 6
+
+
+def test_a_heads_matrices_are_fetched_once_and_the_target_keeps_none(on_disk, folders):
+    in_memory = AutoModelForCausalLM.from_pretrained(folders[False], dtype=torch.float64)
+    head = draft_for(on_disk)  # its fingerprint reads the embedding
+    first, second = (SpeculativeDecoder(on_disk, None, [head]).drafts[0].model.model for _ in range(2))
+    assert first is second
+    assert torch.equal(first.embedding, in_memory.model.embed_tokens.weight)
+    assert torch.equal(first.output.weight, in_memory.lm_head.weight[first.token_ids])
+    assert weight_of(on_disk.lm_head) is weight_of(on_disk.lm_head)
+    assert {weight.device.type for weight in on_disk.parameters()} == {"meta"}
+
+
+def test_heads_learn_from_a_target_on_disk(on_disk, tmp_path):
+    decoder = SpeculativeDecoder(on_disk, None, [draft_for(on_disk)], online=1.0)
+    decoder.generate(PROMPTS[0], max_new_tokens=24)
+    decoder.save_drafts(tmp_path / "learnt")
+    assert isinstance(HeadDraft.load(tmp_path / "learnt"), HeadDraft)
+
+
+def test_threads_take_turns(on_disk):
+    """Hooks put weights into the modules and take them out again: two passes at once would do so in each other's."""
+    decoder, found = SpeculativeDecoder(on_disk, None, ["ngram"], BestFirst(6, 3)), {}
+
+    def work(index):
+        found[index] = decoder.generate(PROMPTS[index], max_new_tokens=12).token_ids
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(len(PROMPTS))]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == {index: plain(on_disk, prompt, 12) for index, prompt in enumerate(PROMPTS)}
+
+
+def test_it_has_a_device_and_real_weights(pair):
+    in_memory, offloaded = pair
+    model = TreeModel(offloaded)
+    assert model.device == device_of(offloaded) == torch.device("cpu")
+    assert (model.dtype, model.embedded) == (torch.float64, TreeModel(in_memory).embedded)
+    for module, other in zip(offloaded.modules(), in_memory.modules(), strict=True):
+        for name, weight in other._parameters.items():
+            assert weight is None or torch.equal(value_of(module, name), weight)
+
+
+def test_a_nested_hook_is_read(on_disk, folders):
+    """A module with hooks of two kinds has them in a sequence."""
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    model = dispatched(folders[False], {"": "disk"})
+    add_hook_to_module(model.lm_head, ModelHook(), append=True)
+    assert torch.equal(weight_of(model.lm_head), weight_of(on_disk.lm_head))
+
+
+def test_passes_run_plain_and_say_why(on_disk):
+    decoder = SpeculativeDecoder(on_disk, None, ["ngram"], compile=True)
+    assert "hooks fetch weights" in decoder.passes
+
+
+# ---- several devices ----
+
+
+def test_caches_lie_where_layers_execute():
+    """Devices that only pretend to be there, but refuse to be mixed: ragged rows, kept slots, a row that ends."""
+    with FakeTensorMode(), torch.inference_mode():
+        cache = TreeCache(rows=2, capacity=4, max_capacity=16)
+        first = torch.device("cuda", 0)
+        for turn, paths in enumerate(([(0, 1, 2), (0,)], [(1, 2), (0, 2)], [(2,), None])):
+            cache.stage(3, first)
+            for layer in range(2):
+                states = torch.zeros(2, 1, 3, 4, device=torch.device("cuda", layer))
+                keys, _ = cache.update(states, states, layer)
+                assert keys.device == states.device, turn
+            cache.keep(paths)
+            cache.check_integrity()
+    assert cache.lengths == [6]
+
+
+# ---- what is refused ----
+
+
+def test_layers_on_several_devices_without_hooks_are_refused():
+    model = tiny_llama()
+    model.model.layers[1].to("meta")
+    with pytest.raises(UnsupportedModel, match=r"spread over cpu, meta.*device_map"):
+        TreeModel(model)
+
+
+def test_weights_that_nobody_has_are_refused():
+    with pytest.raises(ModelError, match="the weight of a Linear has no values"):
+        weight_of(tiny_llama().to("meta").lm_head)
+
+
+def test_graphs_and_training_are_refused(on_disk, tmp_path):
+    from specinfer.training import distill
+
+    with pytest.raises(InputError, match="hooks move weights"):
+        SpeculativeDecoder(on_disk, None, ["ngram"], graphs=True)
+    with pytest.raises(UnsupportedModel, match="device_map cannot be trained for"):
+        distill(on_disk, byte_tokenizer(), [], tmp_path)
+
+
+# ---- how large trees get ----
+
+
+def test_auto_is_the_same_object_with_or_without_disk(pair):
+    """Ids do not depend on the sizes that it chooses."""
+    in_memory, offloaded = pair
+    decoder = SpeculativeDecoder(offloaded, None, [like(in_memory)], Auto())
+    assert decoder.generate(PROMPTS[2], max_new_tokens=40).token_ids == plain(in_memory, PROMPTS[2], 40)
