@@ -70,12 +70,14 @@ class Line:
 
     def add(self, size: int, seconds: float) -> None:
         """Take a measurement into account."""
-        self.count, self.largest = self.count + 1, max(size, self.largest)
+        self.count += 1
         if self.known and (expected := self.at(size)):  # of two figures in a row, the lesser counts, as in `Seconds`
             ratio, self.last = min(seconds / expected, self.last), seconds / expected
             seconds = ratio * expected
-            if not 1 / FAR < ratio < FAR:  # the machine is faster or slower than it was, for all sizes
+            assumed = size > self.largest and ratio < 1  # a larger size is cheaper than was assumed: so is each node
+            if not 1 / FAR < ratio < FAR and not assumed:  # the machine is faster or slower, for all sizes
                 self.sums[3:] = [ratio * old for old in self.sums[3:]]
+        self.largest = max(size, self.largest)
         fade = 1 - 1 / MEMORY
         figures = (1.0, size, size * size, seconds, size * seconds)
         self.sums = [fade * old + new for old, new in zip(self.sums, figures, strict=True)]

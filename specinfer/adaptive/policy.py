@@ -18,14 +18,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from itertools import accumulate, zip_longest
-from math import exp
+from math import exp, inf
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from specinfer.adaptive.cost_model import Average, Seconds
+from specinfer.adaptive.cost_model import FAR, Average, Seconds
 from specinfer.adaptive.profile import Lock, Profile
 from specinfer.attention import size_bucket
 from specinfer.common.files import write_json
@@ -162,6 +162,7 @@ class Auto:
         self.learnt.drafts = drafts
         self.costs, self.acceptance = self.learnt.costs, self.learnt.acceptance[coupled]
         self.steps = self.since_plain = self.since_tree = 0
+        self.surprises, self.ceiling = 0, inf  # sizes beyond the usual ones that were dear; tokens not to be fed again
         self.worth = False  # whether this step has a tree that is worth its cost
         self.records = [DraftRecord() for _ in range(drafts)]
         self.asked = (1 << drafts) - 1  # the drafts to ask in the next step, a bit mask
@@ -206,7 +207,7 @@ class Auto:
     def limits(self, rows: int) -> tuple[int, int]:
         """Return the most nodes and levels of a tree now: twice as many when trees of the last size proved cheap."""
         nodes = self.max_nodes
-        while nodes < self.most_nodes and self.costs.flat(rows, nodes):
+        while nodes < self.most_nodes and self.costs.flat(rows, nodes) and 2 * rows * (nodes + 1) < self.ceiling:
             nodes = min(2 * nodes + 1, self.most_nodes)
         return nodes, max(self.max_depth, min(nodes, self.most_depth))
 
@@ -303,7 +304,10 @@ class Auto:
     def _time(self, rows: int, nodes: int, proposing: Sequence[float], rest: float) -> None:
         """Learn costs from a step's seconds: of each draft, and of the rest."""
         fed = rows * (nodes + 1)
-        if nodes:
+        if nodes > self.max_nodes and fed > self.costs.trees.largest and rest > FAR * self.costs.trees.at(fed):
+            self.surprises += 1  # no line holds below this size and above: go back, after two in one text
+            self.ceiling = fed if self.surprises > 1 else self.ceiling
+        elif nodes:
             self.costs.trees.add(fed, rest)
         else:
             self.costs.plain.setdefault(rows, Seconds(PATIENCE)).add(rest)

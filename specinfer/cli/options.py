@@ -58,6 +58,14 @@ Seed = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(help="auto: target layers that do not fit go to memory or disk, and are fetched in every pass."),
+]
+MaxMemory = Annotated[str | None, typer.Option(help="With --device-map auto: cpu=8GiB,0=20GiB (a GPU's number).")]
+OffloadFolder = Annotated[
+    Path | None, typer.Option(help="With --device-map: for layers that cannot be read from the checkpoint's files.")
+]
 Raw = Annotated[bool, typer.Option("--raw", help="Feed the prompt as it is, without the chat template.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -68,6 +76,20 @@ def load_decoder(target: str | None, drafts: list[Any] | None, **options: Any) -
 
     quieten()
     return SpeculativeDecoder.from_pretrained(target, drafts or "auto", **options)
+
+
+def placement(device_map: str | None, max_memory: str | None, offload_folder: Path | None) -> dict[str, Any]:
+    """Return the options of loading that say where the target's layers go."""
+    given = {"device_map": device_map, "max_memory": max_memory and _sizes(max_memory), "offload_folder": offload_folder}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _sizes(text: str) -> dict[int | str, str]:
+    """Return the size per device that `--max-memory` lists."""
+    parts = [part.partition("=") for part in text.split(",")]
+    if not all(device and size for device, _, size in parts):
+        raise InputError(f"--max-memory {text!r} is not a list of sizes such as cpu=8GiB,0=20GiB")
+    return {int(device) if device.isdecimal() else device: size for device, _, size in parts}
 
 
 def listed(option: str, text: str, number: Callable[[str], Number], form: str) -> tuple[Number, ...]:

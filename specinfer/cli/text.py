@@ -32,6 +32,9 @@ def generate(
     seed: options.Seed = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    device_map: options.DeviceMap = None,
+    max_memory: options.MaxMemory = None,
+    offload_folder: options.OffloadFolder = None,
     confidence_gate: Annotated[
         float | None, typer.Option(help="Draft only after tokens that the target found at least so probable.")
     ] = None,
@@ -59,7 +62,8 @@ def generate(
         raise InputError("--save-drafts writes what heads have learnt, and nothing learns: add --online")
     given = profile if profile and profile.exists() else None
     policy = build_policy(tree, nodes, depth, expansion, given)
-    models = {"dtype": dtype, "device": device, "confidence_gate": confidence_gate, "online": online}
+    models: dict[str, Any] = {"dtype": dtype, "device": device, "confidence_gate": confidence_gate, "online": online}
+    models |= options.placement(device_map, max_memory, offload_folder)
     text, decoder = prepare(prompt, target, draft, policy, memory=read_memory(memory), **models)
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "penalty_alpha": penalty_alpha}
     stream = decoder.stream(text, raw=raw, max_new_tokens=max_new_tokens, seed=seed, **sampling)
@@ -102,12 +106,16 @@ def tree(
     seed: options.Seed = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    device_map: options.DeviceMap = None,
+    max_memory: options.MaxMemory = None,
+    offload_folder: options.OffloadFolder = None,
     raw: options.Raw = False,
     as_json: options.Json = False,
 ) -> None:
     """Draw the tree of one step: the first in which anything was drafted, else the last of --max-new-tokens."""
     policy = build_policy(tree, nodes, depth, expansion)
-    text, decoder = prepare(prompt, target, draft, policy, dtype=dtype, device=device)
+    places = options.placement(device_map, max_memory, offload_folder)
+    text, decoder = prepare(prompt, target, draft, policy, dtype=dtype, device=device, **places)
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     run = decoder.open(text, raw=raw, max_new_tokens=max_new_tokens, **sampling)
     for ((_, step),) in run:
