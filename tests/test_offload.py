@@ -1,5 +1,8 @@
 """Targets whose layers lie on disk: the same ids as in memory, drafts that borrow their weights, what is refused."""
 
+import importlib.util
+import json
+import re
 import sys
 import threading
 
@@ -11,10 +14,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from specinfer import Auto, BestFirst, Chain, NGramDraft, SpeculativeDecoder, check_model
+from specinfer import Auto, BestFirst, Chain, NGramDraft, SpeculativeDecoder, check_model, cli
 from specinfer.attention import Support, TreeCache, TreeModel, device_of, value_of, weight_of
 from specinfer.drafts.head import HeadDraft
 from specinfer.errors import InputError, ModelError, UnsupportedModel
+from specinfer.loading import load
 
 pytest.importorskip("accelerate")
 
@@ -224,3 +228,96 @@ def test_auto_is_the_same_object_with_or_without_disk(pair):
     in_memory, offloaded = pair
     decoder = SpeculativeDecoder(offloaded, None, [like(in_memory)], Auto())
     assert decoder.generate(PROMPTS[2], max_new_tokens=40).token_ids == plain(in_memory, PROMPTS[2], 40)
+
+
+# ---- loading ----
+
+
+def test_loading_puts_layers_on_disk_and_drafts_in_memory(folders, tmp_path):
+    folder = str(folders[False])
+    given = {"dtype": "float32", "device_map": IN_LAYERS, "offload_folder": tmp_path / "made", "compile": False}
+    decoder = SpeculativeDecoder.from_pretrained(folder, [folder], BestFirst(6, 3), **given)
+    assert decoder.target.dispatched
+    assert not decoder.drafts[0].model.dispatched
+    result = decoder.generate(PROMPTS[0], max_new_tokens=8)
+    assert result.token_ids == plain(decoder.drafts[0].model.model, PROMPTS[0], 8)
+
+
+def test_what_does_not_fit_goes_to_disk(folders):
+    model = load(folders[False], "float32", device_map="auto", max_memory={"cpu": "100KB"}).model
+    assert "meta" in {weight.device.type for weight in model.parameters()}
+    assert check_model(model).support is Support.EXACT
+
+
+def test_other_options_reach_transformers(folders):
+    assert load(folders[False], attn_implementation="eager").model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 5}, "unknown option max_tokens of loading: did you mean max_new_tokens, of `generate`"),
+        ({"max_new_tokens": 5}, "give it to `generate`"),
+        ({"device_mapp": "auto"}, "did you mean device_map"),
+        ({"trust_remote_code": True}, "no code that comes with a model runs"),
+        ({"use_safetensors": False}, "safetensors alone"),
+        ({"torch_dtype": torch.float32}, "give dtype"),
+        ({"max_memory": {"cpu": 1}}, 'give device_map="auto"'),
+        ({"device_map": "auto", "device": "cpu"}, "leave one out"),
+        ({"device_map": "everywhere"}, "device_map has 'everywhere'"),
+        ({"device_map": {"": "cuda:99"}}, "torch sees"),
+        ({"device_map": {"model": "meta"}}, "device_map has 'meta'"),
+        ({"device_map": "auto", "max_memory": {"cpu": "much"}}, "max_memory"),
+        ({"device_map": "auto", "max_memory": {99: "1GiB"}}, "max_memory has 99"),
+        ({"device_map": "auto", "offload_folder": "/dev/null/x"}, "cannot be written"),
+    ],
+    ids=str,
+)
+def test_impossible_options_are_refused_before_anything_is_loaded(options, message, monkeypatch):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    for call in (load, SpeculativeDecoder.from_pretrained):
+        with pytest.raises(ModelError, match=re.escape(message)):
+            call("a-model", **options)
+
+
+def test_a_device_map_needs_accelerate(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name != "accelerate" and find(name, *rest) or None)
+    with pytest.raises(ModelError, match="pip install accelerate"):
+        load("a-model", device_map="auto")
+
+
+@pytest.mark.parametrize("sizes", ["cpu", "cpu=", "cpu=1GiB,=2", "cpu=many"])
+def test_sizes_on_the_command_line_are_refused_in_one_line(sizes, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["specinfer", "generate", "Hi", "--device-map", "auto", "--max-memory", sizes])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_command_line_generates_from_disk(folders, monkeypatch, capsys):
+    options = ["--device-map", "auto", "--max-memory", "cpu=100KB", "--draft", "ngram", "--max-new-tokens", "3", "--raw"]
+    monkeypatch.setattr("sys.argv", ["specinfer", "generate", "Hi", "--target", str(folders[False]), *options, "--json"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+    assert len(json.loads(capsys.readouterr().out)["token_ids"]) == 3
+
+
+# ---- the benchmark ----
+
+
+def test_the_benchmark_runs(folders, script, tmp_path, monkeypatch, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "{text}", "split": "dev"}}\n' for text in ("abcabc", "Hello")))
+    folder, out = str(folders[True]), tmp_path / "out.jsonl"
+    options = ["--prompts", str(prompts), "--count", "2", "--max-new-tokens", "6", "--dtype", "float32", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", ["offload.py", "--target", folder, "--draft", folder, *options])
+    script("offload").main()
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["method"] for line in lines] == ["auto", "generate", "assisted"] * 2
+    assert len({str(line["ids"]) for line in lines[:3]}) == len({str(line["ids"]) for line in lines[3:]}) == 1
+    printed = capsys.readouterr().out
+    assert printed.count(" 2/2 ") == 3
+    assert "nodes of auto's trees: " in printed

@@ -127,9 +127,11 @@ class Costs:
         return (self.price(rows) or 0.0) * self.trees.slope
 
     def flat(self, rows: int, nodes: int) -> bool:
-        """Whether trees of so many nodes were scored, and a pass over trees twice as large costs hardly more."""
-        fed = rows * (nodes + 1)
-        return self.trees.known and fed <= self.trees.largest and self.trees.at(2 * fed) <= FLAT * self.trees.at(fed)
+        """Whether trees of so many nodes were scored, cost little more than none, and twice as many hardly more."""
+        fed, trees, plain = rows * (nodes + 1), self.trees, self.plain.get(rows)
+        if plain is None or not trees.known or fed > trees.largest or trees.at(fed) > FAR * plain.value:
+            return False
+        return trees.at(2 * fed) <= FLAT * trees.at(fed)
 
     def level(self, draft: int, rows: int) -> float | None:
         """Return the tokens that a draft's level must gain to pay for itself; None if that is not known."""
