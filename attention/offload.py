@@ -5,7 +5,7 @@ Does not know: passes, caches, how a model is loaded.
 
 transformers loads a model so where it is given a ``device_map`` with more than one device in it, or with "disk".  Then
 every module has a hook.  Before the module runs, its hook moves inputs to where it executes and fetches weights that
-are offloaded; until then these are on the "meta" device, without values.  Logits are back where the token ids came from.
+are offloaded; until then these are on the "meta" device, without values.  Logits come back to where the token ids were.
 """
 
 from collections.abc import Iterator
@@ -89,7 +89,7 @@ def resident(module: Any) -> Any:
 
 
 def its_turn(model: nn.Module) -> AbstractContextManager[Any]:
-    """Return what lets one thread at a time run a model that hooks run: they keep weights and devices in its modules."""
+    """Return what lets one thread at a time run a model that hooks run: they keep weights in its modules."""
     return _turns.setdefault(model, RLock()) if is_dispatched(model) else nullcontext()
 
 

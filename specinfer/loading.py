@@ -300,7 +300,9 @@ def _read(where: str, kind: torch.dtype, options: Mapping[str, Any], local: bool
             given = {**options, **told, "dtype": kind, "use_safetensors": True}
             read: Any = AutoModelForCausalLM.from_pretrained(where, **given)
             model, info = read
-            tokenizer = AutoTokenizer.from_pretrained(where, **{key: options[key] for key in HUB if key in options}, **safe)
+            tokenizer = AutoTokenizer.from_pretrained(
+                where, **{key: options[key] for key in HUB if key in options}, **safe
+            )
     except Exception as error:  # a damaged file may raise anything
         raise ModelError(_reason(error)) from error
     _check_complete(info)

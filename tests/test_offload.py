@@ -282,7 +282,9 @@ def test_impossible_options_are_refused_before_anything_is_loaded(options, messa
 
 def test_a_device_map_needs_accelerate(monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name != "accelerate" and find(name, *rest) or None)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: (name != "accelerate" and find(name, *rest)) or None
+    )
     with pytest.raises(ModelError, match="pip install accelerate"):
         load("a-model", device_map="auto")
 
@@ -297,8 +299,20 @@ def test_sizes_on_the_command_line_are_refused_in_one_line(sizes, monkeypatch, c
 
 
 def test_the_command_line_generates_from_disk(folders, monkeypatch, capsys):
-    options = ["--device-map", "auto", "--max-memory", "cpu=100KB", "--draft", "ngram", "--max-new-tokens", "3", "--raw"]
-    monkeypatch.setattr("sys.argv", ["specinfer", "generate", "Hi", "--target", str(folders[False]), *options, "--json"])
+    options = [
+        "--device-map",
+        "auto",
+        "--max-memory",
+        "cpu=100KB",
+        "--draft",
+        "ngram",
+        "--max-new-tokens",
+        "3",
+        "--raw",
+    ]
+    monkeypatch.setattr(
+        "sys.argv", ["specinfer", "generate", "Hi", "--target", str(folders[False]), *options, "--json"]
+    )
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 0
@@ -312,7 +326,18 @@ def test_the_benchmark_runs(folders, script, tmp_path, monkeypatch, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "{text}", "split": "dev"}}\n' for text in ("abcabc", "Hello")))
     folder, out = str(folders[True]), tmp_path / "out.jsonl"
-    options = ["--prompts", str(prompts), "--count", "2", "--max-new-tokens", "6", "--dtype", "float32", "--out", str(out)]
+    options = [
+        "--prompts",
+        str(prompts),
+        "--count",
+        "2",
+        "--max-new-tokens",
+        "6",
+        "--dtype",
+        "float32",
+        "--out",
+        str(out),
+    ]
     monkeypatch.setattr("sys.argv", ["offload.py", "--target", folder, "--draft", folder, *options])
     script("offload").main()
     lines = [json.loads(line) for line in out.read_text().splitlines()]

@@ -40,7 +40,8 @@ Nodes = Annotated[
 Depth = Annotated[
     int | None,
     typer.Option(
-        help="Levels per tree at most (auto, best-first), or exactly (chain).", show_default="31 or more auto, 8 otherwise"
+        help="Levels per tree at most (auto, best-first), or exactly (chain).",
+        show_default="31 or more auto, 8 otherwise",
     ),
 ]
 Expansion = Annotated[str, typer.Option(help="Children per level (expansion, sampled).")]
@@ -80,7 +81,11 @@ def load_decoder(target: str | None, drafts: list[Any] | None, **options: Any) -
 
 def placement(device_map: str | None, max_memory: str | None, offload_folder: Path | None) -> dict[str, Any]:
     """Return the options of loading that say where the target's layers go."""
-    given = {"device_map": device_map, "max_memory": max_memory and _sizes(max_memory), "offload_folder": offload_folder}
+    given = {
+        "device_map": device_map,
+        "max_memory": max_memory and _sizes(max_memory),
+        "offload_folder": offload_folder,
+    }
     return {name: value for name, value in given.items() if value is not None}
 
 

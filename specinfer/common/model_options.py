@@ -106,7 +106,9 @@ def _check_device(where: Any, choices: str) -> None:
     if kind != "cuda" or not (number or "0").isdecimal():
         raise ModelError(f"device_map has {where!r:.40}: give {choices}")
     if int(number or 0) >= torch.cuda.device_count():
-        raise ModelError(f"device_map has {where!r:.40}, and torch sees {torch.cuda.device_count()} GPUs: give {choices}")
+        raise ModelError(
+            f"device_map has {where!r:.40}, and torch sees {torch.cuda.device_count()} GPUs: give {choices}"
+        )
 
 
 def _sizes(max_memory: Any) -> dict[int | str, int]:

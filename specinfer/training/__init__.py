@@ -118,7 +118,9 @@ def distill(
         SpecinferError: the disk is full; what was finished stays.
     """
     if is_dispatched(model):
-        raise UnsupportedModel("a target that was loaded with a device_map cannot be trained for: load it on one device")
+        raise UnsupportedModel(
+            "a target that was loaded with a device_map cannot be trained for: load it on one device"
+        )
     process = processes(model.device)
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if recipe.arch == "lm" and recipe.training.layers > layers:
