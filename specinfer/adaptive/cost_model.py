@@ -93,6 +93,7 @@ class Costs:
     Attributes:
         plain: by rows, seconds of a step without drafted nodes.
         trees: seconds of a step with trees, drafts excluded, over the tokens that its pass is fed.
+        cheap: the most tokens of a pass that was measured to cost little more than a plain step.
         levels: by draft, seconds of one level.
         tokens, spent: by rows, tokens of the last steps, and what they cost by this model, in plain steps.
     """
@@ -100,6 +101,7 @@ class Costs:
     def __init__(self) -> None:
         self.plain: dict[int, Seconds] = {}
         self.trees = Line()
+        self.cheap = 0.0
         self.levels: dict[int, Seconds] = {}
         self.tokens: dict[int, float] = {}
         self.spent: dict[int, float] = {}
@@ -129,7 +131,7 @@ class Costs:
     def flat(self, rows: int, nodes: int) -> bool:
         """Whether trees of so many nodes were scored, cost little more than none, and twice as many hardly more."""
         fed, trees, plain = rows * (nodes + 1), self.trees, self.plain.get(rows)
-        if plain is None or not trees.known or fed > trees.largest or trees.at(fed) > FAR * plain.value:
+        if plain is None or not trees.known or fed > self.cheap or trees.at(fed) > FAR * plain.value:
             return False
         return trees.at(2 * fed) <= FLAT * trees.at(fed)
 

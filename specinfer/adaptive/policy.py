@@ -303,7 +303,9 @@ class Auto:
 
     def _time(self, rows: int, nodes: int, proposing: Sequence[float], rest: float) -> None:
         """Learn costs from a step's seconds: of each draft, and of the rest."""
-        fed = rows * (nodes + 1)
+        fed, plain = rows * (nodes + 1), self.costs.plain.get(rows)
+        if nodes and plain is not None and rest <= FAR * plain.value:
+            self.costs.cheap = max(fed, self.costs.cheap)
         if nodes > self.max_nodes and fed > self.costs.trees.largest and rest > FAR * self.costs.trees.at(fed):
             self.surprises += 1  # no line holds below this size and above: go back, after two in one text
             self.ceiling = fed if self.surprises > 1 else self.ceiling

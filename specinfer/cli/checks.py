@@ -32,9 +32,9 @@ def check_model(
     from specinfer.attention import check_model
     from specinfer.loading import load
 
-    places = options.placement(device_map, max_memory, offload_folder)
+    placed = options.placement(device_map, max_memory, offload_folder)
     quieten()
-    show([check_model(load(model, dtype, device, **places).model)._asdict()], as_json)
+    show([check_model(load(model, dtype, device, **placed).model)._asdict()], as_json)
 
 
 def check_draft(
@@ -65,8 +65,8 @@ def check_draft(
     kind = plot and _picture_kind(plot)
     texts = [text for path in prompts or () for _, text in read_prompt_file(path, split, count)] or list(PROMPTS)
     drafts = [_unrefused(name, dtype, device) for name in draft or ["bundled"]]
-    places = options.placement(device_map, max_memory, offload_folder)
-    decoder = options.load_decoder(target, drafts, dtype=dtype, device=device, **places)
+    placed = options.placement(device_map, max_memory, offload_folder)
+    decoder = options.load_decoder(target, drafts, dtype=dtype, device=device, **placed)
     report = run(decoder, texts, max_new_tokens=max_new_tokens, progress=text_bar(len(texts)))
     if plot is not None:
         report.plot().figure.savefig(drawn := BytesIO(), format=kind, dpi=150)

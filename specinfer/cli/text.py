@@ -114,8 +114,8 @@ def tree(
 ) -> None:
     """Draw the tree of one step: the first in which anything was drafted, else the last of --max-new-tokens."""
     policy = build_policy(tree, nodes, depth, expansion)
-    places = options.placement(device_map, max_memory, offload_folder)
-    text, decoder = prepare(prompt, target, draft, policy, dtype=dtype, device=device, **places)
+    placed = options.placement(device_map, max_memory, offload_folder)
+    text, decoder = prepare(prompt, target, draft, policy, dtype=dtype, device=device, **placed)
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     run = decoder.open(text, raw=raw, max_new_tokens=max_new_tokens, **sampling)
     for ((_, step),) in run:

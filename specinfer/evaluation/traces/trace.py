@@ -445,8 +445,8 @@ def _fingerprint(model: torch.nn.Module) -> str:
     """Return the SHA-256 of every weight's name, type, shape and a few of its entries."""
     digest = hashlib.sha256()
     for name, weight in model.state_dict().items():
-        owner, _, own = name.rpartition(".")
-        flat = value_of(model.get_submodule(owner), own).reshape(-1)
+        owner, _, entry = name.rpartition(".")
+        flat = value_of(model.get_submodule(owner), entry).reshape(-1)
         sketch = flat[:: max(1, len(flat) // SKETCH)].double().cpu().numpy()
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode() + sketch.tobytes())
     return digest.hexdigest()[:32]
