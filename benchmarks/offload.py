@@ -7,7 +7,7 @@ Every pass fetches every layer (transformers' ``device_map``, accelerate's hooks
 draft, is in memory.  All methods run the same model object and take turns, prompt by prompt, after a prompt to warm up;
 prefill counts.  Whether layers come from the disk itself or from the system's cache of files is up to the machine.
 The table has the median of tokens a second, the median ratio of auto to this method with its 95 % interval and
-the worst prompt's, how many prompts have the same ids, and new tokens per target pass; below, the sizes of auto's trees.
+the worst prompt's, how many prompts have the same ids, and tokens per target pass; below, the sizes of auto's trees.
 """
 
 import argparse
