@@ -10,6 +10,7 @@ from specinfer.attention.graphs import padded_width, size_bucket
 from specinfer.attention.layout import Layout, lay_out_chains, lay_out_level, lay_out_trees, on_device
 from specinfer.attention.mask import AttentionSpec, attention_mask
 from specinfer.attention.model import TreeModel, TreeSession, evaluating, resumed, running
+from specinfer.attention.offload import device_of, is_dispatched, resident, value_of, weight_of
 
 __all__ = [
     "AttentionSpec",
@@ -21,13 +22,18 @@ __all__ = [
     "TreeSession",
     "attention_mask",
     "check_model",
+    "device_of",
     "evaluating",
+    "is_dispatched",
     "lay_out_chains",
     "lay_out_level",
     "lay_out_trees",
     "on_device",
     "padded_width",
+    "resident",
     "resumed",
     "running",
     "size_bucket",
+    "value_of",
+    "weight_of",
 ]

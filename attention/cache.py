@@ -201,7 +201,8 @@ class TreeCache(Cache):
             buffer[: self.rows, :, self._staged] = states
         else:
             assert self.slots is not None
-            buffer[_all_rows(self.rows, self.slots.device), :, self.slots] = states.transpose(1, 2)
+            slots = on_device(self.slots, buffer.device)  # layers may execute on several devices
+            buffer[_all_rows(self.rows, slots.device), :, slots] = states.transpose(1, 2)
         return buffer[: self.rows, :, : self.kv_length]
 
     def stack(self, states: Tensor, kind: int) -> tuple[Stack, int]:
@@ -232,7 +233,7 @@ class TreeCache(Cache):
         if moves:
             columns = on_device(moves, stacks[0].data.device).T
             for stack in stacks:
-                stack.move_slots(*columns)
+                stack.move_slots(*on_device(columns, stack.data.device))
         self.lengths = [n + len(path or ()) for n, path in zip(self.lengths, paths, strict=True)]
         self.pending = 0
         survivors = [row for row, path in enumerate(paths) if path is not None]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specinfer.attention.layout import lay_out_chains
 from specinfer.attention.model import TreeModel, running
+from specinfer.attention.offload import its_turn
 from specinfer.attention.recurrent import tensors
 from specinfer.attention.watch import Watch
 from specinfer.errors import UnsupportedModel
@@ -68,9 +69,10 @@ def check_model(model: Any) -> ModelCheck:
     Returns:
         ModelCheck: exact, chain only or unsupported, with the reason.  No model makes it raise, except out of memory.
     """
-    if known := _known(model):
-        return known
-    with _lock:  # one of several threads checks
+    with its_turn(model):
+        if known := _known(model):
+            return known
+    with _lock, its_turn(model):  # one of several threads checks
         return _known(model) or _checked_now(model)
 
 

@@ -25,6 +25,7 @@ from specinfer.attention.cache import TreeCache
 from specinfer.attention.graphs import Graphs, padded_width
 from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees, on_device
 from specinfer.attention.mask import AttentionSpec, attention_mask
+from specinfer.attention.offload import device_of, is_dispatched, its_turn, spans_devices
 from specinfer.attention.recurrent import StateCache
 from specinfer.attention.watch import modules_of
 from specinfer.common.ranks import Ranks
@@ -60,10 +61,12 @@ class TreeModel:
     """A causal language model behind a tree mask.
 
     Args:
-        model: a ``transformers`` causal LM, already on its device.  It is never modified.
+        model: a ``transformers`` causal LM, already on its device, or loaded with a ``device_map``: see `offload`.  It
+            is never modified.
 
     Raises:
-        UnsupportedModel: flash attention, an encoder-decoder, no cache, weights on several devices, or FSDP.
+        UnsupportedModel: flash attention, an encoder-decoder, no cache, weights on several devices without hooks, or
+            FSDP.
 
     Attributes:
         stateful: why it keeps states that chains only can use (`attention.recurrent`), in words; else "".
@@ -84,16 +87,21 @@ class TreeModel:
                 f"{self.name} offers no cache of its tokens: it is an encoder-decoder, or a wrapper that hides the "
                 "cache.  So nothing can be taken back: use a decoder-only model, without a wrapper"
             )
+        self.dispatched = is_dispatched(model)  # its hooks move inputs and weights
         devices = ", ".join(sorted({str(parameter.device) for parameter in model.parameters()}))
-        if ", " in devices:
-            raise UnsupportedModel(f"{self.name} is spread over {devices}, but its cache is not: load it on one device")
+        if ", " in devices and not self.dispatched:
+            raise UnsupportedModel(
+                f"{self.name} is spread over {devices}, and no hooks move what its layers read: load it on one device, "
+                "or with transformers' device_map"
+            )
         self.ranks = Ranks.of(model)
         self.spec = AttentionSpec.of(model)
         self.stateful = _why_stateful(self.spec, self.cache_name)
         self.modules = modules_of(model)  # as of the last call of `running`
         self.layers: int = config.num_hidden_layers
         # with keys of one shape, as far as is known
-        self.uniform_layers = self.layers // self.ranks.stages - getattr(config, "num_kv_shared_layers", 0)
+        shared = getattr(config, "num_kv_shared_layers", 0)
+        self.uniform_layers = 1 if spans_devices(model) else self.layers // self.ranks.stages - shared
         self.takes_positions = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
         self.form = "packed"  # of its weights in compiled passes: see `linear`
@@ -103,7 +111,7 @@ class TreeModel:
     @property
     def device(self) -> torch.device:
         """Where token ids must be."""
-        return getattr(self.model.get_input_embeddings(), "weight", self.model).device  # a later stage has none
+        return device_of(self.model)
 
     @property
     def embedded(self) -> int:
@@ -376,7 +384,8 @@ class TreeSession:
     def _call(self, inputs: Inputs) -> tuple[Any, ...]:
         """Call the model: its output, and the auxiliary hidden states (B, T, K, H) if there are aux_layers."""
         options = {"output_hidden_states": True} if self.aux_layers else {}
-        output = self.model.model(**inputs, **options, use_cache=True, return_dict=True)
+        with its_turn(self.model.model):
+            output = self.model.model(**inputs, **options, use_cache=True, return_dict=True)
         if not self.aux_layers:
             return (output,)
         if getattr(output, "hidden_states", None) is None:

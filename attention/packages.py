@@ -71,6 +71,8 @@ def attach(model: TreeModel, aux_layers: Sequence[int], mode: bool | str, rounde
         return "it keeps states, which compiled passes cannot write"
     if model.ranks.size > 1:
         return f"its weights are spread over {model.ranks.size} processes"
+    if model.dispatched:
+        return "its hooks fetch weights or move inputs during a pass, which compiled passes do not"
     with _lock, resumed(model):
         try:
             found = forms([weight for weight in model.model.parameters() if weight.ndim == 2], rounded)

@@ -4,6 +4,7 @@ Knows: what can be checked before a model runs, and how a call becomes a `Run`.
 Does not know: how a step is decoded (`engine.loop`), how a run keeps its results (`engine.generation`).
 """
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
@@ -18,6 +19,7 @@ from specinfer import loading
 from specinfer.adaptive.policy import Auto
 from specinfer.attention import Support, TreeModel, check_model
 from specinfer.attention.packages import attach
+from specinfer.common.model_options import checked_options
 from specinfer.common.ranks import ALONE, Ranks
 from specinfer.common.values import checked_count, checked_flag, plain
 from specinfer.drafts.base import Draft
@@ -124,6 +126,8 @@ class SpeculativeDecoder:
         ready, notes = learners(self._ready(_as_list(drafts)) if tree is not None else [], share)
         self.drafts = [self._attached(draft) for draft in with_memory(ready, self.memory)]
         self.notes += [*notes, *(note for draft in self.drafts for note in getattr(draft, "notes", ()))]
+        if graphs and any(model.dispatched for model in self.networks):
+            raise InputError("graphs=True replays passes, and a model's hooks move weights or inputs: leave it out")
         if graphs and (elsewhere := {model.device.type for model in self.networks} - {"cuda"}):
             raise InputError(f"graphs=True is for GPUs, and a model is on the {', '.join(elsewhere)}: leave it out")
         if graphs and self.target.ranks.size > 1:
@@ -155,22 +159,33 @@ class SpeculativeDecoder:
         compile: bool | str = "auto",
         memory: Memory | str | os.PathLike[str] | None = None,
         online: bool | float = False,
+        device_map: Any = None,
+        max_memory: Mapping[int | str, int | str] | None = None,
+        offload_folder: str | os.PathLike[str] | None = None,
         tensor_parallel: int = 1,
+        **model_kwargs: Any,
     ) -> "SpeculativeDecoder":
         """Load target and drafts by name or path; None is the default target (SmolLM2-135M-Instruct).
 
         Args:
+            device_map, max_memory, offload_folder: where the target's layers go: see `loading.load`.  Drafts are in
+                memory.
             tensor_parallel: processes that the target is spread over; drafts are whole in each.  See `loading.load`.
+            **model_kwargs: further options of transformers' `from_pretrained`, for the target.
 
         Raises:
-            ModelError: a model cannot be found or loaded; and what the constructor raises.
+            ModelError: a model cannot be found or loaded, or an option is unknown or not possible; and what the
+                constructor raises.
             RankError: so many processes were not started.
         """
+        checked_options(model_kwargs, inspect.signature(cls.from_pretrained).parameters)
         if target is not None and not _is_name(target):
             raise ModelError(f"target={target!r:.60} is not a name: a loaded model goes to SpeculativeDecoder")
         dtype, device = str(dtype).removeprefix("torch."), str(device)
-        spread = {} if tensor_parallel == 1 else {"tensor_parallel": tensor_parallel}
-        loaded = loading.load(target, dtype, device, **spread)
+        placement = {"device_map": device_map, "max_memory": max_memory, "offload_folder": offload_folder}
+        more = {name: value for name, value in placement.items() if value is not None} | model_kwargs
+        more |= {} if tensor_parallel == 1 else {"tensor_parallel": tensor_parallel}
+        loaded = loading.load(target, dtype, device, **more)
         ready = [
             load_draft(os.fspath(draft), dtype, device) if _is_name(draft) and draft not in WORDS else draft
             for draft in _as_list(drafts)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import inspect
 import io
 import logging
 import os
@@ -34,6 +35,7 @@ from tokenizers import pre_tokenizers
 
 from specinfer.common import ranks
 from specinfer.common.files import cache_folder
+from specinfer.common.model_options import HUB, checked_options, checked_placement
 from specinfer.common.values import checked_count
 from specinfer.errors import ModelError, TokenizerMismatch, UnsupportedModel
 
@@ -69,7 +71,14 @@ _Options = dict[str, Any]  # of the model's from_pretrained
 
 
 def load(
-    name: str | os.PathLike[str] | None, dtype: str = "auto", device: str = "auto", tensor_parallel: int = 1
+    name: str | os.PathLike[str] | None,
+    dtype: str = "auto",
+    device: str = "auto",
+    device_map: Any = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    tensor_parallel: int = 1,
+    **model_kwargs: Any,
 ) -> Loaded:
     """Load a causal language model and its tokenizer, with the attention transformers prefers and in eval mode.
 
@@ -81,25 +90,38 @@ def load(
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the device computes in it natively, else
             float16 on a GPU and float32 on a CPU.
         device: "cpu", "cuda", "cuda:<n>", or "auto": cuda where there is one, else cpu.
+        device_map: where layers go, instead of a device: "auto", or a dict from names of modules to "cpu", "disk" or
+            GPUs, as transformers takes it. Needs accelerate. Layers that do not lie where they execute are fetched in
+            every pass.
+        max_memory: with a device_map "auto", bytes, or sizes such as "8GiB", for "cpu" and for GPUs by number.
+        offload_folder: where layers on disk are written if the checkpoint's own files cannot be read layer by layer.
         tensor_parallel: processes that hold a part of every layer each, started by ``torchrun``; each calls this.
+        **model_kwargs: further options of transformers' `from_pretrained`, by the names in `model_options.PASSED_ON`.
 
     Raises:
         ModelError: nothing of that name can be loaded, the weights do not fit the configuration (missing, unexpected
-            or of another shape: names them), or dtype or device is unknown or not available. One line says what was
-            tried, why it failed, and what to do.
+            or of another shape: names them), dtype or device is unknown or not available, or another option is
+            unknown or not possible. One line says what was tried, why it failed, and what to do.
         UnsupportedModel: its heads cannot be split over so many processes.
         RankError: so many processes were not started.
     """
+    more = checked_options(model_kwargs, inspect.signature(load).parameters)
+    placement = checked_placement(device_map, max_memory, offload_folder, device)
     where = resolve_device(device)
     options: _Options = {"dtype": resolve_dtype(dtype, where)}
     if checked_count("tensor_parallel", tensor_parallel, 1) > 1:
+        if placement:
+            raise ModelError("device_map and tensor_parallel both say where layers go: leave one out")
         options |= _spread(tensor_parallel, device, where)
     name = DEFAULT_TARGET if name is None else os.fspath(name)
     reasons: list[str] = []
-    for source in _sources(name):
+    if "quantization_config" in more and not placement:  # such a model cannot be moved
+        placement = {"device_map": {"": where}}
+    options |= {**more, **placement}
+    for source in _sources(name, more):
         try:
             model, tokenizer = source(name, options)
-            return Loaded(model.to(where).eval(), tokenizer, name)
+            return Loaded((model if placement else model.to(where)).eval(), tokenizer, name)
         except RuntimeError as error:
             raise ModelError(f"cannot move {name} to {where}: {_reason(error)}") from error
         except UnsupportedModel:
@@ -186,8 +208,8 @@ def _spread(count: int, device: str, where: torch.device) -> _Options:
 # ---- where a model may come from; each source returns (model, tokenizer) or raises ModelError with one reason ----
 
 
-def _sources(name: str) -> Sequence[Callable[[str, _Options], _Pair]]:
-    if name == DEFAULT_TARGET:
+def _sources(name: str, options: _Options) -> Sequence[Callable[[str, _Options], _Pair]]:
+    if name == DEFAULT_TARGET and not options.keys() & {*HUB, "variant"}:  # which are of the hub's files
         return [_from_copy, _from_hub_cache, _from_package, _from_hub]
     # not Path's, which raises for names that no folder can have
     if name.strip() and os.path.isdir(os.path.expanduser(name)):
@@ -212,7 +234,9 @@ def _from_copy(_name: str, options: _Options) -> _Pair:
 
 
 def _from_hub_cache(name: str, options: _Options) -> _Pair:
-    if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+    cached = {key: options[key] for key in ("cache_dir", "revision") if key in options}
+    file = "/".join(filter(None, (options.get("subfolder"), "config.json")))
+    if not isinstance(try_to_load_from_cache(name, file, **cached), str):
         folder = "" if name == DEFAULT_TARGET else "no such folder; "
         raise ModelError(f"{folder}not in the hub's local cache")
     return _read(name, options)
@@ -299,11 +323,12 @@ def _read(where: str, options: _Options, local: bool = True) -> _Pair:
     where = os.path.expanduser(where)
     try:
         with _quietly(bars=not local):
+            hub = {**safe, **{key: options[key] for key in HUB if key in options}}
             if "distributed_config" in options:
-                _check_split(AutoConfig.from_pretrained(where, **safe), options["distributed_config"].tp_size)
-            read: Any = AutoModelForCausalLM.from_pretrained(where, **options, use_safetensors=True, **told)
+                _check_split(AutoConfig.from_pretrained(where, **hub), options["distributed_config"].tp_size)
+            read: Any = AutoModelForCausalLM.from_pretrained(where, **{**options, **told, "use_safetensors": True})
             model, info = read
-            tokenizer = AutoTokenizer.from_pretrained(where, **safe)
+            tokenizer = AutoTokenizer.from_pretrained(where, **hub)
     except UnsupportedModel:
         raise
     except Exception as error:  # a damaged file may raise anything

@@ -12,7 +12,7 @@ from strategies import PROPERTY, token_trees
 from specinfer import Auto
 from specinfer.adaptive.acceptance import MEMORY, Acceptance
 from specinfer.adaptive.cost_model import Average, Line, Seconds
-from specinfer.adaptive.policy import FIRST_NODES, PLAIN_AGAIN, WAITS, _Levels
+from specinfer.adaptive.policy import FIRST_NODES, MAX_NODES, MOST, PLAIN_AGAIN, WAITS, _Levels
 from specinfer.errors import PolicyError
 from specinfer.tree import DenseSource, Draw, Forest, Frontier, Kind, TokenTree, merge
 
@@ -33,7 +33,7 @@ class World:
 
     def __init__(self, drafts, target, level, rows=1, policy=None):
         self.distributions, self.target, self.level, self.rows = list(drafts), target, level, rows
-        self.policy = policy or Auto()
+        self.policy, self.depth = policy or Auto(), 8
         self.chance = np.random.default_rng(0)
         self.trees, self.levels = [], []  # per step: what was scored in row 0; levels of each draft
         self.policy.start(len(self.distributions), coupled=False)
@@ -42,7 +42,7 @@ class World:
         """Decode so many steps."""
         for _ in range(steps):
             sources = [self.source(draft) for draft in range(len(self.distributions))]
-            grown = [self.policy.grow(source, 8).trees([0] * self.rows, source.draft) for source in sources]
+            grown = [self.policy.grow(source, self.depth).trees([0] * self.rows, source.draft) for source in sources]
             trees = self.policy.fit([merge(own) for own in zip(*grown, strict=True)])
             self.trees.append(trees[0])
             self.levels.append([source.asked for source in sources])
@@ -100,6 +100,51 @@ def test_an_expensive_target_and_a_good_draft_make_large_trees(rows):
     world = World([GOOD], flat(0.1, 0.0001), 0.001, rows).run(100)
     assert np.mean(world.nodes(50)) > 20
     assert np.mean([levels for (levels,) in world.levels[-50:]]) > 4
+
+
+def steps_to(world, nodes, most=120):
+    """Return after how many steps a tree of so many nodes was scored; `most` if none was."""
+    world.run(most)
+    return next((step for step, tree in enumerate(world.trees) if tree.num_drafted >= nodes), most)
+
+
+def test_where_nodes_cost_nothing_trees_grow_step_by_step():
+    """Weights that are fetched in every pass: no tree is more than twice as large as any before it, 31 nodes apart."""
+    world = World([GOOD], flat(3.0, 0.0001), 0.001)
+    assert steps_to(world, 250) < 60
+    sizes = [tree.num_drafted for tree in world.trees]
+    assert max(sizes) <= MOST
+    assert all(size <= max(MAX_NODES, 2 * max(sizes[:step], default=0) + 1) for step, size in enumerate(sizes))
+    assert max(sizes[:20]) >= MAX_NODES
+
+
+@pytest.mark.parametrize("node", [0.05, 0.1, 0.5])
+def test_where_nodes_are_dear_no_larger_tree_is_tried(node):
+    """At 0.05, 31 nodes cost 1.5 times what none do."""
+    assert steps_to(World([GOOD], flat(3.0, node), 0.001), MAX_NODES + 1) == 120
+
+
+def test_trees_shrink_again_where_a_larger_size_turns_out_to_be_dear():
+    """Free up to 31 nodes, and dear beyond."""
+    world = World([GOOD], lambda nodes: 3.0 + 0.0001 * nodes + 0.2 * max(0, nodes - MAX_NODES), 0.001).run(200)
+    assert max(world.nodes(200)) <= 2 * MAX_NODES + 1
+    assert np.mean(np.array(world.nodes(100)) > MAX_NODES) < 0.2
+
+
+def test_bounds_that_are_given_hold_however_cheap_nodes_are():
+    world = World([GOOD], flat(3.0), 0.001, policy=Auto(12, 3)).run(60)
+    assert max(world.nodes(60)) == 12
+    assert max(tree.depths.max() for tree in world.trees) == 3
+
+
+def test_chains_get_deeper_where_passes_are_dear():
+    """A draft that is sure: without a bound on levels it drafts as many as there may be nodes."""
+    sure = [0.0, *[-np.inf] * 9]
+    world = World([sure], flat(3.0), 0.00001)
+    world.verify = lambda tree: ([*range(1, len(tree))], [0] * len(tree))
+    world.depth = 300
+    world.run(40)
+    assert max(tree.depths.max() for tree in world.trees) > 100
 
 
 def test_nodes_that_cost_much_make_small_trees():

@@ -30,7 +30,7 @@ def run(models, monkeypatch, capsys):
     """Run a command; return exit code, standard output and standard error."""
     asked = []
 
-    def load(name=None, dtype="auto", device="auto"):
+    def load(name=None, dtype="auto", device="auto", **placement):
         asked.append((name, dtype, device))
         if name not in models:
             raise ModelError(f"cannot load {name}: no such folder")
@@ -360,10 +360,12 @@ def test_generate_writes_a_memory_and_reads_it(run, models, tmp_path):
 
 # ---- names ----
 
+PLACEMENT = {"--device-map", "--max-memory", "--offload-folder"}
 GENERATE = {
     *("--target", "--draft", "--tree", "--nodes", "--depth", "--expansion", "--max-new-tokens", "--temperature"),
     *("--top-p", "--top-k", "--seed", "--dtype", "--device", "--raw", "--show-tree", "--confidence-gate", "--json"),
     *("--profile", "--memory", "--online", "--save-drafts", "--penalty-alpha", "--tensor-parallel"),
+    *PLACEMENT,
 }
 NOT_OF_TREE = (
     "--show-tree",
@@ -381,7 +383,7 @@ NOT_OF_TREE = (
     [
         ("generate", GENERATE),
         ("tree", GENERATE - {*NOT_OF_TREE}),
-        ("check-model", {"--dtype", "--device", "--json"}),
+        ("check-model", {"--dtype", "--device", "--json", *PLACEMENT}),
         ("certify", {"--json"}),
     ],
 )

@@ -8,6 +8,7 @@ from math import inf
 MEMORY = 24  # figures that an average looks back on, about
 FAR = 1.5  # times what was expected, or that much less: the load of the machine has changed
 RIDGE = 8.0  # squared tokens that sizes must differ by before a measured slope counts for half
+FLAT = 1.15  # times the cost of a pass, is what a pass over twice the tokens may cost to count as free
 USUAL = 40  # tokens that cost as much as the rest of a step, about, on a CPU
 
 
@@ -56,6 +57,7 @@ class Line:
         self.sums = [0.0] * 5  # of 1, n, n * n, seconds, n * seconds
         self.count, self.base, self.slope = 0, 0.0, 0.0
         self.last = 1.0  # measured seconds over those expected, the last time
+        self.largest = 0.0  # size that was measured
 
     @property
     def known(self) -> bool:
@@ -72,8 +74,10 @@ class Line:
         if self.known and (expected := self.at(size)):  # of two figures in a row, the lesser counts, as in `Seconds`
             ratio, self.last = min(seconds / expected, self.last), seconds / expected
             seconds = ratio * expected
-            if not 1 / FAR < ratio < FAR:  # the machine is faster or slower than it was, for all sizes
+            assumed = size > self.largest and ratio < 1  # a larger size is cheaper than was assumed: so is each node
+            if not 1 / FAR < ratio < FAR and not assumed:  # the machine is faster or slower, for all sizes
                 self.sums[3:] = [ratio * old for old in self.sums[3:]]
+        self.largest = max(size, self.largest)
         fade = 1 - 1 / MEMORY
         figures = (1.0, size, size * size, seconds, size * seconds)
         self.sums = [fade * old + new for old, new in zip(self.sums, figures, strict=True)]
@@ -89,6 +93,7 @@ class Costs:
     Attributes:
         plain: by rows, seconds of a step without drafted nodes.
         trees: seconds of a step with trees, drafts excluded, over the tokens that its pass is fed.
+        cheap: the most tokens of a pass that was measured to cost little more than a plain step.
         levels: by draft, seconds of one level.
         tokens, spent: by rows, tokens of the last steps, and what they cost by this model, in plain steps.
     """
@@ -96,6 +101,7 @@ class Costs:
     def __init__(self) -> None:
         self.plain: dict[int, Seconds] = {}
         self.trees = Line()
+        self.cheap = 0.0
         self.levels: dict[int, Seconds] = {}
         self.tokens: dict[int, float] = {}
         self.spent: dict[int, float] = {}
@@ -121,6 +127,13 @@ class Costs:
     def node(self, rows: int) -> float:
         """Return the tokens that one more node must gain to pay for itself."""
         return (self.price(rows) or 0.0) * self.trees.slope
+
+    def flat(self, rows: int, nodes: int) -> bool:
+        """Whether trees of so many nodes were scored, cost little more than none, and twice as many hardly more."""
+        fed, trees, plain = rows * (nodes + 1), self.trees, self.plain.get(rows)
+        if plain is None or not trees.known or fed > self.cheap or trees.at(fed) > FAR * plain.value:
+            return False
+        return trees.at(2 * fed) <= FLAT * trees.at(fed)
 
     def level(self, draft: int, rows: int) -> float | None:
         """Return the tokens that a draft's level must gain to pay for itself; None if that is not known."""

@@ -18,14 +18,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from itertools import accumulate, zip_longest
-from math import exp
+from math import exp, inf
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from specinfer.adaptive.cost_model import Average, Seconds
+from specinfer.adaptive.cost_model import FAR, Average, Seconds
 from specinfer.adaptive.profile import Lock, Profile
 from specinfer.attention import size_bucket
 from specinfer.common.files import write_json
@@ -44,6 +44,7 @@ from specinfer.tree import (
 )
 
 MAX_NODES, MAX_DEPTH = 31, 31  # with the root, 32 tokens: a size bucket
+MOST = 255  # the same, of nodes and of levels, where passes over many tokens cost hardly more
 FIRST_NODES = 4  # of a tree whose cost is not known, and of one that is scored to learn what trees cost now
 PLAIN_AGAIN = 2, 128  # steps after which a plain one measures the machine: at first, and at most
 PATIENCE = 8  # steps without a tree that was worth its cost, after which all drafts are idle
@@ -105,8 +106,9 @@ class Auto:
     several threads.
 
     Args:
-        max_nodes: nodes of a merged tree at most.
-        max_depth: levels below the root at most.
+        max_nodes: nodes of a merged tree at most.  None is 31, and where a pass over twice the tokens costs hardly more
+            (weights are fetched in every pass, say), twice as many again and again, up to 255.
+        max_depth: levels below the root at most.  None is 31, or as many as there may be nodes if that is more.
         profile: what another object has learnt (`to_json`, or the path of `save`).  Then nothing is measured: every
             text starts from the profile alone and goes by counts, so a run repeats itself on the same machine.
 
@@ -119,12 +121,15 @@ class Auto:
 
     def __init__(
         self,
-        max_nodes: int = MAX_NODES,
-        max_depth: int = MAX_DEPTH,
+        max_nodes: int | None = None,
+        max_depth: int | None = None,
         profile: dict[str, Any] | str | PathLike[str] | None = None,
     ) -> None:
-        bounds = BestFirst(max_nodes, max_depth)  # which checks them
+        usual = MAX_NODES if max_nodes is None else max_nodes, MAX_DEPTH if max_depth is None else max_depth
+        bounds = BestFirst(*usual)  # which checks them
         self.max_nodes, self.max_depth = bounds.max_nodes, bounds.max_depth
+        self.most_nodes = MOST if max_nodes is None else self.max_nodes  # however cheap they are
+        self.most_depth = MOST if max_depth is None else self.max_depth
         self.lock = Lock()
         self.frozen = profile is not None  # costs are given
         self.learnt = Profile.read(profile) if profile is not None else Profile()
@@ -157,6 +162,7 @@ class Auto:
         self.learnt.drafts = drafts
         self.costs, self.acceptance = self.learnt.costs, self.learnt.acceptance[coupled]
         self.steps = self.since_plain = self.since_tree = 0
+        self.surprises, self.ceiling = 0, inf  # sizes beyond the usual ones that were dear; tokens not to be fed again
         self.worth = False  # whether this step has a tree that is worth its cost
         self.records = [DraftRecord() for _ in range(drafts)]
         self.asked = (1 << drafts) - 1  # the drafts to ask in the next step, a bit mask
@@ -187,7 +193,8 @@ class Auto:
 
     def grow(self, source: Source, max_depth: int | None = None) -> Growth:
         """Grow one tree per row: none if the draft is idle, else level by level while that pays."""
-        depth = self.max_depth if max_depth is None else min(max_depth, self.max_depth)
+        nodes, depth = self.limits(source.batch)
+        depth = depth if max_depth is None else min(max_depth, depth)
         if not self.asked >> source.draft & 1:
             depth = 0
         self.levels[source.draft] = min(depth, 1)
@@ -195,7 +202,14 @@ class Auto:
         least = min(max(half, LEAST[0]), LEAST[1])
         # a draft that answers for all depths at once is asked once, and levels cost nothing
         wanted = None if hasattr(source, "lattice") else _Levels(self, source)
-        return grow_best_first(source, self.max_nodes, depth, least, wanted)
+        return grow_best_first(source, nodes, depth, least, wanted)
+
+    def limits(self, rows: int) -> tuple[int, int]:
+        """Return the most nodes and levels of a tree now: twice as many when trees of the last size proved cheap."""
+        nodes = self.max_nodes
+        while nodes < self.most_nodes and self.costs.flat(rows, nodes) and 2 * rows * (nodes + 1) < self.ceiling:
+            nodes = min(2 * nodes + 1, self.most_nodes)
+        return nodes, max(self.max_depth, min(nodes, self.most_depth))
 
     def fit(self, trees: Sequence[TokenTree]) -> Forest:
         """Return each tree's nodes that are worth their part of the target's pass; as many in all rows, or none."""
@@ -228,12 +242,13 @@ class Auto:
         starts = nodes.starts.tolist()
         rows, ends = len(starts) - 1, starts[1:]
         best = [sorted(reached[start + 1 : end], reverse=True) for start, end in zip(starts, ends, strict=False)]
-        most = min(self.max_nodes, max(map(len, best)))
+        limit, _ = self.limits(rows)
+        most = min(limit, max(map(len, best)))
         price = self.costs.price(rows)
         if price is None:
             return min(FIRST_NODES, most)
         gains = [0.0, *accumulate(map(sum, zip_longest(*best, fillvalue=0.0)))]  # of so many nodes in every row
-        sizes = [n for n in range(most + 1) if size_bucket(n + 1) == n + 1 or n == self.max_nodes]
+        sizes = [n for n in range(most + 1) if size_bucket(n + 1) == n + 1 or n == limit]
         size = max(sizes, key=lambda n: gains[n] - price * self.costs.seconds(rows, n))
         self.worth = size > 0
         return size or (min(FIRST_NODES, most) if any(record.tried(self.steps) for record in self.records) else 0)
@@ -288,8 +303,13 @@ class Auto:
 
     def _time(self, rows: int, nodes: int, proposing: Sequence[float], rest: float) -> None:
         """Learn costs from a step's seconds: of each draft, and of the rest."""
-        fed = rows * (nodes + 1)
-        if nodes:
+        fed, plain = rows * (nodes + 1), self.costs.plain.get(rows)
+        if nodes and plain is not None and rest <= FAR * plain.value:
+            self.costs.cheap = max(fed, self.costs.cheap)
+        if nodes > self.max_nodes and fed > self.costs.trees.largest and rest > FAR * self.costs.trees.at(fed):
+            self.surprises += 1  # no line holds below this size and above: go back, after two in one text
+            self.ceiling = fed if self.surprises > 1 else self.ceiling
+        elif nodes:
             self.costs.trees.add(fed, rest)
         else:
             self.costs.plain.setdefault(rows, Seconds(PATIENCE)).add(rest)

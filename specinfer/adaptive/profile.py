@@ -4,6 +4,7 @@ Knows: costs and acceptance, field by field.  Does not know: how they are learnt
 """
 
 from collections import defaultdict
+from math import inf
 from os import PathLike
 from pathlib import Path
 from threading import RLock
@@ -101,7 +102,7 @@ class Profile:
         learnt.drafts = _count(profile.get("drafts"), "drafts", MOST_DRAFTS)
         trees = learnt.costs.trees
         ((trees.base, trees.slope),) = _rows([profile.get("trees")], "trees", 2)
-        trees.count = 3
+        trees.count, learnt.costs.cheap = 3, inf  # the line is given, for all sizes
         for rows, plain, tokens, spent in _rows(profile.get("plain"), "plain", 4):
             batch = _count(rows, "plain", MOST)
             learnt.costs.plain[batch] = _average(plain)

@@ -23,14 +23,18 @@ def check_model(
     model: Annotated[str, typer.Argument(help="Hub name or folder.")],
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    device_map: options.DeviceMap = None,
+    max_memory: options.MaxMemory = None,
+    offload_folder: options.OffloadFolder = None,
     as_json: options.Json = False,
 ) -> None:
     """Say whether a model scores token trees exactly: exact, chain only or unsupported, and why."""
     from specinfer.attention import check_model
     from specinfer.loading import load
 
+    placed = options.placement(device_map, max_memory, offload_folder)
     quieten()
-    show([check_model(load(model, dtype, device).model)._asdict()], as_json)
+    show([check_model(load(model, dtype, device, **placed).model)._asdict()], as_json)
 
 
 def check_draft(
@@ -47,6 +51,9 @@ def check_draft(
     max_new_tokens: options.NewTokens = 48,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    device_map: options.DeviceMap = None,
+    max_memory: options.MaxMemory = None,
+    offload_folder: options.OffloadFolder = None,
     plot: Annotated[Path | None, typer.Option(help=f"File for a picture: .{', .'.join(PICTURES)}.")] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -58,7 +65,8 @@ def check_draft(
     kind = plot and _picture_kind(plot)
     texts = [text for path in prompts or () for _, text in read_prompt_file(path, split, count)] or list(PROMPTS)
     drafts = [_unrefused(name, dtype, device) for name in draft or ["bundled"]]
-    decoder = options.load_decoder(target, drafts, dtype=dtype, device=device)
+    placed = options.placement(device_map, max_memory, offload_folder)
+    decoder = options.load_decoder(target, drafts, dtype=dtype, device=device, **placed)
     report = run(decoder, texts, max_new_tokens=max_new_tokens, progress=text_bar(len(texts)))
     if plot is not None:
         report.plot().figure.savefig(drawn := BytesIO(), format=kind, dpi=150)

@@ -34,13 +34,14 @@ Nodes = Annotated[
     int | None,
     typer.Option(
         help="Drafted nodes per tree at most (auto; best-first, where paths below 5 % are left out).",
-        show_default="31 auto, 16 best-first",
+        show_default="31 or more auto, 16 best-first",
     ),
 ]
 Depth = Annotated[
     int | None,
     typer.Option(
-        help="Levels per tree at most (auto, best-first), or exactly (chain).", show_default="31 auto, 8 otherwise"
+        help="Levels per tree at most (auto, best-first), or exactly (chain).",
+        show_default="31 or more auto, 8 otherwise",
     ),
 ]
 Expansion = Annotated[str, typer.Option(help="Children per level (expansion, sampled).")]
@@ -62,6 +63,14 @@ TensorParallel = Annotated[
     int,
     typer.Option(help="Processes that share the target: run under torchrun --nproc-per-node N -m specinfer.", min=1),
 ]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(help="auto: target layers that do not fit go to memory or disk, and are fetched in every pass."),
+]
+MaxMemory = Annotated[str | None, typer.Option(help="With --device-map auto: cpu=8GiB,0=20GiB (a GPU's number).")]
+OffloadFolder = Annotated[
+    Path | None, typer.Option(help="With --device-map: for layers that cannot be read from the checkpoint's files.")
+]
 Raw = Annotated[bool, typer.Option("--raw", help="Feed the prompt as it is, without the chat template.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -74,6 +83,24 @@ def load_decoder(target: str | None, drafts: list[Any] | None, **options: Any) -
     if options.get("tensor_parallel", 1) > 1:
         only_first_prints()
     return SpeculativeDecoder.from_pretrained(target, drafts or "auto", **options)
+
+
+def placement(device_map: str | None, max_memory: str | None, offload_folder: Path | None) -> dict[str, Any]:
+    """Return the options of loading that say where the target's layers go."""
+    given = {
+        "device_map": device_map,
+        "max_memory": max_memory and _sizes(max_memory),
+        "offload_folder": offload_folder,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _sizes(text: str) -> dict[int | str, str]:
+    """Return the size per device that `--max-memory` lists."""
+    parts = [part.partition("=") for part in text.split(",")]
+    if not all(device and size for device, _, size in parts):
+        raise InputError(f"--max-memory {text!r} is not a list of sizes such as cpu=8GiB,0=20GiB")
+    return {int(device) if device.isdecimal() else device: size for device, _, size in parts}
 
 
 def listed(option: str, text: str, number: Callable[[str], Number], form: str) -> tuple[Number, ...]:

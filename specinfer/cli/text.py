@@ -32,6 +32,9 @@ def generate(
     seed: options.Seed = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    device_map: options.DeviceMap = None,
+    max_memory: options.MaxMemory = None,
+    offload_folder: options.OffloadFolder = None,
     confidence_gate: Annotated[
         float | None, typer.Option(help="Draft only after tokens that the target found at least so probable.")
     ] = None,
@@ -60,8 +63,8 @@ def generate(
         raise InputError("--save-drafts writes what heads have learnt, and nothing learns: add --online")
     given = profile if profile and profile.exists() else None
     policy = build_policy(tree, nodes, depth, expansion, given)
-    models = {"dtype": dtype, "device": device, "confidence_gate": confidence_gate, "online": online}
-    models["tensor_parallel"] = tensor_parallel
+    models: dict[str, Any] = {"dtype": dtype, "device": device, "confidence_gate": confidence_gate, "online": online}
+    models |= {"tensor_parallel": tensor_parallel, **options.placement(device_map, max_memory, offload_folder)}
     text, decoder = prepare(prompt, target, draft, policy, memory=read_memory(memory), **models)
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "penalty_alpha": penalty_alpha}
     stream = decoder.stream(text, raw=raw, max_new_tokens=max_new_tokens, seed=seed, **sampling)
@@ -107,12 +110,16 @@ def tree(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     tensor_parallel: options.TensorParallel = 1,
+    device_map: options.DeviceMap = None,
+    max_memory: options.MaxMemory = None,
+    offload_folder: options.OffloadFolder = None,
     raw: options.Raw = False,
     as_json: options.Json = False,
 ) -> None:
     """Draw the tree of one step: the first in which anything was drafted, else the last of --max-new-tokens."""
     policy = build_policy(tree, nodes, depth, expansion)
-    models = {"dtype": dtype, "device": device, "tensor_parallel": tensor_parallel}
+    models: dict[str, Any] = {"dtype": dtype, "device": device, "tensor_parallel": tensor_parallel}
+    models |= options.placement(device_map, max_memory, offload_folder)
     text, decoder = prepare(prompt, target, draft, policy, **models)
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     run = decoder.open(text, raw=raw, max_new_tokens=max_new_tokens, **sampling)
@@ -126,7 +133,7 @@ def tree(
 
 def build_policy(tree: str, nodes: int | None, depth: int | None, expansion: str, profile: Path | None = None) -> Any:
     """Return the growth policy that the options name, or None for no speculation."""
-    from specinfer.adaptive.policy import MAX_DEPTH, MAX_NODES, Auto
+    from specinfer.adaptive.policy import Auto
     from specinfer.decoder import DEFAULT_TREE
     from specinfer.tree import BestFirst, Chain, Expansion, Sampled
 
@@ -135,7 +142,7 @@ def build_policy(tree: str, nodes: int | None, depth: int | None, expansion: str
             raise InputError(f"--{name} {value} drafts nothing: give at least 1, or --tree none")
     widths, levels = options.expansion_widths(expansion), depth or DEFAULT_TREE.max_depth
     makers = {
-        "auto": lambda: Auto(nodes or MAX_NODES, depth or MAX_DEPTH, profile),
+        "auto": lambda: Auto(nodes, depth, profile),
         "best-first": lambda: BestFirst(nodes or DEFAULT_TREE.max_nodes, levels, DEFAULT_TREE.min_probability),
         "expansion": lambda: Expansion(widths),
         "chain": lambda: Chain(levels),

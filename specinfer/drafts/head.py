@@ -25,9 +25,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn import functional
 
-from specinfer.attention import TreeModel, lay_out_level
+from specinfer.attention import TreeModel, device_of, lay_out_level, weight_of
 from specinfer.common.files import parse_json, write_json, write_whole
-from specinfer.common.ranks import whole
 from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.head_network import HeadNetwork, head_config
 from specinfer.drafts.language_model import ModelDraftSession
@@ -135,7 +134,7 @@ class HeadDraft:
 
 def _bound(head: HeadNetwork, target: Any) -> HeadNetwork:
     """Return a copy of a head that is bound to a target; it is made again if the head has changed."""
-    stamp = [target.device, target.dtype, *((w.data_ptr(), w._version) for w in head.parameters())]
+    stamp = [device_of(target), target.dtype, *((w.data_ptr(), w._version) for w in head.parameters())]
     with _binding:
         copies = _copies.setdefault(target, WeakKeyDictionary())
         earlier, network = copies.get(head, (None, head))
@@ -304,6 +303,6 @@ def _sizes(model: Any) -> dict[str, int]:
 
 def _sketch(model: Any) -> Tensor:
     """Return a few entries of the embedding matrix, float32."""
-    weight = whole(model.get_input_embeddings().weight).detach()
+    weight = weight_of(model.get_input_embeddings())
     rows = torch.linspace(0, weight.shape[0] - 1, SKETCH_ROWS).long().to(weight.device)
     return weight[rows, :SKETCH_WIDTH].float().cpu().flatten()

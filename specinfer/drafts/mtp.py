@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from specinfer.attention import TreeModel
+from specinfer.attention import TreeModel, device_of, resident
 from specinfer.drafts.base import DraftContext, DraftSession
 from specinfer.drafts.conventions import Convention
 from specinfer.drafts.head import HeadDraftSession
@@ -27,7 +27,8 @@ from specinfer.errors import ModelError, UnsupportedModel
 class MtpNetwork(DraftNetwork):
     """The first multi-token prediction layer of a target, behind the signature of a causal LM.
 
-    Embedding, output matrix and rotary embedding are the target's own modules, which are only read.
+    Embedding, output matrix and rotary embedding are the target's own modules, which are only read; of the first two,
+    copies if they are offloaded.
 
     Args:
         model: transformers' ``MtpModel`` of the target.
@@ -165,12 +166,13 @@ def load(target: Any) -> MtpNetwork:
     try:
         from transformers.modeling_layers import MtpModel
 
-        model = MtpModel.from_pretrained(target, device_map={"": target.device})
+        model = MtpModel.from_pretrained(target, device_map={"": device_of(target)})
     except Exception as error:  # a damaged file may raise anything
         reason = " ".join(str(error).split())[:240] or type(error).__name__
         raise ModelError(f"cannot load the multi-token prediction layer of {name}: {reason}") from error
     if config.dtype != target.dtype:  # the model was converted after it was loaded
         model.layers.to(target.dtype)
+    model.embed_tokens, model.shared_head = resident(model.embed_tokens), resident(model.shared_head)
     return MtpNetwork(model)
 
 

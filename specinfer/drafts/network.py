@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specinfer.attention import TreeModel
-from specinfer.common.ranks import whole
+from specinfer.attention import TreeModel, device_of, weight_of
 from specinfer.errors import ModelError, UnsupportedModel
 
 Network = TypeVar("Network", bound=nn.Module)
@@ -70,7 +69,8 @@ class DraftNetwork(nn.Module):
         Raises:
             ModelError: the target's matrix is packed (quantised), or of another size.
         """
-        self.to(target.device)
+        device = device_of(target)
+        self.to(device)
         words = self.embed_tokens
         self.embedding = words.weight.detach() if words else self._borrowed(target.get_input_embeddings(), "embedding")
         if self.lm_head is None:
@@ -79,8 +79,8 @@ class DraftNetwork(nn.Module):
             if self.output is None:
                 self.output = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta").train(self.training)
             self.output.weight = nn.Parameter(rows, requires_grad=False)
-        positions = torch.arange(self.config.max_position_embeddings, device=target.device)
-        cosines, sines = LlamaRotaryEmbedding(self.config).to(target.device)(next(self.parameters()), positions[None])
+        positions = torch.arange(self.config.max_position_embeddings, device=device)
+        cosines, sines = LlamaRotaryEmbedding(self.config).to(device)(next(self.parameters()), positions[None])
         self.cosines, self.sines = cosines[0], sines[0]
         return self
 
@@ -108,8 +108,8 @@ class DraftNetwork(nn.Module):
         return head(states.to(head.weight.dtype))
 
     def _borrowed(self, module: Any, what: str) -> Tensor:
-        """Return a target's matrix as it is, or put together from the processes that share it."""
-        weight = whole(module.weight).detach()
+        """Return a target's matrix as it is: fetched if it is offloaded, and put together if processes share it."""
+        weight = weight_of(module)
         if not weight.is_floating_point() or weight.ndim != 2 or weight.shape[1] != self.config.hidden_size:
             raise ModelError(
                 f"the target's {what} is {weight.dtype} of shape {tuple(weight.shape)}, and this draft borrows one of "
@@ -133,7 +133,7 @@ def moved_copy(network: Network, target: Any) -> Network:
 
 def _moved(weight: Tensor, target: Any) -> Tensor:
     """Return a weight where a target is and in its dtype: itself, if it is there."""
-    moved = weight.detach().to(target.device, target.dtype if weight.is_floating_point() else None)
+    moved = weight.detach().to(device_of(target), target.dtype if weight.is_floating_point() else None)
     if moved.data_ptr() == weight.data_ptr():
         return weight
     return nn.Parameter(moved, requires_grad=False) if isinstance(weight, nn.Parameter) else moved

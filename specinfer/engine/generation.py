@@ -265,12 +265,13 @@ class Run:
         longest = max(map(len, prompts))
         end = longest + max(row.remaining for row in rows)  # tokens in a row at most
         first = min(end, longest + FIRST_TOKENS)  # ... that its cache holds at first
-        nodes = padded_width(1 + policy.max_nodes * max(1, len(decoder.drafts)))
-        levels = max(1, policy.max_depth)
-        fed, fed_at_first = (  # best-first drops some of these nodes later
-            padded_width(1 + policy.max_nodes * depth) for depth in (levels, min(levels, FIRST_LEVELS))
-        )
-        target = decoder.target.session(len(rows), first + nodes, end + nodes, aux_layers, decoder.graphs)
+        usual = policy.max_nodes, max(1, policy.max_depth)
+        most = (policy.most_nodes, max(1, policy.most_depth)) if isinstance(policy, Auto) else usual
+        drawn = max(1, len(decoder.drafts))
+        nodes_at_first, nodes = (padded_width(1 + count * drawn) for count in (usual[0], most[0]))
+        fed_at_first = padded_width(1 + usual[0] * min(usual[1], FIRST_LEVELS))
+        fed = padded_width(1 + most[0] * most[1])  # best-first drops some of these nodes later
+        target = decoder.target.session(len(rows), first + nodes_at_first, end + nodes, aux_layers, decoder.graphs)
         states = target.prefill([prompt[:-1] for prompt in prompts])
         sampled, coupled = [row for row in rows if row.sampling], self._coupled(rows)
         drafts = []

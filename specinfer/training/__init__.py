@@ -14,10 +14,10 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from specinfer.attention import TreeModel
+from specinfer.attention import TreeModel, is_dispatched
 from specinfer.common.files import locked, write_json
 from specinfer.drafts.head import HeadDraft, check_fingerprint
-from specinfer.errors import InputError
+from specinfer.errors import InputError, UnsupportedModel
 from specinfer.training import architectures, train
 from specinfer.training.architectures import PUBLISHED, published_aux_layers
 from specinfer.training.card import ARCHITECTURES, LOSSES, describe_data, write_card
@@ -111,11 +111,16 @@ def distill(
     Raises:
         InputError: before the target runs: no tokenizer, a prompt is too long, or the folder has other settings, is
             held by another run or cannot be written.
-        UnsupportedModel: the target's logits do not follow from its last hidden states (`check_logits`).
+        UnsupportedModel: the target's logits do not follow from its last hidden states (`check_logits`), or it was
+            loaded with a ``device_map``.
         ModelError, TokenizerMismatch: a draft to train on from is no head, or belongs to another target.
         NumericalError: the loss is not a number; the last good checkpoint stays.
         SpecinferError: the disk is full; what was finished stays.
     """
+    if is_dispatched(model):
+        raise UnsupportedModel(
+            "a target that was loaded with a device_map cannot be trained for: load it on one device"
+        )
     process = processes(model.device)
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if recipe.arch == "lm" and recipe.training.layers > layers:

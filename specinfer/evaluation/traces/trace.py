@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from specinfer.attention import TreeModel
+from specinfer.attention import TreeModel, value_of
 from specinfer.common.files import lock_settings, locked, read_json, write_whole
 from specinfer.common.values import checked_count, checked_temperature
 from specinfer.decoder import SpeculativeDecoder
@@ -445,7 +445,8 @@ def _fingerprint(model: torch.nn.Module) -> str:
     """Return the SHA-256 of every weight's name, type, shape and a few of its entries."""
     digest = hashlib.sha256()
     for name, weight in model.state_dict().items():
-        flat = weight.detach().reshape(-1)
+        owner, _, entry = name.rpartition(".")
+        flat = value_of(model.get_submodule(owner), entry).reshape(-1)
         sketch = flat[:: max(1, len(flat) // SKETCH)].double().cpu().numpy()
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode() + sketch.tobytes())
     return digest.hexdigest()[:32]

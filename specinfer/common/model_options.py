@@ -1,0 +1,142 @@
+"""What loading a model takes besides its name: transformers' options that are passed on, and where layers go.
+
+Knows: names and values of these options, which devices there are, whether a folder can be written.
+Does not know: how models are found and loaded.
+"""
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specinfer.errors import ModelError
+
+HUB = ("cache_dir", "revision", "subfolder", "token")  # which files are read, of tokenizers, too
+PASSED_ON = (*HUB, "attn_implementation", "offload_buffers", "quantization_config", "variant")
+# Options that are decided here: the value that changes nothing, and why all others are refused.
+DECIDED: dict[str, tuple[Any, str]] = {
+    "trust_remote_code": (False, "no code that comes with a model runs"),
+    "use_safetensors": (True, "other files would be unpickled, and safetensors alone are read"),
+    "torch_dtype": (None, "give dtype"),
+    "local_files_only": (None, "the local cache comes first, and HF_HUB_OFFLINE=1 keeps it at that"),
+    "output_loading_info": (None, "missing and unexpected weights are refused"),
+    "ignore_mismatched_sizes": (None, "weights of another shape are refused"),
+}
+PLANS = ("auto", "balanced", "balanced_low_0", "sequential")  # words for device maps
+
+
+def checked_options(given: Mapping[str, Any], others: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the options to pass on to transformers.
+
+    Args:
+        given: by name.
+        others: names of further options of the same call, for advice.
+
+    Raises:
+        ModelError: an option that is unknown, or decided here.
+    """
+    for name in given:
+        if name in DECIDED and given[name] != DECIDED[name][0]:
+            raise ModelError(f"{name}={given[name]!r:.40} is not possible: {DECIDED[name][1]}")
+        if name not in DECIDED and name not in PASSED_ON:
+            raise ModelError(f"unknown option {name} of loading: {_advice(name, others)}")
+    return {name: given[name] for name in PASSED_ON if given.get(name) is not None}
+
+
+def _advice(name: str, others: Iterable[str]) -> str:
+    """Return what may have been meant."""
+    from transformers import GenerationConfig
+
+    later = vars(GenerationConfig())
+    if name in later:
+        return "give it to `generate`"
+    near = get_close_matches(name, [*PASSED_ON, *others, *later], 1)
+    if not near:
+        return f"besides those of this function, transformers' {', '.join(PASSED_ON)} are passed on"
+    return f"did you mean {near[0]}{', of `generate`' if near[0] in later else ''}?"
+
+
+def checked_placement(device_map: Any, max_memory: Any, offload_folder: Any, device: str) -> dict[str, Any]:
+    """Return what tells transformers where layers go; nothing without a device map.
+
+    Raises:
+        ModelError: a value that is not possible on this machine, values that contradict each other, no accelerate, or
+            a folder that cannot be written.
+    """
+    given = {"max_memory": max_memory, "offload_folder": offload_folder}
+    if device_map is None:
+        if named := [name for name, value in given.items() if value is not None]:
+            raise ModelError(f'{named[0]} is of layers that go to several places: give device_map="auto", too')
+        return {}
+    if device != "auto":
+        raise ModelError(f"device={device!r} and a device_map both say where the model goes: leave one out")
+    if importlib.util.find_spec("accelerate") is None:
+        raise ModelError("device_map needs accelerate, which moves weights and inputs: `pip install accelerate`")
+    return {
+        "device_map": _map(device_map),
+        "max_memory": None if max_memory is None else _sizes(max_memory),
+        "offload_folder": None if offload_folder is None else _folder(offload_folder),
+    }
+
+
+def _map(device_map: Any) -> Any:
+    if isinstance(device_map, str) and device_map in PLANS:
+        return device_map
+    if not isinstance(device_map, Mapping):
+        _check_device(device_map, f"one of {', '.join(PLANS)}, a device, or a dict from modules to devices")
+        return {"": device_map}
+    for name, where in device_map.items():
+        if not isinstance(name, str):
+            raise ModelError(f"device_map has {name!r:.40}, which is no module's name")
+        _check_device(where, "cpu, disk, cuda:<n> or <n>")
+    return dict(device_map)
+
+
+def _check_device(where: Any, choices: str) -> None:
+    """Raise `ModelError` unless a layer can be there on this machine."""
+    text = f"cuda:{where}" if isinstance(where, int) and not isinstance(where, bool) else str(where)
+    kind, _, number = text.partition(":")
+    if text in ("cpu", "disk"):
+        return
+    if kind != "cuda" or not (number or "0").isdecimal():
+        raise ModelError(f"device_map has {where!r:.40}: give {choices}")
+    if int(number or 0) >= torch.cuda.device_count():
+        raise ModelError(
+            f"device_map has {where!r:.40}, and torch sees {torch.cuda.device_count()} GPUs: give {choices}"
+        )
+
+
+def _sizes(max_memory: Any) -> dict[int | str, int]:
+    from accelerate.utils import convert_file_size_to_int
+
+    form = 'a dict such as {"cpu": "8GiB", 0: "20GiB"}'
+    if not isinstance(max_memory, Mapping):
+        raise ModelError(f"max_memory={max_memory!r:.60}: give {form}")
+    for where, size in max_memory.items():
+        is_gpu = isinstance(where, int) and not isinstance(where, bool) and 0 <= where < torch.cuda.device_count()
+        if not is_gpu and where != "cpu":
+            gpus = torch.cuda.device_count()
+            raise ModelError(f"max_memory has {where!r:.40}, and this machine has cpu and {gpus} GPUs: give {form}")
+        if isinstance(size, bool) or not isinstance(size, int | str):
+            raise ModelError(f"max_memory has {size!r:.40} for {where}: give bytes, or a size such as '8GiB'")
+    try:
+        return {where: convert_file_size_to_int(size) for where, size in max_memory.items()}
+    except ValueError as error:
+        raise ModelError(f"max_memory={dict(max_memory)!r:.60}: {' '.join(str(error).split())}") from None
+
+
+def _folder(folder: Any) -> str:
+    """Return a folder's path; it is there then, and can be written."""
+    try:
+        path = Path(os.path.expanduser(os.fspath(folder)))
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return str(path)
+    except (OSError, TypeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ModelError(f"offload_folder {str(folder)!r:.80} cannot be written ({reason}): give another one") from None
