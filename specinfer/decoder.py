@@ -285,10 +285,10 @@ class SpeculativeDecoder:
 
     def _row(self, common: Mapping[str, Any], prompt: Any, index: int) -> Row:
         """Return the row of one of many prompts, with options of its own over common ones."""
-        own = dict(prompt) if isinstance(prompt, Mapping) and "prompt" in prompt else {"prompt": prompt}
-        if self.policy.kind is not Kind.RANKED and (named := sorted(own.keys() & set(WARPERS))):
+        given = dict(prompt) if isinstance(prompt, Mapping) and "prompt" in prompt else {"prompt": prompt}
+        if self.policy.kind is not Kind.RANKED and (named := sorted(given.keys() & set(WARPERS))):
             raise SamplingError(f"{named[0]} of one prompt: sampled trees are drawn from one distribution for all")
-        run = self.open(**{**common, **own})
+        run = self.open(**{**common, **given})
         if not run.single:
             raise InputError("one of many prompts is a list of prompts: give each its own place")
         run.rows[0].index = index

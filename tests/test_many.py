@@ -59,7 +59,7 @@ def taken(found):
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_rows_that_join_are_what_they_are_alone(target, kind, temperature):
     """Ids, and the trees that drafts grew, up to those that the end of the text makes lower."""
-    made, compared = decoder(target, DRAFTS[kind](target), BestFirst(80, 8) if kind == "lookahead" else TREE), 0
+    made, compared = decoder(target, DRAFTS[kind](target), BestFirst(80, 9) if kind == "lookahead" else TREE), 0
     prompts = [{**prompt, "max_new_tokens": 2 * new + 4} for prompt, new in zip(own(), BUDGETS, strict=True)]
     for max_rows in (2, 3):
         found = taken(made.generate_many(prompts, max_rows=max_rows, temperature=temperature))
