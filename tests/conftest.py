@@ -20,9 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from specinfer import TokenTree, check_model
 from specinfer.tree import Draw
 
-if (
-    "PYTEST_XDIST_WORKER" in os.environ
-):  # a thread each for the workers and for what they start: more would wait for each other
+if "PYTEST_XDIST_WORKER" in os.environ:  # a thread for each worker and for what it starts: more would wait
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
