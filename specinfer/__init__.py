@@ -16,6 +16,7 @@ from specinfer.errors import SpecinferError
 if TYPE_CHECKING:
     from specinfer.adaptive.policy import Auto
     from specinfer.attention import ModelCheck, check_model
+    from specinfer.batch import generate_files, read_prompts
     from specinfer.decoder import SpeculativeDecoder
     from specinfer.drafts.base import Draft
     from specinfer.drafts.head import HeadDraft
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from specinfer.drafts.recycling import RecyclingDraft
     from specinfer.drafts.suffix import SuffixDraft
     from specinfer.engine.generation import Run
+    from specinfer.engine.many import Finished
     from specinfer.engine.scoring import Score
     from specinfer.engine.target_view import verify_tree
     from specinfer.engine.text_stream import TextStream
@@ -44,6 +46,7 @@ __version__ = "0.1.0"
 _HOME = {
     "adaptive.policy": "Auto",
     "attention": "ModelCheck check_model",
+    "batch": "generate_files read_prompts",
     "decoder": "SpeculativeDecoder",
     "drafts.base": "Draft",
     "drafts.head": "HeadDraft",
@@ -54,6 +57,7 @@ _HOME = {
     "drafts.recycling": "RecyclingDraft",
     "drafts.suffix": "SuffixDraft",
     "engine.generation": "Run",
+    "engine.many": "Finished",
     "engine.scoring": "Score",
     "engine.target_view": "verify_tree",
     "engine.text_stream": "TextStream",
@@ -79,6 +83,7 @@ __all__ = [
     "DraftReport",
     "ExactMatch",
     "Expansion",
+    "Finished",
     "HeadDraft",
     "Inspection",
     "LookaheadDraft",
@@ -111,9 +116,11 @@ __all__ = [
     "check_model",
     "compare",
     "custom_generate",
+    "generate_files",
     "inspect",
     "merge",
     "paper_tables",
+    "read_prompts",
     "record",
     "replay",
     "verify_tree",

@@ -38,7 +38,7 @@ from specinfer.drafts.through_text import ThroughTextDraft
 from specinfer.drafts.translated import TranslatedDraft
 from specinfer.engine.contrastive import CandidateTrees
 from specinfer.engine.generation import MAX_ROWS, Run
-from specinfer.engine.many import Finished, finished
+from specinfer.engine.many import Finished, check_joins, finished
 from specinfer.engine.sampling import WARPERS, GenerationSettings, by_row, resolve
 from specinfer.engine.scoring import continuations, score
 from specinfer.engine.sequence import Row
@@ -280,7 +280,7 @@ class SpeculativeDecoder:
         if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
             raise InputError(f"prompts={prompts!r:.60} are not many: give a list or an iterator, or use generate")
         keep, common = checked_flag("keep_stop_string", keep_stop_string), {**options, "seed": seed}
-        self.open([0], **{**common, "seed": row_seeds(seed or 0, 1)})  # raises
+        check_joins(self.open([0], **{**common, "seed": row_seeds(seed or 0, 1)}).rows[0])  # or opening raises
         return finished(self, prompts, partial(self._row, common), checked_count("max_rows", max_rows, 1), keep)
 
     def _row(self, common: Mapping[str, Any], prompt: Any, index: int) -> Row:

@@ -27,6 +27,21 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         InputError: the file cannot be read, or a line is not such an object.
     """
+    for number, row in read_objects(path):
+        prompt = row.get("prompt")
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise InputError(f'{path}, line {number} has no "prompt" with text in it: give each line one')
+        if not is_text(prompt):
+            raise InputError(f"{path}, line {number} holds half a surrogate pair, which is not text")
+        yield number, row
+
+
+def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield line numbers, from 1, and objects of a file of JSON lines; skip blank lines.
+
+    Raises:
+        InputError: the file cannot be read, or a line is not an object.
+    """
     for number, line in read_lines(path):
         if not line.strip():
             continue
@@ -34,11 +49,8 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             row = parse_json(line)
         except ValueError as error:
             raise InputError(f"{path}, line {number} is not JSON ({error}): give one object a line") from error
-        prompt = row.get("prompt") if isinstance(row, dict) else None
-        if not isinstance(prompt, str) or not prompt.strip():
-            raise InputError(f'{path}, line {number} has no "prompt" with text in it: give each line one')
-        if not is_text(prompt):
-            raise InputError(f"{path}, line {number} holds half a surrogate pair, which is not text")
+        if not isinstance(row, dict):
+            raise InputError(f'{path}, line {number} is no object: give one with "prompt" a line')
         yield number, row
 
 

@@ -247,7 +247,13 @@ ERRORS = {
     "not a number": (["generate", "hi", "--nodes", "many"], "--nodes"),
     "unknown option": (["generate", "hi", "--beams", "2"], "--beams"),
     "unknown command": (["generat", "hi"], "generat"),
-    "no prompt": (["generate"], "prompt"),
+    "no prompt": (["generate"], "give a prompt"),
+    "two sources": (["generate", "hi", "--prompts", "f", "--out", "x"], "one of the two"),
+    "nowhere to write": (["generate", "--prompts", "f"], "go together"),
+    "nothing to read": (["generate", "hi", "--out", "x"], "go together"),
+    "a tree of many": (["generate", "--prompts", "f", "--out", "x", "--show-tree"], "one prompt"),
+    "many in processes": (["generate", "--prompts", "f", "--out", "x", "--tensor-parallel", "2"], "one process"),
+    "no such file": (["generate", "--prompts", "nope.jsonl", "--out", "x"], "nope.jsonl"),
     "nothing that learns": (["generate", "hi", "--draft", "draft", "--online"], "can learn (draft)"),
     "nothing learnt to save": (["generate", "hi", "--save-drafts", "x"], "add --online"),
 }
@@ -365,9 +371,13 @@ GENERATE = {
     *("--target", "--draft", "--tree", "--nodes", "--depth", "--expansion", "--max-new-tokens", "--temperature"),
     *("--top-p", "--top-k", "--seed", "--dtype", "--device", "--raw", "--show-tree", "--confidence-gate", "--json"),
     *("--profile", "--memory", "--online", "--save-drafts", "--penalty-alpha", "--tensor-parallel"),
+    *("--prompts", "--out", "--max-rows"),
     *PLACEMENT,
 }
 NOT_OF_TREE = (
+    "--prompts",
+    "--out",
+    "--max-rows",
     "--show-tree",
     "--confidence-gate",
     "--profile",

@@ -18,8 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import specinfer.loading
 from specinfer import Chain, Comparison, ModelDraft, SpeculativeDecoder, TokenTree, check_model, cli, compare, merge
+from specinfer.common.records import RECORDS, SETTINGS
 from specinfer.errors import InputError, ModelError, SpecinferError
-from specinfer.evaluation.compare.files import RECORDS, SETTINGS, read_prompt_file
+from specinfer.evaluation.compare.files import read_prompt_file
 from specinfer.evaluation.compare.methods import METHODS, OURS, HitRates, OnePath, build_methods, count_hits
 from specinfer.evaluation.compare.report import bootstrap, summarise
 from specinfer.evaluation.compare.runner import common_prefix, generation_options

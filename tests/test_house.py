@@ -20,7 +20,7 @@ LAYERS = [
     ["loading", "results", "prompts"],
     ["engine", "drafts", "adaptive"],
     ["decoder"],
-    ["training", "evaluation"],
+    ["training", "evaluation", "batch"],
     ["viz"],
     ["integrations"],
     ["cli"],

@@ -179,7 +179,9 @@ def test_what_is_wrong_with_all_prompts_is_said_at_once(target):
     for prompts in ("text", {"prompt": [1]}, 7):
         with pytest.raises(InputError, match="not many"):
             made.generate_many(prompts)
-    (done,) = made.generate_many([[1, 2]], penalty_alpha=0.6, top_k=4)
+    with pytest.raises(SamplingError, match="contrastive"):
+        made.generate_many([[1, 2]], penalty_alpha=0.6, top_k=4)
+    (done,) = made.generate_many([{"prompt": [1, 2], "penalty_alpha": 0.6, "top_k": 4}])
     assert "contrastive" in str(done.error)
     (done,) = decoder(target, [like(target)], Sampled((2,))).generate_many([{"prompt": [1], "top_p": 0.5}])
     assert "one distribution" in str(done.error)

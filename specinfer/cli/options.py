@@ -15,6 +15,7 @@ from specinfer.errors import InputError
 Number = TypeVar("Number")
 
 PromptText = Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")]
+MaybePrompt = Annotated[str | None, typer.Argument(help="The prompt; - reads it from standard input.")]
 PromptFiles = Annotated[
     list[Path] | None, typer.Option(help='JSON lines with "prompt", optionally "id" and "split"; a set each. Repeat.')
 ]

@@ -1,4 +1,4 @@
-"""``specinfer generate`` and ``specinfer tree``: text as it is written, and the tree of one step.
+"""``specinfer generate`` and ``specinfer tree``: text as it is written, files of prompts, and the tree of one step.
 
 Knows: options, standard input and output.  Does not know: how text is decoded.
 """
@@ -10,12 +10,20 @@ from typing import Annotated, Any
 import typer
 
 from specinfer.cli import options
-from specinfer.cli.terminal import print_json
+from specinfer.cli.terminal import print_json, stage_bars
 from specinfer.errors import InputError
 
 
 def generate(
-    prompt: options.PromptText,
+    prompt: options.MaybePrompt = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(help='In place of a prompt, files: JSON lines with "prompt", maybe "id" and "options". Repeat.'),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="With --prompts: folder for the results; a killed run goes on.")
+    ] = None,
+    max_rows: Annotated[int, typer.Option(help="With --prompts: texts at a time.", min=1)] = 16,
     target: options.Target = None,
     draft: options.Drafts = None,
     tree: options.Tree = "auto",
@@ -54,7 +62,8 @@ def generate(
     show_tree: Annotated[bool, typer.Option("--show-tree", help="Draw the tree that gained most.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Generate text, streamed, with a summary of what speculation did."""
+    """Generate text, streamed, with a summary of what speculation did; or for whole files, into a folder."""
+    check_source(prompt, prompts, out, tensor_parallel, show_tree)
     if as_json and show_tree:
         raise InputError("--show-tree draws beside the text, and --json has every step's tree: leave one out")
     if profile and tree != "auto":
@@ -65,13 +74,17 @@ def generate(
     policy = build_policy(tree, nodes, depth, expansion, given)
     models: dict[str, Any] = {"dtype": dtype, "device": device, "confidence_gate": confidence_gate, "online": online}
     models |= {"tensor_parallel": tensor_parallel, **options.placement(device_map, max_memory, offload_folder)}
-    text, decoder = prepare(prompt, target, draft, policy, memory=read_memory(memory), **models)
-    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "penalty_alpha": penalty_alpha}
-    stream = decoder.stream(text, raw=raw, max_new_tokens=max_new_tokens, seed=seed, **sampling)
-    for piece in stream:
-        if not as_json:
-            print(piece, end="", flush=True)
-    result = stream.result
+    models["memory"] = read_memory(memory)
+    asked: dict[str, Any] = {"raw": raw, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    asked |= {"top_p": top_p, "top_k": top_k, "penalty_alpha": penalty_alpha}
+    result: Any
+    if prompts and out:
+        lines = read_files(prompts)
+        decoder = options.load_decoder(target, draft, tree=policy, **models)
+        result = generate_files(decoder, lines, out, max_rows, asked)
+    else:
+        text, decoder = prepare(str(prompt), target, draft, policy, **models)
+        result = streamed(decoder.stream(text, **asked), quiet=as_json)
     if not decoder.target.ranks.is_first:
         return
     if profile and not given:
@@ -83,7 +96,50 @@ def generate(
         decoder.save_drafts(save_drafts)
     if as_json:
         print_json(result.to_dict())
-        return
+    elif prompts:
+        print(result)
+    else:
+        summarise(decoder, result, show_tree)
+
+
+def check_source(
+    prompt: str | None, prompts: list[Path] | None, out: Path | None, processes: int, show_tree: bool
+) -> None:
+    """Raise for options that do not say where prompts come from and where texts go."""
+    if (prompt is None) == (not prompts):
+        raise InputError("give a prompt, or --prompts FILE and --out DIR, one of the two")
+    if bool(prompts) != (out is not None):
+        raise InputError("--prompts FILE and --out DIR go together: many texts are written to a folder")
+    if prompts and processes > 1:
+        raise InputError("--prompts is read by one process: leave out --tensor-parallel, or give one prompt")
+    if prompts and show_tree:
+        raise InputError("--show-tree draws the tree of one text: give one prompt, or leave it out")
+
+
+def read_files(paths: list[Path]) -> Any:
+    """Return the lines of files of prompts."""
+    from specinfer.batch import read_prompts
+
+    return read_prompts(paths)
+
+
+def generate_files(decoder: Any, lines: Any, out: Path, max_rows: int, asked: dict[str, Any]) -> Any:
+    """Generate for lines of files into a folder, under a bar; return the summary."""
+    from specinfer.batch import generate_files
+
+    return generate_files(decoder, lines, out, max_rows=max_rows, progress=stage_bars(), **asked)
+
+
+def streamed(stream: Any, quiet: bool) -> Any:
+    """Print the pieces of a text as they come; return the result."""
+    for piece in stream:
+        if not quiet:
+            print(piece, end="", flush=True)
+    return stream.result
+
+
+def summarise(decoder: Any, result: Any, show_tree: bool) -> None:
+    """Print what speculation did, and the tree that gained most."""
     print()
     stats = result.stats
     contributions = stats.drafts if len(stats.drafts) > 1 else ()

@@ -53,13 +53,18 @@ def finished(
         run.close()
 
 
+def check_joins(row: Row) -> None:
+    """Raise `SamplingError` for a row that cannot join others."""
+    if row.contrast.alpha:
+        raise SamplingError("contrastive search takes all rows at once: use generate, or no penalty_alpha")
+
+
 def _rows(prompts: Iterable[Any], row_of: Callable[[Any, int], Row], bad: list[Finished]) -> Iterator[Row]:
     """Yield a row for each good prompt, and put the others into a list."""
     for index, prompt in enumerate(prompts):
         try:
             row = row_of(prompt, index)
-            if row.contrast.alpha:
-                raise SamplingError("contrastive search takes all rows at once: use generate, or no penalty_alpha")
+            check_joins(row)
         except SpecinferError as error:
             bad.append(Finished(index, None, error))
         else:

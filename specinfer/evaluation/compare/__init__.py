@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 from specinfer.common.files import locked
 from specinfer.common.values import Progress, checked_names, plain
-from specinfer.evaluation.compare.files import append, begin
+from specinfer.evaluation.compare.files import records_of
 from specinfer.evaluation.compare.plan import Plan
 from specinfer.evaluation.compare.result import Comparison
 from specinfer.evaluation.compare.runner import Runner
@@ -83,12 +83,13 @@ def _run(plan: Plan, folder: Path, progress: Progress) -> Comparison:
     """Measure what the folder does not hold yet, and append each finished prompt to it."""
     jobs = plan.jobs()
     settings = plan.settings(jobs)
-    records = begin(folder, settings)
+    kept = records_of(folder)
+    records = kept.begin(settings)
     done = {(record["set"], record["place"], record["temperature"]) for record in records}
     left = [job for job in jobs if (job.set, job.seed, job.temperature) not in done]
     if left:
         runner = Runner(plan, left)
         for job in progress(left, len(records)):
             records.append(runner.measure(job))
-            append(folder, records[-1])
+            kept.append(records[-1])
     return Comparison(settings, records)

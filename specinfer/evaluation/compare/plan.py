@@ -5,18 +5,15 @@ Knows: prompts and their sets, the machine.  Does not know: how anything is meas
 
 import hashlib
 import os
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from specinfer import loading
 from specinfer.common.files import weights_digest
 from specinfer.common.values import checked_count, checked_flag, checked_names, checked_temperature
+from specinfer.engine.provenance import machine, versions
 from specinfer.errors import InputError
 from specinfer.evaluation.compare.files import read_prompt_file
 from specinfer.evaluation.compare.methods import METHODS
@@ -137,17 +134,6 @@ class Plan:
             "dtype": str(loading.resolve_dtype(self.dtype, device)).removeprefix("torch."),
             **{name: getattr(self, name) for name in same},
             "prompts": digests,
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            "cpu": _cpu_name(),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            **{package: version(package) for package in ("specinfer", "torch", "transformers")},
+            **machine(device),
+            **versions(),
         }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -11,7 +11,7 @@ from typing import Any
 
 from specinfer.common.display import draw
 from specinfer.errors import InputError
-from specinfer.evaluation.compare.files import read_folder
+from specinfer.evaluation.compare.files import records_of
 from specinfer.evaluation.compare.report import summarise, tables
 
 
@@ -37,7 +37,7 @@ class Comparison:
         Raises:
             InputError: the folder holds no comparison, or a damaged one.
         """
-        found = cls(*read_folder(Path(folder)))
+        found = cls(*records_of(Path(folder)).read())
         try:
             found.table()
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

@@ -11,27 +11,23 @@ A trace is host data (numpy).  Along one text of n new tokens, D levels deep:
 A folder holds ``trace.json`` (settings, format) and one ``.safetensors`` file per text, written when the text is done.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib.metadata import version
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from specinfer.attention import TreeModel, value_of
 from specinfer.common.files import lock_settings, locked, read_json, write_whole
 from specinfer.common.values import checked_count, checked_temperature
 from specinfer.decoder import SpeculativeDecoder
-from specinfer.drafts.head import tokenizer_fingerprint
+from specinfer.engine.provenance import models_of, versions
 from specinfer.errors import InputError
 
 FORMAT = 2
@@ -41,7 +37,6 @@ SHAPE = {"drafts", "temperature", *LEASTS}
 ROUNDING = 1e-4  # of probabilities
 TREE = ("first", "tree_tokens", "tree_parents", "tree_scores")
 TOP = 16  # candidates kept per node, also where whole distributions are kept
-SKETCH = 16  # entries of each weight that stand for it in a fingerprint
 
 Ids = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -400,7 +395,7 @@ def check_models(folder: Path, settings: Mapping[str, Any], decoder: Speculative
     Raises:
         InputError: names the model that differs.
     """
-    found = model_settings(decoder)
+    found = models_of(decoder)
     for what, value in found.items():
         if settings.get(what) != value:
             raise InputError(
@@ -416,37 +411,8 @@ def trace_settings(decoder: SpeculativeDecoder, sizes: Mapping[str, Any], temper
     return {
         "format": FORMAT,
         "model": name.rstrip("/").split("/")[-1],
-        **model_settings(decoder),
+        **models_of(decoder),
         **sizes,
         "temperature": temperature,
-        "versions": {package: version(package) for package in ("specinfer", "torch", "transformers")},
+        "versions": versions(),
     }
-
-
-def model_settings(decoder: SpeculativeDecoder) -> dict[str, Any]:
-    """Return what identifies the target, its tokens, the drafts and the arithmetic."""
-    target, tokenizer = decoder.target, decoder.tokenizer
-    return {
-        "target": {"class": target.name, "weights": _fingerprint(target.model)},
-        "tokenizer": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
-        "drafts": [_draft_settings(draft) for draft in decoder.drafts],
-        "dtype": str(target.dtype).removeprefix("torch."),
-    }
-
-
-def _draft_settings(draft: Any) -> dict[str, Any]:
-    model = getattr(draft, "model", None)
-    weights = _fingerprint(model.model) if isinstance(model, TreeModel) else None
-    sizes = {name: getattr(draft, name) for name in ("max_ngram", "max_context") if hasattr(draft, name)}
-    return {"name": draft.name, "weights": weights, **sizes}
-
-
-def _fingerprint(model: torch.nn.Module) -> str:
-    """Return the SHA-256 of every weight's name, type, shape and a few of its entries."""
-    digest = hashlib.sha256()
-    for name, weight in model.state_dict().items():
-        owner, _, entry = name.rpartition(".")
-        flat = value_of(model.get_submodule(owner), entry).reshape(-1)
-        sketch = flat[:: max(1, len(flat) // SKETCH)].double().cpu().numpy()
-        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode() + sketch.tobytes())
-    return digest.hexdigest()[:32]

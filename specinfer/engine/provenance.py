@@ -1,0 +1,71 @@
+"""What made a folder of results: models, tokens, arithmetic, machine and versions, JSON-ready.
+
+Knows: what identifies a model and a machine.  Does not know: what the results are.
+"""
+
+import hashlib
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specinfer.attention import TreeModel, value_of
+from specinfer.drafts.head import tokenizer_fingerprint
+from specinfer.engine.generation import Decoder
+
+SKETCH = 16  # entries of each weight that stand for it in a fingerprint
+
+
+def models_of(decoder: Decoder) -> dict[str, Any]:
+    """Return what identifies the target, its tokens, the drafts and the arithmetic."""
+    target, tokenizer = decoder.target, decoder.tokenizer
+    return {
+        "target": {"class": target.name, "weights": _fingerprint(target.model)},
+        "tokenizer": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
+        "drafts": [_draft(draft) for draft in decoder.drafts],
+        "dtype": str(target.dtype).removeprefix("torch."),
+    }
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Return what identifies the machine."""
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that texts and figures may depend on."""
+    return {package: version(package) for package in ("specinfer", "torch", "transformers")}
+
+
+def _draft(draft: Any) -> dict[str, Any]:
+    model = getattr(draft, "model", None)
+    weights = _fingerprint(model.model) if isinstance(model, TreeModel) else None
+    sizes = {name: getattr(draft, name) for name in ("max_ngram", "max_context") if hasattr(draft, name)}
+    return {"name": draft.name, "weights": weights, **sizes}
+
+
+def _fingerprint(model: torch.nn.Module) -> str:
+    """Return the SHA-256 of every weight's name, type, shape and a few of its entries."""
+    digest = hashlib.sha256()
+    for name, weight in model.state_dict().items():
+        owner, _, entry = name.rpartition(".")
+        flat = value_of(model.get_submodule(owner), entry).reshape(-1)
+        sketch = flat[:: max(1, len(flat) // SKETCH)].double().cpu().numpy()
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode() + sketch.tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
