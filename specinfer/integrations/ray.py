@@ -1,0 +1,125 @@
+"""Ray Data: a dataset of prompts in, the same dataset with texts out, on as many machines as the cluster has.
+
+Knows: Ray Data's actors and columns.  Does not know: how prompts are decoded, where an actor runs.
+
+Ray places actors, moves blocks, starts a dead actor anew and gives it its block again.  Nothing of that is here.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from specinfer.common.values import checked_count, checked_names
+from specinfer.decoder import SpeculativeDecoder, row_seeds
+from specinfer.engine.generation import MAX_ROWS
+from specinfer.errors import InputError
+
+try:
+    import pyarrow as pa
+    import ray.data
+except ImportError as missing:
+    raise InputError('Ray Data is not installed: pip install "specinfer[ray]"') from missing
+
+COLUMNS: dict[str, pa.DataType] = {
+    "text": pa.string(),
+    "token_ids": pa.list_(pa.int64()),
+    "finish_reason": pa.string(),
+    "seed": pa.int64(),  # null if greedy
+    "target_passes": pa.int64(),
+    "error": pa.string(),  # why the prompt was refused; null beside a text
+}
+
+
+def generate(
+    dataset: "ray.data.Dataset",
+    column: str = "prompt",
+    *,
+    target: str | None = None,
+    drafts: Any = "auto",
+    load: Callable[..., SpeculativeDecoder] = SpeculativeDecoder.from_pretrained,
+    load_options: Mapping[str, Any] | None = None,
+    concurrency: int = 1,
+    num_cpus: float = 1,
+    num_gpus: float = 0,
+    block: int = 64,
+    max_rows: int = MAX_ROWS,
+    seed: int = 0,
+    **options: Any,
+) -> "ray.data.Dataset":
+    """Generate for every row of a dataset of Ray Data, in actors that hold a decoder each.
+
+    Rows keep their order.  A row whose prompt is refused gets the reason in "error", and the others go on.  If an actor
+    dies, Ray starts another and repeats the block that was lost, no other.  A text does not depend on the actor, up to
+    rounding of the machines.
+
+    Args:
+        dataset: lazy or not; nothing runs before it is consumed.
+        column: of prompts: text, token ids or chat messages.
+        target, drafts: of `SpeculativeDecoder.from_pretrained`, which is called once in each actor.
+        load: called in its place with target, drafts and ``load_options``, for models of your own.
+        load_options: more of its arguments, for example ``{"dtype": "float32", "tree": None}``.
+        concurrency: actors.
+        num_cpus, num_gpus: of each actor; it computes with so many threads.
+        block: rows that an actor takes at a time.
+        max_rows: rows decoded at a time.
+        seed: the same for every row, unless the dataset has a column "seed".
+        **options: of `SpeculativeDecoder.generate_many`, for all rows.
+
+    Returns:
+        the dataset with the columns "text", "token_ids", "finish_reason", "seed", "target_passes" and "error".
+
+    Raises:
+        InputError: not a dataset, no such column, columns that would be overwritten, or a number out of range.
+        ray.exceptions.RayTaskError: later, when it is consumed: what is wrong with every row, or with a model.
+    """
+    if not isinstance(dataset, ray.data.Dataset):
+        raise InputError(f"dataset={dataset!r:.60} is not of Ray Data: make one with ray.data.from_items or read_json")
+    checked_names("column", column)
+    names = dataset.columns() or []
+    if column not in names:
+        raise InputError(
+            f"the dataset has no column {column!r}, but {', '.join(names) or 'none'}: name that of prompts"
+        )
+    if taken := sorted({*names} & {*COLUMNS} - {"seed"}):
+        raise InputError(f"the dataset has a column {taken[0]!r} already: rename it, or drop it")
+    sizes = {"concurrency": concurrency, "block": block, "max_rows": max_rows}
+    for name, value in sizes.items():
+        checked_count(name, value, 1)
+    dataset.context.execution_options.preserve_order = True
+    return dataset.map_batches(
+        _Generator,
+        fn_constructor_args=(column, load, target, drafts, dict(load_options or {})),
+        fn_constructor_kwargs={**options, "max_rows": max_rows, "seed": row_seeds(seed, 1)[0]},
+        batch_format="pyarrow",
+        batch_size=block,
+        compute=ray.data.ActorPoolStrategy(size=concurrency),
+        num_cpus=num_cpus,
+        num_gpus=num_gpus or None,
+    )
+
+
+class _Generator:
+    """An actor's decoder."""
+
+    def __init__(
+        self, column: str, load: Callable[..., SpeculativeDecoder], *given: Any, seed: int, **options: Any
+    ) -> None:
+        target, drafts, load_options = given
+        self.column, self.seed, self.options = column, seed, options
+        self.decoder = load(target, drafts, **load_options)
+
+    def __call__(self, rows: pa.Table) -> pa.Table:
+        """Return the rows with what was generated for them."""
+        prompts = rows.column(self.column).to_pylist()
+        seeds = rows.column("seed").to_pylist() if "seed" in rows.column_names else [self.seed] * len(prompts)
+        asked = ({"prompt": prompt, "seed": seed} for prompt, seed in zip(prompts, seeds, strict=True))
+        found: dict[str, list[Any]] = {name: [None] * len(prompts) for name in COLUMNS}
+        for number, result, error in self.decoder.generate_many(asked, **self.options):
+            found["error"][number] = error and str(error)
+            if result is not None:
+                found["target_passes"][number] = result.stats.target_passes
+                for name in ("text", "token_ids", "finish_reason", "seed"):
+                    found[name][number] = getattr(result, name)
+        kept = rows.drop_columns(["seed"]) if "seed" in rows.column_names else rows
+        for name, kind in COLUMNS.items():
+            kept = kept.append_column(name, pa.array(found[name], kind))
+        return kept
