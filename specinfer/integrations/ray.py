@@ -6,26 +6,24 @@ Ray places actors, moves blocks, starts a dead actor anew and gives it its block
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specinfer.common.values import checked_count, checked_names
 from specinfer.decoder import SpeculativeDecoder, row_seeds
 from specinfer.engine.generation import MAX_ROWS
 from specinfer.errors import InputError
 
-try:
-    import pyarrow as pa
+if TYPE_CHECKING:
+    import pyarrow
     import ray.data
-except ImportError as missing:
-    raise InputError('Ray Data is not installed: pip install "specinfer[ray]"') from missing
 
-COLUMNS: dict[str, pa.DataType] = {
-    "text": pa.string(),
-    "token_ids": pa.list_(pa.int64()),
-    "finish_reason": pa.string(),
-    "seed": pa.int64(),  # null if greedy
-    "target_passes": pa.int64(),
-    "error": pa.string(),  # why the prompt was refused; null beside a text
+COLUMNS = {  # of results, and their types in Arrow: "seed" is null if greedy, and "error" beside a text
+    "text": "string",
+    "token_ids": "ids",
+    "finish_reason": "string",
+    "seed": "int64",
+    "target_passes": "int64",
+    "error": "string",
 }
 
 
@@ -68,9 +66,14 @@ def generate(
         the dataset with the columns "text", "token_ids", "finish_reason", "seed", "target_passes" and "error".
 
     Raises:
-        InputError: not a dataset, no such column, columns that would be overwritten, or a number out of range.
+        InputError: Ray Data is not installed; not a dataset, no such column, columns that would be overwritten, or a
+            number out of range.
         ray.exceptions.RayTaskError: later, when it is consumed: what is wrong with every row, or with a model.
     """
+    try:
+        import ray.data
+    except ImportError as error:
+        raise InputError('Ray Data is not installed: pip install "specinfer[ray]"') from error
     if not isinstance(dataset, ray.data.Dataset):
         raise InputError(f"dataset={dataset!r:.60} is not of Ray Data: make one with ray.data.from_items or read_json")
     checked_names("column", column)
@@ -107,8 +110,10 @@ class _Generator:
         self.column, self.seed, self.options = column, seed, options
         self.decoder = load(target, drafts, **load_options)
 
-    def __call__(self, rows: pa.Table) -> pa.Table:
+    def __call__(self, rows: "pyarrow.Table") -> "pyarrow.Table":
         """Return the rows with what was generated for them."""
+        import pyarrow
+
         prompts = rows.column(self.column).to_pylist()
         seeds = rows.column("seed").to_pylist() if "seed" in rows.column_names else [self.seed] * len(prompts)
         asked = ({"prompt": prompt, "seed": seed} for prompt, seed in zip(prompts, seeds, strict=True))
@@ -121,5 +126,6 @@ class _Generator:
                     found[name][number] = getattr(result, name)
         kept = rows.drop_columns(["seed"]) if "seed" in rows.column_names else rows
         for name, kind in COLUMNS.items():
-            kept = kept.append_column(name, pa.array(found[name], kind))
+            of_ids = pyarrow.list_(pyarrow.int64())
+            kept = kept.append_column(name, pyarrow.array(found[name], of_ids if kind == "ids" else kind))
         return kept

@@ -1,0 +1,104 @@
+"""Tokens a second over many prompts, some rows at a time: specinfer with and without speculation, and transformers.
+
+    python benchmarks/many.py --prompts code.jsonl chat.jsonl --count 32 --max-new-tokens 64 --rows 1 4 16
+        [--rounds 2] [--dtype float32] [--batch] [--out FILE]
+
+``generate_many`` with ``auto`` and without speculation, and transformers' ``generate`` on batches of so many rows, padded
+on the left, in the order of the file; --batch adds its continuous batching, ``generate_batch``, which chooses rows
+itself.  All take turns, greedily, on all prompts; prompts count.  The table has all tokens over all seconds, of the
+fastest round each; tokens after the end of a text do not count.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from common import read_prompts
+from transformers import GenerationConfig
+
+from specinfer import SpeculativeDecoder
+from specinfer.loading import load
+
+Method = Callable[[int], int]  # rows at a time -> tokens
+
+
+def methods(args: argparse.Namespace) -> dict[str, Method]:
+    """Return what answers all prompts, by name."""
+    loaded = load(args.target, args.dtype)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    auto = SpeculativeDecoder(model, tokenizer, "auto")
+    plain = SpeculativeDecoder(model, tokenizer, [], None)
+    prompts = auto.read(read_prompts(args.prompts, args.count)).rows
+    end = auto.generate(prompts[0], max_new_tokens=1, temperature=0) and model.generation_config.eos_token_id
+    ends = {end} if isinstance(end, int) else {*(end or ())}
+    pad = min(ends, default=0)
+
+    def ours(decoder: SpeculativeDecoder) -> Method:
+        def run(rows: int) -> int:
+            options = {"max_rows": rows, "max_new_tokens": args.max_new_tokens, "temperature": 0}
+            return sum(len(done.result.token_ids) for done in decoder.generate_many(prompts, **options) if done.result)
+
+        return run
+
+    def padded(rows: int) -> int:
+        tokens = 0
+        for start in range(0, len(prompts), rows):
+            batch = prompts[start : start + rows]
+            longest = max(map(len, batch))
+            ids = torch.tensor([[pad] * (longest - len(row)) + row for row in batch])
+            mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in batch])
+            options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": False, "pad_token_id": pad}
+            output = model.generate(ids, attention_mask=mask, **options)[:, longest:].tolist()
+            tokens += sum(counted(row, ends) for row in output)
+        return tokens
+
+    def continuous(rows: int) -> int:
+        config = GenerationConfig(
+            do_sample=False, max_new_tokens=args.max_new_tokens, eos_token_id=[*ends], pad_token_id=pad
+        )
+        found = model.generate_batch(prompts, generation_config=config, progress_bar=False)
+        return sum(counted(list(output.generated_tokens), ends) for output in found.values())
+
+    found = {"auto": ours(auto), "without speculation": ours(plain), "generate, padded": padded}
+    return found | ({"generate_batch": continuous} if args.batch else {})
+
+
+def counted(ids: list[int], ends: set[int]) -> int:
+    """Return how many tokens a text has, its end included."""
+    return next((place for place, token in enumerate(ids, 1) if token in ends), len(ids))
+
+
+def main() -> None:
+    """Measure, print a line for each number of rows, and maybe write JSON."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--target", help="hub name or folder; default SmolLM2-135M-Instruct")
+    p.add_argument("--prompts", nargs="+", type=Path, required=True, help='JSON lines with "prompt" and "split"')
+    p.add_argument("--count", type=int, default=32, help="prompts in all, split evenly between the files")
+    p.add_argument("--max-new-tokens", type=int, default=64)
+    p.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    p.add_argument("--rounds", type=int, default=2)
+    p.add_argument("--dtype", default="auto")
+    p.add_argument("--batch", action="store_true")
+    p.add_argument("--out", type=Path)
+    args = p.parse_args()
+    runs = methods(args)
+    measured = []
+    for rows in args.rows:
+        rates: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(args.rounds):
+            for name, run in runs.items():
+                started = perf_counter()
+                tokens = run(rows)
+                rates[name].append(tokens / (perf_counter() - started))
+        measured.append({"rows": rows, **{name: max(found) for name, found in rates.items()}})
+        print(" | ".join(f"{key} {value:.1f}" for key, value in measured[-1].items()), flush=True)
+    if args.out:
+        args.out.write_text(json.dumps(measured, indent=1))
+
+
+if __name__ == "__main__":
+    main()
