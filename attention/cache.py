@@ -256,10 +256,7 @@ class TreeCache(Cache):
         self.max_capacity = max(self.max_capacity, other.max_capacity)
         used = max(other.lengths, default=0)
         self._reserve(used)
-        for layer in other.layers[len(self.layers) :]:  # if no pass has run here
-            self.layers.append(TreeLayer(weakref.proxy(self)))
-            if layer.is_initialized:
-                self.layers[-1].lazy_initialization(*layer.buffers)
+        self._open_layers_of(other)
         for stack in chain(*self.stacks):
             stack.make_rows(self.rows + other.rows)
         if other.layers:
@@ -268,6 +265,22 @@ class TreeCache(Cache):
         self.rows += other.rows
         self.lengths = [*self.lengths, *other.lengths]
         self._take_buffers()
+
+    @torch.inference_mode()
+    def begin_with(self, other: "TreeCache", length: int) -> None:
+        """Begin every row with the first slots of another cache's first row, of the same model.
+
+        Raises:
+            CacheError: this cache has slots already, or the other has not so many.
+        """
+        if self.pending or any(self.lengths) or not 0 < length <= other.lengths[0]:
+            raise CacheError(f"rows of {self.lengths} slots cannot begin with {length} of {other.lengths[0]} others")
+        self._reserve(length)
+        self._open_layers_of(other)
+        for mine, theirs in zip(chain(*self.stacks), chain(*other.stacks), strict=True):
+            mine.data[:, : self.rows, :, :length] = theirs.data[:, :1, :, :length]
+        self.lengths = [length] * self.rows
+        self._buffers = None
 
     def forget(self, counts: Sequence[int]) -> None:
         """Drop the last ``counts[b]`` committed slots of every row; nothing may be pending."""
@@ -287,6 +300,13 @@ class TreeCache(Cache):
             for shape in (tuple(buffer.shape) for buffer in layer.buffers if layer.is_initialized):
                 if shape[0] < self.rows or shape[2] != self.capacity:
                     raise CacheError(f"layer {index} holds {shape}, expected {self.rows}+ rows of {self.capacity}")
+
+    def _open_layers_of(self, other: "TreeCache") -> None:
+        """Open the layers that another cache has, and this one has not yet, for no pass has run here."""
+        for layer in other.layers[len(self.layers) :]:
+            self.layers.append(TreeLayer(weakref.proxy(self)))
+            if layer.is_initialized:
+                self.layers[-1].lazy_initialization(*layer.buffers)
 
     def _reserve(self, needed: int) -> None:
         if needed <= self.capacity:

@@ -333,6 +333,10 @@ class TreeSession:
         self.cache.join(other.cache)
         self.prefill_seconds += other.prefill_seconds
 
+    def begin_with(self, other: "TreeSession", length: int) -> None:
+        """Begin every row with the first tokens of another session's first row; nothing was read here yet."""
+        self.cache.begin_with(other.cache, length)
+
     @torch.inference_mode()
     def _forward(
         self, layout: Layout, columns: Tensor | None, extra: dict[str, Tensor], run: Callable[[Inputs], Outputs]

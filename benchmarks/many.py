@@ -1,12 +1,12 @@
 """Tokens a second over many prompts, some rows at a time: specinfer with and without speculation, and transformers.
 
     python benchmarks/many.py --prompts code.jsonl chat.jsonl --count 32 --max-new-tokens 64 --rows 1 4 16
-        [--rounds 2] [--dtype float32] [--batch] [--out FILE]
+        [--rounds 2] [--dtype float32] [--methods auto plain generate generate_batch] [--out FILE]
 
-``generate_many`` with ``auto`` and without speculation, and transformers' ``generate`` on batches of so many rows, padded
-on the left, in the order of the file; --batch adds its continuous batching, ``generate_batch``, which chooses rows
-itself.  All take turns, greedily, on all prompts; prompts count.  The table has all tokens over all seconds, of the
-fastest round each; tokens after the end of a text do not count.
+``generate_many`` with ``auto`` and without speculation (plain), transformers' ``generate`` on batches of so many rows,
+padded on the left, in the order of the file, and its continuous batching, ``generate_batch``, which chooses rows
+itself.  All take turns, greedily, on all prompts; prompts count.  The table has all tokens over all seconds, of
+the fastest round each; tokens after the end of a text do not count.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from transformers import GenerationConfig
 from specinfer import SpeculativeDecoder
 from specinfer.loading import load
 
+METHODS = ["auto", "plain", "generate", "generate_batch"]
 Method = Callable[[int], int]  # rows at a time -> tokens
 
 
@@ -63,8 +64,8 @@ def methods(args: argparse.Namespace) -> dict[str, Method]:
         found = model.generate_batch(prompts, generation_config=config, progress_bar=False)
         return sum(counted(list(output.generated_tokens), ends) for output in found.values())
 
-    found = {"auto": ours(auto), "without speculation": ours(plain), "generate, padded": padded}
-    return found | ({"generate_batch": continuous} if args.batch else {})
+    found = {"auto": ours(auto), "plain": ours(plain), "generate": padded, "generate_batch": continuous}
+    return {name: found[name] for name in args.methods}
 
 
 def counted(ids: list[int], ends: set[int]) -> int:
@@ -82,7 +83,7 @@ def main() -> None:
     p.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     p.add_argument("--rounds", type=int, default=2)
     p.add_argument("--dtype", default="auto")
-    p.add_argument("--batch", action="store_true")
+    p.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS[:3])
     p.add_argument("--out", type=Path)
     args = p.parse_args()
     runs = methods(args)

@@ -20,6 +20,7 @@ from specinfer.engine.contrastive import CandidateTrees, search, sized
 from specinfer.engine.gumbel import SILENT
 from specinfer.engine.loop import decode
 from specinfer.engine.sequence import Row
+from specinfer.engine.shared_prefix import SharedPrefix
 from specinfer.engine.verify import ExactMatch, Verifier
 from specinfer.errors import InputError, SpecinferError
 from specinfer.results import Result, Seconds, Stats, Step, TreeSizes, acceptance_by_depth, contribution
@@ -107,6 +108,7 @@ class Run:
         self.before: dict[int, tuple[Seconds, list[tuple[int, float]]]] = {}  # clocks when a row joined
         self.learning = [draft for draft in decoder.drafts if hasattr(draft, "learn")]
         self.texts: list[list[int]] = []  # of rows that were taken, for drafts that learn
+        self.shared = SharedPrefix()
         self._iterator = self._run()
 
     def __iter__(self) -> Iterator[list[tuple[Row, Step]]]:
@@ -272,7 +274,7 @@ class Run:
         fed_at_first = padded_width(1 + usual[0] * min(usual[1], FIRST_LEVELS))
         fed = padded_width(1 + most[0] * most[1])  # best-first drops some of these nodes later
         target = decoder.target.session(len(rows), first + nodes_at_first, end + nodes, aux_layers, decoder.graphs)
-        states = target.prefill([prompt[:-1] for prompt in prompts])
+        states = self.shared.prefill(target, [prompt[:-1] for prompt in prompts])
         sampled, coupled = [row for row in rows if row.sampling], self._coupled(rows)
         drafts = []
         for number, draft in enumerate(decoder.drafts):
