@@ -45,16 +45,17 @@ from specinfer.tree import (
 
 MAX_NODES, MAX_DEPTH = 31, 31  # with the root, 32 tokens: a size bucket
 MOST = 255  # the same, of nodes and of levels, where passes over many tokens cost hardly more
-FIRST_NODES = 4  # of a tree whose cost is not known, and of one that is scored to learn what trees cost now
+FIRST_NODES = 4  # of all rows' trees, one each at least, that are scored to learn what trees cost now
 PLAIN_AGAIN = 2, 128  # steps after which a plain one measures the machine: at first, and at most
 PATIENCE = 8  # steps without a tree that was worth its cost, after which all drafts are idle
 MARGIN = 1.03  # a draft must promise to be worth so many times what it costs, for averages err
 JUDGED = 4  # steps in which a draft is asked before it is judged ...
 TRIAL = 2  # ... and those of an idle draft's trial, in which trees are scored whatever they cost ...
-WAITS = 8, 64  # ... after so many idle steps: at first, doubled with every failure, and at most
+WAITS = 8, 64  # ... after so many idle steps: at first, doubled with every failure, and, by rows, at most
 NODE_SHARE = 1 / 32  # of a level's cost, is the cost of asking about one more node
 LEVEL_PRICE = 0.1  # tokens that a level must gain while its cost is unknown
 LEAST = 0.001, 0.05  # bounds of the path probability below which nothing is drafted
+DOUBT = 0.15  # of its measured cost, is what drafting costs besides: reading what was missed, trials
 
 
 class DraftRecord:
@@ -77,13 +78,14 @@ class DraftRecord:
         """Return whether a step belongs to a trial of the draft, after it was idle."""
         return JUDGED <= step < self.until
 
-    def works(self, step: int, price: float | None, pays: bool) -> bool:
+    def works(self, step: int, price: float | None, pays: bool, rows: int) -> bool:
         """Return whether the draft is asked in a step.
 
         Args:
             step: its number in the text.
             price: tokens that a level must gain, if known.
             pays: whether trees were worth their cost of late.
+            rows: of the batch; of many, what is gained on average changes slowly.
         """
         if step < self.until or price is None:
             return True
@@ -91,10 +93,10 @@ class DraftRecord:
             self.idle_from, self.wait = None, WAITS[0]
             return True
         self.idle_from = step if self.idle_from is None else self.idle_from
-        if step < self.idle_from + self.wait:
+        if step < self.idle_from + min(self.wait, WAITS[1] * rows):
             return False
         self.gained, self.until, self.idle_from = Average(), step + TRIAL, None
-        self.wait = min(2 * self.wait, WAITS[1])
+        self.wait = min(2 * self.wait, WAITS[1] * rows)
         return True
 
 
@@ -232,7 +234,7 @@ class Auto:
         cost = LEVEL_PRICE * rows if cost is None else cost
         node = self.costs.node(rows)
         gains = [[max(0.0, chance * family - node) for chance in row] for row in accepted]
-        if sum(map(sum, gains)) <= cost:
+        if sum(map(sum, gains)) <= cost + (0.0 if depth else DOUBT * (cost + node * rows)):
             return 0
         wanted = [index + 1 for row in gains for index, gain in enumerate(row) if gain * rows > NODE_SHARE * cost]
         return size_bucket(max(wanted, default=1))
@@ -245,13 +247,14 @@ class Auto:
         limit, _ = self.limits(rows)
         most = min(limit, max(map(len, best)))
         price = self.costs.price(rows)
+        first = min(max(1, FIRST_NODES // rows), most)
         if price is None:
-            return min(FIRST_NODES, most)
+            return first
         gains = [0.0, *accumulate(map(sum, zip_longest(*best, fillvalue=0.0)))]  # of so many nodes in every row
         sizes = [n for n in range(most + 1) if size_bucket(n + 1) == n + 1 or n == limit]
         size = max(sizes, key=lambda n: gains[n] - price * self.costs.seconds(rows, n))
         self.worth = size > 0
-        return size or (min(FIRST_NODES, most) if any(record.tried(self.steps) for record in self.records) else 0)
+        return size or (first if any(record.tried(self.steps) for record in self.records) else 0)
 
     def _choose(self, rows: int) -> int:
         """Return the drafts to ask in the next step, a bit mask."""
@@ -260,7 +263,7 @@ class Auto:
             return 0
         prices = [self.costs.level(draft, rows) for draft in range(len(self.records))]
         works = [
-            record.works(self.steps, None if price is None else price / rows, self.since_tree < PATIENCE)
+            record.works(self.steps, None if price is None else price / rows, self.since_tree < PATIENCE, rows)
             for record, price in zip(self.records, prices, strict=True)
         ]
         return sum(1 << draft for draft, asked in enumerate(works) if asked)
