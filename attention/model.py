@@ -85,7 +85,8 @@ class TreeModel:
         if getattr(model.config, "is_encoder_decoder", False) or not self.cache_name:
             raise UnsupportedModel(
                 f"{self.name} offers no cache of its tokens: it is an encoder-decoder, or a wrapper that hides the "
-                "cache.  So nothing can be taken back: use a decoder-only model, without a wrapper"
+                "cache.  So nothing can be taken back: use a decoder-only model, without a wrapper (peft's has "
+                "get_base_model(), which keeps LoRA, torch.compile's has _orig_mod)"
             )
         self.dispatched = is_dispatched(model)  # its hooks move inputs and weights
         devices = ", ".join(sorted({str(parameter.device) for parameter in model.parameters()}))
