@@ -69,8 +69,9 @@ def test_python_blocks_run(block, loaded, capsys):
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_examples_run(example, loaded, capsys):
     """Each example runs and prints something; one of another library's, where that is installed."""
-    if (library := example.stem.split("_")[0]) == "ray":
-        pytest.importorskip(library)
+    for library in ("ray", "lm_eval"):
+        if example.stem.startswith(library):
+            pytest.importorskip(library)
     runpy.run_path(str(example), run_name="__main__")
     assert capsys.readouterr().out
 
