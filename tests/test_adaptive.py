@@ -12,7 +12,7 @@ from strategies import PROPERTY, token_trees
 from specinfer import Auto
 from specinfer.adaptive.acceptance import MEMORY, Acceptance
 from specinfer.adaptive.cost_model import Average, Line, Seconds
-from specinfer.adaptive.policy import FIRST_NODES, MAX_NODES, MOST, PLAIN_AGAIN, WAITS, _Levels
+from specinfer.adaptive.policy import DOUBT, FIRST_NODES, MAX_NODES, MOST, PLAIN_AGAIN, WAITS, _Levels
 from specinfer.errors import PolicyError
 from specinfer.tree import DenseSource, Draw, Forest, Frontier, Kind, TokenTree, merge
 
@@ -93,6 +93,12 @@ def flat(seconds, node=0.0):
 def test_the_first_steps_are_small_then_one_is_plain():
     """Until costs are known."""
     assert World([GOOD], flat(0.1), 0.001).run(3).nodes(3) == [FIRST_NODES, FIRST_NODES, 0]
+
+
+def test_many_rows_begin_with_a_node_each():
+    """Costs are as well known from few nodes of many rows."""
+    assert World([GOOD], flat(0.1), 0.001, rows=2).run(3).nodes(3) == [FIRST_NODES // 2, FIRST_NODES // 2, 0]
+    assert World([GOOD], flat(0.1), 0.001, rows=16).run(3).nodes(3) == [1, 1, 0]
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -210,16 +216,32 @@ def test_a_draft_that_was_slow_for_a_while_works_again():
     assert world.run(90).asked(0, 30) >= 28
 
 
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_draft_must_be_worth_more_than_its_measured_cost(rows):
+    """At its first level, for drafting costs more than is measured; deeper levels come on top of that."""
+    auto = World([GOOD], flat(0.1), 0.001, rows).policy
+    auto.costs.plain[rows], auto.costs.levels[0] = Seconds(), Seconds()
+    auto.costs.plain[rows].add(0.1)
+    for depth in (0, 1):
+        gained = rows * auto.acceptance.family(0, depth)
+        for worth, deeper in ((1 + 2 * DOUBT, True), (1 + DOUBT / 2, True), (0.9, False)):  # times the level's cost
+            auto.costs.levels[0].value = gained / worth / auto.costs.price(rows)
+            wanted = auto.wanted_nodes(0, depth, [[1.0]] * rows)
+            assert bool(wanted) == (deeper and (depth == 1 or worth > 1 + DOUBT))
+
+
 # ---- which drafts work ----
 
 
-def test_a_draft_that_is_never_right_idles_and_is_tried_again():
-    world = World([BAD], flat(0.1), 0.02).run(1200)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_draft_that_is_never_right_idles_and_is_tried_again(rows):
+    """The more rows, the longer it may idle: what they gain on average changes slowly."""
+    world = World([BAD], flat(0.1), 0.02, rows).run(1200)
     tried = [step for step, levels in enumerate(world.levels) if levels[0]]
     gaps = [gap for gap in np.diff(tried) if gap > 2]  # a plain step may stand between two that ask
     assert gaps[0] == WAITS[0] + 1
     assert sorted(gaps) == gaps
-    assert gaps[-1] == WAITS[1] + 1
+    assert gaps[-1] == WAITS[1] * rows + 1
     assert world.asked(0, 300) < 20
 
 
