@@ -34,7 +34,7 @@ def methods(args: argparse.Namespace) -> dict[str, Method]:
     auto = SpeculativeDecoder(model, tokenizer, "auto")
     plain = SpeculativeDecoder(model, tokenizer, [], None)
     prompts = auto.read(read_prompts(args.prompts, args.count)).rows
-    end = auto.generate(prompts[0], max_new_tokens=1, temperature=0) and model.generation_config.eos_token_id
+    end = model.generation_config.eos_token_id
     ends = {end} if isinstance(end, int) else {*(end or ())}
     pad = min(ends, default=0)
 

@@ -42,6 +42,10 @@ class PromptLine(NamedTuple):
         named = {"id": self.row["id"]} if "id" in self.row else {}
         return {"number": self.number, "file": self.file, "line": self.line, **named}
 
+    def asked(self, seed: int) -> dict[str, Any]:
+        """Return one of many prompts, as `generate_many` takes it; a line without a prompt is refused in its place."""
+        return {"seed": seed + self.number, **self.row.get("options", {}), "prompt": self.row.get("prompt", "")}
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -127,7 +131,7 @@ def generate_files(
         held = records.begin(made_by)
         done = {record["number"] for record in held}
         left = [prompt for prompt in prompts if prompt.number not in done]
-        rows = ({"seed": first + each.number, **each.row.get("options", {}), "prompt": _text(each)} for each in left)
+        rows = (each.asked(first) for each in left)
         found = decoder.generate_many(rows, max_rows=max_rows, **options)
         started, tokens, refused = perf_counter(), 0, sum("error" in record for record in held)
         progress("prompts", len(done), len(prompts), {})
@@ -153,11 +157,6 @@ def _settings(decoder: SpeculativeDecoder, prompts: Sequence[PromptLine], option
         "options": written,
         **versions(),
     }
-
-
-def _text(prompt: PromptLine) -> Any:
-    """Return a line's prompt; of a line without one, something that is refused in its place."""
-    return prompt.row.get("prompt", "")
 
 
 def _written(found: Iterator[Finished], left: Sequence[PromptLine], records: Records) -> Iterator[dict[str, Any]]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 COLUMNS = {  # of results, and their types in Arrow: "seed" is null if greedy, and "error" beside a text
     "text": "string",
-    "token_ids": "ids",
+    "token_ids": "list",
     "finish_reason": "string",
     "seed": "int64",
     "target_passes": "int64",
@@ -46,7 +46,7 @@ def generate(
     """Generate for every row of a dataset of Ray Data, in actors that hold a decoder each.
 
     Rows keep their order.  A row whose prompt is refused gets the reason in "error", and the others go on.  If an actor
-    dies, Ray starts another and repeats the block that was lost, no other.  A text does not depend on the actor, up to
+    dies, Ray starts another and repeats what was lost: the block under way, and maybe one that nobody had fetched.  A text does not depend on the actor, up to
     rounding of the machines.
 
     Args:
@@ -125,7 +125,7 @@ class _Generator:
                 for name in ("text", "token_ids", "finish_reason", "seed"):
                     found[name][number] = getattr(result, name)
         kept = rows.drop_columns(["seed"]) if "seed" in rows.column_names else rows
-        for name, kind in COLUMNS.items():
-            of_ids = pyarrow.list_(pyarrow.int64())
-            kept = kept.append_column(name, pyarrow.array(found[name], of_ids if kind == "ids" else kind))
+        types = {**COLUMNS, "token_ids": pyarrow.list_(pyarrow.int64())}
+        for name, kind in types.items():
+            kept = kept.append_column(name, pyarrow.array(found[name], kind))
         return kept
