@@ -46,8 +46,8 @@ def generate(
     """Generate for every row of a dataset of Ray Data, in actors that hold a decoder each.
 
     Rows keep their order.  A row whose prompt is refused gets the reason in "error", and the others go on.  If an actor
-    dies, Ray starts another and repeats what was lost: the block under way, and maybe one that nobody had fetched.  A text does not depend on the actor, up to
-    rounding of the machines.
+    dies, Ray starts another and repeats what was lost: the block under way, and maybe one that nobody had fetched.  A
+    text does not depend on the actor, up to rounding of the machines.
 
     Args:
         dataset: lazy or not; nothing runs before it is consumed.
