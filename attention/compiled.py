@@ -30,7 +30,7 @@ from specinfer.attention import exported
 from specinfer.attention.cache import TreeCache
 from specinfer.attention.check import toy_tree
 from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees
-from specinfer.attention.linear import BYTES, FORMS, IN_FLOAT32, fits, free_bytes, pack, teach_compiler
+from specinfer.attention.linear import BYTES, FORMS, IN_FLOAT32, form_of, free_bytes, pack, teach_compiler
 from specinfer.attention.model import TreeModel, TreeSession
 from specinfer.attention.watch import Watch, altered, named_tensors
 from specinfer.errors import NotCompiled
@@ -240,8 +240,7 @@ def make(model: TreeModel, aux_layers: Sequence[int], folder: Path, stored: Any)
         for number, extra in enumerate(variants_of(model.model)):
             kinds = sorted(model.spec.windows)
             one = exported.Pass(model.model, kinds, aux_layers, model.takes_logits_to_keep, sorted(extra))
-            fit = partial(fits, form=model.form)
-            given = _example(model, layers, extra), fit, model.form, dtypes
+            given = _example(model, layers, extra), partial(form_of, form=model.form), dtypes
             graph, sources = exported.export_pass(one.eval(), *given)
             path = folder / f"pass-{number}.pt2"
             _compile(graph, path)
@@ -319,7 +318,7 @@ def check(model: TreeModel, compiled: CompiledPass, widths: Sequence[int] = ()) 
         worst = max(_difference(model, compiled, extra, widths) for extra in variants_of(model.model))
     except RuntimeError as error:
         raise NotCompiled(f"compiled passes of {model.name} fail: {shorten(str(error), 200)}") from error
-    limit = ROUNDED if model.form in ("int8", "rounded") else ROUNDING.get(model.dtype, 1e-4)
+    limit = ROUNDED if model.form in ("dynamic_int8", "rounded") else ROUNDING.get(model.dtype, 1e-4)
     if not worst <= limit:
         raise NotCompiled(f"compiled passes of {model.name} are off by {worst:.1e} where rounding explains {limit:.0e}")
     return worst

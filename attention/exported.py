@@ -22,7 +22,7 @@ from torch.export import Dim, export
 from torch.fx.experimental import _config
 from transformers.cache_utils import Cache
 
-from specinfer.attention.linear import BLOCK, add_int8_product
+from specinfer.attention.linear import BITS, add_int8_product, packed_shape
 from specinfer.attention.watch import named_tensors
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ LARGEST = 1 << 16  # the most integers of one tensor that a graph may hold: cons
 class Source(NamedTuple):
     """An input of the graph that comes from the model."""
 
-    # "weight": as it is; a form of `linear`: joined and packed; "scales": of "int8"; "joined": biases, joined;
+    # "weight": as it is; a form of `linear`: joined and packed; "scales": of "dynamic_int8"; "joined": biases, joined;
     # "sizes": only its shape counts
     kind: str
     names: tuple[str, ...]  # of the model's parameters or buffers
@@ -113,15 +113,14 @@ class _ExportedCache(Cache):
 
 
 def export_pass(
-    model: Pass, example: Tensors, packable: Callable[[Tensor], bool], form: str, stored: Mapping[str, torch.dtype]
+    model: Pass, example: Tensors, form_of: Callable[[Tensor], str], stored: Mapping[str, torch.dtype]
 ) -> tuple[fx.GraphModule, tuple[Source, ...]]:
     """Export a pass as a graph.  Its inputs are the tensors of the pass, then one for each source.
 
     Args:
         model: in evaluation mode.
         example: tensors of a pass over at least two rows and nodes, all sizes different.
-        packable: which weights of linear layers are to be packed.
-        form: of those, one of `linear`'s.
+        form_of: the form that a weight of linear layers is to be packed in, "" for none.
         stored: dtypes of embeddings by name; only the rows that are read are converted.
 
     Raises:
@@ -139,7 +138,7 @@ def export_pass(
     module = program.module(check_guards=False)
     _drop_checks(module.graph)
     _group_queries(module.graph)
-    sources = _WeightInputs(module, model.model, form, stored).run(packable)
+    sources = _WeightInputs(module, model.model, stored).run(form_of)
     module.graph.lint()
     module.graph._codegen = fx.graph.CodeGen()
     return fx.GraphModule(module, module.graph), sources
@@ -224,25 +223,25 @@ class _WeightInputs:
     Args:
         module: the graph, with the model's tensors as attributes.
         model: the exported model, whose names `Source` has.
-        form: of packed weights.
         stored: dtypes of embeddings by name.
     """
 
-    def __init__(self, module: fx.GraphModule, model: nn.Module, form: str, stored: Mapping[str, torch.dtype]) -> None:
-        self.module, self.graph, self.form, self.stored = module, module.graph, form, stored
+    def __init__(self, module: fx.GraphModule, model: nn.Module, stored: Mapping[str, torch.dtype]) -> None:
+        self.module, self.graph, self.stored = module, module.graph, stored
         self.names = {(t.data_ptr(), t.shape, t.dtype): name for name, t in reversed(named_tensors(model))}
         self.last = self.graph.find_nodes(op="placeholder")[-1]
         self.example = self.last.meta["val"]
         self.sources: dict[Source, fx.Node] = {}
 
-    def run(self, packable: Callable[[Tensor], bool]) -> tuple[Source, ...]:
+    def run(self, form_of: Callable[[Tensor], str]) -> tuple[Source, ...]:
         """Make the inputs; return where each comes from."""
-        layers: dict[tuple[fx.Node, bool], list[fx.Node]] = {}
+        layers: dict[tuple[fx.Node, bool, str], list[fx.Node]] = {}
         for node in self.graph.find_nodes(op="call_function", target=aten.linear.default):
-            if node.args[1].op == "get_attr" and packable(self.tensor(node.args[1])):
-                layers.setdefault((node.args[0], len(node.args) > 2 and node.args[2] is not None), []).append(node)
-        for (states, biased), group in layers.items():
-            self.join(states, biased, group)
+            if node.args[1].op == "get_attr" and (form := form_of(self.tensor(node.args[1]))):
+                biased = len(node.args) > 2 and node.args[2] is not None
+                layers.setdefault((node.args[0], biased, form), []).append(node)
+        for (states, biased, form), group in layers.items():
+            self.join(states, biased, form, group)
         for node in self.graph.find_nodes(op="get_attr"):
             tensor, name = self.tensor(node), self.names.get(self.key(node))
             if name is not None and tensor.dtype != self.stored[name] and _is_embedding(node):
@@ -253,8 +252,8 @@ class _WeightInputs:
                 raise ValueError(f"the graph would hold {tuple(tensor.shape)} numbers that are no parameter or buffer")
         return tuple(self.sources)
 
-    def join(self, states: fx.Node, biased: bool, group: Sequence[fx.Node]) -> None:
-        """Make one product of layers that read the same states."""
+    def join(self, states: fx.Node, biased: bool, form: str, group: Sequence[fx.Node]) -> None:
+        """Make one product of layers that read the same states, with weights of one form."""
         weights = [self.tensor(node.args[1]) for node in group]
         sizes, dtype = [len(weight) for weight in weights], weights[0].dtype
         names, *biases = (
@@ -262,7 +261,7 @@ class _WeightInputs:
         )
         bias = self.input("joined", biases[0], (sum(sizes),), dtype) if biased else None
         with self.graph.inserting_before(group[0]):
-            product = self.product(states, names, bias, (sum(sizes), weights[0].shape[1]), dtype)
+            product = self.product(states, form, names, bias, (sum(sizes), weights[0].shape[1]), dtype)
             parts = [product]
             if len(group) > 1:
                 split = self.graph.call_function(aten.split_with_sizes.default, (product, sizes, -1))
@@ -281,21 +280,27 @@ class _WeightInputs:
         _replace(node, self.input("weight", (name,), tuple(tensor.shape), self.stored[name]))
 
     def product(
-        self, states: fx.Node, names: tuple[str, ...], bias: fx.Node | None, shape: tuple[int, int], dtype: torch.dtype
+        self,
+        states: fx.Node,
+        form: str,
+        names: tuple[str, ...],
+        bias: fx.Node | None,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
     ) -> fx.Node:
         """Return states times the weights (N, K) of some names, plus a bias."""
         outputs, size = shape
-        if self.form == "int8":
-            packed = self.input("int8", names, (size, outputs), torch.int8)
+        if form == "dynamic_int8":
+            packed = self.input(form, names, (size, outputs), torch.int8)
             scales = self.input("scales", names, (outputs,), torch.float32)
             return add_int8_product(self.graph, states, packed, scales, bias, dtype)
-        if self.form == "packed":
+        if form == "packed":
             like = self.input("sizes", (), shape, dtype)
-            packed = self.input("packed", names, shape, dtype)
+            packed = self.input(form, names, shape, dtype)
             return self.graph.call_function(torch.ops.specinfer.linear.default, (states, like, packed, bias))
-        blocks = -(-outputs // BLOCK), size, BLOCK
-        packed = self.input(self.form, names, blocks, torch.bfloat16)
-        product = self.graph.call_function(torch.ops.specinfer.linear_bf16.default, (states, packed, outputs))
+        of_words = torch.int32 if form in BITS else torch.bfloat16
+        packed = self.input(form, names, packed_shape(outputs, size, form), of_words)
+        product = self.graph.call_function(torch.ops.specinfer.linear_blocks.default, (states, packed, outputs, form))
         return product if bias is None else self.graph.call_function(aten.add.Tensor, (product, bias))
 
     def input(self, kind: str, names: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:

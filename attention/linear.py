@@ -6,12 +6,16 @@ Knows: the forms that weights are packed in, how a compiled pass calls their pro
 
     packed    the weight in its own type, by MKL (float32) or oneDNN (16 bits)
     bf16      weights whose numbers are bfloat16 numbers, as most checkpoints have, by states in float32: products and
-              sums are those of float32, and half its bytes are read (``linear_bf16.h``)
-    rounded   the same with weights rounded to bfloat16
-    int8      weights rounded to 8 bits with a scale for each output, states with a scale for each state (oneDNN)
+              sums are those of float32, and half its bytes are read (``linear_blocks.h``)
+    int8      the same where they are numbers of 8 bits with scales (`rounding`): about a quarter of the bytes
+    int4      of 4 bits: about a seventh
+    rounded   weights rounded to bfloat16, by states in float32
+    dynamic_int8
+              weights rounded to 8 bits with a scale for each output, states with a scale for each state (oneDNN)
 
-The last two change a model a little.  They are for heads, which only propose.  Language models do not bear 8 bits: a
-few of their states are a thousand times as large as the others.
+A form of a model is that of its smallest weights; others are packed as what they are.  The last two change a model a
+little.  They are for heads, which only propose.  Language models do not bear states of 8 bits: a few of their states
+are a thousand times as large as the others.
 """
 
 from collections.abc import Sequence
@@ -24,21 +28,27 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
+from specinfer.attention.rounding import GROUP, integers
+
 aten = torch.ops.aten
-HEADER = Path(__file__).with_name("linear_bf16.h")
-FORMS = "packed", "bf16", "rounded", "int8"
-IN_FLOAT32 = "bf16", "rounded"  # in these forms states are float32, whatever the weights are
-BYTES = {"bf16": 2, "rounded": 2, "int8": 1}  # of a packed number, if they are not its own
+HEADER = Path(__file__).with_name("linear_blocks.h")
+EXACT = "int4", "int8", "bf16"  # forms of that header that change no number, smallest first
+IN_FLOAT32 = (*EXACT, "rounded")  # in these forms states are float32, whatever the weights are
+FORMS = ("packed", *IN_FLOAT32, "dynamic_int8")
+BITS = {"int4": 4, "int8": 8}
+# of a packed number, if they are not its own; scales are bfloat16
+BYTES = {"int4": 0.5 + 2 / GROUP, "int8": 1 + 2 / GROUP, "bf16": 2, "rounded": 2, "dynamic_int8": 1}
 BLOCK = 32  # outputs of a block there
-SAMPLED = 256  # numbers of a weight that tell whether all are bfloat16; packing looks at every one
+PART = 4096  # outputs that are packed at a time
+SAMPLED = 4  # rows of a weight that tell what its numbers are; packing looks at every one
 SMALLEST = 1e-12  # a scale times 127, at least
 ROWS = {torch.float32: 64, torch.bfloat16: 16, torch.float16: 16}  # the number of states that packing is tuned for
 
 _library = torch.library.Library("specinfer", "DEF")
 # states (..., K), a weight (N, K) of which only the shape counts, the weight packed, bias (N,): returns (..., N)
 _library.define("linear(Tensor states, Tensor like, Tensor packed, Tensor? bias) -> Tensor")
-# float32 states (..., K), a weight (N, K) packed, N: returns (..., N)
-_library.define("linear_bf16(Tensor states, Tensor packed, int outputs) -> Tensor")
+# float32 states (..., K), a weight (N, K) packed, N, a form of the header: returns (..., N)
+_library.define("linear_blocks(Tensor states, Tensor packed, int outputs, str form) -> Tensor")
 # unsigned states (..., K) with zero at 128, an int8 weight (N, K) packed, its scales (N,), zeros: returns (..., N)
 _library.define("linear_int8(Tensor states, Tensor packed, Tensor scales, Tensor zeros) -> Tensor")
 
@@ -48,8 +58,8 @@ def _shape(states: Tensor, like: Tensor, _packed: Tensor, _bias: Tensor | None) 
     return states.new_empty(*states.shape[:-1], len(like))
 
 
-@torch.library.register_fake("specinfer::linear_bf16", lib=_library)
-def _shape_bf16(states: Tensor, _packed: Tensor, outputs: int) -> Tensor:
+@torch.library.register_fake("specinfer::linear_blocks", lib=_library)
+def _shape_blocks(states: Tensor, _packed: Tensor, outputs: int, _form: str) -> Tensor:
     return states.new_empty(*states.shape[:-1], outputs)
 
 
@@ -66,32 +76,59 @@ def forms(weights: Sequence[Tensor], rounded: bool) -> list[str]:
             processors of AVX2 or AVX512 alone (measured on an AMD EPYC with AVX512-BF16), and more precise.
         rounded: whether they may be rounded.
     """
-    found = ["int8"] if rounded and packable_int8(weights[0]) else []
+    found = ["dynamic_int8"] if rounded and packable_int8(weights[0]) else []
     whole = all(weight.dtype == torch.float32 for weight in weights) or _is_slow_in_bfloat16()
-    if whole and all(fits(weight, "bf16") for weight in weights):
-        if rounded:
-            found.append("rounded")
-        elif all(_is_bfloat16(weight.flatten()[:: weight.numel() // SAMPLED + 1]) for weight in weights):
-            found.append("bf16")
+    if rounded:
+        return [
+            *found,
+            *(["rounded"] if whole and all(fits(weight, "rounded") for weight in weights) else []),
+            "packed",
+        ]
+    samples = (weight[:: len(weight) // SAMPLED + 1] for weight in weights)
+    smallest = [form_of(sample, EXACT[0]) for sample in samples]
+    if all(smallest) and (whole or {*smallest} != {"bf16"}):
+        found.append(min(smallest, key=EXACT.index))
     return [*found, "packed"]
 
 
+def form_of(weight: Tensor, form: str) -> str:
+    """Return the form that a weight is packed in if its model's is `form`; "" if it is not packed."""
+    if form not in EXACT:
+        return form if fits(weight, form) else ""
+    return next((each for each in EXACT[EXACT.index(form) :] if fits(weight, each) and _holds(each, weight)), "")
+
+
 def fits(weight: Tensor, form: str) -> bool:
-    """Whether this machine has products for a weight (N, K) in a form."""
-    if form in ("bf16", "rounded"):
+    """Whether this machine has products for a weight (N, K) in a form, as far as its type and shape tell."""
+    if form in IN_FLOAT32:
         return weight.device.type == "cpu" and weight.ndim == 2 and weight.dtype in (torch.float32, torch.bfloat16)
-    return packable_int8(weight) if form == "int8" else packable(weight)
+    return packable_int8(weight) if form == "dynamic_int8" else packable(weight)
 
 
 def pack(weights: Sequence[Tensor], form: str) -> tuple[Tensor, ...]:
-    """Return weights (N_i, K) as one packed weight (sum of N_i, K), in 8 bits with the scale of each output.
+    """Return weights (N_i, K) as one packed weight (sum of N_i, K), in dynamic_int8 with the scale of each output.
 
     Raises:
-        ValueError: the form is "bf16", and they are not bfloat16 numbers.
+        ValueError: the form is one of `EXACT`, and they are not such numbers.
     """
-    if form == "int8":
+    if form == "dynamic_int8":
         return pack_int8(weights)
+    if form in BITS:
+        return (pack_integers(weights, form),)
     return (pack_whole(weights) if form == "packed" else pack_bf16(weights, rounded=form == "rounded"),)
+
+
+def packed_shape(outputs: int, size: int, form: str) -> tuple[int, ...]:
+    """Return the shape of a weight (N, K) in a form of the header, of words of 32 bits or of bfloat16 numbers."""
+    blocks = -(-outputs // BLOCK)
+    if form in BITS:
+        return blocks, size // GROUP, 1 + 2 * BITS[form], BLOCK // 2
+    return blocks, size, BLOCK
+
+
+def _holds(form: str, weight: Tensor) -> bool:
+    """Whether all numbers of a weight are of a form."""
+    return _is_bfloat16(weight) if form == "bf16" else integers(weight, form) is not None
 
 
 def _is_slow_in_bfloat16() -> bool:
@@ -127,7 +164,7 @@ def pack_whole(weights: Sequence[Tensor]) -> Tensor:
 
 @torch.inference_mode()
 def pack_bf16(weights: Sequence[Tensor], rounded: bool = False) -> Tensor:
-    """Return weights (N_i, K) as one packed weight (blocks, K, 32), bfloat16: the blocks of ``linear_bf16.h``.
+    """Return weights (N_i, K) as one packed weight (blocks, K, 32), bfloat16: the blocks of ``linear_blocks.h``.
 
     Raises:
         ValueError: a number is not a bfloat16 number, and none may be rounded.
@@ -137,6 +174,33 @@ def pack_bf16(weights: Sequence[Tensor], rounded: bool = False) -> Tensor:
     joined = torch.cat([weight.detach().bfloat16() for weight in weights])
     blocks = functional.pad(joined, (0, 0, 0, -len(joined) % BLOCK)).view(-1, 2, BLOCK // 2, joined.shape[1])
     return blocks.permute(0, 3, 2, 1).reshape(len(blocks), -1, BLOCK)
+
+
+@torch.inference_mode()
+def pack_integers(weights: Sequence[Tensor], form: str) -> Tensor:
+    """Return weights (N_i, K) as one packed weight, int32: the words of ``linear_blocks.h``, scales first.
+
+    Raises:
+        ValueError: the numbers are not of the form.
+    """
+    joined = torch.cat([weight.detach() for weight in weights])
+    return torch.cat([_words(part, form) for part in joined.split(PART)])
+
+
+def _words(weight: Tensor, form: str) -> Tensor:
+    bits, inputs = BITS[form], 16 // BITS[form]  # inputs of a word
+    if (found := integers(weight, form)) is None:
+        raise ValueError(f"not all are numbers of {bits} bits any more")
+    rows = 0, 0, 0, -len(weight) % BLOCK  # that fill the last block up
+    numbers, scales = (functional.pad(each, rows) for each in found)
+    groups = scales.shape[1]
+    numbers = (numbers.int() + (1 << (bits - 1))).view(-1, 2, BLOCK // 2, groups, GROUP // inputs, inputs)
+    shifts = 2 * bits * torch.arange(inputs, dtype=torch.int32)
+    low, high = numbers.unbind(1)
+    words = ((low << shifts) + (high << (shifts + bits))).sum(-1, dtype=torch.int32).permute(0, 2, 3, 1)
+    pairs = scales.bfloat16().view(torch.int16).int().view(-1, 2, BLOCK // 2, groups).permute(0, 3, 1, 2)
+    low, high = pairs.unbind(2)
+    return torch.cat([((high << 16) | (low & 0xFFFF))[:, :, None], words], 2)
 
 
 def packable_int8(weight: Tensor) -> bool:
@@ -183,7 +247,7 @@ def teach_compiler() -> None:
 
     MKL's product takes any number of states, whatever number its weight was packed for.  Torch's operator compares the
     two numbers, so it is given the current one.  New packages are compared with plain passes of many sizes.
-    ``linear_bf16.h`` becomes a part of the compiled code.
+    ``linear_blocks.h`` becomes a part of the compiled code.
     """
     from torch._inductor import ir, mkldnn_ir
     from torch._inductor.lowering import register_lowering, view
@@ -206,15 +270,15 @@ def teach_compiler() -> None:
             wrapper.include_extra_header(str(HEADER))
             super().codegen(wrapper)
 
-    @register_lowering(torch.ops.specinfer.linear_bf16, type_promotion_kind=None)
-    def lower_bf16(states: Any, packed: Any, outputs: int) -> Any:
+    @register_lowering(torch.ops.specinfer.linear_blocks, type_promotion_kind=None)
+    def lower_blocks(states: Any, packed: Any, outputs: int, form: str) -> Any:
         *before, size = states.get_size()
         flat = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(view(states, [-1, size])))
         device: Any = flat.get_device()
         layout = ir.FixedLayout(device, torch.float32, [flat.get_size()[0], outputs])
         inputs = [flat, ir.ExternKernel.realize_input(packed)]
-        product = Product(layout, inputs, cpp_kernel_name="aoti_torch_specinfer_linear_bf16")
-        return view(ir.TensorBox.create(product), [*before, outputs])
+        kernel = f"aoti_torch_specinfer_linear_{form if form in BITS else 'bf16'}"
+        return view(ir.TensorBox.create(Product(layout, inputs, cpp_kernel_name=kernel)), [*before, outputs])
 
     @register_lowering(torch.ops.specinfer.linear_int8, type_promotion_kind=None)
     def lower_int8(states: Any, packed: Any, scales: Any, zeros: Any) -> Any:

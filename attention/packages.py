@@ -28,12 +28,12 @@ import transformers
 
 from specinfer.attention import TreeModel, resumed
 from specinfer.attention.compiled import OPTIONS, RECORD, CompiledPass, check, computing, make
-from specinfer.attention.linear import FORMS, HEADER, forms
+from specinfer.attention.linear import FORMS, HEADER, IN_FLOAT32, forms
 from specinfer.attention.watch import architecture
 from specinfer.common.files import cache_folder, parse_json, storing
 from specinfer.errors import InputError, NotCompiled
 
-FORMAT = 4  # of packages; raised when their inputs change
+FORMAT = 5  # of packages; raised when their inputs change
 WIDTHS = (1, 2, 3, 5, 8, 9, 16, 17, 24, 33, 64, 65, 130, 512)  # of the passes that check a new package, in nodes
 MODES = ("auto", True, False)
 UNREADABLE = (OSError, ValueError, KeyError, TypeError)  # what reading a damaged record raises
@@ -132,7 +132,7 @@ def remove_packages() -> int:
 def package_of(model: TreeModel) -> Path:
     """Return the folder that a model's package is in, or would be."""
     parts = [FORMAT, OPTIONS, torch.__version__, transformers.__version__, _machine(model), architecture(model.model)]
-    parts += [HEADER.read_text()] if model.form in ("bf16", "rounded") else []
+    parts += [HEADER.read_text()] if model.form in IN_FLOAT32 else []
     digest = hashlib.sha256(json.dumps([*parts, model.form, str(model.dtype)]).encode()).hexdigest()
     return packages_folder() / f"{model.name}-{digest[:16]}"
 

@@ -163,6 +163,7 @@ class SpeculativeDecoder:
         max_memory: Mapping[int | str, int | str] | None = None,
         offload_folder: str | os.PathLike[str] | None = None,
         tensor_parallel: int = 1,
+        quantize: str | None = None,
         **model_kwargs: Any,
     ) -> "SpeculativeDecoder":
         """Load target and drafts by name or path; None is the default target (SmolLM2-135M-Instruct).
@@ -171,6 +172,8 @@ class SpeculativeDecoder:
             device_map, max_memory, offload_folder: where the target's layers go: see `loading.load`.  Drafts are in
                 memory.
             tensor_parallel: processes that the target is spread over; drafts are whole in each.  See `loading.load`.
+            quantize: "int8" or "int4" rounds the weights of the target, and of drafts that are models, to so many bits,
+                for compiled passes on a CPU.  The rounded target is the target then.  See `loading.load`.
             **model_kwargs: further options of transformers' `from_pretrained`, for the target.
 
         Raises:
@@ -185,9 +188,9 @@ class SpeculativeDecoder:
         placement = {"device_map": device_map, "max_memory": max_memory, "offload_folder": offload_folder}
         more = {name: value for name, value in placement.items() if value is not None} | model_kwargs
         more |= {} if tensor_parallel == 1 else {"tensor_parallel": tensor_parallel}
-        loaded = loading.load(target, dtype, device, **more)
+        loaded = loading.load(target, dtype, device, quantize=quantize, **more)
         ready = [
-            load_draft(os.fspath(draft), dtype, device) if _is_name(draft) and draft not in WORDS else draft
+            load_draft(os.fspath(draft), dtype, device, quantize) if _is_name(draft) and draft not in WORDS else draft
             for draft in _as_list(drafts)
         ]
         rest = confidence_gate, graphs, compile, memory, online
@@ -543,8 +546,8 @@ def _is_name(draft: Any) -> bool:
     return isinstance(draft, str | os.PathLike)
 
 
-def load_draft(name: str, dtype: str, device: str) -> Draft:
-    """Load a draft: a head trained here, a published head, or else a language model.
+def load_draft(name: str, dtype: str, device: str, quantize: str | None = None) -> Draft:
+    """Load a draft: a head trained here, a published head, or else a language model, which may be rounded.
 
     Raises:
         ModelError: it cannot be loaded.
@@ -554,7 +557,7 @@ def load_draft(name: str, dtype: str, device: str) -> Draft:
         return HeadDraft.load(Path(os.path.expanduser(name)))
     if may_be_head(config) and (head := load_published(name)) is not None:
         return head
-    loaded = loading.load(name, dtype, device)
+    loaded = loading.load(name, dtype, device, quantize=quantize)
     return ModelDraft(loaded.model, loaded.tokenizer, loaded.name)
 
 

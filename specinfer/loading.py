@@ -24,7 +24,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +33,8 @@ import torch
 from huggingface_hub import constants, try_to_load_from_cache, utils
 from tokenizers import pre_tokenizers
 
+from specinfer.attention.linear import BITS
+from specinfer.attention.rounding import round_weights
 from specinfer.common import ranks
 from specinfer.common.files import cache_folder
 from specinfer.common.model_options import HUB, checked_options, checked_placement
@@ -78,6 +80,7 @@ def load(
     max_memory: Mapping[int | str, int | str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     tensor_parallel: int = 1,
+    quantize: str | None = None,
     **model_kwargs: Any,
 ) -> Loaded:
     """Load a causal language model and its tokenizer, with the attention transformers prefers and in eval mode.
@@ -96,13 +99,16 @@ def load(
         max_memory: with a device_map "auto", bytes, or sizes such as "8GiB", for "cpu" and for GPUs by number.
         offload_folder: where layers on disk are written if the checkpoint's own files cannot be read layer by layer.
         tensor_parallel: processes that hold a part of every layer each, started by ``torchrun``; each calls this.
+        quantize: "int8" or "int4" rounds the weights of linear layers to so many bits, output embeddings to 8, on a CPU
+            and in bfloat16 or float32. Compiled passes then read fewer bytes. The rounded model is the model from
+            then on: its weights are bfloat16 numbers still, and take as much memory. See `attention.rounding`.
         **model_kwargs: further options of transformers' `from_pretrained`, by the names in `model_options.PASSED_ON`.
 
     Raises:
         ModelError: nothing of that name can be loaded, the weights do not fit the configuration (missing, unexpected
             or of another shape: names them), dtype or device is unknown or not available, or another option is
             unknown or not possible. One line says what was tried, why it failed, and what to do.
-        UnsupportedModel: its heads cannot be split over so many processes.
+        UnsupportedModel: its heads cannot be split over so many processes, or its weights are not rounded.
         RankError: so many processes were not started.
     """
     more = checked_options(model_kwargs, inspect.signature(load).parameters)
@@ -113,6 +119,8 @@ def load(
         if placement:
             raise ModelError("device_map and tensor_parallel both say where layers go: leave one out")
         options |= _spread(tensor_parallel, device, where)
+    if quantize is not None:
+        _check_rounding(quantize, where, options["dtype"], [*more, *placement, *options])
     name = DEFAULT_TARGET if name is None else os.fspath(name)
     reasons: list[str] = []
     if "quantization_config" in more and not placement:  # such a model cannot be moved
@@ -121,6 +129,8 @@ def load(
     for source in _sources(name, more):
         try:
             model, tokenizer = source(name, options)
+            if quantize is not None:
+                round_weights(model, quantize)
             return Loaded((model if placement else model.to(where)).eval(), tokenizer, name)
         except RuntimeError as error:
             raise ModelError(f"cannot move {name} to {where}: {_reason(error)}") from error
@@ -130,6 +140,19 @@ def load(
             reasons.append(str(error))
     advice = f". {OFFLINE_ADVICE}" if name == DEFAULT_TARGET else ""
     raise ModelError(f"cannot load {name}: {'; '.join(reasons)}{advice}")
+
+
+def _check_rounding(form: str, where: torch.device, dtype: torch.dtype, options: Collection[str]) -> None:
+    """Raise `ModelError` unless weights can be rounded to a form, given where they go and what else is asked for."""
+    if form not in BITS:
+        raise ModelError(f"quantize={form!r:.40} is unknown: choose {' or '.join(BITS)}")
+    if others := [name for name in ("quantization_config", "device_map", "distributed_config") if name in options]:
+        raise ModelError(f"quantize={form!r} rounds a whole model in memory, and {others[0]} is given: leave one out")
+    if where.type != "cpu":
+        advice = "leave it out, or give a quantization_config of transformers"
+        raise ModelError(f"quantize={form!r} is for passes on a CPU, and the device is {where}: {advice}")
+    if dtype == torch.float16:
+        raise ModelError(f"quantize={form!r} with dtype float16 is not possible: give bfloat16 or float32")
 
 
 def resolve_device(device: str) -> torch.device:

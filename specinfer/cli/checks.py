@@ -51,6 +51,7 @@ def check_draft(
     max_new_tokens: options.NewTokens = 48,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    quantize: options.Quantize = None,
     device_map: options.DeviceMap = None,
     max_memory: options.MaxMemory = None,
     offload_folder: options.OffloadFolder = None,
@@ -64,9 +65,9 @@ def check_draft(
 
     kind = plot and _picture_kind(plot)
     texts = [text for path in prompts or () for _, text in read_prompt_file(path, split, count)] or list(PROMPTS)
-    drafts = [_unrefused(name, dtype, device) for name in draft or ["bundled"]]
+    drafts = [_unrefused(name, dtype, device, quantize) for name in draft or ["bundled"]]
     placed = options.placement(device_map, max_memory, offload_folder)
-    decoder = options.load_decoder(target, drafts, dtype=dtype, device=device, **placed)
+    decoder = options.load_decoder(target, drafts, dtype=dtype, device=device, quantize=quantize, **placed)
     report = run(decoder, texts, max_new_tokens=max_new_tokens, progress=text_bar(len(texts)))
     if plot is not None:
         report.plot().figure.savefig(drawn := BytesIO(), format=kind, dpi=150)
@@ -74,7 +75,7 @@ def check_draft(
     print_json(report.to_dict()) if as_json else print(report)
 
 
-def _unrefused(name: str, dtype: str, device: str) -> Any:
+def _unrefused(name: str, dtype: str, device: str, quantize: str | None) -> Any:
     """Load a draft by name, a published head even if it does not fit its target; words stay words."""
     from specinfer.decoder import WORDS, load_draft
     from specinfer.drafts.published import PublishedDraft
@@ -82,7 +83,7 @@ def _unrefused(name: str, dtype: str, device: str) -> Any:
     quieten()
     if name in WORDS:
         return name
-    draft = load_draft(name, dtype, device)
+    draft = load_draft(name, dtype, device, quantize)
     if isinstance(draft, PublishedDraft):
         draft.least = 0.0
     return draft
@@ -103,6 +104,7 @@ def compile_passes(
     draft: options.Drafts = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    quantize: options.Quantize = None,
     listed: Annotated[bool, typer.Option("--list", help="Show what is compiled, and make nothing.")] = False,
     remove: Annotated[bool, typer.Option("--remove", help="Remove everything compiled, and make nothing.")] = False,
     as_json: options.Json = False,
@@ -113,7 +115,8 @@ def compile_passes(
     if remove:
         print(f"{remove_packages()} packages removed from {packages_folder()}", file=sys.stderr)
     elif not listed:
-        decoder = options.load_decoder(target, draft, dtype=dtype, device=device, compile=True)
+        models = {"dtype": dtype, "device": device, "quantize": quantize}
+        decoder = options.load_decoder(target, draft, **models, compile=True)
         print(decoder.passes, file=sys.stderr)
         if reasons := [reason for reason in decoder.plain if reason]:
             raise NotCompiled(f"{reasons[0]}; generation works, with plain passes")

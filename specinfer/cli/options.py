@@ -60,6 +60,9 @@ Seed = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Quantize = Annotated[
+    str | None, typer.Option(help="int8 or int4: round the models' weights, for compiled passes on a CPU.")
+]
 TensorParallel = Annotated[
     int,
     typer.Option(help="Processes that share the target: run under torchrun --nproc-per-node N -m specinfer.", min=1),

@@ -40,6 +40,7 @@ def generate(
     seed: options.Seed = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    quantize: options.Quantize = None,
     device_map: options.DeviceMap = None,
     max_memory: options.MaxMemory = None,
     offload_folder: options.OffloadFolder = None,
@@ -73,7 +74,11 @@ def generate(
     given = profile if profile and profile.exists() else None
     policy = build_policy(tree, nodes, depth, expansion, given)
     models: dict[str, Any] = {"dtype": dtype, "device": device, "confidence_gate": confidence_gate, "online": online}
-    models |= {"tensor_parallel": tensor_parallel, **options.placement(device_map, max_memory, offload_folder)}
+    models |= {
+        "tensor_parallel": tensor_parallel,
+        "quantize": quantize,
+        **options.placement(device_map, max_memory, offload_folder),
+    }
     models["memory"] = read_memory(memory)
     asked: dict[str, Any] = {"raw": raw, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     asked |= {"top_p": top_p, "top_k": top_k, "penalty_alpha": penalty_alpha}
@@ -165,6 +170,7 @@ def tree(
     seed: options.Seed = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    quantize: options.Quantize = None,
     tensor_parallel: options.TensorParallel = 1,
     device_map: options.DeviceMap = None,
     max_memory: options.MaxMemory = None,
@@ -175,7 +181,7 @@ def tree(
     """Draw the tree of one step: the first in which anything was drafted, else the last of --max-new-tokens."""
     policy = build_policy(tree, nodes, depth, expansion)
     models: dict[str, Any] = {"dtype": dtype, "device": device, "tensor_parallel": tensor_parallel}
-    models |= options.placement(device_map, max_memory, offload_folder)
+    models |= {"quantize": quantize} | options.placement(device_map, max_memory, offload_folder)
     text, decoder = prepare(prompt, target, draft, policy, **models)
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     run = decoder.open(text, raw=raw, max_new_tokens=max_new_tokens, **sampling)
