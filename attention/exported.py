@@ -22,7 +22,7 @@ from torch.export import Dim, export
 from torch.fx.experimental import _config
 from transformers.cache_utils import Cache
 
-from specinfer.attention.linear import BITS, add_int8_product, packed_shape
+from specinfer.attention.linear import BITS, add_dynamic_int8_product, packed_shape
 from specinfer.attention.watch import named_tensors
 
 aten = torch.ops.aten
@@ -293,7 +293,7 @@ class _WeightInputs:
         if form == "dynamic_int8":
             packed = self.input(form, names, (size, outputs), torch.int8)
             scales = self.input("scales", names, (outputs,), torch.float32)
-            return add_int8_product(self.graph, states, packed, scales, bias, dtype)
+            return add_dynamic_int8_product(self.graph, states, packed, scales, bias, dtype)
         if form == "packed":
             like = self.input("sizes", (), shape, dtype)
             packed = self.input(form, names, shape, dtype)

@@ -50,7 +50,7 @@ _library.define("linear(Tensor states, Tensor like, Tensor packed, Tensor? bias)
 # float32 states (..., K), a weight (N, K) packed, N, a form of the header: returns (..., N)
 _library.define("linear_blocks(Tensor states, Tensor packed, int outputs, str form) -> Tensor")
 # unsigned states (..., K) with zero at 128, an int8 weight (N, K) packed, its scales (N,), zeros: returns (..., N)
-_library.define("linear_int8(Tensor states, Tensor packed, Tensor scales, Tensor zeros) -> Tensor")
+_library.define("linear_dynamic_int8(Tensor states, Tensor packed, Tensor scales, Tensor zeros) -> Tensor")
 
 
 @torch.library.register_fake("specinfer::linear", lib=_library)
@@ -63,8 +63,8 @@ def _shape_blocks(states: Tensor, _packed: Tensor, outputs: int, _form: str) -> 
     return states.new_empty(*states.shape[:-1], outputs)
 
 
-@torch.library.register_fake("specinfer::linear_int8", lib=_library)
-def _shape_int8(states: Tensor, _packed: Tensor, scales: Tensor, _zeros: Tensor) -> Tensor:
+@torch.library.register_fake("specinfer::linear_dynamic_int8", lib=_library)
+def _shape_dynamic_int8(states: Tensor, _packed: Tensor, scales: Tensor, _zeros: Tensor) -> Tensor:
     return scales.new_empty(*states.shape[:-1], len(scales))
 
 
@@ -76,7 +76,7 @@ def forms(weights: Sequence[Tensor], rounded: bool) -> list[str]:
             processors of AVX2 or AVX512 alone (measured on an AMD EPYC with AVX512-BF16), and more precise.
         rounded: whether they may be rounded.
     """
-    found = ["dynamic_int8"] if rounded and packable_int8(weights[0]) else []
+    found = ["dynamic_int8"] if rounded and packable_dynamic_int8(weights[0]) else []
     whole = all(weight.dtype == torch.float32 for weight in weights) or _is_slow_in_bfloat16()
     if rounded:
         return [
@@ -102,7 +102,7 @@ def fits(weight: Tensor, form: str) -> bool:
     """Whether this machine has products for a weight (N, K) in a form, as far as its type and shape tell."""
     if form in IN_FLOAT32:
         return weight.device.type == "cpu" and weight.ndim == 2 and weight.dtype in (torch.float32, torch.bfloat16)
-    return packable_int8(weight) if form == "dynamic_int8" else packable(weight)
+    return packable_dynamic_int8(weight) if form == "dynamic_int8" else packable(weight)
 
 
 def pack(weights: Sequence[Tensor], form: str) -> tuple[Tensor, ...]:
@@ -112,7 +112,7 @@ def pack(weights: Sequence[Tensor], form: str) -> tuple[Tensor, ...]:
         ValueError: the form is one of `EXACT`, and they are not such numbers.
     """
     if form == "dynamic_int8":
-        return pack_int8(weights)
+        return pack_dynamic_int8(weights)
     if form in BITS:
         return (pack_integers(weights, form),)
     return (pack_whole(weights) if form == "packed" else pack_bf16(weights, rounded=form == "rounded"),)
@@ -203,14 +203,14 @@ def _words(weight: Tensor, form: str) -> Tensor:
     return torch.cat([((high << 16) | (low & 0xFFFF))[:, :, None], words], 2)
 
 
-def packable_int8(weight: Tensor) -> bool:
+def packable_dynamic_int8(weight: Tensor) -> bool:
     """Whether products of a weight (N, K) in 8 bits are fast here; without VNNI they are slow, and overflow."""
     fast = torch.backends.cpu.get_cpu_capability().startswith("AVX512") and torch.cpu._is_vnni_supported()
     return packable(weight) and fast
 
 
 @torch.inference_mode()
-def pack_int8(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def pack_dynamic_int8(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return weights (N_i, K) as one packed int8 weight, and the scale of each output, float32 (sum of N_i,)."""
     joined = torch.cat([weight.detach().float() for weight in weights])
     scales = joined.abs().amax(1).clamp(min=SMALLEST) / 127
@@ -218,7 +218,7 @@ def pack_int8(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return torch.ops.onednn.qlinear_prepack(rounded, None), scales
 
 
-def add_int8_product(
+def add_dynamic_int8_product(
     graph: fx.Graph, states: fx.Node, packed: fx.Node, scales: fx.Node, bias: fx.Node | None, dtype: torch.dtype
 ) -> fx.Node:
     """Add a product of states (..., K), each rounded to 8 bits, with a packed int8 weight to a graph: (..., N).
@@ -235,7 +235,7 @@ def add_int8_product(
     shifted = call(aten.add.Tensor, call(aten.round.default, call(aten.div.Tensor, states, scale)), 128.0)
     rounded = call(aten._to_copy.default, shifted, dtype=torch.uint8)
     zeros = call(aten.zeros_like.default, scales, dtype=torch.int32)
-    product = call(torch.ops.specinfer.linear_int8.default, rounded, packed, scales, zeros)
+    product = call(torch.ops.specinfer.linear_dynamic_int8.default, rounded, packed, scales, zeros)
     scaled = call(aten.mul.Tensor, product, scale)
     result = scaled if bias is None else call(aten.add.Tensor, scaled, bias)
     return call(aten._to_copy.default, result, dtype=dtype)
@@ -280,8 +280,8 @@ def teach_compiler() -> None:
         kernel = f"aoti_torch_specinfer_linear_{form if form in BITS else 'bf16'}"
         return view(ir.TensorBox.create(Product(layout, inputs, cpp_kernel_name=kernel)), [*before, outputs])
 
-    @register_lowering(torch.ops.specinfer.linear_int8, type_promotion_kind=None)
-    def lower_int8(states: Any, packed: Any, scales: Any, zeros: Any) -> Any:
+    @register_lowering(torch.ops.specinfer.linear_dynamic_int8, type_promotion_kind=None)
+    def lower_dynamic_int8(states: Any, packed: Any, scales: Any, zeros: Any) -> Any:
         *before, size = states.get_size()
         flat = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(view(states, [-1, size])))
         one, zero = (V.graph.add_tensor_constant(torch.tensor(number)) for number in (1.0, 128))

@@ -2,8 +2,9 @@
 
     python benchmarks/peers.py --prompts code.jsonl chat.jsonl --count 16 --max-new-tokens 64
         [--target DIR] [--draft NAME ...] [--dtype float32] [--temperature 1] [--methods plain auto generate ...]
-        [--assistant DIR] [--other PYTHON] [--llama PYTHON GGUF [GGUF ...]]
+        [--assistant DIR] [--quantize int8 int4] [--other PYTHON] [--llama PYTHON GGUF [GGUF ...]]
 
+``--quantize`` adds `auto` and `plain` of the target rounded to so many bits, with the same drafts.
 ``--other`` is the interpreter of an environment with another version of specinfer, ``--llama`` of one with
 llama-cpp-python besides specinfer, followed by GGUF files of the target's weights (`--requantise` makes them).  Of
 llama.cpp's speculation, llama-cpp-python offers prompt lookup alone; for a draft model it has only an abstract class.
@@ -32,7 +33,8 @@ def ours(args: argparse.Namespace) -> None:
     from specinfer import SpeculativeDecoder
     from specinfer.loading import load
 
-    auto = SpeculativeDecoder.from_pretrained(args.target, [*args.draft] or ["auto"], "auto", dtype=args.dtype)
+    more = {"quantize": args.form} if args.form else {}  # other versions may not know it
+    auto = SpeculativeDecoder.from_pretrained(args.target, [*args.draft] or ["auto"], "auto", dtype=args.dtype, **more)
     model, tokenizer = auto.target.model, auto.tokenizer  # one copy of the weights serves all
     made = {"auto": auto, "plain": SpeculativeDecoder(model, tokenizer, [], None)}
     assisted: dict[str, Any] = {}
@@ -126,6 +128,8 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--methods", nargs="+", default=["auto", "plain", "generate", "lookup"])
     parser.add_argument("--assistant")
+    parser.add_argument("--quantize", nargs="+", default=[])
+    parser.add_argument("--form", help="of a worker's models")
     parser.add_argument("--other")
     parser.add_argument("--other-methods", nargs="+", default=["auto", "plain"])
     parser.add_argument("--llama", nargs="+", default=[])
@@ -152,6 +156,9 @@ def compare(args: argparse.Namespace) -> None:
         passed += [f"--{name}", getattr(args, name)] if getattr(args, name) else []
     worker = Worker(sys.executable, __file__, "ours", *passed, "--methods", *args.methods)
     asked = {method: (worker, method) for method in args.methods}
+    for form in args.quantize:
+        rounded = Worker(sys.executable, __file__, "ours", *passed, "--form", form)
+        asked |= {f"{form} {method}": (rounded, method) for method in ("auto", "plain")}
     if args.other:
         other = Worker(args.other, __file__, "ours", *passed, "--methods", *args.other_methods)
         asked |= {f"other {method}": (other, method) for method in args.other_methods}

@@ -33,7 +33,7 @@ from specinfer import BestFirst, Chain, SpeculativeDecoder
 from specinfer.attention import TreeCache, TreeModel, TreeSession, resumed
 from specinfer.attention.check import toy_tree
 from specinfer.attention.compiled import RECORD, CompiledPass, check, computing
-from specinfer.attention.linear import add_int8_product, fits, forms, pack, packable_int8
+from specinfer.attention.linear import add_dynamic_int8_product, fits, forms, pack, packable_dynamic_int8
 from specinfer.attention.watch import architecture
 from specinfer.cli import app
 from specinfer.drafts.head import HeadDraft
@@ -114,10 +114,10 @@ def test_drafts_multiply_in_8_bits_and_targets_never_do() -> None:
     made = decoder(model, TREE, [draft_for(model)])
     target, head = made.networks
     assert target.form == "packed"
-    assert head.form == ("int8" if packable_int8(model.lm_head.weight) else "rounded")
+    assert head.form == ("dynamic_int8" if packable_dynamic_int8(model.lm_head.weight) else "rounded")
     kinds = {source.kind for runner in head.compiled.runners.values() for source in runner.sources}
-    assert kinds & {"packed", "rounded", "int8"} == {head.form}
-    assert not {"rounded", "int8"} & {
+    assert kinds & {"packed", "rounded", "dynamic_int8"} == {head.form}
+    assert not {"rounded", "dynamic_int8"} & {
         source.kind for runner in target.compiled.runners.values() for source in runner.sources
     }
     with resumed(head):
@@ -129,16 +129,18 @@ def multiplied(states: Any, packed: Any, scales: Any, zeros: Any) -> Any:
     return torch.ops.onednn.qlinear_pointwise.default(*given)
 
 
-@pytest.mark.skipif(not packable_int8(torch.zeros(4, 4)), reason="this processor has no fast products in 8 bits")
+@pytest.mark.skipif(
+    not packable_dynamic_int8(torch.zeros(4, 4)), reason="this processor has no fast products in 8 bits"
+)
 def test_products_in_8_bits_are_those_of_rounded_weights_and_states() -> None:
     eager = torch.library.Library("specinfer", "IMPL")
-    eager.impl("linear_int8", multiplied, "MkldnnCPU")  # what compiled code calls
+    eager.impl("linear_dynamic_int8", multiplied, "MkldnnCPU")  # what compiled code calls
     weights = [torch.randn(24, 16), torch.zeros(8, 16), 1e-3 * torch.randn(40, 16)]
     states = torch.cat([torch.randn(2, 3, 16), torch.zeros(2, 1, 16), 1e3 * torch.randn(2, 1, 16)], 1)
     graph = torch.fx.Graph()
     given = [graph.placeholder(name) for name in ("states", "packed", "scales", "bias")]
-    graph.output([add_int8_product(graph, *given[:3], bias, torch.float32) for bias in (None, given[3])])
-    (packed, scales), bias = pack(weights, "int8"), torch.randn(72)
+    graph.output([add_dynamic_int8_product(graph, *given[:3], bias, torch.float32) for bias in (None, given[3])])
+    (packed, scales), bias = pack(weights, "dynamic_int8"), torch.randn(72)
     found = torch.fx.GraphModule(torch.nn.Module(), graph)(states, packed, scales, bias)
     step = states.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
     rounded = (states / step).round() * step
@@ -149,10 +151,10 @@ def test_products_in_8_bits_are_those_of_rounded_weights_and_states() -> None:
 
 def test_a_machine_that_is_slow_in_8_bits_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
-    assert not packable_int8(torch.zeros(4, 4))
+    assert not packable_dynamic_int8(torch.zeros(4, 4))
     model = float_llama()
     made = decoder(model, TREE, [draft_for(model)], compile="auto")
-    assert made.networks[1].form != "int8"
+    assert made.networks[1].form != "dynamic_int8"
 
 
 @pytest.fixture(scope="module")
