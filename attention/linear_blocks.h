@@ -37,7 +37,9 @@ constexpr int64_t SMALL = 1 << 16;                 // multiplications that are n
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 
-inline Words load(const uint32_t* words) {
+#define SPECINFER_INLINE inline __attribute__((always_inline))  // Inductor asks for little optimisation
+
+SPECINFER_INLINE Words load(const uint32_t* words) {
     Words loaded;
     memcpy(&loaded, words, sizeof loaded);
     return loaded;
@@ -46,9 +48,9 @@ inline Words load(const uint32_t* words) {
 // The two bfloat16 numbers of a word.
 struct Bfloat16 {
     static constexpr int INPUTS = 1, SCALES = 0;  // inputs of a word, and words of scales before a group
-    explicit Bfloat16(const uint32_t*) {}
-    Floats low(Words words, int) const { return (Floats)(words << 16); }
-    Floats high(Words words, int) const { return (Floats)(words & 0xffff0000u); }
+    SPECINFER_INLINE explicit Bfloat16(const uint32_t*) {}
+    SPECINFER_INLINE Floats low(Words words, int) const { return (Floats)(words << 16); }
+    SPECINFER_INLINE Floats high(Words words, int) const { return (Floats)(words & 0xffff0000u); }
 };
 
 // Integers of some bits, half their range added, times the scales of a group.
@@ -59,12 +61,14 @@ struct Integers {
     static constexpr float ZERO = 1.5f * (1 << BITS);  // as integers begin a mantissa, behind its implicit one
     Floats low_scales, high_scales;
 
-    explicit Integers(const uint32_t* words)
+    SPECINFER_INLINE explicit Integers(const uint32_t* words)
         : low_scales((Floats)(load(words) << 16)), high_scales((Floats)(load(words) & 0xffff0000u)) {}
-    Floats low(Words words, int input) const { return times(words, 2 * BITS * input, low_scales); }
-    Floats high(Words words, int input) const { return times(words, 2 * BITS * input + BITS, high_scales); }
+    SPECINFER_INLINE Floats low(Words words, int input) const { return times(words, 2 * BITS * input, low_scales); }
+    SPECINFER_INLINE Floats high(Words words, int input) const {
+        return times(words, 2 * BITS * input + BITS, high_scales);
+    }
 
-    static Floats times(Words words, int from, Floats scales) {
+    SPECINFER_INLINE static Floats times(Words words, int from, Floats scales) {
         const Words shifted = from > TOP ? words >> (from - TOP) : words << (TOP - from);
         const Floats integers = (Floats)((shifted & MASK) | EXPONENT);
 #if defined(__FMA__) && !defined(__clang__)
@@ -89,7 +93,7 @@ constexpr int64_t words_of(int64_t size) {
 
 // Add the products of R states with the numbers of a word, from one of its inputs on.
 template <class Form, int R, int INPUT = 0>
-inline __attribute__((always_inline)) void add(
+SPECINFER_INLINE void add(
     const Form& form, Words words, const float* states, int64_t size, Floats* low, Floats* high) {
     const Floats even = form.low(words, INPUT), odd = form.high(words, INPUT);
 #pragma GCC unroll 16
@@ -190,6 +194,7 @@ AOTITorchError call(AtenTensorHandle results, AtenTensorHandle states, AtenTenso
 }  // namespace specinfer
 
 #pragma GCC pop_options
+#undef SPECINFER_INLINE
 
 // Called by the code that Inductor writes; they return 0.
 inline AOTITorchError aoti_torch_specinfer_linear_bf16(AtenTensorHandle a, AtenTensorHandle b, AtenTensorHandle c) {
