@@ -11,7 +11,7 @@ from copy import copy
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -46,6 +46,7 @@ from specinfer.engine.text_stream import TextStream
 from specinfer.engine.verify import Verifier, chosen_verifier
 from specinfer.errors import InputError, ModelError, SamplingError, UnsupportedModel
 from specinfer.prompts import Prompt, Prompts, check_beside, check_ids, encode
+from specinfer.results import Result
 from specinfer.tree import BestFirst, Chain, Kind, Policy
 from specinfer.tree.token_tree import MOST_DRAFTS
 
@@ -217,6 +218,15 @@ class SpeculativeDecoder:
     def language_models(self) -> list[TreeModel]:
         """The target, and drafts that are language models."""
         return [self.target, *(draft.model for draft in self.drafts if isinstance(draft, ModelDraft))]
+
+    @overload
+    def generate(self, prompt: str, **options: Any) -> Result: ...
+
+    @overload
+    def generate(self, prompt: list[str], **options: Any) -> list[Result]: ...
+
+    @overload
+    def generate(self, prompt: Prompt = None, **options: Any) -> Any: ...
 
     def generate(
         self,

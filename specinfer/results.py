@@ -6,17 +6,24 @@ All counts are derived from the steps, so the parts of a result agree with each 
 """
 
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
-from itertools import takewhile
+from itertools import accumulate, takewhile
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specinfer.common.display import Displayed
+from specinfer.common.files import parse_json, storing, write_json
+from specinfer.common.known_tokens import KnownTokens
+from specinfer.errors import InputError, SpecinferError
 from specinfer.tree import Kind, TokenTree
+
+FORMAT = 1  # of saved results
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,11 @@ class Seconds:
     def to_dict(self) -> dict[str, float]:
         """Return a JSON-ready dict, bookkeeping included."""
         return _attributes(self, "total", "prefill", "target", "draft", "learning", "bookkeeping")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, float]) -> "Seconds":
+        """Return what `to_dict` described."""
+        return cls(*(data[f.name] for f in fields(cls)))
 
 
 class State(StrEnum):
@@ -90,6 +102,13 @@ class Step(Displayed):
             "drafted_by": [list(names) for names in self.drafted_by],
             "seconds": self.seconds.to_dict(),
         }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Step":
+        """Return what `to_dict` described."""
+        names = tuple(map(tuple, data["drafted_by"]))
+        tree, seconds = TokenTree.from_dict(data["tree"]), Seconds.from_dict(data["seconds"])
+        return cls(tree, tuple(data["path"]), tuple(data["tokens"]), names, seconds)
 
 
 @dataclass(frozen=True)
@@ -173,6 +192,20 @@ class Stats:
             "drafts": [asdict(draft) for draft in self.drafts],
         }
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Stats":
+        """Return what `to_dict` described."""
+        return cls(
+            data["new_tokens"],
+            data["target_passes"],
+            data["draft_passes"],
+            tuple(data["acceptance_by_depth"]),
+            Seconds.from_dict(data["seconds"]),
+            tuple(data["notes"]),
+            TreeSizes(**data["tree_sizes"]),
+            tuple(Contribution(**draft) for draft in data["drafts"]),
+        )
+
     def __str__(self) -> str:
         """Summarise in two lines."""
         s = self.seconds
@@ -225,6 +258,87 @@ class Result(Displayed):
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict of text, ids and stats (steps have their own `Step.to_dict`)."""
         return {**_attributes(self, "text", "token_ids", "finish_reason", "seed"), "stats": self.stats.to_dict()}
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the result to a JSON file, steps and the texts of their tokens included: see `load`.
+
+        Raises:
+            SpecinferError: the file cannot be written.
+        """
+        tokens = known_tokens(self)
+        steps, prompt = [step.to_dict() for step in self.steps], self.prompt_ids
+        data = {**self.to_dict(), "prompt_ids": prompt, "steps": steps, "known": tokens and tokens.to_dict()}
+        with storing(Path(path)):
+            write_json(Path(path), {"specinfer result": FORMAT, **data})
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> "Result":
+        """Return a saved result.  It knows its own tokens' texts, and has no tokenizer beyond that.
+
+        Raises:
+            InputError: there is no such file, or it holds no saved result.
+        """
+        try:
+            data = parse_json(Path(path).read_bytes())
+            if data["specinfer result"] != FORMAT:
+                raise InputError(
+                    f"{path} is of format {data['specinfer result']!r:.20}, and this version reads {FORMAT}"
+                )
+            steps, stats = [Step.from_dict(step) for step in data["steps"]], Stats.from_dict(data["stats"])
+            named = {name: data[name] for name in ("text", "token_ids", "prompt_ids", "finish_reason", "seed")}
+            return cls(**named, stats=stats, steps=steps, tokenizer=data["known"] and KnownTokens(**data["known"]))
+        except OSError as error:
+            raise InputError(f"{path} cannot be read ({error.strerror or error})") from error
+        except InputError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, SpecinferError) as error:
+            raise InputError(f"{path} holds no saved result: give a file that Result.save wrote") from error
+
+    def to_pandas(self) -> Any:
+        """Return a data frame with a row for each new token.
+
+        Columns: the step it was emitted in, from 0; the position in the text, from 0; its id, and its text alone (the
+        id without a tokenizer); its depth in the step's tree, None for the target's own; the drafts that proposed it,
+        joined by "+", "" for none; the step's seconds, shared by its tokens.
+
+        Raises:
+            InputError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise InputError("a data frame needs pandas: pip install pandas; or use steps") from error
+        starts = accumulate((len(step.tokens) for step in self.steps), initial=0)
+        rows = [
+            {
+                "step": number,
+                "position": start + place,
+                "token_id": token,
+                "text": self.tokenizer.decode([token]) if self.tokenizer else str(token),
+                "depth": place + 1 if place < len(step.path) else None,
+                "drafted_by": "+".join(names),
+                "step_seconds": step.seconds.total,
+            }
+            for number, (start, step) in enumerate(zip(starts, self.steps, strict=False))
+            for place, (token, names) in enumerate(zip(step.tokens, step.drafted_by, strict=True))
+        ]
+        columns = ["step", "position", "token_id", "text", "depth", "drafted_by", "step_seconds"]
+        return pandas.DataFrame(rows, columns=columns).astype({"depth": "Int64"})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the texts of its tokens in place of the tokenizer."""
+        return {**self.__dict__, "tokenizer": known_tokens(self)}
+
+
+def known_tokens(result: Result) -> KnownTokens | None:
+    """Return what a result shows of its tokenizer: every token of its texts and trees; None without a tokenizer."""
+    if result.tokenizer is None or isinstance(result.tokenizer, KnownTokens):
+        return result.tokenizer
+    drafted = (token for step in result.steps for token in step.tree.tokens.tolist())
+    emitted = (token for step in result.steps for token in step.tokens)
+    return KnownTokens.of(
+        result.tokenizer, [*result.prompt_ids, *result.token_ids, *drafted, *emitted], [result.prompt_ids]
+    )
 
 
 def _attributes(value: Any, *names: str) -> dict[str, Any]:

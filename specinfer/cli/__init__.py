@@ -8,6 +8,8 @@ traceback.
 import os
 import sys
 from collections.abc import Callable
+from importlib import metadata
+from typing import Annotated
 
 import typer
 
@@ -36,6 +38,23 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 for _name, _command in COMMANDS.items():
     app.command(_name)(_command)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"specinfer {metadata.version('specinfer')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and stop.")
+    ] = False,
+) -> None:
+    pass
+
+
 app.command("bench", help="Run compare --preset bench.", context_settings={"default_map": PRESETS["bench"]})(compare)
 
 

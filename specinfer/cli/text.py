@@ -61,12 +61,19 @@ def generate(
     tensor_parallel: options.TensorParallel = 1,
     raw: options.Raw = False,
     show_tree: Annotated[bool, typer.Option("--show-tree", help="Draw the tree that gained most.")] = False,
+    save: Annotated[Path | None, typer.Option(help="File for the result, which specinfer.Result.load reads.")] = None,
+    html: Annotated[Path | None, typer.Option(help="File for the result as a page.")] = None,
     as_json: options.Json = False,
+    steps: Annotated[bool, typer.Option("--steps", help="With --json: every step and its tree, too.")] = False,
 ) -> None:
     """Generate text, streamed, with a summary of what speculation did; or for whole files, into a folder."""
     check_source(prompt, prompts, out, tensor_parallel, show_tree)
     if as_json and show_tree:
-        raise InputError("--show-tree draws beside the text, and --json has every step's tree: leave one out")
+        raise InputError("--show-tree draws beside the text, and --json --steps has every tree: leave one out")
+    if steps and not as_json:
+        raise InputError("--steps is of --json: add it, or draw a tree with --show-tree")
+    if prompts and (save or html):
+        raise InputError("--save and --html are of one prompt's result: leave them out, the folder has all texts")
     if profile and tree != "auto":
         raise InputError(f"--profile is of what --tree auto learns, and --tree {tree} learns nothing: leave one out")
     if save_drafts and not online:
@@ -99,8 +106,13 @@ def generate(
         decoder.memory.save(memory)
     if save_drafts:
         decoder.save_drafts(save_drafts)
+    if save:
+        result.save(save)
+    if html:
+        result.to_html(html)
     if as_json:
-        print_json(result.to_dict())
+        every = {"steps": [step.to_dict() for step in result.steps]} if steps and not prompts else {}
+        print_json(result.to_dict() | every)
     elif prompts:
         print(result)
     else:
