@@ -47,9 +47,9 @@ def test_a_kept_result_shows_the_same_pages(result: Result, kept: Result) -> Non
 
 
 def test_pickles_do_not_carry_the_tokenizer(result: Result) -> None:
-    assert b"PreTrainedTokenizer" not in pickle.dumps(result)
-    assert len(pickle.dumps(result)) < 20_000  # bytes; a tokenizer alone has more
-    assert result.tokenizer is None or len(pickle.dumps(result.tokenizer)) > 20_000
+    kind = type(result.tokenizer).__name__.encode()
+    assert result.tokenizer is None or kind in pickle.dumps(result.tokenizer)
+    assert result.tokenizer is None or kind not in pickle.dumps(result)
 
 
 @pytest.mark.parametrize("text", ["", "no json", "[]", "{}", '{"specinfer result": 1}', '{"specinfer result": 99}'])
