@@ -125,7 +125,7 @@ def test_a_draft_that_is_the_target_is_good(found):
         ("no norm", "bad", "norms"),
         ("map ignored", "bad", "map (d2t) is probably ignored"),
         ("untrained", "bad", "does not fit"),
-        ("one step", "weak", "the state that it chains is wrong"),
+        ("one step", "weak", "the state that it hands on is wrong"),
         ("badly ranked", "bad", "badly ranked"),
         ("ngram", "weak", "seldom repeats itself"),
     ],
