@@ -3,6 +3,7 @@
 import re
 import runpy
 import tomllib
+from collections import Counter
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -64,7 +65,8 @@ def test_links_lead_to_headings(page):
 def headings(page):
     """Return the anchors that GitHub gives the headings of a page."""
     lines = re.findall(r"^#+ (.+)", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M)
-    return {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in lines}
+    names = [re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in lines]
+    return {*names, *(f"{name}-{n}" for name, count in Counter(names).items() for n in range(1, count))}
 
 
 def test_pictures_are_made_here_small_and_shown():
@@ -133,7 +135,8 @@ def test_the_prompts_are_eight_sets_of_ten():
 def test_commands_read_what_is_there_and_write_what_git_ignores():
     """Those of blocks; what stands beside figures on the page of performance names what was measured."""
     pages = [page.read_text() for page in PAGES if page.name != "performance.md"]
-    blocks = "".join(block for page in pages for block in re.findall(r"^```\n(.*?)^```", page, re.M | re.S))
+    fenced = [found for page in pages for found in re.findall(r"^```(\w*)\n(.*?)^```", page, re.M | re.S)]
+    blocks = "".join(block for language, block in fenced if not language)
     read, written = re.findall(r"[\w./]+\.jsonl", blocks), re.findall(r"--(?:out|profile) (\S+)", blocks)
     assert len(read) > 4
     assert [name for name in read if not (ROOT / name).exists()] == []

@@ -1,4 +1,4 @@
-"""Training drafts: losses against autograd, successive draft steps, boost weights, checkpoints, and a loss that is no number."""
+"""Training drafts: losses against autograd, successive steps, boost weights, checkpoints, a loss that is no number."""
 
 import errno
 import os

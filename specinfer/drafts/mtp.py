@@ -54,7 +54,7 @@ class MtpNetwork(DraftNetwork):
         return self.model.embed_tokens
 
     def conventions(self, layers: int) -> list[Convention]:
-        """Return what the state that is handed on may be: after the layer's last norm (transformers), or before it (vLLM)."""
+        """Return what state may be handed on: after the layer's last norm (transformers), or before it (vLLM)."""
         choices = (True, False) if self.model.use_post_norm else (True,)
         return [Convention((layers,), (("chains_normed", choice),)) for choice in choices]
 
