@@ -1,6 +1,6 @@
 """What each part of `Auto` is worth: trees without that part, next to whole ones, on real prompts.
 
-    python benchmarks/ablation.py --prompts code.jsonl chat.jsonl [--count 16] [--temperature 1]
+    python benchmarks/ablation.py --prompts prompts/code.jsonl prompts/chat.jsonl [--count 16] [--temperature 1]
 
 A clock cannot tell differences of 2 %.  So seconds are not measured: a step costs what such a step cost on one machine
 (`PASS`, `LEVELS`), and the policy is told the same.  Figures repeat themselves on any machine, up to rounding.  Every

@@ -1,6 +1,7 @@
 """What the host does between passes, in milliseconds a step, by rows; and the time of steps with very large trees.
 
-    python benchmarks/bookkeeping.py --prompts code.jsonl chat.jsonl [--rows 1 8 32] [--rounds 5] [--other PYTHON]
+    python benchmarks/bookkeeping.py --prompts prompts/code.jsonl prompts/chat.jsonl
+        [--rows 1 8 32] [--rounds 5] [--other PYTHON]
 
 The default target with its default drafts decodes batches.  Bookkeeping is a step without the target's and the drafts'
 passes: ranking, look-ups, growing, merging, fitting, layout, verification, pruning, learning.  Then a tiny model, as

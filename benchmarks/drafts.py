@@ -1,7 +1,8 @@
 """What each draft gains on the same prompts: tokens a pass, draft time a step, and the wall against plain decoding.
 
-    python benchmarks/drafts.py --prompts code.jsonl chat.jsonl [--count 16] [--max-new-tokens 64] [--target DIR]
-        [--drafts ngram suffix recycling suffix+recycling lookahead bundled FOLDER ...] [--trees auto best-first]
+    python benchmarks/drafts.py --prompts prompts/code.jsonl prompts/chat.jsonl [--count 16] [--max-new-tokens 64]
+        [--target DIR] [--drafts ngram suffix recycling suffix+recycling lookahead bundled FOLDER ...]
+        [--trees auto best-first]
 
 Drafts joined by + are merged.  All take turns, prompt by prompt, after one prompt that warms up; every set of drafts
 keeps what it learns from earlier prompts.  The wall is the median over prompts of a draft's tokens a second over those

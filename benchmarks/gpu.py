@@ -1,7 +1,7 @@
 """All that is measured on a GPU, in one command of minutes: tests, ids, speed, the bound, host waits; in one file.
 
     python benchmarks/gpu.py --out DIR [--minutes 9] [--bandwidth 4.8e12] [--assistant DIR] [--target DIR --draft NAME]
-    python benchmarks/gpu.py --out DIR --train 8 --prompts train.jsonl      trains a head instead (DIR/train.json)
+    python benchmarks/gpu.py --out DIR --train 8 --prompts prompts/chat.jsonl  trains a head instead (DIR/train.json)
     python benchmarks/gpu.py --report DIR/gpu.json                          prints tables in Markdown
     python benchmarks/gpu.py --out DIR --tiny                               tiny models, on any machine
 

@@ -1,7 +1,7 @@
 """How speed grows with the batch, the context, the tree and the text, on a CPU: `auto` beside our plain loop.
 
-    python benchmarks/growth.py --prompts chat.jsonl code.jsonl [--out growth.json] [--parts batch context nodes tokens]
-        [--minutes 11] [--target DIR --draft NAME ...] [--dtype float32]
+    python benchmarks/growth.py --prompts prompts/chat.jsonl prompts/code.jsonl [--out out/growth.json]
+        [--parts batch context nodes tokens] [--minutes 11] [--target DIR --draft NAME ...] [--dtype float32]
     python benchmarks/growth.py --report growth.json      prints tables in Markdown
     python benchmarks/growth.py --tiny                    a random tiny model, in seconds
 

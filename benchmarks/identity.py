@@ -1,6 +1,6 @@
 """Are the ids the same with and without speculation?  In float32, on real models and prompts.
 
-    python benchmarks/identity.py --target DIR --draft ngram --draft DIR --prompts code.jsonl chat.jsonl
+    python benchmarks/identity.py --target DIR --draft ngram --draft DIR --prompts prompts/code.jsonl prompts/chat.jsonl
 
 Greedy: ids against `generate(do_sample=False)` for each tree, prompt by prompt and in ragged batches of four.
 Sampling (--sampling): ids for one seed with trees, a chain, no speculation and in batches, at T = 1 and at T = 0.7 with

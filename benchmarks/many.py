@@ -1,7 +1,7 @@
 """Tokens a second over many prompts, some rows at a time: specinfer with and without speculation, and transformers.
 
-    python benchmarks/many.py --prompts code.jsonl chat.jsonl --count 32 --max-new-tokens 64 --rows 1 4 16
-        [--rounds 2] [--dtype float32] [--methods auto plain generate generate_batch] [--out FILE]
+    python benchmarks/many.py --prompts prompts/code.jsonl prompts/chat.jsonl --count 32 --max-new-tokens 64
+        --rows 1 4 16 [--rounds 2] [--dtype float32] [--methods auto plain generate generate_batch] [--out FILE]
 
 ``generate_many`` with ``auto`` and without speculation (plain), transformers' ``generate`` on batches of so many rows,
 padded on the left, in the order of the file, and its continuous batching, ``generate_batch``, which chooses rows

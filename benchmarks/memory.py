@@ -1,6 +1,6 @@
 """Is memory no more than weights, cache and one pass, and flat over many calls?
 
-    python benchmarks/memory.py --target DIR --prompts chat.jsonl --count 200
+    python benchmarks/memory.py --target DIR --prompts prompts/chat.jsonl --count 200
 
 Prints the process's resident set at its peak and after groups of calls, in MiB.  Linux only (reads /proc).
 """

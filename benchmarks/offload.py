@@ -1,6 +1,6 @@
 """Tokens a second of a target whose decoder layers lie on disk: specinfer's `auto`, and transformers on the same hooks.
 
-    python benchmarks/offload.py --target DIR --draft DIR --prompts code.jsonl --count 6 --max-new-tokens 32
+    python benchmarks/offload.py --target DIR --draft DIR --prompts prompts/code.jsonl --count 6 --max-new-tokens 32
         [--folder DIR] [--dtype float32] [--out FILE]
 
 Every pass fetches every layer (transformers' ``device_map``, accelerate's hooks); all else of the target, and the

@@ -1,6 +1,6 @@
 """Tokens a second of other ways to decode the same prompts: transformers, llama.cpp, another version of specinfer.
 
-    python benchmarks/peers.py --prompts code.jsonl chat.jsonl --count 16 --max-new-tokens 64
+    python benchmarks/peers.py --prompts prompts/code.jsonl prompts/chat.jsonl --count 16 --max-new-tokens 64
         [--target DIR] [--draft NAME ...] [--dtype float32] [--temperature 1] [--methods plain auto generate ...]
         [--assistant DIR] [--quantize int8 int4] [--other PYTHON] [--llama PYTHON GGUF [GGUF ...]]
 
@@ -99,6 +99,7 @@ def requantise(source: str, folder: str) -> None:
     """Write a GGUF file's weights in other types, with llama.cpp."""
     import llama_cpp
 
+    Path(folder).mkdir(parents=True, exist_ok=True)
     for name, number in FILES.items():
         settings = llama_cpp.llama_model_quantize_default_params()
         settings.ftype, settings.allow_requantize, settings.nthread = number, True, 2

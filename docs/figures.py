@@ -3,7 +3,7 @@
     python docs/figures.py
 
 A picture of times belongs to the machine that made it.  The interactive page is photographed if Chromium and its driver
-are installed; otherwise its picture stays as it was.
+are installed; otherwise its picture stays as it was.  The flow of a step, step.svg, is drawn by hand.
 """
 
 import shutil

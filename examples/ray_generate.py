@@ -2,7 +2,7 @@
 
     pip install "specinfer[ray]" && python examples/ray_generate.py
 
-For files: ``ray.data.read_json("prompts.jsonl")`` in, ``texts.write_json("folder")`` out.
+For files: ``ray.data.read_json("prompts/questions.jsonl")`` in, ``texts.write_json("folder")`` out.
 """
 
 import ray

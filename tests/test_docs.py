@@ -1,7 +1,9 @@
-"""What the documents say is true: links lead somewhere, Python blocks and examples run."""
+"""What the documents say is true: links lead somewhere, Python blocks and examples run, commands name what is there."""
 
 import re
 import runpy
+import tomllib
+from collections import Counter
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -9,11 +11,13 @@ from pathlib import Path
 import pytest
 import test_attention_families as families
 import test_recurrent as recurrent
+import yaml
 
 import specinfer.loading
+from specinfer.prompts import read_rows
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("prompts/*.md")])
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 BLOCKS = [
     pytest.param(block, id=f"{page.name}-{i}")
@@ -48,6 +52,21 @@ def test_relative_links_lead_to_files(page):
     """Every relative link of a page names a file of the repository."""
     links = re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_headings(page):
+    """Every part after # is a heading of its page, as GitHub names it."""
+    links = re.findall(r"\]\((?!https?://)([^)#]*)#([^)]+)\)", page.read_text())
+    assert [part for name, part in links if part not in headings(page.parent / name if name else page)] == []
+
+
+@cache
+def headings(page):
+    """Return the anchors that GitHub gives the headings of a page."""
+    lines = re.findall(r"^#+ (.+)", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M)
+    names = [re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in lines]
+    return {*names, *(f"{name}-{n}" for name, count in Counter(names).items() for n in range(1, count))}
 
 
 def test_pictures_are_made_here_small_and_shown():
@@ -101,3 +120,65 @@ def test_the_readmes_repository_tree_names_every_folder():
     assert len(packages) == len(re.findall(r"^    \w+/ ", readme, re.M))
     assert "specinfer/engine/loop.py" in readme
     assert readme.count("\n") <= 150
+
+
+def test_the_prompts_are_eight_sets_of_ten():
+    """The commands of README and docs read them; no id and no prompt is there twice."""
+    sets = {path.stem: [row for _, row in read_rows(path)] for path in ROOT.glob("prompts/*.jsonl")}
+    assert [len(rows) for rows in sets.values()] == 8 * [10]
+    assert {row["id"].rsplit("-", 1)[0] for rows in sets.values() for row in rows} == set(sets)
+    for field in ("id", "prompt"):
+        assert len({row[field] for rows in sets.values() for row in rows}) == 80
+    assert [name for name in sets if name not in (ROOT / "prompts" / "README.md").read_text()] == []
+
+
+def test_commands_read_what_is_there_and_write_what_git_ignores():
+    """Those of blocks; what stands beside figures on the page of performance names what was measured."""
+    pages = [page.read_text() for page in PAGES if page.name != "performance.md"]
+    fenced = [found for page in pages for found in re.findall(r"^```(\w*)\n(.*?)^```", page, re.M | re.S)]
+    blocks = "".join(block for language, block in fenced if not language)
+    read, written = re.findall(r"[\w./]+\.jsonl", blocks), re.findall(r"--(?:out|profile) (\S+)", blocks)
+    assert len(read) > 4
+    assert [name for name in read if not (ROOT / name).exists()] == []
+    assert "out/compared" in written
+    assert [name for name in written if not name.startswith("out/")] == []
+    assert "/out/" in (ROOT / ".gitignore").read_text().split()
+    scripts = "".join(path.read_text() for path in [*ROOT.glob("benchmarks/*.py"), *EXAMPLES])
+    assert [name for name in re.findall(r"prompts/\w+\.jsonl", scripts) if not (ROOT / name).exists()] == []
+
+
+def test_the_citation_is_of_this_version():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (cited["version"], cited["license"]) == (project["version"], project["license"])
+    assert [author["name"] for author in cited["authors"]] == ["The specinfer developers"]
+
+
+def test_the_glossarys_terms_are_those_of_the_pages():
+    """Twelve, each used elsewhere."""
+    terms = re.findall(r"^\| ([\w -]+) \| ", (ROOT / "docs" / "glossary.md").read_text(), re.M)[1:]
+    others = "".join(page.read_text().lower() for page in PAGES if page.name not in ("glossary.md", "api.md"))
+    assert len(terms) == 12
+    assert [term for term in terms if term not in others] == []
+
+
+def test_every_answer_names_what_shows_it():
+    """A page of the docs, or a test that exists."""
+    sections = (ROOT / "docs" / "faq.md").read_text().split("\n## ")[1:]
+    assert len(sections) >= 10
+    assert [section.split("\n")[0] for section in sections if not re.search(r"\]\((?!https?:)|tests/", section)] == []
+    assert [name for name in re.findall(r"tests/\w+\.py", "".join(sections)) if not (ROOT / name).exists()] == []
+
+
+def test_every_cell_of_the_comparison_has_a_source_or_says_that_none_was_found():
+    """And no source stands there for nothing."""
+    table, _, sources = (ROOT / "docs" / "comparison.md").read_text().partition("\n## Sources")
+    cells = [cell.strip() for row in re.findall(r"^\|(.+)\|$", table, re.M)[2:] for cell in row.split("|")[1:]]
+    assert [cell for cell in cells if not cell.startswith("not found") and not re.search(r"\[[a-z]\d", cell)] == []
+    used = {name for group in re.findall(r"\[([a-z]\d(?:, [a-z]\d)*)\]", table) for name in group.split(", ")}
+    assert used == set(re.findall(r"\b([a-z]\d):", sources))
+
+
+def test_every_example_is_on_a_page():
+    texts = "".join(page.read_text() for page in PAGES)
+    assert [path.name for path in EXAMPLES if path.name not in texts] == []

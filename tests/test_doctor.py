@@ -125,7 +125,7 @@ def test_a_draft_that_is_the_target_is_good(found):
         ("no norm", "bad", "norms"),
         ("map ignored", "bad", "map (d2t) is probably ignored"),
         ("untrained", "bad", "does not fit"),
-        ("one step", "weak", "the state that it chains is wrong"),
+        ("one step", "weak", "the state that it hands on is wrong"),
         ("badly ranked", "bad", "badly ranked"),
         ("ngram", "weak", "seldom repeats itself"),
     ],
@@ -135,7 +135,7 @@ def test_what_was_planted_is_said(found, draft, grade, words):
     check = found[draft]
     assert (check.grade, words in check.words) == (grade, True), check.words
     assert ("d2t" in check.words) == (draft == "map ignored")
-    assert ("chains" in check.words) == (draft == "one step")
+    assert ("hands on" in check.words) == (draft == "one step")
 
 
 def test_coverage_counts_the_targets_tokens(found, report):
@@ -264,7 +264,7 @@ FITS = Signs([0.6, 0.55, 0.5], 0.9)
         (Signs([0.6], 0.9), "good", "fits"),
         (Signs([0.09, 0.09], 0.1), "bad", "Likely causes"),
         (Signs([0.09, 0.09], 0.1, reach=0.5), "bad", "first 50% of the vocabulary"),
-        (Signs([0.6, 0.29], 0.9), "weak", "chains"),
+        (Signs([0.6, 0.29], 0.9), "weak", "hands on"),
         (Signs([0.6, 0.31], 0.9), "good", "fits"),
         (Signs([0.3, 0.3], 0.8), "weak", "badly ranked"),
         (Signs([0.35, 0.35], 0.7), "weak", "trained little"),

@@ -55,7 +55,7 @@ def states_of(target, ids):
 
 
 def unrolled(head, ids, states, steps):
-    """Logits of chained training steps, each (1, n, V')."""
+    """Logits of successive training steps, each (1, n, V')."""
     columns, cache, own, found = torch.arange(len(ids)), DynamicCache(), None, []
     with torch.no_grad():
         for step in range(steps):
@@ -67,7 +67,7 @@ def unrolled(head, ids, states, steps):
     return found
 
 
-def test_drafting_along_the_text_equals_the_chained_training_steps(target):
+def test_drafting_along_the_text_equals_the_successive_training_steps(target):
     """A tree's edge at depth d is what training step d computed with the path as the text."""
     draft = draft_for(target, ids=range(VOCAB))
     decoder = SpeculativeDecoder(target, None, [draft], Expansion((2, 1, 1)))

@@ -1,4 +1,4 @@
-"""Training drafts: losses against autograd, chained steps, boost weights, checkpoints, and a loss that is no number."""
+"""Training drafts: losses against autograd, successive steps, boost weights, checkpoints, a loss that is no number."""
 
 import errno
 import os
@@ -164,7 +164,7 @@ def test_targets_whose_logits_do_not_follow_from_their_states_are_refused(monkey
         check_logits(target_of("llama"))
 
 
-def test_a_chained_step_sees_older_target_states_and_its_own_chain():
+def test_a_later_draft_step_sees_older_target_states_and_its_own_path():
     """Step 2 at token 3: the target-fed tokens 0 and 1, step 1's own at 2, step 2's own at 3."""
     row = chained_mask(torch.arange(4), 2)[3].view(3, 4).int().tolist()
     assert row == [[1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]

@@ -473,7 +473,10 @@ class Expansion:
 
 
 class Chain(Expansion):
-    """One path of the likeliest tokens: sequence speculation."""
+    """One path of the likeliest tokens: sequence speculation.
+
+    Every draft grows its own.  Several drafts' chains are merged, into a tree that branches where they disagree.
+    """
 
     def __init__(self, length: int) -> None:
         _check_size("length", length, 0)

@@ -27,7 +27,7 @@ KEPT = 16  # of the target's likeliest tokens at every position
 RIGHT = 0.3  # weight of a token that the head had proposed; 1 where it was wrong
 CAPACITY = 64 << 20  # bytes of all windows
 HELD_OUT = 8  # every eighth window is never learnt from
-UNROLL, DECAY = 2, 0.8  # chained draft steps that are learnt, and the weight of the second
+UNROLL, DECAY = 2, 0.8  # successive draft steps that are learnt, and the weight of the second
 
 
 class Example(NamedTuple):

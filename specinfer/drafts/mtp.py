@@ -1,6 +1,6 @@
 """Multi-token prediction: the layers that some released models come with, as a draft (DeepSeek-V3, arXiv 2412.19437).
 
-Knows: what transformers' ``MtpModel`` holds, how its first layer is chained.
+Knows: what transformers' ``MtpModel`` holds, how its first layer drafts level by level.
 Does not know: names of weights and families, which are transformers', how trees grow, verification.
 
 The layer reads the pair of a state of the target, after its final norm, and the token that this state chose.  Below the
@@ -54,7 +54,7 @@ class MtpNetwork(DraftNetwork):
         return self.model.embed_tokens
 
     def conventions(self, layers: int) -> list[Convention]:
-        """Return what the chained state may be: after the layer's last norm (transformers), or before it (vLLM)."""
+        """Return what state may be handed on: after the layer's last norm (transformers), or before it (vLLM)."""
         choices = (True, False) if self.model.use_post_norm else (True,)
         return [Convention((layers,), (("chains_normed", choice),)) for choice in choices]
 

@@ -1,6 +1,6 @@
 """A head over whole texts, unrolled as it will draft: what it is trained by.
 
-Knows: chained draft steps, what each attends to.  Does not know: losses, where texts come from.
+Knows: successive draft steps, what each attends to.  Does not know: losses, where texts come from.
 """
 
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ from specinfer.drafts.head_network import HeadNetwork
 def unrolled_logits(
     head: HeadNetwork | Eagle3Network, ids: Tensor, states: Tensor, keep: Tensor, steps: int
 ) -> Iterator[Tensor]:
-    """Yield a head's logits (N, V') of the N kept tokens in each of several chained draft steps.
+    """Yield a head's logits (N, V') of the N kept tokens in each of several successive draft steps.
 
     In step s the input at token i is (state, token i).  In step 1 the state is the target's, later the head's own of
     step s - 1 at token i - 1.  It attends to what a tree's node would: tokens with the target's states up to i - s + 1,
-    then its own chain.
+    then its own path.
 
     Args:
         head: bound to the target.
@@ -42,6 +42,6 @@ def unrolled_logits(
 
 
 def chained_mask(columns: Tensor, step: int) -> Tensor:
-    """Return (T, (step + 1) T) bool: what each token attends to in a chained step, 0 = the first."""
+    """Return (T, (step + 1) T) bool: what each token attends to in a draft step, 0 = the first."""
     lag = columns[:, None] - columns  # (T, T) how far a key lies behind the query
     return torch.cat([lag >= step, *(lag == step - earlier for earlier in range(1, step + 1))], 1)

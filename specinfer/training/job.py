@@ -33,7 +33,7 @@ class TrainingSettings:
     learning_rate: float = 4.5e-3  # of the matrices; a third of it for the rest
     warmup: float = 0.03  # share of the steps
     loss: str = "kl"  # or "token"
-    unroll: int = 3  # chained draft steps of a head
+    unroll: int = 3  # successive draft steps of a head
     decay: float = 0.8  # weight of a step, relative to the step before it
     boost: float = 0.2  # weight of tokens that an earlier draft proposes first
     vocabulary: int = 12_000  # tokens a head may propose

@@ -184,7 +184,7 @@ class StepInspection(Displayed):
         return f"{'rejected' if state is State.REJECTED else 'accepted'}: {reason}{ended}"
 
     def with_branch(self, node: int, tokens: Sequence[int] | str) -> "StepInspection":
-        """Return the step with a chain of tokens below a node; tokens that are there already are shared.
+        """Return the step with tokens, one below the other, under a node; tokens that are there already are shared.
 
         Args:
             node: the parent of the first token.

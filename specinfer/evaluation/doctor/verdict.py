@@ -71,7 +71,7 @@ RULES: tuple[tuple[str, Callable[[Signs], bool], str], ...] = (  # grade at best
         "weak",
         lambda s: s.fits and not s.lookup and s.second < KEPT * s.first[0],
         "Its second token is right at {second:.0%} of the positions, its first one at {first:.0%}: the state that it "
-        "chains is wrong, or that state's norm, or it was trained for one step.",
+        "hands on is wrong, or that state's norm, or it was trained for one step.",
     ),
     (
         "weak",
