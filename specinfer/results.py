@@ -312,15 +312,15 @@ class Result(Displayed):
         rows = [
             {
                 "step": number,
-                "position": start + place,
+                "position": start + offset,
                 "token_id": token,
                 "text": self.tokenizer.decode([token]) if self.tokenizer else str(token),
-                "depth": place + 1 if place < len(step.path) else None,
+                "depth": offset + 1 if offset < len(step.path) else None,
                 "drafted_by": "+".join(names),
                 "step_seconds": step.seconds.total,
             }
             for number, (start, step) in enumerate(zip(starts, self.steps, strict=False))
-            for place, (token, names) in enumerate(zip(step.tokens, step.drafted_by, strict=True))
+            for offset, (token, names) in enumerate(zip(step.tokens, step.drafted_by, strict=True))
         ]
         columns = ["step", "position", "token_id", "text", "depth", "drafted_by", "step_seconds"]
         return pandas.DataFrame(rows, columns=columns).astype({"depth": "Int64"})
