@@ -189,9 +189,10 @@ class SpeculativeDecoder:
         placement = {"device_map": device_map, "max_memory": max_memory, "offload_folder": offload_folder}
         more = {name: value for name, value in placement.items() if value is not None} | model_kwargs
         more |= {} if tensor_parallel == 1 else {"tensor_parallel": tensor_parallel}
-        loaded = loading.load(target, dtype, device, quantize=quantize, **more)
+        rounding: dict[str, Any] = {} if quantize is None else {"quantize": quantize}
+        loaded = loading.load(target, dtype, device, **rounding, **more)
         ready = [
-            load_draft(os.fspath(draft), dtype, device, quantize) if _is_name(draft) and draft not in WORDS else draft
+            load_draft(os.fspath(draft), dtype, device, **rounding) if _is_name(draft) and draft not in WORDS else draft
             for draft in _as_list(drafts)
         ]
         rest = confidence_gate, graphs, compile, memory, online
@@ -556,7 +557,7 @@ def _is_name(draft: Any) -> bool:
     return isinstance(draft, str | os.PathLike)
 
 
-def load_draft(name: str, dtype: str, device: str, quantize: str | None = None) -> Draft:
+def load_draft(name: str, dtype: str, device: str, **rounding: Any) -> Draft:
     """Load a draft: a head trained here, a published head, or else a language model, which may be rounded.
 
     Raises:
@@ -567,7 +568,7 @@ def load_draft(name: str, dtype: str, device: str, quantize: str | None = None) 
         return HeadDraft.load(Path(os.path.expanduser(name)))
     if may_be_head(config) and (head := load_published(name)) is not None:
         return head
-    loaded = loading.load(name, dtype, device, quantize=quantize)
+    loaded = loading.load(name, dtype, device, **rounding)
     return ModelDraft(loaded.model, loaded.tokenizer, loaded.name)
 
 

@@ -33,8 +33,6 @@ import torch
 from huggingface_hub import constants, try_to_load_from_cache, utils
 from tokenizers import pre_tokenizers
 
-from specinfer.attention.linear import BITS
-from specinfer.attention.rounding import round_weights
 from specinfer.common import ranks
 from specinfer.common.files import cache_folder
 from specinfer.common.model_options import HUB, checked_options, checked_placement
@@ -56,6 +54,7 @@ OFFLINE_ADVICE = (
 CONNECT_SECONDS = 5.0  # how long to wait for the hub's first answer
 LISTED_KEYS = 3  # names of weights in a message
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ROUNDED = "int4", "int8"  # what weights may be rounded to: see `attention.rounding`
 # not weights, but tables that models compute, and that files of older versions hold: causal masks, rotary frequencies
 CONSTANTS = re.compile(r"\b(attn|attention)\.(bias|masked_bias|causal_mask)$|\binv_freq$|\bposition_ids$")
 
@@ -130,6 +129,8 @@ def load(
         try:
             model, tokenizer = source(name, options)
             if quantize is not None:
+                from specinfer.attention.rounding import round_weights
+
                 round_weights(model, quantize)
             return Loaded((model if placement else model.to(where)).eval(), tokenizer, name)
         except RuntimeError as error:
@@ -144,8 +145,8 @@ def load(
 
 def _check_rounding(form: str, where: torch.device, dtype: torch.dtype, options: Collection[str]) -> None:
     """Raise `ModelError` unless weights can be rounded to a form, given where they go and what else is asked for."""
-    if form not in BITS:
-        raise ModelError(f"quantize={form!r:.40} is unknown: choose {' or '.join(BITS)}")
+    if form not in ROUNDED:
+        raise ModelError(f"quantize={form!r:.40} is unknown: choose {' or '.join(ROUNDED)}")
     if others := [name for name in ("quantization_config", "device_map", "distributed_config") if name in options]:
         raise ModelError(f"quantize={form!r} rounds a whole model in memory, and {others[0]} is given: leave one out")
     if where.type != "cpu":

@@ -371,7 +371,7 @@ GENERATE = {
     *("--target", "--draft", "--tree", "--nodes", "--depth", "--expansion", "--max-new-tokens", "--temperature"),
     *("--top-p", "--top-k", "--seed", "--dtype", "--device", "--raw", "--show-tree", "--confidence-gate", "--json"),
     *("--profile", "--memory", "--online", "--save-drafts", "--penalty-alpha", "--tensor-parallel"),
-    *("--prompts", "--out", "--max-rows"),
+    *("--prompts", "--out", "--max-rows", "--quantize", "--save", "--html", "--steps"),
     *PLACEMENT,
 }
 NOT_OF_TREE = (
@@ -385,6 +385,9 @@ NOT_OF_TREE = (
     "--online",
     "--save-drafts",
     "--penalty-alpha",
+    "--save",
+    "--html",
+    "--steps",
 )
 
 

@@ -83,7 +83,7 @@ def _unrefused(name: str, dtype: str, device: str, quantize: str | None) -> Any:
     quieten()
     if name in WORDS:
         return name
-    draft = load_draft(name, dtype, device, quantize)
+    draft = load_draft(name, dtype, device, **({"quantize": quantize} if quantize else {}))
     if isinstance(draft, PublishedDraft):
         draft.least = 0.0
     return draft
