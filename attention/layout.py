@@ -68,6 +68,23 @@ def lay_out_chains(chains: Sequence[Sequence[int]], device: torch.device) -> Lay
     return Layout(tokens, columns * real, visible)
 
 
+def lay_out_behind(chains: Sequence[Sequence[int]], trees: Layout, device: torch.device) -> Layout:
+    """Lay out one chain of tokens per row, padded on the left, and behind its end a tree: T = S = both widths.
+
+    So the trees' columns are the same in all rows, the last ones.
+    """
+    width = max(len(chain) for chain in chains)
+    tokens = on_device([[*[0] * (width - len(chain)), *chain] for chain in chains], device)
+    lengths = on_device([len(chain) for chain in chains], device)[:, None]
+    columns = torch.arange(width, device=device)
+    real = columns >= width - lengths  # (B, T)
+    depths = torch.where(real, columns - width + lengths, 0)
+    causal = (columns[:, None] >= columns) & real[:, :, None] & real[:, None, :] | (columns[:, None] == columns)
+    above = real[:, None, :].expand(-1, trees.width, -1)
+    visible = torch.cat([pad(causal, (0, trees.width)), torch.cat([above, trees.visible], 2)], 1)
+    return Layout(torch.cat([tokens, trees.tokens], 1), torch.cat([depths, trees.depths + lengths], 1), visible)
+
+
 def lay_out_level(frontier: Frontier, earlier: Layout | None, device: torch.device) -> Layout:
     """Lay out one level of growing trees, whose earlier levels are pending columns already.
 

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specinfer.attention.cache import TreeCache
 from specinfer.attention.graphs import Graphs, padded_width
-from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees, on_device
+from specinfer.attention.layout import Layout, lay_out_behind, lay_out_chains, lay_out_trees, on_device
 from specinfer.attention.mask import AttentionSpec, attention_mask
 from specinfer.attention.offload import device_of, is_dispatched, its_turn, spans_devices
 from specinfer.attention.recurrent import StateCache
@@ -238,6 +238,7 @@ class TreeSession:
         seconds: wall-clock seconds in forward passes, prefill excluded (on CUDA until they are launched).
         prefill_seconds: wall-clock seconds in prefill passes.
         aux_states: hidden states of the pending slots, per pass (B, T, K, H) for K aux_layers; empty without them.
+        held: per row, the end of its prompt, which the pass of the next `score` reads.
     """
 
     def __init__(
@@ -252,6 +253,7 @@ class TreeSession:
         self.aux_layers = tuple(aux_layers)
         self.compiled = compiled
         self.aux_states: list[Tensor] = []
+        self.held: list[Sequence[int]] = []
         session = weakref.proxy(self)  # a cycle would keep the cache until garbage is collected
         self.graphs = (
             Graphs(lambda inputs: session._run_at_slots(inputs))
@@ -285,17 +287,23 @@ class TreeSession:
         padded = {name: pad(value, (*[0, 0] * (value.ndim - 2), 0, more)) for name, value in inputs.items()}
         return self.append(layout.padded(more), columns, **padded)
 
-    def prefill(self, prompts: Sequence[Sequence[int]], **inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], hold: bool = False, **inputs: Sequence[Tensor]
+    ) -> list[Tensor | None]:
         """Commit a ragged batch of token lists (possibly empty) in chunks; return what `commit` returns.
 
         Args:
             prompts: token ids per row.
+            hold: leave the last chunk to the pass of the next `score`, which saves one; not with aux_layers.
             **inputs: what else the model's forward takes, per row one entry per token.
         """
         started = perf_counter()
         kept: list[list[Tensor]] = [[] for _ in prompts]
         chunk = max(1, min(PREFILL_CHUNK, PREFILL_TOKENS // len(prompts)))
-        for start in range(0, max(len(prompt) for prompt in prompts), chunk):
+        starts = range(0, max(len(prompt) for prompt in prompts), chunk)
+        if hold and starts:
+            self.held, starts = [prompt[starts[-1] :] for prompt in prompts], starts[:-1]
+        for start in starts:
             part = slice(start, start + chunk)
             chunks = [prompt[part] for prompt in prompts]
             layout = lay_out_chains(chunks, self.model.device)
@@ -313,7 +321,14 @@ class TreeSession:
 
         ``logits[b, i]`` follow node i of tree b; rows beyond a smaller tree's size are padding.
         """
-        return self.append_last(lay_out_trees(trees, self.model.device))
+        layout, device = lay_out_trees(trees, self.model.device), self.model.device
+        if not self.held:
+            return self.append_last(layout)
+        started, behind = perf_counter(), lay_out_behind(self.held, layout, device)
+        columns = torch.arange(behind.width - layout.width, behind.width, device=device)
+        logits = self._forward(behind, columns, {}, self._run)
+        self.prefill_seconds += perf_counter() - started
+        return logits
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> list[Tensor | None]:
         """Keep these pending slots of each row, forget the others, retire rows given None (`TreeCache.keep`).
@@ -322,6 +337,13 @@ class TreeSession:
             Per row, the auxiliary hidden states (n, K, H) of the n slots kept; None for a retired row or without
             aux_layers.
         """
+        if held := self.held:
+            self.held, width = [], max(map(len, held))
+            read = [range(width - len(tokens), width) for tokens in held]
+            paths = [
+                None if path is None else (*first, *(width + node for node in path))
+                for first, path in zip(read, paths, strict=True)
+            ]
         self.cache.keep(paths)
         aux_states, self.aux_states = self.aux_states, []
         if not aux_states:

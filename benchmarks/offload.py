@@ -1,7 +1,7 @@
 """Tokens a second of a target whose decoder layers lie on disk: specinfer's `auto`, and transformers on the same hooks.
 
     python benchmarks/offload.py --target DIR --draft DIR --prompts prompts/code.jsonl --count 6 --max-new-tokens 32
-        [--folder DIR] [--dtype float32] [--out FILE]
+        [--folder DIR] [--dtype float32] [--draft-quantize int4] [--out FILE]
 
 Every pass fetches every layer (transformers' ``device_map``, accelerate's hooks); all else of the target, and the
 draft, is in memory.  All methods run the same model object and take turns, prompt by prompt, after a prompt to warm up;
@@ -45,11 +45,13 @@ def methods(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     loaded = load(args.target, args.dtype, device_map=on_disk(args.target), offload_folder=args.folder)
     draft = load(args.draft, args.dtype)
     model, end = loaded.model, args.max_new_tokens
-    drafts = [ModelDraft(draft.model, draft.tokenizer, draft.name)]
+    ours = load(args.draft, args.dtype, quantize=args.draft_quantize) if args.draft_quantize else draft
+    drafts = [ModelDraft(ours.model, ours.tokenizer, ours.name)]
     decoder = SpeculativeDecoder(model, loaded.tokenizer, drafts, "auto")
 
     def auto(ids: list[int]) -> tuple[list[int], int | None, list[int]]:
         result = decoder.generate(ids, max_new_tokens=end, temperature=0)
+        print(result.stats.seconds, *result.stats.notes, file=sys.stderr)
         return result.token_ids, result.stats.target_passes, [step.tree.num_drafted for step in result.steps]
 
     def theirs(ids: list[int], **options: Any) -> tuple[list[int], int | None, list[int]]:
@@ -80,7 +82,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             seconds = perf_counter() - started
             line = {"method": name, "prompt": text, "ids": tokens, "seconds": seconds, "passes": passes, "trees": trees}
             lines += [line] if turn else []
-            print(f"{turn} {name}: {len(tokens)} tokens, {seconds:.1f} s", file=sys.stderr, flush=True)
+            print(f"{turn} {name}: {len(tokens)} tokens, {seconds:.1f} s, {trees}", file=sys.stderr, flush=True)
     return lines
 
 
@@ -112,6 +114,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=6)
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--draft-quantize", help="weights of fewer bits for auto's draft; the others read all bits")
     parser.add_argument("--folder", help="for layers that cannot be read from the checkpoint's files")
     parser.add_argument("--out", type=Path, help="JSON lines, one a measurement")
     args = parser.parse_args()

@@ -276,7 +276,7 @@ class Auto:
         paths: Sequence[Sequence[int]],
         tokens: Sequence[Sequence[int]],
         proposing: Sequence[float],
-        seconds: float,
+        seconds: float | None,
     ) -> None:
         """Learn from a step.
 
@@ -285,12 +285,12 @@ class Auto:
             paths: accepted nodes, root excluded.
             tokens: what each row emitted.
             proposing: seconds of each draft; next to nothing where it was not asked.
-            seconds: of the whole step, drafts included.
+            seconds: of the whole step, drafts included; None if its pass read a prompt, too.
         """
         assert self.grown is not None, "a step is fitted before it is observed"
         with self.lock:
             rows, nodes = len(trees), max(tree.num_drafted for tree in trees)
-            if not self.frozen:
+            if not self.frozen and seconds is not None:
                 self._time(rows, nodes, proposing, seconds - sum(proposing))
             levels = [self.costs.levels[d].value * n for d, n in self.levels.items() if d in self.costs.levels]
             self.costs.earn(rows, sum(map(len, tokens)), self.costs.seconds(rows, nodes) + sum(levels))

@@ -25,12 +25,15 @@ class SharedPrefix:
         self.states: Tensor | None = None  # auxiliary hidden states, (tokens, K, H)
         self.before: Sequence[int] = ()  # the prompt that came last
 
-    def prefill(self, session: TreeSession, prompts: Sequence[Sequence[int]]) -> list[Tensor | None]:
+    def prefill(
+        self, session: TreeSession, prompts: Sequence[Sequence[int]], hold: bool = False
+    ) -> list[Tensor | None]:
         """Read prompts into a new session, as `TreeSession.prefill` does, but what is known already is copied.
 
         Args:
             session: of the target; nothing was read yet.
             prompts: token ids per row, possibly none.
+            hold: as `TreeSession.prefill`.
 
         Returns:
             what `TreeSession.prefill` returns, for whole prompts.
@@ -38,9 +41,9 @@ class SharedPrefix:
         length = 0 if session.model.stateful else self._find(session, prompts)
         self.before = prompts[-1]
         if self.session is None or not length:
-            return session.prefill(prompts)
+            return session.prefill(prompts, hold)
         session.begin_with(self.session, length)
-        rest = session.prefill([prompt[length:] for prompt in prompts])
+        rest = session.prefill([prompt[length:] for prompt in prompts], hold)
         if self.states is None:
             return rest
         known = self.states[:length]
