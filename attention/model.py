@@ -301,9 +301,8 @@ class TreeSession:
         kept: list[list[Tensor]] = [[] for _ in prompts]
         chunk = max(1, min(PREFILL_CHUNK, PREFILL_TOKENS // len(prompts)))
         starts = range(0, max(len(prompt) for prompt in prompts), chunk)
-        if hold and starts:
-            self.held, starts = [prompt[starts[-1] :] for prompt in prompts], starts[:-1]
-        for start in starts:
+        end = starts[-1] if hold and starts else None
+        for start in starts if end is None else starts[:-1]:
             part = slice(start, start + chunk)
             chunks = [prompt[part] for prompt in prompts]
             layout = lay_out_chains(chunks, self.model.device)
@@ -311,6 +310,8 @@ class TreeSession:
             self._forward(layout, torch.zeros(1, dtype=torch.long, device=self.model.device), more, self._run)
             for row, states in zip(kept, self.commit([range(len(chunk)) for chunk in chunks]), strict=True):
                 row += [] if states is None else [states]
+        if end is not None:
+            self.held = [prompt[end:] for prompt in prompts]
         if self.model.device.type == "cuda":  # else the time of the first step would include it
             torch.cuda.synchronize(self.model.device)
         self.prefill_seconds += perf_counter() - started

@@ -412,6 +412,19 @@ def test_reading_what_was_missed_is_no_part_of_a_drafts_cost():
     assert policy.costs.levels[0].value == pytest.approx(1.0, rel=0.01)
 
 
+def test_a_step_that_read_a_prompt_too_teaches_what_is_accepted_and_no_costs():
+    world = World([GOOD], flat(1.0), 0.01)
+    policy = world.policy
+    (tree,) = policy.grow(world.source(0), 8).trees([0], 0)
+    before = policy.acceptance.edge(0, 1)
+    policy.fit([tree])
+    policy.observe([tree], [()], [(9,)], [1.0], None)
+    assert policy.acceptance.edge(0, 1) < before
+    assert not policy.costs.plain
+    assert not policy.costs.levels
+    assert not policy.costs.trees.count
+
+
 def test_a_draft_is_timed_while_another_is_idle_and_not_after_its_own_end():
     policy = Auto()
     policy.start(2, coupled=False)

@@ -135,6 +135,30 @@ def test_a_chunked_prefill_equals_a_whole_one(name: str, attention: str, monkeyp
             torch.testing.assert_close(scores[0][row, : len(tree)], other[row, : len(tree)], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("chunk", [512, 4])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_end_of_a_prompt_may_be_read_with_the_first_trees(
+    name: str, attention: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter, "PREFILL_CHUNK", chunk)
+    chance, model = random.Random(7), build(name, attention=attention)
+    prefixes = [[chance.randrange(VOCAB) for _ in range(length)] for length in (9, 0, 6, 5)]
+    session = TreeModel(model).session(4, capacity=64)
+    session.prefill(prefixes, hold=True)
+    assert session.cache.lengths == ([0] * 4 if chunk > 9 else [8, 0, 6, 5])
+    for step in range(3):
+        trees = [random_tree(chance, 5, size) for size in (6, 0, 3, 5)[: len(prefixes)]]
+        assert_nodes_match(model, session.score(trees), prefixes, trees, tolerance_of(name, attention))
+        paths: list[list[int] | None] = [tree.ancestors(chance.randrange(len(tree))) for tree in trees]
+        paths = [*paths[:-1], None]
+        session.commit(paths)
+        session.cache.check_integrity()
+        rows = zip(prefixes, trees, paths, strict=True)
+        prefixes = [prefix + tree.tokens[path].tolist() for prefix, tree, path in rows if path is not None]
+        assert (session.cache.lengths, session.passes) == ([*map(len, prefixes)], step)  # the first one is a prefill
+
+
 def test_a_prompt_of_one_token_has_an_empty_prefix() -> None:
     model = build("gpt2")
     session = TreeModel(model).session(1, capacity=16)

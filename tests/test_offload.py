@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from specinfer import Auto, BestFirst, Chain, NGramDraft, SpeculativeDecoder, check_model, cli
-from specinfer.attention import Support, TreeCache, TreeModel, device_of, value_of, weight_of
+from specinfer.attention import Support, TreeCache, TreeModel, TreeSession, device_of, value_of, weight_of
 from specinfer.drafts.head import HeadDraft
 from specinfer.errors import InputError, ModelError, UnsupportedModel
 from specinfer.loading import load
@@ -77,6 +77,20 @@ def test_a_model_on_disk_scores_trees_exactly(pair):
     assert state_of(offloaded) == before
     assert "meta" in before[1].values()
     assert check_model(offloaded) is check_model(offloaded)  # kept: fetching weights is no change
+
+
+def test_the_prompt_takes_no_pass_of_its_own(pair, monkeypatch):
+    """Where states are not needed before the first tree: weights are fetched once less."""
+    passes, run = [], TreeSession._run
+    monkeypatch.setattr(TreeSession, "_run", lambda session, given: passes.append(session.model) or run(session, given))
+    in_memory, offloaded = pair
+    for draft, more in ((like(in_memory), 0), (draft_for(in_memory), 1)):  # a head reads the prompt's states
+        decoder = SpeculativeDecoder(offloaded, None, [draft], BestFirst(6, 3))
+        passes.clear()
+        result = decoder.generate(PROMPTS[0], max_new_tokens=12)
+        assert passes.count(decoder.target) == result.stats.target_passes + more
+        assert result.steps[0].tree.num_drafted > 0
+        assert result.stats.seconds.prefill > 0
 
 
 DRAFTS = {

@@ -159,7 +159,7 @@ class ModelDraftSession(DraftRows):
         limit, inputs = self.session.model.embedded - 1, self._uncached_inputs()
         chains = [[min(token, limit) for token in tokens] for tokens in self.uncached]
         if max(map(len, chains)) > CATCH_UP:
-            early = {name: [row[:-1] for row in rows] for name, rows in inputs.items()}
+            early: dict[str, Any] = {name: [row[:-1] for row in rows] for name, rows in inputs.items()}
             self.session.prefill([chain[:-1] for chain in chains], **early)
             chains = [chain[-1:] for chain in chains]
             inputs = {name: [row[-1:] for row in rows] for name, rows in inputs.items()}
