@@ -11,6 +11,7 @@ own: any number of them stand on one notebook page, apart from each other and fr
 import hashlib
 import json
 import re
+from base64 import b64encode
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -18,28 +19,42 @@ from string import Template
 from typing import Any
 
 from specinfer.viz.description import Description
-from specinfer.viz.style import DARK, LIGHT
+from specinfer.viz.side_by_side import PairDescription
+from specinfer.viz.style import (
+    ACCEPTED_EDGE,
+    BONUS_DASHES,
+    BONUS_EDGE,
+    DARK,
+    LIGHT,
+    LIKELY_EDGE,
+    STYLES,
+    THIN_EDGE,
+)
+from specinfer.viz.svg import HEIGHT
 
 _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
-def fragment_of(description: Description) -> str:
+def fragment_of(description: Description | PairDescription, picture: str) -> str:
     """Return an element and a script that fills it, for a notebook or a page of one's own.
 
-    Where scripts do not run, the plain text stays.
+    Where scripts do not run, the picture and the plain text stay.  The picture is an image, not elements: what cleans
+    the output of untrusted notebooks keeps images only.
     """
     data = in_script(description.to_dict())
     name = f"specinfer-{hashlib.sha256(data.encode()).hexdigest()[:16]}"
-    call = f'fillAll("{name}", {in_script(_palette() + _template("page.css"))}, {data});'
+    call = f'fillAll("{name}", {in_script(_palette() + _looks() + _template("page.css"))}, {data});'
     script = f'(() => {{\n"use strict";\n{_template("page.js")}\n{call}\n}})();'
-    element = f'<div id="{name}" class="specinfer"><pre>{escape(description.plain)}</pre></div>'
+    source = f"data:image/svg+xml;base64,{b64encode(picture.encode()).decode()}"
+    image = f'<img alt="{escape(description.title)}" src="{source}" style="max-width:100%;height:auto">'
+    element = f'<div id="{name}" class="specinfer">{image}<pre>{escape(description.plain)}</pre></div>'
     return f"{element}\n<script>\n{script}\n</script>"
 
 
-def page_of(description: Description) -> str:
+def page_of(description: Description | PairDescription, picture: str) -> str:
     """Return a complete HTML document."""
     template = Template(_template("page.html"))
-    return template.substitute(title=escape(description.title), fragment=fragment_of(description))
+    return template.substitute(title=escape(description.title), fragment=fragment_of(description, picture))
 
 
 def to_json(data: Any) -> str:
@@ -56,6 +71,20 @@ def _palette() -> str:
     """Return the colours as variables of the style."""
     light, dark = ("".join(f"--{name}:{c};" for name, c in palette.items()) for palette in (LIGHT, DARK))
     return f'.root{{{light}}}\n:host([data-theme="dark"]) .root{{{dark}}}\n'
+
+
+def _looks() -> str:
+    """Return how nodes and the lines to them look, as rules of the style."""
+    rules = [f".edge{{stroke-width:calc({THIN_EDGE}px + {LIKELY_EDGE}px*var(--q,0))}}"]
+    for state, look in STYLES.items():
+        line, dashes = f"var(--{look.line or 'by'})", " ".join(map(str, look.dashes)) or "none"
+        border = f"border:{look.width}px {'dashed' if look.dashes else 'solid'} {line}"
+        box = f"background:var(--{look.fill});color:var(--{look.ink});border-radius:{look.corner * HEIGHT:.0f}px"
+        rules.append(f".chip.{state}{{{border};{box};font-weight:{600 if look.width > 1 else 400}}}")
+        rules.append(f".edge.{state}{{stroke:{line};stroke-dasharray:{dashes}}}")
+    rules.append(f".edge.accepted,.edge.cut{{stroke-width:{ACCEPTED_EDGE}px}}")
+    rules.append(f".edge.bonus{{stroke-width:{BONUS_EDGE}px;stroke-dasharray:{' '.join(map(str, BONUS_DASHES))}}}")
+    return "\n".join(rules) + "\n"
 
 
 @cache

@@ -26,8 +26,9 @@ from safetensors.numpy import save
 
 from specinfer.common.files import lock_settings, locked, read_json, write_whole
 from specinfer.common.values import checked_count, checked_temperature
+from specinfer.common.versions import versions
 from specinfer.decoder import SpeculativeDecoder
-from specinfer.engine.provenance import models_of, versions
+from specinfer.engine.provenance import models_of
 from specinfer.errors import InputError
 
 FORMAT = 2
