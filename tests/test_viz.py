@@ -227,10 +227,10 @@ def test_templates_hold_no_markup_from_strings():
 
 
 def test_a_page_of_128_tokens_is_small(target, near):
-    """Under 300 kB, inspected, with full trees."""
+    """Under 350 kB, inspected, with full trees."""
     decoder = SpeculativeDecoder(target, HostileTokenizer(), drafts=[near], tree=BestFirst(16, 8))
     result = decoder.generate(PROMPTS[0], max_new_tokens=128)
-    assert len(inspect(decoder, result).to_html().encode()) < 300_000
+    assert len(inspect(decoder, result).to_html().encode()) < 350_000
     assert len(result.to_html().encode()) < 200_000
 
 

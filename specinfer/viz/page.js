@@ -619,7 +619,7 @@ class Tree {
     this.place();
     const by = this.scale / before;
     scroll.scrollLeft = (scroll.scrollLeft + x - PADDING) * by + PADDING - x;
-    scroll.scrollTop = (scroll.scrollTop + y) * by - y;
+    scroll.scrollTop = (scroll.scrollTop + y - PADDING) * by + PADDING - y;
   }
 
   fit() {

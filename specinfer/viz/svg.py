@@ -92,7 +92,7 @@ def element(
         "fill": LIGHT.get(fill, "none"),
         "stroke": LIGHT.get(line),
         "stroke-dasharray": " ".join(map(str, dashes)),
-        "xml:space": "preserve" if text else None,
+        "xml:space": "preserve" if "  " in text else None,
     }
     for name, value in attributes.items():
         given[name.replace("_", "-")] = str(round(value, 1) if isinstance(value, float) else value)
