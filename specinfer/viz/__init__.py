@@ -5,7 +5,7 @@
     description.py  what there is to show, as data, for all painters
     style.py        colours, shapes and lines, for all painters
     token_text.py   a token as text
-    html.py         the interactive page: page.html, page.css and page.js with the data inside
+    html.py         the interactive page: what is in page/, with the data inside
     svg.py          the still picture of one tree
     side_by_side.py two results on one text, as data
     lanes.py        the still picture of these

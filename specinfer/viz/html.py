@@ -1,6 +1,6 @@
 """The interactive page: templates with a description inside, and nothing fetched from anywhere.
 
-Knows: page.html, page.css and page.js beside this file, how text is kept from becoming markup.
+Knows: the folder page beside this file, how text is kept from becoming markup.
 Does not know: trees.
 
 Text from models reaches the page as JSON inside a script.  Every character that could end the script is written as an
@@ -43,8 +43,8 @@ def fragment_of(description: Description | PairDescription, picture: str) -> str
     """
     data = in_script(description.to_dict())
     name = f"specinfer-{hashlib.sha256(data.encode()).hexdigest()[:16]}"
-    call = f'fillAll("{name}", {in_script(_palette() + _looks() + _template("page.css"))}, {data});'
-    script = f'(() => {{\n"use strict";\n{_template("page.js")}\n{call}\n}})();'
+    call = f'fillAll("{name}", {in_script(_palette() + _looks() + _read("page.css"))}, {data});'
+    script = f'(() => {{\n"use strict";\n{_scripts()}\n{call}\n}})();'
     source = f"data:image/svg+xml;base64,{b64encode(picture.encode()).decode()}"
     image = f'<img alt="{escape(description.title)}" src="{source}" style="max-width:100%;height:auto">'
     element = f'<div id="{name}" class="specinfer">{image}<pre>{escape(description.plain)}</pre></div>'
@@ -53,7 +53,7 @@ def fragment_of(description: Description | PairDescription, picture: str) -> str
 
 def page_of(description: Description | PairDescription, picture: str) -> str:
     """Return a complete HTML document."""
-    template = Template(_template("page.html"))
+    template = Template(_read("page.html"))
     return template.substitute(title=escape(description.title), fragment=fragment_of(description, picture))
 
 
@@ -87,7 +87,14 @@ def _looks() -> str:
     return "\n".join(rules) + "\n"
 
 
+def _scripts() -> str:
+    """Return all scripts, each of which works wherever it stands."""
+    names = (file.name for file in files(__package__).joinpath("page").iterdir())
+    return "\n".join(_read(name) for name in sorted(names) if name.endswith(".js"))
+
+
 @cache
-def _template(name: str) -> str:
-    """Return a template without indentation and comment lines, which would make each page larger."""
-    return re.sub(r"(?m)^ *(//.*\n)?", "", files(__package__).joinpath(name).read_text(encoding="utf-8"))
+def _read(name: str) -> str:
+    """Return a file of the page without indentation and comment lines, which would make each page larger."""
+    text = files(__package__).joinpath("page", name).read_text(encoding="utf-8")
+    return re.sub(r"(?m)^ *(//.*\n)?", "", text)
