@@ -228,7 +228,7 @@ def _draft_names(thing: Any, result: Result | None) -> list[str]:
 def _steps(thing: Any, tokenizer: Any, by_hand: int | None) -> Iterator[DrawnStep]:
     tokens = _Tokens(tokenizer)
     if isinstance(thing, TokenTree):
-        yield DrawnStep(thing, TreeDrawing.of(thing, tokens.shown))
+        yield DrawnStep(thing, TreeDrawing.of(thing, tokens.text))
     elif isinstance(thing, Step):
         yield _step(thing, tokens, None)
     elif isinstance(thing, StepInspection):
@@ -245,7 +245,7 @@ class _Tokens:
     """A tokenizer that is asked once for each token."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.shown = cache(lambda token: visible(plain_text(tokenizer, token)))
+        self.text = cache(lambda token: visible(plain_text(tokenizer, token)))
         self.split = cache(lambda token: split_bytes(tokenizer, token))
 
 
@@ -258,8 +258,8 @@ def _step(
 ) -> DrawnStep:
     """Describe a step, given the tokens just before its root."""
     bonus = step.bonus if len(step.tokens) > len(step.path) else None  # cut before it: not emitted
-    text, end = None if bonus is None else tokens.shown(bonus), (0, *step.path)[-1]
-    drawing = TreeDrawing.of(step.tree, tokens.shown, step.states, text, end, by_hand)
+    text, end = None if bonus is None else tokens.text(bonus), (0, *step.path)[-1]
+    drawing = TreeDrawing.of(step.tree, tokens.text, step.states, text, end, by_hand)
     every = [*step.tree.tokens.tolist(), *([] if bonus is None else [bonus])]
     pieces = _pieces([node.parent for node in drawing.nodes], every, before, tokens)
     nodes = [node._replace(text=str(pieces.get(i, node.text))) for i, node in enumerate(drawing.nodes)]

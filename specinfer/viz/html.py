@@ -76,11 +76,11 @@ def _palette() -> str:
 def _looks() -> str:
     """Return how nodes and the lines to them look, as rules of the style."""
     rules = [f".edge{{stroke-width:calc({THIN_EDGE}px + {LIKELY_EDGE}px*var(--q,0))}}"]
-    for state, look in STYLES.items():
-        line, dashes = f"var(--{look.line or 'by'})", " ".join(map(str, look.dashes)) or "none"
-        border = f"border:{look.width}px {'dashed' if look.dashes else 'solid'} {line}"
-        box = f"background:var(--{look.fill});color:var(--{look.ink});border-radius:{look.corner * HEIGHT:.0f}px"
-        rules.append(f".chip.{state}{{{border};{box};font-weight:{600 if look.width > 1 else 400}}}")
+    for state, style in STYLES.items():
+        line, dashes = f"var(--{style.line or 'by'})", " ".join(map(str, style.dashes)) or "none"
+        border = f"border:{style.width}px {'dashed' if style.dashes else 'solid'} {line}"
+        box = f"background:var(--{style.fill});color:var(--{style.ink});border-radius:{style.corner * HEIGHT:.0f}px"
+        rules.append(f".chip.{state}{{{border};{box};font-weight:{600 if style.width > 1 else 400}}}")
         rules.append(f".edge.{state}{{stroke:{line};stroke-dasharray:{dashes}}}")
     rules.append(f".edge.accepted,.edge.cut{{stroke-width:{ACCEPTED_EDGE}px}}")
     rules.append(f".edge.bonus{{stroke-width:{BONUS_EDGE}px;stroke-dasharray:{' '.join(map(str, BONUS_DASHES))}}}")

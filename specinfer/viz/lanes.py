@@ -32,9 +32,9 @@ def _blocks(side: Description, y: float, unit: float) -> Iterator[str]:
     for step in side.steps:
         shrink = 1 - BETWEEN / (unit * len(step.tokens)) if step.tokens else 1.0
         start, x = x, x + unit * len(step.tokens)
-        for place, drafts in enumerate(step.authors):
+        for index, drafts in enumerate(step.authors):
             colours = [f"by{draft % len(BY_DRAFT)}" for draft in drafts] or ["faint"]
             width = unit * max(0.2, shrink) / len(colours)
             for part, colour in enumerate(colours):
-                left = start + width * (place * len(colours) + part)
+                left = start + width * (index * len(colours) + part)
                 yield element("rect", fill=colour, x=left, y=y, width=width, height=HEIGHT)
