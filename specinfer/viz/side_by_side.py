@@ -19,7 +19,8 @@ class SideBySide(Displayed):
     """Two results (or inspections) on one prompt.  It displays itself as a result does.
 
     Attributes:
-        first, second: the results.
+        first: a result.
+        second: the other one.
         names: what they are called.
 
     Raises:

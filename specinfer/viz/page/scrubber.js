@@ -20,10 +20,10 @@ function lanes(pair) {
       click: () => pair.go(round),
     }, cells(side, step, "")));
     marks.push(...blocks.map((block, round) => [block, round, round < side.rounds - 1]));
-    const { target_passes, tokens_per_target_pass, tokens_per_second } = side.model.stats;
-    const rates = `${number(tokens_per_target_pass)} tokens per pass, ${number(tokens_per_second)} tokens/s`;
+    const { target_passes, tokens_per_target_pass } = side.model.stats;
+    const words = ` ${plural(target_passes, "target pass", "target passes")}, ${number(tokens_per_target_pass)} tokens per pass`;
     return [
-      el("p", {}, el("b", {}, pair.model.names[i]), ` ${target_passes} target passes, ${rates}`),
+      el("p", {}, el("b", {}, pair.model.names[i]), words),
       el("div", { class: "lane" }, blocks),
     ];
   });
