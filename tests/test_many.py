@@ -72,7 +72,9 @@ def trees_alike(made, temperature):
                 if left <= TREE.max_depth + 1:
                     break
                 compared += len(step.tree) > 1 and step.tree.tokens.tolist() == wanted.tree.tokens.tolist()
-                assert made.drafts[0].name in LEARN_FROM_OTHERS or step.tree.tokens.tolist() == wanted.tree.tokens.tolist()
+                assert (
+                    made.drafts[0].name in LEARN_FROM_OTHERS or step.tree.tokens.tolist() == wanted.tree.tokens.tolist()
+                )
                 left -= len(step.tokens)
     return compared
 

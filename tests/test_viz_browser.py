@@ -748,20 +748,48 @@ def contrast(browser, element):
     return (light + 0.05) / (dark + 0.05)
 
 
+@contextmanager
+def preferring(browser, scheme):
+    """A system in light or dark."""
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    yield
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_is_legible_in_light_and_dark(shown, browser, scheme):
     """It follows the system, and all text has a contrast of at least 4.5."""
-    features = [{"name": "prefers-color-scheme", "value": scheme}]
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-    try:
+    with preferring(browser, scheme):
         time.sleep(0.5)  # transitions
         assert browser.find_element("css selector", ".specinfer").get_attribute("data-theme") == scheme
-        for selector in (".figures dd", ".figures dt", ".answer .word", ".where", ".legend li", ".key span", ".mask p"):
+        texts = (".figures dd", ".figures dt", ".answer .word", ".where", ".legend li", ".key span", ".mask p")
+        for selector in (
+            *texts,
+            ".prompt pre",
+            ".tools label",
+            ".tools button",
+            ".made dt",
+            ".made dd",
+            ".zooms button",
+        ):
             assert contrast(browser, shown.one(selector)) >= 4.5, selector
         for chip in shown.all(".chip"):
             assert contrast(browser, chip) >= 4.5, chip.get_attribute("class")
-    finally:
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_two_results_and_large_trees_are_legible_too(browser, tmp_path, tokenizer, scheme):
+    """Side by side, folded, and without scripts."""
+    SideBySide(written(SAID, tokenizer, 7), written(SAID, tokenizer, 3)).to_html(tmp_path / "pair.html")
+    step_of(256).to_html(tmp_path / "large.html")
+    with preferring(browser, scheme):
+        pair = opened(browser, tmp_path / "pair.html")
+        for selector in (".side h2", ".count", ".count b", ".lanes p", ".lanes b", ".legend span span", ".chip.many"):
+            until(lambda element=pair.one(selector): contrast(browser, element) >= 4.5)
+        large = opened(browser, tmp_path / "large.html")
+        for selector in (".chip.more", ".chip.unreached", ".head output", ".depth"):
+            until(lambda element=large.one(selector): contrast(browser, element) >= 4.5)
 
 
 def test_it_follows_a_notebooks_theme(shown, browser):
