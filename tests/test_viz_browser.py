@@ -506,7 +506,8 @@ def test_a_fitted_tree_stays_still(browser, tmp_path):
     """Where its scroll bar comes and goes with its scale, too: it is not fitted again and again."""
     step_of(30).to_html(tmp_path / "page.html")
     script = """
-        const [tree, done] = arguments, frames = count => count ? requestAnimationFrame(() => frames(count - 1)) : end();
+        const [tree, done] = arguments;
+        const frames = count => (count ? requestAnimationFrame(() => frames(count - 1)) : end());
         let changes = 0;
         const watch = new MutationObserver(list => { changes += list.length; });
         watch.observe(tree, { attributes: true });
