@@ -521,7 +521,7 @@ def test_models_that_cannot_score_even_chains_are_refused_by_name(target, place)
         assert model is mamba or not passes
 
 
-@pytest.mark.parametrize("draft", ["some-model", "n-gram", Path("some-folder")])
+@pytest.mark.parametrize("draft", ["some-model", Path("some-folder")])
 def test_names_of_drafts_need_from_pretrained(target, draft):
     """The constructor loads nothing."""
     with pytest.raises(InputError, match=f"{draft}.*from_pretrained"):
@@ -780,7 +780,7 @@ def test_results_are_json_ready(target, tokenizer, near):
 
     result = SpeculativeDecoder(target, tokenizer, drafts=[near]).generate(list(b"abc"), max_new_tokens=6)
     record = json.loads(json.dumps(result.to_dict()))
-    assert {"text", "token_ids", "finish_reason", "seed", "stats"} == set(record)
+    assert {"text", "token_ids", "logprobs", "finish_reason", "seed", "stats"} == set(record)
     wanted = {"new_tokens", "target_passes", "draft_passes", "tokens_per_target_pass", "seconds"}
     assert wanted <= set(record["stats"])
     assert record["stats"]["seconds"]["total"] > 0

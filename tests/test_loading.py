@@ -268,7 +268,7 @@ def test_a_draft_that_is_not_whole_is_refused(tmp_path):
 # ---- dtype and device ----
 
 
-@pytest.mark.parametrize("word", ["float64", "fp32", "", "Auto"])
+@pytest.mark.parametrize("word", ["float8", "fp32", "", "Auto", "int8"])
 def test_unknown_dtypes_are_refused(word):
     assert repr(word) in refusal("any", dtype=word)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from math import exp, inf, log, nextafter
 from operator import itemgetter, mul
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -188,7 +188,7 @@ class BestFirst:
     max_nodes: int
     max_depth: int
     min_probability: float = 0.0
-    kind: ClassVar[Kind] = Kind.RANKED
+    kind = Kind.RANKED  # of the class: no field
 
     def __post_init__(self) -> None:
         _check_size("max_nodes", self.max_nodes, 0)

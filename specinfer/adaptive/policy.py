@@ -21,7 +21,7 @@ from itertools import accumulate, zip_longest
 from math import exp, inf
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -119,7 +119,7 @@ class Auto:
         InputError: a profile that cannot be read, or is damaged.
     """
 
-    kind: ClassVar[Kind] = Kind.RANKED
+    kind = Kind.RANKED  # of the class: no field
 
     def __init__(
         self,

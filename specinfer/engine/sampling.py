@@ -9,7 +9,7 @@ see each node's own path.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, isnan
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from transformers import GenerationConfig
 from transformers.generation import logits_process as hf
 
 from specinfer.attention import on_device
+from specinfer.common.advice import where_to_give
 from specinfer.common.values import plain
 from specinfer.errors import InputError, SamplingError
 
@@ -35,34 +36,54 @@ _REFUSED: list[tuple[str, Any, str]] = [
     ("guidance_scale", 1, "guidance needs a second, unconditional pass per node"),
     ("watermarking_config", None, "watermarks keep a state per emitted token"),
     ("token_healing", False, "it rewrites the prompt"),
-    ("num_return_sequences", 1, "repeat the prompt in a batch with one seed each instead"),
     ("encoder_repetition_penalty", 1, "it belongs to encoder-decoder models"),
     ("encoder_no_repeat_ngram_size", 0, "it belongs to encoder-decoder models"),
     ("decoder_start_token_id", None, "it belongs to encoder-decoder models"),
-    ("prompt_lookup_num_tokens", None, 'use drafts=["ngram"] instead'),
+    ("prompt_lookup_num_tokens max_matching_ngram_size", None, 'use drafts=["ngram"] instead'),
+    ("num_assistant_tokens", 20, "the growth policy says how much is drafted: give tree=Chain(20), for example"),
+    ("num_assistant_tokens_schedule", "constant", 'the growth policy says how much is drafted: give tree="auto"'),
+    ("assistant_confidence_threshold", 0.4, "give confidence_gate to SpeculativeDecoder"),
     ("assistant_early_exit", None, "use a draft model instead"),
     ("assistant_ensemble_weight", 0, "it is lossy by design"),
     ("use_mtp", False, "use a draft model instead"),
     ("speculation_type", None, "choose a tree policy instead"),
     ("output_attentions output_hidden_states", False, "tree passes do not return them"),
-    ("output_scores output_logits", False, "read result.steps instead"),
+    ("output_scores output_logits", False, "give logprobs=True, and read result.logprobs"),
     ("cache_implementation", "dynamic", "the engine brings its own tree cache"),
     ("use_cache", True, "trees are verified against a cache"),
 ]
 # Options in a checkpoint's own configuration that mean nothing to a call of a decoder-only model.
-_INHERITED = ("use_cache", "cache_implementation", "decoder_start_token_id")
+_INHERITED = (
+    *("use_cache", "cache_implementation", "decoder_start_token_id", "max_matching_ngram_size"),
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+)
+# What transformers' `generate` takes beside fields of a configuration, or users give it: names, and what to do instead.
+_INSTEAD = {
+    name: advice
+    for names, advice in [
+        ("tokenizer", "leave it out: the decoder has one"),
+        ("inputs", "give the prompt first, or token ids as input_ids"),
+        ("inputs_embeds past_key_values encoder_outputs", "trees are decoded from token ids alone: leave it out"),
+        ("prefix_allowed_tokens_fn", "give transformers' PrefixConstrainedLogitsProcessor as logits_processor"),
+        ("negative_prompt_ids negative_prompt_attention_mask", "guidance needs a second pass per node: leave it out"),
+        ("synced_gpus custom_generate use_model_defaults trust_remote_code", "leave it out"),
+        ("return_tensors padding truncation skip_special_tokens", "it belongs to the tokenizer: leave it out"),
+        ("presence_penalty frequency_penalty logit_bias", "it is not transformers': write a logits_processor"),
+    ]
+    for name in names.split()
+}
 # What options must be: their names, type, a test, and the test in words.
 _Number = int | float
 _POSSIBLE: list[tuple[str, Any, Callable[[Any], bool], str]] = [
     ("do_sample renormalize_logits", bool, lambda v: True, "True or False"),
     ("remove_invalid_values return_dict_in_generate", bool, lambda v: True, "True or False"),
-    ("temperature", _Number, lambda v: 0 < v < inf, "positive and finite (0 selects greedy decoding)"),
+    ("temperature", _Number, lambda v: 0 < v < inf, "positive and finite where do_sample=True"),
     ("top_p", _Number, lambda v: 0 < v <= 1, "above 0 and at most 1"),
     ("top_k", int, lambda v: v >= 0, "a count of tokens, or 0 for all of them"),
     ("penalty_alpha", _Number, lambda v: 0 <= v <= 1, "between 0 and 1"),
     ("min_p typical_p epsilon_cutoff eta_cutoff top_h", _Number, lambda v: 0 <= v <= 1, "between 0 and 1"),
     ("repetition_penalty", _Number, lambda v: 0 < v < inf, "positive and finite (1 is none)"),
-    ("max_new_tokens max_length", int, lambda v: v >= 1, "a whole number, at least 1"),
+    ("max_new_tokens max_length num_return_sequences", int, lambda v: v >= 1, "a whole number, at least 1"),
     ("no_repeat_ngram_size min_new_tokens min_length", int, lambda v: v >= 0, "a whole number, 0 for none"),
     ("max_time", _Number, lambda v: v >= 0, "a number of seconds, 0 or more"),
     ("stop_strings", object, lambda v: isinstance(v, str) or _is_list_of(str, v), "a string or a list of strings"),
@@ -128,6 +149,11 @@ class GenerationSettings:
         asked = self.config.penalty_alpha and self.config.top_k > 1
         return Contrast(float(self.config.penalty_alpha), self.config.top_k) if asked else Contrast()
 
+    @property
+    def sequences(self) -> int:
+        """How many texts a prompt gets: ``num_return_sequences``."""
+        return self.config.num_return_sequences or 1
+
     def budget(self, prompt_length: int) -> int:
         """Return how many tokens a row with this prompt may emit, at least 1.
 
@@ -174,12 +200,13 @@ def resolve(
     if not isinstance(generation_config, GenerationConfig | None):
         raise SamplingError(f"generation_config={generation_config!r:.60} is neither a GenerationConfig nor a dict")
     given = {name: plain(value) for name, value in options.items() if value is not None}
-    if unknown := sorted(str(name) for name in given if name not in vars(GenerationConfig())):
-        raise SamplingError(f"unknown option {', '.join(unknown)}: options are those of transformers.GenerationConfig")
+    check_names(given)
     if "penalty_alpha" in given:
         given.setdefault("do_sample", False)
     if "do_sample" not in given and not given.keys().isdisjoint(WARPERS):
         given["do_sample"] = given.get("temperature") != 0
+    if given.get("do_sample") and given.get("temperature") == 0:
+        raise SamplingError("temperature=0 is greedy decoding, and do_sample=True draws: leave one of them out")
     if not given.get("do_sample", True):
         _check_greedy(given)
         given.pop("temperature", None)
@@ -200,6 +227,21 @@ def resolve(
         processors=_callables("logits_processor", logits_processor),
         criteria=_callables("stopping_criteria", stopping_criteria),
     )
+
+
+def check_names(options: Iterable[str], here: Iterable[str] = (), elsewhere: Mapping[str, Iterable[str]] = {}) -> None:
+    """Raise `SamplingError` for an option that is none of ``GenerationConfig``, with advice.
+
+    Args:
+        options: names.
+        here: names of further options of the call.
+        elsewhere: by call, names of the options that others take.
+    """
+    fields = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
+    for name in sorted(set(options) - set(fields), key=str):
+        otherwise = "options are those of transformers.GenerationConfig"
+        advice = _INSTEAD.get(name) or where_to_give(str(name), [*fields, *here], elsewhere, otherwise)
+        raise SamplingError(f"unknown option {name!s:.60}: {advice}")
 
 
 def by_row(options: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
@@ -250,13 +292,19 @@ def _check_options(config: Any) -> None:
         if name == "temperature" and not config.do_sample:
             continue  # checkpoints may write greedy decoding as 0
         if isinstance(value, bool) != (kind is bool) or not isinstance(value, kind) or not fits(value):
-            raise SamplingError(f"{name}={value!r} is not possible: it must be {wanted}")
+            text = ", and this is text" if isinstance(value, str) else ""
+            raise SamplingError(f"{name}={value!r:.60} is not possible: it must be {wanted}{text}")
     if config.penalty_alpha and (config.do_sample or not config.top_k):
         clash = "do_sample=True" if config.do_sample else "top_k=0"
         advice = "contrastive search chooses among a few of the likeliest tokens: give do_sample=False and top_k=4"
         raise SamplingError(f"penalty_alpha={config.penalty_alpha!r} cannot be used with {clash}: {advice}")
     if (config.min_new_tokens or 0) > (config.max_new_tokens or inf):
         raise SamplingError(f"min_new_tokens={config.min_new_tokens} exceeds max_new_tokens={config.max_new_tokens}")
+    if (config.num_return_sequences or 1) > 1 and not config.do_sample:
+        many = f"num_return_sequences={config.num_return_sequences}"
+        raise SamplingError(
+            f"{many} would be the same text again and again without sampling: give a temperature above 0"
+        )
     if not all(_strings(config.stop_strings)):
         raise SamplingError("stop_strings holds an empty string, which would end every text at once: remove it")
 

@@ -98,7 +98,8 @@ def custom_generate(
     decoder.check_lengths(prompts, [budget] * len(prompts))
     _check_inputs(model_inputs, padded, decoder)
     names, rows = [draft.name for draft in decoder.drafts], []
-    seeds = row_seeds(seed, len(padded), decoder.target.ranks)
+    sequences = settings.sequences  # transformers has repeated each prompt so many times
+    seeds = row_seeds(seed, len(padded) // sequences, decoder.target.ranks, sequences)
     for index, (row, row_seed) in enumerate(zip(padded, seeds, strict=True)):
         processors = Processors([_of_row(processor, index) for processor in logits_processor], row.left)
         given = index, row.ids, settings, budget, row_seed, input_ids.device
