@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specinfer.attention.layout import lay_out_chains
-from specinfer.attention.model import TreeModel, running
+from specinfer.attention.model import TreeModel, checked_model, running
 from specinfer.attention.offload import its_turn
 from specinfer.attention.recurrent import tensors
 from specinfer.attention.watch import Watch
@@ -68,7 +68,11 @@ def check_model(model: Any) -> ModelCheck:
 
     Returns:
         ModelCheck: exact, chain only or unsupported, with the reason.  No model makes it raise, except out of memory.
+
+    Raises:
+        ModelError: not a model.
     """
+    checked_model(model)
     with its_turn(model):
         if known := _known(model):
             return known

@@ -190,7 +190,7 @@ class SpeculativeDecoder:
             raise ModelError(f"target={target!r:.60} is not a name: a loaded model goes to SpeculativeDecoder")
         placement = {"device_map": device_map, "max_memory": max_memory, "offload_folder": offload_folder}
         more = {name: value for name, value in placement.items() if value is not None} | model_kwargs
-        more |= {} if tensor_parallel == 1 else {"tensor_parallel": tensor_parallel}
+        more |= {} if plain(tensor_parallel) == 1 else {"tensor_parallel": tensor_parallel}
         rounding: dict[str, Any] = {} if quantize is None else {"quantize": quantize}
         loaded = loading.load(target, dtype, device, **rounding, **more)
         ready = [
@@ -298,10 +298,11 @@ class SpeculativeDecoder:
             SpecinferError: before any model runs, for what is wrong with every prompt; NumericalError later, whose
                 ``partial`` holds the results of the rows under way so far.
         """
-        if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+        if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
             raise InputError(f"prompts={prompts!r:.60} are not many: give a list or an iterator, or use generate")
         keep, common = checked_flag("keep_stop_string", keep_stop_string), {**options, "seed": seed}
-        check_joins(self._row({**common, "seed": row_seeds(seed or 0, 1)}, [0], 0))  # or opening raises
+        first = row_seeds(0 if seed is None else seed, 1)
+        check_joins(self._row({**common, "seed": first}, [0], 0))  # or opening raises
         return finished(self, prompts, partial(self._row, common), checked_count("max_rows", max_rows, 1), keep)
 
     def _row(self, common: Mapping[str, Any], prompt: Any, index: int) -> Row:
@@ -538,7 +539,7 @@ class SpeculativeDecoder:
 
 def _as_list(drafts: Any) -> list[Any]:
     """Return drafts as a list; one may stand alone."""
-    return list(drafts) if isinstance(drafts, Sequence) and not isinstance(drafts, str) else [drafts]
+    return list(drafts) if isinstance(drafts, Sequence) and not isinstance(drafts, str | bytes) else [drafts]
 
 
 def _as_policy(tree: Any) -> Policy:
@@ -560,9 +561,7 @@ def _way(model: TreeModel, reason: str) -> str:
 def _check_arguments(model: Any, tokenizer: Any, gate: Any) -> None:
     """Raise `ModelError` or `InputError` for arguments of another kind."""
     if _is_name(model):
-        raise ModelError(f"{str(model)!r} is a name: use SpeculativeDecoder.from_pretrained, or load the model")
-    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
-        raise ModelError(f"{model!r:.60} is not a model: give a transformers causal LM, or use from_pretrained")
+        raise ModelError(f"{str(model)!r:.60} is a name: use SpeculativeDecoder.from_pretrained, or load the model")
     if tokenizer is not None and (isinstance(tokenizer, bytes | type) or not hasattr(tokenizer, "decode")):
         raise InputError(f"tokenizer={tokenizer!r:.60} cannot decode: give the target's, or None for ids only")
     if gate is not None and (isinstance(gate, bool) or not isinstance(gate, int | float) or not 0 <= gate <= 1):

@@ -12,14 +12,13 @@ from enum import StrEnum
 from itertools import accumulate, takewhile
 from math import exp
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specinfer.common.display import Displayed
-from specinfer.common.files import parse_json, storing, write_json
+from specinfer.common.files import checked_path, parse_json, write_json
 from specinfer.common.known_tokens import KnownTokens
 from specinfer.errors import InputError, SpecinferError
 from specinfer.tree import Kind, TokenTree
@@ -294,13 +293,13 @@ class Result(Displayed):
         """Write the result to a JSON file, steps and the texts of their tokens included: see `load`.
 
         Raises:
-            SpecinferError: the file cannot be written.
+            InputError: the file cannot be written.
+            SpecinferError: the disk is full.
         """
         tokens = known_tokens(self)
         steps, prompt = [step.to_dict() for step in self.steps], self.prompt_ids
         data = {**self.to_dict(), "prompt_ids": prompt, "steps": steps, "known": tokens and tokens.to_dict()}
-        with storing(Path(path)):
-            write_json(Path(path), {"specinfer result": FORMAT, **data})
+        write_json(path, {"specinfer result": FORMAT, **data})
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "Result":
@@ -310,7 +309,7 @@ class Result(Displayed):
             InputError: there is no such file, or it holds no saved result.
         """
         try:
-            data = parse_json(Path(path).read_bytes())
+            data = parse_json(checked_path(path).read_bytes())
             if data["specinfer result"] != FORMAT:
                 raise InputError(
                     f"{path} is of format {data['specinfer result']!r:.20}, and this version reads {FORMAT}"

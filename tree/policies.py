@@ -420,8 +420,8 @@ class Expansion:
     expansion: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.expansion, Sequence):
-            raise PolicyError(f"an expansion must be a list of whole numbers, one a level, got {self.expansion!r}")
+        if not isinstance(self.expansion, Sequence) or isinstance(self.expansion, str | bytes):
+            raise PolicyError(f"an expansion must be a list of whole numbers, one a level, got {self.expansion!r:.60}")
         object.__setattr__(self, "expansion", tuple(self.expansion))
         for depth, width in enumerate(self.expansion):
             _check_size(f"expansion[{depth}]", width, 1)

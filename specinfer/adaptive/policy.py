@@ -20,7 +20,6 @@ from copy import copy, deepcopy
 from itertools import accumulate, zip_longest
 from math import exp, inf
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -189,7 +188,7 @@ class Auto:
         Raises:
             InputError: as `to_json`; or the file cannot be written.
         """
-        write_json(Path(path), self.to_json())
+        write_json(path, self.to_json())
 
     # ---- what is chosen ----
 

@@ -17,7 +17,16 @@ from specinfer.common.advice import did_you_mean, where_to_give
 from specinfer.errors import ModelError
 
 HUB = ("cache_dir", "revision", "subfolder", "token")  # which files are read, of tokenizers, too
-PASSED_ON = (*HUB, "attn_implementation", "offload_buffers", "quantization_config", "variant")
+PASSED_ON: dict[str, Any] = {  # options of transformers, and their types
+    "cache_dir": str | os.PathLike,
+    "revision": str,
+    "subfolder": str,
+    "token": str | bool,
+    "attn_implementation": str | dict,
+    "offload_buffers": bool,
+    "quantization_config": object,
+    "variant": str,
+}
 # Options that are decided here: the value that changes nothing, and why all others are refused.
 DECIDED: dict[str, tuple[Any, str]] = {
     "trust_remote_code": (False, "no code that comes with a model runs"),
@@ -46,14 +55,19 @@ def checked_options(given: Mapping[str, Any], others: Iterable[str] = ()) -> dic
         others: names of further options of the same call, for advice.
 
     Raises:
-        ModelError: an option that is unknown, or decided here.
+        ModelError: an option that is unknown, decided here, or of another type.
     """
     for name in given:
         if name in DECIDED and given[name] != DECIDED[name][0]:
             raise ModelError(f"{name}={given[name]!r:.40} is not possible: {DECIDED[name][1]}")
         if name not in DECIDED and name not in PASSED_ON:
             raise ModelError(f"unknown option {name} of loading: {_advice(name, others)}")
-    return {name: given[name] for name in PASSED_ON if given.get(name) is not None}
+    found = {name: given[name] for name in PASSED_ON if given.get(name) is not None}
+    for name, value in found.items():
+        if not isinstance(value, PASSED_ON[name]):
+            wanted = str(getattr(PASSED_ON[name], "__name__", PASSED_ON[name])).replace("|", "or")
+            raise ModelError(f"{name}={value!r:.40} is not possible: give {wanted}, as transformers takes it")
+    return found
 
 
 def _advice(name: str, others: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ see each node's own path.
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, isnan
@@ -23,6 +24,7 @@ from specinfer.attention import on_device
 from specinfer.common.advice import where_to_give
 from specinfer.common.values import plain
 from specinfer.errors import InputError, SamplingError
+from specinfer.prompts import is_text
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
@@ -31,6 +33,8 @@ DEFAULT_MAX_NEW_TOKENS = 128
 _REFUSED: list[tuple[str, Any, str]] = [
     ("num_beams num_beam_groups", 1, "beam search keeps several hypotheses; tree verification follows one"),
     ("diversity_penalty", 0, "it belongs to group beam search"),
+    ("length_penalty", 1, "it belongs to beam search"),
+    ("early_stopping", False, "it belongs to beam search"),
     ("constraints force_words_ids", None, "constrained beam search keeps several hypotheses"),
     ("dola_layers", None, "DoLa contrasts layers, which a tree pass does not return"),
     ("guidance_scale", 1, "guidance needs a second, unconditional pass per node"),
@@ -51,11 +55,16 @@ _REFUSED: list[tuple[str, Any, str]] = [
     ("output_scores output_logits", False, "give logprobs=True, and read result.logprobs"),
     ("cache_implementation", "dynamic", "the engine brings its own tree cache"),
     ("use_cache", True, "trees are verified against a cache"),
+    ("low_memory", False, "the engine brings its own tree cache"),
+    ("cache_config max_cache_len prefill_chunk_size", None, "the engine brings its own tree cache"),
+    ("compile_config", None, "give compile to SpeculativeDecoder"),
+    ("continuous_batching_config", None, "use generate_many instead"),
 ]
 # Options in a checkpoint's own configuration that mean nothing to a call of a decoder-only model.
 _INHERITED = (
     *("use_cache", "cache_implementation", "decoder_start_token_id", "max_matching_ngram_size"),
     *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("length_penalty", "early_stopping", "cache_config", "max_cache_len", "prefill_chunk_size", "compile_config"),
 )
 # What transformers' `generate` takes beside fields of a configuration, or users give it: names, and what to do instead.
 _INSTEAD = {
@@ -86,7 +95,8 @@ _POSSIBLE: list[tuple[str, Any, Callable[[Any], bool], str]] = [
     ("max_new_tokens max_length num_return_sequences", int, lambda v: v >= 1, "a whole number, at least 1"),
     ("no_repeat_ngram_size min_new_tokens min_length", int, lambda v: v >= 0, "a whole number, 0 for none"),
     ("max_time", _Number, lambda v: v >= 0, "a number of seconds, 0 or more"),
-    ("stop_strings", object, lambda v: isinstance(v, str) or _is_list_of(str, v), "a string or a list of strings"),
+    ("stop_strings", object, lambda v: _is_list_of(str, _strings(v)), "a string or a list of strings"),
+    ("pad_token_id bos_token_id", object, lambda v: _is_list_of(int, _items(v)), "a token id"),
     ("exponential_decay_length_penalty", object, lambda v: _is_pair(v), "(start, factor)"),
 ]
 # Options that hold token ids: their names, what they look like, and lists of the ids in them.
@@ -217,7 +227,7 @@ def resolve(
     merged |= given
     merged |= {name: value for name, value in _DEFAULTS.items() if merged.get(name) is None}
     config = copy.copy(base)
-    vars(config).update(copy.deepcopy(merged))
+    vars(config).update({name: _copied(name, value) for name, value in merged.items()})
     _check_options(config)
     _check_tokens(config, given, vocab_size)
     return GenerationSettings(
@@ -305,6 +315,8 @@ def _check_options(config: Any) -> None:
         raise SamplingError(
             f"{many} would be the same text again and again without sampling: give a temperature above 0"
         )
+    if not all(map(is_text, _strings(config.stop_strings))):
+        raise SamplingError("stop_strings holds half a surrogate pair, which no text does: remove it")
     if not all(_strings(config.stop_strings)):
         raise SamplingError("stop_strings holds an empty string, which would end every text at once: remove it")
 
@@ -319,6 +331,7 @@ def _check_tokens(config: Any, given: Mapping[str, Any], vocab_size: int | None)
             ids = [token for part in parts(value) for token in part]
         except (TypeError, AttributeError, IndexError, ValueError):
             ids = [None]
+        ids = [None] if isinstance(value, str | bytes) else ids
         if not _is_list_of(int, ids):
             raise SamplingError(f"{name}={value!r:.60} is not possible: it must be {shape}")
         meant = name in given and not (name == "eos_token_id" and value in (-1, [-1]))
@@ -339,9 +352,30 @@ def _callables(name: str, value: Any) -> tuple[Callable[..., Any], ...]:
     """Return one callable, several or None as a tuple."""
     found = tuple(_items(value))
     for item in found:
-        if not callable(item) or isinstance(item, type):
-            raise SamplingError(f"{name} holds {item!r:.60}, which cannot be called: give functions")
+        if not callable(item) or isinstance(item, type) or not _takes_two(item):
+            raise SamplingError(f"{name} holds {item!r:.60}, which takes no ids and scores: give functions that do")
     return found
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    """Whether a function can be called with two arguments, as far as it says."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        return False
+    return True
+
+
+def _copied(name: str, value: Any) -> Any:
+    """Return a copy of an option's value: a call changes nothing of its caller's."""
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise SamplingError(f"{name}={value!r:.60} is not possible ({error}): give a plain value") from error
 
 
 def _is_list_of(kind: Any, value: Any) -> bool:

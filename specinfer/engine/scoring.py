@@ -69,7 +69,7 @@ def _ids(continuation: Any, tokenizer: Any, row: int) -> list[int]:
     continuation = plain(continuation)
     if isinstance(continuation, str):
         continuation = tokenized(continuation, tokenizer, add_special_tokens=False)
-    if not isinstance(continuation, Sequence):
+    if not isinstance(continuation, Sequence) or isinstance(continuation, bytes):
         raise InputError(f"row {row}: a continuation must be text or token ids, not {type(continuation).__name__}")
     if not continuation:
         raise InputError(f"row {row}: the continuation is empty, so there is nothing to score: give at least one token")
