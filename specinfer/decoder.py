@@ -227,6 +227,9 @@ class SpeculativeDecoder:
         return [self.target, *(draft.model for draft in self.drafts if isinstance(draft, ModelDraft))]
 
     @overload
+    def generate(self, prompt: str | list[str], *, num_return_sequences: int, **options: Any) -> Any: ...
+
+    @overload
     def generate(self, prompt: str, **options: Any) -> Result: ...
 
     @overload

@@ -47,7 +47,8 @@ class ModelDraft:
         if name is not None:
             checked_names("name", name)
         self.model = TreeModel(model)
-        self.tokenizer, self.tokens = tokenizer, tokens
+        self.tokenizer: Any = tokenizer
+        self.tokens = tokens
         full = str(name or getattr(model.config, "_name_or_path", ""))
         self.name = full.rstrip("/").split("/")[-1] or "draft"
 
