@@ -60,6 +60,11 @@ NAMED: dict[str, Callable[[], Draft]] = {  # words for drafts that need no files
 }
 RETOKENIZED = {"translate": TranslatedDraft, "text": ThroughTextDraft}  # ways of a draft with another tokenizer
 WORDS = ("auto", "bundled", *NAMED)  # words for drafts; others are names of models
+METHODS = {  # that take other options than `open`, and their names for advice; what several take is the last one's
+    "generate": "generate",
+    "from_pretrained": "SpeculativeDecoder.from_pretrained",
+    "__init__": "SpeculativeDecoder",
+}
 TREES = ("auto", "BestFirst", "Expansion", "Chain", "Sampled")  # a word, and classes
 Functions = Sequence[Callable[..., Any]] | Callable[..., Any] | None
 DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8, min_probability=0.05)
@@ -322,6 +327,8 @@ class SpeculativeDecoder:
     def stream(self, prompt: Prompt = None, **options: Any) -> TextStream:
         """Generate one prompt piece by piece: iterate over the text; `TextStream.result` has the rest.
 
+        In a coroutine iterate with ``async for``.
+
         Raises:
             InputError: a batch, or no tokenizer.
         """
@@ -367,9 +374,7 @@ class SpeculativeDecoder:
         Raises:
             InputError, SamplingError: what is wrong, why, and what to do.
         """
-        check_names(
-            options, self._options("open", "generate"), {"SpeculativeDecoder": self._options("from_pretrained")}
-        )
+        check_names(options, self._options("open"), {name: self._options(method) for method, name in METHODS.items()})
         beside = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
         prompts = self.read(prompt, raw, input_ids, **beside)
         given = generation_config, logits_processor, stopping_criteria
@@ -395,9 +400,10 @@ class SpeculativeDecoder:
         rows = [Row(index, *row, row_seed, **common) for index, (row, row_seed) in enumerate(columns)]
         return Run(self, rows, prompts.single and sequences == 1)
 
-    def _options(self, *methods: str) -> list[str]:
-        """Return the names of the options of some methods."""
-        return [name for method in methods for name in inspect.signature(getattr(self, method)).parameters]
+    def _options(self, method: str) -> list[str]:
+        """Return the names of a method's options."""
+        parameters = inspect.signature(getattr(self, method)).parameters.values()
+        return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
 
     def save_drafts(self, folder: str | os.PathLike[str]) -> None:
         """Write what heads have learnt online, as a folder that `HeadDraft.load` and ``--draft`` read.

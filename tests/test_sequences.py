@@ -78,6 +78,13 @@ def test_sequences_in_transformers_call_are_ours(target: Any, near: Any) -> None
 # ---- log-probabilities ----
 
 
+def test_transformers_call_has_log_probabilities(target: Any, near: Any) -> None:
+    options = {"max_new_tokens": 6, "return_dict_in_generate": True, "logprobs": True, "pad_token_id": 0}
+    found = target.generate(torch.tensor([[5, 6]]), custom_generate=custom_generate, draft_model=near, **options)
+    ours = SpeculativeDecoder(target, drafts=[near]).generate([5, 6], max_new_tokens=6, logprobs=True)
+    assert found.results[0].logprobs == pytest.approx(ours.logprobs)
+
+
 @pytest.mark.parametrize(
     "options", [SAMPLED, {"max_new_tokens": 12}, CONTRASTIVE], ids=["sampled", "greedy", "contrast"]
 )
