@@ -247,7 +247,7 @@ def check_names(options: Iterable[str], here: Iterable[str] = (), elsewhere: Map
         here: names of further options of the call.
         elsewhere: by call, names of the options that others take.
     """
-    fields = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
+    fields = list(vars(GenerationConfig()))
     for name in sorted(set(options) - set(fields), key=str):
         otherwise = "options are those of transformers.GenerationConfig"
         advice = _INSTEAD.get(name) or where_to_give(str(name), [*fields, *here], elsewhere, otherwise)
