@@ -8,7 +8,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from functools import partial
+from functools import cache, partial
 from math import inf
 from pathlib import Path
 from typing import Any, overload
@@ -374,7 +374,7 @@ class SpeculativeDecoder:
         Raises:
             InputError, SamplingError: what is wrong, why, and what to do.
         """
-        check_names(options, self._options("open"), {name: self._options(method) for method, name in METHODS.items()})
+        check_names(options, _options("open"), {name: _options(method) for method, name in METHODS.items()})
         beside = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
         prompts = self.read(prompt, raw, input_ids, **beside)
         given = generation_config, logits_processor, stopping_criteria
@@ -399,11 +399,6 @@ class SpeculativeDecoder:
         columns = zip(repeated, seeds, strict=True)
         rows = [Row(index, *row, row_seed, **common) for index, (row, row_seed) in enumerate(columns)]
         return Run(self, rows, prompts.single and sequences == 1)
-
-    def _options(self, method: str) -> list[str]:
-        """Return the names of a method's options."""
-        parameters = inspect.signature(getattr(self, method)).parameters.values()
-        return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
 
     def save_drafts(self, folder: str | os.PathLike[str]) -> None:
         """Write what heads have learnt online, as a folder that `HeadDraft.load` and ``--draft`` read.
@@ -544,6 +539,13 @@ class SpeculativeDecoder:
                 policy = Chain(min(policy.max_depth, CHAIN) if isinstance(policy, Auto) else policy.max_depth)
                 notes.append(f"tree={policy}: {limit}")
         return policy
+
+
+@cache
+def _options(method: str) -> list[str]:
+    """Return the names of the options of one of the decoder's methods."""
+    parameters = inspect.signature(getattr(SpeculativeDecoder, method)).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
 
 
 def _as_list(drafts: Any) -> list[Any]:
