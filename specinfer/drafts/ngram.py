@@ -3,9 +3,9 @@
 Knows: the longest n-gram.  Does not know: any model, how occurrences are counted (`suffix`, `text_index`).
 """
 
+from specinfer.common.values import checked_count
 from specinfer.drafts.base import DraftContext
 from specinfer.drafts.suffix import SuffixSession
-from specinfer.errors import InputError
 
 
 class NGramDraft:
@@ -21,9 +21,7 @@ class NGramDraft:
     name = "ngram"
 
     def __init__(self, max_ngram: int = 4) -> None:
-        if max_ngram < 1:
-            raise InputError(f"max_ngram={max_ngram} looks nothing up: it must be at least 1")
-        self.max_ngram = max_ngram
+        self.max_ngram = checked_count("max_ngram", max_ngram, 1, "looks nothing up")
 
     def open(self, context: DraftContext) -> SuffixSession:
         """Start drafting for a batch of rows."""

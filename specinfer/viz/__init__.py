@@ -12,7 +12,6 @@
 Nothing below imports it: things show themselves through `specinfer.common.display`.
 """
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specinfer.common.files import write_whole
@@ -66,5 +65,5 @@ def plot_drafts(report: Any, ax: Any = None) -> Any:
 
 def _written(text: str, path: "str | PathLike[str] | None") -> str:
     if path is not None:
-        write_whole(Path(path), text)
+        write_whole(path, text)
     return text
