@@ -243,6 +243,7 @@ class Result(Displayed):
         finish_reason: "eos", "stop" (a stop string or stopping criterion), "length", or "unfinished".
         seed: what reproduces it when sampling; None when greedy.
         steps: one `Step` per target pass.
+        made_by: target, drafts, tree, verifier, sampling options, dtype, device and versions, JSON-ready.
         tokenizer: the decoder's, to display tokens.
     """
 
@@ -253,6 +254,7 @@ class Result(Displayed):
     seed: int | None
     stats: Stats
     steps: list[Step] = field(repr=False)
+    made_by: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     tokenizer: Any = field(default=None, repr=False, compare=False)
 
     @property
@@ -298,8 +300,8 @@ class Result(Displayed):
         """
         tokens = known_tokens(self)
         steps, prompt = [step.to_dict() for step in self.steps], self.prompt_ids
-        data = {**self.to_dict(), "prompt_ids": prompt, "steps": steps, "known": tokens and tokens.to_dict()}
-        write_json(path, {"specinfer result": FORMAT, **data})
+        data = {**self.to_dict(), "prompt_ids": prompt, "steps": steps, "made_by": dict(self.made_by)}
+        write_json(path, {"specinfer result": FORMAT, **data, "known": tokens and tokens.to_dict()})
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "Result":
@@ -316,6 +318,7 @@ class Result(Displayed):
                 )
             steps, stats = [Step.from_dict(step) for step in data["steps"]], Stats.from_dict(data["stats"])
             named = {name: data[name] for name in ("text", "token_ids", "prompt_ids", "finish_reason", "seed")}
+            named["made_by"] = data.get("made_by", {})  # files of older versions have none
             return cls(**named, stats=stats, steps=steps, tokenizer=data["known"] and KnownTokens(**data["known"]))
         except OSError as error:
             raise InputError(f"{path} cannot be read ({error.strerror or error})") from error

@@ -113,6 +113,7 @@ _HARMLESS = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens")
 _NEUTRAL: dict[str, tuple[float, ...]] = {"temperature": (0, 1), "top_k": (0, 50), "top_h": ()}
 _NEUTRAL |= dict.fromkeys(("top_p", "typical_p"), (1,)) | dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff"), (0,))
 WARPERS = tuple(_NEUTRAL)
+_NOTHING = _NEUTRAL | {"temperature": (), "top_k": (0,)}  # values that do nothing to a call that samples
 PER_ROW = (  # options that a batch may have a list of, one value a row
     *("do_sample", *WARPERS, "penalty_alpha", "repetition_penalty", "no_repeat_ngram_size"),
     *("max_new_tokens", "min_new_tokens", "max_length", "min_length"),
@@ -152,6 +153,12 @@ class GenerationSettings:
     def do_sample(self) -> bool:
         """Whether tokens are drawn; otherwise they are the argmax."""
         return bool(self.config.do_sample)
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """The options that make the distribution which tokens are drawn from; empty if they are not drawn."""
+        asked = {name: getattr(self.config, name, None) for name in WARPERS} if self.do_sample else {}
+        return {name: value for name, value in asked.items() if value is not None and value not in _NOTHING[name]}
 
     @property
     def contrast(self) -> Contrast:

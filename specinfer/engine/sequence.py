@@ -63,7 +63,7 @@ class Row:
         logprobs: bool = False,
     ) -> None:
         self.index, self.seed, self.sampling, self.draft_names = index, seed, settings.do_sample, draft_names
-        self.contrast, self.coupling = settings.contrast, Coupling(seed)
+        self.contrast, self.coupling, self.options = settings.contrast, Coupling(seed), settings.sampling
         self.processors = processors or Processors.of(settings, len(prompt), device)
         self.stopping = Stopping(settings, budget, device, tokenizer)
         self.ids = list(prompt)

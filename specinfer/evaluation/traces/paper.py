@@ -21,8 +21,8 @@ import numpy as np
 from specinfer.common.files import locked
 from specinfer.common.tables import aligned, interval
 from specinfer.common.values import Progress
+from specinfer.common.versions import versions
 from specinfer.decoder import SpeculativeDecoder
-from specinfer.engine.provenance import versions
 from specinfer.engine.verify import ExactMatch
 from specinfer.errors import InputError
 from specinfer.evaluation.published import ALL, SPECINFER_TABLE_1, SPECINFER_TABLE_2, SPECINFER_TABLE_3

@@ -29,8 +29,9 @@ from safetensors.numpy import save
 from specinfer.common.files import locked, read_json, write_whole
 from specinfer.common.records import SETTINGS, Records
 from specinfer.common.values import checked_count, checked_temperature
+from specinfer.common.versions import versions
 from specinfer.decoder import SpeculativeDecoder
-from specinfer.engine.provenance import machine, models_of, versions
+from specinfer.engine.provenance import machine, models_of
 from specinfer.errors import InputError
 
 FORMAT = 3
