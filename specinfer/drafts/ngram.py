@@ -3,8 +3,11 @@
 Knows: the longest n-gram.  Does not know: any model, how occurrences are counted (`suffix`, `text_index`).
 """
 
+from copy import copy
+from typing import Any
+
 from specinfer.drafts.base import DraftContext
-from specinfer.drafts.suffix import SuffixSession
+from specinfer.drafts.suffix import SuffixSession, special_ids
 from specinfer.errors import InputError
 
 
@@ -24,7 +27,14 @@ class NGramDraft:
         if max_ngram < 1:
             raise InputError(f"max_ngram={max_ngram} looks nothing up: it must be at least 1")
         self.max_ngram = max_ngram
+        self.special: frozenset[int] = frozenset()
+
+    def attach(self, target: Any, tokenizer: Any) -> "NGramDraft":
+        """Return a copy that knows the tokenizer's special tokens."""
+        bound = copy(self)
+        bound.special = special_ids(tokenizer)
+        return bound
 
     def open(self, context: DraftContext) -> SuffixSession:
         """Start drafting for a batch of rows."""
-        return SuffixSession(context, range(1, self.max_ngram + 1), self.max_ngram)
+        return SuffixSession(context, range(1, self.max_ngram + 1), self.max_ngram, special=self.special)
