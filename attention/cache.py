@@ -174,6 +174,10 @@ class TreeCache(Cache):
             self.kv_length = min(padded_kv_length(self.kv_length), self.capacity)
         self.pending += count
 
+    def make_room(self, count: int) -> None:
+        """Let every row have so many slots more than it holds, for a pass that reads others' prompts, too."""
+        self.max_capacity = max(self.max_capacity, max(self.lengths) + count)
+
     def staged(self, device: torch.device) -> Tensor:
         """Return the staged slots, (rows, T) long."""
         if self._staged is not None:

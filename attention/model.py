@@ -326,6 +326,7 @@ class TreeSession:
         if not self.held:
             return self.append_last(layout)
         started, behind = perf_counter(), lay_out_behind(self.held, layout, device)
+        self.cache.make_room(behind.width)
         columns = torch.arange(behind.width - layout.width, behind.width, device=device)
         logits = self._forward(behind, columns, {}, self._run)
         self.prefill_seconds += perf_counter() - started
@@ -354,6 +355,7 @@ class TreeSession:
 
     def join(self, other: "TreeSession") -> None:
         """Take in the rows of another session of the same model, after the own ones, between two steps."""
+        self.held = [*([()] * len(self.cache.lengths)), *other.held] if other.held else []
         self.cache.join(other.cache)
         self.prefill_seconds += other.prefill_seconds
 

@@ -162,7 +162,7 @@ class Run:
             rows = self._admitted(0)
             if not rows:
                 return
-            target, drafts, states = self.open_sessions(rows, hold=models[0].dispatched)
+            target, drafts, states = self.open_sessions(rows)
             if isinstance(self.policy, Auto):
                 self.policy = self.policy.begin(len(drafts), self._coupled(rows))
             self.notes.append(self.decoder.passes)
@@ -254,14 +254,14 @@ class Run:
         """Whether drafts rank by the rows' noise."""
         return isinstance(self.decoder.verifier, ExactMatch) and any(row.sampling for row in rows)
 
-    def open_sessions(
-        self, rows: Sequence[Row], hold: bool = False
-    ) -> tuple[TreeSession, list[Timed], list[torch.Tensor | None]]:
+    def open_sessions(self, rows: Sequence[Row]) -> tuple[TreeSession, list[Timed], list[torch.Tensor | None]]:
         """Read the tokens of rows so far into a session of the target and one of each draft; ready for a step.
+
+        Where every pass fetches weights, the first step reads the ends of prompts, beside the trees of other rows,
+        unless something reads their states before.
 
         Args:
             rows: the sequences.
-            hold: let the target's first step read the ends of prompts, unless something reads their states before.
 
         Returns:
             the sessions, and per row the target's auxiliary hidden states at the tokens before the root.
@@ -280,7 +280,8 @@ class Run:
         fed_at_first = padded_width(1 + usual[0] * min(usual[1], FIRST_LEVELS))
         fed = padded_width(1 + most[0] * most[1])  # best-first drops some of these nodes later
         target = decoder.target.session(len(rows), first + nodes_at_first, end + nodes, aux_layers, decoder.graphs)
-        states = self.shared.prefill(target, [prompt[:-1] for prompt in prompts], hold and not aux_layers)
+        hold = decoder.target.dispatched and not aux_layers and not decoder.target.stateful
+        states = self.shared.prefill(target, [prompt[:-1] for prompt in prompts], hold)
         sampled, coupled = [row for row in rows if row.sampling], self._coupled(rows)
         drafts = []
         for number, draft in enumerate(decoder.drafts):
