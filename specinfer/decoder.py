@@ -380,14 +380,18 @@ class SpeculativeDecoder:
         """
         save_heads(self.drafts, folder)
 
-    def score(self, prompt: Prompt, continuation: Any, *, raw: bool = False) -> Any:
+    def score(self, prompt: Prompt, continuation: Any, *, raw: bool = False, max_rows: int = MAX_ROWS) -> Any:
         """Return how likely a continuation is under the target's own distribution, without processors.
+
+        Of a batch, a few prompts of similar length are read at a time.  Continuations of one prompt are a token tree:
+        the prompt is read once, and one pass scores all of them.
 
         Args:
             prompt: as `generate`.
             continuation: text or token ids; for a batch of prompts a list, one for each.  Text is encoded alone,
                 without special tokens: pass ids if a token begins in the prompt and ends in the continuation.
             raw: feed strings without the chat template.
+            max_rows: prompts that are read at a time.
 
         Returns:
             Score for one prompt, list[Score] for a batch.
@@ -397,11 +401,12 @@ class SpeculativeDecoder:
             UnsupportedModel: the target's passes give other logits for the same text.
             NumericalError: the target's logits are not numbers.
         """
-        prompts = self.read(prompt, raw)
+        rows, prompts = checked_count("max_rows", max_rows, 1), self.read(prompt, raw)
         wanted = continuations(prompts, continuation, self.tokenizer, self.target.vocab_size)
         self.check_lengths(prompts.rows, [len(tokens) for tokens in wanted])
         self.supported(self.policy, [])
-        scores = score(self.target, prompts.rows, wanted)
+        branching = check_model(self.target.model).support is not Support.CHAIN_ONLY
+        scores = score(self.target, prompts.rows, wanted, rows, branching)
         return scores[0] if prompts.single else scores
 
     def read(self, prompt: Prompt = None, raw: bool = False, input_ids: Any = None, **beside: Any) -> Prompts:

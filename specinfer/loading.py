@@ -229,6 +229,18 @@ def _spread(count: int, device: str, where: torch.device) -> _Options:
     return {"distributed_config": DistributedConfig(tp_size=count)}
 
 
+def local_folder(name: str) -> Path | None:
+    """Return the folder on this machine that a model of this name is read from, if it is there already."""
+    if name.strip() and os.path.isdir(os.path.expanduser(name)):
+        return Path(os.path.expanduser(name))
+    if name == DEFAULT_TARGET and os.path.isdir(cache_folder() / COPY_NAME):
+        return cache_folder() / COPY_NAME
+    with suppress(utils.HFValidationError):
+        if isinstance(file := try_to_load_from_cache(name, "config.json"), str):
+            return Path(file).parent
+    return None
+
+
 # ---- where a model may come from; each source returns (model, tokenizer) or raises ModelError with one reason ----
 
 

@@ -94,6 +94,17 @@ class Prompts(NamedTuple):
         """The token ids without padding."""
         return [row.ids for row in self.padded]
 
+    @property
+    def only(self) -> list[int]:
+        """The token ids of the caller's one prompt.
+
+        Raises:
+            InputError: they are a batch.
+        """
+        if not self.single:
+            raise InputError("it is a list of prompts: give each its own place")
+        return self.padded[0].ids
+
 
 def encode(
     prompt: Prompt, tokenizer: Any = None, raw: bool = False, mask: Any = None, pad: int | None = None

@@ -437,14 +437,17 @@ def test_costs_are_read_from_a_comparison():
     autoregressive = {"tokens": 20, "target_passes": 20, "draft_passes": 0}
     autoregressive["seconds"] = {"total": 3.5, "prefill": 0.5, "target": 2.8, "draft": 0.0}
     records = [{"temperature": 0.0, "methods": {"sequence": sequence, "autoregressive": autoregressive}}] * 2
-    costs = measured(SimpleNamespace(records=records, settings={"depth": 4}), "head")
+    settings = {"depth": 4, "max_rows": 1}
+    costs = measured(SimpleNamespace(records=records, settings=settings), "head")
     assert costs == pytest.approx((0.01, 0.14, 0.15, 4, 1.5))
     with pytest.raises(InputError, match="temperature 1"):
         measured(SimpleNamespace(records=records, settings={}), "head", 1.0)
     with pytest.raises(InputError, match="timed passes of head, not of ngram"):
-        measured(SimpleNamespace(records=records, settings={"depth": 4}), "ngram")
+        measured(SimpleNamespace(records=records, settings=settings), "ngram")
     with pytest.raises(InputError, match=r"4\.0 passes a step for 3 levels"):
-        measured(SimpleNamespace(records=records, settings={"depth": 3}), "head")
+        measured(SimpleNamespace(records=records, settings=settings | {"depth": 3}), "head")
+    with pytest.raises(InputError, match="8 prompts at a time"):
+        measured(SimpleNamespace(records=records, settings=settings | {"max_rows": 8}), "head")
 
 
 # ---- the paper's tables, and the command line ----

@@ -163,10 +163,19 @@ def lock_settings(path: Path, settings: Mapping[str, Any], advice: str, empty: b
     if found is None or (empty and found.keys() == settings.keys()):  # other keys: perhaps another program's file
         write_json(path, settings)
         return
-    changed = [name for name in {**settings, **found} if found.get(name) != settings.get(name)]
-    if changed:
-        changes = [f"{name} was {_short(found.get(name))}, now {_short(settings.get(name))}" for name in changed]
+    if changes := list(_differences("", found, settings)):
         raise InputError(f"{path.parent} was begun with other settings ({'; '.join(changes)}): {advice}")
+
+
+def _differences(name: str, found: Any, now: Any) -> Iterator[str]:
+    """Yield the fields in which two JSON values differ, each with both values."""
+    if isinstance(found, list) and isinstance(now, list) and len(found) == len(now) and dict in map(type, found):
+        found, now = dict(enumerate(found)), dict(enumerate(now))
+    if isinstance(found, dict) and isinstance(now, dict):
+        for key in {**now, **found}:
+            yield from _differences(f"{name}.{key}".lstrip("."), found.get(key), now.get(key))
+    elif found != now:
+        yield f"{name} was {_short(found)}, now {_short(now)}"
 
 
 def weights_digest(folder: Path) -> str:

@@ -20,18 +20,27 @@ BASELINES = ("autoregressive", "generate", "assisted", "prompt-lookup")  # whose
 STAGES = ("total", "prefill", "target", "draft", "bookkeeping")
 SIZES = ("nodes_per_step", "levels_per_step")
 RESAMPLES = 2000
+REFUSALS = 5  # prompts named under a table
 
 
 def summarise(settings: dict[str, Any], records: Sequence[Record]) -> dict[str, Any]:
     """Return what `Comparison.summary` describes."""
-    groups = []
+    bad = {(record["set"], record["place"]): record for record in records if "error" in record}
+    refused = [{name: record[name] for name in ("set", "id", "error")} for record in bad.values()]
+    records, groups = [record for record in records if "error" not in record], []
     for temperature in dict.fromkeys(record["temperature"] for record in records):
         rows = [record for record in records if record["temperature"] == temperature]
         sets = list(dict.fromkeys(row["set"] for row in rows))
         groups += [_group(ALL, temperature, rows)] if len(sets) > 1 else []
         groups += [_group(name, temperature, [row for row in rows if row["set"] == name]) for name in sets]
     skipped = {name: reason for record in records for name, reason in record["skipped"].items()}
-    return {"settings": settings, "records": len(records), "skipped": skipped, "groups": groups}
+    return {
+        "settings": settings,
+        "records": len(records),
+        "skipped": skipped,
+        "refused": refused,
+        "groups": groups,
+    }
 
 
 def bootstrap(values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]) -> list[float]:
@@ -134,9 +143,8 @@ def tables(report: dict[str, Any]) -> str:
     """Return a report as text: a block per set, then whether tree beats sequence, then what was left out and why."""
     lines = [
         "{target}, drafts: {drafts}, assistant: {assistant}, {dtype}, {max_new_tokens} new tokens, {nodes} nodes, "
-        "depth {depth}\n{device}, {cpu}, {threads} threads, torch {torch}, transformers {transformers}".format(
-            **report["settings"]
-        ),
+        "depth {depth}, prompts at a time: {max_rows}\n{device}, {cpu}, {threads} threads, torch {torch}, transformers "
+        "{transformers}".format(**report["settings"]),
         "tokens per target pass, then median ratios of tokens/s, [95 % intervals over prompts]",
         "",
     ]
@@ -147,6 +155,9 @@ def tables(report: dict[str, Any]) -> str:
         lines += [line for rows in blocks if len(rows) > 1 for line in (*aligned([("", *row) for row in rows]), "")]
     lines += _verdict_lines([group for group in report["groups"] if "tree_to_sequence" in group])
     lines += [f"left out: {name}: {reason}" for name, reason in report["skipped"].items()]
+    lines += [f"refused: {refusal['error']}" for refusal in report["refused"][:REFUSALS]]
+    if more := len(report["refused"][REFUSALS:]):
+        lines.append(f"refused: {more} more, which the records name")
     return "\n".join(lines).rstrip()
 
 
