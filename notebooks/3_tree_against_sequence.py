@@ -22,7 +22,7 @@ print(comparison)
 # %% [markdown]
 # How to read it: *tokens/pass* counts the tokens that one target pass commits, the target's own token included. *x
 # autoregressive* is the ratio of tokens/s, on the machine that ran this. *Overhead* is what a step costs beyond a step
-# without a tree. In bfloat16 near-ties may make ids differ (*same ids*); *largest gap* says how far apart the logits
+# without a tree. In bfloat16 near-ties may make ids differ (*same ids*); *gap* says how far apart the logits
 # of the two tokens were.
 
 # %%
