@@ -8,6 +8,7 @@
     html.py         the interactive page: page.html, page.css and page.js with the data inside
     svg.py          the still picture of one tree
     text.py         one tree for terminals and logs
+    live.py         a generation in a notebook, as it happens
     plots/          pictures on matplotlib
 
 Nothing below imports it: things show themselves through `specinfer.common.display`.

@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from specinfer.common.files import locked
+from specinfer.common.progress import shown
 from specinfer.common.values import Progress, checked_names, plain
 from specinfer.errors import InputError
 from specinfer.evaluation.compare.files import records_of
@@ -45,7 +46,7 @@ def compare(
     device: str = "auto",
     hits: bool = False,
     max_rows: int = 1,
-    progress: Progress = lambda blocks, _: blocks,
+    progress: Progress = shown,
 ) -> Comparison:
     """Run every method on every prompt, interleaved, and compare.
 
@@ -70,7 +71,8 @@ def compare(
         hits: also count how often each draft ranks the target's choice high, in one more plain run per prompt.
         max_rows: prompts that our methods decode at a time; with more than one, transformers' methods are left out.
             Tokens per second are those of one prompt at a time, or else of all rows together.
-        progress: wraps the blocks of jobs that are left, `max_rows` jobs each, for a bar.
+        progress: wraps the blocks of jobs that are left, `max_rows` jobs each.  By default terminals and notebooks show
+            a bar.
 
     Raises:
         InputError: a prompt file is unusable, no prompt can be used, no method can run, or the folder belongs to other
