@@ -61,4 +61,5 @@ def view(result: Result, step: Step | None) -> str:
     stats = result.stats
     figures = f"{stats.new_tokens} tokens, {stats.tokens_per_target_pass:.2f} per target pass"
     text = f'<pre style="white-space:pre-wrap">{escape(result.text)}</pre>'
-    return f"{text}\n<p><small>{figures}</small></p>\n{svg_of(describe(step)) if step else ''}"
+    picture = f'<div style="overflow-x:auto">{svg_of(describe(step))}</div>' if step else ""
+    return f"{text}\n<p><small>{figures}</small></p>\n{picture}"
