@@ -8,7 +8,7 @@ import pytest
 from conftest import PROMPTS, byte_tokenizer, like, tiny_llama
 
 from specinfer import BestFirst, SpeculativeDecoder, watch
-from specinfer.common.progress import shown
+from specinfer.common.progress import text_progress
 from specinfer.errors import InputError, NumericalError
 from specinfer.viz import live
 
@@ -104,14 +104,14 @@ def test_bars_are_for_those_who_watch(capsys: pytest.CaptureFixture[str], monkey
     """Nothing where standard error is a file; a count of texts on a terminal; the work is the same."""
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
     blocks = [[1, 2], [3]]
-    assert list(shown(blocks, 4)) == blocks
+    assert list(text_progress(blocks, 4)) == blocks
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert list(shown(blocks, 4)) == blocks
+    assert list(text_progress(blocks, 4)) == blocks
     assert "7/7" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("pages")
 def test_notebooks_show_bars(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(shown([[1]], 0)) == [[1]]
+    assert list(text_progress([[1]], 0)) == [[1]]
     assert "1/1" in capsys.readouterr().err

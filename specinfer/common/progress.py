@@ -14,7 +14,7 @@ def in_notebook() -> bool:
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
-def shown(blocks: list[Any], done: int) -> Iterator[Any]:
+def text_progress(blocks: list[Any], done: int) -> Iterator[Any]:
     """Yield blocks of texts under a bar that counts texts: a `Progress` function.
 
     Args:
