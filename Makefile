@@ -24,7 +24,7 @@ SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 demo: $(VENV)/.demo
 	-$(BIN)/specinfer compile
-	$(BIN)/specinfer generate "Name the days of the week, then name them again." --show-tree --max-new-tokens 64
+	$(BIN)/specinfer generate "Write a Python function that adds two numbers, then one that subtracts them." --show-tree --max-new-tokens 64
 
 test: $(VENV)/.dev
 	$(BIN)/pytest $(PYTEST_FLAGS)

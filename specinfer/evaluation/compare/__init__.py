@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from specinfer.common.files import locked
+from specinfer.common.progress import text_progress
 from specinfer.common.values import Progress, checked_names, plain
 from specinfer.errors import InputError
 from specinfer.evaluation.compare.files import records_of
@@ -45,7 +46,7 @@ def compare(
     device: str = "auto",
     hits: bool = False,
     max_rows: int = 1,
-    progress: Progress = lambda blocks, _: blocks,
+    progress: Progress | None = None,
 ) -> Comparison:
     """Run every method on every prompt, interleaved, and compare.
 
@@ -70,7 +71,7 @@ def compare(
         hits: also count how often each draft ranks the target's choice high, in one more plain run per prompt.
         max_rows: prompts that our methods decode at a time; with more than one, transformers' methods are left out.
             Tokens per second are those of one prompt at a time, or else of all rows together.
-        progress: wraps the blocks of jobs that are left, `max_rows` jobs each, for a bar.
+        progress: wraps the blocks of jobs that are left, `max_rows` jobs each.  None: a bar, where someone watches.
 
     Raises:
         InputError: a prompt file is unusable, no prompt can be used, no method can run, or the folder belongs to other
@@ -82,7 +83,7 @@ def compare(
     lists = {name: list(given[name]) if isinstance(given[name], list | tuple) else [given[name]] for name in LISTS}
     plan = Plan(**given | lists)
     with nullcontext(out) if out is not None else TemporaryDirectory() as folder, locked(folder):
-        return _run(plan, Path(folder), progress)
+        return _run(plan, Path(folder), progress or text_progress)
 
 
 def _run(plan: Plan, folder: Path, progress: Progress) -> Comparison:

@@ -12,7 +12,7 @@ from typing import Any
 from specinfer.common.display import draw
 from specinfer.errors import InputError
 from specinfer.evaluation.compare.files import records_of
-from specinfer.evaluation.compare.report import summarise, tables
+from specinfer.evaluation.compare.report import html, summarise, tables
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,9 @@ class Comparison:
         return tables(self._summary)
 
     __str__ = table
+
+    def _repr_html_(self) -> str:
+        return html(self._summary)
 
     def to_dict(self) -> dict[str, Any]:
         """Return settings and records, JSON-ready: ``Comparison(**comparison.to_dict())`` is equal."""
