@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from specinfer.cli import options
-from specinfer.cli.terminal import bar, print_json, quieten
+from specinfer.cli.terminal import print_json, quieten, text_bar
 from specinfer.errors import InputError
 
 METHODS = "autoregressive,sequence,tree,assisted,prompt-lookup"
@@ -60,6 +60,9 @@ def compare(
     max_new_tokens: options.NewTokens = 64,
     count: options.Count = 5,
     split: options.Split = "dev",
+    max_rows: Annotated[
+        int, typer.Option(help="Prompts that our methods decode at a time; tokens/s are then of all together.", min=1)
+    ] = 1,
     hits: Annotated[
         bool,
         typer.Option(
@@ -89,12 +92,13 @@ def compare(
             nodes=nodes,
             depth=depth,
             max_new_tokens=max_new_tokens,
-            count=count,
+            count=count or None,
             split=split,
             out=out,
             dtype=dtype,
             device=device,
             hits=hits,
-            progress=lambda jobs, done: bar("prompt", jobs, initial=done, total=done + len(jobs)),
+            max_rows=max_rows,
+            progress=text_bar(),
         )
     print_json(found.summary()) if as_json else print(found)

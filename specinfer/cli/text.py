@@ -163,8 +163,9 @@ def summarise(decoder: Any, result: Any, show_tree: bool) -> None:
     notes = [f"note: {note}" for note in stats.notes]
     print("", stats, *contributions, *notes, sep="\n", file=sys.stderr, flush=True)
     if show_tree:
-        best = max(range(len(result.steps)), key=lambda i: (len(result.steps[i].path), len(result.steps[i].tree)))
-        print(f"\n{drawn(decoder, result.steps[best], best + 1)}")
+        from specinfer.results import best_step
+
+        print(f"\n{drawn(result, best_step(result.steps))}")
 
 
 def tree(
@@ -201,8 +202,9 @@ def tree(
         if len(step.tree) > 1:
             break
     run.close()
-    number = len(run.results()[0].steps)
-    print_json({"step": number, **step.to_dict()}) if as_json else print(drawn(decoder, step, number))
+    (result,) = run.results()
+    number = len(result.steps)
+    print_json({"step": number, **step.to_dict()}) if as_json else print(drawn(result, number - 1))
 
 
 def build_policy(tree: str, nodes: int | None, depth: int | None, expansion: str, profile: Path | None = None) -> Any:
@@ -250,13 +252,10 @@ def prepare(prompt: str, target: str | None, drafts: list[str] | None, policy: A
     return text, options.load_decoder(target, drafts, tree=policy, **models)
 
 
-def drawn(decoder: Any, step: Any, number: int) -> str:
-    """Draw one step's tree with its accepted path and bonus token."""
-    from specinfer.tree import render
+def drawn(result: Any, number: int) -> str:
+    """Draw one step's tree with its accepted path and bonus token, as standard output can show it."""
+    from specinfer import viz
 
-    def text(token: int) -> str:
-        return decoder.tokenizer.decode([token])
-
-    picture = render(step.tree, text, step.path, None if step.bonus is None else text(step.bonus))
+    step = result.steps[number]
     gained = f"{len(step.path)} of {step.tree.num_drafted} drafted tokens accepted on a path"
-    return f"step {number}: {gained}\n{picture}"
+    return f"step {number + 1}: {gained}\n{viz.text(result, sys.stdout, step=number)}"

@@ -32,7 +32,7 @@ def models_of(decoder: Decoder) -> dict[str, Any]:
 def machine(device: torch.device) -> dict[str, Any]:
     """Return what identifies the machine."""
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),

@@ -9,12 +9,13 @@
     svg.py          the still picture of one tree
     side_by_side.py two results on one text, as data
     lanes.py        the still picture of these
+    text.py         one tree for terminals and logs
+    live.py         a generation in a notebook, as it happens
     plots/          pictures on matplotlib
 
 Nothing below imports it: things show themselves through `specinfer.common.display`.
 """
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specinfer.common.files import write_whole
@@ -23,11 +24,12 @@ from specinfer.viz.html import fragment_of, page_of, to_json
 from specinfer.viz.lanes import lanes_of
 from specinfer.viz.side_by_side import PairDescription, SideBySide, describe_pair
 from specinfer.viz.svg import svg_of
+from specinfer.viz.text import text_for
 
 if TYPE_CHECKING:
     from os import PathLike
 
-__all__ = ["SideBySide", "data", "fragment", "page", "picture", "plot_compare", "plot_drafts"]
+__all__ = ["SideBySide", "data", "fragment", "page", "picture", "plot_compare", "plot_drafts", "text"]
 
 
 def fragment(thing: Any) -> str:
@@ -52,6 +54,19 @@ def picture(thing: Any, path: "str | PathLike[str] | None" = None, tokenizer: An
 def data(thing: Any, path: "str | PathLike[str] | None" = None, tokenizer: Any = None) -> str:
     """Return what the page draws, as JSON; arguments and errors as `page`."""
     return _written(to_json(_described(thing, tokenizer).to_dict()), path)
+
+
+def text(thing: Any, stream: Any = None, tokenizer: Any = None, step: int | None = None) -> str:
+    """Return a tree as lines of text: token, probability, who drafted it, what became of it.
+
+    Args:
+        thing: what has one, or several.
+        stream: where it will be written.  In a terminal it has colours, unless ``NO_COLOR`` is set.  Where the encoding
+            does not hold the signs, they are spelt in ASCII.
+        tokenizer: as `page`.
+        step: of a result or an inspection, from 0; None: the one to look at first.
+    """
+    return text_for(stream, describe(thing, tokenizer), step)
 
 
 def plot_compare(comparison: Any, ax: Any = None) -> Any:
@@ -80,5 +95,5 @@ def _painted(thing: Any, tokenizer: Any = None) -> tuple[Description | PairDescr
 
 def _written(text: str, path: "str | PathLike[str] | None") -> str:
     if path is not None:
-        write_whole(Path(path), text)
+        write_whole(path, text)
     return text

@@ -20,7 +20,7 @@ Word = tuple[str, str, float, int]  # in a node's box: text, colour, size, weigh
 
 
 def svg_of(description: Description) -> str:
-    """Return a picture of the tree, or of the one that gained most."""
+    """Return a picture of the tree, or of the one to look at first."""
     step = description.best
     nodes = step.drawing.nodes
     words = [_words(node, description.shapes) for node in nodes]
