@@ -277,10 +277,9 @@ def test_displays_on_one_page_do_not_meet(browser, inspection, data, tmp_path):
 # ---- rounds ----
 
 
-def test_it_begins_with_the_round_that_gained_most(shown, data):
-    """As the command line does."""
-    gains = [len(step["path"]) for step in data["steps"]]
-    assert shown.round == gains.index(max(gains))
+def test_it_begins_with_the_step_to_look_at_first(shown, inspection):
+    """As the command line and the still picture do."""
+    assert inspection.result.steps[shown.round] is inspection.result.best_step
 
 
 def test_the_scrubber_shows_each_round(shown, data):
