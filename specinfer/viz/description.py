@@ -6,6 +6,7 @@ Knows: trees, steps, results, inspections, a tokenizer.  Does not know: HTML, pi
 
     drafts   names by draft id
     shapes   of drafts, by id
+    colours  of drafts, by id, as names of the palette
     marks    state -> its mark
     legend   what shapes and marks mean, as [sign, words]
     rule     "greedy", "coupled" or "coins": what decided; null if that is not known
@@ -46,7 +47,7 @@ from specinfer.tree import TokenTree
 from specinfer.tree.drawing import STATES, TreeDrawing, columns, visible
 from specinfer.viz.inspection import StepInspection
 from specinfer.viz.rescoring import BY_HAND
-from specinfer.viz.style import SHAPES
+from specinfer.viz.style import SHAPES, by_draft
 from specinfer.viz.token_text import Piece, last_piece, piece_after, plain_text, split_bytes
 
 PROMPT_CHARACTERS = 4000  # of a longer prompt, the last ones are shown
@@ -180,6 +181,7 @@ class Description:
             "shows": type(self.thing).__name__,
             "drafts": self.drafts,
             "shapes": self.shapes,
+            "colours": [by_draft(draft) for draft in range(len(self.drafts))],
             "marks": {state: mark for state, (mark, _) in STATES.items()},
             "legend": self.legend(self.steps),
             "rule": self.rule,

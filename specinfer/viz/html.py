@@ -24,6 +24,7 @@ from specinfer.viz.style import (
     ACCEPTED_EDGE,
     BONUS_DASHES,
     BONUS_EDGE,
+    BY_DRAFT,
     DARK,
     LIGHT,
     LIKELY_EDGE,
@@ -75,7 +76,8 @@ def _palette() -> str:
 
 def _looks() -> str:
     """Return how nodes and the lines to them look, as rules of the style."""
-    rules = [f".edge{{stroke-width:calc({THIN_EDGE}px + {LIKELY_EDGE}px*var(--q,0))}}"]
+    rules = [f".by{draft}{{--by:var(--by{draft})}}" for draft in range(len(BY_DRAFT))]
+    rules += [f".edge{{stroke-width:calc({THIN_EDGE}px + {LIKELY_EDGE}px*var(--q,0))}}"]
     for state, style in STYLES.items():
         line, dashes = f"var(--{style.line or 'by'})", " ".join(map(str, style.dashes)) or "none"
         border = f"border:{style.width}px {'dashed' if style.dashes else 'solid'} {line}"

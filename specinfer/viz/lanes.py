@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from specinfer.viz.description import Description
 from specinfer.viz.side_by_side import PairDescription
-from specinfer.viz.style import BY_DRAFT
+from specinfer.viz.style import by_draft
 from specinfer.viz.svg import MARGIN, document, element
 
 WIDTH, HEIGHT, LANE, BETWEEN = 720, 24, 64, 2.5  # pixels: of a lane, of a block; from lane to lane; between blocks
@@ -33,7 +33,7 @@ def _blocks(side: Description, y: float, unit: float) -> Iterator[str]:
         shrink = 1 - BETWEEN / (unit * len(step.tokens)) if step.tokens else 1.0
         start, x = x, x + unit * len(step.tokens)
         for index, drafts in enumerate(step.authors):
-            colours = [f"by{draft % len(BY_DRAFT)}" for draft in drafts] or ["faint"]
+            colours = [by_draft(draft) for draft in drafts] or ["faint"]
             width = unit * max(0.2, shrink) / len(colours)
             for part, colour in enumerate(colours):
                 left = start + width * (index * len(colours) + part)

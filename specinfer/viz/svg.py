@@ -11,7 +11,7 @@ from html import escape
 
 from specinfer.tree.drawing import DrawnNode, columns
 from specinfer.viz.description import Description
-from specinfer.viz.style import BY_DRAFT, DARK, LIGHT, edge, style
+from specinfer.viz.style import DARK, LIGHT, by_draft, edge, style
 
 LONGEST = 20  # characters of a token's text
 CHARACTER, HEIGHT, ROW, GAP, MARGIN, PADDING, SPACE = 7.6, 26, 36, 24, 16, 7, 5.3  # pixels
@@ -56,7 +56,7 @@ def _words(node: DrawnNode, shapes: list[str]) -> list[Word]:
     text, ink = node.text.replace("␠", "␣"), style(node).ink  # few fonts have ␠
     text = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
     words = [
-        *((shapes[draft], f"by{draft % len(BY_DRAFT)}", 9.5, 400) for draft in node.drafts),
+        *((shapes[draft], by_draft(draft), 9.5, 400) for draft in node.drafts),
         (text, ink, 12.5, 600 if style(node).width > 1 else 400),
         (node.figure, "soft", 10.5, 400),
         (node.mark, ink, 11.5, 400),

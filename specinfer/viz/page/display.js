@@ -69,14 +69,14 @@ class Display extends Player {
   // What drafts are called and look like.
   name(draft) { return this.model.drafts[draft]; }
   names(authors) { return authors.map(draft => this.name(draft)).join(" and "); }
-  shape(draft) { return el("span", { class: `by${draft % 6}` }, this.model.shapes[draft]); }
+  shape(draft) { return el("span", { class: this.model.colours[draft] }, this.model.shapes[draft]); }
 
   // Give an element the colour of one draft, or those of several side by side.
   paint(element, authors) {
-    element.classList.add(authors.length ? `by${authors[0] % 6}` : "target");
+    element.classList.add(authors.length ? this.model.colours[authors[0]] : "target");
     if (authors.length > 1) {
       const share = 100 / authors.length;
-      const stops = authors.map((draft, i) => `var(--by${draft % 6}) ${i * share}% ${(i + 1) * share}%`);
+      const stops = authors.map((draft, i) => `var(--${this.model.colours[draft]}) ${i * share}% ${(i + 1) * share}%`);
       element.classList.add("many");
       element.style.setProperty("--mix", `linear-gradient(90deg, ${stops.join(", ")})`);
     }
