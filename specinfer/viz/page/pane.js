@@ -64,7 +64,7 @@ class Pane {
 
   // Another scale may take a scroll bar away, or bring one: that alone is no reason for yet another scale.
   resized() {
-    if (this.fits && Math.abs(this.element.clientWidth - this.width) > BAR) this.place(this.fitting);
+    if (this.fits && Math.abs(this.element.clientWidth - this.width) > BAR) this.fit();
   }
 
   // Zoom by a factor.  What is at a place of the window, by default its middle, stays there.
