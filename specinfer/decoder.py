@@ -320,7 +320,7 @@ class SpeculativeDecoder:
             raise SamplingError(f"{named[0]} of one prompt: sampled trees are drawn from one distribution for all")
         run = self.open(**{**common, **given})
         if not run.single:
-            raise InputError("one of many prompts becomes several texts: give each its own place, with one sequence")
+            raise InputError("one of many prompts is a list, or asks for several texts: give each its own place")
         run.rows[0].index = index
         return run.rows[0]
 
