@@ -831,11 +831,13 @@ def test_settings_under_which_nothing_was_recorded_are_replaced(tmp_path):
         (["record", "--out", "x"], "nothing to record"),
         (["paper-tables", "--prompts", "nowhere.jsonl"], "cannot read"),
         (["record", "--prompts", "nowhere.jsonl", "--out", "x", "--count", "-1"], "--count"),
+        (["record", "--prompts", "words.jsonl", "--out", "x"], "words.jsonl, line 2 is not JSON"),
     ],
 )
 def test_bad_input_is_one_line(run, arguments, message, tmp_path, monkeypatch):
     """And exit code 2."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "words.jsonl").write_text('{"prompt": "a"}\nwords\n')
     code, _, err = run(*arguments)
     assert (code, err.count("\n")) == (2, 1)
     assert message in err
