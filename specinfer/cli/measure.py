@@ -92,7 +92,7 @@ def compare(
             nodes=nodes,
             depth=depth,
             max_new_tokens=max_new_tokens,
-            count=count or None,
+            count=count,
             split=split,
             out=out,
             dtype=dtype,
