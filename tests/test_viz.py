@@ -4,6 +4,7 @@ import json
 import re
 import xml.etree.ElementTree as ET
 from base64 import b64decode
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -398,6 +399,15 @@ def test_a_result_says_what_made_it_and_keeps_it(things, hostile, tmp_path):
     loaded = Result.load(tmp_path / "result.json")
     assert loaded.made_by == made == described(loaded)["made_by"]
     assert hostile.generate(PROMPTS[0], max_new_tokens=2).made_by["sampling"] == {}
+
+
+def test_a_result_without_steps_shows_its_text(tokenizer):
+    """In a notebook; there is no page or picture of it."""
+    empty = replace(spelled(tokenizer, "<b>"), steps=[])
+    assert empty._repr_html_() == "<pre>&lt;b&gt;</pre>"
+    for draw in (empty.to_html, empty.to_svg, SideBySide(empty, empty).to_html):
+        with pytest.raises(InputError, match="no step was decoded"):
+            draw()
 
 
 # ---- two results ----

@@ -277,10 +277,9 @@ def test_displays_on_one_page_do_not_meet(browser, inspection, data, tmp_path):
 # ---- rounds ----
 
 
-def test_it_begins_with_the_round_that_gained_most(shown, data):
-    """As the command line does."""
-    gains = [len(step["path"]) for step in data["steps"]]
-    assert shown.round == gains.index(max(gains))
+def test_it_begins_with_the_step_to_look_at_first(shown, inspection):
+    """As the command line and the still picture do."""
+    assert inspection.result.steps[shown.round] is inspection.result.best_step
 
 
 def test_the_scrubber_shows_each_round(shown, data):
@@ -500,6 +499,24 @@ def test_the_tree_opens_at_its_root_and_fits_the_width(shown, large, browser):
         until(lambda: large.scale() < 0.7)
         assert large.scale() == pytest.approx(0.6)
         assert scrolled(large)[0] == 0
+
+
+def test_a_fitted_tree_stays_still(browser, tmp_path):
+    """Where its scroll bar comes and goes with its scale, too: it is not fitted again and again."""
+    step_of(30).to_html(tmp_path / "page.html")
+    script = """
+        const [tree, done] = arguments;
+        const frames = count => (count ? requestAnimationFrame(() => frames(count - 1)) : end());
+        let changes = 0;
+        const watch = new MutationObserver(list => { changes += list.length; });
+        watch.observe(tree, { attributes: true });
+        const end = () => { watch.disconnect(); done(changes); };
+        frames(12);
+    """
+    for width in range(440, 480, 2):
+        with sized(browser, width):
+            display = opened(browser, tmp_path / "page.html")
+            assert browser.execute_async_script(script, display.one(".tree")) <= 1
 
 
 def test_zoom_by_buttons_and_keys(large):
@@ -780,16 +797,20 @@ def test_it_is_legible_in_light_and_dark(shown, browser, scheme):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_two_results_and_large_trees_are_legible_too(browser, tmp_path, tokenizer, scheme):
-    """Side by side, folded, and without scripts."""
+    """Side by side, and folded."""
+
+    def legible(element):
+        until(lambda: contrast(browser, element) >= 4.5)
+
     SideBySide(written(SAID, tokenizer, 7), written(SAID, tokenizer, 3)).to_html(tmp_path / "pair.html")
     step_of(256).to_html(tmp_path / "large.html")
     with preferring(browser, scheme):
         pair = opened(browser, tmp_path / "pair.html")
         for selector in (".side h2", ".count", ".count b", ".lanes p", ".lanes b", ".legend span span", ".chip.many"):
-            until(lambda element=pair.one(selector): contrast(browser, element) >= 4.5)
+            legible(pair.one(selector))
         large = opened(browser, tmp_path / "large.html")
         for selector in (".chip.more", ".chip.unreached", ".head output", ".depth"):
-            until(lambda element=large.one(selector): contrast(browser, element) >= 4.5)
+            legible(large.one(selector))
 
 
 def test_it_follows_a_notebooks_theme(shown, browser):

@@ -16,9 +16,11 @@
 Nothing below imports it: things show themselves through `specinfer.common.display`.
 """
 
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from specinfer.common.files import write_whole
+from specinfer.results import Result
 from specinfer.viz.description import Description, describe
 from specinfer.viz.html import fragment_of, page_of, to_json
 from specinfer.viz.lanes import lanes_of
@@ -33,7 +35,9 @@ __all__ = ["SideBySide", "data", "fragment", "page", "picture", "plot_compare", 
 
 
 def fragment(thing: Any) -> str:
-    """Return an element for a notebook."""
+    """Return an element for a notebook: of a result that has no step yet, its text."""
+    if isinstance(thing, Result) and not thing.steps:
+        return f"<pre>{escape(thing.text)}</pre>"
     return fragment_of(*_painted(thing))
 
 

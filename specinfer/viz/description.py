@@ -16,6 +16,7 @@ Knows: trees, steps, results, inspections, a tokenizer.  Does not know: HTML, pi
     made_by  of a result: see `Result.made_by`
     texts    token id -> text
     columns  token id -> how many columns of a terminal the text takes, with visible white space
+    best     the number of the step to look at first
     steps    one entry each, in columns with an entry per node:
         tokens, parents, states    token ids, parent nodes, what became of them (`specinfer.results.State`)
         q, draws                   the draft's probability given the parent; [draft, order among its draws there]
@@ -125,7 +126,11 @@ class Description:
 
     @property
     def best(self) -> DrawnStep:
-        """The step to look at first."""
+        """The step to look at first.
+
+        Raises:
+            InputError: there are no steps.
+        """
         return self.steps[best_step(self.steps)]
 
     @property
@@ -146,7 +151,7 @@ class Description:
     @property
     def rule(self) -> str | None:
         """What decided, where the nodes tell: "greedy", "coupled" or "coins"."""
-        record = self.steps[0].record
+        record = self.best.record
         if not isinstance(record, StepInspection):
             return None
         root = record.nodes[0]
@@ -179,6 +184,7 @@ class Description:
             "legend": self.legend(self.steps),
             "rule": self.rule,
             "texts": texts,
+            "best": best_step(self.steps),
             "columns": {token: columns(visible(text)) for token, text in texts.items()},
             "steps": steps,
         }

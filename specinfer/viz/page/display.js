@@ -49,7 +49,7 @@ class Display extends Player {
     this.model = model;
     this.lead = lead ?? this;   // which goes from round to round: a pair, if the display is a side of it
     this.steps = model.steps.map(data => new Step(data, model.texts));
-    this.round = lead ? 0 : this.best();
+    this.round = lead ? 0 : model.best;
     this.settings = null;   // the item that stays selected when the pointer leaves; null = the round itself
     const result = Boolean(model.prompt), alone = !lead;
     this.answer = result ? new Answer(this) : null;
@@ -62,12 +62,6 @@ class Display extends Player {
       alone && result && figures(model), alone && result && promptOf(model), this.answer?.element,
       this.scrubber?.element, stage, result && madeBy(model), alone && notes(model),
     ].filter(part => part));
-  }
-
-  // The round that gained most is the one to begin with.
-  best() {
-    const gains = this.steps.map(step => step.path.length);
-    return gains.indexOf(Math.max(...gains));
   }
 
   get step() { return this.steps[this.round]; }

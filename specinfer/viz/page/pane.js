@@ -2,20 +2,23 @@
 
 const PADDING = 14;                                                    // around what is in it, in pixels
 const LEAST_FIT = 0.6, ZOOM = [0.3, 3], FURTHER = 1.25, PAN = 60;      // scales; pixels that a key moves it by
+const BAR = 24;                                                        // wider than scroll bars are
 
 class Pane {
   // Args: what is shown, an element whose one child is drawn in pixels of its own; how high it may become.
   constructor(box, highest) {
     Object.assign(this, { box, highest });
-    this.scale = null;     // as the reader wants it; null = what is shown is as wide as there is room
+    this.fits = true;      // until the reader zooms: what is shown is as wide as there is room
+    this.scale = 1;
     this.size = [1, 1];    // unscaled
     this.home = 0;         // the height that it opens at
+    this.width = 0;        // of the window, when it was last fitted
     this.element = el("div", {
       class: "scroll", tabindex: 0, role: "group", "aria-label": "the tree: arrows move it, + and − zoom, 0 fits it",
       wheel: event => this.wheel(event), pointerdown: event => this.drag(event),
       touchstart: event => this.pinch(event), touchmove: event => this.pinch(event),
     }, box);
-    new ResizeObserver(() => this.scale ?? this.place()).observe(this.element);
+    new ResizeObserver(() => this.resized()).observe(this.element);
   }
 
   get buttons() {
@@ -28,38 +31,47 @@ class Pane {
   // How wide what is shown may be, if it is not to be made smaller.
   get room() { return (this.element.clientWidth || Infinity) - 2 * PADDING; }
 
-  get scaled() { return this.scale ?? clamp(this.room / this.size[0], [LEAST_FIT, 1]); }
-
   // Show something of another size, from its left and this height on.
   open(size, home) {
     Object.assign(this, { size, home });
-    this.place();
+    this.place(this.fits ? this.fitting : this.scale);
     this.toHome();
   }
 
-  place() {
-    const [width, height] = this.size.map(length => length * this.scaled);
+  get fitting() {
+    this.width = this.element.clientWidth;
+    return clamp(this.room / this.size[0], [LEAST_FIT, 1]);
+  }
+
+  place(scale) {
+    this.scale = scale;
+    const [width, height] = this.size.map(length => length * scale);
     this.box.style.cssText = `width: ${width}px; height: ${height}px`;
-    this.box.firstChild.style.transform = `scale(${this.scaled})`;
-    this.element.style.minHeight = `${Math.min(300, this.highest * this.scaled)}px`;   // so that playing moves little
+    this.box.firstChild.style.transform = `scale(${scale})`;
+    this.element.style.minHeight = `${Math.min(300, this.highest * scale)}px`;   // so that playing moves little
   }
 
   toHome() {
     this.element.scrollLeft = 0;
-    this.element.scrollTop = this.home * this.scaled + PADDING - this.element.clientHeight / 2;
+    this.element.scrollTop = this.home * this.scale + PADDING - this.element.clientHeight / 2;
   }
 
   fit() {
-    this.scale = null;
-    this.place();
+    this.fits = true;
+    this.place(this.fitting);
     this.toHome();
+  }
+
+  // Another scale may take a scroll bar away, or bring one: that alone is no reason for yet another scale.
+  resized() {
+    if (this.fits && Math.abs(this.element.clientWidth - this.width) > BAR) this.place(this.fitting);
   }
 
   // Zoom by a factor.  What is at a place of the window, by default its middle, stays there.
   zoom(factor, x = this.element.clientWidth / 2, y = this.element.clientHeight / 2) {
-    const { element } = this, before = this.scaled;
-    this.scale = clamp(before * factor, ZOOM);
-    this.place();
+    const { element } = this, before = this.scale;
+    this.fits = false;
+    this.place(clamp(before * factor, ZOOM));
     const by = this.scale / before;
     element.scrollLeft = (element.scrollLeft + x - PADDING) * by + PADDING - x;
     element.scrollTop = (element.scrollTop + y - PADDING) * by + PADDING - y;
