@@ -120,6 +120,7 @@ def test_bad_prompts_are_reported_in_their_place(made, tmp_path):
     {
         "no JSON": ('{"prompt": "a"}\n\n{"prompt": \n', "line 3 is not JSON"),
         "no object": ('{"prompt": "a"}\n["b"]\n', "line 2 is no object"),
+        "several": ('{"prompt": "a"}\n' + "no\n" * 7, r"line 2 is not JSON .*, line 6 is not JSON \(.*\), and 2 more:"),
         "options": ('{"prompt": "a", "options": 3}\n', 'line 1: "options"'),
         "a prompt among options": ('{"prompt": "a", "options": {"prompt": "b"}}\n', 'line 1: "options"'),
         "nothing": ("\n", "no prompts"),

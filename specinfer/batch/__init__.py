@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 from specinfer.common.files import locked
 from specinfer.common.records import Records
 from specinfer.common.values import checked_names
+from specinfer.common.versions import versions
 from specinfer.decoder import SpeculativeDecoder, row_seeds
 from specinfer.engine.generation import MAX_ROWS
 from specinfer.engine.many import Finished
-from specinfer.engine.provenance import machine, models_of, versions
+from specinfer.engine.provenance import machine, models_of
 from specinfer.errors import InputError
 from specinfer.prompts import read_objects
 

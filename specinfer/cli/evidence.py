@@ -50,7 +50,8 @@ def record(
     from specinfer.evaluation.compare.files import read_prompt_file
     from specinfer.evaluation.traces import record
 
-    texts = [text for path in prompts or () for _, text in read_prompt_file(path, split, count)] + (prompt or [])
+    texts = [text for path in prompts or () for _, text in read_prompt_file(path, split, count or None)]
+    texts += prompt or []
     if not texts:
         raise InputError("there is nothing to record: give --prompts FILE or --prompt TEXT")
     trace = record(
@@ -67,8 +68,8 @@ def record(
         out=out,
         progress=text_bar(len(texts)),
     )
-    sizes = {"folder": str(out), "texts": len(trace.texts), "tokens": trace.tokens, "settings": trace.settings}
-    print_json(sizes) if as_json else print(trace)
+    sizes = {"folder": str(out), "texts": len(trace.texts), "tokens": trace.tokens, "refused": trace.refused}
+    print_json({**sizes, "settings": trace.settings}) if as_json else print(trace)
 
 
 def replay(
@@ -160,7 +161,7 @@ def paper_tables(
     from specinfer.evaluation.compare.files import read_prompt_file
     from specinfer.evaluation.traces import paper_tables
 
-    sets = {path.stem: [text for _, text in read_prompt_file(path, split, count)] for path in prompts}
+    sets = {path.stem: [text for _, text in read_prompt_file(path, split, count or None)] for path in prompts}
     if len(sets) < len(prompts):
         raise InputError(f"two of the files {[str(path) for path in prompts]} have one name, which names the set")
     made = paper_tables(

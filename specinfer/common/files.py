@@ -49,12 +49,22 @@ def storing(path: Path) -> Iterator[None]:
         raise InputError(f"cannot write {path} ({reason}): choose a folder that can be written") from error
 
 
-def write_whole(path: Path, data: bytes | str) -> None:
+def checked_path(path: Any) -> Path:
+    """Return the path of a file, with ~ expanded; raise `InputError` for what no file can be called."""
+    with suppress(TypeError, ValueError, RuntimeError):  # the last if there is no home
+        found = Path(os.path.expanduser(os.fspath(path)))
+        if found.name and b"\0" not in os.fsencode(found):
+            return found
+    raise InputError(f"{path!r:.60} is no path of a file: give its name")
+
+
+def write_whole(path: str | os.PathLike[str], data: bytes | str) -> None:
     """Write a file under a temporary name, then rename it: it is complete or absent, whenever the machine stops.
 
     Raises:
-        SpecinferError, InputError: see `storing`.
+        SpecinferError, InputError: see `storing`; or no file can be called so.
     """
+    path = checked_path(path)
     fresh = path.with_name(f".{token_hex(8)}.new")
     with storing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +120,7 @@ def locked(folder: str | Path | None) -> Iterator[None]:
         lock.release()
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Write a value as JSON: see `write_whole`."""
     write_whole(path, json.dumps(value, indent=1) + "\n")
 

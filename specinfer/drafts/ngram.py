@@ -6,9 +6,9 @@ Knows: the longest n-gram.  Does not know: any model, how occurrences are counte
 from copy import copy
 from typing import Any
 
+from specinfer.common.values import checked_count
 from specinfer.drafts.base import DraftContext
 from specinfer.drafts.suffix import SuffixSession, special_ids
-from specinfer.errors import InputError
 
 
 class NGramDraft:
@@ -24,9 +24,7 @@ class NGramDraft:
     name = "ngram"
 
     def __init__(self, max_ngram: int = 4) -> None:
-        if max_ngram < 1:
-            raise InputError(f"max_ngram={max_ngram} looks nothing up: it must be at least 1")
-        self.max_ngram = max_ngram
+        self.max_ngram = checked_count("max_ngram", max_ngram, 1, "looks nothing up")
         self.special: frozenset[int] = frozenset()
 
     def attach(self, target: Any, tokenizer: Any) -> "NGramDraft":

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from specinfer.attention import TreeModel
+from specinfer.common.values import checked_count
 from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.blending import successors
 from specinfer.drafts.memory import Memory
@@ -47,9 +48,7 @@ class SuffixDraft:
     name = "suffix"
 
     def __init__(self, max_context: int = MAX_CONTEXT) -> None:
-        if max_context < 1:
-            raise InputError(f"max_context={max_context} looks nothing up: it must be at least 1")
-        self.max_context = max_context
+        self.max_context = checked_count("max_context", max_context, 1, "looks nothing up")
         self.memory: Memory | None = None
         self.special: frozenset[int] = frozenset()
 

@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from textwrap import shorten
 from time import perf_counter
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ import torch
 
 from specinfer.adaptive.policy import Auto
 from specinfer.attention import TreeModel, TreeSession, padded_width, resumed, running
+from specinfer.common.versions import versions
 from specinfer.drafts.base import Draft, DraftContext, DraftSession, Scored
 from specinfer.engine.contrastive import CandidateTrees, search, sized
 from specinfer.engine.gumbel import SILENT
@@ -334,8 +336,24 @@ class Run:
             seed=row.seed if row.sampling else None,
             stats=stats,
             steps=steps,
+            made_by=self._made_by(row),
             tokenizer=decoder.tokenizer,
         )
+
+    def _made_by(self, row: Row) -> dict[str, Any]:
+        """Return what made a row's text, in words and numbers."""
+        decoder = self.decoder
+        name = str(getattr(decoder.target.model.config, "_name_or_path", "")) or decoder.target.name
+        return {
+            "target": Path(name).name if Path(name).is_dir() else name,
+            "drafts": [draft.name for draft in decoder.drafts],
+            "tree": str(self.policy),
+            "verifier": str(decoder.verifier),
+            "sampling": row.options,
+            "dtype": str(decoder.target.dtype).removeprefix("torch."),
+            "device": decoder.target.device.type,
+            "versions": versions(),
+        }
 
     def _text(self, row: Row, new: Sequence[int]) -> str:
         """Return the text of a row's new tokens, maybe without the stop string, which may have begun in the prompt."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specinfer.attention import TreeModel, TreeSession, lay_out_chains, running
+from specinfer.attention import TreeModel, TreeSession, lay_out_chains, on_device, running
 from specinfer.common.values import plain
 from specinfer.engine.shared_prefix import SharedPrefix
 from specinfer.errors import CHECK_WEIGHTS, InputError, NumericalError
@@ -75,7 +75,7 @@ def _ids(continuation: Any, tokenizer: Any, row: int) -> list[int]:
     continuation = plain(continuation)
     if isinstance(continuation, str):
         continuation = tokenized(continuation, tokenizer, add_special_tokens=False)
-    if not isinstance(continuation, Sequence):
+    if not isinstance(continuation, Sequence) or isinstance(continuation, bytes):
         raise InputError(f"row {row}: a continuation must be text or token ids, not {type(continuation).__name__}")
     if not continuation:
         raise InputError(f"row {row}: the continuation is empty, so there is nothing to score: give at least one token")
@@ -185,10 +185,15 @@ def _score_chains(session: TreeSession, questions: Sequence[_Question], scores: 
 
 def _extend(score: Score, logits: Tensor, start: int, row: int) -> None:
     """Score the tokens from index ``start`` on, from the logits (T, V) that choose them."""
-    log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    tokens = torch.tensor(score.token_ids[start : start + len(logits)], dtype=torch.long, device=log_probs.device)
-    score.log_probabilities.extend(log_probs.gather(1, tokens[:, None])[:, 0].tolist())
-    score.greedy.extend((log_probs.argmax(-1) == tokens).tolist())
+    tokens = score.token_ids[start : start + len(logits)]
+    score.log_probabilities.extend(log_probabilities(logits, tokens))
+    score.greedy.extend((logits.argmax(-1) == on_device(tokens, logits.device)).tolist())
     if any(map(isnan, score.log_probabilities)):
         where = f"row {row}, within {start + len(logits)} tokens after the prompt"
         raise NumericalError(f"{where}: the target's logits are not numbers. {CHECK_WEIGHTS}")
+
+
+def log_probabilities(logits: Tensor, tokens: Sequence[int]) -> list[float]:
+    """Return the natural logarithms of the probabilities of T tokens, under the logits (T, V) that choose them."""
+    found = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return found.gather(1, on_device(tokens, logits.device)[:, None])[:, 0].tolist()

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from specinfer import loading
 from specinfer.common.files import weights_digest
 from specinfer.common.values import checked_count, checked_flag, checked_names, checked_temperature
-from specinfer.engine.provenance import machine, versions
+from specinfer.common.versions import versions
+from specinfer.engine.provenance import machine
 from specinfer.errors import InputError
 from specinfer.evaluation.compare.files import read_prompt_file
 from specinfer.evaluation.compare.methods import METHODS
