@@ -8,7 +8,9 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from difflib import get_close_matches
 from functools import partial
+from itertools import islice
 from math import inf
 from pathlib import Path
 from typing import Any, overload
@@ -453,14 +455,17 @@ class SpeculativeDecoder:
         """Return drafts in the order given, with "auto" and "bundled" replaced by what they mean."""
         found: list[Any] = []
         for draft in drafts:
-            bundled = self._bundled() if draft in ("auto", "bundled") else [draft]
-            found += [*bundled[:1], *self._free_drafts(bool(bundled))] if draft == "auto" else bundled
+            heads = self._bundled() if draft in ("auto", "bundled") else iter([draft])
+            first = [*islice(heads, 1)]
+            if draft == "bundled" and not first:
+                raise InputError("draft 'bundled': no heads for this target come with the package; leave it out")
+            found += [*first, *(self._free_drafts(bool(first)) if draft == "auto" else heads)]
         if len(found) > MOST_DRAFTS:
             raise InputError(f"{len(found)} drafts are too many: give {MOST_DRAFTS} at most")
         return [_as_draft(draft) for draft in found]
 
-    def _bundled(self) -> list[HeadDraft]:
-        return [] if self.target.ranks.stages > 1 else bundled_drafts(self.target.model, self.tokenizer)
+    def _bundled(self) -> Iterator[HeadDraft]:
+        return iter(()) if self.target.ranks.stages > 1 else bundled_drafts(self.target.model, self.tokenizer)
 
     def _free_drafts(self, head: bool) -> list[str]:
         """Return the drafts without weights that "auto" means, beside a head if there is one."""
@@ -568,7 +573,12 @@ def load_draft(name: str, dtype: str, device: str, **rounding: Any) -> Draft:
         return HeadDraft.load(Path(os.path.expanduser(name)))
     if may_be_head(config) and (head := load_published(name)) is not None:
         return head
-    loaded = loading.load(name, dtype, device, **rounding)
+    try:
+        loaded = loading.load(name, dtype, device, **rounding)
+    except ModelError as error:
+        near = get_close_matches(name, WORDS, 1)
+        advice = f"did you mean {near[0]}?" if near else f"words for drafts are {', '.join(WORDS)}"
+        raise ModelError(str(error) if "/" in name else f"{error}; {advice}") from error
     return ModelDraft(loaded.model, loaded.tokenizer, loaded.name)
 
 

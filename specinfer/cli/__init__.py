@@ -18,7 +18,6 @@ from specinfer.cli.measure import PRESETS, compare
 from specinfer.errors import SpecinferError
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     help="Generate text with token trees that a small model drafts and the target verifies, exactly.",
 )

@@ -75,6 +75,8 @@ def compare(
     from specinfer.evaluation.compare import Comparison
     from specinfer.evaluation.compare import compare as run
 
+    if not (prompts or prompt or report_only):
+        raise InputError("there is nothing to compare: give --prompts FILE or --prompt TEXT, or --report")
     if report_only:
         found = Comparison.read(out)
     else:

@@ -119,7 +119,7 @@ def _folders(start: Sequence[str], loaded: Any) -> tuple[Path, ...]:
     """Return the folders of the heads to train on from; "bundled" becomes the folders of those."""
     from specinfer.drafts.bundled import bundled_folders
 
-    bundled = bundled_folders(loaded.model, loaded.tokenizer) if "bundled" in start else []
+    bundled = [*bundled_folders(loaded.model, loaded.tokenizer)] if "bundled" in start else []
     if "bundled" in start and not bundled:
         raise InputError(f"--start bundled: no heads for {loaded.name} come with the package; leave it out")
     return tuple(path for name in start for path in (bundled if name == "bundled" else [Path(expanduser(name))]))
