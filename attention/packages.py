@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import transformers
+from tqdm import tqdm
 
 from specinfer.attention import TreeModel, resumed
 from specinfer.attention.compiled import OPTIONS, RECORD, CompiledPass, check, computing, make
@@ -208,7 +209,7 @@ def _made(model: TreeModel, aux_layers: Sequence[int]) -> CompiledPass:
 
 
 def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    tqdm.write(line, file=sys.stderr)  # above bars, if there are any
 
 
 def missing_compiler() -> str:

@@ -15,6 +15,7 @@ import typer
 
 from specinfer.cli import checks, evidence, text, train
 from specinfer.cli.measure import PRESETS, compare
+from specinfer.cli.terminal import INTERRUPTED
 from specinfer.errors import SpecinferError
 
 app = typer.Typer(
@@ -66,7 +67,7 @@ def main() -> None:
     except UnicodeError as error:
         fail(f"text that the terminal's encoding cannot hold ({error}): set PYTHONUTF8=1, or give text in UTF-8")
     except (KeyboardInterrupt, typer.Abort):
-        raise SystemExit(130) from None
+        code = INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()
         raise SystemExit(1) from None
@@ -78,6 +79,8 @@ def main() -> None:
         if not hasattr(error, "format_message"):  # click's usage errors have it; typer may bring its own click
             raise
         fail(error.format_message())
+    if code == INTERRUPTED:  # also typer's own code for it
+        print(file=sys.stderr)  # what stands on the line stays
     raise SystemExit(code or 0)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from specinfer.cli import options
-from specinfer.cli.terminal import bar, print_json, quieten
+from specinfer.cli.terminal import after, bar, busy, loading, print_json, quieten, resumable
 from specinfer.errors import InputError
 
 METHODS = "autoregressive,sequence,tree,assisted,prompt-lookup"
@@ -72,31 +72,33 @@ def compare(
     as_json: options.Json = False,
 ) -> None:
     """Compare tree with sequence speculation and others, prompt by prompt: tokens per pass, speed, identity."""
-    from specinfer.evaluation.compare import Comparison
-    from specinfer.evaluation.compare import compare as run
-
     if not (prompts or prompt or report_only):
         raise InputError("there is nothing to compare: give --prompts FILE or --prompt TEXT, or --report")
+    with loading():
+        from specinfer.evaluation.compare import Comparison
+        from specinfer.evaluation.compare import compare as run
+
+        quieten()
     if report_only:
         found = Comparison.read(out)
     else:
-        quieten()
-        found = run(
-            [*(prompts or ()), *(prompt or ())],
-            target=target,
-            drafts=draft or (),
-            methods=methods.split(","),
-            assistant=assistant,
-            temperatures=temperature,
-            nodes=nodes,
-            depth=depth,
-            max_new_tokens=max_new_tokens,
-            count=count,
-            split=split,
-            out=out,
-            dtype=dtype,
-            device=device,
-            hits=hits,
-            progress=lambda jobs, done: bar("prompt", jobs, initial=done, total=done + len(jobs)),
-        )
+        with busy("loading the models") as line, resumable():
+            found = run(
+                [*(prompts or ()), *(prompt or ())],
+                target=target,
+                drafts=draft or (),
+                methods=methods.split(","),
+                assistant=assistant,
+                temperatures=temperature,
+                nodes=nodes,
+                depth=depth,
+                max_new_tokens=max_new_tokens,
+                count=count,
+                split=split,
+                out=out,
+                dtype=dtype,
+                device=device,
+                hits=hits,
+                progress=after(line, lambda jobs, done: bar("prompt", jobs, initial=done, total=done + len(jobs))),
+            )
     print_json(found.summary()) if as_json else print(found)

@@ -301,7 +301,8 @@ class Run:
         return target, drafts, states
 
     def _result(self, row: Row) -> Result:
-        decoder, steps, new = self.decoder, list(self.steps[row.index]), row.ids[row.prompt_length :]
+        decoder, steps = self.decoder, list(self.steps[row.index])
+        new = row.ids[row.prompt_length :][: sum(len(step.tokens) for step in steps)]  # an interrupted step has none
         tree_sizes = TreeSizes.of(steps)
         seconds, drafting = self.before.get(row.index, (Seconds(), [(0, 0.0)] * len(decoder.drafts)))
         spent = [
