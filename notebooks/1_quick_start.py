@@ -29,8 +29,7 @@ print(f"{result.stats.new_tokens} tokens in {result.stats.target_passes} target 
 # %%
 from specinfer.viz.plots import plot_tree
 
-best = max(result.steps, key=lambda step: len(step.path))
-ax = plot_tree(best, decoder.tokenizer, drafts=[draft.draft for draft in result.stats.drafts])
+ax = plot_tree(result.best_step)
 
 # %% [markdown]
 # A notebook displays a result as a page: step through the rounds, point at nodes, see which draft proposed which token.

@@ -12,7 +12,8 @@
 import torch
 
 from specinfer import BestFirst, Chain, Expansion, merge
-from specinfer.tree import DenseSource, render
+from specinfer.tree import DenseSource
+from specinfer.viz import text
 
 words = ["the", "cat", "dog", "sat", "ran", "away"]
 
@@ -51,7 +52,7 @@ def grow(policy, source):
 
 
 tree = grow(BestFirst(max_nodes=7, max_depth=4), first)
-print(render(tree, words.__getitem__))
+print(text(tree, tokenizer=Words()))
 
 # %% [markdown]
 # `BestFirst` finds the likeliest *paths*: it includes "the dog ran away" and not "the cat ran". Three policies, each

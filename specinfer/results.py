@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specinfer.common.display import Displayed
+from specinfer.common.display import Displayed, draw
 from specinfer.common.files import parse_json, storing, write_json
 from specinfer.common.known_tokens import KnownTokens
 from specinfer.errors import InputError, SpecinferError
@@ -92,6 +92,15 @@ class Step(Displayed):
         If the accepted token of a sampled tree was drawn twice, the draws in between count as not tried.
         """
         return states(self.tree, self.path, len(self.tokens), tried(self.tree, self.path))
+
+    @property
+    def tokenizer(self) -> Any:
+        """Shows its tokens: the result's; None without one."""
+        return self.tree.tokenizer
+
+    def __str__(self) -> str:
+        """Draw the tree, and what became of it."""
+        return str(draw("text", self))
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
@@ -241,6 +250,20 @@ class Result(Displayed):
     steps: list[Step] = field(repr=False)
     tokenizer: Any = field(default=None, repr=False, compare=False)
 
+    def __post_init__(self) -> None:
+        if self.tokenizer is not None:
+            for step in self.steps:
+                step.tree.set_display(self.tokenizer, [draft.draft for draft in self.stats.drafts])
+
+    @property
+    def best_step(self) -> Step:
+        """The step to look at first: see `best_step`.
+
+        Raises:
+            InputError: there are no steps.
+        """
+        return self.steps[best_step(self.steps)]
+
     @property
     def sequences(self) -> Tensor:
         """Prompt and new tokens, long (1, T), as ``model.generate`` returns them."""
@@ -328,6 +351,28 @@ class Result(Displayed):
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the texts of its tokens in place of the tokenizer."""
         return {**self.__dict__, "tokenizer": known_tokens(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()
+
+
+def best_step(steps: Sequence[Any]) -> int:
+    """Return the number, from 0, of the step to look at first, of those that have a tree and an accepted path.
+
+    It is the one that accepted most, of those whose trees branch and were accepted in part, if there are any.
+
+    Raises:
+        InputError: there are no steps.
+    """
+    if not steps:
+        raise InputError("no step was decoded, so there is no tree to show: ask for at least one new token")
+
+    def worth(step: Any) -> tuple[bool, int, int]:
+        drafted, accepted = step.tree.num_drafted, len(step.path)
+        return accepted > 0 and drafted > step.tree.depth, accepted, drafted
+
+    return max(range(len(steps)), key=lambda number: worth(steps[number]))
 
 
 def known_tokens(result: Result) -> KnownTokens | None:

@@ -437,6 +437,17 @@ def test_a_terminal_shows_what_is_under_way_and_since_when(run, monkeypatch, com
     assert gc.isenabled()
 
 
+def test_a_text_is_not_lost_to_an_encoding(run, models, monkeypatch):
+    """What cannot be written is spelt."""
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    assert run("generate", PROMPT, "--raw", *NEW)[0] == 0
+    sys.stdout.flush()
+    text = text_of(models)
+    assert not text.isascii()
+    assert raw.getvalue().decode() == text.encode("ascii", "backslashreplace").decode() + "\n"
+
+
 def test_what_is_no_terminal_shows_nothing_of_it(run):
     assert "loading" not in run("generate", PROMPT)[2]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from strategies import PROPERTY, VOCAB, node_lists, token_trees
 
 from specinfer.errors import TreeError
-from specinfer.tree import Draw, Kind, TokenTree, render
+from specinfer.tree import Draw, Kind, TokenTree
 
 ONE = (Draw(0, 0),)
 
@@ -248,28 +248,3 @@ def test_networkx_attributes() -> None:
 def test_str_shows_ids() -> None:
     assert str(small()) == "9\n├─ 7      60%\n│  ├─ 8   80%\n│  └─ 6   10%\n└─ 5      30%"
     assert repr(small()) == "TokenTree(num_drafted=4, depth=2, kind='ranked')"
-
-
-def test_render_shows_text_verdict_and_bonus() -> None:
-    words = {9: "The", 7: " sky", 8: "\n", 6: "\t", 5: ""}
-    assert render(small(), words.__getitem__, path=[1], bonus=" is\x00").splitlines() == [
-        "The",
-        "├─ ␠sky         60%  ✓",
-        "│  ├─ ␠is\\x00        +",
-        "│  ├─ ⏎         80%  ✗",
-        "│  └─ ⇥         10%  ✗",
-        "└─ ∅            30%  ✗",
-    ]
-    assert render(TokenTree.root_only(9), bonus="x").splitlines() == ["9", "└─ x        +"]
-
-
-def test_render_keeps_columns_where_characters_are_wide() -> None:
-    """Chinese characters and emoji take two columns of a terminal."""
-    words = {9: "The", 7: "天空", 8: "😀", 6: "a", 5: "b"}
-    assert render(small(), words.__getitem__).splitlines() == [
-        "The",
-        "├─ 天空    60%",
-        "│  ├─ 😀   80%",
-        "│  └─ a    10%",
-        "└─ b       30%",
-    ]

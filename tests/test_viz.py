@@ -237,8 +237,8 @@ def test_files_hold_what_is_returned(things, name, tmp_path):
 
 
 def test_a_tokenizer_can_be_given_to_what_has_none(things, tokenizer):
-    """Trees and steps know ids only."""
-    tree = things["TokenTree"]
+    """A tree that belongs to no result knows ids only."""
+    tree = TokenTree.from_dict(things["TokenTree"].to_dict())
     assert described(tree)["texts"] == {str(token): str(token) for token in tree.tokens.tolist()}
     texts = json.loads(tree.to_json(tokenizer=HostileTokenizer()))["texts"]
     assert set(texts.values()) <= set(map(visible, HostileTokenizer.TEXTS))

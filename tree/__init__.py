@@ -1,4 +1,4 @@
-"""Token trees: what one is, and how to grow, merge and draw it.  No models, no text."""
+"""Token trees: what one is, and how to grow, merge and lay it out.  No models, no text."""
 
 from specinfer.tree.candidates import draw_candidates, top_candidates
 from specinfer.tree.forest import Forest, merge
@@ -17,7 +17,6 @@ from specinfer.tree.policies import (
     Source,
     grow_best_first,
 )
-from specinfer.tree.text import render
 from specinfer.tree.tidy import tidy
 from specinfer.tree.token_tree import Draw, Kind, TokenTree
 
@@ -42,7 +41,6 @@ __all__ = [
     "draw_candidates",
     "grow_best_first",
     "merge",
-    "render",
     "tidy",
     "top_candidates",
 ]

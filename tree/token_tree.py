@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from specinfer.common.display import Displayed
+from specinfer.common.display import Displayed, draw
 from specinfer.errors import TreeError
 from specinfer.tree.nodes import Distributions, Draws, Listed, Nodes, ancestors, depth_first, depths_of, in_order
-from specinfer.tree.text import render
 
 if TYPE_CHECKING:
     import networkx
@@ -67,6 +66,7 @@ class TokenTree(Displayed):
         tokens, parents, scores, distributions, kind: as given; arrays are read-only.
         depths: (N,) int64; 0 at the root.
         nodes: the tree as arrays.
+        tokenizer, draft_names: of the result that it belongs to, for display alone; no part of what it is.
 
     Raises:
         TreeError: an invariant is violated; the message names the node.
@@ -79,6 +79,8 @@ class TokenTree(Displayed):
     depths: np.ndarray
     scores: np.ndarray
     distributions: Distributions
+    tokenizer: Any = None
+    draft_names: Sequence[str] = ()
 
     def __init__(
         self,
@@ -114,6 +116,14 @@ class TokenTree(Displayed):
     def _set(self, nodes: Nodes, kind: Kind) -> None:
         names = ("tokens", "parents", "depths", "scores", "distributions")
         vars(self).update({name: getattr(nodes, name) for name in names}, nodes=nodes, kind=kind)
+
+    def set_display(self, tokenizer: Any, draft_names: Sequence[str]) -> None:
+        """Take note of how tokens and drafts are shown."""
+        vars(self).update(tokenizer=tokenizer, draft_names=draft_names)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle what it is, and not how it is shown."""
+        return {name: value for name, value in vars(self).items() if name not in ("tokenizer", "draft_names")}
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name} of a token tree cannot be set: trees do not change")
@@ -328,7 +338,7 @@ class TokenTree(Displayed):
         return f"TokenTree(num_drafted={self.num_drafted}, depth={self.depth}, kind={str(self.kind)!r})"
 
     def __str__(self) -> str:
-        return render(self)
+        return str(draw("text", self))
 
     def _repr_svg_(self) -> str:
         return self.to_svg()

@@ -60,6 +60,9 @@ app.command("bench", help="Run compare --preset bench.", context_settings={"defa
 
 def main() -> None:
     """Run the command line; turn every user's error into one line and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a text is not lost to an encoding that cannot hold it
     try:
         code = app(standalone_mode=False)
     except SpecinferError as error:

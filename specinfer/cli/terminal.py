@@ -39,16 +39,16 @@ def bar(unit: str, work: Iterable[Any] | None = None, **options: Any) -> Any:
     """Return a progress bar over the work, whose clock ticks; invisible unless standard error is a terminal."""
     from tqdm import tqdm
 
-    shown = tqdm(work, unit=unit, disable=True if int(os.environ.get("RANK") or 0) else None, **options)
-    if not shown.disable:
-        Thread(target=_tick, args=[shown], daemon=True).start()
-    return shown
+    drawn = tqdm(work, unit=unit, disable=True if int(os.environ.get("RANK") or 0) else None, **options)
+    if not drawn.disable:
+        Thread(target=_tick, args=[drawn], daemon=True).start()
+    return drawn
 
 
-def _tick(shown: Any) -> None:
+def _tick(drawn: Any) -> None:
     """Draw a bar every second until it is closed."""
-    while not shown.disable:
-        shown.refresh()
+    while not drawn.disable:
+        drawn.refresh()
         sleep(1)
 
 

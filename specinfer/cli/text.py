@@ -4,7 +4,6 @@ Knows: options, standard input and output.  Does not know: how text is decoded.
 """
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -186,8 +185,9 @@ def summarise(decoder: Any, result: Any, show_tree: bool) -> None:
     notes = [f"note: {note}" for note in stats.notes]
     print("", stats, *contributions, *notes, sep="\n", file=sys.stderr, flush=True)
     if show_tree:
-        number = best_step(result)
-        print(f"\n{drawn(decoder, result.steps[number - 1], number)}")
+        from specinfer.results import best_step
+
+        print(f"\n{drawn(result, best_step(result.steps))}")
 
 
 def tree(
@@ -228,24 +228,25 @@ def tree(
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     with busy("generating"):
         result = decoder.generate(text, raw=raw, max_new_tokens=max_new_tokens, **sampling)
-    if step != BEST and int(step) > len(result.steps):
-        raise InputError(
-            f"--step {step}: the text has {len(result.steps)} steps, or ask for more with --max-new-tokens"
-        )
-    number = best_step(result) if step == BEST else int(step)
+    if not decoder.target.ranks.is_first:
+        return
+    number = _index(step, result)
     if html:
         result.to_html(html)
     if svg:
-        replace(result, steps=[result.steps[number - 1]]).to_svg(svg)
-    if as_json:
-        print_json({"step": number, **result.steps[number - 1].to_dict()})
-    else:
-        print(drawn(decoder, result.steps[number - 1], number))
+        result.steps[number].to_svg(svg)
+    print_json({"step": number + 1, **result.steps[number].to_dict()}) if as_json else print(drawn(result, number))
 
 
-def best_step(result: Any) -> int:
-    """Return the number, from 1, of the step that gained most."""
-    return max(range(len(result.steps)), key=lambda i: (len(result.steps[i].path), len(result.steps[i].tree))) + 1
+def _index(step: str, result: Any) -> int:
+    """Return the number, from 0, of the step that was asked for; raise `InputError` if there is none."""
+    from specinfer.results import best_step
+
+    if step == BEST:
+        return best_step(result.steps)
+    if int(step) > (count := len(result.steps)):
+        raise InputError(f"--step {step}: the text has {count} steps; with more --max-new-tokens it may have more")
+    return int(step) - 1
 
 
 def build_policy(tree: str, nodes: int | None, depth: int | None, expansion: str, profile: Path | None = None) -> Any:
@@ -294,13 +295,10 @@ def read_prompt(prompt: str, processes: int) -> str:
     return text
 
 
-def drawn(decoder: Any, step: Any, number: int) -> str:
-    """Draw one step's tree with its accepted path and bonus token."""
-    from specinfer.tree import render
+def drawn(result: Any, number: int) -> str:
+    """Draw one step's tree with its accepted path and bonus token, as standard output can show it."""
+    from specinfer import viz
 
-    def text(token: int) -> str:
-        return decoder.tokenizer.decode([token])
-
-    picture = render(step.tree, text, step.path, None if step.bonus is None else text(step.bonus))
+    step = result.steps[number]
     gained = f"{len(step.path)} of {step.tree.num_drafted} drafted tokens accepted on a path"
-    return f"step {number}: {gained}\n{picture}"
+    return f"step {number + 1}: {gained}\n{viz.text(result, sys.stdout, step=number)}"

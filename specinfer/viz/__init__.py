@@ -7,6 +7,7 @@
     token_text.py   a token as text
     html.py         the interactive page: page.html, page.css and page.js with the data inside
     svg.py          the still picture of one tree
+    text.py         one tree for terminals and logs
     plots/          pictures on matplotlib
 
 Nothing below imports it: things show themselves through `specinfer.common.display`.
@@ -19,11 +20,12 @@ from specinfer.common.files import write_whole
 from specinfer.viz.description import describe
 from specinfer.viz.html import fragment_of, page_of, to_json
 from specinfer.viz.svg import svg_of
+from specinfer.viz.text import text_for
 
 if TYPE_CHECKING:
     from os import PathLike
 
-__all__ = ["data", "fragment", "page", "picture", "plot_compare", "plot_drafts"]
+__all__ = ["data", "fragment", "page", "picture", "plot_compare", "plot_drafts", "text"]
 
 
 def fragment(thing: Any) -> str:
@@ -48,6 +50,19 @@ def picture(thing: Any, path: "str | PathLike[str] | None" = None, tokenizer: An
 def data(thing: Any, path: "str | PathLike[str] | None" = None, tokenizer: Any = None) -> str:
     """Return what the page draws, as JSON; arguments and errors as `page`."""
     return _written(to_json(describe(thing, tokenizer).to_dict()), path)
+
+
+def text(thing: Any, stream: Any = None, tokenizer: Any = None, step: int | None = None) -> str:
+    """Return a tree as lines of text: token, probability, who drafted it, what became of it.
+
+    Args:
+        thing: what has one, or several.
+        stream: where it will be written.  In a terminal it has colours, unless ``NO_COLOR`` is set.  Where the encoding
+            does not hold the signs, they are spelt in ASCII.
+        tokenizer: as `page`.
+        step: of a result or an inspection, from 0; None: the one to look at first.
+    """
+    return text_for(stream, describe(thing, tokenizer), step)
 
 
 def plot_compare(comparison: Any, ax: Any = None) -> Any:

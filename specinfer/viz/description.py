@@ -37,7 +37,7 @@ from functools import cache
 from math import isfinite
 from typing import Any
 
-from specinfer.results import Result, Step
+from specinfer.results import Result, Step, best_step
 from specinfer.tree import TokenTree
 from specinfer.tree.drawing import STATES, TreeDrawing, columns
 from specinfer.viz.inspection import StepInspection
@@ -104,8 +104,8 @@ class Description:
 
     @property
     def best(self) -> DrawnStep:
-        """The step that accepted most."""
-        return max(self.steps, key=lambda step: len(step.path))
+        """The step to look at first."""
+        return self.steps[best_step(self.steps)]
 
     @property
     def title(self) -> str:
@@ -192,15 +192,16 @@ def describe(thing: Any, tokenizer: Any = None) -> Description:
 
 
 def _draft_names(thing: Any, result: Result | None) -> list[str]:
-    """Return the names of drafts by id; numbers for a tree or a step, which does not know them."""
+    """Return the names of drafts by id; numbers for a tree or a step that does not know them."""
     if isinstance(thing, StepInspection):
         return thing.draft_names
     if result is not None:
         names = [draft.draft for draft in result.stats.drafts]
         ids = max(max(step.tree.proposers).bit_length() for step in result.steps) if result.steps else 0
         return [*names, *["target"] * (ids - len(names))]  # contrastive search's candidates are the target's own
-    proposers = (thing if isinstance(thing, TokenTree) else thing.tree).proposers
-    return [f"draft {i}" for i in range(max(proposers).bit_length())]
+    tree = thing if isinstance(thing, TokenTree) else thing.tree
+    unnamed = range(len(tree.draft_names), max(tree.proposers).bit_length())
+    return [*tree.draft_names, *(f"draft {i}" for i in unnamed)]
 
 
 def _steps(thing: Any, tokenizer: Any, by_hand: int | None) -> Iterator[DrawnStep]:

@@ -19,13 +19,13 @@ from typing import Any
 
 from specinfer.adaptive.policy import Auto
 from specinfer.attention import Support, TreeModel, TreeSession, check_model, running
-from specinfer.common.display import Displayed
+from specinfer.common.display import Displayed, draw
 from specinfer.engine.generation import Run
 from specinfer.engine.loop import propose
 from specinfer.errors import InputError, TreeError, UnsupportedModel
 from specinfer.prompts import check_ids
 from specinfer.results import Result, State, Step, drafted_by
-from specinfer.tree import Draw, Kind, Policy, TokenTree, render
+from specinfer.tree import Draw, Kind, Policy, TokenTree
 from specinfer.viz.rescoring import Difference, NodeInspection, Rescored, Rescorer, Test
 
 AS_DECODED = "as decoded"
@@ -271,9 +271,7 @@ class StepInspection(Displayed):
 
     def __str__(self) -> str:
         """Draw the tree with the verdict."""
-        name = self._prefix.rescorer.name
-        bonus = None if self.bonus is None else name(self.bonus)
-        return f"step {self.number}, {self.change}: {self.summary}\n{render(self.tree, name, self.path, bonus)}"
+        return f"step {self.number}, {self.change}: {self.summary}\n{draw('text', self)}"
 
     def _name(self, node: int) -> str:
         return self._prefix.rescorer.name(int(self.tree.tokens[node]))

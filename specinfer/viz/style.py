@@ -1,4 +1,4 @@
-"""How nodes and drafts look in every picture: colours, shapes, lines.
+"""How nodes and drafts look in every picture, and in a terminal: colours, shapes, lines.
 
 Knows: states of nodes, draft ids.  Does not know: what draws.
 
@@ -18,6 +18,15 @@ BY_DRAFT = ("#0068a8", "#b84a00", "#00795a", "#a3457f", "#7a6a00", "#4d5a67")
 LIGHT |= {f"by{draft}": colour for draft, colour in enumerate(BY_DRAFT)}
 DARK |= {f"by{i}": c for i, c in enumerate(("#62b5f0", "#f2a65a", "#45cfa4", "#e89cc8", "#dccb4a", "#a9b7c6"))}
 SHAPES = "●▲■◆★✚"  # of drafts, by id
+
+
+TERMINAL = {"by0": "34", "by1": "33", "by2": "32", "by3": "35", "by4": "36", "by5": "37"}  # codes of ECMA-48: colours
+TERMINAL |= {"ink": "", "soft": "2", "paper": "7"}  # as the terminal's own palette has them; dim; reversed
+ASCII = str.maketrans(  # what stands for a sign where an encoding has no better
+    dict(zip(SHAPES, "123456", strict=True))
+    | {"✎": "h", "✓": "*", "✗": "x", "✂": "/", "┄": ".", "├": "|", "└": "`", "─": "-", "│": "|"}
+    | {"␠": "_", "⏎": "\\n", "⇥": "\\t", "∅": "''"}
+)
 
 
 class NodeStyle(NamedTuple):
@@ -50,7 +59,18 @@ def style(node: DrawnNode) -> NodeStyle:
 
 def colour(node: DrawnNode) -> str:
     """Return the colour of the first draft that proposed a node."""
-    return f"by{node.drafts[0] % len(BY_DRAFT)}" if node.drafts else "ink"
+    return by_draft(node.drafts[0]) if node.drafts else "ink"
+
+
+def by_draft(draft: int) -> str:
+    """Return the colour of a draft."""
+    return f"by{draft % len(BY_DRAFT)}"
+
+
+def terminal(node: DrawnNode) -> str:
+    """Return a terminal's codes for a node's text."""
+    bold = ["1"] if style(node).width > 1.2 else []
+    return ";".join(filter(None, [*bold, TERMINAL[colour(node) if node.accepted else style(node).ink]]))
 
 
 def edge(node: DrawnNode) -> tuple[float, tuple[int, ...]]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from specinfer.errors import InputError
 from specinfer.results import Step
-from specinfer.tree import TokenTree, render
+from specinfer.tree import TokenTree
 from specinfer.tree.drawing import DrawnNode, columns
 from specinfer.viz.description import Description, describe
 from specinfer.viz.inspection import StepInspection
@@ -33,6 +33,7 @@ from specinfer.viz.plots.axes import (
     scale_of,
 )
 from specinfer.viz.style import BY_DRAFT, LIGHT, edge, style
+from specinfer.viz.text import stems
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -118,8 +119,8 @@ def _line_style(dashes: tuple[int, ...], width: float) -> Any:
 def plot_mask(step: Any, tokenizer: Any = None, prefix: int = 0, ax: Axes | None = None) -> Axes:
     """Draw the topology-aware mask of a tree's one pass: which nodes (columns) each node (row) attends to.
 
-    A node sees itself, its ancestors and the committed prefix.  The rows are labelled with the tree as `render` draws
-    it: the drafts' probabilities at the right.
+    A node sees itself, its ancestors and the committed prefix.  The rows are labelled with the tree as a terminal
+    shows it: the drafts' probabilities at the right.
 
     Args:
         step: what has a tree, or a `TokenTree`.
@@ -134,8 +135,8 @@ def plot_mask(step: Any, tokenizer: Any = None, prefix: int = 0, ax: Axes | None
         raise InputError(f"prefix is {prefix}: give the number of committed tokens in the cache, or 0 to leave it out")
     drawn = _described(step, tokenizer, "plot_mask").best
     tree = drawn.tree
-    names = [drawable(node.text, LONGEST) for node in drawn.drawing.nodes[: len(tree)]]
-    rows = render(tree, dict(zip(tree.tokens.tolist(), names, strict=True)).__getitem__).split("\n")
+    nodes = [node._replace(text=drawable(node.text, LONGEST)) for node in drawn.drawing.nodes[: len(tree)]]
+    names, rows = [node.text for node in nodes], _rows(nodes)
     longest, count, left = max(map(columns, rows)), len(tree), -2.5 if prefix else -0.5
     cell = float(np.clip(2.6 / count, min(0.22, WIDEST / count), 0.45))  # inches
     size = cell * (count - 0.5 - left), cell * count
@@ -151,6 +152,14 @@ def plot_mask(step: Any, tokenizer: Any = None, prefix: int = 0, ax: Axes | None
     ax.set(xlim=(left, count - 0.5), ylim=(count - 0.5, -0.5))
     legend(ax, handles, below=True, grow=new)
     return ax
+
+
+def _rows(nodes: Sequence[DrawnNode]) -> list[str]:
+    """Return nodes as lines of text, with their probabilities."""
+    names = [stem + nodes[number].text for number, stem in stems(nodes)]
+    width = max(map(columns, names))
+    pairs = zip(names, nodes, strict=True)
+    return [f"{name}{' ' * (width - columns(name))}  {node.figure:>4}".rstrip() for name, node in pairs]
 
 
 def _draw_mask(ax: Axes, mask: np.ndarray, prefix: int) -> list[Any]:

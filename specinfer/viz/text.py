@@ -1,0 +1,89 @@
+"""A drawn step as text, one node a line, for terminals and logs.
+
+Knows: the description of a step, box-drawing characters, what a stream can show.  Does not know: where the step came
+from, commands.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from specinfer.tree.drawing import BONUS, DrawnNode, columns
+from specinfer.viz.description import Description
+from specinfer.viz.style import ASCII, TERMINAL, by_draft, terminal
+
+
+def text_for(stream: Any, description: Description, step: int | None = None) -> str:
+    """Return a step as a stream can show it: in colours where it is a terminal, and in ASCII where it holds no more.
+
+    Args:
+        stream: None or one without an encoding holds every character.
+        description, step: as `text_of`.
+    """
+    coloured = getattr(stream, "isatty", bool)() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    text = text_of(description, step, coloured)
+    try:
+        text.encode(getattr(stream, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return text_of(description, step, coloured, ascii_only=True)
+    return text
+
+
+def text_of(description: Description, step: int | None = None, coloured: bool = False, ascii_only: bool = False) -> str:
+    """Return a step's tree: token, the draft's probability given the parent, who drafted it, what became of it.
+
+    Args:
+        description: of what has the step.
+        step: its number, from 0; None: the one to look at first.
+        coloured: use a terminal's colours.
+        ascii_only: use no other characters.
+    """
+    drawn = description.best if step is None else description.steps[step]
+    spell = in_ascii if ascii_only else str
+    paint = _painted if coloured else lambda text, codes: text
+    legend = description.legend([drawn]) if drawn.record is not None or len(description.drafts) > 1 else []
+    shapes = list(map(spell, description.shapes)) if legend else []
+    painted = [paint(shape, TERMINAL[by_draft(draft)]) for draft, shape in enumerate(shapes)]
+    nodes = [node._replace(text=spell(node.text)) for node in drawn.drawing.nodes]
+    order = [(nodes[number], spell(stem)) for number, stem in stems(nodes)]
+    width = max(columns(stem + node.text) for node, stem in order)
+    most = max(len(node.drafts) for node in nodes) if legend else 0
+    lines = []
+    for node, stem in order:
+        left = paint(stem, TERMINAL["soft"]) + paint(node.text, terminal(node))
+        left += " " * (width - columns(stem + node.text))
+        by = [painted[draft] for draft in node.drafts if legend]
+        figure, mark = paint(f"{node.figure:>4}", TERMINAL["soft"]), paint(spell(node.mark), terminal(node))
+        right = " ".join([*by, *[" "] * (most - len(by)), mark])
+        lines.append(f"{left}  {figure}  {right}".rstrip())
+    signs = dict(zip(shapes, painted, strict=True))
+    words = [f"{signs.get(spell(sign), spell(sign))} {meaning}" for sign, meaning in legend]
+    return "\n".join([*lines, *filter(None, ["   ".join(words)])])
+
+
+def stems(nodes: Sequence[DrawnNode]) -> Iterator[tuple[int, str]]:
+    """Yield nodes from top to bottom, by number, each with the lines that lead to it; dashed where none was reached.
+
+    The bonus token comes first below its parent.
+    """
+    order = sorted(range(len(nodes)), key=lambda i: (nodes[i].parent, 1) if nodes[i].state == BONUS else (i, 0))
+    last = {nodes[i].parent: i for i in order}  # child of each node
+    indents = [""] * len(nodes)  # of each node's children
+    for i in order:
+        parent, line = nodes[i].parent, "┄" if nodes[i].state == "unreached" else "─"
+        if parent < 0:
+            yield i, ""
+            continue
+        corner, below = ("└", "   ") if last[parent] == i else ("├", "│  ")
+        indents[i] = indents[parent] + below
+        yield i, f"{indents[parent]}{corner}{line} "
+
+
+def in_ascii(text: str) -> str:
+    """Return a text with signs spelt in ASCII, and other characters as escapes."""
+    return text.translate(ASCII).encode("ascii", "backslashreplace").decode()
+
+
+def _painted(text: str, codes: str) -> str:
+    """Return a text between a terminal's codes; nothing around nothing."""
+    return f"\x1b[{codes}m{text}\x1b[0m" if text.strip() and codes else text
