@@ -279,7 +279,8 @@ class Run:
         nodes_at_first, nodes = (padded_width(1 + count * drawn) for count in (usual[0], most[0]))
         fed_at_first = padded_width(1 + usual[0] * min(usual[1], FIRST_LEVELS))
         fed = padded_width(1 + most[0] * most[1])  # best-first drops some of these nodes later
-        target = decoder.target.session(len(rows), first + nodes_at_first, end + nodes, aux_layers, decoder.graphs)
+        sizes = len(rows), first + nodes_at_first, end + nodes
+        target = self.shared.open(decoder.target, *sizes, aux_layers, decoder.graphs)
         states = self.shared.prefill(target, [prompt[:-1] for prompt in prompts], hold and not aux_layers)
         sampled, coupled = [row for row in rows if row.sampling], self._coupled(rows)
         drafts = []
