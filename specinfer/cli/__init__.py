@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from specinfer.cli import checks, evidence, text, train
+from specinfer.cli.chat import chat
 from specinfer.cli.measure import PRESETS, compare
 from specinfer.cli.terminal import INTERRUPTED
 from specinfer.errors import SpecinferError
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 COMMANDS: dict[str, Callable[..., None]] = {
     "generate": text.generate,
+    "chat": chat,
     "tree": text.tree,
     "compile": checks.compile_passes,
     "check-model": checks.check_model,

@@ -5,7 +5,7 @@ Knows: options, standard input and output.  Does not know: how text is decoded.
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -124,7 +124,7 @@ def generate(
     elif prompts:
         print(result)
     else:
-        summarise(decoder, result, show_tree)
+        summarise(result, show_tree)
     if interrupted:
         raise SystemExit(INTERRUPTED)
 
@@ -177,17 +177,22 @@ def streamed(stream: Any, quiet: bool) -> Any:
     return stream.result
 
 
-def summarise(decoder: Any, result: Any, show_tree: bool) -> None:
+def summarise(result: Any, show_tree: bool) -> None:
     """Print what speculation did, and the tree that gained most."""
-    print()
-    stats = result.stats
-    contributions = stats.drafts if len(stats.drafts) > 1 else ()
-    notes = [f"note: {note}" for note in stats.notes]
-    print("", stats, *contributions, *notes, sep="\n", file=sys.stderr, flush=True)
+    print("\n", end="", flush=True)
+    print(file=sys.stderr)
+    print_stats(result, sys.stderr)
     if show_tree:
         from specinfer.results import best_step
 
         print(f"\n{drawn(result, best_step(result.steps))}")
+
+
+def print_stats(result: Any, file: TextIO) -> None:
+    """Print what speculation did, and why."""
+    stats = result.stats
+    contributions = stats.drafts if len(stats.drafts) > 1 else ()
+    print(stats, *contributions, *(f"note: {note}" for note in stats.notes), sep="\n", file=file, flush=True)
 
 
 def tree(
@@ -217,8 +222,7 @@ def tree(
     as_json: options.Json = False,
 ) -> None:
     """Draw the tree of one step of a text: what was drafted, and what became of it."""
-    if step != BEST and (not step.isdecimal() or int(step) < 1):
-        raise InputError(f"--step {step!r} is no step: give a number from 1 on, or {BEST}")
+    check_step(step)
     models: dict[str, Any] = {"dtype": dtype, "device": device, "tensor_parallel": tensor_parallel}
     models |= {"quantize": quantize} | options.placement(device_map, max_memory, offload_folder)
     text = read_prompt(prompt, tensor_parallel)
@@ -230,7 +234,7 @@ def tree(
         result = decoder.generate(text, raw=raw, max_new_tokens=max_new_tokens, **sampling)
     if not decoder.target.ranks.is_first:
         return
-    number = _index(step, result)
+    number = step_index(step, result)
     if html:
         result.to_html(html)
     if svg:
@@ -238,14 +242,21 @@ def tree(
     print_json({"step": number + 1, **result.steps[number].to_dict()}) if as_json else print(drawn(result, number))
 
 
-def _index(step: str, result: Any) -> int:
+def check_step(step: str) -> None:
+    """Raise `InputError` for what is neither a step's number nor the word for the best one."""
+    if step != BEST and (not step.isdecimal() or int(step) < 1):
+        raise InputError(f"step {step!r} is no step: give a number from 1 on, or {BEST}")
+
+
+def step_index(step: str, result: Any) -> int:
     """Return the number, from 0, of the step that was asked for; raise `InputError` if there is none."""
     from specinfer.results import best_step
 
+    check_step(step)
     if step == BEST:
         return best_step(result.steps)
     if int(step) > (count := len(result.steps)):
-        raise InputError(f"--step {step}: the text has {count} steps; with more --max-new-tokens it may have more")
+        raise InputError(f"step {step}: the text has {count} steps; ask for more tokens, or for an earlier one")
     return int(step) - 1
 
 

@@ -19,7 +19,13 @@ from specinfer.engine.shared_prefix import SharedPrefix, common
 
 
 class Conversation(SharedPrefix):
-    """What the target has read, handed from turn to turn."""
+    """What the target has read, handed from turn to turn.
+
+    Attributes:
+        known: how many tokens of the newest turn's prompt were not read again.
+    """
+
+    known = 0
 
     def begin(self, run: Run) -> Run:
         """Let a run with one row begin with what the last turn has read; return the run."""
@@ -41,12 +47,14 @@ class Conversation(SharedPrefix):
         self, session: TreeSession, prompts: Sequence[Sequence[int]], hold: bool = False
     ) -> list[Tensor | None]:
         """Read a turn's prompt, as `SharedPrefix.prefill` does."""
+        self.known = 0
         states = super().prefill(session, prompts, hold)
         self.session, self.ids, self.states = session, (), None  # nothing of it is known before the turn ends
         return states
 
     def _find(self, session: TreeSession, prompts: Sequence[Sequence[int]]) -> int:
-        return len(common([self.ids, *prompts]))
+        self.known = len(common([self.ids, *prompts]))
+        return self.known
 
 
 class Turn(TreeSession):
