@@ -5,6 +5,7 @@ Knows: the terminal.  Does not know: what the figures mean.
 
 import gc
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,9 +48,12 @@ def bar(unit: str, work: Iterable[Any] | None = None, **options: Any) -> Any:
 
 def _tick(drawn: Any) -> None:
     """Draw a bar every second until it is closed."""
-    while not drawn.disable:
-        drawn.refresh()
+    while True:
         sleep(1)
+        with drawn.get_lock():  # closing waits for it, then clears the line
+            if drawn.disable:
+                return
+            drawn.refresh(nolock=True)
 
 
 def busy(what: str) -> Any:
@@ -62,13 +66,16 @@ def loading(what: str | None = None) -> Iterator[Any]:
     """Say that models are loaded, for as long as it takes; yields the line.
 
     Importing and loading make hardly any garbage, and to look for it takes a sixth of the time: it is not looked for.
+    What packages log while they are imported is not for users.
     """
-    collecting = gc.isenabled()
+    collecting, silenced = gc.isenabled(), logging.root.manager.disable
     gc.disable()
+    logging.disable(logging.WARNING)
     try:
         with busy(f"loading {what or 'the models'}") as line:
             yield line
     finally:
+        logging.disable(silenced)
         if collecting:
             gc.enable()
 

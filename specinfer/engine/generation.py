@@ -313,7 +313,8 @@ class Run:
         notes = [*decoder.notes, *self.notes]
         if isinstance(self.policy, Auto):
             reasons = self.policy.reasons([draft.name for draft in decoder.drafts], len(self.rows))
-            notes.append("; ".join(filter(None, [f"auto: {tree_sizes}", reasons])))
+            paid = self.policy.paid(steps, len(self.rows))
+            notes.append("; ".join(filter(None, [f"auto: {paid}", str(tree_sizes), reasons])))
         stats = Stats(
             new_tokens=len(new),
             target_passes=len(steps),
