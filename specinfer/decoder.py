@@ -458,7 +458,7 @@ class SpeculativeDecoder:
             heads = self._bundled() if draft in ("auto", "bundled") else iter([draft])
             first = [*islice(heads, 1)]
             if draft == "bundled" and not first:
-                raise InputError("draft 'bundled': no heads for this target come with the package; leave it out")
+                raise InputError("draft 'bundled': no heads for this target come with the package, name another draft")
             found += [*first, *(self._free_drafts(bool(first)) if draft == "auto" else heads)]
         if len(found) > MOST_DRAFTS:
             raise InputError(f"{len(found)} drafts are too many: give {MOST_DRAFTS} at most")
