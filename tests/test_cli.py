@@ -452,6 +452,28 @@ def test_what_is_no_terminal_shows_nothing_of_it(run):
     assert "loading" not in run("generate", PROMPT)[2]
 
 
+def test_generating_imports_nothing_that_it_does_not_use(tmp_path):
+    """No other command's modules, nothing that draws; help and completion import no torch."""
+    tiny_llama().float().save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    command = [sys.executable, "-X", "importtime", "-m", "specinfer"]
+    options = ["--target", str(tmp_path), "--dtype", "float32", "--device", "cpu", "--max-new-tokens", "4"]
+    for arguments, of_us, others in (
+        (
+            ["generate", PROMPT, *options],
+            {"batch", "evaluation", "integrations", "training", "viz"},
+            {"matplotlib", "pandas"},
+        ),
+        (["generate", "--help"], {"attention", "decoder", "engine", "tree"}, {"torch", "transformers", "tqdm"}),
+    ):
+        ended = subprocess.run([*command, *arguments], capture_output=True, text=True, check=True)
+        names = re.findall(r"^import time:.*\| +(\S+)$", ended.stderr, re.MULTILINE)
+        assert ended.stdout
+        assert "specinfer.cli" in names
+        assert {name.split(".")[0] for name in names} & others == set()
+        assert {name.split(".")[1] for name in names if name.startswith("specinfer.")} & of_us == set()
+
+
 def test_a_shell_completes_commands_and_options():
     """As the shell asks for it."""
     program = Path(sys.executable).with_name("specinfer")
