@@ -882,7 +882,7 @@ def test_the_command_has_the_functions_defaults():
 
 
 ERRORS = {
-    "no prompts": ([], "prompts []"),
+    "no prompts": ([], "give --prompts FILE or --prompt TEXT"),
     "missing file": (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
     "empty file": (["--prompts", "empty.jsonl"], "empty.jsonl holds no prompts"),
     "no such split": (["--prompts", "good.jsonl", "--split", "test"], "split 'test'"),
@@ -952,7 +952,7 @@ def mixed(tmp_path):
 @pytest.mark.parametrize("max_rows", [1, 4])
 def test_bad_prompts_are_reported_in_their_place_and_the_others_go_on(run, mixed, tmp_path, caplog, max_rows):
     """They are not tried again, and the table names the first of them."""
-    out, options = tmp_path / "out", {"prompts": [mixed], "count": None, "temperatures": (0.0, 1.0)}
+    out, options = tmp_path / "out", {"prompts": [mixed], "count": 0, "temperatures": (0.0, 1.0)}
     with caplog.at_level(logging.WARNING):
         found = run(out, max_rows=max_rows, **options)
     refused = found.summary()["refused"]
@@ -1001,7 +1001,7 @@ def counts(found, *names):
 
 def test_a_prompts_counts_do_not_depend_on_its_companions(run):
     """Chains; ids always, as autoregressive decoding says.  A best-first tree near a text's end may be another."""
-    options = {"methods": ROWS, "count": None, "temperatures": (0.0, 1.0)}
+    options = {"methods": ROWS, "count": 0, "temperatures": (0.0, 1.0)}
     alone, together = run(**options), run(max_rows=3, **options)
     assert counts(alone, "autoregressive", "sequence") == counts(together, "autoregressive", "sequence")
     for record in together.records:
@@ -1048,7 +1048,7 @@ def test_no_method_always_begins(run, models, monkeypatch):
 
 def test_a_cut_block_is_decoded_again_as_it_was(run, tmp_path):
     """All of its rows, so that counts are those of a run that never stopped; only what is missing is written."""
-    options = {"methods": ROWS, "count": None, "max_rows": 3, "temperatures": (0.0, 1.0)}
+    options = {"methods": ROWS, "count": 0, "max_rows": 3, "temperatures": (0.0, 1.0)}
     whole = run(tmp_path, **options)
     path = tmp_path / RECORDS
     lines = path.read_bytes().splitlines(keepends=True)

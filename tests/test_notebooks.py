@@ -3,6 +3,8 @@
 import json
 import re
 import runpy
+from base64 import b64decode
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,31 @@ def test_outputs_are_fit_to_be_read(source):
     texts = ["".join(text) for o in shown for text in (o.get("text", ""), o.get("data", {}).get("text/plain", ""))]
     assert [found for text in texts for found in re.findall(r"(?:/home|/root|/tmp|/usr|/work|/Users)/\S*", text)] == []
     assert [text for text in texts if "%|" in text or "Warning" in text or " at 0x" in text] == []
+
+
+@each_notebook
+def test_tables_are_not_wrapped(source):
+    """A notebook's page takes 100 columns; prose may be wrapped, columns of figures may not."""
+    lines = [line for output in outputs(source) for line in "".join(output.get("text", "")).split("\n")]
+    assert [line for line in lines if len(line) > 100 and len(re.findall(r"\S {2,}(?=\S)", line)) > 2] == []
+
+
+@each_notebook
+def test_pictures_can_be_seen_on_dark_pages(source):
+    """They bring their own background."""
+    image = pytest.importorskip("matplotlib.image")
+    for output in outputs(source):
+        if picture := output.get("data", {}).get("image/png"):
+            pixels = image.imread(BytesIO(b64decode(picture)))
+            assert pixels.shape[2] == 3 or pixels[..., 3].min() == 1
+
+
+@each_notebook
+def test_it_installs_what_it_needs(source):
+    """In the first cell below the title, and only where it is missing."""
+    first = next(cell for cell in notebook(source)["cells"] if cell["cell_type"] == "code")
+    assert re.search(r"^except ImportError:.*\n    %pip install", "".join(first["source"]), re.MULTILINE)
+    assert first["outputs"] == []
 
 
 @each_notebook

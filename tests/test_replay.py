@@ -391,14 +391,12 @@ def test_a_killed_recording_loses_nothing(tmp_path):
         byte_tokenizer().save_pretrained(tmp_path / name)
     rows = [json.dumps({"prompt": f"{i}, {i + 1}, {i}, "}) + "\n" for i in range(12)]
     (tmp_path / "many.jsonl").write_text("".join(rows))
-    options = ["--prompts", tmp_path / "many.jsonl", "--target", tmp_path / "target", "--draft", tmp_path / "near"]
-    options += ["--max-new-tokens", 8, "--nodes", 4, "--depth", 3, "--count", 0, "--batch", 2, "--dtype", "float32"]
-
-    def command(folder):
-        return [sys.executable, "-P", "-m", "specinfer", "record", *map(str, options), "--out", str(folder)]
-
+    prompts = [json.loads(row)["prompt"] for row in rows]
+    command = [sys.executable, "-P", "-m", "specinfer", "record", "--prompts", tmp_path / "many.jsonl", "--count", 0]
+    command += ["--target", tmp_path / "target", "--draft", tmp_path / "near", "--out", tmp_path / "out"]
+    command += ["--max-new-tokens", 8, "--nodes", 4, "--depth", 3, "--batch", 2, "--dtype", "float32"]
     out, started = tmp_path / "out", monotonic()
-    with subprocess.Popen(command(out), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         while not ((out / RECORDS).exists() and (out / RECORDS).read_bytes().count(b"\n") >= 3):
             assert process.poll() is None, process.stderr.read()
             assert monotonic() - started < 120
@@ -407,15 +405,15 @@ def test_a_killed_recording_loses_nothing(tmp_path):
     survived = (out / RECORDS).read_bytes()
     assert 3 <= survived.count(b"\n") < 12
     times = {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
-    for folder in (out, tmp_path / "whole"):
-        subprocess.run(command(folder), capture_output=True, check=True, timeout=120)
+    own = SpeculativeDecoder.from_pretrained(str(tmp_path / "target"), [str(tmp_path / "near")], dtype="float32")
+    sizes = {"max_new_tokens": 8, "nodes": 4, "depth": 3, "batch": 2}
+    found, whole = record(own, prompts, out=out, **sizes), record(own, prompts, **sizes)
     assert (out / RECORDS).read_bytes().startswith(survived[: survived.rindex(b"\n") + 1])
-    assert len(Trace.load(out).texts) == 12
+    assert len(found.texts) == 12
     for line in survived.splitlines()[: survived.count(b"\n")]:
         name = f"{json.loads(line)['number']:05d}.safetensors"
         assert (out / name).stat().st_mtime_ns == times[name]  # it was not made twice
-    for one, other in zip(Trace.load(out).texts, Trace.load(tmp_path / "whole").texts, strict=True):
-        assert same(one, other)
+    assert all(map(same, found.texts, whole.texts))
 
 
 def test_other_models_versions_and_files_are_refused(tmp_path):
@@ -833,11 +831,13 @@ def test_settings_under_which_nothing_was_recorded_are_replaced(tmp_path):
         (["record", "--out", "x"], "nothing to record"),
         (["paper-tables", "--prompts", "nowhere.jsonl"], "cannot read"),
         (["record", "--prompts", "nowhere.jsonl", "--out", "x", "--count", "-1"], "--count"),
+        (["record", "--prompts", "words.jsonl", "--out", "x"], "words.jsonl, line 2 is not JSON"),
     ],
 )
 def test_bad_input_is_one_line(run, arguments, message, tmp_path, monkeypatch):
     """And exit code 2."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "words.jsonl").write_text('{"prompt": "a"}\nwords\n')
     code, _, err = run(*arguments)
     assert (code, err.count("\n")) == (2, 1)
     assert message in err

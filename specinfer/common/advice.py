@@ -64,8 +64,8 @@ def where_to_give(name: str, here: Iterable[str], elsewhere: Mapping[str, Iterab
     calls = {option: call for call, options in elsewhere.items() for option in options}
     if name in calls:
         return f"give it to {calls[name]}"
-    own = set(here)
-    near = nearest(name, [*sorted(own), *sorted(calls)])
+    taken = sorted(here)
+    near = nearest(name, [*taken, *sorted(calls)])
     if near is None:
         return otherwise
-    return f"did you mean {near}?" if near in own else f"did you mean {near}, of {calls[near]}?"
+    return f"did you mean {near}?" if near in taken else f"did you mean {near}, of {calls[near]}?"

@@ -226,12 +226,13 @@ def _draft_names(thing: Any, result: Result | None) -> list[str]:
     if isinstance(thing, StepInspection):
         return thing.draft_names
     if result is not None:
-        names = [draft.draft for draft in result.stats.drafts]
-        ids = max(max(step.tree.proposers).bit_length() for step in result.steps) if result.steps else 0
-        return [*names, *["target"] * (ids - len(names))]  # contrastive search's candidates are the target's own
-    tree = thing if isinstance(thing, TokenTree) else thing.tree
-    unnamed = range(len(tree.draft_names), max(tree.proposers).bit_length())
-    return [*tree.draft_names, *(f"draft {i}" for i in unnamed)]
+        trees, names = [step.tree for step in result.steps], [draft.draft for draft in result.stats.drafts]
+    else:
+        trees = [thing if isinstance(thing, TokenTree) else thing.tree]
+        names = list(trees[0].draft_names)
+    ids = range(len(names), max((max(tree.proposers).bit_length() for tree in trees), default=0))
+    # contrastive search's candidates are the target's own
+    return [*names, *("target" if names or result is not None else f"draft {i}" for i in ids)]
 
 
 def _steps(thing: Any, tokenizer: Any, by_hand: int | None) -> Iterator[DrawnStep]:

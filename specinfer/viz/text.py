@@ -12,6 +12,8 @@ from specinfer.tree.drawing import BONUS, DrawnNode, columns
 from specinfer.viz.description import Description
 from specinfer.viz.style import ASCII, TERMINAL, by_draft, terminal
 
+WIDEST = 66  # columns of lines and tokens, beyond which levels stand closer; what is right of them takes a dozen
+
 
 def text_for(stream: Any, description: Description, step: int | None = None) -> str:
     """Return a step as a stream can show it: in colours where it is a terminal, and in ASCII where it holds no more.
@@ -20,7 +22,7 @@ def text_for(stream: Any, description: Description, step: int | None = None) -> 
         stream: None or one without an encoding holds every character.
         description, step: as `text_of`.
     """
-    coloured = getattr(stream, "isatty", bool)() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    coloured = in_colours(stream)
     text = text_of(description, step, coloured)
     try:
         text.encode(getattr(stream, "encoding", None) or "utf-8")
@@ -40,31 +42,38 @@ def text_of(description: Description, step: int | None = None, coloured: bool = 
     """
     drawn = description.best if step is None else description.steps[step]
     spell = in_ascii if ascii_only else str
-    paint = _painted if coloured else lambda text, codes: text
+    paint = painted if coloured else lambda text, codes: text
     legend = description.legend([drawn]) if drawn.record is not None or len(description.drafts) > 1 else []
     shapes = list(map(spell, description.shapes)) if legend else []
-    painted = [paint(shape, TERMINAL[by_draft(draft)]) for draft, shape in enumerate(shapes)]
+    by_shape = [paint(shape, TERMINAL[by_draft(draft)]) for draft, shape in enumerate(shapes)]
     nodes = [node._replace(text=spell(node.text)) for node in drawn.drawing.nodes]
-    order = [(nodes[number], spell(stem)) for number, stem in stems(nodes)]
-    width = max(columns(stem + node.text) for node, stem in order)
+    for gap in (" ", ""):
+        order = [(nodes[number], spell(stem)) for number, stem in stems(nodes, gap)]
+        width = max(columns(stem + node.text) for node, stem in order)
+        if width <= WIDEST:
+            break
     most = max(len(node.drafts) for node in nodes) if legend else 0
     lines = []
     for node, stem in order:
         left = paint(stem, TERMINAL["soft"]) + paint(node.text, terminal(node))
         left += " " * (width - columns(stem + node.text))
-        by = [painted[draft] for draft in node.drafts if legend]
+        by = [by_shape[draft] for draft in node.drafts if legend]
         figure, mark = paint(f"{node.figure:>4}", TERMINAL["soft"]), paint(spell(node.mark), terminal(node))
         right = " ".join([*by, *[" "] * (most - len(by)), mark])
         lines.append(f"{left}  {figure}  {right}".rstrip())
-    signs = dict(zip(shapes, painted, strict=True))
+    signs = dict(zip(shapes, by_shape, strict=True))
     words = [f"{signs.get(spell(sign), spell(sign))} {meaning}" for sign, meaning in legend]
     return "\n".join([*lines, *filter(None, ["   ".join(words)])])
 
 
-def stems(nodes: Sequence[DrawnNode]) -> Iterator[tuple[int, str]]:
+def stems(nodes: Sequence[DrawnNode], gap: str = " ") -> Iterator[tuple[int, str]]:
     """Yield nodes from top to bottom, by number, each with the lines that lead to it; dashed where none was reached.
 
     The bonus token comes first below its parent.
+
+    Args:
+        nodes: of a tree, in its order.
+        gap: between a line and its token.
     """
     order = sorted(range(len(nodes)), key=lambda i: (nodes[i].parent, 1) if nodes[i].state == BONUS else (i, 0))
     last = {nodes[i].parent: i for i in order}  # child of each node
@@ -74,9 +83,16 @@ def stems(nodes: Sequence[DrawnNode]) -> Iterator[tuple[int, str]]:
         if parent < 0:
             yield i, ""
             continue
-        corner, below = ("└", "   ") if last[parent] == i else ("├", "│  ")
-        indents[i] = indents[parent] + below
-        yield i, f"{indents[parent]}{corner}{line} "
+        corner, below = ("└", "  ") if last[parent] == i else ("├", "│ ")
+        indents[i] = indents[parent] + below + gap
+        yield i, f"{indents[parent]}{corner}{line}{gap}"
+
+
+def in_colours(stream: Any) -> bool:
+    """Whether a stream is a terminal that may be written to in colours."""
+    return bool(
+        getattr(stream, "isatty", bool)() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    )
 
 
 def in_ascii(text: str) -> str:
@@ -84,6 +100,6 @@ def in_ascii(text: str) -> str:
     return text.translate(ASCII).encode("ascii", "backslashreplace").decode()
 
 
-def _painted(text: str, codes: str) -> str:
+def painted(text: str, codes: str) -> str:
     """Return a text between a terminal's codes; nothing around nothing."""
     return f"\x1b[{codes}m{text}\x1b[0m" if text.strip() and codes else text

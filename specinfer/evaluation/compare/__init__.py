@@ -39,7 +39,7 @@ def compare(
     nodes: int = 16,
     depth: int = 8,
     max_new_tokens: int = 64,
-    count: int | None = 5,
+    count: int = 5,
     split: str = "dev",
     out: str | Path | None = None,
     dtype: str = "auto",
@@ -64,7 +64,7 @@ def compare(
         nodes: drafted nodes at most, of every fixed tree.
         depth: levels at most, of every fixed tree and of the sequence.  A step has at most as many draft passes.
         max_new_tokens: per prompt.
-        count: prompts per file at most, from its top; None is all.
+        count: prompts per file at most, from its top; 0 is all.
         split: the rows that are taken, where rows have a "split".
         out: folder for the records; one of the same settings and machine is continued.  None keeps none.
         dtype, device: as `loading.load`.

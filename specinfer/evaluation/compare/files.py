@@ -18,7 +18,7 @@ def records_of(folder: Path) -> Records:
     return Records(folder, FIELDS, "a comparison")
 
 
-def read_prompt_file(path: Path, split: str, count: int | None = None) -> list[tuple[str, Any]]:
+def read_prompt_file(path: Path, split: str, count: int = 0) -> list[tuple[str, Any]]:
     """Return (id, prompt) of a file's first rows that belong to a split, or have none.
 
     Whether a prompt can be used is found when it is its turn.
@@ -26,7 +26,7 @@ def read_prompt_file(path: Path, split: str, count: int | None = None) -> list[t
     Args:
         path: of JSON lines.
         split: rows of other splits are left out.
-        count: rows at most; None is all.
+        count: rows at most; 0 is all.
 
     Raises:
         InputError: the file cannot be read, a line is no object, or no row is left.
@@ -38,4 +38,4 @@ def read_prompt_file(path: Path, split: str, count: int | None = None) -> list[t
     ]
     if not rows:
         raise InputError(f"{path} holds no prompts of split {split!r}: choose another --split or file")
-    return rows[:count]
+    return rows[: count or None]

@@ -61,7 +61,7 @@ class Plan:
     nodes: int
     depth: int
     max_new_tokens: int
-    count: int | None
+    count: int
     split: str
     dtype: str
     device: str
@@ -69,9 +69,8 @@ class Plan:
     max_rows: int
 
     def __post_init__(self) -> None:
-        for name, least in (("count", 1), ("max_new_tokens", 2), ("nodes", 1), ("depth", 1), ("max_rows", 1)):
-            if getattr(self, name) is not None or name != "count":
-                checked_count(name, getattr(self, name), least, "leaves nothing to compare")
+        for name, least in (("count", 0), ("max_new_tokens", 2), ("nodes", 1), ("depth", 1), ("max_rows", 1)):
+            checked_count(name, getattr(self, name), least, "leaves nothing to compare")
         for name in ("prompts", "drafts", "methods"):
             checked_names(name, *getattr(self, name))
         for name in ("target", "assistant", "split", "dtype", "device"):

@@ -94,12 +94,14 @@ def record(
         kept = TraceFolder(Path(folder))
         kept.records.begin(settings)
         good = {number: (row, seed + number) for number, row in enumerate(rows) if isinstance(row, list)}
-        left = _left(kept, rows, good, settings)
-        batches = [left[i : i + batch] for i in range(0, len(left), batch)]
-        for numbers in progress(batches, len(rows) - len(left)):
-            written = _record(decoder, [good[number] for number in numbers], plan, temperature)
-            for number, text in zip(numbers, written, strict=True):
-                kept.add(number, text)
+        done, numbers = _done(kept, rows, good, settings), list(good)
+        batches = [numbers[i : i + batch] for i in range(0, len(numbers), batch)]  # the same after a kill
+        left = [each for each in batches if not done.issuperset(each)]
+        for each in progress(left, len(done) + len(rows) - len(good)):
+            written = _record(decoder, [good[number] for number in each], plan, temperature)
+            for number, text in zip(each, written, strict=True):
+                if number not in done:
+                    kept.add(number, text)
         trace = Trace.load(folder)
         texts = trace.texts[: len(good)]  # a folder may hold more
         refused = {number: reason for number, reason in trace.refused.items() if number < len(rows)}
@@ -133,13 +135,13 @@ def _read_one(decoder: SpeculativeDecoder, prompt: Prompt, raw: bool, new: int) 
     return ids
 
 
-def _left(
+def _done(
     kept: TraceFolder,
     rows: Sequence[list[int] | InputError],
     good: Mapping[int, tuple[list[int], int]],
     settings: Mapping[str, Any],
-) -> list[int]:
-    """Return the numbers of prompts that are to be recorded; note those that are refused.
+) -> set[int]:
+    """Return the numbers of prompts that were recorded; note those that are refused.
 
     Raises:
         InputError: a text of the folder is damaged, or of another prompt or seed.
@@ -149,13 +151,13 @@ def _left(
         if isinstance(row, InputError) and number not in refused:
             log.warning("prompt %d is left out: %s", number, row)
             kept.refuse(number, str(row))
-    finished = kept.finished()
-    for number in finished:
+    done = {number for number in kept.finished() if number < len(rows)}
+    for number in done:
         text = TraceText.from_file(kept.path(number), settings)
-        if number < len(rows) and (text.prompt_ids, text.seed) != good.get(number):
+        if (text.prompt_ids, text.seed) != good.get(number):
             advice = "give the same prompts, or choose another folder"
             raise InputError(f"{kept.path(number)} is of another prompt or seed: {advice}")
-    return [number for number in good if number not in finished]
+    return done
 
 
 def _check(decoder: SpeculativeDecoder, plan: Sizes) -> None:
