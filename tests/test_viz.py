@@ -401,6 +401,13 @@ def test_a_result_says_what_made_it_and_keeps_it(things, hostile, tmp_path):
     assert hostile.generate(PROMPTS[0], max_new_tokens=2).made_by["sampling"] == {}
 
 
+def test_an_inspection_of_a_loaded_result_has_words_for_every_token(things, hostile, tmp_path):
+    """What the target nearly said is no token of the result: the decoder's tokenizer knows it."""
+    things["Result"].save(tmp_path / "result.json")
+    inspection = inspect(hostile, Result.load(tmp_path / "result.json"), temperature=1.0)
+    assert described(inspection)["texts"] == described(things["Inspection"])["texts"]
+
+
 def test_a_result_without_steps_shows_its_text(tokenizer):
     """In a notebook; there is no page or picture of it."""
     empty = replace(spelled(tokenizer, "<b>"), steps=[])

@@ -12,7 +12,7 @@ Does not know: how scores are formed (`rescoring`), how they are drawn (`descrip
 import copy
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import isinf
 from typing import Any
@@ -50,6 +50,7 @@ def inspect(decoder: Any, result: Result, **options: Any) -> "Inspection":
         PairingError: the decoder's verifier is not for the result's trees.
         SamplingError: an impossible option.
     """
+    result = replace(result, tokenizer=decoder.tokenizer or result.tokenizer)  # a loaded one knows its own tokens only
     rescorer = Rescorer(decoder, result, options)
     row, target = rescorer.row(0), decoder.target
     steps: list[StepInspection] = []
