@@ -8,12 +8,14 @@ driver are installed; otherwise their pictures stay as they were.  The flow of a
 
 import shutil
 from base64 import b64decode
+from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+from PIL import Image
 
 from specinfer import BestFirst, Chain, Expansion, SpeculativeDecoder, Trace, inspect, record, replay
 from specinfer.evaluation.traces import calibration, hits, oracle
@@ -114,7 +116,10 @@ def photograph(inspection: Any, pair: Any) -> None:
             width, height = browser.execute_script("const e = document.body; return [e.clientWidth, e.scrollHeight]")
             clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
             shot = browser.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip, "captureBeyondViewport": True})
-            (PICTURES / f"{name}.png").write_bytes(b64decode(shot["data"]))
+            picture = (
+                Image.open(BytesIO(b64decode(shot["data"]))).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)
+            )
+            picture.save(PICTURES / f"{name}.png", optimize=True)
         browser.quit()
 
 
