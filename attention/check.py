@@ -6,7 +6,6 @@ Does not know: model families; nothing is decided by name.
 """
 
 from collections.abc import Sequence
-from enum import StrEnum
 from math import inf, nan
 from threading import RLock
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from specinfer.attention.layout import lay_out_chains
 from specinfer.attention.model import TreeModel, checked_model, running
 from specinfer.attention.offload import its_turn
 from specinfer.attention.recurrent import tensors
+from specinfer.attention.verdicts import Support, Verdict, read_verdict, verdict_file, write_verdict
 from specinfer.attention.watch import Watch
 from specinfer.errors import UnsupportedModel
 from specinfer.tree import Draw, TokenTree
@@ -31,14 +31,6 @@ LEAKING = 0.1  # of that: what rounding explains if passes differ only in tokens
 TREE_PARENTS = (0, 0, 1, 2, 4)  # with the root: six nodes, the second branch deeper than the first
 CHAIN_PARENTS = (0, 1, 2, 3, 4)
 PREFIX = 12
-
-
-class Support(StrEnum):
-    """What a model can be used for."""
-
-    EXACT = "exact"
-    CHAIN_ONLY = "chain only"
-    UNSUPPORTED = "unsupported"
 
 
 class ModelCheck(NamedTuple):
@@ -61,7 +53,8 @@ def check_model(model: Any) -> ModelCheck:
 
     Two ragged rows are scored, pruned to a path that is not contiguous in the cache, and scored again; the last time
     with one token only.  Plain passes first show that later tokens and other rows do not matter.  The result is kept
-    while the model does not change: modules, settings, kinds of weights, hooks, patched forwards, attention.
+    while the model does not change: modules, settings, kinds of weights, hooks, patched forwards, attention.  Of large
+    models it is kept in the cache folder, too, for others of their architecture (`verdicts`).
 
     Args:
         model: a ``transformers`` causal LM.
@@ -87,18 +80,21 @@ def _known(model: Any) -> ModelCheck | None:
 
 
 def _checked_now(model: Any) -> ModelCheck:
-    watch = Watch(model)
-    support, reason, error = _classify(model)
+    watch, file = Watch(model), verdict_file(model)
+    known = read_verdict(file) if file else None
+    support, reason, error = known or _classify(model)
     implementation = str(model.config.get_text_config(decoder=True)._attn_implementation or "eager")
     dtype = str(model.dtype).removeprefix("torch.")
     check = ModelCheck(type(model).__name__, dtype, implementation, support, reason, error)
     if support is not Support.UNSUPPORTED:  # else it may be due to these weights
         watch.settle()
         _checked[model] = watch, check
+        if file and not known:
+            write_verdict(file, (support, reason, error))
     return check
 
 
-def _classify(model: Any) -> tuple[Support, str, float]:
+def _classify(model: Any) -> Verdict:
     try:
         tree_model = TreeModel(model)
     except UnsupportedModel as error:
@@ -107,7 +103,7 @@ def _classify(model: Any) -> tuple[Support, str, float]:
         return _judge(tree_model)
 
 
-def _judge(model: TreeModel) -> tuple[Support, str, float]:
+def _judge(model: TreeModel) -> Verdict:
     chain_reason = _why_chain_only(model)
     tolerance = TOLERANCE.get(model.dtype, 1e-3)
     try:

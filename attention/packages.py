@@ -11,7 +11,6 @@ model.
 import hashlib
 import json
 import os
-import platform
 import shutil
 import sys
 import tempfile
@@ -25,11 +24,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 import transformers
+from tqdm import tqdm
 
 from specinfer.attention import TreeModel, resumed
 from specinfer.attention.compiled import OPTIONS, RECORD, CompiledPass, check, computing, make
 from specinfer.attention.linear import FORMS, HEADER, IN_FLOAT32, forms
-from specinfer.attention.watch import architecture
+from specinfer.attention.watch import architecture, machine
 from specinfer.common.files import cache_folder, parse_json, storing
 from specinfer.errors import InputError, NotCompiled
 
@@ -131,7 +131,14 @@ def remove_packages() -> int:
 
 def package_of(model: TreeModel) -> Path:
     """Return the folder that a model's package is in, or would be."""
-    parts = [FORMAT, OPTIONS, torch.__version__, transformers.__version__, _machine(model), architecture(model.model)]
+    parts = [
+        FORMAT,
+        OPTIONS,
+        torch.__version__,
+        transformers.__version__,
+        machine(model.device),
+        architecture(model.model),
+    ]
     parts += [HEADER.read_text()] if model.form in IN_FLOAT32 else []
     digest = hashlib.sha256(json.dumps([*parts, model.form, str(model.dtype)]).encode()).hexdigest()
     return packages_folder() / f"{model.name}-{digest[:16]}"
@@ -202,7 +209,7 @@ def _made(model: TreeModel, aux_layers: Sequence[int]) -> CompiledPass:
 
 
 def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    tqdm.write(line, file=sys.stderr)  # above bars, if there are any
 
 
 def missing_compiler() -> str:
@@ -210,15 +217,3 @@ def missing_compiler() -> str:
     if any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")))):
         return ""
     return "no C++ compiler was found, which compiled passes need: install g++ (Debian: `apt install g++`) or clang"
-
-
-def _machine(model: TreeModel) -> list[str]:
-    """Return what compiled code depends on: the instructions of the processor, or the kind of the GPU."""
-    if model.device.type == "cuda":
-        return [torch.cuda.get_device_name(model.device), torch.version.cuda or ""]
-    kinds = [platform.machine(), platform.system(), torch.backends.cpu.get_cpu_capability()]
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return [*kinds, next(line for line in lines if line.startswith(("flags", "Features")))]
-    except (OSError, StopIteration):
-        return kinds

@@ -4,9 +4,11 @@ Knows: what decides how a model computes, as far as this can be seen from outsid
 Does not know: graphs, packages, passes.
 """
 
+import platform
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from itertools import filterfalse
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -30,6 +32,26 @@ def architecture(model: nn.Module) -> list[Any]:
     config: Any = model.config
     weights = [[*kind, str(dtype), str(device)] for *kind, dtype, device in _kinds_of(named_tensors(model))]
     return [modules, weights, repr(sorted(_settings(config.to_dict()).items()))]
+
+
+def machine(device: torch.device) -> list[str]:
+    """Return what the results and the code of a pass depend on: the processor's instructions, or the GPU's kind."""
+    if device.type == "cuda":
+        return [torch.cuda.get_device_name(device), torch.version.cuda or ""]
+    kinds = [platform.machine(), platform.system(), torch.backends.cpu.get_cpu_capability()]
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return [*kinds, next(line for line in lines if line.startswith(("flags", "Features")))]
+    except (OSError, StopIteration):
+        return kinds
+
+
+def attentions(model: nn.Module) -> dict[str, Any]:
+    """Return the attention functions of a model's layers by name; without "eager", which is each model's own."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
+
+    names = {str(config._attn_implementation) for config in _configs(modules_of(model))}
+    return {name: FUNCTIONS[name] for name in sorted(names) if name in FUNCTIONS}
 
 
 def altered(model: nn.Module) -> str:

@@ -13,6 +13,7 @@ import argparse
 import sys
 from contextlib import nullcontext
 from inspect import signature
+from itertools import islice
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -70,7 +71,7 @@ def worker(target: str | None, dtype: str, prefix: int) -> None:
         "plain": opened(TreeModel(loaded.model), prefix, False, False, {}),
         "engine": opened(TreeModel(loaded.model), prefix, True, compiled, {}),
     }
-    for draft in bundled_drafts(loaded.model, loaded.tokenizer)[:1]:
+    for draft in islice(bundled_drafts(loaded.model, loaded.tokenizer), 1):
         head = draft.attach(passes["plain"][1], loaded.tokenizer).model
         size = {"draft_states": loaded.model.config.hidden_size}
         passes["plain level"] = opened(head, prefix, False, False, size)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cache, partial
+from itertools import islice
 from math import inf
 from pathlib import Path
 from typing import Any, overload
@@ -490,14 +491,17 @@ class SpeculativeDecoder:
         """Return drafts in the order given, with "auto" and "bundled" replaced by what they mean."""
         found: list[Any] = []
         for draft in drafts:
-            bundled = self._bundled() if draft in ("auto", "bundled") else [draft]
-            found += [*bundled[:1], *self._free_drafts(bool(bundled))] if draft == "auto" else bundled
+            heads = self._bundled() if draft in ("auto", "bundled") else iter([draft])
+            first = [*islice(heads, 1)]
+            if draft == "bundled" and not first:
+                raise InputError("draft 'bundled': no heads for this target come with the package, name another draft")
+            found += [*first, *(self._free_drafts(bool(first)) if draft == "auto" else heads)]
         if len(found) > MOST_DRAFTS:
             raise InputError(f"{len(found)} drafts are too many: give {MOST_DRAFTS} at most")
         return [_as_draft(draft) for draft in found]
 
-    def _bundled(self) -> list[HeadDraft]:
-        return [] if self.target.ranks.stages > 1 else bundled_drafts(self.target.model, self.tokenizer)
+    def _bundled(self) -> Iterator[HeadDraft]:
+        return iter(()) if self.target.ranks.stages > 1 else bundled_drafts(self.target.model, self.tokenizer)
 
     def _free_drafts(self, head: bool) -> list[str]:
         """Return the drafts without weights that "auto" means, beside a head if there is one."""
@@ -615,9 +619,9 @@ def load_draft(name: str, dtype: Any, device: Any, **rounding: Any) -> Draft:
     try:
         loaded = loading.load(name, dtype, device, **rounding)
     except ModelError as error:
-        if (near := nearest(name, WORDS)) is None:
-            raise
-        raise ModelError(f"{error}; did you mean {near}?") from error
+        near = nearest(name, WORDS)
+        advice = f"did you mean {near}?" if near else f"words for drafts are {', '.join(WORDS)}"
+        raise ModelError(str(error) if "/" in name else f"{error}; {advice}") from error
     return ModelDraft(loaded.model, loaded.tokenizer, loaded.name)
 
 

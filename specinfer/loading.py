@@ -377,6 +377,9 @@ def _read(where: str, options: _Options, local: bool = True) -> _Pair:
     except UnsupportedModel:
         raise
     except Exception as error:  # a damaged file may raise anything
+        if other := re.search(r"Unrecognized configuration class .*?(\w+)Config'.* AutoModelForCausalLM", str(error)):
+            kind = f"{other[1]} is no causal language model, which goes on with a text"
+            raise ModelError(f"{kind} (encoders and encoder-decoders are none): name another model") from error
         raise ModelError(_reason(error)) from error
     _check_complete(info)
     return model, tokenizer

@@ -165,10 +165,7 @@ class TreeSizes:
         return cls(sum(nodes) / count, sum(levels) / count, nodes.count(0), len(steps))
 
     def __str__(self) -> str:
-        return (
-            f"{self.nodes_per_step:.1f} nodes in {self.levels_per_step:.1f} levels a step, "
-            f"{self.plain_steps} of {self.steps} steps plain"
-        )
+        return f"{self.nodes_per_step:.1f} nodes in {self.levels_per_step:.1f} levels a step"
 
 
 @dataclass(frozen=True)

@@ -496,7 +496,7 @@ def test_packages_of_other_versions_and_machines_are_not_found(monkeypatch: pyte
     assert own.is_dir()
     for name, value in (
         ("torch.__version__", "2.12.0"),
-        ("specinfer.attention.packages._machine", lambda _: ["a toaster"]),
+        ("specinfer.attention.packages.machine", lambda _: ["a toaster"]),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(name, value)

@@ -1,16 +1,22 @@
 """The command line, called in this process on a tiny model: options, JSON, trees, and one line for every error."""
 
+import gc
 import inspect
 import io
 import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import byte_tokenizer, like, plain, tiny_llama, word_pieces
 
 import specinfer.loading
-from specinfer import SpeculativeDecoder, cli
+from specinfer import Result, SpeculativeDecoder, cli
+from specinfer.attention import TreeSession
 from specinfer.errors import ModelError
 from specinfer.loading import Loaded
 
@@ -192,16 +198,28 @@ def test_tree_draws_the_tree_of_one_step(run):
     assert {"step", "tree", "path", "tokens", "drafted_by"} <= set(step)
 
 
-def test_tree_without_speculation_draws_the_last_bare_root(run):
+def test_tree_without_speculation_draws_a_bare_root(run):
     """Nothing was drafted, and nothing breaks."""
     code, out, _ = run("tree", PROMPT, "--raw", "--tree", "none", *NEW)
     assert code == 0
     assert "0 of 0 drafted tokens" in out
 
 
-def test_tree_finds_the_first_step_in_which_anything_was_drafted(run):
-    """A model drafts at once, so it is step 1, even where that step yields half a character and no text."""
-    assert json.loads(run("tree", PROMPT, "--raw", "--draft", "draft", "--json")[1])["step"] == 1
+def test_tree_draws_the_step_that_was_asked_for(run, tmp_path):
+    """By number, or the best of all; the page has all steps, the picture has this one."""
+    common = ["tree", PROMPT, "--raw", "--draft", "draft", "--json", *NEW]
+    every = json.loads(run("generate", *common[1:], "--tree", "best-first", "--steps")[1])["steps"]
+    files = ["--html", tmp_path / "page.html", "--svg", tmp_path / "tree.svg"]
+    for number, wanted in enumerate(every, 1):
+        found = json.loads(run(*common, "--step", number, *files)[1])
+        assert (found["step"], found["tree"], found["path"]) == (number, wanted["tree"], wanted["path"])
+        title = f"{len(wanted['tree']['tokens']) - 1} drafted nodes, {len(wanted['path'])} accepted"
+        assert title in (tmp_path / "tree.svg").read_text()
+        assert "<html" in (tmp_path / "page.html").read_text()
+    assert json.loads(run(*common)[1])["step"] in range(1, len(every) + 1)
+    code, out, err = run(*common, "--step", len(every) + 1)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"the text has {len(every)} steps" in err
 
 
 def test_check_model_says_what_a_model_can_do(run):
@@ -228,9 +246,15 @@ ERRORS = {
     "nobody's home": (["generate", "hi", "--draft", "~nobody-has-this-name/x"], "nobody"),
     "no text": (["generate", "\udcff"], "the prompt is not text in UTF-8"),
     "no such model": (["check-model", "nope"], "nope"),
+    "nearly a word": (["generate", "hi", "--draft", "sufix"], "did you mean suffix?"),
+    "another word": (["generate", "hi", "--draft", "shipped"], "words for drafts are auto, bundled"),
+    "nothing bundled": (["generate", "hi", "--draft", "bundled"], "no heads for this target come with the package"),
+    "nothing to compare": (["compare", "--out", "x"], "give --prompts FILE or --prompt TEXT"),
     "another tokenizer": (["generate", "hi", "--draft", "other"], "cannot be translated"),
     "no nodes": (["generate", "hi", "--nodes", "0"], "--nodes 0"),
     "negative nodes": (["generate", "hi", "--nodes", "-4"], "--nodes -4"),
+    "no number": (["tree", "hi", "--step", "first"], "step 'first'"),
+    "step zero": (["tree", "hi", "--step", "0"], "step '0'"),
     "no depth": (["tree", "hi", "--depth", "0"], "--depth 0"),
     "width zero": (["generate", "hi", "--tree", "expansion", "--expansion", "2,0"], "--expansion"),
     "widths of words": (["generate", "hi", "--expansion", "a,b"], "--expansion"),
@@ -334,14 +358,132 @@ def test_other_errors_are_bugs_and_stay_visible(monkeypatch):
         cli.main()
 
 
+# ---- Ctrl-C, and what a terminal shows ----
+
+
+class Terminal(io.StringIO):
+    """What is written to a terminal."""
+
+    def isatty(self):
+        """Say that it is one."""
+        return True
+
+
+def interrupt(*_, **__):
+    raise KeyboardInterrupt
+
+
 def test_an_interrupt_is_not_a_traceback(run, monkeypatch):
-    """Ctrl-C ends with the shell's code for it."""
+    """Ctrl-C ends with the shell's code for it, on a line of its own."""
+    monkeypatch.setattr(specinfer.loading, "load", interrupt)
+    assert run("generate", "hi") == (130, "", "\n")
+    assert run("check-model", "hi") == (130, "", "\n")
 
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli.text, "prepare", interrupt)
-    assert run("generate", "hi")[0] == 130
+def test_an_interrupted_text_is_kept(run, models, monkeypatch, tmp_path):
+    """It ends after whole steps, is summarised, and is written to every file that was asked for."""
+    scored, score = [], TreeSession.score
+
+    def interrupted(session, trees):
+        scored.append(session)
+        return interrupt() if len(scored) == 4 else score(session, trees)
+
+    monkeypatch.setattr(TreeSession, "score", interrupted)
+    files = ["--save", tmp_path / "result", "--html", tmp_path / "page.html", "--svg", tmp_path / "tree.svg"]
+    code, out, err = run("generate", PROMPT, "--raw", "--tree", "none", *files, *NEW)
+    assert (code, out) == (130, text_of(models, new=3) + "\n")
+    assert "3 tokens in 3 target passes" in err
+    kept = Result.load(tmp_path / "result")
+    assert (kept.text + "\n", kept.finish_reason, len(kept.steps)) == (out, "unfinished", 3)
+    assert kept.text in (tmp_path / "page.html").read_text()
+    assert "<svg" in (tmp_path / "tree.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "--prompts", "{tmp}/p.jsonl", "--out", "{tmp}/out"],
+        ["compare", "--prompt", "hi", "--methods", "tree", "--out", "{tmp}/out", "--draft", "draft"],
+        ["record", "--prompt", "hi", "--out", "{tmp}/out", "--draft", "draft"],
+        ["paper-tables", "--prompts", "{tmp}/p.jsonl", "--out", "{tmp}/out", "--draft", "draft"],
+        ["distill", "--prompts", "{tmp}/p.jsonl", "--out", "{tmp}/out", "--new-tokens", "9"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_runs_that_can_go_on_say_so(run, monkeypatch, tmp_path, command):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hi"}\n{"prompt": "ho"}\n')
+    monkeypatch.setattr(TreeSession, "score", interrupt)
+    code, out, err = run(*(part.format(tmp=tmp_path) for part in command))
+    assert (code, out) == (130, "")
+    assert err.startswith("\n")
+    assert err.endswith("run again to continue\n")
+
+
+@pytest.mark.parametrize("command", [["generate", "hi"], ["tree", "hi", "--draft", "draft"], ["check-model", "target"]])
+def test_a_terminal_shows_what_is_under_way_and_since_when(run, monkeypatch, command):
+    """Before models are loaded; the line is gone when there is a text or an error."""
+    load, seen = specinfer.loading.load, []
+
+    def loaded(*arguments, **options):
+        seen.append(sys.stderr.getvalue())
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(specinfer.loading, "load", loaded)
+    monkeypatch.setattr("sys.stderr", Terminal())
+    assert run(*command)[0] == 0
+    assert re.search(r"loading (the models|target) \.\.\. 00:0\d", seen[0])
+    drawn = sys.stderr.getvalue()[len(seen[0]) :]
+    assert re.search(r"\r +\r", drawn)
+    assert gc.isenabled()
+
+
+def test_a_text_is_not_lost_to_an_encoding(run, models, monkeypatch):
+    """What cannot be written is spelt."""
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    assert run("generate", PROMPT, "--raw", *NEW)[0] == 0
+    sys.stdout.flush()
+    text = text_of(models)
+    assert not text.isascii()
+    assert raw.getvalue().decode() == text.encode("ascii", "backslashreplace").decode() + "\n"
+
+
+def test_what_is_no_terminal_shows_nothing_of_it(run):
+    assert "loading" not in run("generate", PROMPT)[2]
+
+
+def test_generating_imports_nothing_that_it_does_not_use(tmp_path):
+    """No other command's modules, nothing that draws; help and completion import no torch."""
+    tiny_llama().float().save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    command = [sys.executable, "-X", "importtime", "-m", "specinfer"]
+    options = ["--target", str(tmp_path), "--dtype", "float32", "--device", "cpu", "--max-new-tokens", "4"]
+    for arguments, of_us, others in (
+        (
+            ["generate", PROMPT, *options],
+            {"batch", "evaluation", "integrations", "training", "viz"},
+            {"matplotlib", "pandas"},
+        ),
+        (["generate", "--help"], {"attention", "decoder", "engine", "tree"}, {"torch", "transformers", "tqdm"}),
+    ):
+        ended = subprocess.run([*command, *arguments], capture_output=True, text=True, check=True)
+        names = re.findall(r"^import time:.*\| +(\S+)$", ended.stderr, re.MULTILINE)
+        assert ended.stdout
+        assert "specinfer.cli" in names
+        assert {name.split(".")[0] for name in names} & others == set()
+        assert {name.split(".")[1] for name in names if name.startswith("specinfer.")} & of_us == set()
+
+
+def test_a_shell_completes_commands_and_options():
+    """As the shell asks for it."""
+    program = Path(sys.executable).with_name("specinfer")
+    for words, number, expected in (
+        ("specinfer gene", 1, "generate"),
+        ("specinfer tree --max-n", 2, "--max-new-tokens"),
+    ):
+        asked = {"_SPECINFER_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(number)}
+        found = subprocess.run([program], env={**os.environ, **asked}, capture_output=True, text=True, check=True)
+        assert found.stdout.split() == [expected]
 
 
 # ---- memory ----
@@ -371,7 +513,7 @@ GENERATE = {
     *("--target", "--draft", "--tree", "--nodes", "--depth", "--expansion", "--max-new-tokens", "--temperature"),
     *("--top-p", "--top-k", "--seed", "--dtype", "--device", "--raw", "--show-tree", "--confidence-gate", "--json"),
     *("--profile", "--memory", "--online", "--save-drafts", "--penalty-alpha", "--tensor-parallel"),
-    *("--prompts", "--out", "--max-rows", "--quantize", "--save", "--html", "--steps"),
+    *("--prompts", "--out", "--max-rows", "--quantize", "--save", "--html", "--svg", "--steps"),
     *PLACEMENT,
 }
 NOT_OF_TREE = (
@@ -386,7 +528,6 @@ NOT_OF_TREE = (
     "--save-drafts",
     "--penalty-alpha",
     "--save",
-    "--html",
     "--steps",
 )
 
@@ -395,7 +536,7 @@ NOT_OF_TREE = (
     ("command", "options"),
     [
         ("generate", GENERATE),
-        ("tree", GENERATE - {*NOT_OF_TREE}),
+        ("tree", GENERATE - {*NOT_OF_TREE} | {"--step"}),
         ("check-model", {"--dtype", "--device", "--json", *PLACEMENT}),
         ("certify", {"--json"}),
     ],

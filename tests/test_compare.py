@@ -882,7 +882,7 @@ def test_the_command_has_the_functions_defaults():
 
 
 ERRORS = {
-    "no prompts": ([], "prompts []"),
+    "no prompts": ([], "give --prompts FILE or --prompt TEXT"),
     "missing file": (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
     "empty file": (["--prompts", "empty.jsonl"], "empty.jsonl holds no prompts"),
     "no such split": (["--prompts", "good.jsonl", "--split", "test"], "split 'test'"),

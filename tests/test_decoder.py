@@ -276,9 +276,10 @@ def test_choices_and_reasons_stand_in_the_stats(target, near):
         assert choices.nodes_per_step * len(trees) == pytest.approx(sum(tree.num_drafted for tree in trees))
         assert choices.plain_steps == sum(tree.num_drafted == 0 for tree in trees)
         assert result.stats.to_dict()["tree_sizes"]["plain_steps"] == choices.plain_steps
-        assert any(note.startswith("auto: ") and "steps plain" in note for note in result.stats.notes) == (
-            tree == "auto"
-        )
+        off, count = choices.plain_steps, len(trees)
+        state = f"off in {off}" if 2 * off > count else f"on in {count - off}"
+        words = f"auto: speculation {state} of {count} steps"
+        assert any(note.startswith(words) for note in result.stats.notes) == (tree == "auto")
 
 
 def test_what_auto_learns_stays_with_the_decoder(target, near):

@@ -326,7 +326,7 @@ def test_the_command_prints_tables_json_and_a_picture(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no draft to check"),
+        ([], "'bundled': no heads for this target"),
         (["--draft", "ngram", "--prompts", "nowhere.jsonl"], "cannot read"),
         (["--draft", "ngram", "--max-new-tokens", 1], "max_new_tokens=1"),
         (["--draft", "ngram", "--plot", "x.txt"], "no picture that can be written"),

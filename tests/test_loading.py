@@ -29,6 +29,8 @@ from transformers import (
     LlamaForCausalLM,
     OPTConfig,
     PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -152,6 +154,15 @@ def test_a_models_own_code_is_refused(tmp_path):
 @pytest.mark.parametrize("name", ["", " ", "/no/such/folder", "./missing", "not a name!"])
 def test_a_missing_folder_is_named(name):
     assert repr(name) in refusal(name)
+
+
+def test_a_model_that_does_not_go_on_with_a_text_is_named(tmp_path):
+    """Not by the names of all classes that would."""
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 50}
+    T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(tmp_path)
+    message = refusal(tmp_path)
+    assert "T5 is no causal language model" in message
+    assert "LlamaConfig" not in message
 
 
 def test_a_folder_without_a_model_is_named(tmp_path):

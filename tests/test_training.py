@@ -539,6 +539,7 @@ def test_prompts_beyond_what_is_learnt_from_are_refused(run, target, tmp_path, m
 BAD_OPTIONS = {
     "no prompts": (["--out", "{tmp}/out"], "--prompts"),
     "no folder": (["--prompts", "{tmp}/prompts.jsonl"], "--out"),
+    "no room": (["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--new-tokens", "9000"], "(--new-tokens)"),
     "not a folder": (["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/prompts.jsonl"], "cannot write"),
     "no numbers": (["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--temperatures", "hot"], "'hot'"),
     "no draft": (["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--drafts", "0"], "drafts=0"),

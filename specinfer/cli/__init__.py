@@ -14,16 +14,18 @@ from typing import Annotated
 import typer
 
 from specinfer.cli import checks, evidence, text, train
+from specinfer.cli.chat import chat
 from specinfer.cli.measure import PRESETS, compare
+from specinfer.cli.terminal import INTERRUPTED
 from specinfer.errors import SpecinferError
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     help="Generate text with token trees that a small model drafts and the target verifies, exactly.",
 )
 COMMANDS: dict[str, Callable[..., None]] = {
     "generate": text.generate,
+    "chat": chat,
     "tree": text.tree,
     "compile": checks.compile_passes,
     "check-model": checks.check_model,
@@ -60,6 +62,9 @@ app.command("bench", help="Run compare --preset bench.", context_settings={"defa
 
 def main() -> None:
     """Run the command line; turn every user's error into one line and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a text is not lost to an encoding that cannot hold it
     try:
         code = app(standalone_mode=False)
     except SpecinferError as error:
@@ -67,7 +72,7 @@ def main() -> None:
     except UnicodeError as error:
         fail(f"text that the terminal's encoding cannot hold ({error}): set PYTHONUTF8=1, or give text in UTF-8")
     except (KeyboardInterrupt, typer.Abort):
-        raise SystemExit(130) from None
+        code = INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()
         raise SystemExit(1) from None
@@ -79,6 +84,8 @@ def main() -> None:
         if not hasattr(error, "format_message"):  # click's usage errors have it; typer may bring its own click
             raise
         fail(error.format_message())
+    if code == INTERRUPTED:  # also typer's own code for it
+        print(file=sys.stderr)  # what stands on the line stays
     raise SystemExit(code or 0)
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from specinfer.cli import options
-from specinfer.cli.terminal import bar, print_json, quieten, show, text_bar
+from specinfer.cli.terminal import bar, loading, print_json, quieten, show, text_bar
 from specinfer.common.files import write_whole
 from specinfer.errors import InputError, NotCompiled
 
@@ -29,12 +29,14 @@ def check_model(
     as_json: options.Json = False,
 ) -> None:
     """Say whether a model scores token trees exactly: exact, chain only or unsupported, and why."""
-    from specinfer.attention import check_model
-    from specinfer.loading import load
-
     placed = options.placement(device_map, max_memory, offload_folder)
-    quieten()
-    show([check_model(load(model, dtype, device, **placed).model)._asdict()], as_json)
+    with loading(model):
+        from specinfer.attention import check_model
+        from specinfer.loading import load
+
+        quieten()
+        check = check_model(load(model, dtype, device, **placed).model)
+    show([check._asdict()], as_json)
 
 
 def check_draft(
@@ -59,9 +61,10 @@ def check_draft(
     as_json: options.Json = False,
 ) -> None:
     """Say how well drafts fit a target, what trees they should gain here, and what is wrong if it is little."""
-    from specinfer.evaluation.compare.files import read_prompt_file
-    from specinfer.evaluation.doctor import PROMPTS
-    from specinfer.evaluation.doctor import check_draft as run
+    with loading():
+        from specinfer.evaluation.compare.files import read_prompt_file
+        from specinfer.evaluation.doctor import PROMPTS
+        from specinfer.evaluation.doctor import check_draft as run
 
     kind = plot and _picture_kind(plot)
     texts = [text for path in prompts or () for _, text in read_prompt_file(path, split, count)] or list(PROMPTS)
@@ -110,7 +113,8 @@ def compile_passes(
     as_json: options.Json = False,
 ) -> None:
     """Compile the passes of a target and its drafts for this machine: minutes, once. Needs a C++ compiler."""
-    from specinfer.attention.packages import packages, packages_folder, remove_packages
+    with loading():
+        from specinfer.attention.packages import packages, packages_folder, remove_packages
 
     if remove:
         print(f"{remove_packages()} packages removed from {packages_folder()}", file=sys.stderr)
@@ -125,7 +129,8 @@ def compile_passes(
 
 def certify(as_json: options.Json = False) -> None:
     """Enumerate the exact output distribution of every verifier and tree policy, and of broken ones that must fail."""
-    from specinfer.evaluation.certification import certify
+    with loading():
+        from specinfer.evaluation.certification import certify
 
     certificates = certify(progress=lambda pairs: bar("pair", pairs))
     show([certificate.to_dict() for certificate in certificates], as_json)

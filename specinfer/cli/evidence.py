@@ -4,13 +4,14 @@ Knows: the options, which trees and verifiers a replay tries.  Does not know: ho
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specinfer.cli import options
-from specinfer.cli.terminal import print_json, show, text_bar
+from specinfer.cli.terminal import bar, loading, print_json, resumable, show, text_bar
 from specinfer.common.tables import aligned, interval
 from specinfer.errors import InputError
 
@@ -47,27 +48,29 @@ def record(
     as_json: options.Json = False,
 ) -> None:
     """Record texts of the target, and what the drafts would have proposed along them, for `replay`."""
-    from specinfer.evaluation.compare.files import read_prompt_file
-    from specinfer.evaluation.traces import record
+    with loading():
+        from specinfer.evaluation.compare.files import read_prompt_file
+        from specinfer.evaluation.traces import record
 
     texts = [text for path in prompts or () for _, text in read_prompt_file(path, split, count)]
     texts += prompt or []
     if not texts:
         raise InputError("there is nothing to record: give --prompts FILE or --prompt TEXT")
-    trace = record(
-        options.load_decoder(target, draft, dtype=dtype, device=device),
-        texts,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        nodes=nodes,
-        depth=depth,
-        top=top or None,
-        draws=draws,
-        batch=batch,
-        out=out,
-        progress=text_bar(len(texts)),
-    )
+    with resumable():
+        trace = record(
+            options.load_decoder(target, draft, dtype=dtype, device=device),
+            texts,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            nodes=nodes,
+            depth=depth,
+            top=top or None,
+            draws=draws,
+            batch=batch,
+            out=out,
+            progress=text_bar(len(texts)),
+        )
     sizes = {"folder": str(out), "texts": len(trace.texts), "tokens": trace.tokens, "refused": trace.refused}
     print_json({**sizes, "settings": trace.settings}) if as_json else print(trace)
 
@@ -98,10 +101,11 @@ def replay(
     as_json: options.Json = False,
 ) -> None:
     """Replay a trace, without any model: tokens per target pass by tree and verifier, hits, calibration, costs."""
-    from specinfer.evaluation.compare import Comparison
-    from specinfer.evaluation.traces import Trace, calibration, cost_model, hits, measured
+    with loading("the trace"):
+        from specinfer.evaluation.compare import Comparison
+        from specinfer.evaluation.traces import Trace, calibration, cost_model, hits, measured
 
-    trace = Trace.load(folder)
+        trace = Trace.load(folder)
     drafts = list(dict.fromkeys(map(trace.draft, draft or range(len(trace.drafts)))))
     policies = _policies(trace, tree or TREES, nodes, depth, expansion)
     if not policies:
@@ -158,20 +162,22 @@ def paper_tables(
     as_json: options.Json = False,
 ) -> None:
     """Print SpecInfer's Tables 1 to 3 for this pair (the first draft), beside the paper's figures."""
-    from specinfer.evaluation.compare.files import read_prompt_file
-    from specinfer.evaluation.traces import paper_tables
+    with loading():
+        from specinfer.evaluation.compare.files import read_prompt_file
+        from specinfer.evaluation.traces import paper_tables
 
     sets = {path.stem: [text for _, text in read_prompt_file(path, split, count)] for path in prompts}
     if len(sets) < len(prompts):
         raise InputError(f"two of the files {[str(path) for path in prompts]} have one name, which names the set")
-    made = paper_tables(
-        options.load_decoder(target, draft, dtype=dtype, device=device),
-        sets,
-        max_new_tokens=max_new_tokens,
-        batch=batch,
-        out=out,
-        progress=text_bar(2 * sum(map(len, sets.values()))),
-    )
+    with resumable() if out else nullcontext():
+        made = paper_tables(
+            options.load_decoder(target, draft, dtype=dtype, device=device),
+            sets,
+            max_new_tokens=max_new_tokens,
+            batch=batch,
+            out=out,
+            progress=text_bar(2 * sum(map(len, sets.values()))),
+        )
     print_json(made.to_dict()) if as_json else print(made)
 
 
@@ -204,7 +210,7 @@ def _replays(trace: "Trace", policies: "Sequence[Policy]", drafts: list[int]) ->
     from specinfer.tree import BestFirst, Expansion, Kind
 
     replays = []
-    for policy in policies:
+    for policy in bar("tree", policies):
         if policy.kind is Kind.RANKED:
             ways = (True, False) if trace.sampling and isinstance(policy, Expansion) else (True,)
             replays += [replay(trace, policy, drafts=drafts, coupled=coupled) for coupled in ways]

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from specinfer.cli import options
-from specinfer.cli.terminal import print_json, quieten, text_bar
+from specinfer.cli.terminal import after, busy, loading, print_json, quieten, resumable, text_bar
 from specinfer.errors import InputError
 
 METHODS = "autoregressive,sequence,tree,assisted,prompt-lookup"
@@ -75,30 +75,34 @@ def compare(
     as_json: options.Json = False,
 ) -> None:
     """Compare tree with sequence speculation and others, prompt by prompt: tokens per pass, speed, identity."""
-    from specinfer.evaluation.compare import Comparison
-    from specinfer.evaluation.compare import compare as run
+    if not (prompts or prompt or report_only):
+        raise InputError("there is nothing to compare: give --prompts FILE or --prompt TEXT, or --report")
+    with loading():
+        from specinfer.evaluation.compare import Comparison
+        from specinfer.evaluation.compare import compare as run
 
+        quieten()
     if report_only:
         found = Comparison.read(out)
     else:
-        quieten()
-        found = run(
-            [*(prompts or ()), *(prompt or ())],
-            target=target,
-            drafts=draft or (),
-            methods=methods.split(","),
-            assistant=assistant,
-            temperatures=temperature,
-            nodes=nodes,
-            depth=depth,
-            max_new_tokens=max_new_tokens,
-            count=count,
-            split=split,
-            out=out,
-            dtype=dtype,
-            device=device,
-            hits=hits,
-            max_rows=max_rows,
-            progress=text_bar(),
-        )
+        with busy("loading the models") as line, resumable():
+            found = run(
+                [*(prompts or ()), *(prompt or ())],
+                target=target,
+                drafts=draft or (),
+                methods=methods.split(","),
+                assistant=assistant,
+                temperatures=temperature,
+                nodes=nodes,
+                depth=depth,
+                max_new_tokens=max_new_tokens,
+                count=count,
+                split=split,
+                out=out,
+                dtype=dtype,
+                device=device,
+                hits=hits,
+                max_rows=max_rows,
+                progress=after(line, lambda *work: text_bar()(*work)),
+            )
     print_json(found.summary()) if as_json else print(found)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from specinfer.cli.terminal import only_first_prints, quieten
+from specinfer.cli.terminal import loading, only_first_prints, quieten
 from specinfer.errors import InputError
 
 Number = TypeVar("Number")
@@ -75,18 +75,21 @@ MaxMemory = Annotated[str | None, typer.Option(help="With --device-map auto: cpu
 OffloadFolder = Annotated[
     Path | None, typer.Option(help="With --device-map: for layers that cannot be read from the checkpoint's files.")
 ]
+Html = Annotated[Path | None, typer.Option(help="File for a page that shows every step.")]
+Svg = Annotated[Path | None, typer.Option(help="File for a picture of one tree.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Feed the prompt as it is, without the chat template.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def load_decoder(target: str | None, drafts: list[Any] | None, **options: Any) -> Any:
     """Load the models that the options name; return a decoder.  Options are those of `from_pretrained`."""
-    from specinfer.decoder import SpeculativeDecoder
+    with loading(target):
+        from specinfer.decoder import SpeculativeDecoder
 
-    quieten()
-    if options.get("tensor_parallel", 1) > 1:
-        only_first_prints()
-    return SpeculativeDecoder.from_pretrained(target, drafts or "auto", **options)
+        quieten()
+        if options.get("tensor_parallel", 1) > 1:
+            only_first_prints()
+        return SpeculativeDecoder.from_pretrained(target, drafts or "auto", **options)
 
 
 def placement(device_map: str | None, max_memory: str | None, offload_folder: Path | None) -> dict[str, Any]:

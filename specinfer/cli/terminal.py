@@ -1,19 +1,26 @@
-"""What commands print: tables, JSON, progress bars.  It also keeps transformers from printing.
+"""What commands print: tables, JSON, progress bars, what is under way.  It also keeps transformers from printing.
 
 Knows: the terminal.  Does not know: what the figures mean.
 """
 
+import gc
 import json
+import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import isfinite
+from threading import Thread
+from time import sleep
 from typing import TYPE_CHECKING, Any
 
 from specinfer.common.tables import aligned
 
 if TYPE_CHECKING:
     from specinfer.common.values import Progress
+
+INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 
 
 def print_json(value: Any) -> None:
@@ -30,10 +37,67 @@ def show(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
 
 
 def bar(unit: str, work: Iterable[Any] | None = None, **options: Any) -> Any:
-    """Return a progress bar over the work, invisible unless standard error is a terminal."""
+    """Return a progress bar over the work, whose clock ticks; invisible unless standard error is a terminal."""
     from tqdm import tqdm
 
-    return tqdm(work, unit=unit, disable=None, **options)
+    drawn = tqdm(work, unit=unit, disable=True if int(os.environ.get("RANK") or 0) else None, **options)
+    if not drawn.disable:
+        Thread(target=_tick, args=[drawn], daemon=True).start()
+    return drawn
+
+
+def _tick(drawn: Any) -> None:
+    """Draw a bar every second until it is closed."""
+    while True:
+        sleep(1)
+        with drawn.get_lock():  # closing waits for it, then clears the line
+            if drawn.disable:
+                return
+            drawn.refresh(nolock=True)
+
+
+def busy(what: str) -> Any:
+    """Return a line that says what is under way, and for how long; on a terminal, until it is closed or left."""
+    return bar("", desc=what, bar_format="{desc} ... {elapsed}", leave=False)
+
+
+@contextmanager
+def loading(what: str | None = None) -> Iterator[Any]:
+    """Say that models are loaded, for as long as it takes; yields the line.
+
+    Importing and loading make hardly any garbage, and to look for it takes a sixth of the time: it is not looked for.
+    What packages log while they are imported is not for users.
+    """
+    collecting, silenced = gc.isenabled(), logging.root.manager.disable
+    gc.disable()
+    logging.disable(logging.WARNING)
+    try:
+        with busy(f"loading {what or 'the models'}") as line:
+            yield line
+    finally:
+        logging.disable(silenced)
+        if collecting:
+            gc.enable()
+
+
+@contextmanager
+def resumable() -> Iterator[None]:
+    """Say after Ctrl-C that what was finished is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("\nspecinfer: interrupted, and what was finished is kept: run again to continue", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
+
+
+def after(line: Any, progress: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a progress function that closes a line first."""
+
+    def begun(*args: Any) -> Any:
+        line.close()
+        return progress(*args)
+
+    return begun
 
 
 def text_bar(total: int = 0) -> "Progress":

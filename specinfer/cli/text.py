@@ -5,13 +5,16 @@ Knows: options, standard input and output.  Does not know: how text is decoded.
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
 from specinfer.cli import options
-from specinfer.cli.terminal import print_json, stage_bars
+from specinfer.cli.terminal import INTERRUPTED, busy, loading, print_json, resumable, stage_bars
 from specinfer.errors import InputError
+
+BEST = "best"  # word for a step
+UNFINISHED = "unfinished"  # a result's end, if it was interrupted
 
 
 def generate(
@@ -62,7 +65,8 @@ def generate(
     raw: options.Raw = False,
     show_tree: Annotated[bool, typer.Option("--show-tree", help="Draw the tree that gained most.")] = False,
     save: Annotated[Path | None, typer.Option(help="File for the result, which specinfer.Result.load reads.")] = None,
-    html: Annotated[Path | None, typer.Option(help="File for the result as a page.")] = None,
+    html: options.Html = None,
+    svg: options.Svg = None,
     as_json: options.Json = False,
     steps: Annotated[bool, typer.Option("--steps", help="With --json: every step and its tree, too.")] = False,
 ) -> None:
@@ -72,34 +76,36 @@ def generate(
         raise InputError("--show-tree draws beside the text, and --json --steps has every tree: leave one out")
     if steps and not as_json:
         raise InputError("--steps is of --json: add it, or draw a tree with --show-tree")
-    if prompts and (save or html):
-        raise InputError("--save and --html are of one prompt's result: leave them out, the folder has all texts")
+    if prompts and (save or html or svg):
+        raise InputError("--save, --html and --svg are of one prompt's result: leave them out, for many")
     if profile and tree != "auto":
         raise InputError(f"--profile is of what --tree auto learns, and --tree {tree} learns nothing: leave one out")
     if save_drafts and not online:
         raise InputError("--save-drafts writes what heads have learnt, and nothing learns: add --online")
     given = profile if profile and profile.exists() else None
-    policy = build_policy(tree, nodes, depth, expansion, given)
     models: dict[str, Any] = {"dtype": dtype, "device": device, "confidence_gate": confidence_gate, "online": online}
     models |= {
         "tensor_parallel": tensor_parallel,
         "quantize": quantize,
         **options.placement(device_map, max_memory, offload_folder),
     }
-    models["memory"] = read_memory(memory)
     asked: dict[str, Any] = {"raw": raw, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     asked |= {"top_p": top_p, "top_k": top_k, "penalty_alpha": penalty_alpha}
+    text = "" if prompt is None else read_prompt(prompt, tensor_parallel)
+    with loading():
+        policy = build_policy(tree, nodes, depth, expansion, given)
+        lines = read_files(prompts) if prompts else []
+        models["memory"] = read_memory(memory)
+    decoder = options.load_decoder(target, draft, tree=policy, **models)
     result: Any
-    if prompts and out:
-        lines = read_files(prompts)
-        decoder = options.load_decoder(target, draft, tree=policy, **models)
+    if out:
         result = generate_files(decoder, lines, out, max_rows, asked)
     else:
-        text, decoder = prepare(str(prompt), target, draft, policy, **models)
         result = streamed(decoder.stream(text, **asked), quiet=as_json)
+    interrupted = not out and result.finish_reason == UNFINISHED
     if not decoder.target.ranks.is_first:
         return
-    if profile and not given:
+    if profile and not (given or interrupted):
         policy.save(profile)
         print(f"profile: wrote {profile}; the next runs start from it", file=sys.stderr)
     if memory:
@@ -110,13 +116,17 @@ def generate(
         result.save(save)
     if html:
         result.to_html(html)
+    if svg:
+        result.to_svg(svg)
     if as_json:
         every = {"steps": [step.to_dict() for step in result.steps]} if steps and not prompts else {}
         print_json(result.to_dict() | every)
     elif prompts:
         print(result)
     else:
-        summarise(decoder, result, show_tree)
+        summarise(result, show_tree)
+    if interrupted:
+        raise SystemExit(INTERRUPTED)
 
 
 def check_source(
@@ -144,38 +154,56 @@ def generate_files(decoder: Any, lines: Any, out: Path, max_rows: int, asked: di
     """Generate for lines of files into a folder, under a bar; return the summary."""
     from specinfer.batch import generate_files
 
-    return generate_files(decoder, lines, out, max_rows=max_rows, progress=stage_bars(), **asked)
+    with resumable():
+        return generate_files(decoder, lines, out, max_rows=max_rows, progress=stage_bars(), **asked)
 
 
 def streamed(stream: Any, quiet: bool) -> Any:
-    """Print the pieces of a text as they come; return the result."""
-    for piece in stream:
-        if not quiet:
-            print(piece, end="", flush=True)
+    """Print the pieces of a text as they come; return the result, of what there is when Ctrl-C is pressed."""
+    printed = 0
+    with busy("generating") as line:
+        try:
+            for piece in stream:
+                if not quiet:
+                    line.close()
+                    print(piece, end="", flush=True)
+                    printed += len(piece)
+        except KeyboardInterrupt:
+            stream.close()
+            if not stream.result.steps:
+                raise
+    if not quiet:
+        print(stream.result.text[printed:], end="")
     return stream.result
 
 
-def summarise(decoder: Any, result: Any, show_tree: bool) -> None:
+def summarise(result: Any, show_tree: bool) -> None:
     """Print what speculation did, and the tree that gained most."""
-    print()
-    stats = result.stats
-    contributions = stats.drafts if len(stats.drafts) > 1 else ()
-    notes = [f"note: {note}" for note in stats.notes]
-    print("", stats, *contributions, *notes, sep="\n", file=sys.stderr, flush=True)
+    print("\n", end="", flush=True)
+    print(file=sys.stderr)
+    print_stats(result, sys.stderr)
     if show_tree:
         from specinfer.results import best_step
 
         print(f"\n{drawn(result, best_step(result.steps))}")
 
 
+def print_stats(result: Any, file: TextIO) -> None:
+    """Print what speculation did, and why."""
+    stats = result.stats
+    contributions = stats.drafts if len(stats.drafts) > 1 else ()
+    print(stats, *contributions, *(f"note: {note}" for note in stats.notes), sep="\n", file=file, flush=True)
+
+
 def tree(
     prompt: options.PromptText,
     target: options.Target = None,
     draft: options.Drafts = None,
-    tree: options.Tree = "auto",
+    tree: options.Tree = "best-first",
     nodes: options.Nodes = None,
     depth: options.Depth = None,
     expansion: options.Expansion = "3,2,1,1",
+    step: Annotated[str, typer.Option(help="Number of a step, or best: the one that gained most.")] = BEST,
     max_new_tokens: options.NewTokens = 32,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = None,
@@ -189,22 +217,47 @@ def tree(
     max_memory: options.MaxMemory = None,
     offload_folder: options.OffloadFolder = None,
     raw: options.Raw = False,
+    html: options.Html = None,
+    svg: options.Svg = None,
     as_json: options.Json = False,
 ) -> None:
-    """Draw the tree of one step: the first in which anything was drafted, else the last of --max-new-tokens."""
-    policy = build_policy(tree, nodes, depth, expansion)
+    """Draw the tree of one step of a text: what was drafted, and what became of it."""
+    check_step(step)
     models: dict[str, Any] = {"dtype": dtype, "device": device, "tensor_parallel": tensor_parallel}
     models |= {"quantize": quantize} | options.placement(device_map, max_memory, offload_folder)
-    text, decoder = prepare(prompt, target, draft, policy, **models)
+    text = read_prompt(prompt, tensor_parallel)
+    with loading():
+        policy = build_policy(tree, nodes, depth, expansion)
+    decoder = options.load_decoder(target, draft, tree=policy, **models)
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    run = decoder.open(text, raw=raw, max_new_tokens=max_new_tokens, **sampling)
-    for ((_, step),) in run:
-        if len(step.tree) > 1:
-            break
-    run.close()
-    (result,) = run.results()
-    number = len(result.steps)
-    print_json({"step": number, **step.to_dict()}) if as_json else print(drawn(result, number - 1))
+    with busy("generating"):
+        result = decoder.generate(text, raw=raw, max_new_tokens=max_new_tokens, **sampling)
+    if not decoder.target.ranks.is_first:
+        return
+    number = step_index(step, result)
+    if html:
+        result.to_html(html)
+    if svg:
+        result.steps[number].to_svg(svg)
+    print_json({"step": number + 1, **result.steps[number].to_dict()}) if as_json else print(drawn(result, number))
+
+
+def check_step(step: str) -> None:
+    """Raise `InputError` for what is neither a step's number nor the word for the best one."""
+    if step != BEST and (not step.isdecimal() or int(step) < 1):
+        raise InputError(f"step {step!r} is no step: give a number from 1 on, or {BEST}")
+
+
+def step_index(step: str, result: Any) -> int:
+    """Return the number, from 0, of the step that was asked for; raise `InputError` if there is none."""
+    from specinfer.results import best_step
+
+    check_step(step)
+    if step == BEST:
+        return best_step(result.steps)
+    if int(step) > (count := len(result.steps)):
+        raise InputError(f"step {step}: the text has {count} steps; ask for more tokens, or for an earlier one")
+    return int(step) - 1
 
 
 def build_policy(tree: str, nodes: int | None, depth: int | None, expansion: str, profile: Path | None = None) -> Any:
@@ -237,10 +290,11 @@ def read_memory(path: Path | None) -> Any:
     return path and (Memory.load(path) if path.exists() else Memory())
 
 
-def prepare(prompt: str, target: str | None, drafts: list[str] | None, policy: Any, **models: Any) -> tuple[str, Any]:
-    """Read the prompt, from standard input if it is "-", then load the models; return the text and a decoder."""
-    if prompt == "-" and (count := models["tensor_parallel"]) > 1:
-        raise InputError(f"--tensor-parallel {count} starts {count} processes, and one standard input: give the prompt")
+def read_prompt(prompt: str, processes: int) -> str:
+    """Return the prompt, from standard input if it is "-"."""
+    if prompt == "-" and processes > 1:
+        advice = "and one standard input: give the prompt"
+        raise InputError(f"--tensor-parallel {processes} starts {processes} processes, {advice}")
     try:
         text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
         text.encode()  # bytes that are not text may arrive as halves of surrogate pairs
@@ -249,7 +303,7 @@ def prepare(prompt: str, target: str | None, drafts: list[str] | None, policy: A
         raise InputError(f"{source} is not text in UTF-8 ({error}): convert it first") from error
     if not text.strip():
         raise InputError("the prompt is empty: there is nothing to continue")
-    return text, options.load_decoder(target, drafts, tree=policy, **models)
+    return text
 
 
 def drawn(result: Any, number: int) -> str:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from specinfer.cli import options
-from specinfer.cli.terminal import print_json, quieten, show, stage_bars
+from specinfer.cli.terminal import after, busy, loading, print_json, quieten, resumable, show, stage_bars
 from specinfer.errors import InputError
 
 
@@ -62,8 +62,9 @@ def distill(
     as_json: options.Json = False,
 ) -> None:
     """Train drafts for a target on text that the target writes."""
-    from specinfer import training
-    from specinfer.loading import load
+    with loading():
+        from specinfer import training
+        from specinfer.loading import load
 
     if time is not None and epochs is not None:
         raise InputError("--epochs and --time both say how long to train: give one of them")
@@ -81,12 +82,14 @@ def distill(
     number = (2 if arch == "head" else 1) if drafts is None else drafts
     recipe = training.Recipe(number, arch, written, steps)
     asked, documents = training.read_prompts(prompts), training.read_documents(text or ())
-    quieten()
-    loaded = load(target, dtype, device)
-    recipe = replace(recipe, start=_folders(start or (), loaded))
-    first = training.processes(loaded.model.device).is_main_process
-    progress = stage_bars() if first else lambda *_: None
-    made = training.distill(loaded.model, loaded.tokenizer, asked, out, recipe, documents, loaded.name, progress)
+    with loading(target):
+        quieten()
+        loaded = load(target, dtype, device)
+    with busy("reading the prompts") as line, resumable():
+        recipe = replace(recipe, start=_folders(start or (), loaded))
+        first = training.processes(loaded.model.device).is_main_process
+        progress = after(line, stage_bars()) if first else lambda *_: None
+        made = training.distill(loaded.model, loaded.tokenizer, asked, out, recipe, documents, loaded.name, progress)
     if first and as_json:
         print_json(made)
     elif first:
@@ -119,7 +122,7 @@ def _folders(start: Sequence[str], loaded: Any) -> tuple[Path, ...]:
     """Return the folders of the heads to train on from; "bundled" becomes the folders of those."""
     from specinfer.drafts.bundled import bundled_folders
 
-    bundled = bundled_folders(loaded.model, loaded.tokenizer) if "bundled" in start else []
+    bundled = [*bundled_folders(loaded.model, loaded.tokenizer)] if "bundled" in start else []
     if "bundled" in start and not bundled:
         raise InputError(f"--start bundled: no heads for {loaded.name} come with the package; leave it out")
     return tuple(path for name in start for path in (bundled if name == "bundled" else [Path(expanduser(name))]))

@@ -281,7 +281,8 @@ class Run:
         nodes_at_first, nodes = (padded_width(1 + count * drawn) for count in (usual[0], most[0]))
         fed_at_first = padded_width(1 + usual[0] * min(usual[1], FIRST_LEVELS))
         fed = padded_width(1 + most[0] * most[1])  # best-first drops some of these nodes later
-        target = decoder.target.session(len(rows), first + nodes_at_first, end + nodes, aux_layers, decoder.graphs)
+        sizes = len(rows), first + nodes_at_first, end + nodes
+        target = self.shared.open(decoder.target, *sizes, aux_layers, decoder.graphs)
         hold = decoder.target.dispatched and not aux_layers and not decoder.target.stateful
         states = self.shared.prefill(target, [prompt[:-1] for prompt in prompts], hold)
         sampled, coupled = [row for row in rows if row.sampling], self._coupled(rows)
@@ -304,7 +305,8 @@ class Run:
         return target, drafts, states
 
     def _result(self, row: Row) -> Result:
-        decoder, steps, new = self.decoder, list(self.steps[row.index]), row.ids[row.prompt_length :]
+        decoder, steps = self.decoder, list(self.steps[row.index])
+        new = row.ids[row.prompt_length :][: sum(len(step.tokens) for step in steps)]  # an interrupted step has none
         tree_sizes = TreeSizes.of(steps)
         seconds, drafting = self.before.get(row.index, (Seconds(), [(0, 0.0)] * len(decoder.drafts)))
         spent = [
@@ -314,7 +316,8 @@ class Run:
         notes = [*decoder.notes, *self.notes]
         if isinstance(self.policy, Auto):
             reasons = self.policy.reasons([draft.name for draft in decoder.drafts], len(self.rows))
-            notes.append("; ".join(filter(None, [f"auto: {tree_sizes}", reasons])))
+            paid = self.policy.paid(steps, len(self.rows))
+            notes.append("; ".join(filter(None, [f"auto: {paid}", str(tree_sizes), reasons])))
         stats = Stats(
             new_tokens=len(new),
             target_passes=len(steps),

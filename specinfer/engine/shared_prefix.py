@@ -7,11 +7,12 @@ One beginning is kept: of few-shot examples, of a system prompt.  Drafts read wh
 
 from collections.abc import Sequence
 from itertools import takewhile
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specinfer.attention import TreeSession
+from specinfer.attention import TreeModel, TreeSession
 
 LEAST = 16  # tokens: to read fewer costs less than another pass
 
@@ -24,6 +25,10 @@ class SharedPrefix:
         self.session: TreeSession | None = None
         self.states: Tensor | None = None  # auxiliary hidden states, (tokens, K, H)
         self.before: Sequence[int] = ()  # the prompt that came last
+
+    def open(self, model: TreeModel, *sizes: Any) -> TreeSession:
+        """Open a session that reads prompts: see `TreeModel.session`."""
+        return model.session(*sizes)
 
     def prefill(
         self, session: TreeSession, prompts: Sequence[Sequence[int]], hold: bool = False

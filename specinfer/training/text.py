@@ -144,10 +144,11 @@ def plan_text(
     rows = [encode(prompt.text, tokenizer).rows[0] for prompt in prompts]
     for prompt, row in zip(prompts, rows, strict=True):
         if len(row) > longest:
+            rest = (limit or inf) - len(row) if len(row) < LONGEST else 0
+            advice = f"ask for at most {rest} (--new-tokens)" if rest > 0 else "shorten the prompt"
             raise InputError(
                 f"{prompt.file}, line {prompt.line}: {len(row)} prompt tokens + {settings.new_tokens} new ones exceed "
-                f"the target's context of {limit}, or the {LONGEST} tokens of a text that are learnt from: shorten the "
-                "prompt"
+                f"the target's context of {limit}, or the {LONGEST} tokens of a text that are learnt from: {advice}"
             )
     size = int(min(PIECE, (limit or inf) - 1))
     given = [list(tokenizer(document.text)["input_ids"]) for document in documents]

@@ -22,7 +22,7 @@ def text_for(stream: Any, description: Description, step: int | None = None) -> 
         stream: None or one without an encoding holds every character.
         description, step: as `text_of`.
     """
-    coloured = getattr(stream, "isatty", bool)() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    coloured = in_colours(stream)
     text = text_of(description, step, coloured)
     try:
         text.encode(getattr(stream, "encoding", None) or "utf-8")
@@ -42,10 +42,10 @@ def text_of(description: Description, step: int | None = None, coloured: bool = 
     """
     drawn = description.best if step is None else description.steps[step]
     spell = in_ascii if ascii_only else str
-    paint = _painted if coloured else lambda text, codes: text
+    paint = painted if coloured else lambda text, codes: text
     legend = description.legend([drawn]) if drawn.record is not None or len(description.drafts) > 1 else []
     shapes = list(map(spell, description.shapes)) if legend else []
-    painted = [paint(shape, TERMINAL[by_draft(draft)]) for draft, shape in enumerate(shapes)]
+    by_shape = [paint(shape, TERMINAL[by_draft(draft)]) for draft, shape in enumerate(shapes)]
     nodes = [node._replace(text=spell(node.text)) for node in drawn.drawing.nodes]
     for gap in (" ", ""):
         order = [(nodes[number], spell(stem)) for number, stem in stems(nodes, gap)]
@@ -57,11 +57,11 @@ def text_of(description: Description, step: int | None = None, coloured: bool = 
     for node, stem in order:
         left = paint(stem, TERMINAL["soft"]) + paint(node.text, terminal(node))
         left += " " * (width - columns(stem + node.text))
-        by = [painted[draft] for draft in node.drafts if legend]
+        by = [by_shape[draft] for draft in node.drafts if legend]
         figure, mark = paint(f"{node.figure:>4}", TERMINAL["soft"]), paint(spell(node.mark), terminal(node))
         right = " ".join([*by, *[" "] * (most - len(by)), mark])
         lines.append(f"{left}  {figure}  {right}".rstrip())
-    signs = dict(zip(shapes, painted, strict=True))
+    signs = dict(zip(shapes, by_shape, strict=True))
     words = [f"{signs.get(spell(sign), spell(sign))} {meaning}" for sign, meaning in legend]
     return "\n".join([*lines, *filter(None, ["   ".join(words)])])
 
@@ -88,11 +88,18 @@ def stems(nodes: Sequence[DrawnNode], gap: str = " ") -> Iterator[tuple[int, str
         yield i, f"{indents[parent]}{corner}{line}{gap}"
 
 
+def in_colours(stream: Any) -> bool:
+    """Whether a stream is a terminal that may be written to in colours."""
+    return bool(
+        getattr(stream, "isatty", bool)() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    )
+
+
 def in_ascii(text: str) -> str:
     """Return a text with signs spelt in ASCII, and other characters as escapes."""
     return text.translate(ASCII).encode("ascii", "backslashreplace").decode()
 
 
-def _painted(text: str, codes: str) -> str:
+def painted(text: str, codes: str) -> str:
     """Return a text between a terminal's codes; nothing around nothing."""
     return f"\x1b[{codes}m{text}\x1b[0m" if text.strip() and codes else text

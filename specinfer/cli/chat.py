@@ -1,0 +1,214 @@
+"""``specinfer chat``: a conversation in the terminal.
+
+Knows: options, lines that are typed, commands among them, colours of drafts.
+Does not know: how text is decoded, how a turn begins with what the last one read (`engine.conversation`).
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Annotated, Any
+
+import typer
+
+from specinfer.cli import options
+from specinfer.cli.terminal import busy, loading
+from specinfer.cli.text import BEST, build_policy, drawn, print_stats, step_index
+from specinfer.errors import InputError, SpecinferError
+
+HELP = """\
+/stats           what speculation did for the last answer
+/tree [N|best]   the tree of one of its steps
+/seed [N]        show or set the seed of the answers to come
+/new             begin a new conversation
+/exit            end, as Ctrl-D does; Ctrl-C ends an answer"""
+
+
+def chat(
+    target: options.Target = None,
+    draft: options.Drafts = None,
+    tree: options.Tree = "auto",
+    nodes: options.Nodes = None,
+    depth: options.Depth = None,
+    expansion: options.Expansion = "3,2,1,1",
+    system: Annotated[str | None, typer.Option(help="A system message.", show_default="the chat template's")] = None,
+    max_new_tokens: options.NewTokens = 512,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    quantize: options.Quantize = None,
+    device_map: options.DeviceMap = None,
+    max_memory: options.MaxMemory = None,
+    offload_folder: options.OffloadFolder = None,
+) -> None:
+    """Talk to the target; accepted tokens have the colour of their draft. What was read is not read again."""
+    with loading():
+        policy = build_policy(tree, nodes, depth, expansion)
+    models = {"dtype": dtype, "device": device, "quantize": quantize}
+    placed = options.placement(device_map, max_memory, offload_folder)
+    decoder = options.load_decoder(target, draft, tree=policy, **models, **placed)
+    asked = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "top_p": top_p, "top_k": top_k}
+    conversation = Chat(decoder, system, asked)
+    if sys.stdin.isatty():
+        print(f"{conversation.legend}\n/help lists commands", file=sys.stderr)
+    for line in lines():
+        try:
+            if not conversation.take(line):
+                return
+        except SpecinferError as error:
+            if not sys.stdin.isatty():
+                raise
+            print(f"specinfer: {' '.join(str(error).split())}", file=sys.stderr)
+
+
+def lines() -> Iterator[str]:
+    """Yield what is typed, or stands on standard input, line by line; Ctrl-C drops a line."""
+    typed = sys.stdin.isatty()
+    if typed:
+        with suppress(ImportError):
+            import readline  # noqa: F401  # arrow keys edit the line, and find earlier ones
+    while True:
+        try:
+            if line := input("> " if typed else "").strip():
+                yield line
+        except KeyboardInterrupt:
+            print("\n/exit or Ctrl-D ends", file=sys.stderr)
+        except EOFError:
+            return
+
+
+class Chat:
+    """A conversation under way.
+
+    Args:
+        decoder: whose target answers.
+        system: the system message, if any.
+        asked: options of every answer.
+
+    Raises:
+        InputError: the target has no chat template.
+    """
+
+    def __init__(self, decoder: Any, system: str | None, asked: dict[str, Any]) -> None:
+        from specinfer.viz.style import SHAPES, TERMINAL, by_draft
+        from specinfer.viz.text import in_colours
+
+        if not getattr(decoder.tokenizer, "chat_template", None):
+            raise InputError("this target has no chat template, so it takes no turns: use `specinfer generate`")
+        self.decoder, self.asked = decoder, asked
+        self.beginning = [{"role": "system", "content": system}] if system else []
+        names = enumerate(draft.name for draft in decoder.drafts) if in_colours(sys.stdout) else ()
+        self.looks = {name: (SHAPES[number % len(SHAPES)], TERMINAL[by_draft(number)]) for number, name in names}
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget everything that was said."""
+        from specinfer.engine.conversation import Conversation
+
+        self.messages = [*self.beginning]
+        self.read = Conversation()
+        self.result: Any = None  # the last answer
+
+    @property
+    def legend(self) -> str:
+        """The drafts in their colours, if there are colours."""
+        from specinfer.viz.text import painted
+
+        signs = [painted(f"{shape} {name}", codes) for name, (shape, codes) in self.looks.items()]
+        return "   ".join([*signs, "the target's own"]) if signs else ""
+
+    def take(self, line: str) -> bool:
+        """Answer a message or do what a command says; return whether the conversation goes on.
+
+        Raises:
+            SpecinferError: it cannot be answered or done; what was said before stays.
+        """
+        name, _, value = line.partition(" ")
+        commands: dict[str, Callable[[str], None]] = {
+            "/stats": self.stats,
+            "/tree": self.tree,
+            "/seed": self.seed,
+            "/new": self.new,
+            "/help": self.help,
+        }
+        if name == "/exit":
+            return False
+        if not name.startswith("/"):
+            self.answer(line)
+        elif name in commands:
+            commands[name](value.strip())
+        else:
+            raise InputError(f"{name} is no command: /help lists them")
+        return True
+
+    def answer(self, text: str) -> None:
+        """Print the answer to a message as it comes, and keep both; Ctrl-C ends it where it is."""
+        from specinfer.viz.text import painted
+
+        messages = [*self.messages, {"role": "user", "content": text}]
+        run = self.read.begin(self.decoder.open(messages, **self.asked))
+        with busy("reading") as line:
+            try:
+                for piece, author in authored(run, self.decoder.tokenizer):
+                    line.close()
+                    print(painted(piece, self.looks[author][1]) if author in self.looks else piece, end="", flush=True)
+            except KeyboardInterrupt:
+                run.close()
+            finally:
+                self.read.end(run)
+        print()
+        (self.result,) = run.results()
+        self.messages = [*messages, {"role": "assistant", "content": self.result.text}]
+
+    def stats(self, _: str = "") -> None:
+        """Print what speculation did for the last answer."""
+        result = self._answered()
+        prompt = len(result.prompt_ids)
+        print(f"prompt: {prompt} tokens, {self.read.known} of them known from the turn before")
+        print_stats(result, sys.stdout)
+
+    def tree(self, step: str) -> None:
+        """Draw the tree of a step of the last answer."""
+        result = self._answered()
+        print(drawn(result, step_index(step or BEST, result)))
+
+    def seed(self, number: str) -> None:
+        """Set or show the seed."""
+        if number:
+            try:
+                self.asked["seed"] = int(number)
+            except ValueError:
+                raise InputError(f"/seed {number} is no seed: give a whole number") from None
+        print(f"seed {self.asked['seed']}{'' if self.asked['temperature'] else ', of no effect at temperature 0'}")
+
+    def new(self, _: str = "") -> None:
+        """Begin a new conversation."""
+        self.begin()
+
+    def help(self, _: str = "") -> None:
+        """List the commands."""
+        print(HELP)
+
+    def _answered(self) -> Any:
+        if self.result is None or not self.result.steps:
+            raise InputError("there is no answer yet: say something first")
+        return self.result
+
+
+def authored(run: Any, tokenizer: Any) -> Iterator[tuple[str, str]]:
+    """Yield a run's text as it is decoded, each piece with the first draft that proposed its last token, or ""."""
+    from specinfer.engine.detokenize import Pieces
+
+    row, done, author = run.rows[0], 0, ""
+    pieces = Pieces(tokenizer, row.prompt_length)
+    for ((_, step),) in run:
+        for number, names in enumerate(step.drafted_by, len(row.ids) - len(step.tokens) + 1):
+            author = names[0] if names else ""
+            if piece := pieces.more(row.ids[:number]):
+                done += len(piece)
+                yield piece, author
+    if rest := run.results()[0].text[done:]:
+        yield rest, author
