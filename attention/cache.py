@@ -174,8 +174,8 @@ class TreeCache(Cache):
             self.kv_length = min(padded_kv_length(self.kv_length), self.capacity)
         self.pending += count
 
-    def make_room(self, count: int) -> None:
-        """Let every row have so many slots more than it holds, for a pass that reads others' prompts, too."""
+    def allow(self, count: int) -> None:
+        """Allow so many pending slots in every row: a pass may read the prompts of others, too."""
         self.max_capacity = max(self.max_capacity, max(self.lengths) + count)
 
     def staged(self, device: torch.device) -> Tensor:

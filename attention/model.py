@@ -334,7 +334,7 @@ class TreeSession:
         if not self.held:
             return self.append_last(layout)
         started, behind = perf_counter(), lay_out_behind(self.held, layout, device)
-        self.cache.make_room(behind.width)
+        self.cache.allow(behind.width)
         columns = torch.arange(behind.width - layout.width, behind.width, device=device)
         logits = self._forward(behind, columns, {}, self._run)
         self.prefill_seconds += perf_counter() - started
