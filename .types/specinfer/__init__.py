@@ -1,1 +1,0 @@
-../../specinfer/__init__.py

@@ -1,1 +1,0 @@
-../../specinfer/__main__.py

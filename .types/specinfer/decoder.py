@@ -1,1 +1,0 @@
-../../specinfer/decoder.py

@@ -1,1 +1,0 @@
-../../specinfer/prompts.py

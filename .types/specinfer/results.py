@@ -1,1 +1,0 @@
-../../specinfer/results.py
