@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import like, tiny_llama
 from test_heads import draft_for
+from test_recurrent import build
 from test_shared_prefix import Read, windowed
 
 from specinfer import BestFirst, SpeculativeDecoder
@@ -107,6 +108,17 @@ def test_a_turn_that_was_cut_short_is_kept_as_far_as_it_was_read(target):
             found = turn(decoder, conversation, history, **options)
         assert found.token_ids == decoder.generate(history, **options).token_ids
         assert read.tokens < len(history) + len(found.steps) * 8 - len(FIRST)
+
+
+def test_a_target_that_keeps_states_reads_every_turn_whole():
+    """Its states cannot be taken back to where two texts part."""
+    decoder = SpeculativeDecoder(build("lfm2"), None, ["suffix"], compile=False)
+    conversation, history = Conversation(), [*range(5, 25)]
+    for more in ([7, 8, 9], [5], [30]):
+        found = turn(decoder, conversation, history, max_new_tokens=NEW, temperature=0)
+        assert found.token_ids == decoder.generate(history, max_new_tokens=NEW, temperature=0).token_ids
+        assert conversation.known == 0
+        history = [*history, *found.token_ids, *more]
 
 
 def test_conversations_share_nothing(target):
