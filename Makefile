@@ -20,16 +20,16 @@ WHEEL_TESTS := $(addprefix tests/test_,bundled.py cli.py house.py public.py viz.
 NOTEBOOKS := $(patsubst %.py,%.ipynb,$(shell ls -r notebooks/[0-9]*.py))  # the longest first
 SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
-.PHONY: demo test lint notebooks wheel-test clean install types $(NOTEBOOKS)
+.PHONY: demo test lint notebooks wheel-test clean install $(NOTEBOOKS)
 
 demo: $(VENV)/.demo
 	-$(BIN)/specinfer compile
-	$(BIN)/specinfer generate "Name the days of the week, then name them again." --show-tree --max-new-tokens 64
+	$(BIN)/specinfer generate "Write a Python function that adds two numbers, then one that subtracts them." --show-tree --max-new-tokens 64
 
 test: $(VENV)/.dev
 	$(BIN)/pytest $(PYTEST_FLAGS)
 
-lint: $(VENV)/.dev types
+lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -60,14 +60,9 @@ wheel-test: $(VENV)/.dev
 	cd $(WHEEL_VENV)/away && ../bin/specinfer compile --list --json
 
 clean:
-	rm -rf .venv .venv-wheel .types build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-wheel build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 install: $(VENV)/.dev
-
-# Type checkers cannot follow package-dir: show them the packages as they are installed.
-types:
-	@rm -rf .types && mkdir -p .types/specinfer
-	@ln -s $(foreach file,$(wildcard specinfer/*.py specinfer/py.typed) $(patsubst %/__init__.py,%,$(wildcard specinfer/*/__init__.py)) tree attention,../../$(file)) .types/specinfer/
 
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -174,6 +174,10 @@ class TreeCache(Cache):
             self.kv_length = min(padded_kv_length(self.kv_length), self.capacity)
         self.pending += count
 
+    def allow(self, count: int) -> None:
+        """Allow so many pending slots in every row: a pass may read the prompts of others, too."""
+        self.max_capacity = max(self.max_capacity, max(self.lengths) + count)
+
     def staged(self, device: torch.device) -> Tensor:
         """Return the staged slots, (rows, T) long."""
         if self._staged is not None:

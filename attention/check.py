@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specinfer.attention.layout import lay_out_chains
-from specinfer.attention.model import TreeModel, running
+from specinfer.attention.model import TreeModel, checked_model, running
 from specinfer.attention.offload import its_turn
 from specinfer.attention.recurrent import tensors
 from specinfer.attention.verdicts import Support, Verdict, read_verdict, verdict_file, write_verdict
@@ -61,7 +61,11 @@ def check_model(model: Any) -> ModelCheck:
 
     Returns:
         ModelCheck: exact, chain only or unsupported, with the reason.  No model makes it raise, except out of memory.
+
+    Raises:
+        ModelError: not a model.
     """
+    checked_model(model)
     with its_turn(model):
         if known := _known(model):
             return known
@@ -104,7 +108,9 @@ def _judge(model: TreeModel) -> Verdict:
     tolerance = TOLERANCE.get(model.dtype, 1e-3)
     try:
         if (leak := 0.0 if _compiles(model) else _leak(model)) > LEAKING * tolerance:
-            reason = f"in a plain pass later tokens or other rows change a token's logits, by {leak:.1e}"
+            reason = (
+                f"in a plain pass later tokens or other rows change a token's logits, by {leak:.1e}{_if_encoder(model)}"
+            )
             return Support.UNSUPPORTED, reason if leak < inf else "its logits are not numbers", leak
         tree_error = nan if chain_reason else _error(model, TREE_PARENTS, kept=(3, 4))
         if tree_error <= tolerance:
@@ -123,6 +129,13 @@ def _judge(model: TreeModel) -> Verdict:
         first = (str(error).splitlines() or [""])[0]
         failure = f"a pass {'with a tree mask ' * (not model.stateful)}fails: {type(error).__name__}: {first}"
         return Support.UNSUPPORTED, "; and ".join(filter(None, (chain_reason, failure))), nan
+
+
+def _if_encoder(model: TreeModel) -> str:
+    """Return advice if a model reads later tokens because it is an encoder."""
+    if getattr(model.model.config.get_text_config(decoder=True), "is_decoder", True):
+        return ""
+    return "; is_decoder=False in its configuration: it is an encoder and no causal LM, so choose a decoder-only model"
 
 
 def _compiles(model: TreeModel) -> bool:
@@ -186,7 +199,7 @@ def _state_error(model: TreeModel) -> float:
         session.prefill([ids[:-2]])
         for part in parts:
             session.append(lay_out_chains([part], model.device))
-        states.append([state.double() for state in tensors(session.cache.rows[0].cache)])
+        states.append([state.cpu().double() for state in tensors(session.cache.rows[0].cache)])
     sizes = [
         float((found - wanted).norm() / wanted.norm().clamp(min=1e-12)) for found, wanted in zip(*states, strict=True)
     ]
@@ -220,7 +233,7 @@ def _largest_error(model: TreeModel, logits: Tensor, prefixes: Sequence[list[int
 
 def _difference(found: Tensor, wanted: Tensor) -> float:
     """Return the largest error of logits (..., V), over the spread of the wanted ones."""
-    wanted = wanted.double()
+    found, wanted = found.cpu().double(), wanted.cpu().double()  # not all devices have float64
     spread = (wanted - wanted.mean(-1, keepdim=True)).abs().max().clamp(min=1e-12)
-    error = float((found.double() - wanted).abs().max() / spread)
+    error = float((found - wanted).abs().max() / spread)
     return error if error == error else inf

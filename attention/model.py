@@ -29,7 +29,7 @@ from specinfer.attention.offload import device_of, is_dispatched, its_turn, span
 from specinfer.attention.recurrent import StateCache
 from specinfer.attention.watch import modules_of
 from specinfer.common.ranks import Ranks
-from specinfer.errors import InputError, UnsupportedModel
+from specinfer.errors import InputError, ModelError, UnsupportedModel
 from specinfer.tree import TokenTree
 
 Inputs = dict[str, Any]  # of the model's forward
@@ -57,6 +57,13 @@ class FastPass(Protocol):
         """Run a pass: logits (B, C, V), and hidden states (B, T, K, H) if there are aux_layers."""
 
 
+def checked_model(model: Any) -> Any:
+    """Return a model; raise `ModelError` for anything else."""
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
+        raise ModelError(f"{model!r:.60} is not a model: give a transformers causal LM, or use from_pretrained")
+    return model
+
+
 class TreeModel:
     """A causal language model behind a tree mask.
 
@@ -65,6 +72,7 @@ class TreeModel:
             is never modified.
 
     Raises:
+        ModelError: not a model.
         UnsupportedModel: flash attention, an encoder-decoder, no cache, weights on several devices without hooks, or
             FSDP.
 
@@ -74,7 +82,7 @@ class TreeModel:
     """
 
     def __init__(self, model: Any) -> None:
-        self.model = model
+        self.model = checked_model(model)
         self.name = type(model).__name__
         config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = config.vocab_size
@@ -326,6 +334,7 @@ class TreeSession:
         if not self.held:
             return self.append_last(layout)
         started, behind = perf_counter(), lay_out_behind(self.held, layout, device)
+        self.cache.allow(behind.width)
         columns = torch.arange(behind.width - layout.width, behind.width, device=device)
         logits = self._forward(behind, columns, {}, self._run)
         self.prefill_seconds += perf_counter() - started
@@ -354,6 +363,7 @@ class TreeSession:
 
     def join(self, other: "TreeSession") -> None:
         """Take in the rows of another session of the same model, after the own ones, between two steps."""
+        self.held = [*([()] * len(self.cache.lengths)), *other.held] if other.held else []
         self.cache.join(other.cache)
         self.prefill_seconds += other.prefill_seconds
 

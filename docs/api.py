@@ -12,6 +12,7 @@ from typing import Any
 from griffe import Docstring, DocstringSection
 
 import specinfer
+from specinfer import viz
 from specinfer.common import display
 from specinfer.evaluation import traces
 from specinfer.viz import plots
@@ -20,8 +21,8 @@ PAGE = Path(__file__).with_name("api.md")
 INTRODUCTION = """\
 # API reference
 
-What `import specinfer` offers, then `specinfer.evaluation.traces`, `specinfer.viz.plots` and how things show
-themselves.  `docs/api.py` writes it from signatures and docstrings: do not edit it by hand.
+What `import specinfer` offers, then `specinfer.evaluation.traces`, `specinfer.viz`, `specinfer.viz.plots` and how
+things show themselves.  `docs/api.py` writes it from signatures and docstrings: do not edit it by hand.
 Shapes use B rows, N nodes, T tokens of a pass, V tokens of the vocabulary.
 """
 
@@ -48,7 +49,8 @@ def public() -> dict[str, dict[str, Any]]:
     for name in sorted(specinfer.__all__, key=lambda name: name != "SpeculativeDecoder"):  # what readers come for
         thing = getattr(specinfer, name)
         homes.setdefault(thing.__module__, {})[name] = thing
-    for module, names in ((traces, traces.__all__), (plots, plots.__all__), (display, ["Displayed"])):
+    drawings = ((viz, ["SideBySide"]), (plots, plots.__all__), (display, ["Displayed"]))
+    for module, names in ((traces, traces.__all__), *drawings):
         homes[module.__name__] = {name: getattr(module, name) for name in names if name not in specinfer.__all__}
     return homes
 

@@ -2,8 +2,8 @@
 
     python docs/figures.py
 
-A picture of times belongs to the machine that made it.  The interactive page is photographed if Chromium and its driver
-are installed; otherwise its picture stays as it was.  The flow of a step, step.svg, is drawn by hand.
+A picture of times belongs to the machine that made it.  The interactive pages are photographed if Chromium and its
+driver are installed; otherwise their pictures stay as they were.  The flow of a step, step.svg, is drawn by hand.
 """
 
 import shutil
@@ -17,6 +17,7 @@ import matplotlib.pyplot as plt
 
 from specinfer import BestFirst, Chain, Expansion, SpeculativeDecoder, Trace, inspect, record, replay
 from specinfer.evaluation.traces import calibration, hits, oracle
+from specinfer.viz import SideBySide
 from specinfer.viz.plots import plot_acceptance, plot_calibration, plot_mask, plot_timeline
 
 PICTURES = Path(__file__).with_name("pictures")
@@ -47,7 +48,9 @@ def main() -> None:
     result.to_svg(PICTURES / "tree.svg")
     best = max(result.steps, key=lambda step: len(step.path))
     save(plot_mask(best, decoder.tokenizer, prefix=len(result.prompt_ids)), "mask")
-    photograph(inspect(decoder, result))
+    chain = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, drafts=decoder.drafts, tree=Chain(4))
+    sequence = chain.generate(PROMPTS[0], max_new_tokens=64)
+    photograph(inspect(decoder, result), SideBySide(result, sequence))
     timed = SpeculativeDecoder.from_pretrained(tree=tree)
     timed.generate(PROMPTS[0], max_new_tokens=16)  # the first call takes longer
     save(plot_timeline(timed.generate(PROMPTS[0], max_new_tokens=48)), "timeline")
@@ -79,8 +82,8 @@ def save(ax: Any, name: str) -> None:
     plt.close(ax.figure)
 
 
-def photograph(inspection: Any) -> None:
-    """Photograph the page as it opens, at the round that gained most, with the pointer on a rejected node."""
+def photograph(inspection: Any, pair: Any) -> None:
+    """Photograph a page at the round that gained most, the pointer on a rejected node, and two results at pass 8."""
     from selenium import webdriver
     from selenium.webdriver.common.action_chains import ActionChains
 
@@ -95,18 +98,23 @@ def photograph(inspection: Any) -> None:
             "no-sandbox",
             "disable-gpu",
             "window-size=1240,900",
+            "force-prefers-reduced-motion",
             f"user-data-dir={folder}/profile",
         ):
             options.add_argument(f"--{flag}")
         browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-        inspection.to_html(Path(folder, "page.html"))
-        browser.get(Path(folder, "page.html").as_uri())
-        root = browser.find_element("css selector", ".specinfer").shadow_root
-        ActionChains(browser).move_to_element(root.find_element("css selector", ".chip.rejected")).perform()
-        width, height = browser.execute_script("const e = document.body; return [e.clientWidth, e.scrollHeight]")
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-        shot = browser.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip, "captureBeyondViewport": True})
-        (PICTURES / "page.png").write_bytes(b64decode(shot["data"]))
+        for name, thing in (("page", inspection), ("side_by_side", pair)):
+            thing.to_html(Path(folder, f"{name}.html"))
+            browser.get(Path(folder, f"{name}.html").as_uri())
+            root = browser.find_element("css selector", ".specinfer").shadow_root
+            if thing is pair:
+                root.find_element("css selector", ".block:nth-child(8)").click()
+            else:
+                ActionChains(browser).move_to_element(root.find_element("css selector", ".chip.rejected")).perform()
+            width, height = browser.execute_script("const e = document.body; return [e.clientWidth, e.scrollHeight]")
+            clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+            shot = browser.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip, "captureBeyondViewport": True})
+            (PICTURES / f"{name}.png").write_bytes(b64decode(shot["data"]))
         browser.quit()
 
 

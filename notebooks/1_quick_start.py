@@ -23,8 +23,8 @@ print()
 print(f"{result.stats.new_tokens} tokens in {result.stats.target_passes} target passes")
 
 # %% [markdown]
-# The step that gained most. Each box is a token that a draft proposed; percentages are the draft's. One target pass
-# accepted the green path and added a token of its own.
+# The step to look at first. Each box is a token that a draft proposed; percentages are the draft's. One target pass
+# accepted the path in bold and added a token of its own. `print(result.best_step)` draws the same in a terminal.
 
 # %%
 from specinfer.viz.plots import plot_tree
@@ -48,8 +48,15 @@ for piece in stream:
 print(f"\n\n{stream.result.stats.tokens_per_target_pass:.2f} tokens per target pass")
 
 # %% [markdown]
-# A bar ends a piece of the stream. The tokens that one step gains come together.
-#
+# A bar ends a piece of the stream. The tokens that one step gains come together. In a notebook, `watch` shows the text
+# and the newest tree as they come:
+
+# %%
+from specinfer import watch
+
+watched = watch(decoder, "Count from one to ten, then count from one to ten again.", max_new_tokens=48)
+
+# %% [markdown]
 # ## A batch
 #
 # Each row has its own length, tree and end, and its text is what it would be alone.

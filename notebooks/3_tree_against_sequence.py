@@ -22,7 +22,7 @@ print(comparison)
 # %% [markdown]
 # How to read it: *tokens/pass* counts the tokens that one target pass commits, the target's own token included. *x
 # autoregressive* is the ratio of tokens/s, on the machine that ran this. *Overhead* is what a step costs beyond a step
-# without a tree. In bfloat16 near-ties may make ids differ (*same ids*); *largest gap* says how far apart the logits
+# without a tree. In bfloat16 near-ties may make ids differ (*same ids*); *gap* says how far apart the logits
 # of the two tokens were.
 
 # %%
@@ -97,14 +97,16 @@ from specinfer import ExactMatch, MultiStep, Sampled
 
 sampled = record(decoder, prompts, max_new_tokens=40, temperature=1.0, nodes=0, depth=8, top=8)
 expansion = (1, 1, 5, 1, 1, 1, 1, 1)
-rules = [
-    (Sampled(expansion, replacement=True), ExactMatch()),  # naive
-    (Sampled(expansion, replacement=True), MultiStep(replacement=True)),
-    (Sampled(expansion), MultiStep()),
-    (Expansion(expansion), ExactMatch()),  # coupled, the default
-]
-for policy, verifier in rules:
-    print(replay(sampled, policy, verifier, drafts=[head]))
+rules = {
+    "drawn, exact match": (Sampled(expansion, replacement=True), ExactMatch()),  # naive
+    "drawn, multi-step": (Sampled(expansion, replacement=True), MultiStep(replacement=True)),
+    "without replacement, multi-step": (Sampled(expansion), MultiStep()),
+    "coupled to the seed, the default": (Expansion(expansion), ExactMatch()),
+}
+print("tokens per target pass")
+for name, (policy, verifier) in rules.items():
+    found = replay(sampled, policy, verifier, drafts=[head])
+    print("{:32}  {:.2f} [{:.2f}, {:.2f}]".format(name, *found.tokens_per_pass), f" {found.how}")
 
 # %% [markdown]
 # Four prompts are an example, not a measurement: the intervals above are wide. `specinfer compare`, `record`, `replay`

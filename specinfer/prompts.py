@@ -17,6 +17,7 @@ from specinfer.common.files import parse_json
 from specinfer.common.values import plain
 from specinfer.errors import InputError
 
+LISTED = 5  # lines of a file that a message names
 PROBED = 8  # tokens that a model reads to find out whether token types of 0 change anything
 Prompt = Any  # str | list[int] | list[{"role", "content"}]; see `encode`
 
@@ -40,18 +41,24 @@ def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield line numbers, from 1, and objects of a file of JSON lines; skip blank lines.
 
     Raises:
-        InputError: the file cannot be read, or a line is not an object.
+        InputError: the file cannot be read; or at its end, naming lines that are no objects.
     """
+    wrong = []
     for number, line in read_lines(path):
         if not line.strip():
             continue
         try:
             row = parse_json(line)
         except ValueError as error:
-            raise InputError(f"{path}, line {number} is not JSON ({error}): give one object a line") from error
-        if not isinstance(row, dict):
-            raise InputError(f'{path}, line {number} is no object: give one with "prompt" a line')
-        yield number, row
+            wrong.append(f"line {number} is not JSON ({error})")
+            continue
+        if isinstance(row, dict):
+            yield number, row
+        else:
+            wrong.append(f"line {number} is no object")
+    if wrong:
+        more = f", and {len(wrong) - LISTED} more" if len(wrong) > LISTED else ""
+        raise InputError(f'{path}, {", ".join(wrong[:LISTED])}{more}: give an object with "prompt" a line')
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -93,6 +100,17 @@ class Prompts(NamedTuple):
     def rows(self) -> list[list[int]]:
         """The token ids without padding."""
         return [row.ids for row in self.padded]
+
+    @property
+    def only(self) -> list[int]:
+        """The token ids of the caller's one prompt.
+
+        Raises:
+            InputError: they are a batch.
+        """
+        if not self.single:
+            raise InputError("it is a list of prompts: give each its own place")
+        return self.padded[0].ids
 
 
 def encode(

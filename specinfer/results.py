@@ -10,20 +10,21 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from itertools import accumulate, takewhile
+from math import exp
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specinfer.common.display import Displayed, draw
-from specinfer.common.files import parse_json, storing, write_json
+from specinfer.common.files import checked_path, parse_json, write_json
 from specinfer.common.known_tokens import KnownTokens
 from specinfer.errors import InputError, SpecinferError
 from specinfer.tree import Kind, TokenTree
 
 FORMAT = 1  # of saved results
+REPR = 60  # characters of a text in its result's repr
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,10 @@ class Step(Displayed):
     tokens: tuple[int, ...]  # tokens emitted: the accepted path, then the bonus token, cut where the text ended
     drafted_by: tuple[tuple[str, ...], ...]  # per emitted token: the drafts that proposed it, () = the target's own
     seconds: Seconds = Seconds()  # what the step took; in a batch, of all rows together
+    logprobs: tuple[float, ...] | None = None  # per emitted token, if asked for: see `Result.logprobs`
+
+    def __repr__(self) -> str:
+        return f"Step(tree={self.tree!r}, path={self.path}, tokens={self.tokens})"
 
     @property
     def bonus(self) -> int | None:
@@ -110,6 +115,7 @@ class Step(Displayed):
             "tokens": list(self.tokens),
             "drafted_by": [list(names) for names in self.drafted_by],
             "seconds": self.seconds.to_dict(),
+            "logprobs": None if self.logprobs is None else list(self.logprobs),
         }
 
     @classmethod
@@ -117,7 +123,9 @@ class Step(Displayed):
         """Return what `to_dict` described."""
         names = tuple(map(tuple, data["drafted_by"]))
         tree, seconds = TokenTree.from_dict(data["tree"]), Seconds.from_dict(data["seconds"])
-        return cls(tree, tuple(data["path"]), tuple(data["tokens"]), names, seconds)
+        logprobs = data.get("logprobs")  # older files have none
+        path, tokens = tuple(data["path"]), tuple(data["tokens"])
+        return cls(tree, path, tokens, names, seconds, None if logprobs is None else tuple(logprobs))
 
 
 @dataclass(frozen=True)
@@ -175,6 +183,12 @@ class Stats:
     notes: tuple[str, ...] = ()  # what the engine decided, and why
     tree_sizes: TreeSizes = TreeSizes()
     drafts: tuple[Contribution, ...] = ()  # by draft id
+
+    def __repr__(self) -> str:
+        rate = (
+            f"tokens_per_target_pass={self.tokens_per_target_pass:.2f}, tokens_per_second={self.tokens_per_second:.1f}"
+        )
+        return f"Stats(new_tokens={self.new_tokens}, target_passes={self.target_passes}, {rate})"
 
     @property
     def tokens_per_target_pass(self) -> float:
@@ -235,6 +249,7 @@ class Result(Displayed):
         finish_reason: "eos", "stop" (a stop string or stopping criterion), "length", or "unfinished".
         seed: what reproduces it when sampling; None when greedy.
         steps: one `Step` per target pass.
+        made_by: target, drafts, tree, verifier, sampling options, dtype, device and versions, JSON-ready.
         tokenizer: the decoder's, to display tokens.
     """
 
@@ -245,6 +260,7 @@ class Result(Displayed):
     seed: int | None
     stats: Stats
     steps: list[Step] = field(repr=False)
+    made_by: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     tokenizer: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -271,25 +287,41 @@ class Result(Displayed):
         """Tokens that each step emitted, the target's own included: one number per target pass."""
         return [len(step.tokens) for step in self.steps]
 
+    @property
+    def logprobs(self) -> list[float] | None:
+        """Natural logarithms of the target's probability of each new token; None unless ``logprobs=True`` was given.
+
+        The probabilities are the target's own, before temperature and other processors, as those of
+        `SpeculativeDecoder.score`.
+        """
+        found = [step.logprobs for step in self.steps]
+        return None if not found or None in found else [value for values in found for value in values or ()]
+
     def __str__(self) -> str:
         """Return the text."""
         return self.text
 
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= REPR else f"{self.text[: REPR - 3]}..."
+        passes = f"new_tokens={len(self.token_ids)}, target_passes={len(self.steps)}"
+        return f"Result({text!r}, finish_reason={self.finish_reason!r}, seed={self.seed}, {passes})"
+
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict of text, ids and stats (steps have their own `Step.to_dict`)."""
-        return {**_attributes(self, "text", "token_ids", "finish_reason", "seed"), "stats": self.stats.to_dict()}
+        named = _attributes(self, "text", "token_ids", "logprobs", "finish_reason", "seed")
+        return {**named, "stats": self.stats.to_dict()}
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the result to a JSON file, steps and the texts of their tokens included: see `load`.
 
         Raises:
-            SpecinferError: the file cannot be written.
+            InputError: the file cannot be written.
+            SpecinferError: the disk is full.
         """
         tokens = known_tokens(self)
         steps, prompt = [step.to_dict() for step in self.steps], self.prompt_ids
-        data = {**self.to_dict(), "prompt_ids": prompt, "steps": steps, "known": tokens and tokens.to_dict()}
-        with storing(Path(path)):
-            write_json(Path(path), {"specinfer result": FORMAT, **data})
+        data = {**self.to_dict(), "prompt_ids": prompt, "steps": steps, "made_by": dict(self.made_by)}
+        write_json(path, {"specinfer result": FORMAT, **data, "known": tokens and tokens.to_dict()})
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "Result":
@@ -299,13 +331,14 @@ class Result(Displayed):
             InputError: there is no such file, or it holds no saved result.
         """
         try:
-            data = parse_json(Path(path).read_bytes())
+            data = parse_json(checked_path(path).read_bytes())
             if data["specinfer result"] != FORMAT:
                 raise InputError(
                     f"{path} is of format {data['specinfer result']!r:.20}, and this version reads {FORMAT}"
                 )
             steps, stats = [Step.from_dict(step) for step in data["steps"]], Stats.from_dict(data["stats"])
             named = {name: data[name] for name in ("text", "token_ids", "prompt_ids", "finish_reason", "seed")}
+            named["made_by"] = data.get("made_by", {})  # files of older versions have none
             return cls(**named, stats=stats, steps=steps, tokenizer=data["known"] and KnownTokens(**data["known"]))
         except OSError as error:
             raise InputError(f"{path} cannot be read ({error.strerror or error})") from error
@@ -319,7 +352,8 @@ class Result(Displayed):
 
         Columns: the step it was emitted in, from 0; the position in the text, from 0; its id, and its text alone (the
         id without a tokenizer); its depth in the step's tree, None for the target's own; the drafts that proposed it,
-        joined by "+", "" for none; the step's seconds, shared by its tokens.
+        joined by "+", "" for none; p, the target's probability of it, None without `logprobs`; q, the drafts' in the
+        tree, None for the target's own; the step's seconds, shared by its tokens.
 
         Raises:
             InputError: pandas is not installed.
@@ -337,13 +371,15 @@ class Result(Displayed):
                 "text": self.tokenizer.decode([token]) if self.tokenizer else str(token),
                 "depth": offset + 1 if offset < len(step.path) else None,
                 "drafted_by": "+".join(names),
+                "p": None if step.logprobs is None else exp(step.logprobs[offset]),
+                "q": step.tree.probability(step.path[offset]) if offset < len(step.path) else None,
                 "step_seconds": step.seconds.total,
             }
             for number, (start, step) in enumerate(zip(starts, self.steps, strict=False))
             for offset, (token, names) in enumerate(zip(step.tokens, step.drafted_by, strict=True))
         ]
-        columns = ["step", "position", "token_id", "text", "depth", "drafted_by", "step_seconds"]
-        return pandas.DataFrame(rows, columns=columns).astype({"depth": "Int64"})
+        columns = ["step", "position", "token_id", "text", "depth", "drafted_by", "p", "q", "step_seconds"]
+        return pandas.DataFrame(rows, columns=columns).astype({"depth": "Int64", "p": "Float64", "q": "Float64"})
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the texts of its tokens in place of the tokenizer."""

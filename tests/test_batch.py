@@ -120,6 +120,7 @@ def test_bad_prompts_are_reported_in_their_place(made, tmp_path):
     {
         "no JSON": ('{"prompt": "a"}\n\n{"prompt": \n', "line 3 is not JSON"),
         "no object": ('{"prompt": "a"}\n["b"]\n', "line 2 is no object"),
+        "several": ('{"prompt": "a"}\n' + "no\n" * 7, r"line 2 is not JSON .*, line 6 is not JSON \(.*\), and 2 more:"),
         "options": ('{"prompt": "a", "options": 3}\n', 'line 1: "options"'),
         "a prompt among options": ('{"prompt": "a", "options": {"prompt": "b"}}\n', 'line 1: "options"'),
         "nothing": ("\n", "no prompts"),
@@ -137,10 +138,10 @@ def test_a_folder_of_other_settings_is_refused_with_the_difference(made, lines, 
     before = (out / RECORDS).read_bytes()
     other = SpeculativeDecoder(tiny_llama(7), byte_tokenizer(), ["ngram"], BestFirst(7, 4), compile=False)
     for decoder, prompts, changes, words in (
-        (made, lines, {"max_new_tokens": 5}, '"max_new_tokens": 5'),
-        (made, lines, {"seed": 3}, '"seed": 3'),
-        (made, lines[:2], {}, "prompts was"),
-        (other, lines, {}, "target was"),
+        (made, lines, {"max_new_tokens": 5}, "options.max_new_tokens was 4, now 5"),
+        (made, lines, {"seed": 3}, "options.seed was 0, now 3"),
+        (made, lines[:2], {}, "prompts.lines was 4, now 2"),
+        (other, lines, {}, r'target\.weights was "\w{32}", now "\w{32}".*drafts\.0\.name was "draft", now "ngram"'),
     ):
         with pytest.raises(InputError, match=f"other settings.*{words}"):
             generate_files(decoder, prompts, out, **{**options, **changes})

@@ -6,6 +6,7 @@ import logging
 import re
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
 from time import monotonic, sleep
 from types import SimpleNamespace
@@ -190,10 +191,10 @@ def test_one_draft_is_the_first_alone(models):
     """The second draft is not asked."""
     decoder = SpeculativeDecoder(models[None], None, ["ngram", ModelDraft(models["near"])])
     methods, skipped = build_methods(["one-draft", "tree"], decoder, nodes=6, depth=4)
-    found = {name: method([5, 9, 17], 0, generation_options(0, NEW)) for name, method in methods.items()}
+    found = {name: method([[5, 9, 17]], [0], generation_options(0, NEW)) for name, method in methods.items()}
     assert skipped == {}
-    assert found["one-draft"]["draft_passes"] == 0
-    assert found["tree"]["draft_passes"] > 0
+    assert found["one-draft"][0]["draft_passes"] == 0
+    assert found["tree"][0]["draft_passes"] > 0
 
 
 def test_the_adaptive_tree_emits_the_same_ids(run):
@@ -260,7 +261,7 @@ def test_assisted_generation_is_left_out_where_it_cannot_run(run, caplog, option
         found = run(methods=("autoregressive", "assisted"), **options)
     assert all(list(record["methods"]) == ["autoregressive"] for record in found.records)
     assert list(found.summary()["skipped"]) == ["assisted"]
-    for told in (found.summary()["skipped"]["assisted"], found.table().splitlines()[-1], caplog.text):
+    for told in (found.summary()["skipped"]["assisted"], " ".join(found.table().split()), caplog.text):
         assert reason in told
 
 
@@ -392,11 +393,13 @@ def on_disk(tmp_path):
     return tmp_path
 
 
-def test_a_killed_run_loses_nothing(on_disk, call, monkeypatch):
+@pytest.mark.parametrize("max_rows", [1, 3])
+def test_a_killed_run_loses_nothing(on_disk, call, monkeypatch, max_rows):
     """Kill -9 while prompts are being finished; the same command goes on, and all is as if it had never stopped."""
     out, path = on_disk / "out", on_disk / "out" / RECORDS
     options = ["--target", on_disk / "target", "--draft", "ngram", "--count", PROMPTS_ON_DISK, "--max-new-tokens", NEW]
     options += ["--prompts", on_disk / "many.jsonl", "--methods", "autoregressive,sequence,tree", "--dtype", "float32"]
+    options += ["--max-rows", max_rows]
     command = [sys.executable, "-P", "-m", "specinfer", "compare", *map(str, options), "--out", str(out)]
     started = monotonic()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
@@ -482,7 +485,7 @@ def test_other_prompts_are_refused(run, files, tmp_path):
     """Same file names, same counts, other text."""
     run(tmp_path)
     files[1].write_text(files[1].read_text().replace("hello", "hullo"))
-    with pytest.raises(InputError, match="prompts was"):
+    with pytest.raises(InputError, match=r'prompts\.chat was "\w{16}", now "\w{16}"'):
         run(tmp_path)
 
 
@@ -496,7 +499,7 @@ def test_other_weights_in_the_same_folder_are_refused(models, run, tmp_path):
     run(tmp_path / "out", drafts=(str(folder),))
     run(tmp_path / "out", drafts=(str(folder),))
     (folder / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
-    with pytest.raises(InputError, match="weights was"):
+    with pytest.raises(InputError, match=rf"weights\.{folder} was \"near \w{{16}}\", now \"near \w{{16}}\""):
         run(tmp_path / "out", drafts=(str(folder),))
 
 
@@ -690,18 +693,67 @@ def test_the_table_says_on_which_sets_tree_beats_sequence():
     rows[1]["methods"]["tree"]["draft_passes"] = 25
     settings = compare_settings()
     text = Comparison(settings, rows).table()
-    assert "tree beats sequence in tokens per target pass in 1 of 4 rows, with no more draft passes a step in 3" in text
+    verdict = "tree beats sequence in tokens per target pass in 1 of 4 rows, with no more draft passes a step in 3"
+    assert verdict in " ".join(text.split())
     for line in (
-        "all sets, T = 0: tree 3.33 = sequence 3.33, at 2.8 and 3.0 draft passes a step; x 1.00 [0.62, 1.60]",
-        "a, T = 0: tree 4.00 > sequence 2.50, at 2.2 and 3.0 draft passes a step; x 1.60 [1.60, 1.60]",
-        "b, T = 0: tree 2.50 < sequence 4.00, at 3.1 and 3.0 draft passes a step; x 0.62 [0.62, 0.62]",
+        "all sets, T = 0: tree 3.33 = sequence 3.33, at 2.8 and 3.0 draft passes; x 1.00 [0.62, 1.60]",
+        "a, T = 0: tree 4.00 > sequence 2.50, at 2.2 and 3.0 draft passes; x 1.60",
+        "b, T = 0: tree 2.50 < sequence 4.00, at 3.1 and 3.0 draft passes; x 0.62",
     ):
         assert line in text
     assert "beats" not in Comparison(settings, MADE_UP).table()
 
 
+def wide_records(prompts):
+    """Two sets, with every baseline, and names that are long."""
+    figures = (10, 4, 1.0, 0.2, 0.1)
+    methods = dict.fromkeys(("autoregressive", "generate", "assisted", "prompt_lookup", "sequence", "tree"), figures)
+    rows = [record(name, i, **methods) for name in ("instructions", "cp") for i in range(prompts)]
+    for number, row in enumerate(rows):
+        row["methods"]["prompt-lookup"] = row["methods"].pop("prompt_lookup")
+        row["methods"]["tree"] = row["methods"]["tree"] | {"target_passes": 3 + number % 2}
+        row["skipped"] = {"assisted-tree": "it needs a draft that is a language model, and there is none; " * 3}
+    return rows
+
+
+def test_tables_fit_a_hundred_columns():
+    """Wide ones are continued below, with the methods' names; nothing is cut."""
+    settings = compare_settings() | {
+        "cpu": "Some Processor with a Long Name at 2.80 GHz",
+        "drafts": ["head-1", "x" * 40],
+    }
+    text = Comparison(settings, wide_records(3)).table()
+    assert max(map(len, text.splitlines())) <= 100
+    for header in ("tokens/pass", "x autoregressive", "x prompt-lookup", "prefix  gap", "bookkeeping", "its share"):
+        assert header in text
+    heads = [line for line in text.splitlines() if line.split()[:1] == ["method"]]
+    assert len(heads) >= 6  # three sets, two parts at least
+
+
+def test_one_prompt_has_no_interval():
+    """Nothing varies, so there is no figure of how much."""
+    text = Comparison(compare_settings(), wide_records(1)[:1]).table()
+    assert "instructions, T = 0, 1 prompt\n" in text
+    assert "95 %" not in text
+    assert not re.search(r"\d \[", text)
+    assert re.search(r"\d \[", Comparison(compare_settings(), wide_records(3)).table())
+
+
+def test_a_notebook_shows_tables():
+    """All that the text says, as HTML; what comes from files is text in it."""
+    rows = wide_records(3)
+    for row in rows:
+        row["set"] = row["set"].replace("cp", "<b>cp")
+    found = Comparison(compare_settings(), rows)
+    shown = found._repr_html_()
+    assert shown.count("<table>") == 9  # three of each set
+    assert "<b>cp" not in shown
+    words = set(re.findall(r"[\w.%]+", re.sub(r"<[^>]*>", " ", unescape(shown.replace("&lt;b&gt;", "")))))
+    assert set(re.findall(r"[\w.%]+", found.table().replace("<b>", ""))) <= words
+
+
 def compare_settings():
-    words = "target drafts assistant dtype max_new_tokens nodes depth device cpu threads torch transformers"
+    words = "target drafts assistant dtype max_new_tokens nodes depth max_rows device cpu threads torch transformers"
     return dict.fromkeys(words.split(), 1)
 
 
@@ -766,7 +818,7 @@ def test_prompts_are_texts_and_paths(run, files):
         *(("code", "a"), ("texts", "1"), ("code", "c"), ("texts", "2"), ("texts", "3"))
     ]
     assert [row["set"] for row in run(prompts="hello").records] == ["texts"]
-    for prompts, message in [([], "prompts"), (["hi", " "], "prompt 2 is empty"), ("a.jsonl", "give it as pathlib")]:
+    for prompts, message in [([], "prompts"), (" ", "no prompt can be used"), ("a.jsonl", "give it as pathlib")]:
         with pytest.raises(InputError, match=message):
             run(prompts=prompts)
 
@@ -795,7 +847,7 @@ def test_bench_is_compare_with_other_defaults(call, asked, files, tmp_path):
     out = ["--out", tmp_path / "out"]
     options = ["--draft", "near", "--count", 1, "--max-new-tokens", NEW, *out]
     table = call("--prompts", files[0], *options, "--preset", "bench")[1]
-    words = ("code, T = 0, 1 prompts", "code, T = 1, 1 prompts", "x generate", "overhead", "verify", "top 5", "near")
+    words = ("code, T = 0, 1 prompt", "code, T = 1, 1 prompt", "x generate", "overhead", "verify", "top 5", "near")
     assert [word for word in (*words, *FIXED, "auto") if word not in table] == []
     figures = json.loads(call(*out, "--report", "--json", command="bench")[1])
     assert (figures["settings"]["max_new_tokens"], figures["settings"]["count"]) == (NEW, 1)
@@ -825,7 +877,7 @@ def test_the_command_has_the_functions_defaults():
     function = {name: p.default for name, p in inspect.signature(compare).parameters.items()}
     assert command["methods"].split(",") == list(function["methods"])
     assert command["temperature"] == list(function["temperatures"])
-    for name in ("nodes", "depth", "max_new_tokens", "count", "split", "dtype", "device", "hits"):
+    for name in ("nodes", "depth", "max_new_tokens", "count", "split", "max_rows", "dtype", "device", "hits"):
         assert command[name] == function[name]
 
 
@@ -835,19 +887,16 @@ ERRORS = {
     "empty file": (["--prompts", "empty.jsonl"], "empty.jsonl holds no prompts"),
     "no such split": (["--prompts", "good.jsonl", "--split", "test"], "split 'test'"),
     "not JSON": (["--prompts", "words.jsonl"], "words.jsonl, line 2 is not JSON"),
-    "no prompt": (["--prompts", "bare.jsonl"], "bare.jsonl, line 1"),
-    "blank prompt": (["--prompts", "blank.jsonl"], "blank.jsonl, line 2"),
     "not an object": (["--prompts", "list.jsonl"], "list.jsonl, line 1"),
-    "half a character": (["--prompts", "half.jsonl"], "half.jsonl, line 1 holds half a surrogate pair"),
     "not text": (["--prompts", "bytes.jsonl"], "cannot read bytes.jsonl"),
     "a set called all": (["--prompts", "all.jsonl"], "a set of prompts is called 'all'"),
     "the same set twice": (["--prompts", "good.jsonl", "--prompts", "good.jsonl"], "none twice"),
     "unknown method": (["--prompts", "good.jsonl", "--methods", "tree,magic"], "'magic' is unknown"),
     "method twice": (["--prompts", "good.jsonl", "--methods", "tree,tree"], "none twice"),
-    "no count": (["--prompts", "good.jsonl", "--count", "0"], "--count"),
+    "no count": (["--prompts", "good.jsonl", "--count", "-1"], "--count"),
+    "no rows": (["--prompts", "good.jsonl", "--max-rows", "0"], "--max-rows"),
     "no nodes": (["--prompts", "good.jsonl", "--nodes", "0"], "nodes=0"),
     "no depth": (["--prompts", "good.jsonl", "--depth", "0"], "depth=0"),
-    "blank text": (["--prompt", "hi", "--prompt", " "], "prompt 2 is empty"),
     "one token": (["--prompts", "good.jsonl", "--max-new-tokens", "1"], "max_new_tokens=1"),
     "cold": (["--prompts", "good.jsonl", "--temperature", "-1"], "temperature=-1.0"),
     "unknown dtype": (["--prompts", "good.jsonl", "--dtype", "fp8"], "'fp8'"),
@@ -865,10 +914,7 @@ def test_errors_are_one_line_before_a_model_is_loaded(call, asked, tmp_path, mon
         "empty": "",
         "good": '{"prompt": "hi"}\n\n{"prompt": "ho", "split": "dev"}\n',
         "words": '{"prompt": "hi"}\nwords\n',
-        "bare": '{"text": "hi"}\n',
-        "blank": '{"prompt": "hi"}\n{"prompt": " "}\n',
         "list": "[1]\n",
-        "half": '{"prompt": "\\ud800"}\n',
     }
     for name, content in contents.items():
         Path(f"{name}.jsonl").write_text(content)
@@ -882,12 +928,143 @@ def test_errors_are_one_line_before_a_model_is_loaded(call, asked, tmp_path, mon
     assert asked == []
 
 
-def test_a_prompt_beyond_the_context_is_named(run, files, tmp_path):
-    """Before anything is measured."""
-    files[1].write_text(json.dumps({"id": "long", "prompt": "x" * 300}) + "\n")
-    with pytest.raises(InputError, match=r"prompt long of chat: .*context of 256"):
-        run(tmp_path)
-    assert (tmp_path / RECORDS).read_bytes() == b""
+BAD = {
+    "long": "x" * 300,
+    "blank": " ",
+    "number": 7,
+    "half a character": "\ud800",
+    "several": ["a", "b"],
+    "messages": [{"role": "user", "content": "this tokenizer has no chat template"}],
+    "another vocabulary": [1, 999],
+}
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """A file of bad prompts among good ones, one of which is token ids, and a line without any."""
+    rows = [{"id": name, "prompt": prompt} for name, prompt in BAD.items()]
+    rows = [{"prompt": "good"}, *rows, {"text": "none"}, {"prompt": [5, 9, 17]}]
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("max_rows", [1, 4])
+def test_bad_prompts_are_reported_in_their_place_and_the_others_go_on(run, mixed, tmp_path, caplog, max_rows):
+    """They are not tried again, and the table names the first of them."""
+    out, options = tmp_path / "out", {"prompts": [mixed], "count": 0, "temperatures": (0.0, 1.0)}
+    with caplog.at_level(logging.WARNING):
+        found = run(out, max_rows=max_rows, **options)
+    refused = found.summary()["refused"]
+    assert [refusal["id"] for refusal in refused] == [*BAD, str(len(BAD) + 2)]
+    errors = {refusal["id"]: refusal["error"] for refusal in refused}
+    for name, words in {"long": "context of 256", "blank": "is empty", "several": "list of prompts"}.items():
+        assert f"prompt {name} of mixed: " in errors[name]
+        assert words in errors[name]
+        assert f"prompt {name} of mixed is left out" in caplog.text
+    assert found.summary()["records"] == 2 * 2
+    assert [group["prompts"] for group in found.summary()["groups"]] == [2, 2]
+    table = " ".join(found.table().split())
+    assert " ".join(errors["long"].split()) in table
+    assert "refused: 3 more" in table
+    before = (out / RECORDS).read_bytes()
+    assert run(out, max_rows=max_rows, **options) == found
+    assert (out / RECORDS).read_bytes() == before
+
+
+def test_if_no_prompt_can_be_used_the_error_says_why(run, call, tmp_path):
+    """On the command line, too, in one line; the reasons are kept."""
+    with pytest.raises(InputError, match=r"no prompt can be used: prompt 1 of texts: .*context of 256"):
+        run(tmp_path / "out", prompts=["x" * 300, " "])
+    assert (tmp_path / "out" / RECORDS).read_bytes().count(b"\n") == 2
+    options = ["--draft", "near", "--max-new-tokens", NEW, "--methods", "tree", "--out", tmp_path / "other"]
+    code, out, err = call("--prompt", " ", *options)
+    assert (code, out) == (2, "")
+    assert "no prompt can be used: prompt 1 of texts: the prompt is empty" in err
+
+
+# ---- several prompts at a time ----
+
+ROWS = ("autoregressive", "sequence", "tree")
+
+
+def counts(found, *names):
+    """What does not depend on how many prompts are decoded at a time, by prompt."""
+    fields = ("tokens", "target_passes", "same_as_autoregressive")
+    return {
+        (record["set"], record["place"], record["temperature"]): {
+            name: [record["methods"][name][field] for field in fields] for name in names
+        }
+        for record in found.records
+    }
+
+
+def test_a_prompts_counts_do_not_depend_on_its_companions(run):
+    """Chains; ids always, as autoregressive decoding says.  A best-first tree near a text's end may be another."""
+    options = {"methods": ROWS, "count": 0, "temperatures": (0.0, 1.0)}
+    alone, together = run(**options), run(max_rows=3, **options)
+    assert counts(alone, "autoregressive", "sequence") == counts(together, "autoregressive", "sequence")
+    for record in together.records:
+        assert {own["same_as_autoregressive"] for own in record["methods"].values()} == {NEW}
+    assert (alone.settings["max_rows"], together.settings["max_rows"]) == (1, 3)
+    assert "prompts at a time: 3\n" in together.table()
+
+
+def test_rows_share_the_seconds_of_their_block_by_their_tokens(models):
+    """So that their sum is what passed, and each has the tokens per second of all."""
+    decoder = SpeculativeDecoder(models[None], None, [ModelDraft(models["near"])])
+    methods, _ = build_methods(["tree"], decoder, nodes=6, depth=4, max_rows=3)
+    eos = plain(models[None], PROMPTS[0], NEW)[3]
+    rows = methods["tree"](PROMPTS[:3], [0, 1, 2], generation_options(0, NEW) | {"eos_token_id": eos})
+    assert len({row["tokens"] for row in rows}) > 1
+    for stage in ("total", "prefill", "target", "draft", "bookkeeping"):
+        speeds = [row["seconds"][stage] / row["tokens"] for row in rows]
+        assert speeds == pytest.approx([speeds[0]] * 3)
+    assert sum(row["drafts"][0]["seconds"] for row in rows) <= sum(row["seconds"]["draft"] for row in rows) * 1.5
+
+
+def test_methods_of_transformers_take_one_prompt_at_a_time(run):
+    found = run(methods=("autoregressive", "generate", "assisted", "prompt-lookup"), max_rows=2)
+    assert list(found.records[0]["methods"]) == ["autoregressive"]
+    assert list(found.summary()["skipped"]) == ["generate", "assisted", "prompt-lookup"]
+    assert "one prompt at a time" in found.table()
+
+
+def test_no_method_always_begins(run, models, monkeypatch):
+    """Blocks count, not prompts."""
+    order = []
+
+    def noted(names, *given):
+        methods, skipped = build_methods(names, *given)
+        return {
+            name: lambda *args, name=name, method=method: (order.append(name), method(*args))[1]
+            for name, method in methods.items()
+        }, skipped
+
+    monkeypatch.setattr("specinfer.evaluation.compare.runner.build_methods", noted)
+    run(methods=ROWS[:2], prompts=["a", "b", "c", "d"], max_rows=2)
+    assert order == [*ROWS[:2], *ROWS[:2], *ROWS[1::-1]]  # once to warm up, then a block each
+
+
+def test_a_cut_block_is_decoded_again_as_it_was(run, tmp_path):
+    """All of its rows, so that counts are those of a run that never stopped; only what is missing is written."""
+    options = {"methods": ROWS, "count": 0, "max_rows": 3, "temperatures": (0.0, 1.0)}
+    whole = run(tmp_path, **options)
+    path = tmp_path / RECORDS
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:4]))
+    blocks = []
+
+    def progress(left, done):
+        blocks.extend([[job.key for job in block] for block in left])
+        return left
+
+    again = run(tmp_path, progress=progress, **options)
+    assert path.read_bytes().splitlines(keepends=True)[:4] == lines[:4]
+    assert timeless(again.records) == timeless(whole.records)
+    assert list(map(len, blocks)) == [3, 2, 2]
+    with pytest.raises(InputError, match="max_rows was 3, now 1"):
+        run(tmp_path, **options | {"max_rows": 1})
 
 
 def test_a_prompt_may_hold_any_line_end(tmp_path):
@@ -914,6 +1091,6 @@ def test_the_help_names_every_method_and_option(call, monkeypatch, command):
     listed = set(re.findall(r"^\W*(--[a-z][a-z-]*)", re.sub(r"\x1b\[[0-9;]*m", "", out), re.MULTILINE)) - {"--help"}
     promised = (
         "out preset prompts prompt target draft assistant count split max-new-tokens temperature methods nodes depth "
-        "hits dtype device report json"
+        "max-rows hits dtype device report json"
     )
     assert listed == {f"--{name}" for name in promised.split()}

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 import weakref
 from pathlib import Path
 
@@ -52,6 +53,7 @@ from specinfer.errors import (
     NumericalError,
     PairingError,
     SamplingError,
+    SpecinferError,
     TokenizerMismatch,
     UnsupportedModel,
 )
@@ -151,7 +153,7 @@ def test_a_draft_that_is_always_wrong_costs_speed_only(target):
     assert result.stats.tokens_per_target_pass == 1.0
 
 
-@pytest.mark.parametrize("vocab", [VOCAB + 24, VOCAB - 24, 3])
+@pytest.mark.parametrize("vocab", [VOCAB + 24, VOCAB - 24, VOCAB - 128])
 @pytest.mark.parametrize("policy", [BestFirst(9, 3), Expansion((4, 2)), Chain(3)])
 def test_draft_vocabularies_of_other_sizes_are_exact(target, vocab, policy):
     """A draft may know fewer tokens than the target, or have more rows of padding."""
@@ -512,7 +514,7 @@ def test_a_verifier_that_would_bias_the_text_is_refused_before_a_model_runs(poli
 @pytest.mark.parametrize("place", ["target", "draft"])
 def test_models_that_cannot_score_even_chains_are_refused_by_name(target, place):
     """As target and as draft; flash attention before anything runs."""
-    mamba = MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, state_size=4))
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4))
     flash = tiny_llama(0)
     flash.config._attn_implementation = "flash_attention_2"
     for model, message in ((mamba, "MambaForCausalLM.*by one token only"), (flash, "flash_attention_2")):
@@ -522,7 +524,90 @@ def test_models_that_cannot_score_even_chains_are_refused_by_name(target, place)
         assert model is mamba or not passes
 
 
-@pytest.mark.parametrize("draft", ["some-model", "n-gram", Path("some-folder")])
+def test_a_draft_of_another_vocabulary_needs_tokenizers(target):
+    """A few more or fewer are padding; without tokenizers nothing says which of many are the same."""
+    with pytest.raises(TokenizerMismatch, match=r"knows 400 tokens, the target 264.* give tokenizer="):
+        SpeculativeDecoder(target, drafts=[like(target, vocab=400)])
+    decoder = SpeculativeDecoder(target, drafts=[like(target, vocab=VOCAB + 128)])
+    assert any("was not compared" in note for note in decoder.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "meant"),
+    [
+        ({"drafts": ["n-gram"]}, "ngram"),
+        ({"drafts": "sufix"}, "suffix"),
+        ({"drafts": ["ngram", "recyling"]}, "recycling"),
+        ({"tree": "best-first"}, "BestFirst"),
+        ({"tree": "Auto"}, "auto"),
+        ({"tree": "chain"}, "Chain"),
+    ],
+    ids=str,
+)
+def test_misspelt_words_are_understood_and_refused(target, options, meant):
+    with pytest.raises(InputError, match=re.escape(f"did you mean {meant}?")):
+        SpeculativeDecoder(target, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("max_tokens", "did you mean max_new_tokens?"),
+        ("max_new_token", "did you mean max_new_tokens?"),
+        ("stop", "did you mean stop_strings?"),
+        ("n", "did you mean num_return_sequences?"),
+        ("logprob", "did you mean logprobs?"),
+        ("keep_stop_strings", "did you mean keep_stop_string, of generate?"),
+        ("device_map", "give it to SpeculativeDecoder.from_pretrained"),
+        ("drafts", "give it to SpeculativeDecoder"),
+        ("assistant_model", "did you mean drafts, of SpeculativeDecoder?"),
+        ("tokenizer", "leave it out: the decoder has one"),
+        ("prefix_allowed_tokens_fn", "PrefixConstrainedLogitsProcessor"),
+        ("bananas", "options are those of transformers.GenerationConfig"),
+    ],
+)
+def test_unknown_options_are_refused_with_what_was_meant(target, name, advice):
+    for call in (SpeculativeDecoder(target).generate, SpeculativeDecoder(target).open):
+        with pytest.raises(SamplingError, match=f"unknown option {name}: .*{re.escape(advice)}"):
+            call([1], **{name: 5})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 0, "do_sample": True}, "temperature=0 is greedy decoding, and do_sample=True draws"),
+        (
+            {"max_new_tokens": "5"},
+            "max_new_tokens='5' is not possible: it must be a whole number, at least 1, and this",
+        ),
+        ({"max_new_tokens": 300}, "or ask for at most 254 new tokens"),
+    ],
+    ids=str,
+)
+def test_messages_say_what_to_do(target, options, message):
+    with pytest.raises(SpecinferError, match=re.escape(message)):
+        SpeculativeDecoder(target).generate([1, 2], **options)
+
+
+def test_a_prompt_that_fills_the_context_is_to_be_shortened(target):
+    with pytest.raises(InputError, match=r"exceed the target's context of 256: shorten the prompt$"):
+        SpeculativeDecoder(target).generate([1] * 256, max_new_tokens=1)
+
+
+def test_reprs_are_short(target, near, tokenizer):
+    decoder = SpeculativeDecoder(target, tokenizer, [near, "ngram"], BestFirst(4, 2))
+    assert repr(decoder) == (
+        "SpeculativeDecoder(LlamaForCausalLM, drafts=['draft', 'ngram'], "
+        "tree=BestFirst(max_nodes=4, max_depth=2, min_probability=0.0))"
+    )
+    result = decoder.generate("abc " * 50, max_new_tokens=40)
+    for value in (result, result.stats, *result.steps):
+        assert repr(value).startswith(f"{type(value).__name__}(")
+        assert len(repr(value)) < 400
+        assert "\n" not in repr(value)
+
+
+@pytest.mark.parametrize("draft", ["some-model", Path("some-folder")])
 def test_names_of_drafts_need_from_pretrained(target, draft):
     """The constructor loads nothing."""
     with pytest.raises(InputError, match=f"{draft}.*from_pretrained"):
@@ -781,7 +866,7 @@ def test_results_are_json_ready(target, tokenizer, near):
 
     result = SpeculativeDecoder(target, tokenizer, drafts=[near]).generate(list(b"abc"), max_new_tokens=6)
     record = json.loads(json.dumps(result.to_dict()))
-    assert {"text", "token_ids", "finish_reason", "seed", "stats"} == set(record)
+    assert {"text", "token_ids", "logprobs", "finish_reason", "seed", "stats"} == set(record)
     wanted = {"new_tokens", "target_passes", "draft_passes", "tokens_per_target_pass", "seconds"}
     assert wanted <= set(record["stats"])
     assert record["stats"]["seconds"]["total"] > 0

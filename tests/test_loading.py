@@ -279,9 +279,24 @@ def test_a_draft_that_is_not_whole_is_refused(tmp_path):
 # ---- dtype and device ----
 
 
-@pytest.mark.parametrize("word", ["float64", "fp32", "", "Auto"])
+@pytest.mark.parametrize("word", ["float8", "fp32", "", "Auto", "int8"])
 def test_unknown_dtypes_are_refused(word):
     assert repr(word) in refusal("any", dtype=word)
+
+
+@pytest.mark.parametrize(("word", "expected"), [("half", torch.float16), (torch.float64, torch.float64)])
+def test_dtypes_are_torchs_or_their_names(word, expected):
+    assert models.resolve_dtype(word, torch.device("cpu")) == expected
+
+
+@pytest.mark.parametrize("kind", ["xpu", "mps"])
+def test_other_devices_are_taken_where_torch_sees_them(kind, monkeypatch):
+    monkeypatch.setitem(models.DEVICES, kind, lambda: 1)
+    assert models.resolve_device(torch.device(kind)) == models.resolve_device(kind) == torch.device(kind)
+    assert models.resolve_device("auto").type != kind  # nothing was run there yet
+    assert models.resolve_dtype("auto", torch.device(kind)) == torch.float16
+    monkeypatch.setitem(models.DEVICES, kind, lambda: 0)
+    assert f"no device '{kind}': torch sees 0 of them; try cpu" in refusal("any", device=kind)
 
 
 @pytest.mark.parametrize("word", ["gpu", "", "cuda:x", "meta", "cuda:99"])

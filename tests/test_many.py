@@ -55,11 +55,12 @@ def taken(found):
     return [each.result for each in done]
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-@pytest.mark.parametrize("kind", DRAFTS)
-def test_rows_that_join_are_what_they_are_alone(target, kind, temperature):
-    """Ids, and the trees that drafts grew, up to those that the end of the text makes lower."""
-    made, compared = decoder(target, DRAFTS[kind](target), BestFirst(80, 9) if kind == "lookahead" else TREE), 0
+def trees_alike(made, temperature):
+    """Run rows that join; return how many trees were compared with those that a row grows alone, ids always are.
+
+    The end of a text makes its last trees lower, so these are not compared.
+    """
+    compared = 0
     prompts = [{**prompt, "max_new_tokens": 2 * new + 4} for prompt, new in zip(own(), BUDGETS, strict=True)]
     for max_rows in (2, 3):
         found = taken(made.generate_many(prompts, max_rows=max_rows, temperature=temperature))
@@ -68,12 +69,21 @@ def test_rows_that_join_are_what_they_are_alone(target, kind, temperature):
             assert result.token_ids == alone.token_ids
             left = prompt["max_new_tokens"]
             for step, wanted in zip(result.steps, alone.steps, strict=False):
-                if left <= TREE.max_depth + 1 or kind in LEARN_FROM_OTHERS:
+                if left <= TREE.max_depth + 1:
                     break
-                assert step.tree.tokens.tolist() == wanted.tree.tokens.tolist()
+                alike = step.tree.tokens.tolist() == wanted.tree.tokens.tolist()
+                assert alike or made.drafts[0].name in LEARN_FROM_OTHERS
+                compared += alike and len(step.tree) > 1
                 left -= len(step.tokens)
-                compared += len(step.tree) > 1
-    assert compared > 10 or kind in LEARN_FROM_OTHERS
+    return compared
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_rows_that_join_are_what_they_are_alone(target, kind, temperature):
+    """Ids, and the trees that drafts grew."""
+    made = decoder(target, DRAFTS[kind](target), BestFirst(80, 9) if kind == "lookahead" else TREE)
+    assert trees_alike(made, temperature) > 10 or kind in LEARN_FROM_OTHERS
 
 
 @pytest.mark.parametrize("tree", ["auto", None, Chain(3), Expansion((2, 1)), Sampled((2, 2))], ids=str)

@@ -1,6 +1,7 @@
 """The n-gram draft: PPM-C by hand, the index against brute force, rows of a batch, trees, and sampled distributions."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from strategies import PROPERTY
 from test_draft import context
 
-from specinfer import BestFirst, Chain, Expansion, NGramDraft, Sampled
+from specinfer import BestFirst, Chain, Expansion, NGramDraft, Sampled, SpeculativeDecoder, SuffixDraft
 from specinfer.drafts.blending import successors
 from specinfer.drafts.text_index import RECENT, TextIndex
 from specinfer.errors import InputError
@@ -158,3 +159,49 @@ def test_bare_roots(near):
     session = NGramDraft().open(context(PROMPTS))
     assert [len(tree) for tree in session.propose(Chain(3), 0)] == [1] * 4
     assert len(NGramDraft().open(context([[3]])).propose(BestFirst(4, 2), 2)[0]) == 1
+
+
+# ---- chat templates ----
+
+START, END, USER, ASSISTANT, NEWLINE = 0, 1, 2, 3, 4
+
+
+def chat(*messages):
+    """Messages in a chat template, the last header included: (role, tokens of the text)."""
+    ids = [token for role, text in messages for token in (START, role, NEWLINE, *text, END, NEWLINE)]
+    return [*ids, START, ASSISTANT, NEWLINE]
+
+
+def proposed(ids, draft=None):
+    """All that n-grams propose after a text, when 0 and 1 are special tokens."""
+    bound = (draft or NGramDraft()).attach(None, SimpleNamespace(all_special_ids=[START, END]))
+    (tree,) = bound.open(context([ids], draft=0)).propose(BestFirst(12, 3), 3)
+    return [tree.path(node) for node in range(1, len(tree))]
+
+
+@pytest.mark.parametrize("draft", [NGramDraft(), SuffixDraft()], ids=["ngram", "suffix"])
+def test_headers_of_a_chat_template_propose_nothing(draft):
+    """The new line before an answer is no sign of what followed other headers, nor are new lines in the answer."""
+    asked = chat((USER, [10, 11, 12]))
+    assert proposed(asked, draft) == []
+    assert proposed([*asked, 13, NEWLINE], draft) == []
+    untold = draft.open(context([asked], draft=0)).propose(BestFirst(12, 3), 3)
+    assert len(untold[0]) > 1  # the same text without knowledge of special tokens
+
+
+@pytest.mark.parametrize("draft", [NGramDraft(), SuffixDraft()], ids=["ngram", "suffix"])
+def test_messages_and_earlier_answers_are_still_proposed(draft):
+    """What stands in a message follows its first word again, and an answer may begin as the one before."""
+    assert [11, 12] in proposed([*chat((USER, [10, 11, 12])), 10], draft)
+    again = proposed(chat((USER, [10, 11]), (ASSISTANT, [20, 21, 22]), (USER, [12])), draft)
+    assert [20, 21, 22] in again
+    assert [12] not in again
+
+
+def test_the_decoder_tells_drafts_of_special_tokens(target, tokenizer):
+    """The caller's drafts are left alone."""
+    mine = NGramDraft()
+    decoder = SpeculativeDecoder(target, tokenizer, [mine, "suffix"])
+    assert tokenizer.all_special_ids
+    assert all(draft.special >= {*tokenizer.all_special_ids} for draft in decoder.drafts)
+    assert mine.special == frozenset()

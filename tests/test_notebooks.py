@@ -3,6 +3,8 @@
 import json
 import re
 import runpy
+from base64 import b64decode
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -63,10 +65,35 @@ def test_outputs_are_fit_to_be_read(source):
 
 
 @each_notebook
+def test_tables_are_not_wrapped(source):
+    """A notebook's page takes 100 columns; prose may be wrapped, columns of figures may not."""
+    lines = [line for output in outputs(source) for line in "".join(output.get("text", "")).split("\n")]
+    assert [line for line in lines if len(line) > 100 and len(re.findall(r"\S {2,}(?=\S)", line)) > 2] == []
+
+
+@each_notebook
+def test_pictures_can_be_seen_on_dark_pages(source):
+    """They bring their own background."""
+    image = pytest.importorskip("matplotlib.image")
+    for output in outputs(source):
+        if picture := output.get("data", {}).get("image/png"):
+            pixels = image.imread(BytesIO(b64decode(picture)))
+            assert pixels.shape[2] == 3 or pixels[..., 3].min() == 1
+
+
+@each_notebook
+def test_it_installs_what_it_needs(source):
+    """In the first cell below the title, and only where it is missing."""
+    first = next(cell for cell in notebook(source)["cells"] if cell["cell_type"] == "code")
+    assert re.search(r"^except ImportError:.*\n    %pip install", "".join(first["source"]), re.MULTILINE)
+    assert first["outputs"] == []
+
+
+@each_notebook
 def test_a_reader_without_scripts_sees_pictures(source):
     """Pictures are images; what needs a script comes with text that needs none."""
     data = [output["data"] for output in outputs(source) if "data" in output]
     assert sum("image/png" in own for own in data) >= 2
     for own in data:
         if "text/html" in own:
-            assert re.search(r"<pre>\s*\S", "".join(own["text/html"]))
+            assert re.search(r"<pre[^>]*>\s*\S", "".join(own["text/html"]))

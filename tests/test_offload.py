@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import PROMPTS, byte_tokenizer, like, plain, tiny_llama
 from test_heads import draft_for
+from test_recurrent import build as hybrid
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
@@ -91,6 +92,43 @@ def test_the_prompt_takes_no_pass_of_its_own(pair, monkeypatch):
         assert passes.count(decoder.target) == result.stats.target_passes + more
         assert result.steps[0].tree.num_drafted > 0
         assert result.stats.seconds.prefill > 0
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_prompts_are_read_beside_the_trees_of_running_rows(pair, temperature, monkeypatch):
+    """Rows that join take no pass of their own; a row near its end has room for them, and texts stay what they are."""
+    counted = {"_run": [], "score": []}
+    for name, sessions in counted.items():
+        method = getattr(TreeSession, name)
+
+        def count(session, given, method=method, sessions=sessions):
+            sessions.append(session.model)
+            return method(session, given)
+
+        monkeypatch.setattr(TreeSession, name, count)
+    in_memory, offloaded = pair
+    prompts = [[5, 6], [9] * 40, [7, 8, 1], [3], [2] * 200, [4, 4]]
+    asked = [{"prompt": prompt, "max_new_tokens": 4 + number, "seed": number} for number, prompt in enumerate(prompts)]
+    wanted = [SpeculativeDecoder(in_memory, None, [], None).generate(**one, temperature=temperature) for one in asked]
+    decoder = SpeculativeDecoder(offloaded, None, [like(in_memory)], BestFirst(6, 3))
+    decoder.generate(prompts[0], max_new_tokens=2)  # the model was checked
+    for sessions in counted.values():
+        sessions.clear()
+    found = {done.number: done.result for done in decoder.generate_many(asked, max_rows=2, temperature=temperature)}
+    assert [found[number].token_ids for number in range(len(asked))] == [result.token_ids for result in wanted]
+    passes, steps = (sessions.count(decoder.target) for sessions in counted.values())
+    assert passes == steps
+
+
+def test_chains_of_an_offloaded_hybrid(tmp_path):
+    """Its rows are read one by one, and cannot begin with padding."""
+    model = hybrid("lfm2")
+    model.save_pretrained(tmp_path)
+    offloaded = dispatched(tmp_path, {"": "disk"}, torch.float32)
+    decoders = [SpeculativeDecoder(target, None, ["ngram"], Chain(3), compile=False) for target in (model, offloaded)]
+    rows = [[5, 9, 3, 5, 9, 3, 5, 9], [7, 2, 40], [11]]
+    here, there = ([r.token_ids for r in d.generate(rows, max_new_tokens=12, temperature=0)] for d in decoders)
+    assert there == here
 
 
 DRAFTS = {

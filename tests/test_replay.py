@@ -1,8 +1,11 @@
 """Traces: a replay takes the very steps of a real run, and expectations are those of an enumeration."""
 
 import json
+import subprocess
+import sys
 from dataclasses import fields, replace
 from functools import cache
+from time import monotonic, sleep
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,6 +35,7 @@ from specinfer import (
     replay,
 )
 from specinfer.common.files import locked
+from specinfer.common.records import RECORDS
 from specinfer.errors import InputError, PairingError
 from specinfer.evaluation.certification import EnumeratedTarget, Pair, RandomModels, _emitted, _target, _trees, outcomes
 from specinfer.evaluation.traces import Costs, TraceText, calibration, cost_model, hits, measured, oracle
@@ -40,7 +44,7 @@ from specinfer.evaluation.traces.costs import expected_tokens
 from specinfer.evaluation.traces.paper import RULES, WIDTHS, expansion
 from specinfer.evaluation.traces.probes import Trees
 from specinfer.evaluation.traces.replaying import _sampled, _tree, _visits
-from specinfer.evaluation.traces.trace import FORMAT, SETTINGS, Drafted, Sizes, begin
+from specinfer.evaluation.traces.trace import FORMAT, SETTINGS, Drafted, Sizes, TraceFolder
 from specinfer.loading import Loaded
 
 PROMPTS = ALL_PROMPTS[:3]
@@ -312,8 +316,104 @@ def test_a_recording_goes_on_where_it_stopped(tmp_path):
     assert len(Trace.load(tmp_path / "trace").texts) == len(PROMPTS)
     with pytest.raises(InputError, match=r"begun with other settings .*depth was 2, now 1"):
         record(decoder(), PROMPTS, **{**sizes, "depth": 1})
+    other = SpeculativeDecoder(tiny_llama(3), byte_tokenizer(), drafts_of("model"), ANY)
+    with pytest.raises(InputError, match=r'other settings .*target\.weights was "\w{32}", now "\w{32}"'):
+        record(other, PROMPTS, **sizes)
     with pytest.raises(InputError, match="another prompt"):
         record(decoder(), [*PROMPTS[::-1]], **sizes)
+
+
+def test_a_folder_says_what_made_it_and_has_a_line_for_each_prompt(tmp_path):
+    record(decoder(), PROMPTS, max_new_tokens=6, nodes=0, depth=2, out=tmp_path, seed=4)
+    settings = json.loads((tmp_path / SETTINGS).read_text())
+    assert settings.keys() >= {
+        "target",
+        "drafts",
+        "dtype",
+        "depth",
+        "temperature",
+        "device",
+        "cpu",
+        "torch",
+        "specinfer",
+    }
+    lines = [json.loads(line) for line in (tmp_path / RECORDS).read_text().splitlines()]
+    assert [line["number"] for line in lines] == [0, 1, 2]
+    assert [line["prompt_tokens"] for line in lines] == list(map(len, PROMPTS))
+    assert [(line["seed"], line["new_tokens"]) for line in lines] == [(4, 6), (5, 6), (6, 6)]
+
+
+def test_prompts_that_cannot_be_used_are_reported_in_their_place(tmp_path, caplog):
+    """The others' seeds are their own, nobody is asked twice, and the trace says it when it is read again."""
+    bad = {1: "x" * 300, 2: " ", 4: 7, 5: "\ud800", 6: ["a", "b"], 7: [1, 999]}
+    prompts = [bad.get(number, [5, 9, number]) for number in range(9)]
+    sizes = {"max_new_tokens": 6, "nodes": 3, "depth": 2, "batch": 2, "temperature": 0.8}
+    made = record(decoder(), prompts, out=tmp_path, **sizes)
+    assert list(made.refused) == list(bad)
+    assert "context of 256" in made.refused[1]
+    assert "is empty" in made.refused[2]
+    assert "prompt 1 is left out" in caplog.text
+    assert "3 texts, 18 tokens, 6 prompts refused" in repr(made)
+    alone = record(decoder(), [[5, 9, 8]], seed=8, **sizes)
+    assert same(made.texts[2], alone.texts[0])
+    before = (tmp_path / RECORDS).read_bytes()
+    again = record(decoder(), prompts, out=tmp_path, **sizes)
+    assert (tmp_path / RECORDS).read_bytes() == before
+    for found in (again, Trace.load(tmp_path), record(decoder(), prompts, **sizes)):
+        assert found.refused == made.refused
+        assert all(map(same, found.texts, made.texts))
+    made.save(tmp_path / "copy")
+    assert Trace.load(tmp_path / "copy").refused == made.refused
+    assert [path.name for path in sorted((tmp_path / "copy").glob("*.safetensors"))] == [
+        f"0000{number}.safetensors" for number in (0, 3, 8)
+    ]
+    with pytest.raises(InputError, match="is empty"):
+        record(decoder(), ["x" * 300, " "], **sizes)
+
+
+def test_few_texts_of_a_folder_stay_in_memory(tmp_path, monkeypatch):
+    """A long trace is read as it is replayed."""
+    monkeypatch.setattr("specinfer.evaluation.traces.trace.KEPT", 2)
+    trace = trace_of()
+    trace.save(tmp_path)
+    found = Trace.load(tmp_path)
+    assert replay(found, Chain(3)).to_dict() == replay(trace, Chain(3)).to_dict()
+    assert len(found.texts.kept) == 2
+    assert same(found.texts[-1], trace.texts[-1])
+    with pytest.raises(IndexError):
+        found.texts[len(PROMPTS)]
+
+
+def test_a_killed_recording_loses_nothing(tmp_path):
+    """Kill -9 in the middle; the same command goes on, and files are those of a run that never stopped."""
+    for name, model in (("target", tiny_llama(0)), ("near", like(tiny_llama(0)))):
+        model.float().save_pretrained(tmp_path / name)
+        byte_tokenizer().save_pretrained(tmp_path / name)
+    rows = [json.dumps({"prompt": f"{i}, {i + 1}, {i}, "}) + "\n" for i in range(12)]
+    (tmp_path / "many.jsonl").write_text("".join(rows))
+    prompts = [json.loads(row)["prompt"] for row in rows]
+    command = [sys.executable, "-P", "-m", "specinfer", "record", "--prompts", tmp_path / "many.jsonl", "--count", 0]
+    command += ["--target", tmp_path / "target", "--draft", tmp_path / "near", "--out", tmp_path / "out"]
+    command += ["--max-new-tokens", 8, "--nodes", 4, "--depth", 3, "--batch", 2, "--dtype", "float32"]
+    out, started = tmp_path / "out", monotonic()
+    with subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        while not ((out / RECORDS).exists() and (out / RECORDS).read_bytes().count(b"\n") >= 3):
+            assert process.poll() is None, process.stderr.read()
+            assert monotonic() - started < 120
+            sleep(0.001)
+        process.kill()
+    survived = (out / RECORDS).read_bytes()
+    assert 3 <= survived.count(b"\n") < 12
+    times = {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
+    own = SpeculativeDecoder.from_pretrained(str(tmp_path / "target"), [str(tmp_path / "near")], dtype="float32")
+    sizes = {"max_new_tokens": 8, "nodes": 4, "depth": 3, "batch": 2}
+    found, whole = record(own, prompts, out=out, **sizes), record(own, prompts, **sizes)
+    assert (out / RECORDS).read_bytes().startswith(survived[: survived.rindex(b"\n") + 1])
+    assert len(found.texts) == 12
+    for line in survived.splitlines()[: survived.count(b"\n")]:
+        name = f"{json.loads(line)['number']:05d}.safetensors"
+        assert (out / name).stat().st_mtime_ns == times[name]  # it was not made twice
+    assert all(map(same, found.texts, whole.texts))
 
 
 def test_other_models_versions_and_files_are_refused(tmp_path):
@@ -437,14 +537,17 @@ def test_costs_are_read_from_a_comparison():
     autoregressive = {"tokens": 20, "target_passes": 20, "draft_passes": 0}
     autoregressive["seconds"] = {"total": 3.5, "prefill": 0.5, "target": 2.8, "draft": 0.0}
     records = [{"temperature": 0.0, "methods": {"sequence": sequence, "autoregressive": autoregressive}}] * 2
-    costs = measured(SimpleNamespace(records=records, settings={"depth": 4}), "head")
+    settings = {"depth": 4, "max_rows": 1}
+    costs = measured(SimpleNamespace(records=records, settings=settings), "head")
     assert costs == pytest.approx((0.01, 0.14, 0.15, 4, 1.5))
     with pytest.raises(InputError, match="temperature 1"):
         measured(SimpleNamespace(records=records, settings={}), "head", 1.0)
     with pytest.raises(InputError, match="timed passes of head, not of ngram"):
-        measured(SimpleNamespace(records=records, settings={"depth": 4}), "ngram")
+        measured(SimpleNamespace(records=records, settings=settings), "ngram")
     with pytest.raises(InputError, match=r"4\.0 passes a step for 3 levels"):
-        measured(SimpleNamespace(records=records, settings={"depth": 3}), "head")
+        measured(SimpleNamespace(records=records, settings=settings | {"depth": 3}), "head")
+    with pytest.raises(InputError, match="8 prompts at a time"):
+        measured(SimpleNamespace(records=records, settings=settings | {"max_rows": 8}), "head")
 
 
 # ---- the paper's tables, and the command line ----
@@ -713,11 +816,12 @@ def test_ids_beyond_the_vocabulary_are_refused_where_the_target_is_known(tmp_pat
 def test_settings_under_which_nothing_was_recorded_are_replaced(tmp_path):
     """Unless they may be somebody else's."""
     trace = trace_of()
-    begin(tmp_path, {**trace.settings, "depth": 99})
-    begin(tmp_path, trace.settings)
+    records = TraceFolder(tmp_path).records
+    records.begin({**trace.settings, "depth": 99})
+    records.begin(trace.settings)
     trace.save(tmp_path)
-    with pytest.raises(InputError, match="begun with other settings"):
-        begin(tmp_path, {**trace.settings, "depth": 99})
+    with pytest.raises(InputError, match=f"begun with other settings .*depth was {DEPTH}, now 99"):
+        records.begin({**trace.settings, "depth": 99})
 
 
 @pytest.mark.parametrize(
@@ -727,11 +831,13 @@ def test_settings_under_which_nothing_was_recorded_are_replaced(tmp_path):
         (["record", "--out", "x"], "nothing to record"),
         (["paper-tables", "--prompts", "nowhere.jsonl"], "cannot read"),
         (["record", "--prompts", "nowhere.jsonl", "--out", "x", "--count", "-1"], "--count"),
+        (["record", "--prompts", "words.jsonl", "--out", "x"], "words.jsonl, line 2 is not JSON"),
     ],
 )
 def test_bad_input_is_one_line(run, arguments, message, tmp_path, monkeypatch):
     """And exit code 2."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "words.jsonl").write_text('{"prompt": "a"}\nwords\n')
     code, _, err = run(*arguments)
     assert (code, err.count("\n")) == (2, 1)
     assert message in err

@@ -1,12 +1,16 @@
 """The log-likelihood of continuations: against plain passes and transformers' own figures."""
 
+import random
+from contextlib import contextmanager
+
 import pytest
 import torch
 from conftest import PROMPTS, byte_tokenizer, counted, like, tiny_llama
 from torch.nn.functional import log_softmax
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import specinfer.engine.scoring
-from specinfer import Score, SpeculativeDecoder
+from specinfer import Score, SpeculativeDecoder, check_model
 from specinfer.errors import InputError, NumericalError, UnsupportedModel
 
 CONTINUATIONS = [[7, 7, 8], [1], [200, 3, 5, 9, 100, 4, 4], [0, 263]]
@@ -85,6 +89,74 @@ def test_a_long_continuation_takes_few_passes_and_drafts_none(target, near):
     with counted(target, near) as passes:
         decoder.score([list(range(40)), [5]], [[7] * 150, [8] * 10])
     assert passes == [target] * 3  # the prompts, then 128 and 22 tokens a row
+
+
+@contextmanager
+def fed(model):
+    """The rows and the tokens of every pass, and for how many of these a row gets logits."""
+    passes = []
+
+    def note(module, _, given, output):
+        ids = given["input_ids"]
+        passes.append((*ids.shape, output.logits.shape[1]))
+
+    hook = model.register_forward_hook(note, with_kwargs=True)
+    check_model(model)
+    passes.clear()
+    try:
+        yield passes
+    finally:
+        hook.remove()
+
+
+def test_the_choices_of_a_question_are_read_once_and_scored_in_one_pass(target):
+    """Four choices of three questions: the questions' tokens without the last, then a tree of each."""
+    decoder = SpeculativeDecoder(target, None, (), None)
+    contexts = [[*range(9)], [7] * 5, [8, 9, 7, 1]]
+    choices = [[4, 5, 6], [4, 5, 7, 8], [4], [9, 9]]
+    pairs = [(context, choice) for choice in choices for context in contexts]
+    with fed(target) as passes:
+        found = decoder.score(*map(list, zip(*pairs, strict=True)))
+    assert passes == [(3, 8, 1), (3, 1 + 4, 5)]  # below the root: 4, 5, 7, and 9
+    for score, (context, choice) in zip(found, pairs, strict=True):
+        assert score.log_probabilities == pytest.approx(by_hand(target, context, choice)[0], abs=1e-9)
+
+
+def test_what_questions_have_in_common_is_read_once(target):
+    """Few-shot examples, say."""
+    decoder = SpeculativeDecoder(target, None, (), None)
+    examples = [*range(40)]
+    with fed(target) as passes:
+        decoder.score([[*examples, 50, 51], [*examples, 60, 61]], [[1], [2]])
+    assert passes == [(1, 40, 1), (2, 1, 1), (2, 1, 1)]
+
+
+@pytest.mark.parametrize(("scored", "max_rows"), [(256, 16), (12, 3), (1, 1)])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_any_mixture_of_prompts_and_continuations(decoder, target, monkeypatch, scored, max_rows, seed):
+    """Few prompts and many continuations, some of them twice or the beginning of another; in the given order."""
+    monkeypatch.setattr(specinfer.engine.scoring, "SCORED", scored)
+    chance = random.Random(seed)
+    prompts = [[chance.randrange(9) for _ in range(chance.randint(1, 20))] for _ in range(5)]
+    pairs = [(chance.choice(prompts), [chance.randrange(3) for _ in range(chance.randint(1, 6))]) for _ in range(30)]
+    with fed(target) as passes:
+        found = decoder.score(*map(list, zip(*pairs, strict=True)), max_rows=max_rows)
+    assert max(rows for rows, *_ in passes) <= max_rows
+    assert max(rows * logits for rows, _, logits in passes) <= max(scored, max_rows)
+    for score, (prompt, continuation) in zip(found, pairs, strict=True):
+        wanted, greedy = by_hand(target, prompt, continuation)
+        assert score.token_ids == continuation
+        assert score.log_probabilities == pytest.approx(wanted, abs=1e-9)
+        assert score.greedy == greedy
+
+
+def test_a_model_that_scores_chains_only_reads_each_continuation_alone():
+    sizes = {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 256, "vocab_size": 264, "eos_token_id": None}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mpt", **sizes, attn_config={"alibi": True}))
+    model = model.double().eval()
+    found = SpeculativeDecoder(model, None, (), None).score([PROMPTS[0]] * 2, [[4, 5, 6], [4, 7]])
+    for score, continuation in zip(found, ([4, 5, 6], [4, 7]), strict=True):
+        assert score.log_probabilities == pytest.approx(by_hand(model, PROMPTS[0], continuation)[0], abs=1e-5)
 
 
 def test_models_are_left_as_they_were():

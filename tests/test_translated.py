@@ -311,7 +311,8 @@ def test_transformers_universal_assistance_takes_the_same_pair():
     assert not skipped
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     prompt = byte_tokenizer().encode("the cat")
-    assert methods["assisted"](prompt, 0, options)["ids"] == plain(english(), prompt, 5)
+    (found,) = methods["assisted"]([prompt], [0], options)
+    assert found["ids"] == plain(english(), prompt, 5)
 
 
 def test_custom_generate_takes_both_tokenizers():

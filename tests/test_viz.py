@@ -3,6 +3,8 @@
 import json
 import re
 import xml.etree.ElementTree as ET
+from base64 import b64decode
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -11,11 +13,13 @@ from hypothesis import given
 from strategies import PROPERTY, token_trees
 
 from specinfer import BestFirst, Sampled, SpeculativeDecoder, TokenTree, inspect
-from specinfer.results import Result, State
-from specinfer.tree.drawing import visible
-from specinfer.viz import fragment, page, picture
+from specinfer.errors import InputError
+from specinfer.results import Contribution, Result, Seconds, State, Stats, Step
+from specinfer.tree import Draw, Kind
+from specinfer.viz import SideBySide, fragment, page, picture
 from specinfer.viz.description import describe
 from specinfer.viz.html import in_script, to_json
+from specinfer.viz.style import DARK, STYLES
 from specinfer.viz.token_text import token_text
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -133,8 +137,6 @@ def test_the_rule_is_told_by_the_nodes(target, near, options, rule):
 
 def test_states_of_a_step():
     """Accepted, rejected, not reached; in a sampled tree what comes after an accepted draw was not tried."""
-    from specinfer.results import Step
-    from specinfer.tree import Draw, Kind
 
     def step(kind, path):
         nodes = [5, 6, 7], [0, 0, 1], [-0.1, -0.2, -0.3], [[Draw(0, 0)], [Draw(0, 1)], [Draw(0, 0)]]
@@ -180,14 +182,21 @@ class Page(HTMLParser):
             self.text += data
 
 
+def still_picture(source):
+    """The picture that an image holds."""
+    return b64decode(source.removeprefix("data:image/svg+xml;base64,"), validate=True).decode()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_no_text_of_a_model_becomes_markup(things, name):
     """The page has its own tags and no others, and the data inside its one script is the model's."""
     data = described(things[name])
-    read = Page(page(things[name]))
-    own = ["html", "head", "meta", "meta", "meta", "link", "title", "style", "body", "div", "pre", "script"]
+    thing = things[name]
+    read = Page(page(thing))
+    own = ["html", "head", "meta", "meta", "meta", "link", "title", "style", "body", "div", "img", "pre", "script"]
     assert read.tags == own
-    assert not [name for name, _ in read.attributes if name.startswith("on") or name == "src"]
+    assert not [name for name, _ in read.attributes if name.startswith("on")]
+    assert [still_picture(value) for name, value in read.attributes if name == "src"] == [picture(thing)]
     assert [value for name, value in read.attributes if name == "href"] == ["data:,"]
     call = read.scripts[0][read.scripts[0].rindex("\nfillAll(") :]
     assert not set("<>&\u2028\u2029") & set(call)
@@ -215,15 +224,17 @@ def test_templates_hold_no_markup_from_strings():
     """The script makes elements and text nodes; it never parses a string as markup or code."""
     from importlib.resources import files
 
-    source = files("specinfer.viz").joinpath("page.js").read_text(encoding="utf-8")
+    scripts = [file for file in files("specinfer.viz").joinpath("page").iterdir() if file.name.endswith(".js")]
+    assert scripts
+    source = "".join(script.read_text(encoding="utf-8") for script in scripts)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|</", source)
 
 
 def test_a_page_of_128_tokens_is_small(target, near):
-    """Under 300 kB, inspected, with full trees."""
+    """Under 350 kB, inspected, with full trees."""
     decoder = SpeculativeDecoder(target, HostileTokenizer(), drafts=[near], tree=BestFirst(16, 8))
     result = decoder.generate(PROMPTS[0], max_new_tokens=128)
-    assert len(inspect(decoder, result).to_html().encode()) < 300_000
+    assert len(inspect(decoder, result).to_html().encode()) < 350_000
     assert len(result.to_html().encode()) < 200_000
 
 
@@ -241,14 +252,14 @@ def test_a_tokenizer_can_be_given_to_what_has_none(things, tokenizer):
     tree = TokenTree.from_dict(things["TokenTree"].to_dict())
     assert described(tree)["texts"] == {str(token): str(token) for token in tree.tokens.tolist()}
     texts = json.loads(tree.to_json(tokenizer=HostileTokenizer()))["texts"]
-    assert set(texts.values()) <= set(map(visible, HostileTokenizer.TEXTS))
+    assert set(texts.values()) <= set(HostileTokenizer.TEXTS)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_notebooks_show_a_fragment(things, name):
-    """One element and one script, with text for where scripts do not run; equal things have equal fragments."""
+    """One element and one script, with picture and text for where scripts do not run; equal things, equal fragments."""
     shown = things[name]._repr_html_()
-    assert Page(shown).tags == ["div", "pre", "script"]
+    assert Page(shown).tags == ["div", "img", "pre", "script"]
     assert shown == things[name]._repr_html_() == fragment(things[name])
     if name == "Result":
         assert things[name].text.replace("\x00", "") in Page(shown).text.replace("\x00", "")
@@ -311,3 +322,134 @@ def test_the_picture_of_a_result_is_its_best_step(target, near, tokenizer):
     assert words.count("✓") == len(best.path) > 0
     assert words.count("✗") == best.states.count(State.REJECTED)
     assert words.count("+") == 1
+
+
+# ---- characters over several tokens ----
+
+
+def chain(root, tokens):
+    """A tree that is one path."""
+    count = len(tokens)
+    draws = [[Draw(0, 0)] for _ in tokens]
+    return TokenTree.from_nodes(root, tokens, list(range(count)), [-0.1 * (i + 1) for i in range(count)], draws)
+
+
+def spelled(tokenizer, text, *, prompt="."):
+    """A result that emitted a text of bytes, in steps of two accepted tokens and the target's own."""
+    ids, before = (tokenizer(said)["input_ids"] for said in (text, prompt))
+    steps = []
+    for start in range(0, len(ids), 3):
+        emitted, root = ids[start : start + 3], [*before, *ids][len(before) + start - 1]
+        tree = chain(root, emitted[:-1])
+        steps.append(Step(tree, tuple(range(1, len(tree))), tuple(emitted), ((),) * len(emitted)))
+    stats = Stats(len(ids), len(steps), 0, (), Seconds(1.0), drafts=(Contribution("a", 0, 0, 0, 0.0),))
+    return Result(text, ids, before, "length", None, stats, steps, {"target": "tiny"}, tokenizer)
+
+
+@pytest.mark.parametrize("text", ["🙂 €", "é漢字", "🙂🙃😉"])
+def test_bytes_join_into_characters_over_steps(tokenizer, text):
+    """What the nodes of the accepted paths show is the text, and nothing of a character is shown twice."""
+    data = described(spelled(tokenizer, text))
+    shown = ""
+    for step in data["steps"]:
+        for node in [*step["path"], len(step["tokens"])]:
+            token = (*step["tokens"], step["bonus"])[node]
+            shown += step.get("split", {}).get(str(node), [data["texts"][str(token)]])[0]
+    assert shown == text
+    assert json.loads(to_json(data)) == data
+
+
+def words_of(svg):
+    """The texts of a picture."""
+    return [text.text for text in ET.fromstring(svg).iter(f"{SVG}text")]
+
+
+def test_a_character_that_never_ends_is_shown_as_bytes(tokenizer):
+    """Neither lost nor joined with what follows."""
+    first, _, last = tokenizer("€")["input_ids"]
+    (letter,) = tokenizer("x")["input_ids"]
+    step = Step(chain(first, [letter, last]), (1, 2), (letter, last, letter), ((),) * 3)
+    words = words_of(picture(step, tokenizer=tokenizer))
+    assert [word for word in words if word in ("\\xe2", "x", "\\xac")] == ["\\xe2", "x", "\\xac", "x"]
+
+
+def test_branches_join_with_their_own_path(tokenizer):
+    """Two characters that begin alike: each branch ends in its own, in the still picture, too."""
+    smile, cry = (tokenizer(text)["input_ids"] for text in ("🙂", "😢"))
+    assert smile[:2] == cry[:2]
+    tokens, parents, draws = [smile[1], *smile[2:], *cry[2:]], [0, 1, 2, 1, 4], [[Draw(0, i)] for i in (0, 0, 0, 1, 0)]
+    tree = TokenTree.from_nodes(smile[0], tokens, parents, [-0.1, -0.2, -0.3, -0.4, -0.5], draws)
+    step = Step(tree, (), (65,), ((),))
+    assert {"🙂", "😢"} <= set(words_of(picture(step, tokenizer=tokenizer)))
+
+
+# ---- what made a result ----
+
+
+def test_a_result_says_what_made_it_and_keeps_it(things, hostile, tmp_path):
+    """Models, tree, rule, options, arithmetic and versions, in the page's data and in a saved result."""
+    result = things["Result"]
+    made = result.made_by
+    assert made["drafts"] == [draft.name for draft in hostile.drafts]
+    assert (made["tree"], made["verifier"]) == (str(hostile.policy), str(hostile.verifier))
+    assert made["sampling"] == {"temperature": 1.0, "top_k": 50}
+    assert (made["dtype"], made["device"]) == ("float64", "cpu")
+    assert set(made["versions"]) == {"specinfer", "torch", "transformers"}
+    result.save(tmp_path / "result.json")
+    loaded = Result.load(tmp_path / "result.json")
+    assert loaded.made_by == made == described(loaded)["made_by"]
+    assert hostile.generate(PROMPTS[0], max_new_tokens=2).made_by["sampling"] == {}
+
+
+def test_a_result_without_steps_shows_its_text(tokenizer):
+    """In a notebook; there is no page or picture of it."""
+    empty = replace(spelled(tokenizer, "<b>"), steps=[])
+    assert empty._repr_html_() == "<pre>&lt;b&gt;</pre>"
+    for draw in (empty.to_html, empty.to_svg, SideBySide(empty, empty).to_html):
+        with pytest.raises(InputError, match="no step was decoded"):
+            draw()
+
+
+# ---- two results ----
+
+
+def test_two_results_side_by_side_are_two_results(tokenizer):
+    """Each side's data is the result's own; where the texts part, a note says so."""
+    first, second = spelled(tokenizer, "one text"), spelled(tokenizer, "one test")
+    data = json.loads(SideBySide(first, second, ("a", "b")).to_json())
+    assert data["names"] == ["a", "b"]
+    assert data["sides"] == [json.loads(side.to_json()) for side in (first, second)]
+    assert data["notes"] == ["The texts part after 6 tokens."]
+    assert json.loads(SideBySide(first, first).to_json())["notes"] == []
+
+
+def test_other_things_and_other_prompts_are_refused(tokenizer, things):
+    """Before anything is drawn."""
+    result = spelled(tokenizer, "one")
+    with pytest.raises(InputError, match="TokenTree and Result are not two results"):
+        SideBySide(things["TokenTree"], result)
+    with pytest.raises(InputError, match="different prompts"):
+        SideBySide(result, spelled(tokenizer, "one", prompt="other"))
+
+
+def test_the_picture_of_two_results_has_a_lane_each(tokenizer):
+    """A part for each token and each of its drafts; hostile names stay text."""
+    result = spelled(tokenizer, "one text")
+    pair = SideBySide(result, result, ("<b>", "&"))
+    boxes = list(ET.fromstring(pair.to_svg()).iter(f"{SVG}rect"))
+    assert len(boxes) == 1 + 2 * len(result.token_ids)
+    assert any(word.startswith("<b>: ") for word in words_of(pair.to_svg()))
+    assert [name for name, _ in Page(pair.to_html()).attributes if name.startswith("on")] == []
+
+
+# ---- one language ----
+
+
+def test_the_page_takes_its_looks_from_the_styles(things):
+    """Every state has a rule on the page, and every picture the same colours."""
+    text = page(things["Step"])
+    for state, look in STYLES.items():
+        rule = re.search(rf"\.chip\.{state}\{{(.*?)\}}", text)[1]
+        assert f"border:{look.width}px {'dashed' if look.dashes else 'solid'} var(--{look.line or 'by'})" in rule
+        assert f"background:var(--{look.fill})" in rule
+    assert all(colour in text and colour in picture(things["Step"]) for colour in DARK.values())

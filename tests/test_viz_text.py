@@ -60,6 +60,17 @@ def test_a_lone_tree_of_one_draft_needs_no_legend() -> None:
     assert str(TokenTree.root_only(9)) == "9"
 
 
+def test_deep_trees_stay_narrow() -> None:
+    """Where lines would be wrapped, a level takes a column less."""
+    path = tuple(range(100, 124))
+    deep = TokenTree.from_paths(9, {path[: n + 1]: -0.1 * n for n in range(len(path))}, 0)
+    lines = str(deep).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[1].startswith("└─100")
+    assert lines[24].startswith(" " * 46 + "└─123")
+    assert str(deep.pruned(8)).splitlines()[8].startswith(" " * 21 + "└─ 107")
+
+
 def test_colours_only_where_a_terminal_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its codes the coloured text is the other one."""
     monkeypatch.delenv("NO_COLOR", raising=False)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from math import exp, inf, log, nextafter
 from operator import itemgetter, mul
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -188,7 +188,7 @@ class BestFirst:
     max_nodes: int
     max_depth: int
     min_probability: float = 0.0
-    kind: ClassVar[Kind] = Kind.RANKED
+    kind = Kind.RANKED  # of the class: no field
 
     def __post_init__(self) -> None:
         _check_size("max_nodes", self.max_nodes, 0)
@@ -420,8 +420,8 @@ class Expansion:
     expansion: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.expansion, Sequence):
-            raise PolicyError(f"an expansion must be a list of whole numbers, one a level, got {self.expansion!r}")
+        if not isinstance(self.expansion, Sequence) or isinstance(self.expansion, str | bytes):
+            raise PolicyError(f"an expansion must be a list of whole numbers, one a level, got {self.expansion!r:.60}")
         object.__setattr__(self, "expansion", tuple(self.expansion))
         for depth, width in enumerate(self.expansion):
             _check_size(f"expansion[{depth}]", width, 1)

@@ -20,9 +20,8 @@ from copy import copy, deepcopy
 from itertools import accumulate, zip_longest
 from math import exp, inf
 from os import PathLike
-from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -120,7 +119,7 @@ class Auto:
         InputError: a profile that cannot be read, or is damaged.
     """
 
-    kind: ClassVar[Kind] = Kind.RANKED
+    kind = Kind.RANKED  # of the class: no field
 
     def __init__(
         self,
@@ -190,7 +189,7 @@ class Auto:
         Raises:
             InputError: as `to_json`; or the file cannot be written.
         """
-        write_json(Path(path), self.to_json())
+        write_json(path, self.to_json())
 
     # ---- what is chosen ----
 

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 from specinfer.common.files import locked
 from specinfer.common.records import Records
 from specinfer.common.values import checked_names
+from specinfer.common.versions import versions
 from specinfer.decoder import SpeculativeDecoder, row_seeds
 from specinfer.engine.generation import MAX_ROWS
 from specinfer.engine.many import Finished
-from specinfer.engine.provenance import machine, models_of, versions
+from specinfer.engine.provenance import machine, models_of
 from specinfer.errors import InputError
 from specinfer.prompts import read_objects
 
@@ -128,17 +129,17 @@ def generate_files(
     made_by = {**_settings(decoder, prompts, {**options, "seed": first}), **machine(decoder.target.device)}
     with locked(out):
         records = Records(Path(out), FIELDS, "a run over prompts")
-        held = records.begin(made_by)
-        done = {record["number"] for record in held}
-        left = [prompt for prompt in prompts if prompt.number not in done]
+        records.begin(made_by)
+        held = {record["number"]: "error" in record for record in records}  # whether it was refused
+        left = [prompt for prompt in prompts if prompt.number not in held]
         rows = (each.asked(first) for each in left)
         found = decoder.generate_many(rows, max_rows=max_rows, **options)
-        started, tokens, refused = perf_counter(), 0, sum("error" in record for record in held)
-        progress("prompts", len(done), len(prompts), {})
+        started, tokens, refused = perf_counter(), 0, sum(held.values())
+        progress("prompts", len(held), len(prompts), {})
         for count, record in enumerate(_written(found, left, records), 1):
             tokens, refused = tokens + record.get("new_tokens", 0), refused + ("error" in record)
             speed = {"tokens/s": tokens / (perf_counter() - started)}
-            progress("prompts", len(done) + count, len(prompts), speed)
+            progress("prompts", len(held) + count, len(prompts), speed)
     return Summary(Path(out), len(prompts), refused, len(left), tokens, perf_counter() - started)
 
 

@@ -52,7 +52,8 @@ def record(
         from specinfer.evaluation.compare.files import read_prompt_file
         from specinfer.evaluation.traces import record
 
-    texts = [text for path in prompts or () for _, text in read_prompt_file(path, split, count)] + (prompt or [])
+    texts = [text for path in prompts or () for _, text in read_prompt_file(path, split, count)]
+    texts += prompt or []
     if not texts:
         raise InputError("there is nothing to record: give --prompts FILE or --prompt TEXT")
     with resumable():
@@ -70,8 +71,8 @@ def record(
             out=out,
             progress=text_bar(len(texts)),
         )
-    sizes = {"folder": str(out), "texts": len(trace.texts), "tokens": trace.tokens, "settings": trace.settings}
-    print_json(sizes) if as_json else print(trace)
+    sizes = {"folder": str(out), "texts": len(trace.texts), "tokens": trace.tokens, "refused": trace.refused}
+    print_json({**sizes, "settings": trace.settings}) if as_json else print(trace)
 
 
 def replay(

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from specinfer.cli import options
-from specinfer.cli.terminal import after, bar, busy, loading, print_json, quieten, resumable
+from specinfer.cli.terminal import after, busy, loading, print_json, quieten, resumable, text_bar
 from specinfer.errors import InputError
 
 METHODS = "autoregressive,sequence,tree,assisted,prompt-lookup"
@@ -60,6 +60,9 @@ def compare(
     max_new_tokens: options.NewTokens = 64,
     count: options.Count = 5,
     split: options.Split = "dev",
+    max_rows: Annotated[
+        int, typer.Option(help="Prompts that our methods decode at a time; tokens/s are then of all together.", min=1)
+    ] = 1,
     hits: Annotated[
         bool,
         typer.Option(
@@ -99,6 +102,7 @@ def compare(
                 dtype=dtype,
                 device=device,
                 hits=hits,
-                progress=after(line, lambda jobs, done: bar("prompt", jobs, initial=done, total=done + len(jobs))),
+                max_rows=max_rows,
+                progress=after(line, lambda *work: text_bar()(*work)),
             )
     print_json(found.summary()) if as_json else print(found)

@@ -46,7 +46,7 @@ Depth = Annotated[
     ),
 ]
 Expansion = Annotated[str, typer.Option(help="Children per level (expansion, sampled).")]
-Count = Annotated[int, typer.Option(help="Prompts per file at most.", min=1)]
+Count = Annotated[int, typer.Option(help="Prompts per file at most; 0 = all.", min=0)]
 Split = Annotated[str, typer.Option(help="The rows taken, where rows have a split.")]
 Batch = Annotated[int, typer.Option(help="Texts at a time.")]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", help="New tokens at most.")]

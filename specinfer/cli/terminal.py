@@ -101,16 +101,17 @@ def after(line: Any, progress: Callable[..., Any]) -> Callable[..., Any]:
     return begun
 
 
-def text_bar(total: int) -> "Progress":
-    """Return a progress function that shows one bar over all texts of one trace or more."""
+def text_bar(total: int = 0) -> "Progress":
+    """Return a progress function that shows one bar over all texts; by default, as many as it is given first."""
     texts = bar("text", total=total)
 
-    def progress(batches: list[list[int]], done: int) -> Iterator[list[int]]:
+    def progress(batches: list[list[Any]], done: int) -> Iterator[list[Any]]:
+        texts.total = total or done + sum(map(len, batches))
         texts.update(done)
         for batch in batches:
             yield batch
             texts.update(len(batch))
-        if texts.n >= total:
+        if texts.n >= texts.total:
             texts.close()
 
     return progress

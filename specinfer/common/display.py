@@ -37,7 +37,7 @@ class Displayed:
         return str(draw("page", self, path, tokenizer))
 
     def to_svg(self, path: str | PathLike[str] | None = None, tokenizer: Any = None) -> str:
-        """Return a picture of the tree, or of the tree that gained most.  Arguments: as `to_html`."""
+        """Return a picture of the tree, or of the one to look at first.  Arguments: as `to_html`."""
         return str(draw("picture", self, path, tokenizer))
 
     def to_json(self, path: str | PathLike[str] | None = None, tokenizer: Any = None) -> str:

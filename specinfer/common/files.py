@@ -49,12 +49,22 @@ def storing(path: Path) -> Iterator[None]:
         raise InputError(f"cannot write {path} ({reason}): choose a folder that can be written") from error
 
 
-def write_whole(path: Path, data: bytes | str) -> None:
+def checked_path(path: Any) -> Path:
+    """Return the path of a file, with ~ expanded; raise `InputError` for what no file can be called."""
+    with suppress(TypeError, ValueError, RuntimeError):  # the last if there is no home
+        found = Path(os.path.expanduser(os.fspath(path)))
+        if found.name and b"\0" not in os.fsencode(found):
+            return found
+    raise InputError(f"{path!r:.60} is no path of a file: give its name")
+
+
+def write_whole(path: str | os.PathLike[str], data: bytes | str) -> None:
     """Write a file under a temporary name, then rename it: it is complete or absent, whenever the machine stops.
 
     Raises:
-        SpecinferError, InputError: see `storing`.
+        SpecinferError, InputError: see `storing`; or no file can be called so.
     """
+    path = checked_path(path)
     fresh = path.with_name(f".{token_hex(8)}.new")
     with storing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +120,7 @@ def locked(folder: str | Path | None) -> Iterator[None]:
         lock.release()
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Write a value as JSON: see `write_whole`."""
     write_whole(path, json.dumps(value, indent=1) + "\n")
 
@@ -163,10 +173,19 @@ def lock_settings(path: Path, settings: Mapping[str, Any], advice: str, empty: b
     if found is None or (empty and found.keys() == settings.keys()):  # other keys: perhaps another program's file
         write_json(path, settings)
         return
-    changed = [name for name in {**settings, **found} if found.get(name) != settings.get(name)]
-    if changed:
-        changes = [f"{name} was {_short(found.get(name))}, now {_short(settings.get(name))}" for name in changed]
+    if changes := list(_differences("", found, settings)):
         raise InputError(f"{path.parent} was begun with other settings ({'; '.join(changes)}): {advice}")
+
+
+def _differences(name: str, found: Any, now: Any) -> Iterator[str]:
+    """Yield the fields in which two JSON values differ, each with both values."""
+    if isinstance(found, list) and isinstance(now, list) and len(found) == len(now) and dict in map(type, found):
+        found, now = dict(enumerate(found)), dict(enumerate(now))
+    if isinstance(found, dict) and isinstance(now, dict):
+        for key in {**now, **found}:
+            yield from _differences(f"{name}.{key}".lstrip("."), found.get(key), now.get(key))
+    elif found != now:
+        yield f"{name} was {_short(found)}, now {_short(now)}"
 
 
 def weights_digest(folder: Path) -> str:

@@ -7,25 +7,42 @@ Does not know: how models are found and loaded.
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from specinfer.common.advice import did_you_mean, where_to_give
 from specinfer.errors import ModelError
 
 HUB = ("cache_dir", "revision", "subfolder", "token")  # which files are read, of tokenizers, too
-PASSED_ON = (*HUB, "attn_implementation", "offload_buffers", "quantization_config", "variant")
+PASSED_ON: dict[str, Any] = {  # options of transformers, and their types
+    "cache_dir": str | os.PathLike,
+    "revision": str,
+    "subfolder": str,
+    "token": str | bool,
+    "attn_implementation": str | dict,
+    "offload_buffers": bool,
+    "quantization_config": object,
+    "variant": str,
+}
 # Options that are decided here: the value that changes nothing, and why all others are refused.
 DECIDED: dict[str, tuple[Any, str]] = {
     "trust_remote_code": (False, "no code that comes with a model runs"),
     "use_safetensors": (True, "other files would be unpickled, and safetensors alone are read"),
     "torch_dtype": (None, "give dtype"),
+    "low_cpu_mem_usage": (True, "weights are always loaded one by one"),
     "local_files_only": (None, "the local cache comes first, and HF_HUB_OFFLINE=1 keeps it at that"),
     "output_loading_info": (None, "missing and unexpected weights are refused"),
     "ignore_mismatched_sizes": (None, "weights of another shape are refused"),
+}
+# kinds of devices, and how many of each torch sees
+DEVICES: dict[str, Callable[[], int]] = {
+    "cpu": lambda: 1,
+    "cuda": lambda: torch.cuda.device_count(),
+    "xpu": lambda: torch.xpu.device_count(),
+    "mps": lambda: int(torch.backends.mps.is_available()),
 }
 PLANS = ("auto", "balanced", "balanced_low_0", "sequential")  # words for device maps
 
@@ -38,30 +55,30 @@ def checked_options(given: Mapping[str, Any], others: Iterable[str] = ()) -> dic
         others: names of further options of the same call, for advice.
 
     Raises:
-        ModelError: an option that is unknown, or decided here.
+        ModelError: an option that is unknown, decided here, or of another type.
     """
     for name in given:
         if name in DECIDED and given[name] != DECIDED[name][0]:
             raise ModelError(f"{name}={given[name]!r:.40} is not possible: {DECIDED[name][1]}")
         if name not in DECIDED and name not in PASSED_ON:
             raise ModelError(f"unknown option {name} of loading: {_advice(name, others)}")
-    return {name: given[name] for name in PASSED_ON if given.get(name) is not None}
+    found = {name: given[name] for name in PASSED_ON if given.get(name) is not None}
+    for name, value in found.items():
+        if not isinstance(value, PASSED_ON[name]):
+            wanted = str(getattr(PASSED_ON[name], "__name__", PASSED_ON[name])).replace("|", "or")
+            raise ModelError(f"{name}={value!r:.40} is not possible: give {wanted}, as transformers takes it")
+    return found
 
 
 def _advice(name: str, others: Iterable[str]) -> str:
     """Return what may have been meant."""
     from transformers import GenerationConfig
 
-    later = vars(GenerationConfig())
-    if name in later:
-        return "give it to `generate`"
-    near = get_close_matches(name, [*PASSED_ON, *others, *later], 1)
-    if not near:
-        return f"besides those of this function, transformers' {', '.join(PASSED_ON)} are passed on"
-    return f"did you mean {near[0]}{', of `generate`' if near[0] in later else ''}?"
+    passed = f"besides those of this function, transformers' {', '.join(PASSED_ON)} are passed on"
+    return where_to_give(name, [*PASSED_ON, *others], {"`generate`": vars(GenerationConfig())}, passed)
 
 
-def checked_placement(device_map: Any, max_memory: Any, offload_folder: Any, device: str) -> dict[str, Any]:
+def checked_placement(device_map: Any, max_memory: Any, offload_folder: Any, device: Any) -> dict[str, Any]:
     """Return what tells transformers where layers go; nothing without a device map.
 
     Raises:
@@ -73,8 +90,8 @@ def checked_placement(device_map: Any, max_memory: Any, offload_folder: Any, dev
         if named := [name for name, value in given.items() if value is not None]:
             raise ModelError(f'{named[0]} is of layers that go to several places: give device_map="auto", too')
         return {}
-    if device != "auto":
-        raise ModelError(f"device={device!r} and a device_map both say where the model goes: leave one out")
+    if str(device) != "auto":
+        raise ModelError(f"device={str(device)!r} and a device_map both say where the model goes: leave one out")
     if importlib.util.find_spec("accelerate") is None:
         raise ModelError("device_map needs accelerate, which moves weights and inputs: `pip install accelerate`")
     return {
@@ -101,14 +118,12 @@ def _check_device(where: Any, choices: str) -> None:
     """Raise `ModelError` unless a layer can be there on this machine."""
     text = f"cuda:{where}" if isinstance(where, int) and not isinstance(where, bool) else str(where)
     kind, _, number = text.partition(":")
-    if text in ("cpu", "disk"):
+    if text == "disk":
         return
-    if kind != "cuda" or not (number or "0").isdecimal():
-        raise ModelError(f"device_map has {where!r:.40}: give {choices}")
-    if int(number or 0) >= torch.cuda.device_count():
-        raise ModelError(
-            f"device_map has {where!r:.40}, and torch sees {torch.cuda.device_count()} GPUs: give {choices}"
-        )
+    if kind not in DEVICES or not (number or "0").isdecimal():
+        raise ModelError(f"device_map has {where!r:.40}: {did_you_mean(text, [*PLANS, *DEVICES], f'give {choices}')}")
+    if int(number or 0) >= (count := DEVICES[kind]()):
+        raise ModelError(f"device_map has {where!r:.40}, and torch sees {count} such devices: give {choices}")
 
 
 def _sizes(max_memory: Any) -> dict[int | str, int]:

@@ -8,7 +8,7 @@ The folder holds ``settings.json`` and ``records.jsonl``.
 import json
 import logging
 import os
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ SETTINGS, RECORDS = "settings.json", "records.jsonl"
 
 
 class Records:
-    """The records of one folder.
+    """The records of one folder: iterate over what is on the disk, a line at a time.
 
     Args:
         folder: whose they are.
@@ -39,14 +39,13 @@ class Records:
         Raises:
             InputError: the folder cannot be read, or holds no records.
         """
-        settings = read_json(self.folder / SETTINGS)
-        records, _ = self._parse()
+        settings, records = read_json(self.folder / SETTINGS), list(self)
         if not isinstance(settings, dict) or not settings or not records:
             raise InputError(f"{self.folder} holds no records of {self.what}: run one into it first")
         return settings, records
 
-    def begin(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
-        """Begin the folder, or check that it may be continued.  Return its records, and drop a line that was cut off.
+    def begin(self, settings: dict[str, Any]) -> None:
+        """Begin the folder, or check that it may be continued, and drop a line that was cut off.
 
         The caller holds the folder (`locked`) until it has appended its last record.
 
@@ -56,12 +55,10 @@ class Records:
         if os.path.exists(self.path) and not os.path.exists(self.folder / SETTINGS):
             beside = f"{SETTINGS} is missing beside it"
             raise InputError(f"{self.path} is not {self.what}'s ({beside}): choose another folder")
-        records, size = self._parse()
-        lock_settings(self.folder / SETTINGS, settings, "repeat those, or choose another folder", empty=not records)
+        empty = not sum(1 for _ in self)  # reads all: no line is damaged
+        lock_settings(self.folder / SETTINGS, settings, "repeat those, or choose another folder", empty)
         with storing(self.path), self.path.open("a") as file:
-            if file.tell() > size:
-                file.truncate(size)
-        return records
+            file.truncate(sum(len(line) for line in self._lines() if line.endswith(b"\n")))
 
     def append(self, record: dict[str, Any]) -> None:
         """Write one record so that it is on the disk when this returns.
@@ -74,26 +71,35 @@ class Records:
             file.flush()
             os.fsync(file.fileno())
 
-    def _parse(self) -> tuple[list[dict[str, Any]], int]:
-        """Return the records, if there are any, and the number of bytes before a line that was cut off."""
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield the records.  A last line that was cut off is left out, with a warning.
+
+        Raises:
+            InputError: the file cannot be read, or another line is damaged.
+        """
+        for number, line in enumerate(self._lines(), 1):
+            if not line.endswith(b"\n"):
+                log.warning("%s: the last line was cut off, and counts as not there", self.path)
+                return
+            record = self._parse_line(line)
+            if record is None:
+                raise InputError(f"{self.path}, line {number} is damaged, and was not cut off: remove that line")
+            yield record
+
+    def _lines(self) -> Iterator[bytes]:
+        """Yield the lines, if there are any."""
         try:
-            lines = self.path.read_bytes().splitlines(keepends=True) if os.path.exists(self.path) else []
+            with self.path.open("rb") as file:
+                yield from file
+        except (FileNotFoundError, NotADirectoryError):
+            return
         except OSError as error:
             raise InputError(f"cannot read {self.path}: {error.strerror}") from error
-        parsed = [self._parse_line(line) for line in lines]
-        cut = bool(lines) and not lines[-1].endswith(b"\n")
-        if None in parsed[: len(parsed) - cut]:
-            where = f"{self.path}, line {parsed.index(None) + 1}"
-            raise InputError(f"{where} is damaged, and was not cut off: remove that line")
-        if cut:
-            log.warning("%s: the last line was cut off, and counts as not there", self.path)
-            lines.pop()
-        return [record for record in parsed if record], sum(map(len, lines))
 
     def _parse_line(self, line: bytes) -> dict[str, Any] | None:
-        """Return a complete line's record, None for any other line."""
+        """Return a line's record, None if it is none."""
         try:
-            row = parse_json(line) if line.endswith(b"\n") else None
+            row = parse_json(line)
         except ValueError:
             return None
         return row if isinstance(row, dict) and row.keys() >= self.fields else None

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level, on_device
+from specinfer.common.values import checked_names
 from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.rows import DraftRows
 from specinfer.errors import CHECK_WEIGHTS, InputError, NumericalError, TreeError
@@ -33,16 +34,22 @@ class ModelDraft:
             know (`drafts.translated`); "same" refuses it.
 
     Raises:
-        InputError: another word for ``tokens``.
+        ModelError: not a model.
+        InputError: another word for ``tokens``, or a name or a tokenizer that is none.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None, tokens: str = "text") -> None:
         if tokens not in ("text", "translate", "same"):
             choices = "choose text, translate or same"
             raise InputError(f"tokens={tokens!r:.60} is no way to read a draft's tokens: {choices}")
+        if tokenizer is not None and (isinstance(tokenizer, type) or not hasattr(tokenizer, "get_vocab")):
+            raise InputError(f"tokenizer={tokenizer!r:.60} has no vocabulary: give the draft's, or None")
+        if name is not None:
+            checked_names("name", name)
         self.model = TreeModel(model)
-        self.tokenizer, self.tokens = tokenizer, tokens
-        full = name or str(getattr(model.config, "_name_or_path", ""))
+        self.tokenizer: Any = tokenizer
+        self.tokens = tokens
+        full = str(name or getattr(model.config, "_name_or_path", ""))
         self.name = full.rstrip("/").split("/")[-1] or "draft"
 
     def open(self, context: DraftContext) -> "ModelDraftSession":

@@ -26,11 +26,12 @@ from torch import Tensor
 
 from specinfer.adaptive.policy import Auto
 from specinfer.attention import on_device
+from specinfer.common.values import checked_count
 from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.recycling import likeliest
 from specinfer.drafts.rows import DraftRows
 from specinfer.engine.gumbel import DRAFT, key, uniform
-from specinfer.errors import InputError, PolicyError
+from specinfer.errors import PolicyError
 from specinfer.tree import BestFirst, Forest, Policy, TokenTree
 
 
@@ -54,10 +55,9 @@ class LookaheadDraft:
     name = "lookahead"
 
     def __init__(self, window: int = 7, ngram: int = 5, guesses: int = 7) -> None:
-        for name, value, least in (("window", window, 1), ("ngram", ngram, 2), ("guesses", guesses, 1)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise InputError(f"{name}={value!r:.60} is no size of lookahead: give a whole number from {least}")
-        self.window, self.ngram, self.guesses = window, ngram, guesses
+        self.window = checked_count("window", window, 1)
+        self.ngram = checked_count("ngram", ngram, 2)
+        self.guesses = checked_count("guesses", guesses, 1)
 
     @property
     def nodes(self) -> int:

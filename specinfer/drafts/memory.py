@@ -8,7 +8,6 @@ does speed.  So one memory is not for people who must not learn of each other's 
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from specinfer.adaptive.profile import Lock
-from specinfer.common.files import write_whole
+from specinfer.common.files import checked_path, write_whole
 from specinfer.drafts.head import tokenizer_fingerprint
 from specinfer.drafts.text_index import BREAK, LENGTHS, MAX_CONTEXT, TextIndex
 from specinfer.errors import InputError, TokenizerMismatch
@@ -61,7 +60,7 @@ class Memory:
         Raises:
             InputError: there is no such file, or it is no memory, or not whole.
         """
-        memory, name = cls(max_bytes), Path(os.path.expanduser(path))
+        memory, name = cls(max_bytes), checked_path(path)
         try:
             with safe_open(name, "np") as file:
                 metadata, ids = file.metadata() or {}, file.get_tensor("ids")
@@ -85,7 +84,7 @@ class Memory:
         with self.lock:
             ids = np.array(self.index.ids, np.int32)
         metadata = {"format": FORMAT, "tokenizer": self.tokenizer or ""}
-        write_whole(Path(os.path.expanduser(path)), save({"ids": ids}, metadata))
+        write_whole(path, save({"ids": ids}, metadata))
 
     def bind(self, tokenizer: Any, vocab_size: int) -> None:
         """Take note of the tokenizer whose tokens the texts are, or will be.

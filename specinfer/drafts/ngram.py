@@ -3,9 +3,12 @@
 Knows: the longest n-gram.  Does not know: any model, how occurrences are counted (`suffix`, `text_index`).
 """
 
+from copy import copy
+from typing import Any
+
+from specinfer.common.values import checked_count
 from specinfer.drafts.base import DraftContext
-from specinfer.drafts.suffix import SuffixSession
-from specinfer.errors import InputError
+from specinfer.drafts.suffix import SuffixSession, special_ids
 
 
 class NGramDraft:
@@ -21,10 +24,15 @@ class NGramDraft:
     name = "ngram"
 
     def __init__(self, max_ngram: int = 4) -> None:
-        if max_ngram < 1:
-            raise InputError(f"max_ngram={max_ngram} looks nothing up: it must be at least 1")
-        self.max_ngram = max_ngram
+        self.max_ngram = checked_count("max_ngram", max_ngram, 1, "looks nothing up")
+        self.special: frozenset[int] = frozenset()
+
+    def attach(self, target: Any, tokenizer: Any) -> "NGramDraft":
+        """Return a copy that knows the tokenizer's special tokens."""
+        bound = copy(self)
+        bound.special = special_ids(tokenizer)
+        return bound
 
     def open(self, context: DraftContext) -> SuffixSession:
         """Start drafting for a batch of rows."""
-        return SuffixSession(context, range(1, self.max_ngram + 1), self.max_ngram)
+        return SuffixSession(context, range(1, self.max_ngram + 1), self.max_ngram, special=self.special)

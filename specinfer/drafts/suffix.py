@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from specinfer.attention import TreeModel
+from specinfer.common.values import checked_count
 from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.blending import successors
 from specinfer.drafts.memory import Memory
@@ -47,30 +48,38 @@ class SuffixDraft:
     name = "suffix"
 
     def __init__(self, max_context: int = MAX_CONTEXT) -> None:
-        if max_context < 1:
-            raise InputError(f"max_context={max_context} looks nothing up: it must be at least 1")
-        self.max_context = max_context
+        self.max_context = checked_count("max_context", max_context, 1, "looks nothing up")
         self.memory: Memory | None = None
+        self.special: frozenset[int] = frozenset()
 
-    def attach(self, target: TreeModel, tokenizer: Any) -> "SuffixDraft | None":
-        """Bind the memory, if there is one, to the target's tokens.
+    def attach(self, target: TreeModel, tokenizer: Any) -> "SuffixDraft":
+        """Return a copy that knows the tokenizer's special tokens; bind the memory, if there is one, to its tokens.
 
         Raises:
             TokenizerMismatch: the memory holds other tokens.
         """
         if self.memory:
             self.memory.bind(tokenizer, target.vocab_size)
-        return None
+        bound = copy(self)
+        bound.special = special_ids(tokenizer)
+        return bound
 
     def open(self, context: DraftContext) -> "SuffixSession":
         """Start drafting for a batch of rows."""
         lengths = [n for n in LENGTHS if n <= self.max_context]
-        return SuffixSession(context, lengths, self.max_context, POWER, self.memory, len(lengths) > LEVEL)
+        resuming = len(lengths) > LEVEL
+        return SuffixSession(context, lengths, self.max_context, POWER, self.memory, resuming, self.special)
 
     def learn(self, texts: Sequence[Sequence[int]], seconds: float) -> None:
         """Remember the texts of a call, prompts included, if there is a memory."""
         if self.memory:
             self.memory.learn(texts)
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of a tokenizer's special tokens; none without a tokenizer."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    return frozenset(getattr(tokenizer, "all_special_ids", ())).union(token for token, how in added if how.special)
 
 
 def with_memory(drafts: Sequence[Any], memory: Memory | None) -> list[Any]:
@@ -105,10 +114,11 @@ class SuffixSession(DraftRows):
         power: float = 1.0,
         memory: Memory | None = None,
         resuming: bool = False,
+        special: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__(context)
         self.max_context, self.power, self.memory = max_context, power, memory
-        self.texts = [TextIndex(lengths, max_context) for _ in context.prompts]
+        self.texts = [TextIndex(lengths, max_context, special) for _ in context.prompts]
         for text, prompt in zip(self.texts, context.prompts, strict=True):
             text.extend(prompt)
         self.passages = [Passages() for _ in self.texts if resuming]  # per row, or none
@@ -122,8 +132,9 @@ class SuffixSession(DraftRows):
 
     def known(self, row: int) -> bool:
         """Return whether anything may follow a row's text."""
-        last = self.texts[row].ids[-1]
-        return bool(self.passages and self.passages[row].texts) or any(index.seen(last) for index in self.indices(row))
+        recent = tuple(self.texts[row].ids[-self.max_context :])
+        known = any(index.seen(recent) for index in self.indices(row))
+        return known or bool(self.passages and self.passages[row].texts)
 
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow one tree per row below its last committed token."""

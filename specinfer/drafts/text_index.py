@@ -6,15 +6,19 @@ For a few lengths a dictionary says where each n-gram was last followed by somet
 n-gram was followed before, as the hash chains of deflate do (RFC 1951, section 4).  So a token is appended in constant
 time.  A match between two of those lengths, or beyond the last, is found from the newest occurrences of the shorter
 n-gram: they are compared backwards, token by token.  N-grams are told apart by 64-bit hashes.
+
+A chat template puts a header before each message, such as ``<|im_start|>user`` and a new line.  What follows one header
+says nothing about what follows another.  So the first tokens after a special token are found by long contexts alone.
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import pairwise
 from sys import getsizeof
 
 LENGTHS, MAX_CONTEXT = (1, 2, 3, 4, 8, 16, 32), 64  # of indexed n-grams, and of the longest match
 RECENT = 32  # occurrences of one n-gram that are counted at most, the newest first
+HEADER = 3  # tokens after a special one that only longer contexts find
 BREAK = -1  # stands between two texts
 NUMBER = 32  # bytes of an int object, about
 
@@ -29,10 +33,12 @@ class TextIndex:
     Args:
         lengths: of the n-grams that are indexed, ascending.
         max_context: longest match, in tokens; at least the last of the lengths.
+        special: ids of special tokens.
     """
 
-    def __init__(self, lengths: Sequence[int], max_context: int) -> None:
-        self.lengths, self.max_context = tuple(lengths), max_context
+    def __init__(self, lengths: Sequence[int], max_context: int, special: Container[int] = ()) -> None:
+        self.lengths, self.max_context, self.special = tuple(lengths), max_context, special
+        self.header = 0  # where the newest header ends
         self.ids = array("i")
         self.start = 0  # of the newest text
         self.last: list[dict[int, int]] = [{} for _ in lengths]  # hash of an n-gram -> newest position that follows it
@@ -59,10 +65,14 @@ class TextIndex:
         for position, token in enumerate(ids, len(self.ids)):
             recent = tuple(self.ids[max(self.start, position - longest) :])
             self.ids.append(token)
+            least = HEADER + 1 if position < self.header else 1  # tokens of a context that finds this one
+            if token in self.special:
+                self.header = position + HEADER + 1
             for n, last, before in zip(self.lengths, self.last, self.before, strict=True):
                 gram = hash(recent[-n:])
-                before.append(last.get(gram, -1) if n <= len(recent) else -1)
-                if n <= len(recent):
+                indexed = least <= n <= len(recent)
+                before.append(last.get(gram, -1) if indexed else -1)
+                if indexed:
                     last[gram] = position
 
     def texts(self, size: int) -> Iterator[list[int]]:
@@ -73,9 +83,9 @@ class TextIndex:
             if right - left > 1:
                 yield kept[left + 1 : right].tolist()
 
-    def seen(self, token: int) -> bool:
-        """Return whether anything followed a token."""
-        return hash((token,)) in self.last[0]
+    def seen(self, context: tuple[int, ...]) -> bool:
+        """Return whether anything followed the last tokens of a context."""
+        return any(hash(context[-n:]) in last for n, last in zip(self.lengths, self.last, strict=True))
 
     def occurrences(self, context: tuple[int, ...], level: int, count: int = RECENT) -> list[Occurrence]:
         """Return the newest occurrences of the context's last ``lengths[level]`` tokens, the newest first.

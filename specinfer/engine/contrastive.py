@@ -20,7 +20,7 @@ Knows: the rule, the order of a step, which trees it needs.  Does not know: atte
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, log
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class CandidateTrees:
     width: int
     levels: int
     known: Sequence[Candidates] = ()
-    kind: ClassVar[Kind] = Kind.RANKED
+    kind = Kind.RANKED  # of the class: no field
 
     @property
     def max_nodes(self) -> int:
@@ -231,7 +231,7 @@ class _Text:
             self.known = Candidates.after(view, path[-1])
         self.states = torch.cat([self.states, fed[on_device(path[:-1], fed.device)]])
         verdict = Verdict(tuple(path[1:-1]), int(tree.tokens[path[-1]]))
-        return view.row.advance(tree, verdict, view.probability)
+        return view.row.advance(tree, verdict, view)
 
     def penalties(self, tree: TokenTree, fed: Tensor) -> list[float]:
         """Return, per node, the largest cosine of its state and those of all tokens before it; -1 at least."""

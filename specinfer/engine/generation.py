@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from textwrap import shorten
 from time import perf_counter
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ import torch
 
 from specinfer.adaptive.policy import Auto
 from specinfer.attention import TreeModel, TreeSession, padded_width, resumed, running
+from specinfer.common.versions import versions
 from specinfer.drafts.base import Draft, DraftContext, DraftSession, Scored
 from specinfer.engine.contrastive import CandidateTrees, search, sized
 from specinfer.engine.gumbel import SILENT
@@ -162,7 +164,7 @@ class Run:
             rows = self._admitted(0)
             if not rows:
                 return
-            target, drafts, states = self.open_sessions(rows, hold=models[0].dispatched)
+            target, drafts, states = self.open_sessions(rows)
             if isinstance(self.policy, Auto):
                 self.policy = self.policy.begin(len(drafts), self._coupled(rows))
             self.notes.append(self.decoder.passes)
@@ -254,14 +256,14 @@ class Run:
         """Whether drafts rank by the rows' noise."""
         return isinstance(self.decoder.verifier, ExactMatch) and any(row.sampling for row in rows)
 
-    def open_sessions(
-        self, rows: Sequence[Row], hold: bool = False
-    ) -> tuple[TreeSession, list[Timed], list[torch.Tensor | None]]:
+    def open_sessions(self, rows: Sequence[Row]) -> tuple[TreeSession, list[Timed], list[torch.Tensor | None]]:
         """Read the tokens of rows so far into a session of the target and one of each draft; ready for a step.
+
+        Where every pass fetches weights, the first step reads the ends of prompts, beside the trees of other rows,
+        unless something reads their states before.
 
         Args:
             rows: the sequences.
-            hold: let the target's first step read the ends of prompts, unless something reads their states before.
 
         Returns:
             the sessions, and per row the target's auxiliary hidden states at the tokens before the root.
@@ -281,7 +283,8 @@ class Run:
         fed = padded_width(1 + most[0] * most[1])  # best-first drops some of these nodes later
         sizes = len(rows), first + nodes_at_first, end + nodes
         target = self.shared.open(decoder.target, *sizes, aux_layers, decoder.graphs)
-        states = self.shared.prefill(target, [prompt[:-1] for prompt in prompts], hold and not aux_layers)
+        hold = decoder.target.dispatched and not aux_layers and not decoder.target.stateful
+        states = self.shared.prefill(target, [prompt[:-1] for prompt in prompts], hold)
         sampled, coupled = [row for row in rows if row.sampling], self._coupled(rows)
         drafts = []
         for number, draft in enumerate(decoder.drafts):
@@ -336,8 +339,24 @@ class Run:
             seed=row.seed if row.sampling else None,
             stats=stats,
             steps=steps,
+            made_by=self._made_by(row),
             tokenizer=decoder.tokenizer,
         )
+
+    def _made_by(self, row: Row) -> dict[str, Any]:
+        """Return what made a row's text, in words and numbers."""
+        decoder = self.decoder
+        name = str(getattr(decoder.target.model.config, "_name_or_path", "")) or decoder.target.name
+        return {
+            "target": Path(name).name if Path(name).is_dir() else name,
+            "drafts": [draft.name for draft in decoder.drafts],
+            "tree": str(self.policy),
+            "verifier": str(decoder.verifier),
+            "sampling": row.options,
+            "dtype": str(decoder.target.dtype).removeprefix("torch."),
+            "device": decoder.target.device.type,
+            "versions": versions(),
+        }
 
     def _text(self, row: Row, new: Sequence[int]) -> str:
         """Return the text of a row's new tokens, maybe without the stop string, which may have begun in the prompt."""

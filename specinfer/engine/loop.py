@@ -49,7 +49,7 @@ def decode(
         verdicts = [verifier.verify(view.tree, view) for view in views]
         # each row's text is cut where it ends (end of sequence, stop string, max_new_tokens) before the commit
         emitted = [
-            (view.row, view.row.advance(view.tree, verdict, view.probability))
+            (view.row, view.row.advance(view.tree, verdict, view))
             for view, verdict in zip(views, verdicts, strict=True)
         ]
         states = target.commit([None if row.finished else (0, *step.path) for row, step in emitted])

@@ -1,4 +1,4 @@
-"""What made a folder of results: models, tokens, arithmetic, machine and versions, JSON-ready.
+"""What made a folder of results: models, tokens, arithmetic and machine, JSON-ready.
 
 Knows: what identifies a model and a machine.  Does not know: what the results are.
 """
@@ -6,7 +6,6 @@ Knows: what identifies a model and a machine.  Does not know: what the results a
 import hashlib
 import os
 import platform
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +32,11 @@ def models_of(decoder: Decoder) -> dict[str, Any]:
 def machine(device: torch.device) -> dict[str, Any]:
     """Return what identifies the machine."""
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that texts and figures may depend on."""
-    return {package: version(package) for package in ("specinfer", "torch", "transformers")}
 
 
 def _draft(draft: Any) -> dict[str, Any]:

@@ -9,7 +9,8 @@ see each node's own path.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, isnan
 from typing import Any, NamedTuple
@@ -20,8 +21,10 @@ from transformers import GenerationConfig
 from transformers.generation import logits_process as hf
 
 from specinfer.attention import on_device
+from specinfer.common.advice import where_to_give
 from specinfer.common.values import plain
 from specinfer.errors import InputError, SamplingError
+from specinfer.prompts import is_text
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
@@ -30,42 +33,70 @@ DEFAULT_MAX_NEW_TOKENS = 128
 _REFUSED: list[tuple[str, Any, str]] = [
     ("num_beams num_beam_groups", 1, "beam search keeps several hypotheses; tree verification follows one"),
     ("diversity_penalty", 0, "it belongs to group beam search"),
+    ("length_penalty", 1, "it belongs to beam search"),
+    ("early_stopping", False, "it belongs to beam search"),
     ("constraints force_words_ids", None, "constrained beam search keeps several hypotheses"),
     ("dola_layers", None, "DoLa contrasts layers, which a tree pass does not return"),
     ("guidance_scale", 1, "guidance needs a second, unconditional pass per node"),
     ("watermarking_config", None, "watermarks keep a state per emitted token"),
     ("token_healing", False, "it rewrites the prompt"),
-    ("num_return_sequences", 1, "repeat the prompt in a batch with one seed each instead"),
     ("encoder_repetition_penalty", 1, "it belongs to encoder-decoder models"),
     ("encoder_no_repeat_ngram_size", 0, "it belongs to encoder-decoder models"),
     ("decoder_start_token_id", None, "it belongs to encoder-decoder models"),
-    ("prompt_lookup_num_tokens", None, 'use drafts=["ngram"] instead'),
+    ("prompt_lookup_num_tokens max_matching_ngram_size", None, 'use drafts=["ngram"] instead'),
+    ("num_assistant_tokens", 20, "the growth policy says how much is drafted: give tree=Chain(20), for example"),
+    ("num_assistant_tokens_schedule", "constant", 'the growth policy says how much is drafted: give tree="auto"'),
+    ("assistant_confidence_threshold", 0.4, "give confidence_gate to SpeculativeDecoder"),
     ("assistant_early_exit", None, "use a draft model instead"),
     ("assistant_ensemble_weight", 0, "it is lossy by design"),
     ("use_mtp", False, "use a draft model instead"),
     ("speculation_type", None, "choose a tree policy instead"),
     ("output_attentions output_hidden_states", False, "tree passes do not return them"),
-    ("output_scores output_logits", False, "read result.steps instead"),
+    ("output_scores output_logits", False, "give logprobs=True, and read result.logprobs"),
     ("cache_implementation", "dynamic", "the engine brings its own tree cache"),
     ("use_cache", True, "trees are verified against a cache"),
+    ("low_memory", False, "the engine brings its own tree cache"),
+    ("cache_config max_cache_len prefill_chunk_size", None, "the engine brings its own tree cache"),
+    ("compile_config", None, "give compile to SpeculativeDecoder"),
+    ("continuous_batching_config", None, "use generate_many instead"),
 ]
 # Options in a checkpoint's own configuration that mean nothing to a call of a decoder-only model.
-_INHERITED = ("use_cache", "cache_implementation", "decoder_start_token_id")
+_INHERITED = (
+    *("use_cache", "cache_implementation", "decoder_start_token_id", "max_matching_ngram_size"),
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("length_penalty", "early_stopping", "cache_config", "max_cache_len", "prefill_chunk_size", "compile_config"),
+)
+# What transformers' `generate` takes beside fields of a configuration, or users give it: names, and what to do instead.
+_INSTEAD = {
+    name: advice
+    for names, advice in [
+        ("tokenizer", "leave it out: the decoder has one"),
+        ("inputs", "give the prompt first, or token ids as input_ids"),
+        ("inputs_embeds past_key_values encoder_outputs", "trees are decoded from token ids alone: leave it out"),
+        ("prefix_allowed_tokens_fn", "give transformers' PrefixConstrainedLogitsProcessor as logits_processor"),
+        ("negative_prompt_ids negative_prompt_attention_mask", "guidance needs a second pass per node: leave it out"),
+        ("synced_gpus custom_generate use_model_defaults trust_remote_code", "leave it out"),
+        ("return_tensors padding truncation skip_special_tokens", "it belongs to the tokenizer: leave it out"),
+        ("presence_penalty frequency_penalty logit_bias", "it is not transformers': write a logits_processor"),
+    ]
+    for name in names.split()
+}
 # What options must be: their names, type, a test, and the test in words.
 _Number = int | float
 _POSSIBLE: list[tuple[str, Any, Callable[[Any], bool], str]] = [
     ("do_sample renormalize_logits", bool, lambda v: True, "True or False"),
     ("remove_invalid_values return_dict_in_generate", bool, lambda v: True, "True or False"),
-    ("temperature", _Number, lambda v: 0 < v < inf, "positive and finite (0 selects greedy decoding)"),
+    ("temperature", _Number, lambda v: 0 < v < inf, "positive and finite where do_sample=True"),
     ("top_p", _Number, lambda v: 0 < v <= 1, "above 0 and at most 1"),
     ("top_k", int, lambda v: v >= 0, "a count of tokens, or 0 for all of them"),
     ("penalty_alpha", _Number, lambda v: 0 <= v <= 1, "between 0 and 1"),
     ("min_p typical_p epsilon_cutoff eta_cutoff top_h", _Number, lambda v: 0 <= v <= 1, "between 0 and 1"),
     ("repetition_penalty", _Number, lambda v: 0 < v < inf, "positive and finite (1 is none)"),
-    ("max_new_tokens max_length", int, lambda v: v >= 1, "a whole number, at least 1"),
+    ("max_new_tokens max_length num_return_sequences", int, lambda v: v >= 1, "a whole number, at least 1"),
     ("no_repeat_ngram_size min_new_tokens min_length", int, lambda v: v >= 0, "a whole number, 0 for none"),
     ("max_time", _Number, lambda v: v >= 0, "a number of seconds, 0 or more"),
-    ("stop_strings", object, lambda v: isinstance(v, str) or _is_list_of(str, v), "a string or a list of strings"),
+    ("stop_strings", object, lambda v: _is_list_of(str, _strings(v)), "a string or a list of strings"),
+    ("pad_token_id bos_token_id", object, lambda v: _is_list_of(int, _items(v)), "a token id"),
     ("exponential_decay_length_penalty", object, lambda v: _is_pair(v), "(start, factor)"),
 ]
 # Options that hold token ids: their names, what they look like, and lists of the ids in them.
@@ -82,6 +113,7 @@ _HARMLESS = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens")
 _NEUTRAL: dict[str, tuple[float, ...]] = {"temperature": (0, 1), "top_k": (0, 50), "top_h": ()}
 _NEUTRAL |= dict.fromkeys(("top_p", "typical_p"), (1,)) | dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff"), (0,))
 WARPERS = tuple(_NEUTRAL)
+_NOTHING = _NEUTRAL | {"temperature": (), "top_k": (0,)}  # values that do nothing to a call that samples
 PER_ROW = (  # options that a batch may have a list of, one value a row
     *("do_sample", *WARPERS, "penalty_alpha", "repetition_penalty", "no_repeat_ngram_size"),
     *("max_new_tokens", "min_new_tokens", "max_length", "min_length"),
@@ -123,10 +155,21 @@ class GenerationSettings:
         return bool(self.config.do_sample)
 
     @property
+    def sampling(self) -> dict[str, float]:
+        """The options that make the distribution which tokens are drawn from; empty if they are not drawn."""
+        asked = {name: getattr(self.config, name, None) for name in WARPERS} if self.do_sample else {}
+        return {name: value for name, value in asked.items() if value is not None and value not in _NOTHING[name]}
+
+    @property
     def contrast(self) -> Contrast:
         """Contrastive search's penalty and number of candidates, as in transformers: ``penalty_alpha``, ``top_k``."""
         asked = self.config.penalty_alpha and self.config.top_k > 1
         return Contrast(float(self.config.penalty_alpha), self.config.top_k) if asked else Contrast()
+
+    @property
+    def sequences(self) -> int:
+        """How many texts a prompt gets: ``num_return_sequences``."""
+        return self.config.num_return_sequences or 1
 
     def budget(self, prompt_length: int) -> int:
         """Return how many tokens a row with this prompt may emit, at least 1.
@@ -174,12 +217,13 @@ def resolve(
     if not isinstance(generation_config, GenerationConfig | None):
         raise SamplingError(f"generation_config={generation_config!r:.60} is neither a GenerationConfig nor a dict")
     given = {name: plain(value) for name, value in options.items() if value is not None}
-    if unknown := sorted(str(name) for name in given if name not in vars(GenerationConfig())):
-        raise SamplingError(f"unknown option {', '.join(unknown)}: options are those of transformers.GenerationConfig")
+    check_names(given)
     if "penalty_alpha" in given:
         given.setdefault("do_sample", False)
     if "do_sample" not in given and not given.keys().isdisjoint(WARPERS):
         given["do_sample"] = given.get("temperature") != 0
+    if given.get("do_sample") and given.get("temperature") == 0:
+        raise SamplingError("temperature=0 is greedy decoding, and do_sample=True draws: leave one of them out")
     if not given.get("do_sample", True):
         _check_greedy(given)
         given.pop("temperature", None)
@@ -190,7 +234,7 @@ def resolve(
     merged |= given
     merged |= {name: value for name, value in _DEFAULTS.items() if merged.get(name) is None}
     config = copy.copy(base)
-    vars(config).update(copy.deepcopy(merged))
+    vars(config).update({name: _copied(name, value) for name, value in merged.items()})
     _check_options(config)
     _check_tokens(config, given, vocab_size)
     return GenerationSettings(
@@ -200,6 +244,21 @@ def resolve(
         processors=_callables("logits_processor", logits_processor),
         criteria=_callables("stopping_criteria", stopping_criteria),
     )
+
+
+def check_names(options: Iterable[str], here: Iterable[str] = (), elsewhere: Mapping[str, Iterable[str]] = {}) -> None:
+    """Raise `SamplingError` for an option that is none of ``GenerationConfig``, with advice.
+
+    Args:
+        options: names.
+        here: names of further options of the call.
+        elsewhere: by call, names of the options that others take.
+    """
+    fields = list(vars(GenerationConfig()))
+    for name in sorted(set(options) - set(fields), key=str):
+        otherwise = "options are those of transformers.GenerationConfig"
+        advice = _INSTEAD.get(name) or where_to_give(str(name), [*fields, *here], elsewhere, otherwise)
+        raise SamplingError(f"unknown option {name!s:.60}: {advice}")
 
 
 def by_row(options: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
@@ -250,13 +309,21 @@ def _check_options(config: Any) -> None:
         if name == "temperature" and not config.do_sample:
             continue  # checkpoints may write greedy decoding as 0
         if isinstance(value, bool) != (kind is bool) or not isinstance(value, kind) or not fits(value):
-            raise SamplingError(f"{name}={value!r} is not possible: it must be {wanted}")
+            text = ", and this is text" if isinstance(value, str) else ""
+            raise SamplingError(f"{name}={value!r:.60} is not possible: it must be {wanted}{text}")
     if config.penalty_alpha and (config.do_sample or not config.top_k):
         clash = "do_sample=True" if config.do_sample else "top_k=0"
         advice = "contrastive search chooses among a few of the likeliest tokens: give do_sample=False and top_k=4"
         raise SamplingError(f"penalty_alpha={config.penalty_alpha!r} cannot be used with {clash}: {advice}")
     if (config.min_new_tokens or 0) > (config.max_new_tokens or inf):
         raise SamplingError(f"min_new_tokens={config.min_new_tokens} exceeds max_new_tokens={config.max_new_tokens}")
+    if (config.num_return_sequences or 1) > 1 and not config.do_sample:
+        many = f"num_return_sequences={config.num_return_sequences}"
+        raise SamplingError(
+            f"{many} would be the same text again and again without sampling: give a temperature above 0"
+        )
+    if not all(map(is_text, _strings(config.stop_strings))):
+        raise SamplingError("stop_strings holds half a surrogate pair, which no text does: remove it")
     if not all(_strings(config.stop_strings)):
         raise SamplingError("stop_strings holds an empty string, which would end every text at once: remove it")
 
@@ -271,6 +338,7 @@ def _check_tokens(config: Any, given: Mapping[str, Any], vocab_size: int | None)
             ids = [token for part in parts(value) for token in part]
         except (TypeError, AttributeError, IndexError, ValueError):
             ids = [None]
+        ids = [None] if isinstance(value, str | bytes) else ids
         if not _is_list_of(int, ids):
             raise SamplingError(f"{name}={value!r:.60} is not possible: it must be {shape}")
         meant = name in given and not (name == "eos_token_id" and value in (-1, [-1]))
@@ -291,9 +359,30 @@ def _callables(name: str, value: Any) -> tuple[Callable[..., Any], ...]:
     """Return one callable, several or None as a tuple."""
     found = tuple(_items(value))
     for item in found:
-        if not callable(item) or isinstance(item, type):
-            raise SamplingError(f"{name} holds {item!r:.60}, which cannot be called: give functions")
+        if not callable(item) or isinstance(item, type) or not _takes_two(item):
+            raise SamplingError(f"{name} holds {item!r:.60}, which takes no ids and scores: give functions that do")
     return found
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    """Whether a function can be called with two arguments, as far as it says."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        return False
+    return True
+
+
+def _copied(name: str, value: Any) -> Any:
+    """Return a copy of an option's value: a call changes nothing of its caller's."""
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise SamplingError(f"{name}={value!r:.60} is not possible ({error}): give a plain value") from error
 
 
 def _is_list_of(kind: Any, value: Any) -> bool:

@@ -4,9 +4,9 @@ Knows: everything that belongs to one row and to no other, so a row in a batch b
 Does not know: models, caches, drafts, the other rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,6 +16,16 @@ from specinfer.engine.stopping import Stopping
 from specinfer.engine.verify import Verdict
 from specinfer.results import Step, drafted_by
 from specinfer.tree import TokenTree
+
+
+class Scored(Protocol):
+    """The target at the nodes of a row's tree (`target_view.RowView`)."""
+
+    def probability(self, node: int, token: int) -> float:
+        """Return the probability of a token after a node, with the row's processors."""
+
+    def log_probabilities(self, nodes: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        """Return the log-probabilities, without processors, of a token after each of some nodes."""
 
 
 class Row:
@@ -32,6 +42,7 @@ class Row:
         draft_names: by draft id.
         gate: draft nothing after a token to which the target gave a smaller probability; None = always draft.
         processors: from logits to scores; None = those of the settings.
+        logprobs: whether steps keep the log-probabilities of their tokens.
 
     Raises:
         SamplingError: stop strings without a tokenizer, or an option that a processor refuses.
@@ -49,14 +60,16 @@ class Row:
         draft_names: Sequence[str] = (),
         gate: float | None = None,
         processors: Processors | None = None,
+        logprobs: bool = False,
     ) -> None:
         self.index, self.seed, self.sampling, self.draft_names = index, seed, settings.do_sample, draft_names
-        self.contrast, self.coupling = settings.contrast, Coupling(seed)
+        self.contrast, self.coupling, self.options = settings.contrast, Coupling(seed), settings.sampling
         self.processors = processors or Processors.of(settings, len(prompt), device)
         self.stopping = Stopping(settings, budget, device, tokenizer)
         self.ids = list(prompt)
         self.prompt_length = len(prompt)
         self.step = 0
+        self.logprobs = logprobs
         self.gate, self.confident = gate, True  # whether the last token passed the gate; a prompt's does
         self.finished: str | None = None  # "eos", "stop" or "length"
 
@@ -70,16 +83,16 @@ class Row:
         """How deep the next tree may be: one level less than the row may emit, and a bare root below the gate."""
         return self.remaining - 1 if self.confident else 0
 
-    def advance(self, tree: TokenTree, verdict: Verdict, probability: Callable[[int, int], float]) -> Step:
+    def advance(self, tree: TokenTree, verdict: Verdict, target: Scored) -> Step:
         """Append the verdict's tokens one by one until the text ends; return the step.
 
         Args:
             tree, verdict: what was verified.
-            probability: the target's, of a token after a node.
+            target: at the tree's nodes.
         """
         before = len(self.ids)
         if self.gate is not None:
-            self.confident = probability((0, *verdict.path)[-1], verdict.token) >= self.gate
+            self.confident = target.probability((0, *verdict.path)[-1], verdict.token) >= self.gate
         for token in (*(int(tree.tokens[node]) for node in verdict.path), verdict.token):
             self.ids.append(token)
             self.finished = self.stopping.reason(self.ids, len(self.ids) - self.prompt_length)
@@ -89,4 +102,6 @@ class Row:
         tokens = tuple(self.ids[before:])
         proposers = drafted_by(tree, verdict.path, self.draft_names, len(tokens))
         record = tree.without_distributions() if tree.distributions else tree  # they are large and no longer needed
-        return Step(record, verdict.path, tokens, proposers)
+        nodes = (0, *verdict.path)[: len(tokens)]  # before each token
+        logprobs = tuple(target.log_probabilities(nodes, tokens)) if self.logprobs else None
+        return Step(record, verdict.path, tokens, proposers, logprobs=logprobs)

@@ -46,9 +46,9 @@ class SharedPrefix:
         length = 0 if session.model.stateful else self._find(session, prompts)
         self.before = prompts[-1]
         if self.session is None or not length:
-            return session.prefill(prompts, hold)
+            return session.prefill(prompts, hold=hold)
         session.begin_with(self.session, length)
-        rest = session.prefill([prompt[length:] for prompt in prompts], hold)
+        rest = session.prefill([prompt[length:] for prompt in prompts], hold=hold)
         if self.states is None:
             return rest
         known = self.states[:length]

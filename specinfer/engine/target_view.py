@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from specinfer.attention import on_device
 from specinfer.common.values import plain
 from specinfer.engine.gumbel import COIN, key, uniform
 from specinfer.engine.sampling import resolve
+from specinfer.engine.scoring import log_probabilities
 from specinfer.engine.sequence import Row
 from specinfer.engine.verify import Probabilities, Verdict, Verifier, chosen_verifier
 from specinfer.errors import CHECK_WEIGHTS, InputError, NumericalError
@@ -91,7 +93,7 @@ class RowView:
         """Return the target's distribution after a node, float64 (V,)."""
         if not self.row.sampling:
             return np.eye(1, self.logits.shape[1], self.choice(node))[0]
-        probabilities: Probabilities = self._processed([node])[0].double().softmax(-1).cpu().numpy()
+        probabilities: Probabilities = self._processed([node])[0].cpu().double().softmax(-1).numpy()
         self._check(float(probabilities.max()), node)  # of such scores, a softmax is NaN
         return probabilities
 
@@ -100,6 +102,10 @@ class RowView:
         probability = float(self._processed([node])[0].softmax(-1)[token])
         self._check(probability, node)
         return probability
+
+    def log_probabilities(self, nodes: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        """Return the target's own log-probabilities, without processors, of a token after each of some nodes."""
+        return log_probabilities(self.logits[on_device(nodes, self.logits.device)], tokens)
 
     def accepts(self, probability: float) -> bool:
         """Toss a coin from the row's stream of random numbers."""

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput, PrefixConstrainedLogitsProcessor
 
-from specinfer.common.values import plain
+from specinfer.common.values import checked_flag, plain
 from specinfer.decoder import SpeculativeDecoder, row_seeds
 from specinfer.engine.generation import Run
 from specinfer.engine.sampling import Processors, resolve
@@ -48,15 +48,16 @@ def custom_generate(
     seed: int | Sequence[int] | None = None,
     spec_streamer: Any = None,
     target_tokenizer: Any = None,
+    logprobs: bool = False,
     assistant_model: Any = None,
     streamer: Any = None,
     **model_inputs: Any,
 ) -> Any:
     """Decode with token trees inside ``model.generate(**inputs, custom_generate=specinfer.custom_generate, ...)``.
 
-    Give ``draft_model``, ``tree``, ``seed``, ``spec_streamer`` and ``target_tokenizer`` to ``generate`` as keyword
-    arguments; transformers passes them on.  It does not pass on ``streamer`` and ``assistant_model``, so they are read
-    from its call.  Nor does it pass on ``tokenizer``: for stop strings use
+    Give ``draft_model``, ``tree``, ``seed``, ``spec_streamer``, ``target_tokenizer`` and ``logprobs`` to ``generate``
+    as keyword arguments; transformers passes them on.  It does not pass on ``streamer`` and ``assistant_model``, so
+    they are read from its call.  Nor does it pass on ``tokenizer``: for stop strings use
     ``stopping_criteria=[StopStringCriteria(tokenizer, strings)]``.
 
     Args:
@@ -70,6 +71,7 @@ def custom_generate(
         seed: as `SpeculativeDecoder.open`.
         spec_streamer: a transformers streamer, for one row, that gets the prompt, too.
         target_tokenizer: needed if the draft has another one: ``draft_model=ModelDraft(model, its tokenizer)``.
+        logprobs: as `SpeculativeDecoder.open`; read them from `SpeculativeOutput`.
         assistant_model: the draft model by transformers' name.
         streamer: a transformers streamer, for one row, that `generate` has given the prompt already.
         **model_inputs: what transformers prepared for the model; ``attention_mask`` (B, T) says what is padding.
@@ -97,12 +99,13 @@ def custom_generate(
     budget = settings.budget(input_ids.shape[1])
     decoder.check_lengths(prompts, [budget] * len(prompts))
     _check_inputs(model_inputs, padded, decoder)
-    names, rows = [draft.name for draft in decoder.drafts], []
-    seeds = row_seeds(seed, len(padded), decoder.target.ranks)
+    names, rows, logprobs = [draft.name for draft in decoder.drafts], [], checked_flag("logprobs", logprobs)
+    sequences = settings.sequences  # transformers has repeated each prompt so many times
+    seeds = row_seeds(seed, len(padded) // sequences, decoder.target.ranks, sequences)
     for index, (row, row_seed) in enumerate(zip(padded, seeds, strict=True)):
         processors = Processors([_of_row(processor, index) for processor in logits_processor], row.left)
         given = index, row.ids, settings, budget, row_seed, input_ids.device
-        rows.append(Row(*given, draft_names=names, processors=processors))
+        rows.append(Row(*given, draft_names=names, processors=processors, logprobs=logprobs))
     run = Run(decoder, rows, single=len(rows) == 1)
     run.finish(spec_streamer)
     return _output(run.results(), input_ids, generation_config)

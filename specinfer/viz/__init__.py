@@ -5,32 +5,40 @@
     description.py  what there is to show, as data, for all painters
     style.py        colours, shapes and lines, for all painters
     token_text.py   a token as text
-    html.py         the interactive page: page.html, page.css and page.js with the data inside
+    html.py         the interactive page: what is in page/, with the data inside
     svg.py          the still picture of one tree
+    side_by_side.py two results on one text, as data
+    lanes.py        the still picture of these
     text.py         one tree for terminals and logs
+    live.py         a generation in a notebook, as it happens
     plots/          pictures on matplotlib
 
 Nothing below imports it: things show themselves through `specinfer.common.display`.
 """
 
-from pathlib import Path
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from specinfer.common.files import write_whole
-from specinfer.viz.description import describe
+from specinfer.results import Result
+from specinfer.viz.description import Description, describe
 from specinfer.viz.html import fragment_of, page_of, to_json
+from specinfer.viz.lanes import lanes_of
+from specinfer.viz.side_by_side import PairDescription, SideBySide, describe_pair
 from specinfer.viz.svg import svg_of
 from specinfer.viz.text import text_for
 
 if TYPE_CHECKING:
     from os import PathLike
 
-__all__ = ["data", "fragment", "page", "picture", "plot_compare", "plot_drafts", "text"]
+__all__ = ["SideBySide", "data", "fragment", "page", "picture", "plot_compare", "plot_drafts", "text"]
 
 
 def fragment(thing: Any) -> str:
-    """Return an element for a notebook."""
-    return fragment_of(describe(thing))
+    """Return an element for a notebook: of a result that has no step yet, its text."""
+    if isinstance(thing, Result) and not thing.steps:
+        return f"<pre>{escape(thing.text)}</pre>"
+    return fragment_of(*_painted(thing))
 
 
 def page(thing: Any, path: "str | PathLike[str] | None" = None, tokenizer: Any = None) -> str:
@@ -39,17 +47,17 @@ def page(thing: Any, path: "str | PathLike[str] | None" = None, tokenizer: Any =
     Raises:
         InputError: it cannot be written there.
     """
-    return _written(page_of(describe(thing, tokenizer)), path)
+    return _written(page_of(*_painted(thing, tokenizer)), path)
 
 
 def picture(thing: Any, path: "str | PathLike[str] | None" = None, tokenizer: Any = None) -> str:
     """Return a picture; arguments and errors as `page`."""
-    return _written(svg_of(describe(thing, tokenizer)), path)
+    return _written(_painted(thing, tokenizer)[1], path)
 
 
 def data(thing: Any, path: "str | PathLike[str] | None" = None, tokenizer: Any = None) -> str:
     """Return what the page draws, as JSON; arguments and errors as `page`."""
-    return _written(to_json(describe(thing, tokenizer).to_dict()), path)
+    return _written(to_json(_described(thing, tokenizer).to_dict()), path)
 
 
 def text(thing: Any, stream: Any = None, tokenizer: Any = None, step: int | None = None) -> str:
@@ -79,7 +87,17 @@ def plot_drafts(report: Any, ax: Any = None) -> Any:
     return plots.plot_drafts(report, ax=ax)
 
 
+def _described(thing: Any, tokenizer: Any) -> Description | PairDescription:
+    return describe_pair(thing, tokenizer) if isinstance(thing, SideBySide) else describe(thing, tokenizer)
+
+
+def _painted(thing: Any, tokenizer: Any = None) -> tuple[Description | PairDescription, str]:
+    """Return the description of a thing, and its still picture."""
+    found = _described(thing, tokenizer)
+    return found, lanes_of(found) if isinstance(found, PairDescription) else svg_of(found)
+
+
 def _written(text: str, path: "str | PathLike[str] | None") -> str:
     if path is not None:
-        write_whole(Path(path), text)
+        write_whole(path, text)
     return text

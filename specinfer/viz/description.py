@@ -11,16 +11,20 @@ Knows: trees, steps, results, inspections, a tokenizer.  Does not know: HTML, pi
     rule     "greedy", "coupled" or "coins": what decided; null if that is not known
     seed     of a sampled result
     prompt   {"text", "tokens"}
-    stats    of a result: new_tokens, target_passes, draft_passes, tokens_per_target_pass, seconds
+    stats    of a result: new_tokens, target_passes, draft_passes, tokens_per_target_pass, tokens_per_second, seconds
     notes    what the engine or the inspection has to say
-    texts    token id -> text with visible white space
-    columns  token id -> how many columns of a terminal the text takes
+    made_by  of a result: see `Result.made_by`
+    texts    token id -> text
+    columns  token id -> how many columns of a terminal the text takes, with visible white space
+    best     the number of the step to look at first
     steps    one entry each, in columns with an entry per node:
         tokens, parents, states    token ids, parent nodes, what became of them (`specinfer.results.State`)
         q, draws                   the draft's probability given the parent; [draft, order among its draws there]
         lines                      the line that a node is drawn on; if there is a bonus token, its line comes last
         path, bonus                accepted nodes; the target's own token, null if there is none
         emitted                    token ids
+        split                      nodes (and the bonus token, as the next number) in which a character begins or ends
+                                   that several tokens share -> [characters that end here, other bytes, columns]
         position                   of the root in the text, null if not known; node i stands at position + its depth and
                                    was written to cache slot position + i
         seconds, change            of a recorded step; how the tree of an inspected one was changed
@@ -31,21 +35,22 @@ Knows: trees, steps, results, inspections, a tokenizer.  Does not know: HTML, pi
 Probabilities and the like are rounded to three digits.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from math import isfinite
 from typing import Any
 
 from specinfer.results import Result, Step, best_step
 from specinfer.tree import TokenTree
-from specinfer.tree.drawing import STATES, TreeDrawing, columns
+from specinfer.tree.drawing import STATES, TreeDrawing, columns, visible
 from specinfer.viz.inspection import StepInspection
 from specinfer.viz.rescoring import BY_HAND
 from specinfer.viz.style import SHAPES
-from specinfer.viz.token_text import token_text
+from specinfer.viz.token_text import Piece, last_piece, piece_after, plain_text, split_bytes
 
 PROMPT_CHARACTERS = 4000  # of a longer prompt, the last ones are shown
+LONGEST_CHARACTER = 4  # bytes, in UTF-8
 INSPECTED = ("p", "ratio", "noise", "margin", "tests")
 
 
@@ -58,11 +63,23 @@ class DrawnStep:
     record: Step | StepInspection | None = None  # None: not verified
     bonus: int | None = None
     position: int | None = None  # of the root in the text
+    pieces: Mapping[int, Piece] = field(default_factory=dict)  # where characters are split: by node, the bonus last
 
     @property
     def path(self) -> tuple[int, ...]:
         """The accepted nodes, root excluded."""
         return self.record.path if self.record else ()
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The emitted tokens."""
+        return tuple(self.record.tokens) if self.record else ()
+
+    @property
+    def authors(self) -> list[tuple[int, ...]]:
+        """The drafts that proposed each emitted token; none of the target's own."""
+        path = [self.drawing.nodes[node].drafts for node in self.path[: len(self.tokens)]]
+        return [*path, *[()] * (len(self.tokens) - len(path))]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the step in columns."""
@@ -75,9 +92,14 @@ class DrawnStep:
             "states": list(map(str, self.record.states)) if self.record else None,
             "path": list(self.path),
             "bonus": self.bonus,
-            "emitted": list(self.record.tokens) if self.record else [],
+            "emitted": list(self.tokens),
             "position": self.position,
         }
+        if self.pieces:
+            data["split"] = {
+                str(node): [piece.text, piece.rest.decode("ascii", "backslashreplace"), columns(str(piece))]
+                for node, piece in self.pieces.items()
+            }
         step: Any = getattr(self.record, "step", self.record)
         if step is not None:
             data["seconds"] = _short(step.seconds.to_dict())
@@ -104,7 +126,11 @@ class Description:
 
     @property
     def best(self) -> DrawnStep:
-        """The step to look at first."""
+        """The step to look at first.
+
+        Raises:
+            InputError: there are no steps.
+        """
         return self.steps[best_step(self.steps)]
 
     @property
@@ -125,7 +151,7 @@ class Description:
     @property
     def rule(self) -> str | None:
         """What decided, where the nodes tell: "greedy", "coupled" or "coins"."""
-        record = self.steps[0].record
+        record = self.best.record
         if not isinstance(record, StepInspection):
             return None
         root = record.nodes[0]
@@ -149,7 +175,7 @@ class Description:
         steps = [step.to_dict() for step in self.steps]
         tops = [token for step in steps for top in step.get("top", ()) for token, *_ in top]
         ids = {*tops, *(token for step in steps for token in [*step["tokens"], *step["emitted"]])}
-        texts = {str(token): token_text(self.tokenizer, token) for token in sorted(ids)}
+        texts = {str(token): plain_text(self.tokenizer, token) for token in sorted(ids)}
         data: dict[str, Any] = {
             "shows": type(self.thing).__name__,
             "drafts": self.drafts,
@@ -158,7 +184,8 @@ class Description:
             "legend": self.legend(self.steps),
             "rule": self.rule,
             "texts": texts,
-            "columns": {token: columns(text) for token, text in texts.items()},
+            "best": best_step(self.steps),
+            "columns": {token: columns(visible(text)) for token, text in texts.items()},
             "steps": steps,
         }
         if self.result is None:
@@ -166,14 +193,15 @@ class Description:
         prompt = self.result.prompt_ids
         text = self.tokenizer.decode(prompt) if self.tokenizer else " ".join(map(str, prompt))
         stats = self.result.stats.to_dict()
-        kept = ("new_tokens", "target_passes", "draft_passes", "tokens_per_target_pass", "seconds")
+        left_out = ("acceptance_by_depth", "notes", "tree_sizes", "drafts")
         return data | {
             "seed": self.result.seed,
+            "made_by": dict(self.result.made_by),
             "text": self.result.text,
             "finish_reason": self.result.finish_reason,
             "notes": [*self.result.stats.notes, *getattr(self.thing, "notes", ())],
             "prompt": {"text": text[-PROMPT_CHARACTERS:], "tokens": len(prompt)},
-            "stats": {name: _short(stats[name]) for name in kept},
+            "stats": {name: _short(value) for name, value in stats.items() if name not in left_out},
         }
 
 
@@ -196,36 +224,67 @@ def _draft_names(thing: Any, result: Result | None) -> list[str]:
     if isinstance(thing, StepInspection):
         return thing.draft_names
     if result is not None:
-        names = [draft.draft for draft in result.stats.drafts]
-        ids = max(max(step.tree.proposers).bit_length() for step in result.steps) if result.steps else 0
-        return [*names, *["target"] * (ids - len(names))]  # contrastive search's candidates are the target's own
-    tree = thing if isinstance(thing, TokenTree) else thing.tree
-    unnamed = range(len(tree.draft_names), max(tree.proposers).bit_length())
-    return [*tree.draft_names, *(f"draft {i}" for i in unnamed)]
+        trees, names = [step.tree for step in result.steps], [draft.draft for draft in result.stats.drafts]
+    else:
+        trees = [thing if isinstance(thing, TokenTree) else thing.tree]
+        names = list(trees[0].draft_names)
+    ids = range(len(names), max((max(tree.proposers).bit_length() for tree in trees), default=0))
+    # contrastive search's candidates are the target's own
+    return [*names, *("target" if names or result is not None else f"draft {i}" for i in ids)]
 
 
 def _steps(thing: Any, tokenizer: Any, by_hand: int | None) -> Iterator[DrawnStep]:
-    text = cache(lambda token: token_text(tokenizer, token))
+    tokens = _Tokens(tokenizer)
     if isinstance(thing, TokenTree):
-        yield DrawnStep(thing, TreeDrawing.of(thing, text))
+        yield DrawnStep(thing, TreeDrawing.of(thing, tokens.text))
     elif isinstance(thing, Step):
-        yield _step(thing, text, None)
+        yield _step(thing, tokens, None)
     elif isinstance(thing, StepInspection):
-        yield _step(thing, text, thing.nodes[0].position, by_hand)
+        yield _step(thing, tokens, thing.nodes[0].position, by_hand=by_hand)
     else:
-        position = len(getattr(thing, "result", thing).prompt_ids) - 1
+        result = getattr(thing, "result", thing)
+        ids, position = [*result.prompt_ids, *result.token_ids], len(result.prompt_ids) - 1
         for step in thing.steps:
-            yield _step(step, text, position)
+            yield _step(step, tokens, position, ids[max(0, position - LONGEST_CHARACTER) : position])
             position += len(step.tokens)
 
 
+class _Tokens:
+    """A tokenizer that is asked once for each token."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.text = cache(lambda token: visible(plain_text(tokenizer, token)))
+        self.split = cache(lambda token: split_bytes(tokenizer, token))
+
+
 def _step(
-    step: Step | StepInspection, text: Callable[[int], str], position: int | None, by_hand: int | None = None
+    step: Step | StepInspection,
+    tokens: _Tokens,
+    position: int | None,
+    before: Sequence[int] = (),
+    by_hand: int | None = None,
 ) -> DrawnStep:
+    """Describe a step, given the tokens just before its root."""
     bonus = step.bonus if len(step.tokens) > len(step.path) else None  # cut before it: not emitted
-    bonus_text = None if bonus is None else text(bonus)
-    drawing = TreeDrawing.of(step.tree, text, step.states, bonus_text, (0, *step.path)[-1], by_hand)
-    return DrawnStep(step.tree, drawing, step, bonus, position)
+    text, end = None if bonus is None else tokens.text(bonus), (0, *step.path)[-1]
+    drawing = TreeDrawing.of(step.tree, tokens.text, step.states, text, end, by_hand)
+    every = [*step.tree.tokens.tolist(), *([] if bonus is None else [bonus])]
+    pieces = _pieces([node.parent for node in drawing.nodes], every, before, tokens)
+    nodes = [node._replace(text=str(pieces.get(i, node.text))) for i, node in enumerate(drawing.nodes)]
+    return DrawnStep(step.tree, TreeDrawing(nodes), step, bonus, position, pieces)
+
+
+def _pieces(parents: Sequence[int], tokens: Sequence[int], before: Sequence[int], known: _Tokens) -> dict[int, Piece]:
+    """Return the shares of the nodes in which a character is split, by node."""
+    found: dict[int, Piece] = {}
+    for node, (parent, token) in enumerate(zip(parents, tokens, strict=True)):
+        if node == 0:
+            piece = last_piece(map(known.split, [*before, token]))
+        else:
+            piece = piece_after(found[parent].open if parent in found else b"", known.split(token))
+        if piece is not None:
+            found[node] = piece
+    return found
 
 
 def _inspected(step: StepInspection) -> dict[str, Any]:

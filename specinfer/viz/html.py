@@ -1,6 +1,6 @@
 """The interactive page: templates with a description inside, and nothing fetched from anywhere.
 
-Knows: page.html, page.css and page.js beside this file, how text is kept from becoming markup.
+Knows: the folder page beside this file, how text is kept from becoming markup.
 Does not know: trees.
 
 Text from models reaches the page as JSON inside a script.  Every character that could end the script is written as an
@@ -11,6 +11,7 @@ own: any number of them stand on one notebook page, apart from each other and fr
 import hashlib
 import json
 import re
+from base64 import b64encode
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -18,28 +19,42 @@ from string import Template
 from typing import Any
 
 from specinfer.viz.description import Description
-from specinfer.viz.style import DARK, LIGHT
+from specinfer.viz.side_by_side import PairDescription
+from specinfer.viz.style import (
+    ACCEPTED_EDGE,
+    BONUS_DASHES,
+    BONUS_EDGE,
+    DARK,
+    LIGHT,
+    LIKELY_EDGE,
+    STYLES,
+    THIN_EDGE,
+)
+from specinfer.viz.svg import HEIGHT
 
 _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
-def fragment_of(description: Description) -> str:
+def fragment_of(description: Description | PairDescription, picture: str) -> str:
     """Return an element and a script that fills it, for a notebook or a page of one's own.
 
-    Where scripts do not run, the plain text stays.
+    Where scripts do not run, the picture and the plain text stay.  The picture is an image, not elements: what cleans
+    the output of untrusted notebooks keeps images only.
     """
     data = in_script(description.to_dict())
     name = f"specinfer-{hashlib.sha256(data.encode()).hexdigest()[:16]}"
-    call = f'fillAll("{name}", {in_script(_palette() + _template("page.css"))}, {data});'
-    script = f'(() => {{\n"use strict";\n{_template("page.js")}\n{call}\n}})();'
-    element = f'<div id="{name}" class="specinfer"><pre>{escape(description.plain)}</pre></div>'
+    call = f'fillAll("{name}", {in_script(_palette() + _looks() + _read("page.css"))}, {data});'
+    script = f'(() => {{\n"use strict";\n{_scripts()}\n{call}\n}})();'
+    source = f"data:image/svg+xml;base64,{b64encode(picture.encode()).decode()}"
+    image = f'<img alt="{escape(description.title)}" src="{source}" style="max-width:100%;height:auto">'
+    element = f'<div id="{name}" class="specinfer">{image}<pre>{escape(description.plain)}</pre></div>'
     return f"{element}\n<script>\n{script}\n</script>"
 
 
-def page_of(description: Description) -> str:
+def page_of(description: Description | PairDescription, picture: str) -> str:
     """Return a complete HTML document."""
-    template = Template(_template("page.html"))
-    return template.substitute(title=escape(description.title), fragment=fragment_of(description))
+    template = Template(_read("page.html"))
+    return template.substitute(title=escape(description.title), fragment=fragment_of(description, picture))
 
 
 def to_json(data: Any) -> str:
@@ -58,7 +73,28 @@ def _palette() -> str:
     return f'.root{{{light}}}\n:host([data-theme="dark"]) .root{{{dark}}}\n'
 
 
+def _looks() -> str:
+    """Return how nodes and the lines to them look, as rules of the style."""
+    rules = [f".edge{{stroke-width:calc({THIN_EDGE}px + {LIKELY_EDGE}px*var(--q,0))}}"]
+    for state, style in STYLES.items():
+        line, dashes = f"var(--{style.line or 'by'})", " ".join(map(str, style.dashes)) or "none"
+        border = f"border:{style.width}px {'dashed' if style.dashes else 'solid'} {line}"
+        box = f"background:var(--{style.fill});color:var(--{style.ink});border-radius:{style.corner * HEIGHT:.0f}px"
+        rules.append(f".chip.{state}{{{border};{box};font-weight:{600 if style.width > 1 else 400}}}")
+        rules.append(f".edge.{state}{{stroke:{line};stroke-dasharray:{dashes}}}")
+    rules.append(f".edge.accepted,.edge.cut{{stroke-width:{ACCEPTED_EDGE}px}}")
+    rules.append(f".edge.bonus{{stroke-width:{BONUS_EDGE}px;stroke-dasharray:{' '.join(map(str, BONUS_DASHES))}}}")
+    return "\n".join(rules) + "\n"
+
+
+def _scripts() -> str:
+    """Return all scripts, each of which works wherever it stands."""
+    names = (file.name for file in files(__package__).joinpath("page").iterdir())
+    return "\n".join(_read(name) for name in sorted(names) if name.endswith(".js"))
+
+
 @cache
-def _template(name: str) -> str:
-    """Return a template without indentation and comment lines, which would make each page larger."""
-    return re.sub(r"(?m)^ *(//.*\n)?", "", files(__package__).joinpath(name).read_text(encoding="utf-8"))
+def _read(name: str) -> str:
+    """Return a file of the page without indentation and comment lines, which would make each page larger."""
+    text = files(__package__).joinpath("page", name).read_text(encoding="utf-8")
+    return re.sub(r"(?m)^ *(//.*\n)?", "", text)

@@ -50,6 +50,9 @@ STYLES = {
     BONUS: NodeStyle("ink", "ink", "paper", 1.2, (), 0.5),
 }
 
+ACCEPTED_EDGE, BONUS_EDGE, BONUS_DASHES = 3.5, 2.5, (1, 4)  # widths, and dashes, of the lines to nodes
+THIN_EDGE, LIKELY_EDGE = 0.7, 1.5  # of other nodes: a width, and what a probability of 1 adds
+
 
 def style(node: DrawnNode) -> NodeStyle:
     """Return a node's style, with the colour of its draft where it has one."""
@@ -76,5 +79,6 @@ def terminal(node: DrawnNode) -> str:
 def edge(node: DrawnNode) -> tuple[float, tuple[int, ...]]:
     """Return width and dashes of the line to a node: the wider the likelier; on the accepted path widest."""
     if node.state == BONUS:
-        return 2.5, (1, 4)
-    return 3.5 if node.accepted else 0.7 + 1.5 * (node.probability or 0.0), STYLES[node.state].dashes
+        return BONUS_EDGE, BONUS_DASHES
+    width = ACCEPTED_EDGE if node.accepted else THIN_EDGE + LIKELY_EDGE * (node.probability or 0.0)
+    return width, STYLES[node.state].dashes

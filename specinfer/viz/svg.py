@@ -6,12 +6,12 @@ Light colours are attributes, so that any renderer shows them.  A style adds the
 this picture, because a style inside a notebook's page applies to the whole page.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from html import escape
 
 from specinfer.tree.drawing import DrawnNode, columns
 from specinfer.viz.description import Description
-from specinfer.viz.style import DARK, LIGHT, colour, edge, style
+from specinfer.viz.style import BY_DRAFT, DARK, LIGHT, edge, style
 
 LONGEST = 20  # characters of a token's text
 CHARACTER, HEIGHT, ROW, GAP, MARGIN, PADDING, SPACE = 7.6, 26, 36, 24, 16, 7, 5.3  # pixels
@@ -20,7 +20,7 @@ Word = tuple[str, str, float, int]  # in a node's box: text, colour, size, weigh
 
 
 def svg_of(description: Description) -> str:
-    """Return a picture of the tree, or of the one that gained most."""
+    """Return a picture of the tree, or of the one to look at first."""
     step = description.best
     nodes = step.drawing.nodes
     words = [_words(node, description.shapes) for node in nodes]
@@ -31,18 +31,23 @@ def svg_of(description: Description) -> str:
     legend = "   ".join(map(" ".join, signs))
     bottom = max(y for _, y in corners) + HEIGHT + ROW
     width, height = max(end - GAP, CHARACTER * columns(legend)) + 2 * MARGIN, bottom + MARGIN
-    parts = [_element("rect", fill="paper", x=0, y=0, width=width, height=height, rx=10)]
+    parts = [element("rect", fill="paper", x=0, y=0, width=width, height=height, rx=10)]
     for node, corner in zip(nodes[1:], corners[1:], strict=True):
         x, y = corners[node.parent]
         parts.append(_edge(node, (x + widths[node.parent], y), corner))
     for node, corner, box_width, row in zip(nodes, corners, widths, words, strict=True):
         parts += _box(node, corner, box_width, row)
-    parts.append(_element("text", legend, "soft", x=MARGIN, y=bottom + 2, font_size=12))
+    parts.append(element("text", legend, "soft", x=MARGIN, y=bottom + 2, font_size=12))
     title = f"token tree of {len(step.tree) - 1} drafted nodes, {len(step.path)} accepted"
+    return document(title, width, height, parts)
+
+
+def document(title: str, width: float, height: float, parts: Iterable[str]) -> str:
+    """Return a picture of some elements; lengths are in pixels."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="specinfer-svg" role="img" width="{width:.0f}" '
         f'height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}" font-family="{FONT}" font-size="12.5">\n'
-        f"<title>{title}</title>\n<style>{_dark()}</style>\n" + "\n".join(parts) + "\n</svg>\n"
+        f"<title>{escape(title)}</title>\n<style>{_dark()}</style>\n" + "\n".join(parts) + "\n</svg>\n"
     )
 
 
@@ -51,7 +56,7 @@ def _words(node: DrawnNode, shapes: list[str]) -> list[Word]:
     text, ink = node.text.replace("␠", "␣"), style(node).ink  # few fonts have ␠
     text = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
     words = [
-        ("".join(shapes[draft] for draft in node.drafts), colour(node), 9.5, 400),
+        *((shapes[draft], f"by{draft % len(BY_DRAFT)}", 9.5, 400) for draft in node.drafts),
         (text, ink, 12.5, 600 if style(node).width > 1 else 400),
         (node.figure, "soft", 10.5, 400),
         (node.mark, ink, 11.5, 400),
@@ -63,10 +68,10 @@ def _box(node: DrawnNode, corner: tuple[float, float], width: float, words: list
     """Return a node's box and words, from its upper left corner on."""
     (x, y), shape = corner, style(node)
     box = {"x": x, "y": y, "width": width, "height": HEIGHT, "rx": shape.corner * HEIGHT}
-    yield _element("rect", "", shape.fill, shape.line, shape.dashes, stroke_width=shape.width, **box)
+    yield element("rect", "", shape.fill, shape.line, shape.dashes, stroke_width=shape.width, **box)
     x += PADDING
     for text, ink, size, weight in words:
-        yield _element("text", text, ink, x=x, y=y + 17.5, font_size=size, font_weight=weight)
+        yield element("text", text, ink, x=x, y=y + 17.5, font_size=size, font_weight=weight)
         x += CHARACTER * columns(text) + SPACE
 
 
@@ -75,10 +80,10 @@ def _edge(node: DrawnNode, start: tuple[float, float], corner: tuple[float, floa
     (x, y), (to_x, to_y), (width, dashes) = start, corner, edge(node)
     y, to_y, middle = y + HEIGHT / 2, to_y + HEIGHT / 2, (x + to_x) / 2
     curve = f"M{x:.1f} {y:.1f}C{middle:.1f} {y:.1f} {middle:.1f} {to_y:.1f} {to_x:.1f} {to_y:.1f}"
-    return _element("path", "", "", style(node).line, dashes, d=curve, stroke_width=width, stroke_linecap="round")
+    return element("path", "", "", style(node).line, dashes, d=curve, stroke_width=width, stroke_linecap="round")
 
 
-def _element(
+def element(
     tag: str, text: str = "", fill: str = "", line: str = "", dashes: tuple[int, ...] = (), **attributes: object
 ) -> str:
     """Return an element.  Fill and line are names of the palette.  Without a line there is no stroke."""
@@ -87,7 +92,7 @@ def _element(
         "fill": LIGHT.get(fill, "none"),
         "stroke": LIGHT.get(line),
         "stroke-dasharray": " ".join(map(str, dashes)),
-        "xml:space": "preserve" if text else None,
+        "xml:space": "preserve" if "  " in text else None,
     }
     for name, value in attributes.items():
         given[name.replace("_", "-")] = str(round(value, 1) if isinstance(value, float) else value)

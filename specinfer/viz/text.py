@@ -12,6 +12,8 @@ from specinfer.tree.drawing import BONUS, DrawnNode, columns
 from specinfer.viz.description import Description
 from specinfer.viz.style import ASCII, TERMINAL, by_draft, terminal
 
+WIDEST = 66  # columns of lines and tokens, beyond which levels stand closer; what is right of them takes a dozen
+
 
 def text_for(stream: Any, description: Description, step: int | None = None) -> str:
     """Return a step as a stream can show it: in colours where it is a terminal, and in ASCII where it holds no more.
@@ -45,8 +47,11 @@ def text_of(description: Description, step: int | None = None, coloured: bool = 
     shapes = list(map(spell, description.shapes)) if legend else []
     by_shape = [paint(shape, TERMINAL[by_draft(draft)]) for draft, shape in enumerate(shapes)]
     nodes = [node._replace(text=spell(node.text)) for node in drawn.drawing.nodes]
-    order = [(nodes[number], spell(stem)) for number, stem in stems(nodes)]
-    width = max(columns(stem + node.text) for node, stem in order)
+    for gap in (" ", ""):
+        order = [(nodes[number], spell(stem)) for number, stem in stems(nodes, gap)]
+        width = max(columns(stem + node.text) for node, stem in order)
+        if width <= WIDEST:
+            break
     most = max(len(node.drafts) for node in nodes) if legend else 0
     lines = []
     for node, stem in order:
@@ -61,10 +66,14 @@ def text_of(description: Description, step: int | None = None, coloured: bool = 
     return "\n".join([*lines, *filter(None, ["   ".join(words)])])
 
 
-def stems(nodes: Sequence[DrawnNode]) -> Iterator[tuple[int, str]]:
+def stems(nodes: Sequence[DrawnNode], gap: str = " ") -> Iterator[tuple[int, str]]:
     """Yield nodes from top to bottom, by number, each with the lines that lead to it; dashed where none was reached.
 
     The bonus token comes first below its parent.
+
+    Args:
+        nodes: of a tree, in its order.
+        gap: between a line and its token.
     """
     order = sorted(range(len(nodes)), key=lambda i: (nodes[i].parent, 1) if nodes[i].state == BONUS else (i, 0))
     last = {nodes[i].parent: i for i in order}  # child of each node
@@ -74,9 +83,9 @@ def stems(nodes: Sequence[DrawnNode]) -> Iterator[tuple[int, str]]:
         if parent < 0:
             yield i, ""
             continue
-        corner, below = ("└", "   ") if last[parent] == i else ("├", "│  ")
-        indents[i] = indents[parent] + below
-        yield i, f"{indents[parent]}{corner}{line} "
+        corner, below = ("└", "  ") if last[parent] == i else ("├", "│ ")
+        indents[i] = indents[parent] + below + gap
+        yield i, f"{indents[parent]}{corner}{line}{gap}"
 
 
 def in_colours(stream: Any) -> bool:

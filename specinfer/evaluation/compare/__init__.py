@@ -15,7 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from specinfer.common.files import locked
+from specinfer.common.progress import text_progress
 from specinfer.common.values import Progress, checked_names, plain
+from specinfer.errors import InputError
 from specinfer.evaluation.compare.files import records_of
 from specinfer.evaluation.compare.plan import Plan
 from specinfer.evaluation.compare.result import Comparison
@@ -43,13 +45,16 @@ def compare(
     dtype: str = "auto",
     device: str = "auto",
     hits: bool = False,
-    progress: Progress = lambda jobs, _: jobs,
+    max_rows: int = 1,
+    progress: Progress | None = None,
 ) -> Comparison:
     """Run every method on every prompt, interleaved, and compare.
 
+    A prompt that cannot be used is reported in its place, and the others go on.  Counts are kept, texts are not.
+
     Args:
         prompts: strings are prompts.  Paths are files of JSON lines with "prompt", and optionally "id" and "split";
-            each file is a set, named by its stem.
+            each file is a set, named by its stem.  A prompt of a file may also be chat messages or token ids.
         target: hub name or folder; None is the default target.
         drafts: names as the command line takes them; none means the default.
         methods: names of `methods.METHODS`.  Those that cannot run for this pair are left out, with the reason.
@@ -59,15 +64,17 @@ def compare(
         nodes: drafted nodes at most, of every fixed tree.
         depth: levels at most, of every fixed tree and of the sequence.  A step has at most as many draft passes.
         max_new_tokens: per prompt.
-        count: prompts per file at most, from its top.
+        count: prompts per file at most, from its top; 0 is all.
         split: the rows that are taken, where rows have a "split".
         out: folder for the records; one of the same settings and machine is continued.  None keeps none.
         dtype, device: as `loading.load`.
         hits: also count how often each draft ranks the target's choice high, in one more plain run per prompt.
-        progress: wraps the jobs, for a bar.
+        max_rows: prompts that our methods decode at a time; with more than one, transformers' methods are left out.
+            Tokens per second are those of one prompt at a time, or else of all rows together.
+        progress: wraps the blocks of jobs that are left, `max_rows` jobs each.  None: a bar, where someone watches.
 
     Raises:
-        InputError: a prompt file or prompt is unusable or too long, no method can run, or the folder belongs to other
+        InputError: a prompt file is unusable, no prompt can be used, no method can run, or the folder belongs to other
             settings or another run, or cannot be written.
         ModelError: a model cannot be loaded; and what decoding raises.  The folder keeps what was finished.
     """
@@ -76,20 +83,24 @@ def compare(
     lists = {name: list(given[name]) if isinstance(given[name], list | tuple) else [given[name]] for name in LISTS}
     plan = Plan(**given | lists)
     with nullcontext(out) if out is not None else TemporaryDirectory() as folder, locked(folder):
-        return _run(plan, Path(folder), progress)
+        return _run(plan, Path(folder), progress or text_progress)
 
 
 def _run(plan: Plan, folder: Path, progress: Progress) -> Comparison:
     """Measure what the folder does not hold yet, and append each finished prompt to it."""
     jobs = plan.jobs()
-    settings = plan.settings(jobs)
     kept = records_of(folder)
-    records = kept.begin(settings)
-    done = {(record["set"], record["place"], record["temperature"]) for record in records}
-    left = [job for job in jobs if (job.set, job.seed, job.temperature) not in done]
+    kept.begin(plan.settings(jobs))
+    done = {(record["set"], record["place"], record["temperature"]) for record in kept}
+    left = [block for block in plan.blocks(jobs) if any(job.key not in done for job in block)]
     if left:
-        runner = Runner(plan, left)
-        for job in progress(left, len(records)):
-            records.append(runner.measure(job))
-            kept.append(records[-1])
-    return Comparison(settings, records)
+        runner = Runner(plan)
+        kept.begin(plan.settings(jobs))  # weights that were fetched just now have a digest
+        for block in progress(left, len(done)):
+            for job, record in zip(block, runner.measure(block), strict=True):
+                if job.key not in done:
+                    kept.append(record)
+    found = Comparison(*kept.read())
+    if not found.summary()["groups"]:
+        raise InputError(f"no prompt can be used: {found.summary()['refused'][0]['error']}")
+    return found

@@ -19,14 +19,15 @@ from specinfer.drafts.language_model import ModelDraft
 from specinfer.errors import InputError, SpecinferError, UnsupportedModel
 from specinfer.evaluation.probe import Probe, Question
 from specinfer.loading import Loaded, same_tokens
+from specinfer.results import Result
 from specinfer.tree import BestFirst, Chain, Expansion, Policy, Source, TokenTree
 
 GATE = 0.5
 LOOKUP_TOKENS = 10  # of transformers' prompt lookup
 TOP = 5  # hit rates are those of the 1, 2, ... TOP likeliest tokens
 
-# (prompt ids, seed, generation options) -> counts, seconds and the new ids
-Method = Callable[[list[int], int, dict[str, Any]], dict[str, Any]]
+# (ids of prompts, seeds, generation options) -> counts, seconds and the new ids of each
+Method = Callable[[list[list[int]], list[int], dict[str, Any]], list[dict[str, Any]]]
 
 
 class OnePath(Chain):
@@ -70,7 +71,12 @@ METHODS = OURS | THEIRS
 
 
 def build_methods(
-    names: Sequence[str], decoder: SpeculativeDecoder, nodes: int, depth: int, assistant: Loaded | None = None
+    names: Sequence[str],
+    decoder: SpeculativeDecoder,
+    nodes: int,
+    depth: int,
+    assistant: Loaded | None = None,
+    max_rows: int = 1,
 ) -> tuple[dict[str, Method], dict[str, str]]:
     """Return the named methods on the decoder's target and drafts, and for those that cannot run the reason.
 
@@ -80,10 +86,13 @@ def build_methods(
         nodes: drafted nodes at most, of every fixed tree.
         depth: levels at most, of every fixed tree and of the chain.
         assistant: for assisted generation; None takes the first draft that is a language model.
+        max_rows: prompts at a time.
     """
     methods, skipped = {}, {}
     for name in names:
         try:
+            if name in THEIRS and max_rows > 1:
+                raise InputError("transformers' methods take one prompt at a time here, and ours took several")
             if name in OURS:
                 methods[name] = _ours(_decoder(name, decoder, **OURS[name](nodes, depth)))
             else:
@@ -126,24 +135,45 @@ def _assistant(decoder: SpeculativeDecoder, assistant: Loaded | None) -> dict[st
 
 
 def _ours(decoder: SpeculativeDecoder) -> Method:
-    """Return a method that times a decoder from the prompt's ids to the text."""
+    """Return a method that times a decoder from the prompts' ids to the texts.
 
-    def run(ids: list[int], seed: int, options: dict[str, Any]) -> dict[str, Any]:
-        started = perf_counter()
-        result = decoder.generate(ids, seed=seed, **options)
+    Rows that are decoded together share the seconds by their tokens: each has the tokens per second of all.
+    """
+
+    def run(prompts: list[list[int]], seeds: list[int], options: dict[str, Any]) -> list[dict[str, Any]]:
+        asked = [{"prompt": ids, "seed": seed} for ids, seed in zip(prompts, seeds, strict=True)]
+        started, found = perf_counter(), {}
+        for number, result, error in decoder.generate_many(asked, max_rows=len(asked), **options):
+            if result is None:
+                raise error or InputError(f"prompt {number} has no result")
+            found[number] = result
         total = perf_counter() - started
-        stats = result.stats.to_dict()
-        passes = {stage: stats["seconds"][stage] for stage in ("prefill", "target", "draft")}
-        return {
-            "ids": result.token_ids,
-            "tokens": stats["new_tokens"],
-            "target_passes": stats["target_passes"],
-            "draft_passes": stats["draft_passes"],
-            "seconds": {"total": total, **passes, "bookkeeping": total - sum(passes.values())},
-            **{name: stats[name] for name in ("tree_sizes", "drafts", "notes")},
-        }
+        last = list(found.values())[-1].stats.to_dict()  # its clocks are those of the whole run
+        passes = {stage: last["seconds"][stage] for stage in ("prefill", "target", "draft")}
+        seconds = {"total": total, **passes, "bookkeeping": total - sum(passes.values())}
+        tokens = sum(len(result.token_ids) for result in found.values())
+        return [_counted(found[row], len(found[row].token_ids) / tokens, seconds, last) for row in sorted(found)]
 
     return run
+
+
+def _counted(result: Result, share: float, seconds: dict[str, float], last: dict[str, Any]) -> dict[str, Any]:
+    """Return what is kept of a result, with its share of a run's seconds."""
+    stats = result.stats.to_dict()
+    drafts = [
+        {**draft, "seconds": share * spent["seconds"]}
+        for draft, spent in zip(stats["drafts"], last["drafts"], strict=True)
+    ]
+    return {
+        "ids": result.token_ids,
+        "tokens": stats["new_tokens"],
+        "target_passes": stats["target_passes"],
+        "draft_passes": stats["draft_passes"],
+        "seconds": {stage: share * spent for stage, spent in seconds.items()},
+        "tree_sizes": stats["tree_sizes"],
+        "drafts": drafts,
+        "notes": stats["notes"],
+    }
 
 
 def _theirs(model: Any, **extra: Any) -> Method:
@@ -154,19 +184,19 @@ def _theirs(model: Any, **extra: Any) -> Method:
     """
     models = [model, *filter(None, [extra.get("assistant_model")])]
 
-    def run(ids: list[int], seed: int, options: dict[str, Any]) -> dict[str, Any]:
-        prompt = torch.tensor([ids], device=model.device)
+    def run(prompts: list[list[int]], seeds: list[int], options: dict[str, Any]) -> list[dict[str, Any]]:
+        prompt = torch.tensor(prompts, device=model.device)  # one
         passes: Counter[Any] = Counter()
         with ExitStack() as hooks:
             for each in models:
                 hooks.callback(each.register_forward_pre_hook(lambda module, _: passes.update([module])).remove)
-            torch.manual_seed(seed)
+            torch.manual_seed(seeds[0])
             started = perf_counter()
             output = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options, **extra)
-            new = output[0, len(ids) :].tolist()
+            new = output[0, prompt.shape[1] :].tolist()
             total = perf_counter() - started
         counts = {"target_passes": passes[model], "draft_passes": passes.total() - passes[model]}
-        return {"ids": new, "tokens": len(new), **counts, "seconds": {"total": total}}
+        return [{"ids": new, "tokens": len(new), **counts, "seconds": {"total": total}}]
 
     return run
 

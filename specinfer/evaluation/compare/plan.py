@@ -4,7 +4,7 @@ Knows: prompts and their sets, the machine.  Does not know: how anything is meas
 """
 
 import hashlib
-import os
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from specinfer import loading
 from specinfer.common.files import weights_digest
 from specinfer.common.values import checked_count, checked_flag, checked_names, checked_temperature
-from specinfer.engine.provenance import machine, versions
+from specinfer.common.versions import versions
+from specinfer.engine.provenance import machine
 from specinfer.errors import InputError
 from specinfer.evaluation.compare.files import read_prompt_file
 from specinfer.evaluation.compare.methods import METHODS
 from specinfer.evaluation.published import ALL
-from specinfer.prompts import is_text
 
 TEXTS = "texts"  # the set of prompts that were given as text
 
@@ -30,8 +30,18 @@ class Job(NamedTuple):
     set: str
     seed: int  # the prompt's index in its set
     id: str
-    prompt: str
+    prompt: Any
     temperature: float
+
+    @property
+    def key(self) -> tuple[str, int, float]:
+        """What tells it from the others of a comparison, and its record from theirs."""
+        return self.set, self.seed, self.temperature
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """What its record says of it."""
+        return {"set": self.set, "place": self.seed, "id": self.id, "temperature": self.temperature}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +66,10 @@ class Plan:
     dtype: str
     device: str
     hits: bool
+    max_rows: int
 
     def __post_init__(self) -> None:
-        for name, least in (("count", 1), ("max_new_tokens", 2), ("nodes", 1), ("depth", 1)):
+        for name, least in (("count", 0), ("max_new_tokens", 2), ("nodes", 1), ("depth", 1), ("max_rows", 1)):
             checked_count(name, getattr(self, name), least, "leaves nothing to compare")
         for name in ("prompts", "drafts", "methods"):
             checked_names(name, *getattr(self, name))
@@ -87,18 +98,14 @@ class Plan:
         """The prompts that were given as text."""
         return [prompt for prompt in self.prompts if not isinstance(prompt, Path)]
 
-    def sets(self) -> dict[str, list[tuple[str, str]]]:
+    def sets(self) -> dict[str, list[tuple[str, Any]]]:
         """Return set -> (id, prompt), read from the files; texts are a set of their own.
 
         Raises:
-            InputError: a file is unusable (`read_prompt_file`), a text is blank or was meant as a file.
+            InputError: a file is unusable (`read_prompt_file`), or a text was meant as a file.
         """
         sets = {path.stem: read_prompt_file(path, self.split, self.count) for path in self.files}
         for number, text in enumerate(self.texts, 1):
-            if not text.strip():
-                raise InputError(f"prompt {number} is empty: there is nothing to continue")
-            if not is_text(text):
-                raise InputError(f"prompt {number} holds half a surrogate pair, which is no text")
             if text.endswith(".jsonl") and len(text.split()) == 1:
                 raise InputError(
                     f"prompt {number} is {text!r}, which looks like a file: give it as pathlib.Path, or --prompts"
@@ -118,19 +125,29 @@ class Plan:
         ]
         return [Job(number, *job) for number, job in enumerate(order)]
 
+    def blocks(self, jobs: Sequence[Job]) -> list[list[Job]]:
+        """Return the jobs, `max_rows` of one temperature at a time, in order.
+
+        They do not depend on what is done already, so that a run that goes on decodes the same rows together.
+        """
+        columns = [[job for job in jobs if job.temperature == temperature] for temperature in self.temperatures]
+        rows = self.max_rows
+        blocks = [column[start : start + rows] for column in columns for start in range(0, len(column), rows)]
+        return sorted(blocks, key=lambda block: block[0].number)
+
     def settings(self, jobs: Sequence[Job]) -> dict[str, Any]:
         """Return what all figures of one folder have in common, JSON-ready: models, methods, prompts, machine."""
-        device = loading.resolve_device(self.device)
-        named = [os.path.expanduser(name) for name in (self.target, *self.drafts, self.assistant) if name]
+        device, target = loading.resolve_device(self.device), self.target or loading.DEFAULT_TARGET
+        named = {name: loading.local_folder(name) for name in (target, *self.drafts, self.assistant) if name}
         digests = {
-            name: hashlib.sha256("\n".join(job.prompt for job in jobs if job.set == name).encode()).hexdigest()[:16]
+            name: hashlib.sha256(json.dumps([job.prompt for job in jobs if job.set == name]).encode()).hexdigest()[:16]
             for name in dict.fromkeys(job.set for job in jobs)
         }
-        same = ("assistant", "methods", "nodes", "depth", "max_new_tokens", "temperatures", "count", "hits")
+        same = ("assistant", "methods", "nodes", "depth", "max_new_tokens", "temperatures", "count", "hits", "max_rows")
         return {
-            "target": self.target or loading.DEFAULT_TARGET,
+            "target": target,
             "drafts": self.drafts or "default",
-            "weights": [weights_digest(Path(name)) for name in named if os.path.isdir(name)],  # of folders: they change
+            "weights": {name: weights_digest(folder) for name, folder in named.items() if folder is not None},
             "dtype": str(loading.resolve_dtype(self.dtype, device)).removeprefix("torch."),
             **{name: getattr(self, name) for name in same},
             "prompts": digests,

@@ -1,4 +1,4 @@
-"""What the records of a comparison amount to: per set and over all, with bootstrap intervals, as a dict or as text.
+"""What the records of a comparison amount to: per set and over all, with bootstrap intervals, as a dict, text or HTML.
 
 Knows: counts and seconds.  Does not know: models, how anything was measured.
 
@@ -6,11 +6,12 @@ Intervals are percentile bootstraps over prompts (Efron 1979) from a fixed seed.
 """
 
 from collections.abc import Callable, Sequence
+from html import escape
 from typing import Any
 
 import numpy as np
 
-from specinfer.common.tables import aligned, interval
+from specinfer.common.tables import fitted, folded, html_table, interval
 from specinfer.evaluation.published import ALL, SPECINFER_TABLE_1
 
 Record = dict[str, Any]
@@ -20,18 +21,27 @@ BASELINES = ("autoregressive", "generate", "assisted", "prompt-lookup")  # whose
 STAGES = ("total", "prefill", "target", "draft", "bookkeeping")
 SIZES = ("nodes_per_step", "levels_per_step")
 RESAMPLES = 2000
+REFUSALS = 5  # prompts named under a table
 
 
 def summarise(settings: dict[str, Any], records: Sequence[Record]) -> dict[str, Any]:
     """Return what `Comparison.summary` describes."""
-    groups = []
+    bad = {(record["set"], record["place"]): record for record in records if "error" in record}
+    refused = [{name: record[name] for name in ("set", "id", "error")} for record in bad.values()]
+    records, groups = [record for record in records if "error" not in record], []
     for temperature in dict.fromkeys(record["temperature"] for record in records):
         rows = [record for record in records if record["temperature"] == temperature]
         sets = list(dict.fromkeys(row["set"] for row in rows))
         groups += [_group(ALL, temperature, rows)] if len(sets) > 1 else []
         groups += [_group(name, temperature, [row for row in rows if row["set"] == name]) for name in sets]
     skipped = {name: reason for record in records for name, reason in record["skipped"].items()}
-    return {"settings": settings, "records": len(records), "skipped": skipped, "groups": groups}
+    return {
+        "settings": settings,
+        "records": len(records),
+        "skipped": skipped,
+        "refused": refused,
+        "groups": groups,
+    }
 
 
 def bootstrap(values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]) -> list[float]:
@@ -131,23 +141,57 @@ def _hit_rates(rows: Rows) -> dict[str, Any]:
 
 
 def tables(report: dict[str, Any]) -> str:
-    """Return a report as text: a block per set, then whether tree beats sequence, then what was left out and why."""
-    lines = [
-        "{target}, drafts: {drafts}, assistant: {assistant}, {dtype}, {max_new_tokens} new tokens, {nodes} nodes, "
-        "depth {depth}\n{device}, {cpu}, {threads} threads, torch {torch}, transformers {transformers}".format(
-            **report["settings"]
-        ),
-        "tokens per target pass, then median ratios of tokens/s, [95 % intervals over prompts]",
-        "",
-    ]
+    """Return a report as text: tables of each set, then whether tree beats sequence, then what was left out and why."""
+    lines = [*_head(report), ""]
     for group in report["groups"]:
-        lines.append(f"{_title(group)}, {group['prompts']} prompts")
-        blocks = (_method_rows(group["methods"]), _stage_rows(group["methods"]), _hit_rows(group))
-        # an empty first column indents the table
-        lines += [line for rows in blocks if len(rows) > 1 for line in (*aligned([("", *row) for row in rows]), "")]
-    lines += _verdict_lines([group for group in report["groups"] if "tree_to_sequence" in group])
+        lines.append(_heading(group))
+        lines += [line for rows in _blocks(group) for table in fitted(rows) for line in (*table, "")]
+    return "\n".join([*lines, *_foot(report)]).rstrip()
+
+
+def html(report: dict[str, Any]) -> str:
+    """Return a report as HTML for a notebook: what `tables` says."""
+    parts = [_preformatted(_head(report))]
+    for group in report["groups"]:
+        parts += [f"<p><b>{escape(_heading(group))}</b></p>", *map(html_table, _blocks(group))]
+    return "\n".join([*parts, _preformatted(_foot(report))])
+
+
+def _preformatted(lines: Sequence[str]) -> str:
+    return f"<pre>{escape(chr(10).join(lines).strip())}</pre>"
+
+
+def _head(report: dict[str, Any]) -> list[str]:
+    """Return the settings, and what the figures are."""
+    settings = (
+        "{target}, drafts: {drafts}, assistant: {assistant}, {dtype}, {max_new_tokens} new tokens, {nodes} nodes, "
+        "depth {depth}, prompts at a time: {max_rows}\n{device}, {cpu}, {threads} threads, torch {torch}, transformers "
+        "{transformers}".format(**report["settings"])
+    )
+    several = any(group["prompts"] > 1 for group in report["groups"])
+    intervals = ", [95 % intervals over prompts]" if several else ""
+    figures = f"tokens per target pass, then median ratios of tokens/s{intervals}"
+    return folded([*settings.split("\n"), figures])
+
+
+def _foot(report: dict[str, Any]) -> list[str]:
+    """Return the verdict, and what was left out and why."""
+    lines = _verdict_lines([group for group in report["groups"] if "tree_to_sequence" in group])
     lines += [f"left out: {name}: {reason}" for name, reason in report["skipped"].items()]
-    return "\n".join(lines).rstrip()
+    lines += [f"refused: {refusal['error']}" for refusal in report["refused"][:REFUSALS]]
+    if more := len(report["refused"][REFUSALS:]):
+        lines.append(f"refused: {more} more, which the records name")
+    return folded(lines)
+
+
+def _blocks(group: dict[str, Any]) -> list[list[list[str]]]:
+    """Return the tables of a set, header first."""
+    blocks = _method_rows(group["methods"]), _stage_rows(group["methods"]), _hit_rows(group)
+    return [rows for rows in blocks if len(rows) > 1]
+
+
+def _heading(group: dict[str, Any]) -> str:
+    return f"{_title(group)}, {group['prompts']} prompt{'s' if group['prompts'] > 1 else ''}"
 
 
 def _title(group: dict[str, Any]) -> str:
@@ -159,8 +203,8 @@ def _method_rows(methods: dict[str, Any]) -> list[list[str]]:
     shapes = {  # header -> field, format; a field that was not measured is left blank
         "worst x": ("worst_to_autoregressive", "{:.2f}"),
         "same ids": ("identical", "{:.0%}"),
-        "common prefix": ("same_as_autoregressive", "{:.1f}"),
-        "largest gap": ("largest_gap", "{:.3g}"),
+        "prefix": ("same_as_autoregressive", "{:.1f}"),
+        "gap": ("largest_gap", "{:.3g}"),
     }
     columns = ["tokens/pass", "draft passes", "tokens/s", *(f"x {base}" for base in bases), "overhead", *shapes]
     rows = [["method", *columns]]
@@ -186,7 +230,7 @@ def _verdict_lines(groups: Sequence[dict[str, Any]]) -> list[str]:
         ahead, level = ahead + (tree > sequence), level + (passes[0] <= passes[1])
         lines.append(
             f"  {_title(group)}: tree {tree:.2f} {sign} sequence {sequence:.2f}, "
-            f"at {passes[0]:.1f} and {passes[1]:.1f} draft passes a step; x {interval(group['tree_to_sequence'])}"
+            f"at {passes[0]:.1f} and {passes[1]:.1f} draft passes; x {interval(group['tree_to_sequence'])}"
         )
     head = f"tree beats sequence in tokens per target pass in {ahead} of {len(groups)} rows, "
     return [f"{head}with no more draft passes a step in {level}:", *lines, ""]

@@ -12,7 +12,7 @@ from typing import Any
 from specinfer.common.display import draw
 from specinfer.errors import InputError
 from specinfer.evaluation.compare.files import records_of
-from specinfer.evaluation.compare.report import summarise, tables
+from specinfer.evaluation.compare.report import html, summarise, tables
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Comparison:
 
     Attributes:
         settings: what all records have in common: models, methods, sizes, prompts, machine.
-        records: one per prompt and temperature, by method: tokens, passes and seconds;
-            ``same_as_autoregressive``, the number of tokens shared with autoregressive decoding from the start; and
-            ``gap``, the difference in logits, where greedy ids first differ from it, between the target's two likeliest
-            tokens in a plain pass.
+        records: one per prompt and temperature.  ``error`` says why a prompt could not be used.  The others have by
+            method: tokens, passes and seconds; ``same_as_autoregressive``, the number of tokens shared with
+            autoregressive decoding from the start; and ``gap``, the difference in logits, where greedy ids first differ
+            from it, between the target's two likeliest tokens in a plain pass.
     """
 
     settings: dict[str, Any]
@@ -46,7 +46,9 @@ class Comparison:
         return found
 
     def summary(self) -> dict[str, Any]:
-        """Return settings, the number of records, ``skipped`` (method -> reason) and ``groups``, JSON-ready.
+        """Return settings, the number of records, ``skipped``, ``refused`` and ``groups``, JSON-ready.
+
+        ``skipped`` is method -> reason; ``refused`` are prompts that could not be used: set, id and error.
 
         There is a group per temperature and set; with more than one set, a group ``"all"`` comes first.  A group has
         ``set``, ``temperature``, ``prompts``, ``methods``, ``hits`` by draft, and ``tree_to_sequence``, the ratio of
@@ -73,6 +75,9 @@ class Comparison:
         return tables(self._summary)
 
     __str__ = table
+
+    def _repr_html_(self) -> str:
+        return html(self._summary)
 
     def to_dict(self) -> dict[str, Any]:
         """Return settings and records, JSON-ready: ``Comparison(**comparison.to_dict())`` is equal."""

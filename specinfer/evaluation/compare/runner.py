@@ -4,9 +4,9 @@ Knows: what is compared with what, and in which order.  Does not know: files, ho
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,69 +21,89 @@ from specinfer.tree import BestFirst
 log = logging.getLogger(__name__)
 
 
+class Prompted(NamedTuple):
+    """A job whose prompt can be used."""
+
+    job: Job
+    ids: list[int]
+
+
 class Runner:
-    """Loaded models and methods, warmed up.
+    """Loaded models and methods.
 
     Args:
         plan: what is compared.
-        jobs: the work that is left; every method runs the first one of each temperature before anything is measured.
 
     Raises:
         ModelError: a model cannot be loaded, or a draft has other tokens than the target.
-        InputError: a prompt is too long for the target, by name; or no method can run.
     """
 
-    def __init__(self, plan: Plan, jobs: Sequence[Job]) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.plan = plan
         options: dict[str, Any] = {"drafts": plan.drafts} if plan.drafts else {}
         options |= {"tree": BestFirst(plan.nodes, plan.depth), "dtype": plan.dtype, "device": plan.device}
         self.decoder = SpeculativeDecoder.from_pretrained(plan.target, **options)
-        self.ids = {job: self._encoded(job) for job in jobs}
         self.hit_rates = HitRates(self.decoder) if plan.hits else None
+        self.assistant = None
+        if "assisted" in plan.methods and plan.assistant is not None:
+            self.assistant = loading.load(plan.assistant, plan.dtype, plan.device)
         self.skipped: dict[str, str] = {}  # method -> why it cannot run
-        self.methods = self._ready(jobs)  # by temperature: "auto" learns, and greedy and sampled text differ
+        self.methods: dict[float, dict[str, Method]] = {}  # by temperature: "auto" learns, and texts differ
 
-    def measure(self, job: Job) -> dict[str, Any]:
-        """Return the record of one job: every method in turn, none always first."""
+    def measure(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+        """Return the records of jobs of one temperature: every method in turn, none always first.
+
+        Before the first ones every method runs once, at every temperature, without being measured.
+
+        Raises:
+            InputError: no method can run.
+        """
+        read = [self._read(job) for job in jobs]
+        rows = [row for row in read if isinstance(row, Prompted)]
+        measured = iter(self._measured(rows) if rows else ())
+        return [next(measured) if isinstance(row, Prompted) else row for row in read]
+
+    def _measured(self, rows: Sequence[Prompted]) -> Iterator[dict[str, Any]]:
+        """Yield the records of prompts that can be used."""
+        job = rows[0].job
+        if not self.methods:
+            self.methods = self._ready(rows)
         methods = self.methods[job.temperature]
         names = list(methods)
-        first = job.number % len(names)
-        records = {name: self._run(methods[name], job) for name in (*names[first:], *names[:first])}
-        self._compare(job, records, {name: record.pop("ids") for name, record in records.items()})
-        return {
-            "set": job.set,
-            "place": job.seed,
-            "id": job.id,
-            "temperature": job.temperature,
-            "prompt_tokens": len(self.ids[job]),
-            "methods": {name: records[name] for name in names},
-            "skipped": self.skipped,
-            **({"hits": self._run(self.hit_rates.count, job)} if self.hit_rates else {}),
-        }
+        first = job.number // self.plan.max_rows % len(names)
+        found = {name: self._run(methods[name], rows, job.temperature) for name in (*names[first:], *names[:first])}
+        for index, row in enumerate(rows):
+            records = {name: found[name][index] for name in names}
+            self._compare(row, records, {name: record.pop("ids") for name, record in records.items()})
+            yield {
+                **row.job.where,
+                "prompt_tokens": len(row.ids),
+                "methods": records,
+                "skipped": self.skipped,
+                **({"hits": self._hits(row)} if self.hit_rates else {}),
+            }
 
-    def _compare(self, job: Job, records: dict[str, dict[str, Any]], ids: dict[str, list[int]]) -> None:
+    def _compare(self, row: Prompted, records: dict[str, dict[str, Any]], ids: dict[str, list[int]]) -> None:
         """Note in each record how many ids autoregressive decoding shares, and the gap of the target's choice there."""
         if "autoregressive" not in ids:
             return
-        model, prompt, reference = self.decoder.target.model, self.ids[job], ids["autoregressive"]
-        gap = cache(lambda same: top2_gap(model, [*prompt, *reference[:same]]))
+        model, reference = self.decoder.target.model, ids["autoregressive"]
+        gap = cache(lambda same: top2_gap(model, [*row.ids, *reference[:same]]))
         for name, new in ids.items():
-            if name not in OURS and job.temperature:  # transformers samples with other noise
+            if name not in OURS and row.job.temperature:  # transformers samples with other noise
                 continue
             same = records[name]["same_as_autoregressive"] = common_prefix(new, reference)
-            if new != reference and not job.temperature:
+            if new != reference and not row.job.temperature:
                 records[name]["gap"] = gap(same)
 
-    def _ready(self, jobs: Sequence[Job]) -> dict[float, dict[str, Method]]:
+    def _ready(self, rows: Sequence[Prompted]) -> dict[float, dict[str, Method]]:
         """Return the methods that run, by temperature: built, and each tried once."""
-        plan, assistant = self.plan, None
-        if "assisted" in plan.methods and plan.assistant is not None:
-            assistant = loading.load(plan.assistant, plan.dtype, plan.device)
-        ready = {}
-        for temperature in dict.fromkeys(job.temperature for job in jobs):
-            ready[temperature], skipped = build_methods(plan.methods, self.decoder, plan.nodes, plan.depth, assistant)
-            job = next(job for job in jobs if job.temperature == temperature)
-            self.skipped |= skipped | self._refusals(ready[temperature], job)
+        plan, ready = self.plan, {}
+        for temperature in plan.temperatures:
+            ready[temperature], skipped = build_methods(
+                plan.methods, self.decoder, plan.nodes, plan.depth, self.assistant, plan.max_rows
+            )
+            self.skipped |= skipped | self._refusals(ready[temperature], rows, temperature)
         for name, reason in self.skipped.items():
             log.warning("%s is left out: %s", name, reason)
         ready = {t: {n: run for n, run in methods.items() if n not in self.skipped} for t, methods in ready.items()}
@@ -92,27 +112,36 @@ class Runner:
             raise InputError(f"none of the methods can run ({reasons}): choose others")
         return ready
 
-    def _refusals(self, methods: dict[str, Method], job: Job) -> dict[str, str]:
+    def _refusals(self, methods: dict[str, Method], rows: Sequence[Prompted], temperature: float) -> dict[str, str]:
         """Run each method once, to warm it up; return why transformers refused, where it did."""
         refusals = {}
         for name, method in methods.items():
             try:
-                self._run(method, job)
+                self._run(method, rows, temperature)
             except Exception as error:
                 if name not in THEIRS:
                     raise
                 refusals[name] = f"transformers refuses: {' '.join(str(error).split()) or type(error).__name__}"
         return refusals
 
-    def _run(self, method: Callable[..., Any], job: Job) -> Any:
-        return method(self.ids[job], job.seed, generation_options(job.temperature, self.plan.max_new_tokens))
+    def _run(self, method: Method, rows: Sequence[Prompted], temperature: float) -> list[dict[str, Any]]:
+        options = generation_options(temperature, self.plan.max_new_tokens)
+        return method([row.ids for row in rows], [row.job.seed for row in rows], options)
 
-    def _encoded(self, job: Job) -> list[int]:
-        """Return the prompt's ids, or say which prompt does not fit."""
+    def _hits(self, row: Prompted) -> list[dict[str, Any]]:
+        assert self.hit_rates
+        options = generation_options(row.job.temperature, self.plan.max_new_tokens)
+        return self.hit_rates.count(row.ids, row.job.seed, options)
+
+    def _read(self, job: Job) -> Prompted | dict[str, Any]:
+        """Return a prompt's ids, or the record of one that cannot be used."""
         try:
-            return self.decoder.open(job.prompt, max_new_tokens=self.plan.max_new_tokens, seed=0).rows[0].ids
+            ids = self.decoder.read(job.prompt).only
+            self.decoder.check_lengths([ids], [self.plan.max_new_tokens])
         except InputError as error:
-            raise InputError(f"prompt {job.id} of {job.set}: {error}") from error
+            log.warning("prompt %s of %s is left out: %s", job.id, job.set, error)
+            return {**job.where, "error": f"prompt {job.id} of {job.set}: {error}"}
+        return Prompted(job, ids)
 
 
 def generation_options(temperature: float, max_new_tokens: int) -> dict[str, Any]:

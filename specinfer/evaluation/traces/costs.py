@@ -119,14 +119,18 @@ def measured(comparison: Comparison, draft: str, temperature: float = 0.0) -> Co
     """Return the costs that a comparison of "sequence" and "autoregressive" measured, over all its prompts.
 
     Raises:
-        InputError: it has no records of both at this temperature, timed another draft, or the draft makes no passes.
+        InputError: it has no records of both at this temperature, decoded several prompts at a time, timed another
+            draft, or the draft makes no passes.
     """
-    records = [record["methods"] for record in comparison.records if record["temperature"] == temperature]
+    records = [record.get("methods", {}) for record in comparison.records if record["temperature"] == temperature]
     records = [methods for methods in records if {"sequence", "autoregressive"} <= methods.keys()]
     if not records:
         raise InputError(
             f"the comparison has no prompt at temperature {temperature:g} with both sequence and autoregressive"
         )
+
+    if (rows := comparison.settings["max_rows"]) > 1:
+        raise InputError(f"the comparison decoded {rows} prompts at a time, which share passes: compare one at a time")
 
     def total(*path: str) -> float:
         return float(np.sum([reduce(getitem, path, methods) for methods in records]))

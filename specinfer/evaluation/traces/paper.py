@@ -21,6 +21,7 @@ import numpy as np
 from specinfer.common.files import locked
 from specinfer.common.tables import aligned, interval
 from specinfer.common.values import Progress
+from specinfer.common.versions import versions
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.engine.verify import ExactMatch
 from specinfer.errors import InputError
@@ -126,10 +127,11 @@ def tables(traces: Mapping[str, Sequence[Trace]]) -> PaperTables:
     settings = {
         "target": first["model"],
         "draft": first["drafts"][0]["name"],
-        **{name: first[name] for name in ("dtype", "max_new_tokens", "versions")},
+        **{name: first[name] for name in ("dtype", "max_new_tokens", *versions())},
         "prompts": {name: len(greedy.texts) for name, (greedy, _) in traces.items()},
     }
-    pooled = [Trace(same[0].settings, sum((t.texts for t in same), ())) for same in zip(*traces.values(), strict=True)]
+    pairs = zip(*traces.values(), strict=True)
+    pooled = [Trace(same[0].settings, [text for trace in same for text in trace.texts]) for same in pairs]
     sets = {ALL: pooled, **traces} if len(traces) > 1 else traces
     makers = (_table_1, _table_2, _table_3)
     return PaperTables(settings, [row for make in makers for name, (g, s) in sets.items() for row in make(name, g, s)])

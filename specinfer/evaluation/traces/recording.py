@@ -3,14 +3,17 @@
 Knows: the engine, whose own sessions feed the drafts, and the order of the work.
 Does not know: how a trace is kept (`trace`), what verification would make of it (`replaying`).
 
-There are two runs per batch of texts.  In the first the target decodes plainly, which gives the texts and its
-distributions.  The second goes through the same texts: its verifier emits the known tokens, and probes stand for the
-drafts.  A probe asks its draft one question after every token, and proposes nothing.
+A batch of texts begins and ends together.  There are two runs per batch.  In the first the target decodes plainly,
+which gives the texts and its distributions.  The second goes through the same texts: its verifier emits the known
+tokens, and probes stand for the drafts.  A probe asks its draft one question after every token, and proposes nothing.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -26,9 +29,11 @@ from specinfer.engine.verify import ExactMatch, TargetView, Verdict
 from specinfer.errors import InputError, UnsupportedModel
 from specinfer.evaluation.probe import Probe
 from specinfer.evaluation.traces.probes import Candidates, Distributions, Trees, distribution_arrays
-from specinfer.evaluation.traces.trace import TOP, Drafted, Sizes, Trace, TraceText, resume, trace_settings, write_text
+from specinfer.evaluation.traces.trace import TOP, Drafted, Sizes, Trace, TraceFolder, TraceText, trace_settings
 from specinfer.prompts import Prompt
 from specinfer.tree import BestFirst, TokenTree
+
+log = logging.getLogger(__name__)
 
 
 def record(
@@ -51,6 +56,7 @@ def record(
 
     A text position costs about ``3 * depth`` draft passes (a level of the tree, of the candidates, of the
     distributions) and two target passes.  A batch shares its passes.  The decoder's tree and verifier do not matter.
+    Of a list, a prompt that cannot be used is left out, with the reason in `Trace.refused`, and the others go on.
 
     Args:
         decoder: holds target, tokenizer and drafts.
@@ -65,11 +71,12 @@ def record(
         draws: draws per node that multi-step sampling can be replayed with; sampling only.
         batch: texts at a time.
         raw: feed strings without the chat template.
-        out: folder that every finished text is written to; one of the same settings is continued.
+        out: folder that every finished text is written to; one of the same settings and machine is continued.  The
+            trace's texts are then read from it when they are asked for.
         progress: wraps the batches of prompts' numbers that are left, for a bar.
 
     Raises:
-        InputError: a size that records nothing, no drafts, an unusable prompt, or a folder of other settings or of
+        InputError: a size that records nothing, no drafts, no usable prompt, or a folder of other settings or of
             another run.
         UnsupportedModel: best-first trees on a model that can score chains only.
         SpecinferError: what decoding raises; ``out`` keeps what was finished.
@@ -81,19 +88,76 @@ def record(
     temperature, seed = checked_temperature(temperature), row_seeds(seed, 1)[0]
     checked_names("out", "" if out is None else out)
     _check(decoder, plan)
-    rows = [(prompt, seed + number) for number, prompt in enumerate(decoder.read(prompts, raw).rows)]
+    rows = _read(decoder, prompts, raw, plan.max_new_tokens)
     settings = trace_settings(decoder, plan._asdict(), temperature)
-    with locked(out):
-        texts = {} if out is None else resume(Path(out), settings, rows, decoder.target.vocab_size)
-        left = [number for number in range(len(rows)) if number not in texts]
-        batches = [left[i : i + batch] for i in range(0, len(left), batch)]
-        for numbers in progress(batches, len(texts)):
-            written = _record(decoder, [rows[number] for number in numbers], plan, temperature)
-            for number, text in zip(numbers, written, strict=True):
-                texts[number] = text
-                if out is not None:
-                    write_text(Path(out), number, text)
-    return Trace(settings, tuple(texts[number] for number in range(len(rows))))
+    with nullcontext(out) if out is not None else TemporaryDirectory() as folder, locked(folder):
+        kept = TraceFolder(Path(folder))
+        kept.records.begin(settings)
+        good = {number: (row, seed + number) for number, row in enumerate(rows) if isinstance(row, list)}
+        done, numbers = _done(kept, rows, good, settings), list(good)
+        batches = [numbers[i : i + batch] for i in range(0, len(numbers), batch)]  # the same after a kill
+        left = [each for each in batches if not done.issuperset(each)]
+        for each in progress(left, len(done) + len(rows) - len(good)):
+            written = _record(decoder, [good[number] for number in each], plan, temperature)
+            for number, text in zip(each, written, strict=True):
+                if number not in done:
+                    kept.add(number, text)
+        trace = Trace.load(folder)
+        texts = trace.texts[: len(good)]  # a folder may hold more
+        refused = {number: reason for number, reason in trace.refused.items() if number < len(rows)}
+        return Trace(settings, tuple(texts) if out is None else texts, refused)
+
+
+def _read(decoder: SpeculativeDecoder, prompts: Prompt, raw: bool, new: int) -> list[list[int] | InputError]:
+    """Return the ids of prompts, or why one cannot be used; raise if none can, or what is wrong with all together."""
+    try:
+        rows = decoder.read(prompts, raw).rows
+        decoder.check_lengths(rows, [new] * len(rows))
+        return list(rows)
+    except InputError:
+        if not isinstance(prompts, list | tuple):
+            raise
+        found = [_read_one(decoder, prompt, raw, new) for prompt in prompts]
+        good = [prompt for prompt, row in zip(prompts, found, strict=True) if isinstance(row, list)]
+        if len(good) in (0, len(found)):
+            raise
+        decoder.read(good, raw)
+        return found
+
+
+def _read_one(decoder: SpeculativeDecoder, prompt: Prompt, raw: bool, new: int) -> list[int] | InputError:
+    """Return the ids of a prompt, or why it cannot be used."""
+    try:
+        ids = decoder.read(prompt, raw).only
+        decoder.check_lengths([ids], [new])
+    except InputError as error:
+        return error
+    return ids
+
+
+def _done(
+    kept: TraceFolder,
+    rows: Sequence[list[int] | InputError],
+    good: Mapping[int, tuple[list[int], int]],
+    settings: Mapping[str, Any],
+) -> set[int]:
+    """Return the numbers of prompts that were recorded; note those that are refused.
+
+    Raises:
+        InputError: a text of the folder is damaged, or of another prompt or seed.
+    """
+    refused = kept.refused()
+    for number, row in enumerate(rows):
+        if isinstance(row, InputError) and number not in refused:
+            log.warning("prompt %d is left out: %s", number, row)
+            kept.refuse(number, str(row))
+    done = {number for number in kept.finished() if number < len(rows)}
+    for number in done:
+        text = TraceText.from_file(kept.path(number), settings)
+        if (text.prompt_ids, text.seed) != good.get(number):
+            advice = "give the same prompts, or choose another folder"
+            raise InputError(f"{kept.path(number)} is of another prompt or seed: {advice}")
+    return done
 
 
 def _check(decoder: SpeculativeDecoder, plan: Sizes) -> None:

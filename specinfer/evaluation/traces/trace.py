@@ -8,12 +8,14 @@ A trace is host data (numpy).  Along one text of n new tokens, D levels deep:
     (i, j)       the draft at position i, after it has also drafted the next j tokens of the text itself.  It is asked
                  for token i + j.  An EAGLE-style head reads its own states there, so this is not position i + j
 
-A folder holds ``trace.json`` (settings, format) and one ``.safetensors`` file per text, written when the text is done.
+A folder holds ``settings.json`` (what made it, and the format), ``records.jsonl``, a line per prompt, and one
+``.safetensors`` file per text, written when the text is done.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from itertools import count
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,14 +26,17 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from specinfer.common.files import lock_settings, locked, read_json, write_whole
+from specinfer.common.files import locked, read_json, write_whole
+from specinfer.common.records import SETTINGS, Records
 from specinfer.common.values import checked_count, checked_temperature
+from specinfer.common.versions import versions
 from specinfer.decoder import SpeculativeDecoder
-from specinfer.engine.provenance import models_of, versions
+from specinfer.engine.provenance import machine, models_of
 from specinfer.errors import InputError
 
-FORMAT = 2
-SETTINGS = "trace.json"
+FORMAT = 3
+FIELDS = {"number"}  # of every record
+KEPT = 256  # texts of a folder that stay in memory
 LEASTS = {"nodes": 0, "depth": 1, "top": 1, "draws": 1, "max_new_tokens": 2}  # whole numbers that reading needs
 SHAPE = {"drafts", "temperature", *LEASTS}
 ROUNDING = 1e-4  # of probabilities
@@ -169,12 +174,40 @@ class TraceText:
             raise InputError(f"{path} is no text of this trace ({reason}): remove it and record it again") from error
 
 
+class StoredTexts(Sequence[TraceText]):
+    """Texts in files, each read when it is asked for; a few of them stay in memory."""
+
+    def __init__(self, paths: Sequence[Path], settings: Mapping[str, Any], vocab_size: int | None) -> None:
+        self.paths, self.settings, self.vocab_size = paths, settings, vocab_size
+        self.kept: dict[int, TraceText] = {}
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return StoredTexts(self.paths[index], self.settings, self.vocab_size)
+        number = range(len(self))[index]
+        if number not in self.kept:
+            if len(self.kept) == KEPT:
+                del self.kept[next(iter(self.kept))]
+            self.kept[number] = TraceText.from_file(self.paths[number], self.settings, self.vocab_size)
+        return self.kept[number]
+
+
 @dataclass(frozen=True)
 class Trace:
-    """Texts of one target and what its drafts would have proposed along them: see `record` and `replay`."""
+    """Texts of one target and what its drafts would have proposed along them: see `record` and `replay`.
+
+    Attributes:
+        settings: what made them.
+        texts: in the order of the prompts.
+        refused: prompts that have no text, by number from 0, and why.
+    """
 
     settings: Mapping[str, Any]
-    texts: tuple[TraceText, ...]
+    texts: Sequence[TraceText]
+    refused: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def drafts(self) -> list[str]:
@@ -193,7 +226,9 @@ class Trace:
 
     def __repr__(self) -> str:
         how = f"T = {self.settings['temperature']:g}" if self.sampling else "greedy"
-        return f"Trace({len(self.texts)} texts, {self.tokens} tokens, {how}, drafts {', '.join(self.drafts)})"
+        refused = f"{len(self.refused)} prompts refused, " if self.refused else ""
+        sizes = f"{len(self.texts)} texts, {self.tokens} tokens"
+        return f"Trace({sizes}, {refused}{how}, drafts {', '.join(self.drafts)})"
 
     def draft(self, draft: int | str) -> int:
         """Return a draft's index, given its name or that index, which may be written in digits.
@@ -223,9 +258,13 @@ class Trace:
             InputError: the folder holds a trace of other settings, another run writes to it, or it cannot be written.
         """
         with locked(folder):
-            begin(Path(folder), self.settings)
-            for number, text in enumerate(self.texts):
-                write_text(Path(folder), number, text)
+            kept = TraceFolder(Path(folder))
+            kept.records.begin(dict(self.settings))
+            for number, reason in self.refused.items():
+                kept.refuse(number, reason)
+            numbers = (number for number in count() if number not in self.refused)
+            for number, text in zip(numbers, self.texts, strict=False):
+                kept.add(number, text)
 
     @classmethod
     def load(cls, folder: str | Path, decoder: SpeculativeDecoder | None = None) -> "Trace":
@@ -250,51 +289,51 @@ class Trace:
         _check_settings(folder / SETTINGS, settings)
         if decoder is not None:
             check_models(folder, settings, decoder)
-        vocab_size = None if decoder is None else decoder.target.vocab_size
-        paths = sorted(folder.glob("*.safetensors"))
+        kept = TraceFolder(folder)
+        paths = [kept.path(number) for number in kept.finished()]
         if not paths:
             raise InputError(f"{folder} holds a trace without any finished text: run the recording again")
-        return cls(settings, tuple(TraceText.from_file(path, settings, vocab_size) for path in paths))
+        texts = StoredTexts(paths, settings, None if decoder is None else decoder.target.vocab_size)
+        for _ in texts:  # reads each: none is damaged
+            pass
+        return cls(settings, texts, kept.refused())
 
 
-def begin(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Record the settings of a folder, or check that it has them.  The caller holds the folder.
+class TraceFolder:
+    """The finished texts of a folder.  Whoever writes holds the folder (`locked`)."""
 
-    Raises:
-        InputError: it holds a trace of other settings, or cannot be written.
-    """
-    empty = not any(folder.glob("*.safetensors"))
-    lock_settings(folder / SETTINGS, settings, "repeat those, or choose another folder", empty)
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.records = folder, Records(folder, FIELDS, "a trace")
 
+    def path(self, number: int) -> Path:
+        """Return where the text of a prompt is kept."""
+        return self.folder / f"{number:05d}.safetensors"
 
-def resume(
-    folder: Path, settings: Mapping[str, Any], rows: Sequence[tuple[list[int], int]], vocab_size: int
-) -> dict[int, TraceText]:
-    """Begin or continue a folder of texts with these (prompt ids, seed); return number -> finished text.
+    def finished(self) -> list[int]:
+        """Return the numbers of prompts whose texts are there."""
+        written = [number for number, record in self._newest().items() if "error" not in record]
+        return sorted(number for number in written if self.path(number).exists())
 
-    Raises:
-        InputError: see `begin`; or a text is damaged, or of another prompt or seed.
-    """
-    begin(folder, settings)
-    texts = {}
-    for number, row in enumerate(rows):
-        path = _text_path(folder, number)
-        if path.exists():
-            texts[number] = text = TraceText.from_file(path, settings, vocab_size)
-            if (text.prompt_ids, text.seed) != row:
-                raise InputError(
-                    f"{path} is of another prompt or seed: give the same prompts, or choose another folder"
-                )
-    return texts
+    def refused(self) -> dict[int, str]:
+        """Return why prompts have no text, by number."""
+        return {number: record["error"] for number, record in self._newest().items() if "error" in record}
 
+    def _newest(self) -> dict[int, dict[str, Any]]:
+        """Return the last record of each number."""
+        found = {record["number"]: record for record in self.records}
+        if not all(isinstance(number, int) for number in found):
+            raise InputError(f"{self.records.path} is damaged: a number is none; record again into another folder")
+        return found
 
-def write_text(folder: Path, number: int, text: TraceText) -> None:
-    """Write one finished text."""
-    write_whole(_text_path(folder, number), text.to_bytes())
+    def add(self, number: int, text: TraceText) -> None:
+        """Write one finished text, then its record."""
+        write_whole(self.path(number), text.to_bytes())
+        sizes = {"prompt_tokens": len(text.prompt_ids), "new_tokens": len(text.token_ids)}
+        self.records.append({"number": number, "seed": text.seed, **sizes})
 
-
-def _text_path(folder: Path, number: int) -> Path:
-    return folder / f"{number:05d}.safetensors"
+    def refuse(self, number: int, reason: str) -> None:
+        """Note why a prompt has no text."""
+        self.records.append({"number": number, "error": reason})
 
 
 # ---- is it a complete trace? ----
@@ -414,5 +453,6 @@ def trace_settings(decoder: SpeculativeDecoder, sizes: Mapping[str, Any], temper
         **models_of(decoder),
         **sizes,
         "temperature": temperature,
-        "versions": versions(),
+        **machine(target.device),
+        **versions(),
     }

@@ -1,0 +1,1 @@
+../../specinfer/__init__.py

@@ -1,0 +1,1 @@
+../../specinfer/__main__.py
