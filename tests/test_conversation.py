@@ -98,7 +98,7 @@ def test_a_turn_that_was_cut_short_is_kept_as_far_as_it_was_read(target):
         next(steps)
         next(steps)
         if fails:
-            handle = target.register_forward_hook(lambda *_: pytest.fail("interrupted"))
+            handle = target.register_forward_hook(lambda *_, **__: pytest.fail("interrupted"))
             with pytest.raises(pytest.fail.Exception):
                 next(steps)
             handle.remove()
@@ -118,7 +118,7 @@ def test_a_turn_that_was_never_read_leaves_what_the_last_one_read(target):
     turn(decoder, conversation, FIRST, **options)
     rewritten = [*FIRST[:9], *range(100, 140)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TreeSession, "prefill", lambda *_: pytest.fail("interrupted"))
+        patch.setattr(TreeSession, "prefill", lambda *_, **__: pytest.fail("interrupted"))
         run = conversation.begin(decoder.open(rewritten, **options))
         with pytest.raises(pytest.fail.Exception):
             run.finish()
