@@ -530,6 +530,7 @@ NOT_OF_TREE = (
     "--save",
     "--steps",
 )
+NOT_OF_CHAT = (*NOT_OF_TREE, "--html", "--svg", "--json", "--raw", "--tensor-parallel")
 
 
 @pytest.mark.parametrize(
@@ -537,6 +538,7 @@ NOT_OF_TREE = (
     [
         ("generate", GENERATE),
         ("tree", GENERATE - {*NOT_OF_TREE} | {"--step"}),
+        ("chat", GENERATE - {*NOT_OF_CHAT} | {"--system"}),
         ("check-model", {"--dtype", "--device", "--json", *PLACEMENT}),
         ("certify", {"--json"}),
     ],

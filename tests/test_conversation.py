@@ -6,9 +6,11 @@ import pytest
 import torch
 from conftest import like, tiny_llama
 from test_heads import draft_for
+from test_recurrent import build
 from test_shared_prefix import Read, windowed
 
 from specinfer import BestFirst, SpeculativeDecoder
+from specinfer.attention import TreeSession
 from specinfer.engine.conversation import Conversation
 
 FIRST, MORE = [*range(60, 90)], [[7, 8, 9], [5], [200, 201]]
@@ -96,7 +98,7 @@ def test_a_turn_that_was_cut_short_is_kept_as_far_as_it_was_read(target):
         next(steps)
         next(steps)
         if fails:
-            handle = target.register_forward_hook(lambda *_: pytest.fail("interrupted"))
+            handle = target.register_forward_hook(lambda *_, **__: pytest.fail("interrupted"))
             with pytest.raises(pytest.fail.Exception):
                 next(steps)
             handle.remove()
@@ -107,6 +109,34 @@ def test_a_turn_that_was_cut_short_is_kept_as_far_as_it_was_read(target):
             found = turn(decoder, conversation, history, **options)
         assert found.token_ids == decoder.generate(history, **options).token_ids
         assert read.tokens < len(history) + len(found.steps) * 8 - len(FIRST)
+
+
+def test_a_turn_that_was_never_read_leaves_what_the_last_one_read(target):
+    """An error while its prompt is read, which differs from the last turn's."""
+    decoder = SpeculativeDecoder(target, None, [draft_for(target)], BestFirst(7, 4), compile=False)
+    conversation, options = Conversation(), {"max_new_tokens": NEW, "temperature": 0}
+    turn(decoder, conversation, FIRST, **options)
+    rewritten = [*FIRST[:9], *range(100, 140)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TreeSession, "prefill", lambda *_, **__: pytest.fail("interrupted"))
+        run = conversation.begin(decoder.open(rewritten, **options))
+        with pytest.raises(pytest.fail.Exception):
+            run.finish()
+        conversation.end(run)
+    found = turn(decoder, conversation, rewritten, **options)
+    assert conversation.known == 9
+    assert found.token_ids == decoder.generate(rewritten, **options).token_ids
+
+
+def test_a_target_that_keeps_states_reads_every_turn_whole():
+    """Its states cannot be taken back to where two texts part."""
+    decoder = SpeculativeDecoder(build("lfm2"), None, ["suffix"], compile=False)
+    conversation, history = Conversation(), [*range(5, 25)]
+    for more in ([7, 8, 9], [5], [30]):
+        found = turn(decoder, conversation, history, max_new_tokens=NEW, temperature=0)
+        assert found.token_ids == decoder.generate(history, max_new_tokens=NEW, temperature=0).token_ids
+        assert conversation.known == 0
+        history = [*history, *found.token_ids, *more]
 
 
 def test_conversations_share_nothing(target):

@@ -77,6 +77,7 @@ def loading(what: str | None = None) -> Iterator[Any]:
     finally:
         logging.disable(silenced)
         if collecting:
+            gc.freeze()  # what was loaded stays
             gc.enable()
 
 

@@ -33,10 +33,14 @@ class Conversation(SharedPrefix):
         return run
 
     def end(self, run: Run) -> None:
-        """Keep what a run has read, which has ended or was closed, for the turn after it."""
-        if isinstance(self.session, Turn):
-            self.ids = run.rows[0].ids[: self.session.cache.lengths[0]]
+        """Keep what a run has read, which has ended or was closed, for the turn after it.
+
+        If it failed before its prompt was read, the turn before it is kept.
+        """
+        if isinstance(self.session, Turn) and not self.ids:
             self.states = torch.cat(self.session.states) if self.session.states else None
+            read = [self.session.cache.lengths[0], *([] if self.states is None else [len(self.states)])]
+            self.ids = run.rows[0].ids[: min(read)]  # they differ if Ctrl-C came in between
 
     def open(self, model: TreeModel, *sizes: Any) -> TreeSession:
         """Open a turn's session: as `TreeModel.session`, and its row outlives the run."""
