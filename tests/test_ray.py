@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from time import monotonic
 
 import pytest
 from conftest import byte_tokenizer, like, tiny_llama
@@ -104,7 +103,7 @@ def test_a_column_of_seeds_and_one_of_ids(cluster, tmp_path):
 
 def test_a_killed_worker_loses_nothing(cluster, tmp_path):
     """Kill -9 in the middle: every row is there, in order, and none outside the lost blocks was generated twice."""
-    log, killed, fetched, started = tmp_path / "log", None, set(), monotonic()
+    log, killed, fetched = tmp_path / "log", None, set()
     prompts, found = [f"{number}, {number + 1}, " for number in range(96)], []
     for row in generated(items(prompts), log, concurrency=2, temperature=0).iter_rows():
         found.append(row)
@@ -112,7 +111,6 @@ def test_a_killed_worker_loses_nothing(cluster, tmp_path):
             fetched = {row["prompt"] for row in found}
             killed = max(lines(log), key=lambda name: len(lines(log)[name]))
             os.kill(int(killed), signal.SIGKILL)
-    assert monotonic() - started < 110
     assert [row["prompt"] for row in found] == prompts
     assert {row["error"] for row in found} == {None}
     wanted = [made().generate(prompt, max_new_tokens=NEW, temperature=0).text for prompt in prompts[::12]]
