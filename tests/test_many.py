@@ -250,6 +250,24 @@ def test_drafts_learn_from_all_rows_at_the_end(target):
     assert sorted(heard[0]) == sorted([*row.prompt_ids, *row.token_ids] for row in found)
 
 
+@pytest.mark.parametrize("kind", ["model", "head"])
+def test_drafts_at_work_read_newcomers_alone(target, kind):
+    """A pass over all rows would be as wide as the newest prompt for each of them."""
+    made, widths = decoder(target, DRAFTS[kind](target)), []
+    read = made.drafts[0].model.model.register_forward_pre_hook(
+        lambda module, args, given: widths.append(tuple(given["input_ids"].shape)), with_kwargs=True
+    )
+    prompts = [[5, 9], [7, 3, 1], [9] * 60, [8] * 70]
+    budgets = [4, 20, 20, 20]
+    asked = [{"prompt": prompt, "max_new_tokens": new} for prompt, new in zip(prompts, budgets, strict=True)]
+    found = taken(made.generate_many(asked, max_rows=2, temperature=0))
+    read.remove()
+    assert [len(result.token_ids) for result in found] == budgets
+    wide = [rows for rows, width in widths if width > 40]
+    assert len(wide) == 2
+    assert set(wide) == {1}
+
+
 # ---- caches ----
 
 

@@ -77,10 +77,9 @@ class BlockRows(DepthsSession):
     def predict(self) -> Tensor:
         """Feed a block and the uncached context; keep the context: logits (B, D, V') of depths 1 ... D."""
         config, device = self.network.config, self.session.model.device
+        if self._longest_uncached() > CATCH_UP:
+            self.read_ahead()
         states = [torch.cat(row) for row in self.uncached]
-        if max(map(len, states)) > CATCH_UP:
-            self.session.prefill([[0] * len(row) for row in states], target_states=states)
-            states = [row[:0] for row in states]
         self.uncached = [[row[:0]] for row in states]
         counts = [len(row) for row in states]
         layout = lay_out_blocks(self.roots, config.mask_token_id, config.block_size, counts, device)
@@ -91,6 +90,15 @@ class BlockRows(DepthsSession):
         first = config.block_size
         self.session.commit([range(first, first + count) for count in counts])
         return logits
+
+    def read_ahead(self) -> None:
+        """Feed and commit all uncached context."""
+        states = [torch.cat(row) for row in self.uncached]
+        self.session.prefill([[0] * len(row) for row in states], target_states=states)
+        self.uncached = [[row[:0]] for row in states]
+
+    def _longest_uncached(self) -> int:
+        return max((sum(map(len, row)) for row in self.uncached), default=0)
 
     def commit(
         self,
@@ -106,8 +114,10 @@ class BlockRows(DepthsSession):
         super().commit(tokens, states, scored)
 
     def join(self, other: DraftRows) -> None:
-        """Take in the rows of another session, and what its cache holds of them."""
+        """Take in the rows of another session, and what its cache holds of them; see `ModelDraftSession.join`."""
         assert isinstance(other, BlockRows)
+        if self._longest_uncached() <= CATCH_UP:
+            other.read_ahead()
         super().join(other)
         self.session.join(other.session)
 

@@ -202,6 +202,11 @@ class HeadDraftSession(ModelDraftSession):
         self.states = [[] for _ in states]
         return {"target_states": states}
 
+    def leave_roots(self, inputs: dict[str, list[Tensor]]) -> None:
+        """Leave each row's root uncached, with the state that chose it."""
+        super().leave_roots(inputs)
+        self.states = [[states[-1:]] for states in inputs["target_states"]]
+
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return what ``config.json`` says of a head.

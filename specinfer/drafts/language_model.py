@@ -122,8 +122,13 @@ class ModelDraftSession(DraftRows):
         self.fed = []
 
     def join(self, other: DraftRows) -> None:
-        """Take in the rows of another session, and what its cache holds of them."""
+        """Take in the rows of another session, and what its cache holds of them.
+
+        If the own rows are read, the others' prompts are read first: together they would all be as long as the longest.
+        """
         assert isinstance(other, ModelDraftSession)
+        if max(map(len, self.uncached), default=0) <= CATCH_UP:
+            other.read_ahead()
         super().join(other)
         self.session.join(other.session)
 
@@ -163,20 +168,32 @@ class ModelDraftSession(DraftRows):
 
     def _feed_uncached(self) -> Tensor:
         """Feed and commit each row's uncached tokens, the root last; return the logits after the root, (B, 1, V)."""
-        limit, inputs = self.session.model.embedded - 1, self._uncached_inputs()
-        chains = [[min(token, limit) for token in tokens] for tokens in self.uncached]
-        if max(map(len, chains)) > CATCH_UP:
-            early: dict[str, Any] = {name: [row[:-1] for row in rows] for name, rows in inputs.items()}
-            self.session.prefill([chain[:-1] for chain in chains], **early)
-            chains = [chain[-1:] for chain in chains]
-            inputs = {name: [row[-1:] for row in rows] for name, rows in inputs.items()}
-        padded = {name: pad_sequence(rows, batch_first=True) for name, rows in inputs.items()}
+        if max(map(len, self.uncached)) > CATCH_UP:
+            self.read_ahead()
+        chains = self._chains()
+        padded = {name: pad_sequence(rows, batch_first=True) for name, rows in self._uncached_inputs().items()}
         columns = sorted({len(chain) - 1 for chain in chains})  # where the roots are
         layout = lay_out_chains(chains, self.device)
         logits = self.session.append_last(layout, on_device(columns, self.device), **padded)
         self.draft_states = self.session.commit([range(len(chain)) for chain in chains])
         self.uncached = [[] for _ in chains]
         return torch.stack([logits[row, columns.index(len(chain) - 1)] for row, chain in enumerate(chains)])[:, None]
+
+    def read_ahead(self) -> None:
+        """Feed and commit each row's uncached tokens except the root."""
+        inputs = self._uncached_inputs()
+        early: dict[str, Any] = {name: [row[:-1] for row in rows] for name, rows in inputs.items()}
+        self.session.prefill([chain[:-1] for chain in self._chains()], **early)
+        self.leave_roots(inputs)
+
+    def leave_roots(self, inputs: dict[str, list[Tensor]]) -> None:
+        """Leave each row's root uncached, with the last of its inputs."""
+        self.uncached = [tokens[-1:] for tokens in self.uncached]
+
+    def _chains(self) -> list[list[int]]:
+        """Return each row's uncached tokens as the model takes them."""
+        limit = self.session.model.embedded - 1
+        return [[min(token, limit) for token in tokens] for tokens in self.uncached]
 
     def _uncached_inputs(self) -> dict[str, list[Tensor]]:
         """Return what else the model is fed with each row's uncached tokens, by name: one entry per token."""

@@ -59,10 +59,9 @@ class MaskedHeadSession(HeadDraftSession):
     def all_depths(self) -> Tensor:
         """Feed each row's uncached tokens and the masked ones, keep the former: logits (B, D, V') of depths 1 ... D."""
         network: PEagleNetwork = self.session.model.model
+        if max(map(len, self.uncached)) > CATCH_UP:
+            self.read_ahead()
         chains, states = self.uncached, self._uncached_inputs()["target_states"]
-        if max(map(len, chains)) > CATCH_UP:
-            self.session.prefill([chain[:-1] for chain in chains], target_states=[row[:-1] for row in states])
-            chains, states = [chain[-1:] for chain in chains], [row[-1:] for row in states]
         masked = network.depth - 1
         mask = network.mask_hidden.expand(masked, -1, -1)
         fed = pad_sequence([torch.cat([row.to(mask.dtype), mask]) for row in states], batch_first=True)

@@ -247,8 +247,15 @@ class TranslatedSession(ModelDraftSession):
         return super()._logits(fed)[..., self.columns]
 
     def _feed_uncached(self) -> Tensor:
-        self.cached = [cached + uncached for cached, uncached in zip(self.cached, self.uncached, strict=True)]
-        return super()._feed_uncached()
+        whole = [cached + uncached for cached, uncached in zip(self.cached, self.uncached, strict=True)]
+        logits = super()._feed_uncached()
+        self.cached = whole
+        return logits
+
+    def leave_roots(self, inputs: dict[str, list[Tensor]]) -> None:
+        """Leave each row's root uncached; the rest is in the cache."""
+        self.cached = [cached + new[:-1] for cached, new in zip(self.cached, self.uncached, strict=True)]
+        super().leave_roots(inputs)
 
 
 def _read(tokenizer: Any, whose: str, size: int) -> dict[int, bytes | str]:
