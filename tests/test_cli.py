@@ -307,6 +307,15 @@ def test_text_of_another_encoding_is_one_line(run, monkeypatch, command, errors)
     assert run.asked == []
 
 
+@pytest.mark.parametrize("given", ["", "7"])
+def test_few_kernels_are_kept_unless_the_environment_says_how_many(run, monkeypatch, given):
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", given)
+    if not given:
+        monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+    run("--version")
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == (given or cli.KERNELS)
+
+
 @pytest.mark.parametrize("option", ["--dtype", "--device"])
 def test_words_that_the_loader_does_not_know(monkeypatch, capsys, option):
     """The real loader refuses them by name before it looks for a model."""

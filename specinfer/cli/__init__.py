@@ -19,6 +19,7 @@ from specinfer.cli.measure import PRESETS, compare
 from specinfer.cli.terminal import INTERRUPTED
 from specinfer.errors import SpecinferError
 
+KERNELS = "64"  # oneDNN keeps one for each number of states that it has multiplied: by default 1,024, for nothing
 app = typer.Typer(
     no_args_is_help=True,
     help="Generate text with token trees that a small model drafts and the target verifies, exactly.",
@@ -65,6 +66,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a text is not lost to an encoding that cannot hold it
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KERNELS)
     try:
         code = app(standalone_mode=False)
     except SpecinferError as error:
