@@ -33,7 +33,7 @@ def loaded(log, target, drafts, **options):
 
     def noted(common, prompt, index):
         with path.open("a") as file:
-            file.write(f"{prompt['prompt']}\n")
+            file.write(f"{prompt['prompt']}\n" if isinstance(prompt, dict) else "")  # options are tried out first
         return row(common, prompt, index)
 
     path.touch()

@@ -191,7 +191,7 @@ def test_a_folder_of_other_settings_is_refused(target, tokenizer, prompts, tmp_p
 def test_a_folder_of_another_target_or_other_prompts_is_refused(target, tokenizer, prompts, tmp_path):
     """Text of one model is no text of another."""
     write(target, tokenizer, tmp_path, prompts)
-    with pytest.raises(InputError, match=r"target was .*, now"):
+    with pytest.raises(InputError, match=r"target\.sketch was .*, now"):
         write(tiny_llama(5), tokenizer, tmp_path, prompts)
     with pytest.raises(InputError, match="texts was"):
         write(target, tokenizer, tmp_path, [prompts[0]._replace(text="other"), *prompts[1:]])
