@@ -15,11 +15,15 @@ from time import perf_counter
 
 from specinfer.loading import load
 
-LOAD = "import sys, torch, transformers as t; t.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=sys.argv[2])"
+LOAD = """
+import sys, torch, transformers
+transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=sys.argv[2])
+print("loaded", flush=True)
+"""
 
 
 def seconds(command: list[str]) -> float:
-    """Return how long a command takes to write a byte, or to end if it writes none."""
+    """Return how long a command takes to write a byte."""
     started = perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
