@@ -761,6 +761,7 @@ def test_a_data_frame_has_a_row_per_set_temperature_and_method(monkeypatch):
     """Figures by name, intervals in three columns; without pandas, what to install."""
     rows = [*MADE_UP, record("cp", 0, 1.0, autoregressive=(10, 10, 2.0, 0.0, 0.1))]
     found = Comparison(compare_settings(), rows)
+    assert repr(found) == f"Comparison({len(rows)} records)"
     monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=list))
     frame = found.to_pandas()
     assert [(row["set"], row["temperature"], row["method"]) for row in frame] == [

@@ -45,6 +45,9 @@ class Comparison:
             raise InputError(f"{folder} holds damaged records ({reason}): compare again into another folder") from error
         return found
 
+    def __repr__(self) -> str:
+        return f"Comparison({len(self.records)} records)"
+
     def summary(self) -> dict[str, Any]:
         """Return settings, the number of records, ``skipped``, ``refused`` and ``groups``, JSON-ready.
 
