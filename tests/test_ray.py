@@ -80,7 +80,7 @@ def test_texts_are_those_without_it(cluster, tmp_path, temperature):
     assert {row["finish_reason"] for row in found} == {result.finish_reason for result in wanted}
     assert {row["error"] for row in found} == {None}
     assert all(1 <= row["target_passes"] <= NEW for row in found)
-    assert len(lines(tmp_path / "log")) == 2
+    assert len(lines(tmp_path / "log")) in (1, 2)  # a worker that starts late finds nothing to do
 
 
 def test_bad_rows_are_reported_and_the_others_go_on(cluster, tmp_path):
