@@ -134,5 +134,13 @@ def certify(as_json: options.Json = False) -> None:
 
     certificates = certify(progress=lambda pairs: bar("pair", pairs))
     show([certificate.to_dict() for certificate in certificates], as_json)
-    if not all(certificate.passed for certificate in certificates):
+    unexpected = [certificate for certificate in certificates if not certificate.passed]
+    many = f"{len(certificates)} pairs"
+    words = (
+        f"{len(unexpected)} of {many} are not as expected: see the column passed"
+        if unexpected
+        else f"all {many} are as expected"
+    )
+    print(words, file=sys.stderr)
+    if unexpected:
         raise typer.Exit(1)
