@@ -307,13 +307,14 @@ def test_text_of_another_encoding_is_one_line(run, monkeypatch, command, errors)
     assert run.asked == []
 
 
+@pytest.mark.parametrize("name", cli.DEFAULTS)
 @pytest.mark.parametrize("given", ["", "7"])
-def test_few_kernels_are_kept_unless_the_environment_says_how_many(run, monkeypatch, given):
-    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", given)
+def test_libraries_are_told_what_suits_unless_the_environment_says_otherwise(run, monkeypatch, name, given):
+    monkeypatch.setenv(name, given)
     if not given:
-        monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+        monkeypatch.delenv(name)
     run("--version")
-    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == (given or cli.KERNELS)
+    assert os.environ[name] == (given or cli.DEFAULTS[name])
 
 
 @pytest.mark.parametrize("option", ["--dtype", "--device"])

@@ -19,7 +19,10 @@ from specinfer.cli.measure import PRESETS, compare
 from specinfer.cli.terminal import INTERRUPTED
 from specinfer.errors import SpecinferError
 
-KERNELS = "64"  # oneDNN keeps one for each number of states that it has multiplied: by default 1,024, for nothing
+# What libraries read when they are loaded, unless the environment says otherwise.  oneDNN keeps a kernel for each
+# number of states that it has multiplied, 1,024 by default.  GNU OpenMP lets a thread that waits run for milliseconds:
+# where other programs run, the thread that it waits for gets no turn meanwhile, and passes take ten times as long.
+DEFAULTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "GOMP_SPINCOUNT": "2000"}
 app = typer.Typer(
     no_args_is_help=True,
     help="Generate text with token trees that a small model drafts and the target verifies, exactly.",
@@ -66,7 +69,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a text is not lost to an encoding that cannot hold it
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KERNELS)
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
     try:
         code = app(standalone_mode=False)
     except SpecinferError as error:
