@@ -12,6 +12,7 @@ from enum import StrEnum
 from itertools import accumulate, takewhile
 from math import exp
 from os import PathLike
+from statistics import median
 from typing import Any
 
 import torch
@@ -166,6 +167,18 @@ class TreeSizes:
 
     def __str__(self) -> str:
         return f"{self.nodes_per_step:.1f} nodes in {self.levels_per_step:.1f} levels a step"
+
+
+def paid(steps: Sequence[Step]) -> str:
+    """Return in words whether speculation paid: how often it was on, and what steps with a tree cost and wrote."""
+    drafted, plain = ([step for step in steps if bool(step.tree.num_drafted) == on] for on in (True, False))
+    state = f"off in {len(plain)}" if len(plain) > len(drafted) else f"on in {len(drafted)}"
+    words = f"speculation {state} of {len(steps)} steps"
+    if not (drafted and plain):
+        return words
+    cost = median(step.seconds.decoding for step in drafted) / median(step.seconds.decoding for step in plain)
+    tokens = sum(len(step.tokens) for step in drafted) / len(drafted)
+    return f"{words}: a step with a tree took {cost:.1f} plain ones and wrote {tokens:.1f} tokens"
 
 
 @dataclass(frozen=True)

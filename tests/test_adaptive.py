@@ -14,8 +14,6 @@ from specinfer.adaptive.acceptance import MEMORY, Acceptance
 from specinfer.adaptive.cost_model import Average, Line, Seconds
 from specinfer.adaptive.policy import DOUBT, FIRST_NODES, MAX_NODES, MOST, PLAIN_AGAIN, WAITS, _Levels
 from specinfer.errors import PolicyError
-from specinfer.results import Seconds as Spent
-from specinfer.results import Step
 from specinfer.tree import DenseSource, Draw, Forest, Frontier, Kind, TokenTree, merge
 
 P = np.array([0.6, 0.2, 0.1, 0.05, 0.05])  # the target's distribution everywhere
@@ -286,29 +284,6 @@ def test_reasons_name_costs_and_idle_drafts():
     assert "a level of head 10.0 ms, a level of ngram 10.0 ms" in text
     assert text.endswith("ngram is idle") == (not world.policy.asked >> 1 & 1)
     assert any(not levels[1] for levels in world.levels)
-
-
-def test_what_it_cost_and_gained_is_said_in_words():
-    """A step with a tree in plain ones, as they are measured here; before anything is known, how often it was on."""
-
-    def step(nodes, tokens, seconds):
-        tree = TokenTree.from_nodes(
-            1, [*range(nodes)], [0] * nodes, [-1.0] * nodes, [[Draw(0, i)] for i in range(nodes)]
-        )
-        return Step(tree, (), (7,) * tokens, ((),) * tokens, Spent(total=seconds + 3.0, prefill=3.0))
-
-    policy = World([GOOD], flat(0.1), 0.01).run(100).policy
-    drafted, plain = [step(3, 2, 0.21), step(1, 1, 0.2), step(2, 3, 0.4)], [step(0, 1, 0.1)] * 5
-    assert policy.paid([*drafted, *plain], 1) == (
-        "speculation off in 5 of 8 steps: a step with a tree costs 2.1 plain ones here and writes 2.0 tokens"
-    )
-    assert policy.paid([*drafted, *plain[:3]], 1).startswith(
-        "speculation on in 3 of 6 steps: a step with a tree costs 2.1"
-    )
-    never = policy.paid(plain, 1)
-    assert never.startswith("speculation off in 5 of 5 steps: a step with a tree costs ")
-    assert "writes" not in never
-    assert Auto().paid(drafted, 1) == "speculation on in 3 of 3 steps"
 
 
 def test_an_observer_of_nothing_is_calm():

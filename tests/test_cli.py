@@ -392,6 +392,7 @@ def test_an_interrupt_is_not_a_traceback(run, monkeypatch):
 
 def test_an_interrupted_text_is_kept(run, models, monkeypatch, tmp_path):
     """It ends after whole steps, is summarised, and is written to every file that was asked for."""
+    run("generate", PROMPT, "--raw", "--tree", "none", *NEW)  # the model was checked
     scored, score = [], TreeSession.score
 
     def interrupted(session, trees):

@@ -20,7 +20,6 @@ from copy import copy, deepcopy
 from itertools import accumulate, zip_longest
 from math import exp, inf
 from os import PathLike
-from statistics import median
 from typing import Any
 
 from torch import Tensor
@@ -30,7 +29,7 @@ from specinfer.adaptive.profile import Lock, Profile
 from specinfer.attention import size_bucket
 from specinfer.common.files import write_json
 from specinfer.errors import InputError, PolicyError
-from specinfer.results import Step, reach
+from specinfer.results import reach
 from specinfer.tree import (
     BestFirst,
     Forest,
@@ -333,21 +332,6 @@ class Auto:
             self.records[draft].gained.add((reached - before) / len(trees))
             self.records[draft].levels.add(self.levels[draft])
             before = reached
-
-    def paid(self, steps: Sequence[Step], rows: int) -> str:
-        """Return in words whether speculation paid in a row's steps: how often it was on, what it cost and gained."""
-        drafted = [step for step in steps if step.tree.num_drafted]
-        off = len(steps) - len(drafted)
-        state = f"off in {off}" if off > len(drafted) else f"on in {len(drafted)}"
-        words = f"speculation {state} of {len(steps)} steps"
-        plain = self.costs.seconds(rows, 0)
-        if not plain or not (drafted or self.costs.trees.known):
-            return words
-        seconds, gained = self.costs.seconds(rows, FIRST_NODES), ""
-        if drafted:
-            seconds = median(step.seconds.decoding for step in drafted)
-            gained = f" and writes {sum(len(step.tokens) for step in drafted) / len(drafted):.1f} tokens"
-        return f"{words}: a step with a tree costs {seconds / plain:.1f} plain ones here{gained}"
 
     def reasons(self, names: Sequence[str], rows: int) -> str:
         """Return what the choices rest on, in words; names are the drafts'."""

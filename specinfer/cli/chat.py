@@ -47,9 +47,9 @@ def chat(
     """Talk to the target; accepted tokens have the colour of their draft. What was read is not read again."""
     with loading():
         policy = build_policy(tree, nodes, depth, expansion)
-    models = {"dtype": dtype, "device": device, "quantize": quantize}
-    placed = options.placement(device_map, max_memory, offload_folder)
-    decoder = options.load_decoder(target, draft, tree=policy, **models, **placed)
+    models: dict[str, Any] = {"dtype": dtype, "device": device, "quantize": quantize, "device_map": device_map}
+    models |= {"max_memory": max_memory, "offload_folder": offload_folder}
+    decoder = options.load_decoder(target, draft, tree=policy, **models)
     asked = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "top_p": top_p, "top_k": top_k}
     conversation = Chat(decoder, system, asked)
     if sys.stdin.isatty():

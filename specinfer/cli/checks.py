@@ -69,8 +69,9 @@ def check_draft(
     kind = plot and _picture_kind(plot)
     texts = [text for path in prompts or () for _, text in read_prompt_file(path, split, count)] or list(PROMPTS)
     drafts = [_unrefused(name, dtype, device, quantize) for name in draft or ["bundled"]]
-    placed = options.placement(device_map, max_memory, offload_folder)
-    decoder = options.load_decoder(target, drafts, dtype=dtype, device=device, quantize=quantize, **placed)
+    models: dict[str, Any] = {"dtype": dtype, "device": device, "quantize": quantize, "device_map": device_map}
+    models |= {"max_memory": max_memory, "offload_folder": offload_folder}
+    decoder = options.load_decoder(target, drafts, **models)
     report = run(decoder, texts, max_new_tokens=max_new_tokens, progress=text_bar(len(texts)))
     if plot is not None:
         report.plot().figure.savefig(drawn := BytesIO(), format=kind, dpi=150)
@@ -119,7 +120,7 @@ def compile_passes(
     if remove:
         print(f"{remove_packages()} packages removed from {packages_folder()}", file=sys.stderr)
     elif not listed:
-        models = {"dtype": dtype, "device": device, "quantize": quantize}
+        models: dict[str, Any] = {"dtype": dtype, "device": device, "quantize": quantize}
         decoder = options.load_decoder(target, draft, **models, compile=True)
         print(decoder.passes, file=sys.stderr)
         if reasons := [reason for reason in decoder.plain if reason]:

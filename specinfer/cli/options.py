@@ -81,8 +81,17 @@ Raw = Annotated[bool, typer.Option("--raw", help="Feed the prompt as it is, with
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def load_decoder(target: str | None, drafts: list[Any] | None, **options: Any) -> Any:
-    """Load the models that the options name; return a decoder.  Options are those of `from_pretrained`."""
+def load_decoder(
+    target: str | None,
+    drafts: list[Any] | None,
+    *,
+    device_map: str | None = None,
+    max_memory: str | None = None,
+    offload_folder: Path | None = None,
+    **options: Any,
+) -> Any:
+    """Load the models that the options name; return a decoder.  Further options are those of `from_pretrained`."""
+    options |= placement(device_map, max_memory, offload_folder)
     with loading(target):
         from specinfer.decoder import SpeculativeDecoder
 

@@ -84,11 +84,8 @@ def generate(
         raise InputError("--save-drafts writes what heads have learnt, and nothing learns: add --online")
     given = profile if profile and profile.exists() else None
     models: dict[str, Any] = {"dtype": dtype, "device": device, "confidence_gate": confidence_gate, "online": online}
-    models |= {
-        "tensor_parallel": tensor_parallel,
-        "quantize": quantize,
-        **options.placement(device_map, max_memory, offload_folder),
-    }
+    models |= {"tensor_parallel": tensor_parallel, "quantize": quantize, "device_map": device_map}
+    models |= {"max_memory": max_memory, "offload_folder": offload_folder}
     asked: dict[str, Any] = {"raw": raw, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     asked |= {"top_p": top_p, "top_k": top_k, "penalty_alpha": penalty_alpha}
     text = "" if prompt is None else read_prompt(prompt, tensor_parallel)
@@ -224,7 +221,8 @@ def tree(
     """Draw the tree of one step of a text: what was drafted, and what became of it."""
     check_step(step)
     models: dict[str, Any] = {"dtype": dtype, "device": device, "tensor_parallel": tensor_parallel}
-    models |= {"quantize": quantize} | options.placement(device_map, max_memory, offload_folder)
+    models |= {"quantize": quantize, "device_map": device_map, "max_memory": max_memory}
+    models |= {"offload_folder": offload_folder}
     text = read_prompt(prompt, tensor_parallel)
     with loading():
         policy = build_policy(tree, nodes, depth, expansion)

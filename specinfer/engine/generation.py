@@ -25,7 +25,7 @@ from specinfer.engine.sequence import Row
 from specinfer.engine.shared_prefix import SharedPrefix
 from specinfer.engine.verify import ExactMatch, Verifier
 from specinfer.errors import InputError, SpecinferError
-from specinfer.results import Result, Seconds, Stats, Step, TreeSizes, acceptance_by_depth, contribution
+from specinfer.results import Result, Seconds, Stats, Step, TreeSizes, acceptance_by_depth, contribution, paid
 from specinfer.tree import Policy, TokenTree
 
 FIRST_TOKENS = 2048  # new tokens that caches hold at first; beyond it they double
@@ -316,8 +316,7 @@ class Run:
         notes = [*decoder.notes, *self.notes]
         if isinstance(self.policy, Auto):
             reasons = self.policy.reasons([draft.name for draft in decoder.drafts], len(self.rows))
-            paid = self.policy.paid(steps, len(self.rows))
-            notes.append("; ".join(filter(None, [f"auto: {paid}", str(tree_sizes), reasons])))
+            notes.append("; ".join(filter(None, [f"auto: {paid(steps)}", str(tree_sizes), reasons])))
         stats = Stats(
             new_tokens=len(new),
             target_passes=len(steps),
