@@ -174,9 +174,10 @@ def paid(steps: Sequence[Step]) -> str:
     drafted, plain = ([step for step in steps if bool(step.tree.num_drafted) == on] for on in (True, False))
     state = f"off in {len(plain)}" if len(plain) > len(drafted) else f"on in {len(drafted)}"
     words = f"speculation {state} of {len(steps)} steps"
-    if not (drafted and plain):
+    usual = [median(step.seconds.decoding for step in some) if some else 0.0 for some in (drafted, plain)]
+    if not all(usual):
         return words
-    cost = median(step.seconds.decoding for step in drafted) / median(step.seconds.decoding for step in plain)
+    cost = usual[0] / usual[1]
     tokens = sum(len(step.tokens) for step in drafted) / len(drafted)
     return f"{words}: a step with a tree took {cost:.1f} plain ones and wrote {tokens:.1f} tokens"
 

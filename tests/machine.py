@@ -59,7 +59,6 @@ class Machine:
                 kind = self.chance.choice(3, p=EASE.get(ease, EASE["usual"]))
             self._step(self._distribution(SHARP[kind]), wrong=ease == "wrong", repeats=self.chance.random() < 0.2)
         return self
-        return self
 
     def speed(self, last=None):
         """Return the tokens a second of the last steps over those of plain decoding at the same load."""

@@ -36,6 +36,7 @@ class World:
         self.policy, self.depth = policy or Auto(), 8
         self.chance = np.random.default_rng(0)
         self.trees, self.levels = [], []  # per step: what was scored in row 0; levels of each draft
+        self.emitted, self.seconds = [], []  # per step: tokens of all rows; seconds
         self.policy.start(len(self.distributions), coupled=False)
 
     def run(self, steps):
@@ -49,7 +50,9 @@ class World:
             paths, tokens = zip(*map(self.verify, trees), strict=True)
             proposing = [self.level * source.asked or 1e-9 for source in sources]
             nodes = max(tree.num_drafted for tree in trees)
-            self.policy.observe(trees, paths, tokens, proposing, self.target(nodes) + sum(proposing))
+            self.emitted.append(sum(map(len, tokens)))
+            self.seconds.append(self.target(nodes) + sum(proposing))
+            self.policy.observe(trees, paths, tokens, proposing, self.seconds[-1])
         return self
 
     def verify(self, tree):
@@ -76,6 +79,10 @@ class World:
     def nodes(self, last):
         """Return the nodes that were scored in the last steps."""
         return [tree.num_drafted for tree in self.trees[-last:]]
+
+    def speed(self, last):
+        """Return the tokens a second of the last steps, over those of plain decoding."""
+        return sum(self.emitted[-last:]) / sum(self.seconds[-last:]) * self.target(0) / self.rows
 
     def asked(self, draft, last):
         """Return how often a draft was asked in the last steps."""
@@ -179,6 +186,22 @@ def test_nodes_that_cost_more_than_they_gain_are_not_scored():
     assert world.nodes(100).count(0) >= 85
 
 
+@pytest.mark.parametrize("rows", [4, 8, 16])
+def test_where_every_token_of_a_pass_costs_many_rows_decode_as_fast_as_plainly(rows):
+    """A processor that computes all the time: a node costs what it gains, and drafts come on top of that."""
+    world = World([GOOD], lambda nodes: 0.006 + 0.0017 * rows * (nodes + 1), 0.0035, rows).run(600)
+    assert world.speed(600) > 0.96
+    assert world.speed(300) > 0.98
+
+
+def test_drafts_are_judged_anew_when_half_of_the_rows_are_left():
+    """What never pays for many rows may pay for few."""
+    world = World([GOOD], lambda nodes: 0.006 + 0.0017 * 16 * (nodes + 1), 0.0035, 16).run(400)
+    assert world.asked(0, 100) < 10
+    world.rows, world.target = 2, lambda nodes: 0.02 + 0.0001 * nodes
+    assert world.run(40).asked(0, 30) > 25
+
+
 def test_rows_share_one_number_of_nodes():
     policy = Auto()
     world = World([GOOD], flat(0.1, 0.002), 0.001, rows=3, policy=policy).run(40)
@@ -191,8 +214,8 @@ def source_tree(world, row):
 
 
 def test_plain_steps_are_measured_again():
-    world = World([GOOD], flat(0.1), 0.001).run(6 * PLAIN_AGAIN[1])
-    assert 2 <= world.nodes(3 * PLAIN_AGAIN[1]).count(0) <= 4
+    world = World([GOOD], flat(0.1), 0.001).run(6 * PLAIN_AGAIN[2])
+    assert 2 <= world.nodes(3 * PLAIN_AGAIN[2]).count(0) <= 4
 
 
 def test_trees_are_measured_again():
@@ -204,8 +227,8 @@ def test_trees_are_measured_again():
 
 
 def test_trees_that_never_pay_are_hardly_measured():
-    world = World([GOOD], lambda nodes: 0.1 if nodes == 0 else 0.4, 0.0001).run(20 + 4 * PLAIN_AGAIN[1])
-    assert 1 <= np.count_nonzero(world.nodes(4 * PLAIN_AGAIN[1])) <= 20
+    world = World([GOOD], lambda nodes: 0.1 if nodes == 0 else 0.4, 0.0001).run(20 + 4 * PLAIN_AGAIN[2])
+    assert 1 <= np.count_nonzero(world.nodes(4 * PLAIN_AGAIN[2])) <= 20
 
 
 def test_a_draft_that_was_slow_for_a_while_works_again():
@@ -450,6 +473,23 @@ def test_lines_of_one_size_have_a_usual_slope():
         line.add(16, 0.03)
     assert line.at(16) == pytest.approx(0.03)
     assert line.at(16) < line.at(64) < np.inf
+
+
+def test_rows_that_leave_do_not_flatten_a_line():
+    """Fewer tokens are cheaper because they are fewer, not because the machine is faster."""
+    line = Line()
+    for rows in [8] * 30 + [7, 6, 6, 5, 4, 4, 3, 3, 2, 2]:
+        line.add(2 * rows, 0.006 + 0.0018 * 2 * rows)
+    assert line.at(64) == pytest.approx(0.121, rel=0.2)
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3, 10])
+def test_a_large_pass_that_is_dear_makes_small_ones_no_dearer(turns):
+    line = Line()
+    for size in [16] * 30 + [256, 16] * turns:
+        line.add(size, 0.006 + 0.0018 * size)
+    assert line.at(16) == pytest.approx(0.035, rel=0.1)
+    assert turns == 1 or line.at(256) == pytest.approx(0.467, rel=0.2)
 
 
 def test_costs_that_stay_high_are_believed():

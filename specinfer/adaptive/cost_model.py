@@ -22,10 +22,15 @@ class Average:
     def __init__(self, memory: int = MEMORY) -> None:
         self.value, self.count, self.memory = 0.0, 0, memory
 
+    @property
+    def weight(self) -> int:
+        """How many figures it stands for."""
+        return min(self.count, self.memory)
+
     def add(self, figure: float) -> None:
         """Take a figure into account."""
         self.count += 1
-        self.value += (figure - self.value) / min(self.count, self.memory)
+        self.value += (figure - self.value) / self.weight
 
 
 class Seconds(Average):
@@ -50,13 +55,14 @@ class Seconds(Average):
 class Line:
     """Seconds as a line over a size, by least squares; the older a figure, the lighter it is.
 
-    The line never falls.  Where sizes hardly differ, seconds are taken to grow as with `USUAL` more tokens.
+    The line never falls.  Where sizes hardly differ it keeps its slope; at first, that of `USUAL` more tokens.
     """
 
     def __init__(self) -> None:
         self.sums = [0.0] * 5  # of 1, n, n * n, seconds, n * seconds
         self.count, self.base, self.slope = 0, 0.0, 0.0
         self.last = 1.0  # measured seconds over those expected, the last time
+        self.doubted = False  # whether the last pass of a much larger size was dearer than expected
         self.largest = 0.0  # size that was measured
 
     @property
@@ -69,21 +75,31 @@ class Line:
         return self.base + self.slope * size
 
     def add(self, size: int, seconds: float) -> None:
-        """Take a measurement into account."""
+        """Take a measurement into account.
+
+        A larger pass costs no less, and a token of it no more.  What is far outside of that is a change of the
+        machine's speed, for all sizes; what is inside corrects the slope.
+        """
         self.count += 1
         if self.known and (expected := self.at(size)):  # of two figures in a row, the lesser counts, as in `Seconds`
-            ratio, self.last = min(seconds / expected, self.last), seconds / expected
+            earlier, self.last = self.last, seconds / expected
+            ratio, share = min(earlier, self.last), size * self.sums[0] / self.sums[1]
+            if share > FAR:  # much larger than usual
+                doubted, self.doubted = self.doubted, self.last > FAR
+                if self.doubted and not doubted:
+                    return  # perhaps an interruption
+                ratio = self.last
             seconds = ratio * expected
-            assumed = size > self.largest and ratio < 1  # a larger size is cheaper than was assumed: so is each node
-            if not 1 / FAR < ratio < FAR and not assumed:  # the machine is faster or slower, for all sizes
+            if not min(1.0, share) / FAR < seconds * self.sums[0] / self.sums[3] < max(1.0, share) * FAR:
                 self.sums[3:] = [ratio * old for old in self.sums[3:]]
+                self.slope *= ratio
         self.largest = max(size, self.largest)
         fade = 1 - 1 / MEMORY
         figures = (1.0, size, size * size, seconds, size * seconds)
         self.sums = [fade * old + new for old, new in zip(self.sums, figures, strict=True)]
         total, n, nn, s, ns = self.sums
-        usual = s / (USUAL * total + n)
-        self.slope = max(0.0, (ns - n * s / total + RIDGE * usual) / (nn - n * n / total + RIDGE))
+        before = self.slope or s / (USUAL * total + n)
+        self.slope = max(0.0, (ns - n * s / total + RIDGE * before) / (nn - n * n / total + RIDGE))
         self.base = max(0.0, (s - self.slope * n) / total)
 
 

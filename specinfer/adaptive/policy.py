@@ -45,8 +45,9 @@ from specinfer.tree import (
 MAX_NODES, MAX_DEPTH = 31, 31  # with the root, 32 tokens: a size bucket
 MOST = 255  # the same, of nodes and of levels, where passes over many tokens cost hardly more
 FIRST_NODES = 4  # of all rows' trees, one each at least, that are scored to learn what trees cost now
-PLAIN_AGAIN = 2, 128  # steps after which a plain one measures the machine: at first, and at most
-PATIENCE = 8  # steps without a tree that was worth its cost, after which all drafts are idle
+PLAIN_AGAIN = 2, 8, 128  # steps after which a plain one measures the machine: at first, and later at least and at most
+PATIENCE = 8  # steps without a tree that was worth its cost, or at a loss, after which all drafts are idle
+LUCK = 1.2  # tokens that a step gains or loses by chance, about: a loss must be larger, for so many steps
 MARGIN = 1.03  # a draft must promise to be worth so many times what it costs, for averages err
 JUDGED = 4  # steps in which a draft is asked before it is judged ...
 TRIAL = 2  # ... and those of an idle draft's trial, in which trees are scored whatever they cost ...
@@ -60,6 +61,9 @@ DOUBT = 0.15  # of its measured cost, is what drafting costs besides: reading wh
 class DraftRecord:
     """What one draft did in this text, and when it is asked again.
 
+    Args:
+        step: from which it is judged.
+
     Attributes:
         gained: tokens a step that it added to those of cheaper drafts.
         levels: levels a step, in steps that asked it.
@@ -68,14 +72,15 @@ class DraftRecord:
         wait: steps that it is idle then, or next time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step: int = 0) -> None:
         self.gained, self.levels = Average(), Average()
-        self.until, self.wait = JUDGED, WAITS[0]
+        self.first = self.until = step + JUDGED
+        self.wait = WAITS[0]
         self.idle_from: int | None = None
 
     def tried(self, step: int) -> bool:
         """Return whether a step belongs to a trial of the draft, after it was idle."""
-        return JUDGED <= step < self.until
+        return self.first <= step < self.until
 
     def works(self, step: int, price: float | None, pays: bool, rows: int) -> bool:
         """Return whether the draft is asked in a step.
@@ -83,7 +88,7 @@ class DraftRecord:
         Args:
             step: its number in the text.
             price: tokens that a level must gain, if known.
-            pays: whether trees were worth their cost of late.
+            pays: whether trees were worth their cost of late, and what was emitted its seconds.
             rows: of the batch; of many, what is gained on average changes slowly.
         """
         if step < self.until or price is None:
@@ -162,14 +167,20 @@ class Auto:
             self.learnt = deepcopy(self.given)  # so that a text does not depend on others
         self.learnt.drafts = drafts
         self.costs, self.acceptance = self.learnt.costs, self.learnt.acceptance[coupled]
-        self.steps = self.since_plain = self.since_tree = 0
+        self.steps = self.since_plain = 0
         self.surprises, self.ceiling = 0, inf  # sizes beyond the usual ones that were dear; tokens not to be fed again
         self.worth = False  # whether this step has a tree that is worth its cost
-        self.records = [DraftRecord() for _ in range(drafts)]
+        self.judge(drafts)
         self.asked = (1 << drafts) - 1  # the drafts to ask in the next step, a bit mask
         self.warm = 0  # those asked in the step before: the others must first read what they missed
         self.levels: defaultdict[int, int] = defaultdict(int)  # asked for in this step, by draft
         self.grown: Forest | None = None  # this step's trees, before `fit`
+
+    def judge(self, drafts: int, rows: int | None = None) -> None:
+        """Judge all drafts anew; for a batch of so many rows, if known."""
+        self.judged_rows, self.since_tree = rows, 0
+        self.surplus = Average(2 * PATIENCE)  # tokens a step, more than plain decoding makes in its seconds
+        self.records = [DraftRecord(self.steps) for _ in range(drafts)]
 
     def to_json(self) -> dict[str, Any]:
         """Return what was learnt so far, JSON-ready: a profile.
@@ -257,15 +268,26 @@ class Auto:
 
     def _choose(self, rows: int) -> int:
         """Return the drafts to ask in the next step, a bit mask."""
-        plain = self.costs.plain.get(rows)
-        if not self.frozen and self.since_plain >= min(PLAIN_AGAIN[0] << (plain.count if plain else 0), PLAIN_AGAIN[1]):
+        self.judged_rows = self.judged_rows or rows
+        if not self.judged_rows / 2 < rows < 2 * self.judged_rows:  # nodes and levels have another price
+            self.judge(len(self.records), rows)
+        if not self.frozen and self.since_plain >= self._plain_again(rows):
             return 0
         prices = [self.costs.level(draft, rows) for draft in range(len(self.records))]
+        pays = self.since_tree < PATIENCE and self.surplus.value > -LUCK / max(self.surplus.weight, 1) ** 0.5
         works = [
-            record.works(self.steps, None if price is None else price / rows, self.since_tree < PATIENCE, rows)
+            record.works(self.steps, None if price is None else price / rows, pays, rows)
             for record, price in zip(self.records, prices, strict=True)
         ]
+        if any(record.tried(self.steps) and record.until == self.steps + TRIAL for record in self.records):
+            self.surplus.count = min(1, self.surplus.count)  # what was before counts as one step of the trial
         return sum(1 << draft for draft, asked in enumerate(works) if asked)
+
+    def _plain_again(self, rows: int) -> float:
+        """Return after how many steps with trees a plain one is due; the less trees gain, the less it costs."""
+        first, least, most = PLAIN_AGAIN
+        plain = self.costs.plain.get(rows)
+        return min(first << min(plain.count if plain else 0, most), max(least, most * self.surplus.value / rows), most)
 
     # ---- what is learnt ----
 
@@ -292,7 +314,11 @@ class Auto:
             if not self.frozen and seconds is not None:
                 self._time(rows, nodes, proposing, seconds - sum(proposing))
             levels = [self.costs.levels[d].value * n for d, n in self.levels.items() if d in self.costs.levels]
-            self.costs.earn(rows, sum(map(len, tokens)), self.costs.seconds(rows, nodes) + sum(levels))
+            emitted, modelled = sum(map(len, tokens)), self.costs.seconds(rows, nodes) + sum(levels)
+            self.costs.earn(rows, emitted, modelled)
+            if any(self.levels.values()) and (plain := self.costs.seconds(rows, 0)):
+                spent = modelled if self.frozen or seconds is None else min(seconds, FAR * modelled)
+                self.surplus.add(emitted - rows * spent / plain)
             self.acceptance.observe(self.grown, tokens)
             self._credit(trees, paths)
             self.steps += 1
