@@ -4,8 +4,8 @@
         --rows 1 4 16 [--rounds 2] [--dtype float32] [--methods auto plain generate generate_batch] [--out FILE]
 
 ``generate_many`` with ``auto`` and without speculation (plain), transformers' ``generate`` on batches of so many rows,
-padded on the left, in the order of the file, and its continuous batching, ``generate_batch``, which chooses rows
-itself.  All take turns, greedily, on all prompts; prompts count.  The table has all tokens over all seconds, of
+padded on the left, in the order of the file, and its continuous batching, ``generate_batch``, with as many requests a
+batch.  All take turns, greedily, on all prompts; prompts count.  The table has all tokens over all seconds, of
 the fastest round each; tokens after the end of a text do not count.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from common import read_prompts
-from transformers import GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from specinfer import SpeculativeDecoder
 from specinfer.loading import load
@@ -61,7 +61,9 @@ def methods(args: argparse.Namespace) -> dict[str, Method]:
         config = GenerationConfig(
             do_sample=False, max_new_tokens=args.max_new_tokens, eos_token_id=[*ends], pad_token_id=pad
         )
-        found = model.generate_batch(prompts, generation_config=config, progress_bar=False)
+        limit = ContinuousBatchingConfig(max_requests_per_batch=rows)
+        options: dict[str, Any] = {"generation_config": config, "continuous_batching_config": limit}
+        found = model.generate_batch(prompts, **options, progress_bar=False)
         return sum(counted(list(output.generated_tokens), ends) for output in found.values())
 
     found = {"auto": ours(auto), "plain": ours(plain), "generate": padded, "generate_batch": continuous}

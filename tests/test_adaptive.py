@@ -309,6 +309,15 @@ def test_reasons_name_costs_and_idle_drafts():
     assert any(not levels[1] for levels in world.levels)
 
 
+def test_reasons_name_the_rows_and_figures_of_another_load():
+    """Costs of a batch are not those of a text, and trees that cost less than none were timed at another time."""
+    policy = World([GOOD], flat(0.1, 0.001), 0.01, rows=3).run(60).policy
+    assert policy.reasons(["head"], 3).startswith("a plain step of 3 rows costs 100.0 ms, one with trees ")
+    assert "faster then" not in policy.reasons(["head"], 3)
+    policy.costs.plain[3].value = 9.0
+    assert "when they were timed, the machine being faster then" in policy.reasons(["head"], 3)
+
+
 def test_an_observer_of_nothing_is_calm():
     """No drafts at all: plain steps, and notes without a draft."""
     policy = Auto()

@@ -361,12 +361,13 @@ class Auto:
 
     def reasons(self, names: Sequence[str], rows: int) -> str:
         """Return what the choices rest on, in words; names are the drafts'."""
-        parts = []
+        parts, batch = [], f" of {rows} rows" if rows > 1 else ""
         if plain := self.costs.seconds(rows, 0):
-            parts.append(f"a plain step costs {1e3 * plain:.1f} ms")
+            parts.append(f"a plain step{batch} costs {1e3 * plain:.1f} ms")
         if self.costs.trees.known:
-            few, many = (1e3 * self.costs.seconds(rows, nodes) for nodes in (4, 16))
-            parts.append(f"one with trees {few:.1f} ms (4 nodes) to {many:.1f} ms (16 nodes)")
+            few, many = (self.costs.seconds(rows, nodes) for nodes in (4, 16))
+            when = " when they were timed, the machine being faster then" if few < plain else ""
+            parts.append(f"one with trees {1e3 * few:.1f} ms (4 nodes) to {1e3 * many:.1f} ms (16 nodes){when}")
         for draft, name in enumerate(names):
             if draft in self.costs.levels:
                 parts.append(f"a level of {name} {1e3 * self.costs.levels[draft].value:.1f} ms")
