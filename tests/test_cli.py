@@ -17,6 +17,9 @@ from conftest import byte_tokenizer, like, plain, tiny_llama, word_pieces
 import specinfer.loading
 from specinfer import Result, SpeculativeDecoder, cli
 from specinfer.attention import TreeSession
+from specinfer.cli import bars
+from specinfer.common.progress import decoded
+from specinfer.common.records import holds_results
 from specinfer.errors import ModelError
 from specinfer.loading import Loaded
 
@@ -421,13 +424,49 @@ def test_an_interrupted_text_is_kept(run, models, monkeypatch, tmp_path):
     ],
     ids=lambda command: command[0],
 )
-def test_runs_that_can_go_on_say_so(run, monkeypatch, tmp_path, command):
+def test_runs_that_can_go_on_say_what_is_kept(run, monkeypatch, tmp_path, command):
     (tmp_path / "p.jsonl").write_text('{"prompt": "hi"}\n{"prompt": "ho"}\n')
     monkeypatch.setattr(TreeSession, "score", interrupt)
     code, out, err = run(*(part.format(tmp=tmp_path) for part in command))
     assert (code, out) == (130, "")
-    assert err.startswith("\n")
-    assert err.endswith("run again to continue\n")
+    assert err == "\nspecinfer: interrupted; nothing was finished, and nothing is kept\n"
+
+
+def test_a_run_that_finished_something_says_that_it_is_kept(run, monkeypatch, tmp_path):
+    """The first prompt of two; the same command goes on with the second."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hi"}\n{"prompt": "ho"}\n')
+    command = ["generate", "--prompts", tmp_path / "p.jsonl", "--out", tmp_path / "out", "--max-rows", "1"]
+    command += ["--tree", "none", "--max-new-tokens", "4"]
+    score = TreeSession.score
+
+    def interrupted(session, trees):
+        return interrupt() if (tmp_path / "out" / "records.jsonl").stat().st_size else score(session, trees)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TreeSession, "score", interrupted)
+        kept = f"{tmp_path / 'out'} keeps what was finished: run again to continue"
+        assert run(*command) == (130, "", f"\nspecinfer: interrupted; {kept}\n")
+    assert "2 prompts; 1 now" in run(*command)[1]
+
+
+@pytest.mark.parametrize(
+    ("file", "found"),
+    [
+        ("records.jsonl", True),
+        ("set/greedy/records.jsonl", True),
+        ("text/00000.safetensors", True),
+        ("1.checkpoint/state.safetensors", True),
+        ("settings.json", False),
+        (".0123456789abcdef.new", False),
+    ],
+)
+def test_what_counts_as_finished(tmp_path, file, found):
+    """Records, texts and checkpoints do; settings, empty files and half-written ones do not."""
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).touch()
+    assert not holds_results(tmp_path)
+    (tmp_path / file).write_text("something")
+    assert holds_results(tmp_path) is found
 
 
 @pytest.mark.parametrize("command", [["generate", "hi"], ["tree", "hi", "--draft", "draft"], ["check-model", "target"]])
@@ -446,6 +485,51 @@ def test_a_terminal_shows_what_is_under_way_and_since_when(run, monkeypatch, com
     drawn = sys.stderr.getvalue()[len(seen[0]) :]
     assert re.search(r"\r +\r", drawn)
     assert gc.isenabled()
+
+
+def test_on_a_terminal_bars_move_with_the_tokens(run, monkeypatch):
+    """Those of a prompt under way, too; and what comes after the texts is said."""
+    monkeypatch.setattr("sys.stderr", Terminal())
+    drawn = bars.Bar(None, "text", total=2)
+    decoded.tokens += 7
+    drawn.refresh()
+    drawn.close()
+    assert re.search(r"0/2 .*7 tokens, [\d.]+ tokens/s", sys.stderr.getvalue())
+    assert run("check-draft", "--draft", "draft", "--max-new-tokens", "8")[0] == 0
+    assert "timing passes and proposals ... 00:00" in sys.stderr.getvalue()
+
+
+def test_without_a_terminal_lines_are_rare(capsys):
+    """After 10 seconds, then every 30."""
+    drawn = bars.Bar(None, "text", total=9)
+    begun = drawn.start_t
+    for second in range(1, 75):
+        drawn._time = lambda second=second: begun + second
+        drawn.refresh()
+    drawn.close()
+    times = "00:10", "00:40", "01:10"
+    assert capsys.readouterr().err.splitlines() == [f"texts: 0 of 9 after {time}" for time in times]
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        (["compare", "--out", "{tmp}/out", "--methods", "tree,generate"], r"texts: 1 of 2 after"),
+        (["record", "--out", "{tmp}/out", "--count", "0", "--batch", "1"], r"texts: 1 of 2 after"),
+        (["generate", "--out", "{tmp}/out", "--max-rows", "1"], r"prompts: 1 of 2 after"),
+    ],
+    ids=lambda part: part[0] if isinstance(part, list) else "",
+)
+def test_long_work_without_a_terminal_prints_lines(run, monkeypatch, tmp_path, command, line):
+    """What is done of what, and tokens; here as if every second were a long time."""
+    monkeypatch.setattr(bars, "FIRST", 0)
+    monkeypatch.setattr(bars, "EVERY", 0)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hi"}\n{"prompt": "ho"}\n')
+    files = ["--prompts", tmp_path / "p.jsonl", "--draft", "draft", "--max-new-tokens", "8"]
+    code, _, err = run(*(part.format(tmp=tmp_path) for part in command), *files)
+    assert code == 0
+    assert re.search(rf"^{line} 00:\d\d, \d+ tokens, [\d.]+ tokens/s$", err, re.MULTILINE)
+    assert "\r" not in err
 
 
 def test_a_text_is_not_lost_to_an_encoding(run, models, monkeypatch):

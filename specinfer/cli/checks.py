@@ -5,6 +5,8 @@ Does not know: how models and drafts are checked, how models are compiled, how d
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from specinfer.cli import options
-from specinfer.cli.terminal import bar, loading, print_json, quieten, show, text_bar
+from specinfer.cli.terminal import bar, busy, loading, print_json, quieten, show, text_bar
 from specinfer.common.files import write_whole
 from specinfer.errors import InputError, NotCompiled
 
@@ -72,7 +74,13 @@ def check_draft(
     models: dict[str, Any] = {"dtype": dtype, "device": device, "quantize": quantize, "device_map": device_map}
     models |= {"max_memory": max_memory, "offload_folder": offload_folder}
     decoder = options.load_decoder(target, drafts, **models)
-    report = run(decoder, texts, max_new_tokens=max_new_tokens, progress=text_bar(len(texts)))
+    with ExitStack() as under_way:
+
+        def progress(batches: list[Any], done: int) -> Iterator[Any]:
+            yield from text_bar(len(texts))(batches, done)
+            under_way.enter_context(busy("timing passes and proposals"))
+
+        report = run(decoder, texts, max_new_tokens=max_new_tokens, progress=progress)
     if plot is not None:
         report.plot().figure.savefig(drawn := BytesIO(), format=kind, dpi=150)
         write_whole(plot, drawn.getvalue())

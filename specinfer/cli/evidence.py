@@ -56,7 +56,7 @@ def record(
     texts += prompt or []
     if not texts:
         raise InputError("there is nothing to record: give --prompts FILE or --prompt TEXT")
-    with resumable():
+    with resumable(out):
         trace = record(
             options.load_decoder(target, draft, dtype=dtype, device=device),
             texts,
@@ -169,7 +169,7 @@ def paper_tables(
     sets = {path.stem: [text for _, text in read_prompt_file(path, split, count)] for path in prompts}
     if len(sets) < len(prompts):
         raise InputError(f"two of the files {[str(path) for path in prompts]} have one name, which names the set")
-    with resumable() if out else nullcontext():
+    with resumable(out) if out else nullcontext():
         made = paper_tables(
             options.load_decoder(target, draft, dtype=dtype, device=device),
             sets,

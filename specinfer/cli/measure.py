@@ -85,7 +85,7 @@ def compare(
     if report_only:
         found = Comparison.read(out)
     else:
-        with busy("loading the models") as line, resumable():
+        with busy("loading the models") as line, resumable(out):
             found = run(
                 [*(prompts or ()), *(prompt or ())],
                 target=target,

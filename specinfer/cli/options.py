@@ -92,7 +92,8 @@ def load_decoder(
 ) -> Any:
     """Load the models that the options name; return a decoder.  Further options are those of `from_pretrained`."""
     options |= placement(device_map, max_memory, offload_folder)
-    with loading(target):
+    compiling = ", and compiling passes" if options.get("compile") is True else ""
+    with loading(f"{target or 'the models'}{compiling}"):
         from specinfer.decoder import SpeculativeDecoder
 
         quieten()

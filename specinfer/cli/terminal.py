@@ -11,10 +11,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isfinite
+from pathlib import Path
 from threading import Thread
 from time import sleep
 from typing import TYPE_CHECKING, Any
 
+from specinfer.common.records import holds_results
 from specinfer.common.tables import aligned
 
 if TYPE_CHECKING:
@@ -37,10 +39,10 @@ def show(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
 
 
 def bar(unit: str, work: Iterable[Any] | None = None, **options: Any) -> Any:
-    """Return a progress bar over the work, whose clock ticks; invisible unless standard error is a terminal."""
-    from tqdm import tqdm
+    """Return a progress bar over the work, whose clock ticks; without a terminal, long work prints a line at times."""
+    from specinfer.cli.bars import Bar
 
-    drawn = tqdm(work, unit=unit, disable=True if int(os.environ.get("RANK") or 0) else None, **options)
+    drawn = Bar(work, unit, disable=bool(int(os.environ.get("RANK") or 0)), **options)
     if not drawn.disable:
         Thread(target=_tick, args=[drawn], daemon=True).start()
     return drawn
@@ -57,8 +59,8 @@ def _tick(drawn: Any) -> None:
 
 
 def busy(what: str) -> Any:
-    """Return a line that says what is under way, and for how long; on a terminal, until it is closed or left."""
-    return bar("", desc=what, bar_format="{desc} ... {elapsed}", leave=False)
+    """Return a line that says what is under way, and for how long, until it is closed or left."""
+    return bar("", desc=what, bar_format="{desc} ... {elapsed}{postfix}", leave=False)
 
 
 @contextmanager
@@ -82,12 +84,14 @@ def loading(what: str | None = None) -> Iterator[Any]:
 
 
 @contextmanager
-def resumable() -> Iterator[None]:
-    """Say after Ctrl-C that what was finished is kept."""
+def resumable(out: Path) -> Iterator[None]:
+    """Say after Ctrl-C whether a folder of results holds what the same command can go on from."""
     try:
         yield
     except KeyboardInterrupt:
-        print("\nspecinfer: interrupted, and what was finished is kept: run again to continue", file=sys.stderr)
+        kept = f"{out} keeps what was finished: run again to continue"
+        nothing = "nothing was finished, and nothing is kept"
+        print(f"\nspecinfer: interrupted; {kept if holds_results(out) else nothing}", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
 
 
@@ -118,7 +122,7 @@ def text_bar(total: int = 0) -> "Progress":
 
 
 def stage_bars() -> Any:
-    """Return a progress function for `distill`: a bar per stage, with the newest figures after it."""
+    """Return a progress function for stages of work: a bar for each, with the newest figures after it."""
     bars: dict[str, Any] = {}
     newest: dict[str, str] = {}
 
@@ -126,7 +130,7 @@ def stage_bars() -> Any:
         if stage not in bars:
             newest.clear()
             bars[stage] = bar("it", desc=stage, initial=done, total=total)
-        newest.update({name: _figure(value) for name, value in figures.items()})
+        newest.update({name: _figure(value) for name, value in figures.items() if "tokens" not in name})  # bars do
         bars[stage].total = total
         bars[stage].set_postfix(newest, refresh=False)
         bars[stage].update(done - bars[stage].n)

@@ -151,7 +151,7 @@ def generate_files(decoder: Any, lines: Any, out: Path, max_rows: int, asked: di
     """Generate for lines of files into a folder, under a bar; return the summary."""
     from specinfer.batch import generate_files
 
-    with resumable():
+    with resumable(out):
         return generate_files(decoder, lines, out, max_rows=max_rows, progress=stage_bars(), **asked)
 
 

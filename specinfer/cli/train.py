@@ -85,7 +85,7 @@ def distill(
     with loading(target):
         quieten()
         loaded = load(target, dtype, device)
-    with busy("reading the prompts") as line, resumable():
+    with busy("reading the prompts") as line, resumable(out):
         recipe = replace(recipe, start=_folders(start or (), loaded))
         first = training.processes(loaded.model.device).is_main_process
         progress = after(line, stage_bars()) if first else lambda *_: None

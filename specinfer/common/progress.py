@@ -1,4 +1,4 @@
-"""A bar over work, where someone watches: in a terminal or a notebook.
+"""A bar over work, where someone watches: in a terminal or a notebook.  And a count of tokens, for all bars.
 
 Knows: standard error, whether a notebook runs.  Does not know: what the work is.
 """
@@ -6,6 +6,15 @@ Knows: standard error, whether a notebook runs.  Does not know: what the work is
 import sys
 from collections.abc import Iterator
 from typing import Any
+
+
+class Decoded:
+    """What this process has decoded so far."""
+
+    tokens = 0
+
+
+decoded = Decoded()
 
 
 def in_notebook() -> bool:

@@ -18,6 +18,9 @@ from specinfer.errors import InputError
 log = logging.getLogger(__name__)
 
 SETTINGS, RECORDS = "settings.json", "records.jsonl"
+FINISHED = [
+    f"{inside}{name}" for inside in ("", "*/", "*/*/") for name in (RECORDS, "*.safetensors")
+]  # what was finished
 
 
 class Records:
@@ -103,3 +106,9 @@ class Records:
         except ValueError:
             return None
         return row if isinstance(row, dict) and row.keys() >= self.fields else None
+
+
+def holds_results(folder: Path) -> bool:
+    """Return whether runs left a record, a text or a checkpoint in a folder or in the folders in it."""
+    found = (path for pattern in FINISHED for path in folder.glob(pattern))
+    return any(path.stat().st_size for path in found)

@@ -16,6 +16,7 @@ import torch
 
 from specinfer.adaptive.policy import Auto
 from specinfer.attention import TreeModel, TreeSession, padded_width, resumed, running
+from specinfer.common.progress import decoded
 from specinfer.common.versions import versions
 from specinfer.drafts.base import Draft, DraftContext, DraftSession, Scored
 from specinfer.engine.contrastive import CandidateTrees, search, sized
@@ -187,6 +188,7 @@ class Run:
             emitted = [(row, replace(step, seconds=spent)) for row, step in emitted]
             for row, step in emitted:
                 self.steps[row.index].append(step)
+                decoded.tokens += len(step.tokens)
             paused = perf_counter()
             yield emitted
             started += perf_counter() - paused  # the caller's time is not counted

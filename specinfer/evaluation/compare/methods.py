@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from specinfer.adaptive.policy import Auto
+from specinfer.common.progress import decoded
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.drafts.language_model import ModelDraft
 from specinfer.errors import InputError, SpecinferError, UnsupportedModel
@@ -195,6 +196,7 @@ def _theirs(model: Any, **extra: Any) -> Method:
             output = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options, **extra)
             new = output[0, prompt.shape[1] :].tolist()
             total = perf_counter() - started
+        decoded.tokens += len(new)
         counts = {"target_passes": passes[model], "draft_passes": passes.total() - passes[model]}
         return [{"ids": new, "tokens": len(new), **counts, "seconds": {"total": total}}]
 
