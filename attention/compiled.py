@@ -318,10 +318,14 @@ def check(model: TreeModel, compiled: CompiledPass, widths: Sequence[int] = ()) 
         worst = max(_difference(model, compiled, extra, widths) for extra in variants_of(model.model))
     except RuntimeError as error:
         raise NotCompiled(f"compiled passes of {model.name} fail: {shorten(str(error), 200)}") from error
-    limit = ROUNDED if model.form in ("dynamic_int8", "rounded") else ROUNDING.get(model.dtype, 1e-4)
-    if not worst <= limit:
+    if not worst <= (limit := limit_of(model)):
         raise NotCompiled(f"compiled passes of {model.name} are off by {worst:.1e} where rounding explains {limit:.0e}")
     return worst
+
+
+def limit_of(model: TreeModel) -> float:
+    """Return the largest error of a model's compiled passes that rounding explains, as `check` measures it."""
+    return ROUNDED if model.form in ("dynamic_int8", "rounded") else ROUNDING.get(model.dtype, 1e-4)
 
 
 @torch.inference_mode()

@@ -27,10 +27,10 @@ import transformers
 from tqdm import tqdm
 
 from specinfer.attention import TreeModel, resumed
-from specinfer.attention.compiled import OPTIONS, RECORD, CompiledPass, check, computing, make
+from specinfer.attention.compiled import OPTIONS, RECORD, CompiledPass, check, computing, limit_of, make
 from specinfer.attention.linear import FORMS, HEADER, IN_FLOAT32, forms
 from specinfer.attention.watch import architecture, machine
-from specinfer.common.files import cache_folder, parse_json, storing
+from specinfer.common.files import cache_folder, parse_json, storing, write_json
 from specinfer.errors import InputError, NotCompiled
 
 FORMAT = 5  # of packages; raised when their inputs change
@@ -110,14 +110,23 @@ def _first(
 
 
 def packages() -> list[dict[str, Any]]:
-    """Return the packages in the cache folder: name, number of layers, aux_layers, megabytes (None if damaged)."""
+    """Return the packages in the cache folder.
+
+    Returns:
+        per package its name, that of the model that it was made for, what that is, number of layers, aux_layers, the
+        largest error when it was made and the limit that it was held to (see `check`), megabytes.  None stands for
+        what is not known: the package is damaged, or of an older version.
+    """
     found: list[dict[str, Any]] = []
     for path in sorted(packages_folder().glob(f"*/{RECORD}")):
-        found.append({"package": path.parent.name, "layers": None, "aux_layers": None, "MB": None})
+        found.append(dict.fromkeys(["package", "model", "is", "layers", "aux_layers", "error", "limit", "MB"]))
+        found[-1] |= {"package": path.parent.name, "model": path.parent.name.rpartition("-")[0]}
         with suppress(*UNREADABLE):
             record = parse_json(path.read_text())
             size = sum(file.stat().st_size for file in path.parent.iterdir()) / 1e6
+            is_head = any(variant["extra"] for variant in record["variants"])
             found[-1] |= {"layers": len(record["layers"]), "aux_layers": record["aux_layers"], "MB": round(size, 1)}
+            found[-1] |= {"is": "draft head" if is_head else "language model", **record.get("made", {})}
     return found
 
 
@@ -184,7 +193,7 @@ def _made(model: TreeModel, aux_layers: Sequence[int]) -> CompiledPass:
                 return compiled
             if missing := missing_compiler():
                 raise NotCompiled(missing)
-            _tell(f"compiling the passes of {model.name}: minutes, once")
+            _tell(f"compiling the passes of {_own_name(model)}: minutes, once")
             with suppress(*UNREADABLE):  # so that the new package also serves the models of the old one
                 aux_layers = [*aux_layers, *parse_json((folder / RECORD).read_text())["aux_layers"]]
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as temporary:
@@ -195,7 +204,11 @@ def _made(model: TreeModel, aux_layers: Sequence[int]) -> CompiledPass:
                 compiled = CompiledPass(source, made)
                 if reason := compiled.refresh():
                     raise NotCompiled(reason)
-                _tell(f"compiled; largest error against the plain model {check(source, compiled, WIDTHS):.1e}")
+                error, limit = check(source, compiled, WIDTHS), limit_of(source)
+                _tell(f"compiled; largest error against the plain model {error:.1e}, where rounding explains {limit:g}")
+                record = parse_json((made / RECORD).read_text())
+                record["made"] = {"model": _own_name(model), "error": error, "limit": limit}
+                write_json(made / RECORD, record)
                 shutil.rmtree(folder, ignore_errors=True)
                 made.rename(folder)
                 if source is not model:
@@ -206,6 +219,11 @@ def _made(model: TreeModel, aux_layers: Sequence[int]) -> CompiledPass:
         raise NotCompiled(f"packages cannot be kept in {folder.parent} ({error.strerror or error})") from error
     _loaded[model.form][model.model] = compiled
     return compiled
+
+
+def _own_name(model: TreeModel) -> str:
+    """Return what a checkpoint is called, without its path; its class where it has no name."""
+    return Path(getattr(model.model.config, "_name_or_path", "") or model.name).name
 
 
 def _tell(line: str) -> None:

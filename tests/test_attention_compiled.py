@@ -664,16 +664,37 @@ def test_the_command_lists_uses_and_removes(cache: Path, tmp_path: Path, monkeyp
     options = ["compile", "--target", str(tmp_path / "model"), "--draft", "ngram", "--dtype", "float32", "--json"]
     made = run.invoke(app, options)
     assert made.exit_code == 0, made.output
-    names = {
-        row["package"].split("-")[0] for row in json.loads(run.invoke(app, ["compile", "--list", "--json"]).stdout)
-    }
-    assert names >= {"HeadNetwork", "LlamaForCausalLM"}
+    rows = json.loads(run.invoke(app, ["compile", "--list", "--json"]).stdout)
+    kinds = {row["package"].split("-")[0]: row["is"] for row in rows}
+    assert kinds.items() >= {"HeadNetwork": "draft head", "LlamaForCausalLM": "language model"}.items()
+    shown = run.invoke(app, ["compile", "--list"])
+    assert shown.stdout.splitlines()[0].split() == ["model", "is", "layers", "error", "limit", "MB"]
+    assert max(map(len, shown.output.splitlines())) <= 100
+    assert "limit: up to there rounding explains it" in shown.stderr
     assert run.invoke(app, ["compile", "--remove"]).exit_code == 0
     assert packages.packages() == []
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     failed = run.invoke(app, options)
     assert isinstance(failed.exception, NotCompiled)
+
+
+def test_a_new_package_keeps_its_model_error_and_limit(cache: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """One of an older version has none of them."""
+    model = TreeModel(float_llama())
+    own = packages.package_of(model)
+    monkeypatch.setattr(packages, "make", lambda *given: shutil.copytree(own, given[2], dirs_exist_ok=True))
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
+    model.model.config._name_or_path = "models/tiny"
+    assert packages.attach(model, (), True) == ""
+    (row,) = packages.packages()
+    assert (row["model"], row["is"], row["limit"]) == ("tiny", "language model", 1e-3)
+    assert 0 <= row["error"] <= 1e-3
+    path = packages.package_of(model) / "package.json"
+    path.write_text(json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != "made"}))
+    (row,) = packages.packages()
+    assert (row["model"], row["error"], row["limit"]) == ("LlamaForCausalLM", None, None)
+    assert "?" in CliRunner().invoke(app, ["compile", "--list"]).stdout
 
 
 SOME_SIZES = ("deepseek_v3", "gptj")  # their graphs tell sizes apart that may be equal: they run plain

@@ -16,9 +16,15 @@ import typer
 from specinfer.cli import options
 from specinfer.cli.terminal import bar, busy, loading, print_json, quieten, show, text_bar
 from specinfer.common.files import write_whole
+from specinfer.common.tables import folded
 from specinfer.errors import InputError, NotCompiled
 
 PICTURES = ("png", "svg", "pdf")
+ERRORS = (
+    "error: of a node's logits or states when the package was made, against the plain model's, as a share of their "
+    "spread; of all nodes the largest. limit: up to there rounding explains it; a package beyond it is not kept. Heads "
+    "may be rounded to fewer bits: they only propose, so this costs accepted tokens at most, and no text changes."
+)
 
 
 def check_model(
@@ -133,7 +139,17 @@ def compile_passes(
         print(decoder.passes, file=sys.stderr)
         if reasons := [reason for reason in decoder.plain if reason]:
             raise NotCompiled(f"{reasons[0]}; generation works, with plain passes")
-    show(packages() or [{"package": f"none in {packages_folder()}"}], as_json)
+    if found := packages():
+        show(found if as_json else list(map(_package_row, found)), as_json)
+        print(*folded([ERRORS]), sep="\n", file=sys.stderr)
+    else:
+        show([{"package": f"none in {packages_folder()}"}], as_json)
+
+
+def _package_row(package: dict[str, Any]) -> dict[str, Any]:
+    """Return a package's line of the table."""
+    names = ("model", "is", "layers", "error", "limit", "MB")
+    return {name: "?" if package[name] is None else package[name] for name in names}
 
 
 def certify(as_json: options.Json = False) -> None:

@@ -18,9 +18,7 @@ from specinfer.errors import InputError
 log = logging.getLogger(__name__)
 
 SETTINGS, RECORDS = "settings.json", "records.jsonl"
-FINISHED = [
-    f"{inside}{name}" for inside in ("", "*/", "*/*/") for name in (RECORDS, "*.safetensors")
-]  # what was finished
+FINISHED = [f"{inside}{name}" for inside in ("", "*/", "*/*/") for name in (RECORDS, "*.safetensors")]
 
 
 class Records:
