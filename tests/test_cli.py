@@ -20,7 +20,9 @@ from specinfer.attention import TreeSession
 from specinfer.cli import bars
 from specinfer.common.progress import decoded
 from specinfer.common.records import holds_results
+from specinfer.common.tables import aligned, narrowed
 from specinfer.errors import ModelError
+from specinfer.evaluation import certification
 from specinfer.loading import Loaded
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<a>"
@@ -369,6 +371,38 @@ def test_other_errors_are_bugs_and_stay_visible(monkeypatch):
     monkeypatch.setattr("sys.argv", ["specinfer", "generate", PROMPT])
     with pytest.raises(RuntimeError, match="a bug"):
         cli.main()
+
+
+# ---- tables ----
+
+
+def test_the_table_of_certificates_fits_a_terminal(run, monkeypatch):
+    """Every pair that there is, with words below; a mistake that is not seen has not passed."""
+    pairs = certification.lossless_pairs() + certification.broken_pairs()
+    made = [
+        certification.Certificate(pair.tree, pair.rule, len(pair.behaviours), 4, 3, 0.0, pair.expected_lossless)
+        for pair in pairs
+    ]
+    monkeypatch.setattr(certification, "certify", lambda progress: made)
+    code, out, err = run("certify")
+    assert code == 1
+    assert max(map(len, [*out.splitlines(), *err.splitlines()])) <= 100
+    head, *rows = out.splitlines()
+    assert head.split() == ["tree", "verifier", "drafts", "distance", "expected", "passed"]
+    assert sum(row.endswith("yes") for row in rows) == len(certification.lossless_pairs())
+    assert sum(row.endswith("no") for row in rows) == len(certification.broken_pairs())
+    assert "distance: total variation" in err
+    assert [row["tree"] for row in json.loads(run("certify", "--json")[1])] == [pair.tree for pair in pairs]
+
+
+def test_tables_that_are_too_wide_are_folded_and_lose_nothing():
+    words, path = "one " * 40, "/".join(["folder"] * 20)
+    table = narrowed([["a", "b", "c"], ["1", words, "2"], ["", path, ""]])
+    assert max(map(len, aligned(table[:-1]))) <= 100
+    assert [row[0] for row in table if row[0]] == ["a", "1"]
+    assert " ".join(row[1] for row in table[1:-1]) == words.strip()
+    assert table[-1][1] == path
+    assert narrowed([["a"], ["short"]]) == [["a"], ["short"]]
 
 
 # ---- Ctrl-C, and what a terminal shows ----

@@ -4,12 +4,13 @@ Knows: the options.
 Does not know: how models and drafts are checked, how models are compiled, how distributions are enumerated.
 """
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from io import BytesIO
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,7 +20,15 @@ from specinfer.common.files import write_whole
 from specinfer.common.tables import folded
 from specinfer.errors import InputError, NotCompiled
 
+if TYPE_CHECKING:
+    from specinfer.evaluation.certification import Certificate
+
 PICTURES = ("png", "svg", "pdf")
+DISTANCES = (
+    "distance: total variation between what is emitted and the target's distribution, jointly over the first tokens; 0 "
+    "but for rounding, or a known mistake that must be seen. Sizes of trees: nodes, levels, least probability, or "
+    "children per level. with, without: replacement."
+)
 ERRORS = (
     "error: of a node's logits or states when the package was made, against the plain model's, as a share of their "
     "spread; of all nodes the largest. limit: up to there rounding explains it; a package beyond it is not kept. Heads "
@@ -139,11 +148,12 @@ def compile_passes(
         print(decoder.passes, file=sys.stderr)
         if reasons := [reason for reason in decoder.plain if reason]:
             raise NotCompiled(f"{reasons[0]}; generation works, with plain passes")
-    if found := packages():
-        show(found if as_json else list(map(_package_row, found)), as_json)
-        print(*folded([ERRORS]), sep="\n", file=sys.stderr)
+    found = packages()
+    if as_json or not found:
+        show(found or [{"package": f"none in {packages_folder()}"}], as_json)
     else:
-        show([{"package": f"none in {packages_folder()}"}], as_json)
+        show(list(map(_package_row, found)), as_json)
+        print(*folded([ERRORS]), sep="\n", file=sys.stderr)
 
 
 def _package_row(package: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +168,7 @@ def certify(as_json: options.Json = False) -> None:
         from specinfer.evaluation.certification import certify
 
     certificates = certify(progress=lambda pairs: bar("pair", pairs))
-    show([certificate.to_dict() for certificate in certificates], as_json)
+    show([certificate.to_dict() if as_json else _certificate_row(certificate) for certificate in certificates], as_json)
     unexpected = [certificate for certificate in certificates if not certificate.passed]
     many = f"{len(certificates)} pairs"
     words = (
@@ -166,6 +176,22 @@ def certify(as_json: options.Json = False) -> None:
         if unexpected
         else f"all {many} are as expected"
     )
-    print(words, file=sys.stderr)
+    print(*([] if as_json else folded([DISTANCES])), words, sep="\n", file=sys.stderr)
     if unexpected:
         raise typer.Exit(1)
+
+
+def _certificate_row(certificate: "Certificate") -> dict[str, Any]:
+    """Return a certificate's line of the table, its names without those of arguments."""
+    tree, verifier = (
+        re.sub(r"\w+=", "", words.replace("replacement=False", "without").replace("replacement=True", "with"))
+        for words in (certificate.tree, certificate.verifier)
+    )
+    return {
+        "tree": tree,
+        "verifier": verifier,
+        "drafts": certificate.drafts,
+        "distance": certificate.total_variation,
+        "expected": "0" if certificate.expected_lossless else "above 0",
+        "passed": certificate.passed,
+    }

@@ -17,7 +17,7 @@ from time import sleep
 from typing import TYPE_CHECKING, Any
 
 from specinfer.common.records import holds_results
-from specinfer.common.tables import aligned
+from specinfer.common.tables import aligned, narrowed
 
 if TYPE_CHECKING:
     from specinfer.common.values import Progress
@@ -31,11 +31,12 @@ def print_json(value: Any) -> None:
 
 
 def show(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
-    """Print rows as a table, or as a JSON list."""
+    """Print rows as a table that fits a terminal, or as a JSON list."""
     if as_json:
         print_json(rows)
     else:
-        print("\n".join(aligned([list(rows[0]), *(list(map(_cell, row.values())) for row in rows)])))
+        table = [list(rows[0]), *(list(map(_cell, row.values())) for row in rows)]
+        print("\n".join(aligned(narrowed(table))))
 
 
 def bar(unit: str, work: Iterable[Any] | None = None, **options: Any) -> Any:

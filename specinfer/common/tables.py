@@ -6,9 +6,11 @@ Knows: strings.  Does not know: what the figures are.
 from collections.abc import Iterable, Sequence
 from functools import partial
 from html import escape
+from itertools import zip_longest
 from textwrap import wrap
 
 WIDTH = 100  # columns of a terminal, or of a notebook's page
+NARROWEST = 20  # columns that a cell keeps
 Table = Sequence[Sequence[str]]  # the header, then a row each
 
 
@@ -16,6 +18,19 @@ def aligned(rows: Table) -> list[str]:
     """Return a line per row, its cells padded to the columns' widths."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def narrowed(rows: Table) -> list[list[str]]:
+    """Return a table's rows; if it is too wide, cells of the widest columns go on in rows of their own below.
+
+    Words are not broken: a path stays whole.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    while sum(widths) + 2 * (len(widths) - 1) > WIDTH and max(widths) > NARROWEST:
+        widths[widths.index(max(widths))] -= 1
+    fold = partial(wrap, break_long_words=False, break_on_hyphens=False)
+    cells = [[fold(cell, n) if len(cell) > n else [cell] for cell, n in zip(row, widths, strict=True)] for row in rows]
+    return [list(line) for row in cells for line in zip_longest(*row, fillvalue="")]
 
 
 def fitted(rows: Table) -> list[list[str]]:
