@@ -94,6 +94,25 @@ def test_generate_json_is_one_object(run, models):
     assert stats["seconds"]["total"] > 0
 
 
+def test_log_probabilities_are_printed_or_saved(run, tmp_path):
+    """One per new token, in JSON and in the saved result; without the option there are none."""
+    command = ["generate", PROMPT, "--raw", "--draft", "draft", *NEW]
+    found = json.loads(run(*command, "--json", "--logprobs")[1])
+    assert len(found["logprobs"]) == 12
+    assert max(found["logprobs"]) <= 0
+    assert run(*command, "--logprobs", "--save", tmp_path / "result")[0] == 0
+    assert Result.load(tmp_path / "result").logprobs == pytest.approx(found["logprobs"])
+    assert json.loads(run(*command, "--json")[1])["logprobs"] is None
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hi"}')
+    for options, words in (
+        ([PROMPT], "add --json"),
+        (["--prompts", tmp_path / "p.jsonl", "--out", tmp_path / "out", "--json"], "of one prompt's result"),
+    ):
+        code, out, err = run("generate", *options, "--logprobs")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert words in err
+
+
 def test_several_drafts_report_what_each_contributed(run):
     """One line a draft, to standard error; a single draft needs none."""
     err = run("generate", PROMPT, "--raw", "--draft", "ngram", "--draft", "draft", *NEW)[2]
@@ -642,7 +661,7 @@ GENERATE = {
     *("--target", "--draft", "--tree", "--nodes", "--depth", "--expansion", "--max-new-tokens", "--temperature"),
     *("--top-p", "--top-k", "--seed", "--dtype", "--device", "--raw", "--show-tree", "--confidence-gate", "--json"),
     *("--profile", "--memory", "--online", "--save-drafts", "--penalty-alpha", "--tensor-parallel"),
-    *("--prompts", "--out", "--max-rows", "--quantize", "--save", "--html", "--svg", "--steps"),
+    *("--prompts", "--out", "--max-rows", "--quantize", "--save", "--html", "--svg", "--steps", "--logprobs"),
     *PLACEMENT,
 }
 NOT_OF_TREE = (
@@ -658,6 +677,7 @@ NOT_OF_TREE = (
     "--penalty-alpha",
     "--save",
     "--steps",
+    "--logprobs",
 )
 NOT_OF_CHAT = (*NOT_OF_TREE, "--html", "--svg", "--json", "--raw", "--tensor-parallel")
 

@@ -69,6 +69,9 @@ def generate(
     svg: options.Svg = None,
     as_json: options.Json = False,
     steps: Annotated[bool, typer.Option("--steps", help="With --json: every step and its tree, too.")] = False,
+    logprobs: Annotated[
+        bool, typer.Option("--logprobs", help="With --json or --save: the target's log-probability of each new token.")
+    ] = False,
 ) -> None:
     """Generate text, streamed, with a summary of what speculation did; or for whole files, into a folder."""
     check_source(prompt, prompts, out, tensor_parallel, show_tree)
@@ -76,8 +79,10 @@ def generate(
         raise InputError("--show-tree draws beside the text, and --json --steps has every tree: leave one out")
     if steps and not as_json:
         raise InputError("--steps is of --json: add it, or draw a tree with --show-tree")
-    if prompts and (save or html or svg):
-        raise InputError("--save, --html and --svg are of one prompt's result: leave them out, for many")
+    if prompts and (save or html or svg or logprobs):
+        raise InputError("--save, --html, --svg and --logprobs are of one prompt's result: leave them out, for many")
+    if logprobs and not (as_json or save):
+        raise InputError("--logprobs are numbers beside the text: add --json, which prints them, or --save FILE")
     if profile and tree != "auto":
         raise InputError(f"--profile is of what --tree auto learns, and --tree {tree} learns nothing: leave one out")
     if save_drafts and not online:
@@ -98,7 +103,7 @@ def generate(
     if out:
         result = generate_files(decoder, lines, out, max_rows, asked)
     else:
-        result = streamed(decoder.stream(text, **asked), quiet=as_json)
+        result = streamed(decoder.stream(text, **asked, logprobs=logprobs), quiet=as_json)
     interrupted = not out and result.finish_reason == UNFINISHED
     if not decoder.target.ranks.is_first:
         return
