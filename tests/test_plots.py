@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from specinfer.evaluation.traces.statistics import CalibrationCurve, HitTable, w
 from specinfer.results import Result, Seconds, Stats, Step
 from specinfer.tree import BestFirst, Draw, TokenTree
 from specinfer.viz.plots import (
+    axes,
     measures,
     plot_acceptance,
     plot_calibration,
@@ -31,7 +33,9 @@ from specinfer.viz.plots import (
     plot_mask,
     plot_timeline,
     plot_tree,
+    trees,
 )
+from specinfer.viz.style import DARK, LIGHT
 
 matplotlib.use("Agg")
 
@@ -449,3 +453,12 @@ def test_every_method_has_looks_of_its_own():
     """In every picture the same, and no two alike."""
     assert measures.METHODS.keys() == METHODS.keys()
     assert len({(colour, hatch) for colour, hatch, _ in measures.METHODS.values()}) == len(METHODS)
+
+
+def test_colours_are_those_of_every_picture():
+    """Of the palette that page, SVG and terminal have; but for black."""
+    shared = {*LIGHT.values(), *DARK.values(), "black"}
+    kinds = [*axes.METHODS.values(), *axes.STAGES.values(), *axes.OTHERS, *axes.DRAFTS]
+    assert shared > {part for kind in kinds for part in kind if part.startswith("#") or part == "black"}
+    for module in (axes, measures, trees):
+        assert not re.search(r"#[0-9A-Fa-f]{6}", Path(module.__file__).read_text())

@@ -16,7 +16,8 @@ DARK = {"paper": "#14161a", "panel": "#1b1e23", "mark": "#4a4220", "pale": "#333
 DARK |= {"ink": "#e8e9eb", "soft": "#a2a8b1", "sign": "#7d838d", "faint": "#565c66"}
 BY_DRAFT = ("#0068a8", "#b84a00", "#00795a", "#a3457f", "#7a6a00", "#4d5a67")
 LIGHT |= {f"by{draft}": colour for draft, colour in enumerate(BY_DRAFT)}
-DARK |= {f"by{i}": c for i, c in enumerate(("#62b5f0", "#f2a65a", "#45cfa4", "#e89cc8", "#dccb4a", "#a9b7c6"))}
+ON_DARK = ("#62b5f0", "#f2a65a", "#45cfa4", "#e89cc8", "#dccb4a", "#a9b7c6")
+DARK |= {f"by{draft}": colour for draft, colour in enumerate(ON_DARK)}
 SHAPES = "●▲■◆★✚"  # of drafts, by id
 
 

@@ -1,4 +1,4 @@
-"""What all pictures share: colours, the Axes that they are drawn into, legends, and text that any font can draw.
+"""What all pictures share: what colours stand for, Axes to draw into, legends, and text that any font can draw.
 
 Knows: matplotlib, which it imports when a picture is drawn.  Does not know: what the pictures show.
 """
@@ -13,14 +13,14 @@ import numpy as np
 
 from specinfer.errors import InputError
 from specinfer.tree.drawing import columns
-from specinfer.viz.style import BY_DRAFT
+from specinfer.viz.style import BY_DRAFT, LIGHT, ON_DARK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-GREY, PALE = "#6E6E6E", "#E6E6E6"
-ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
-BLUE, RED, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
+PALE, GREY = LIGHT["pale"], LIGHT["soft"]
+BLUE, RED, GREEN = BY_DRAFT[:3]
+SKY, ORANGE, _, PINK, YELLOW, _ = ON_DARK  # lighter: for areas, under hatches
 
 FONT = 8.0  # points, of tokens
 WIDEST = 14.0  # inches, of a figure whose bars or cells can be made smaller
@@ -45,7 +45,7 @@ METHODS = {  # colour, hatch, mark
     "auto": (GREEN, "\\\\\\", "^"),
     "one-draft": (SKY, "++", "<"),
     "gate": (RED, "oo", ">"),
-    "assisted": (PURPLE, "...", "v"),
+    "assisted": (PINK, "...", "v"),
     "prompt-lookup": (YELLOW, "xx", "P"),
     "generate": (GREY, "--", "X"),
     "graphs": ("black", "**", "*"),

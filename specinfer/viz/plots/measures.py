@@ -31,7 +31,6 @@ from specinfer.viz.plots.axes import (
     lower_part,
     open_frame,
 )
-from specinfer.viz.style import LIGHT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -274,7 +273,7 @@ def plot_calibration(curve: Any, ax: Axes | None = None) -> Axes:
         raise InputError("plot_calibration draws a CalibrationCurve, or a list of them, each with observations")
     ax = axes_of(ax, 4.2, 4.6)
     lower = lower_part(ax, 0.25)
-    handles: list[Any] = ax.plot([0, 1], [0, 1], color=LIGHT["soft"], lw=0.9, ls="--", zorder=0, label="calibrated")
+    handles: list[Any] = ax.plot([0, 1], [0, 1], color=GREY, lw=0.9, ls="--", zorder=0, label="calibrated")
     width = 0.7 / max(len(each.count) for each in curves) / len(curves)
     for i, each in enumerate(curves):
         handles.append(_draw_curve(ax, lower, each, i, (i + 0.5 - len(curves) / 2) * width, width))

@@ -21,7 +21,9 @@ from specinfer.viz.inspection import StepInspection
 from specinfer.viz.plots.axes import (
     BLUE,
     FONT,
+    GREY,
     LINE,
+    PALE,
     PLAIN,
     SKY,
     WIDEST,
@@ -82,7 +84,7 @@ def plot_tree(step: Any, tokenizer: Any = None, ax: Axes | None = None, *, draft
             x, y = points[number]
             ax.text(x - 0.9 - 1.3 * turn, y, description.shapes[draft], ha="center", va="center", zorder=4, **pen)
     ax.set(xlim=(-1, end - GAP + 2), ylim=(max(lines) + 0.6, -0.6), yticks=[])
-    ax.set_xticks(lefts, ["depth 0", *map(str, range(1, len(lefts)))], ha="left", fontsize=FONT, color=LIGHT["soft"])
+    ax.set_xticks(lefts, ["depth 0", *map(str, range(1, len(lefts)))], ha="left", fontsize=FONT, color=GREY)
     ax.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False, length=0)
     ax.spines[:].set_visible(False)
     return ax
@@ -106,7 +108,7 @@ def _draw_edge(
     width, dashes = edge(node)
     pen: Options = {"color": LIGHT[style(node).line], "lw": 0.8 * width * scale, "ls": _line_style(dashes, width)}
     ax.plot(x, y, dash_capstyle="round", zorder=1.5 if node.accepted else 1, gid=f"edge-{number}", **pen)
-    font: Options = {"fontsize": (FONT - 2) * scale, "color": LIGHT["soft"], "gid": f"probability-{number}"}
+    font: Options = {"fontsize": (FONT - 2) * scale, "color": GREY, "gid": f"probability-{number}"}
     if node.figure:
         ax.text(x1 - GAP + 4.2, y1 - 0.08, node.figure, va="bottom", **font)
 
@@ -170,17 +172,17 @@ def _draw_mask(ax: Axes, mask: np.ndarray, prefix: int) -> list[Any]:
     nodes = np.arange(len(mask))
     edges = np.arange(len(mask) + 1) - 0.5
     cells = mask + np.eye(len(mask))
-    grid: Options = {"cmap": ListedColormap(["white", SKY, BLUE]), "edgecolors": LIGHT["pale"], "linewidth": 0.5}
+    grid: Options = {"cmap": ListedColormap(["white", SKY, BLUE]), "edgecolors": PALE, "linewidth": 0.5}
     ax.pcolormesh(edges, edges, cells, vmin=0, vmax=2, gid="mask", **grid)
     ax.scatter(nodes, nodes, s=6, c="white", zorder=3, gid="itself")
     handles = [
         Patch(fc=BLUE, label="a row sees itself"),
         Patch(fc=SKY, label="its ancestors"),
-        Patch(fc="white", ec=LIGHT["soft"], lw=0.5, label="nothing else"),
+        Patch(fc="white", ec=GREY, lw=0.5, label="nothing else"),
     ]
     if not prefix:
         return handles
-    prefixed: Options = {"fc": "#D5ECF9", "ec": LIGHT["soft"], "hatch": "///", "lw": 0.5}
+    prefixed: Options = {"fc": PALE, "ec": GREY, "hatch": "///", "lw": 0.5}
     ax.add_patch(Rectangle((-2.5, -0.5), 1.8, len(mask), gid="prefix", **prefixed))
     return [*handles, Patch(label=f"the prefix of {prefix}", **prefixed)]
 
