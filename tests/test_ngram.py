@@ -5,16 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import PROMPTS, VOCAB
+from conftest import PROMPTS, VOCAB, byte_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import PROPERTY
 from test_draft import context
 
-from specinfer import BestFirst, Chain, Expansion, NGramDraft, Sampled, SpeculativeDecoder, SuffixDraft
+from specinfer import BestFirst, Chain, Expansion, Memory, NGramDraft, Sampled, SpeculativeDecoder, SuffixDraft
 from specinfer.drafts.blending import successors
 from specinfer.drafts.text_index import RECENT, TextIndex
 from specinfer.errors import InputError
+from specinfer.prompts import encode
 
 
 def index(ids, max_ngram):
@@ -196,6 +197,36 @@ def test_messages_and_earlier_answers_are_still_proposed(draft):
     again = proposed(chat((USER, [10, 11]), (ASSISTANT, [20, 21, 22]), (USER, [12])), draft)
     assert [20, 21, 22] in again
     assert [12] not in again
+
+
+ITS_OWN = "{% if messages[0].role != 'system' %}abcdef{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+ITS_OWN += "{% endfor %}<a>"
+
+
+@pytest.mark.parametrize("draft", [NGramDraft(), SuffixDraft()], ids=["ngram", "suffix"])
+def test_what_a_template_says_by_itself_is_not_proposed(draft):
+    """Its system message; the same words of a user are."""
+    tokenizer = byte_tokenizer(chat_template=ITS_OWN)
+
+    def continued(draft, prompt):
+        ids = [*encode(prompt, tokenizer).only, *b"ab"]
+        (tree,) = draft.open(context([ids], draft=0)).propose(Chain(2), 2)
+        return bytes(tree.tokens[1:].tolist())
+
+    assert continued(draft, "hello") == b"cd"
+    bound = draft.attach(None, tokenizer)
+    assert bytes(bound.template) == b"abcdef<user>"
+    assert continued(bound, "hello") == b""
+    assert continued(bound, "zabcd") == b"cd"
+    assert continued(bound, [{"role": "system", "content": "zabcd"}, {"role": "user", "content": "hello"}]) == b"cd"
+
+
+def test_a_memory_does_not_keep_what_a_template_says_by_itself():
+    memory, draft = Memory(), SuffixDraft()
+    draft.memory = memory
+    bound = draft.attach(SimpleNamespace(vocab_size=VOCAB), byte_tokenizer(chat_template=ITS_OWN))
+    bound.learn([[*b"abcdef<user>hello"], [*b"raw"]], 0.0)
+    assert [bytes(text) for text in memory.index.texts(len(memory.index.ids))] == [b"hello", b"raw"]
 
 
 def test_the_decoder_tells_drafts_of_special_tokens(target, tokenizer):

@@ -8,7 +8,7 @@ from typing import Any
 
 from specinfer.common.values import checked_count
 from specinfer.drafts.base import DraftContext
-from specinfer.drafts.suffix import SuffixSession, special_ids
+from specinfer.drafts.suffix import SuffixSession, special_ids, template_prefix
 
 
 class NGramDraft:
@@ -26,13 +26,15 @@ class NGramDraft:
     def __init__(self, max_ngram: int = 4) -> None:
         self.max_ngram = checked_count("max_ngram", max_ngram, 1, "looks nothing up")
         self.special: frozenset[int] = frozenset()
+        self.template: list[int] = []
 
     def attach(self, target: Any, tokenizer: Any) -> "NGramDraft":
-        """Return a copy that knows the tokenizer's special tokens."""
+        """Return a copy that knows the tokenizer's special tokens and how its chat template begins."""
         bound = copy(self)
-        bound.special = special_ids(tokenizer)
+        bound.special, bound.template = special_ids(tokenizer), template_prefix(tokenizer)
         return bound
 
     def open(self, context: DraftContext) -> SuffixSession:
         """Start drafting for a batch of rows."""
-        return SuffixSession(context, range(1, self.max_ngram + 1), self.max_ngram, special=self.special)
+        lengths = range(1, self.max_ngram + 1)
+        return SuffixSession(context, lengths, self.max_ngram, special=self.special, template=self.template)

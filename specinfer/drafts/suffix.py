@@ -25,7 +25,9 @@ from specinfer.drafts.memory import Memory
 from specinfer.drafts.passages import LEVEL, Passages
 from specinfer.drafts.rows import DraftRows
 from specinfer.drafts.text_index import LENGTHS, MAX_CONTEXT, TextIndex
+from specinfer.engine.shared_prefix import common
 from specinfer.errors import InputError
+from specinfer.prompts import encode
 from specinfer.tree import Forest, Frontier, Policy, TokenTree
 
 POWER = 0.5  # of every escape
@@ -51,9 +53,12 @@ class SuffixDraft:
         self.max_context = checked_count("max_context", max_context, 1, "looks nothing up")
         self.memory: Memory | None = None
         self.special: frozenset[int] = frozenset()
+        self.template: list[int] = []
 
     def attach(self, target: TreeModel, tokenizer: Any) -> "SuffixDraft":
-        """Return a copy that knows the tokenizer's special tokens; bind the memory, if there is one, to its tokens.
+        """Return a copy that knows the tokenizer's special tokens and how its chat template begins.
+
+        The memory, if there is one, is bound to its tokens.
 
         Raises:
             TokenizerMismatch: the memory holds other tokens.
@@ -61,25 +66,38 @@ class SuffixDraft:
         if self.memory:
             self.memory.bind(tokenizer, target.vocab_size)
         bound = copy(self)
-        bound.special = special_ids(tokenizer)
+        bound.special, bound.template = special_ids(tokenizer), template_prefix(tokenizer)
         return bound
 
     def open(self, context: DraftContext) -> "SuffixSession":
         """Start drafting for a batch of rows."""
         lengths = [n for n in LENGTHS if n <= self.max_context]
-        resuming = len(lengths) > LEVEL
-        return SuffixSession(context, lengths, self.max_context, POWER, self.memory, resuming, self.special)
+        resuming, known = len(lengths) > LEVEL, (self.special, self.template)
+        return SuffixSession(context, lengths, self.max_context, POWER, self.memory, resuming, *known)
 
     def learn(self, texts: Sequence[Sequence[int]], seconds: float) -> None:
-        """Remember the texts of a call, prompts included, if there is a memory."""
+        """Remember the texts of a call, prompts included but for the template's beginning, if there is a memory."""
         if self.memory:
-            self.memory.learn(texts)
+            self.memory.learn([text[len(common([text, self.template])) :] for text in texts])
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
     """Return the ids of a tokenizer's special tokens; none without a tokenizer."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).items()
     return frozenset(getattr(tokenizer, "all_special_ids", ())).union(token for token, how in added if how.special)
+
+
+def template_prefix(tokenizer: Any) -> list[int]:
+    """Return the tokens with which a chat template begins every prompt of one message, whatever that says.
+
+    They are its own system message, if it has one, and a header.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return []
+    try:
+        return common([encode(text, tokenizer).only for text in ("0", "a")])
+    except InputError:  # a template that takes no such prompt
+        return []
 
 
 def with_memory(drafts: Sequence[Any], memory: Memory | None) -> list[Any]:
@@ -115,12 +133,13 @@ class SuffixSession(DraftRows):
         memory: Memory | None = None,
         resuming: bool = False,
         special: frozenset[int] = frozenset(),
+        template: Sequence[int] = (),
     ) -> None:
         super().__init__(context)
         self.max_context, self.power, self.memory = max_context, power, memory
         self.texts = [TextIndex(lengths, max_context, special) for _ in context.prompts]
         for text, prompt in zip(self.texts, context.prompts, strict=True):
-            text.extend(prompt)
+            text.extend(prompt, unsaid=len(common([prompt, template])))
         self.passages = [Passages() for _ in self.texts if resuming]  # per row, or none
         self.paths: list[list[tuple[int, ...]]] = []  # per row: the path of every frontier node so far, root first
 

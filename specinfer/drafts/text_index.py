@@ -9,6 +9,7 @@ n-gram: they are compared backwards, token by token.  N-grams are told apart by 
 
 A chat template puts a header before each message, such as ``<|im_start|>user`` and a new line.  What follows one header
 says nothing about what follows another.  So the first tokens after a special token are found by long contexts alone.
+A system message that the template writes by itself was said by nobody: it is not found at all.
 """
 
 from array import array
@@ -59,9 +60,14 @@ class TextIndex:
                 before.append(-1)
         self.start = len(self.ids)
 
-    def extend(self, ids: Sequence[int]) -> None:
-        """Append tokens to the newest text, and index the n-grams that they follow."""
-        longest = self.lengths[-1]
+    def extend(self, ids: Sequence[int], unsaid: int = 0) -> None:
+        """Append tokens to the newest text, and index the n-grams that they follow.
+
+        Args:
+            ids: the tokens.
+            unsaid: so many of them, the first ones, are found by nothing; they are the context of what follows.
+        """
+        longest, said = self.lengths[-1], len(self.ids) + unsaid
         for position, token in enumerate(ids, len(self.ids)):
             recent = tuple(self.ids[max(self.start, position - longest) :])
             self.ids.append(token)
@@ -70,7 +76,7 @@ class TextIndex:
                 self.header = position + HEADER + 1
             for n, last, before in zip(self.lengths, self.last, self.before, strict=True):
                 gram = hash(recent[-n:])
-                indexed = least <= n <= len(recent)
+                indexed = least <= n <= len(recent) and position >= said
                 before.append(last.get(gram, -1) if indexed else -1)
                 if indexed:
                     last[gram] = position
