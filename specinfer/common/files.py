@@ -43,7 +43,7 @@ def storing(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk in words only
         if getattr(error, "errno", None) in (ENOSPC, EDQUOT) or "No space left" in str(error):
-            advice = "what was finished is kept; make room and run the same command again to go on"
+            advice = "make room and run the same command again; runs into a folder go on from what was finished"
             raise SpecinferError(f"the disk is full, {path} could not be written: {advice}") from error
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"cannot write {path} ({reason}): choose a folder that can be written") from error
