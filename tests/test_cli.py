@@ -585,6 +585,14 @@ def test_long_work_without_a_terminal_prints_lines(run, monkeypatch, tmp_path, c
     assert "\r" not in err
 
 
+def test_a_bar_ends_with_its_command(run, monkeypatch, tmp_path):
+    """An error stands on a line of its own, and nothing is drawn after it."""
+    monkeypatch.setattr("sys.stderr", Terminal())
+    monkeypatch.setattr(TreeSession, "score", lambda *_: (_ for _ in ()).throw(ModelError("it broke")))
+    assert run("record", "--prompt", "hi", "--draft", "draft", "--out", tmp_path / "out")[0] == 2
+    assert re.search(r"0/1 [^\n]*\n[^\n\r]*specinfer: it broke\n$", sys.stderr.getvalue())
+
+
 def test_a_text_is_not_lost_to_an_encoding(run, models, monkeypatch):
     """What cannot be written is spelt."""
     raw = io.BytesIO()

@@ -16,7 +16,7 @@ import typer
 from specinfer.cli import checks, evidence, text, train
 from specinfer.cli.chat import chat
 from specinfer.cli.measure import PRESETS, compare
-from specinfer.cli.terminal import INTERRUPTED
+from specinfer.cli.terminal import INTERRUPTED, close_bars
 from specinfer.errors import SpecinferError
 
 # What libraries read when they are loaded, unless the environment says otherwise.  oneDNN keeps a kernel for each
@@ -72,7 +72,10 @@ def main() -> None:
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     try:
-        code = app(standalone_mode=False)
+        try:
+            code = app(standalone_mode=False)
+        finally:
+            close_bars()
     except SpecinferError as error:
         fail(str(error))
     except UnicodeError as error:

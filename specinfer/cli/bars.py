@@ -28,6 +28,8 @@ class Bar(tqdm):
         if not self.watched:  # every update looks at the clock
             options = {"desc": f"{unit}s", "bar_format": LINE, "mininterval": 0, **options}
         super().__init__(work, unit=unit, miniters=1, gui=not self.watched, **options)
+        if not self.watched:
+            self._instances.discard(self)  # it takes no line of a terminal
 
     @property
     def format_dict(self) -> dict[str, Any]:
@@ -47,8 +49,3 @@ class Bar(tqdm):
             self.due = elapsed + EVERY
             print(self, file=sys.stderr, flush=True)
         return True
-
-    def clear(self, nolock: bool = False) -> None:
-        """Make room for a line of others; what was printed stays."""
-        if self.watched:
-            super().clear(nolock)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 
+_drawn: list[Any] = []  # bars, closed ones among them
+
 
 def print_json(value: Any) -> None:
     """Print a value as one line of JSON; JSON has no words for numbers that are not finite, so they become null."""
@@ -45,8 +47,15 @@ def bar(unit: str, work: Iterable[Any] | None = None, **options: Any) -> Any:
 
     drawn = Bar(work, unit, disable=bool(int(os.environ.get("RANK") or 0)), **options)
     if not drawn.disable:
+        _drawn.append(drawn)
         Thread(target=_tick, args=[drawn], daemon=True).start()
     return drawn
+
+
+def close_bars() -> None:
+    """Close the bars of work that failed or was interrupted, before anything is said of it."""
+    while _drawn:
+        _drawn.pop().close()
 
 
 def _tick(drawn: Any) -> None:
@@ -92,6 +101,7 @@ def resumable(out: Path) -> Iterator[None]:
     except KeyboardInterrupt:
         kept = f"{out} keeps what was finished: run again to continue"
         nothing = "nothing was finished, and nothing is kept"
+        close_bars()
         print(f"\nspecinfer: interrupted; {kept if holds_results(out) else nothing}", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
 
