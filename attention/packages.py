@@ -193,7 +193,7 @@ def _made(model: TreeModel, aux_layers: Sequence[int]) -> CompiledPass:
                 return compiled
             if missing := missing_compiler():
                 raise NotCompiled(missing)
-            _tell(f"compiling the passes of {_own_name(model)}: minutes, once")
+            _tell(f"compiling the passes of {_checkpoint_name(model)}: minutes, once")
             with suppress(*UNREADABLE):  # so that the new package also serves the models of the old one
                 aux_layers = [*aux_layers, *parse_json((folder / RECORD).read_text())["aux_layers"]]
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as temporary:
@@ -207,7 +207,7 @@ def _made(model: TreeModel, aux_layers: Sequence[int]) -> CompiledPass:
                 error, limit = check(source, compiled, WIDTHS), limit_of(source)
                 _tell(f"compiled; largest error against the plain model {error:.1e}, where rounding explains {limit:g}")
                 record = parse_json((made / RECORD).read_text())
-                record["made"] = {"model": _own_name(model), "error": error, "limit": limit}
+                record["made"] = {"model": _checkpoint_name(model), "error": error, "limit": limit}
                 write_json(made / RECORD, record)
                 shutil.rmtree(folder, ignore_errors=True)
                 made.rename(folder)
@@ -221,7 +221,7 @@ def _made(model: TreeModel, aux_layers: Sequence[int]) -> CompiledPass:
     return compiled
 
 
-def _own_name(model: TreeModel) -> str:
+def _checkpoint_name(model: TreeModel) -> str:
     """Return what a checkpoint is called, without its path; its class where it has no name."""
     return Path(getattr(model.model.config, "_name_or_path", "") or model.name).name
 

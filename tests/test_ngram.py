@@ -15,7 +15,7 @@ from specinfer import BestFirst, Chain, Expansion, Memory, NGramDraft, Sampled, 
 from specinfer.drafts.blending import successors
 from specinfer.drafts.text_index import RECENT, TextIndex
 from specinfer.errors import InputError
-from specinfer.prompts import encode
+from specinfer.prompts import encode, tokenized
 
 
 def index(ids, max_ngram):
@@ -209,24 +209,24 @@ def test_what_a_template_says_by_itself_is_not_proposed(draft):
     tokenizer = byte_tokenizer(chat_template=ITS_OWN)
 
     def continued(draft, prompt):
-        ids = [*encode(prompt, tokenizer).only, *b"ab"]
+        ids = [*encode(prompt, tokenizer).only, *tokenized("ab", tokenizer)]
         (tree,) = draft.open(context([ids], draft=0)).propose(Chain(2), 2)
-        return bytes(tree.tokens[1:].tolist())
+        return tokenizer.decode(tree.tokens[1:].tolist())
 
-    assert continued(draft, "hello") == b"cd"
+    assert continued(draft, "hello") == "cd"
     bound = draft.attach(None, tokenizer)
-    assert bytes(bound.template) == b"abcdef<user>"
-    assert continued(bound, "hello") == b""
-    assert continued(bound, "zabcd") == b"cd"
-    assert continued(bound, [{"role": "system", "content": "zabcd"}, {"role": "user", "content": "hello"}]) == b"cd"
+    assert tokenizer.decode(bound.template) == "abcdef<user>"
+    assert continued(bound, "hello") == ""
+    assert continued(bound, "zabcd") == "cd"
+    assert continued(bound, [{"role": "system", "content": "zabcd"}, {"role": "user", "content": "hello"}]) == "cd"
 
 
 def test_a_memory_does_not_keep_what_a_template_says_by_itself():
-    memory, draft = Memory(), SuffixDraft()
+    memory, draft, tokenizer = Memory(), SuffixDraft(), byte_tokenizer(chat_template=ITS_OWN)
     draft.memory = memory
-    bound = draft.attach(SimpleNamespace(vocab_size=VOCAB), byte_tokenizer(chat_template=ITS_OWN))
-    bound.learn([[*b"abcdef<user>hello"], [*b"raw"]], 0.0)
-    assert [bytes(text) for text in memory.index.texts(len(memory.index.ids))] == [b"hello", b"raw"]
+    bound = draft.attach(SimpleNamespace(vocab_size=VOCAB), tokenizer)
+    bound.learn([tokenized(text, tokenizer) for text in ("abcdef<user>hello", "raw")], 0.0)
+    assert [tokenizer.decode(text) for text in memory.index.texts(len(memory.index.ids))] == ["hello", "raw"]
 
 
 def test_the_decoder_tells_drafts_of_special_tokens(target, tokenizer):

@@ -33,12 +33,12 @@ class Bar(tqdm):
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        """What is shown, the tokens included."""
-        shown: dict[str, Any] = super().format_dict
+        """What is drawn, the tokens included."""
+        known: dict[str, Any] = super().format_dict
         if tokens := decoded.tokens - self.before:
-            speed = f"{tokens} tokens, {tokens / max(shown['elapsed'], 0.1):.1f} tokens/s"
-            shown["postfix"] = ", ".join(filter(None, [shown["postfix"], speed]))
-        return shown
+            speed = f"{tokens} tokens, {tokens / max(known['elapsed'], 0.1):.1f} tokens/s"
+            known["postfix"] = ", ".join(filter(None, [known["postfix"], speed]))
+        return known
 
     def display(self, msg: str | None = None, pos: int | None = None) -> Any:
         """Draw the bar, or print a line if it is due."""

@@ -64,7 +64,12 @@ def check_draft(
             help="A model, a trained head, suffix, recycling, ngram or bundled. Repeat.", show_default="bundled"
         ),
     ] = None,
-    prompts: options.PromptFiles = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help='JSON lines with "prompt", optionally "id" and "split". Repeat.', show_default="six short prompts"
+        ),
+    ] = None,
     count: options.Count = 5,
     split: options.Split = "dev",
     max_new_tokens: options.NewTokens = 48,

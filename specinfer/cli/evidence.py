@@ -76,8 +76,10 @@ def record(
 
 
 def replay(
-    folder: Annotated[Path, typer.Argument(help="Of `specinfer record`, or a trace of `paper-tables`.")],
-    tree: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(TREES)}. Repeat.", show_default="all")] = None,
+    folder: Annotated[Path, typer.Argument(help="Folder of `specinfer record`, or of a trace of `paper-tables`.")],
+    tree: Annotated[
+        list[str] | None, typer.Option(help=f"One of {', '.join(TREES)}. Repeat.", show_default="all")
+    ] = None,
     nodes: Annotated[
         list[int] | None,
         typer.Option(help="Nodes of best-first trees. Repeat.", show_default="4, 8, ... as recorded"),

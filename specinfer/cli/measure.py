@@ -12,8 +12,8 @@ from specinfer.cli import options
 from specinfer.cli.terminal import after, busy, loading, print_json, quieten, resumable, text_bar
 from specinfer.errors import InputError
 
-METHODS = "autoregressive,sequence,tree,assisted,prompt-lookup"
-BENCH_METHODS = "autoregressive,sequence,tree,auto,one-draft,gate,generate,assisted,prompt-lookup"
+METHODS = "autoregressive, sequence, tree, assisted, prompt-lookup"
+BENCH_METHODS = "autoregressive, sequence, tree, auto, one-draft, gate, generate, assisted, prompt-lookup"
 GREEDY = [0.0]
 PRESETS: dict[str, dict[str, Any]] = {  # name -> option -> default
     "bench": {
@@ -53,7 +53,7 @@ def compare(
         str | None,
         typer.Option(help="Small model for transformers' assisted generation.", show_default="the draft, if it is one"),
     ] = None,
-    methods: Annotated[str, typer.Option(help=f"Of {BENCH_METHODS.replace(',', ', ')}, graphs (GPU).")] = METHODS,
+    methods: Annotated[str, typer.Option(help=f"Some of {BENCH_METHODS}, graphs (GPU).")] = METHODS,
     temperature: Annotated[list[float], typer.Option(help="0 = greedy. Repeat.")] = GREEDY,
     nodes: Annotated[int, typer.Option(help="Drafted nodes at most, of every fixed tree.")] = 16,
     depth: Annotated[int, typer.Option(help="Levels at most, of every fixed tree and of the sequence.")] = 8,
@@ -90,7 +90,7 @@ def compare(
                 [*(prompts or ()), *(prompt or ())],
                 target=target,
                 drafts=draft or (),
-                methods=methods.split(","),
+                methods=[name.strip() for name in methods.split(",")],
                 assistant=assistant,
                 temperatures=temperature,
                 nodes=nodes,

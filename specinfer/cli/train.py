@@ -43,20 +43,20 @@ def distill(
         int | None, typer.Option(help="Texts that the target writes.", show_default="one per prompt")
     ] = None,
     new_tokens: Annotated[int, typer.Option(help="New tokens per text at most.")] = 144,
-    temperatures: Annotated[str, typer.Option(help="They take turns; 0 = greedy.")] = "0,0.7,1",
+    temperatures: Annotated[str, typer.Option(help="Temperatures of the texts, in turn; 0 = greedy.")] = "0,0.7,1",
     epochs: Annotated[float | None, typer.Option(help="Times that every text is seen.", show_default="3")] = None,
     time: Annotated[
         float | None, typer.Option(help="Minutes to train each draft for, instead of --epochs.", show_default="none")
     ] = None,
     layers: Annotated[
-        int, typer.Option(help="Of a head without --start, of dflash and dspark, or of the small causal LM.")
+        int, typer.Option(help="Layers of a head without --start, of dflash and dspark, or of the small causal LM.")
     ] = 1,
     vocabulary: Annotated[
         int, typer.Option(help="Most frequent tokens, which a draft without --start that is no LM may propose.")
     ] = 12_000,
-    learning_rate: Annotated[float, typer.Option(help="Of the matrices (Muon), at its peak.")] = 4.5e-3,
+    learning_rate: Annotated[float, typer.Option(help="Learning rate of the matrices (Muon), at its peak.")] = 4.5e-3,
     loss: Annotated[str, typer.Option(help="kl (the target's distribution) or token (its choices).")] = "kl",
-    seed: Annotated[int, typer.Option(help="Of texts and training.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of texts and training.")] = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     as_json: options.Json = False,
@@ -97,7 +97,7 @@ def distill(
 
 
 def export_draft(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Of a head that distill --arch eagle3 trained.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a head that distill --arch eagle3 trained.")],
     form: Annotated[
         str, typer.Option("--format", help="eagle3 (SafeAILab's names: SpecForge, SGLang) or speculators (vLLM).")
     ],
