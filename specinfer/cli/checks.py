@@ -32,7 +32,8 @@ DISTANCES = (
 ERRORS = (
     "error: of a node's logits or states when the package was made, against the plain model's, as a share of their "
     "spread; of all nodes the largest. limit: up to there rounding explains it; a package beyond it is not kept. Heads "
-    "may be rounded to fewer bits: they only propose, so this costs accepted tokens at most, and no text changes."
+    "may be rounded to fewer bits: they only propose, so this costs accepted tokens at most, and no text changes. "
+    "?: the version that made it did not keep it."
 )
 
 
