@@ -872,11 +872,19 @@ def test_the_presets_name_options_and_bench_is_one(call, monkeypatch):
     assert (code, "choose bench" in err) == (2, True)
 
 
+def test_defaults_of_methods_fit_a_terminal(call, monkeypatch):
+    """None of them is cut off in the help of either command."""
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("NO_COLOR", "1")
+    for command in ("compare", "bench"):
+        assert "…" not in call("--help", command=command)[1]
+
+
 def test_the_command_has_the_functions_defaults():
     """Written twice, since the command line must not wait for torch."""
     command = {name: p.default for name, p in inspect.signature(cli.measure.compare).parameters.items()}
     function = {name: p.default for name, p in inspect.signature(compare).parameters.items()}
-    assert command["methods"].split(",") == list(function["methods"])
+    assert command["methods"].split(", ") == list(function["methods"])
     assert command["temperature"] == list(function["temperatures"])
     for name in ("nodes", "depth", "max_new_tokens", "count", "split", "max_rows", "dtype", "device", "hits"):
         assert command[name] == function[name]
