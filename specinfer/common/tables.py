@@ -28,7 +28,7 @@ def narrowed(rows: Table) -> list[list[str]]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     while sum(widths) + 2 * (len(widths) - 1) > WIDTH and max(widths) > NARROWEST:
         widths[widths.index(max(widths))] -= 1
-    fold = partial(wrap, break_long_words=False, break_on_hyphens=False)
+    fold = partial(wrap, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     cells = [[fold(cell, n) if len(cell) > n else [cell] for cell, n in zip(row, widths, strict=True)] for row in rows]
     return [list(line) for row in cells for line in zip_longest(*row, fillvalue="")]
 
