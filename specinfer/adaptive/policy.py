@@ -170,17 +170,11 @@ class Auto:
         self.steps = self.since_plain = 0
         self.surprises, self.ceiling = 0, inf  # sizes beyond the usual ones that were dear; tokens not to be fed again
         self.worth = False  # whether this step has a tree that is worth its cost
-        self.judge(drafts)
+        self._judge(drafts)
         self.asked = (1 << drafts) - 1  # the drafts to ask in the next step, a bit mask
         self.warm = 0  # those asked in the step before: the others must first read what they missed
         self.levels: defaultdict[int, int] = defaultdict(int)  # asked for in this step, by draft
         self.grown: Forest | None = None  # this step's trees, before `fit`
-
-    def judge(self, drafts: int, rows: int | None = None) -> None:
-        """Judge all drafts anew; for a batch of so many rows, if known."""
-        self.judged_rows, self.since_tree = rows, 0
-        self.surplus = Average(2 * PATIENCE)  # tokens a step, more than plain decoding makes in its seconds
-        self.records = [DraftRecord(self.steps) for _ in range(drafts)]
 
     def to_json(self) -> dict[str, Any]:
         """Return what was learnt so far, JSON-ready: a profile.
@@ -266,11 +260,17 @@ class Auto:
         self.worth = size > 0
         return size or (first if any(record.tried(self.steps) for record in self.records) else 0)
 
+    def _judge(self, drafts: int, rows: int | None = None) -> None:
+        """Judge all drafts anew; for a batch of so many rows, if known."""
+        self.judged_rows, self.since_tree = rows, 0
+        self.surplus = Average(2 * PATIENCE)  # tokens a step, more than plain decoding makes in its seconds
+        self.records = [DraftRecord(self.steps) for _ in range(drafts)]
+
     def _choose(self, rows: int) -> int:
         """Return the drafts to ask in the next step, a bit mask."""
         self.judged_rows = self.judged_rows or rows
         if not self.judged_rows / 2 < rows < 2 * self.judged_rows:  # nodes and levels have another price
-            self.judge(len(self.records), rows)
+            self._judge(len(self.records), rows)
         if not self.frozen and self.since_plain >= self._plain_again(rows):
             return 0
         prices = [self.costs.level(draft, rows) for draft in range(len(self.records))]
