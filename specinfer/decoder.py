@@ -565,8 +565,9 @@ def _as_list(drafts: Any) -> list[Any]:
 def _as_policy(tree: Any) -> Policy:
     policy = Chain(0) if tree is None else Auto() if tree == "auto" else tree
     if not hasattr(policy, "grow") or isinstance(policy, type):
-        advice = 'use "auto", BestFirst(...), Expansion(...), Chain(...), Sampled(...) or None'
-        raise InputError(f"tree={tree!r:.60} is not a growth policy: {did_you_mean(tree, TREES, advice)}")
+        advice = 'use "auto", BestFirst(...), Expansion(...), Chain(...), Sampled(...) or None.'
+        meant = f"{did_you_mean(tree, TREES, advice)} For example, tree=BestFirst(16, 8)"
+        raise InputError(f"tree={tree!r:.60} is not a growth policy: {meant}")
     return policy
 
 

@@ -501,6 +501,14 @@ def test_a_run_that_finished_something_says_that_it_is_kept(run, monkeypatch, tm
         kept = f"{tmp_path / 'out'} keeps what was finished: run again to continue"
         assert run(*command) == (130, "", f"\nspecinfer: interrupted; {kept}\n")
     assert "2 prompts; 1 now" in run(*command)[1]
+    assert "2 prompts; all were finished before" in run(*command)[1]
+
+
+def test_a_misspelt_tree_is_told_the_nearest(run):
+    assert run("generate", PROMPT, "--tree", "bst-first")[2].endswith(
+        "'bst-first' is unknown: did you mean best-first?\n"
+    )
+    assert "is unknown: choose auto, best-first" in run("generate", PROMPT, "--tree", "oak")[2]
 
 
 @pytest.mark.parametrize(

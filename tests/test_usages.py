@@ -256,7 +256,10 @@ REFUSED: dict[str, tuple[Callable[[Kit], Any], str]] = {
     "assistant_model on loading": (lambda kit: kit.load(assistant_model="x"), "did you mean drafts?"),
     "options of generate on loading": (lambda kit: kit.load(max_new_tokens=5), "give it to `generate`"),
     "a misspelt draft": (lambda kit: kit.load(drafts="ngrams"), "did you mean ngram?"),
-    "a misspelt tree": (lambda kit: kit.load(tree="best-first"), "did you mean BestFirst?"),
+    "a misspelt tree": (
+        lambda kit: kit.load(tree="best-first"),
+        "did you mean BestFirst? For example, tree=BestFirst(16, 8)",
+    ),
     "no draft": (lambda kit: kit.load(drafts=None), "() for none"),
     "an encoder": (
         lambda kit: SpeculativeDecoder(BertLMHeadModel(BertConfig(vocab_size=264, **SMALL)).eval(), drafts="ngram"),

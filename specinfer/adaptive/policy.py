@@ -94,7 +94,9 @@ class DraftRecord:
         if step < self.until or price is None:
             return True
         if pays and self.gained.value > MARGIN * price * self.levels.value:
-            self.idle_from, self.wait = None, WAITS[0]
+            if self.gained.count <= TRIAL:  # a trial went well: it was doubled for that, and is half of what it was
+                self.wait = max(WAITS[0], self.wait // 4)
+            self.idle_from = None
             return True
         self.idle_from = step if self.idle_from is None else self.idle_from
         if step < self.idle_from + min(self.wait, WAITS[1] * rows):

@@ -71,8 +71,9 @@ class Summary:
     def __str__(self) -> str:
         """Summarise in a line."""
         speed = f"{self.new_tokens} tokens in {self.seconds:.1f} s ({self.tokens_per_second:.1f} tokens/s)"
+        now = f"{self.new_prompts} now, {speed}" if self.new_prompts else "all were finished before"
         refused = f", {self.refused} of them refused (their records say why)" if self.refused else ""
-        return f"{self.folder}: {self.prompts} prompts{refused}; {self.new_prompts} now, {speed}"
+        return f"{self.folder}: {self.prompts} prompts{refused}; {now}"
 
 
 def read_prompts(files: Sequence[str | Path]) -> list[PromptLine]:

@@ -11,6 +11,7 @@ import typer
 
 from specinfer.cli import options
 from specinfer.cli.terminal import INTERRUPTED, busy, loading, print_json, resumable, stage_bars
+from specinfer.common.advice import did_you_mean
 from specinfer.errors import InputError
 
 BEST = "best"  # word for a step
@@ -282,7 +283,8 @@ def build_policy(tree: str, nodes: int | None, depth: int | None, expansion: str
         "none": lambda: None,
     }
     if tree not in makers:
-        raise InputError(f"--tree {tree!r} is unknown: choose {', '.join(makers)}")
+        advice = did_you_mean(tree, makers, f"choose {', '.join(makers)}")
+        raise InputError(f"--tree {tree!r} is unknown: {advice}")
     return makers[tree]()
 
 

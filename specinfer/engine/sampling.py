@@ -86,7 +86,7 @@ _Number = int | float
 _POSSIBLE: list[tuple[str, Any, Callable[[Any], bool], str]] = [
     ("do_sample renormalize_logits", bool, lambda v: True, "True or False"),
     ("remove_invalid_values return_dict_in_generate", bool, lambda v: True, "True or False"),
-    ("temperature", _Number, lambda v: 0 < v < inf, "positive and finite where do_sample=True"),
+    ("temperature", _Number, lambda v: 0 < v < inf, "positive and finite, or 0, which is greedy"),
     ("top_p", _Number, lambda v: 0 < v <= 1, "above 0 and at most 1"),
     ("top_k", int, lambda v: v >= 0, "a count of tokens, or 0 for all of them"),
     ("penalty_alpha", _Number, lambda v: 0 <= v <= 1, "between 0 and 1"),
