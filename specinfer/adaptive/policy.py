@@ -67,6 +67,7 @@ class DraftRecord:
     Attributes:
         gained: tokens a step that it added to those of cheaper drafts.
         levels: levels a step, in steps that asked it.
+        first: the step at which it is judged first.
         until: the step before which it is asked in any case.
         idle_from: the step from which it is idle, if it is.
         wait: steps that it is idle then, or next time.
