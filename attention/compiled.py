@@ -26,11 +26,11 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from specinfer.attention import exported
+from specinfer.attention import attend, exported, linear
 from specinfer.attention.cache import TreeCache
 from specinfer.attention.check import toy_tree
 from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees
-from specinfer.attention.linear import BYTES, FORMS, IN_FLOAT32, form_of, free_bytes, pack, teach_compiler
+from specinfer.attention.linear import BYTES, FORMS, IN_FLOAT32, form_of, free_bytes, pack
 from specinfer.attention.model import TreeModel, TreeSession
 from specinfer.attention.watch import Watch, altered, named_tensors
 from specinfer.errors import NotCompiled
@@ -202,7 +202,9 @@ def _joined(samples: Sequence[Tensor]) -> Tensor:
 
 @torch.inference_mode(False)  # so that writes to the copy's weights are counted
 def computing(model: TreeModel) -> TreeModel:
-    """Return the model whose passes are compiled: itself or, if its form has float32 states, a copy in float32.
+    """Return the model whose passes are compiled: itself, or a copy in float32 if passes of its form are.
+
+    Linear layers of the copy round their states where the form does.
 
     Raises:
         NotCompiled: the copy does not fit into memory.
@@ -214,7 +216,15 @@ def computing(model: TreeModel) -> TreeModel:
         raise NotCompiled(f"compiling {model.name} takes {needed / 1e9:.1f} GB of memory, and less is free")
     copied = TreeModel(deepcopy(model.model).float())
     copied.form = model.form
+    for module in copied.model.modules():
+        if model.form == linear.ROUNDED_STATES and type(module) is torch.nn.Linear:
+            module.__class__ = _RoundingLinear
     return copied
+
+
+class _RoundingLinear(torch.nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.to(torch.bfloat16).to(input.dtype))
 
 
 def make(model: TreeModel, aux_layers: Sequence[int], folder: Path, stored: Any) -> None:
@@ -234,7 +244,8 @@ def make(model: TreeModel, aux_layers: Sequence[int], folder: Path, stored: Any)
     if model.spec.implementation == "flex_attention":
         raise NotCompiled("flex attention's masks are not tensors")
     try:
-        teach_compiler()
+        linear.teach_compiler()
+        attend.teach_compiler()
         layers, variants = _layers(model), []
         dtypes = {name: tensor.dtype for name, tensor in named_tensors(stored)}
         for number, extra in enumerate(variants_of(model.model)):
@@ -325,7 +336,7 @@ def check(model: TreeModel, compiled: CompiledPass, widths: Sequence[int] = ()) 
 
 def limit_of(model: TreeModel) -> float:
     """Return the largest error of a model's compiled passes that rounding explains, as `check` measures it."""
-    return ROUNDED if model.form in ("dynamic_int8", "rounded") else ROUNDING.get(model.dtype, 1e-4)
+    return ROUNDED if model.form in ("dynamic_int8", "rounded", linear.ROUNDED_STATES) else ROUNDING.get(model.dtype, 1e-4)
 
 
 @torch.inference_mode()

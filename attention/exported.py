@@ -22,7 +22,8 @@ from torch.export import Dim, export
 from torch.fx.experimental import _config
 from transformers.cache_utils import Cache
 
-from specinfer.attention.linear import BITS, add_dynamic_int8_product, packed_shape
+from specinfer.attention.attend import share_keys
+from specinfer.attention.linear import BITS, ROUNDED_STATES, add_dynamic_int8_product, packed_shape
 from specinfer.attention.watch import named_tensors
 
 aten = torch.ops.aten
@@ -137,7 +138,7 @@ def export_pass(
         program = export(model, (example,), dynamic_shapes=(Tensors(*shapes),), **options)
     module = program.module(check_guards=False)
     _drop_checks(module.graph)
-    _group_queries(module.graph)
+    share_keys(module.graph)
     sources = _WeightInputs(module, model.model, stored).run(form_of)
     module.graph.lint()
     module.graph._codegen = fx.graph.CodeGen()
@@ -158,34 +159,7 @@ def _drop_checks(graph: fx.Graph) -> None:
     graph.eliminate_dead_code()
 
 
-# ---- queries that share a key ----
-
-
-def _group_queries(graph: fx.Graph) -> None:
-    """Let attention read keys and values as they are, if the model repeats them for every query head."""
-    call = graph.call_function
-    grouped_masks: dict[tuple[fx.Node, int], fx.Node] = {}  # made once for all layers
-    for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
-        query, repeated_key, repeated_value, mask = (*node.args, None)[:4]
-        key, value = _unrepeated(repeated_key), _unrepeated(repeated_value)
-        if key is None or value is None or mask is None or mask.meta["val"].shape[1] != 1:
-            continue
-        _, heads, _, dim = query.meta["val"].shape
-        key_heads = key.meta["val"].shape[1]
-        group = heads // key_heads
-        with graph.inserting_before(node):
-            rows, nodes = (call(aten.sym_size.int, (query, axis)) for axis in (0, 2))
-            columns = call(aten.sym_size.int, (key, 2))
-            queries = call(operator.mul, (nodes, group))
-            grouped = call(aten.reshape.default, (query, [rows, key_heads, queries, dim]))
-            if (mask, group) not in grouped_masks:
-                wide = call(aten.unsqueeze.default, (mask, 2))
-                wide = call(aten.expand.default, (wide, [rows, 1, group, nodes, columns]))
-                grouped_masks[mask, group] = call(aten.reshape.default, (wide, [rows, 1, queries, columns]))
-            mixed = call(node.target, (grouped, key, value, grouped_masks[mask, group]), node.kwargs)
-            result = call(aten.reshape.default, (mixed, [rows, heads, nodes, value.meta["val"].shape[3]]))
-        _replace(node, result)
-    graph.eliminate_dead_code()
+# ---- weights as inputs ----
 
 
 def _replace(node: fx.Node, other: fx.Node) -> None:
@@ -198,23 +172,12 @@ def _is_embedding(node: fx.Node) -> bool:
     return all(user.target is aten.embedding.default for user in node.users)
 
 
-def _unrepeated(node: fx.Node) -> fx.Node | None:
-    """Return the (B, heads, L, D) states that a node repeats for several queries each (transformers' `repeat_kv`)."""
-    for target in (aten.reshape.default, aten.expand.default, aten.unsqueeze.default):
-        if node.target is not target:
-            return None
-        axis, node = node.args[1], _same_shape(node.args[0])
-    return node if axis == 2 else None
-
-
-def _same_shape(node: Any) -> fx.Node:
-    """Return the node before slices that take everything."""
-    while node.target is aten.slice.Tensor and node.meta["val"].shape == node.args[0].meta["val"].shape:
-        node = node.args[0]
-    return node
-
-
-# ---- weights as inputs ----
+def _before_rounding(states: Any) -> fx.Node | None:
+    """Return the states that were rounded to bfloat16, and are in their own type again; None for others."""
+    rounded = states.args[0] if states.target is aten.to.dtype else None
+    if getattr(rounded, "target", None) is aten.to.dtype and rounded.args[1] == torch.bfloat16:
+        return rounded.args[0]
+    return None
 
 
 class _WeightInputs:
@@ -239,7 +202,9 @@ class _WeightInputs:
         for node in self.graph.find_nodes(op="call_function", target=aten.linear.default):
             if node.args[1].op == "get_attr" and (form := form_of(self.tensor(node.args[1]))):
                 biased = len(node.args) > 2 and node.args[2] is not None
-                layers.setdefault((node.args[0], biased, form), []).append(node)
+                whole = _before_rounding(node.args[0]) if form == "bf16" else None
+                states, form = (node.args[0], form) if whole is None else (whole, ROUNDED_STATES)
+                layers.setdefault((states, biased, form), []).append(node)
         for (states, biased, form), group in layers.items():
             self.join(states, biased, form, group)
         for node in self.graph.find_nodes(op="get_attr"):
@@ -298,8 +263,11 @@ class _WeightInputs:
             like = self.input("sizes", (), shape, dtype)
             packed = self.input(form, names, shape, dtype)
             return self.graph.call_function(torch.ops.specinfer.linear.default, (states, like, packed, bias))
+        if form == ROUNDED_STATES:
+            states = self.graph.call_function(aten._to_copy.default, (states,), {"dtype": torch.bfloat16})
         of_words = torch.int32 if form in BITS else torch.bfloat16
-        packed = self.input(form, names, packed_shape(outputs, size, form), of_words)
+        kind = "bf16" if form == ROUNDED_STATES else form
+        packed = self.input(kind, names, packed_shape(outputs, size, form), of_words)
         product = self.graph.call_function(torch.ops.specinfer.linear_blocks.default, (states, packed, outputs, form))
         return product if bias is None else self.graph.call_function(aten.add.Tensor, (product, bias))
 

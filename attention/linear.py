@@ -6,8 +6,11 @@ Knows: the forms that weights are packed in, how a compiled pass calls their pro
 
     packed    the weight in its own type, by MKL (float32) or oneDNN (16 bits)
     bf16      weights whose numbers are bfloat16 numbers, as most checkpoints have, by states in float32: products and
-              sums are those of float32, and half its bytes are read (``linear_blocks.h``)
-    int8      the same where they are numbers of 8 bits with scales (`rounding`): about a quarter of the bytes
+              sums are those of float32, and half its bytes are read (``kernels/linear.h``)
+    bf16_states
+              the same by states that are rounded to bfloat16 before every product, as a model in bfloat16 rounds
+              them; sums, and all between the products, are float32.  Half as many instructions
+    int8      the same as bf16 where they are numbers of 8 bits with scales (`rounding`): about a quarter of the bytes
     int4      of 4 bits: about a seventh
     rounded   weights rounded to bfloat16, by states in float32
     dynamic_int8
@@ -28,12 +31,13 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
+from specinfer.attention import kernels
 from specinfer.attention.rounding import GROUP, integers
 
 aten = torch.ops.aten
-HEADER = Path(__file__).with_name("linear_blocks.h")
-EXACT = "int4", "int8", "bf16"  # forms of that header that change no number, smallest first
-IN_FLOAT32 = (*EXACT, "rounded")  # in these forms states are float32, whatever the weights are
+EXACT = "int4", "int8", "bf16"  # forms of that kernel that change no number, smallest first
+ROUNDED_STATES = "bf16_states"  # of models; it is the graph that rounds, and its weights are packed as bf16
+IN_FLOAT32 = (*EXACT, ROUNDED_STATES, "rounded")  # in these forms passes are float32, whatever the weights are
 FORMS = ("packed", *IN_FLOAT32, "dynamic_int8")
 BITS = {"int4": 4, "int8": 8}
 # of a packed number, if they are not its own; scales are bfloat16
@@ -47,7 +51,7 @@ ROWS = {torch.float32: 64, torch.bfloat16: 16, torch.float16: 16}  # the number 
 _library = torch.library.Library("specinfer", "DEF")
 # states (..., K), a weight (N, K) of which only the shape counts, the weight packed, bias (N,): returns (..., N)
 _library.define("linear(Tensor states, Tensor like, Tensor packed, Tensor? bias) -> Tensor")
-# float32 states (..., K), a weight (N, K) packed, N, a form of the header: returns (..., N)
+# states (..., K), a weight (N, K) packed, N, a form of ``kernels/linear.h``: returns (..., N), float32
 _library.define("linear_blocks(Tensor states, Tensor packed, int outputs, str form) -> Tensor")
 # unsigned states (..., K) with zero at 128, an int8 weight (N, K) packed, its scales (N,), zeros: returns (..., N)
 _library.define("linear_dynamic_int8(Tensor states, Tensor packed, Tensor scales, Tensor zeros) -> Tensor")
@@ -60,7 +64,7 @@ def _shape(states: Tensor, like: Tensor, _packed: Tensor, _bias: Tensor | None) 
 
 @torch.library.register_fake("specinfer::linear_blocks", lib=_library)
 def _shape_blocks(states: Tensor, _packed: Tensor, outputs: int, _form: str) -> Tensor:
-    return states.new_empty(*states.shape[:-1], outputs)
+    return states.new_empty(*states.shape[:-1], outputs, dtype=torch.float32)
 
 
 @torch.library.register_fake("specinfer::linear_dynamic_int8", lib=_library)
@@ -72,8 +76,8 @@ def forms(weights: Sequence[Tensor], rounded: bool) -> list[str]:
     """Return the forms that suit a model's matrices on this machine, fastest products first.
 
     Args:
-        weights: of the model, (N, K) each.  Where they are bfloat16, passes in float32 are faster than in bfloat16 on
-            processors of AVX2 or AVX512 alone (measured on an AMD EPYC with AVX512-BF16), and more precise.
+        weights: of the model, (N, K) each.  Where they are bfloat16, passes in float32 are faster than torch's in
+            bfloat16 on processors without AMX (measured on an AMD EPYC with AVX512-BF16), and more precise.
         rounded: whether they may be rounded.
     """
     found = ["dynamic_int8"] if rounded and packable_dynamic_int8(weights[0]) else []
@@ -88,11 +92,14 @@ def forms(weights: Sequence[Tensor], rounded: bool) -> list[str]:
     smallest = [form_of(sample, EXACT[0]) for sample in samples]
     if all(smallest) and (whole or {*smallest} != {"bf16"}):
         found.append(min(smallest, key=EXACT.index))
+    if found == ["bf16"] and all(weight.dtype == torch.bfloat16 for weight in weights) and _multiplies_pairs():
+        found.insert(0, ROUNDED_STATES)
     return [*found, "packed"]
 
 
 def form_of(weight: Tensor, form: str) -> str:
     """Return the form that a weight is packed in if its model's is `form`; "" if it is not packed."""
+    form = "bf16" if form == ROUNDED_STATES else form
     if form not in EXACT:
         return form if fits(weight, form) else ""
     return next((each for each in EXACT[EXACT.index(form) :] if fits(weight, each) and _holds(each, weight)), "")
@@ -101,7 +108,8 @@ def form_of(weight: Tensor, form: str) -> str:
 def fits(weight: Tensor, form: str) -> bool:
     """Whether this machine has products for a weight (N, K) in a form, as far as its type and shape tell."""
     if form in IN_FLOAT32:
-        return weight.device.type == "cpu" and weight.ndim == 2 and weight.dtype in (torch.float32, torch.bfloat16)
+        is_matrix = weight.device.type == "cpu" and weight.ndim == 2 and weight.shape[1] % 2 == 0
+        return is_matrix and weight.dtype in (torch.float32, torch.bfloat16)
     return packable_dynamic_int8(weight) if form == "dynamic_int8" else packable(weight)
 
 
@@ -119,11 +127,11 @@ def pack(weights: Sequence[Tensor], form: str) -> tuple[Tensor, ...]:
 
 
 def packed_shape(outputs: int, size: int, form: str) -> tuple[int, ...]:
-    """Return the shape of a weight (N, K) in a form of the header, of words of 32 bits or of bfloat16 numbers."""
+    """Return the shape of a weight (N, K) in a form of the kernel, of words of 32 bits or of bfloat16 numbers."""
     blocks = -(-outputs // BLOCK)
     if form in BITS:
         return blocks, size // GROUP, 1 + 2 * BITS[form], BLOCK // 2
-    return blocks, size, BLOCK
+    return blocks, size // 2, BLOCK, 2
 
 
 def _holds(form: str, weight: Tensor) -> bool:
@@ -134,6 +142,11 @@ def _holds(form: str, weight: Tensor) -> bool:
 def _is_slow_in_bfloat16() -> bool:
     """Whether this is an x86 processor without AMX."""
     return torch.backends.cpu.get_cpu_capability().startswith("AVX") and not torch.cpu._is_amx_tile_supported()
+
+
+def _multiplies_pairs() -> bool:
+    """Whether this processor multiplies pairs of bfloat16 numbers as fast as single float32 numbers."""
+    return bool(getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16"))
 
 
 def _is_bfloat16(weight: Tensor) -> bool:
@@ -164,7 +177,7 @@ def pack_whole(weights: Sequence[Tensor]) -> Tensor:
 
 @torch.inference_mode()
 def pack_bf16(weights: Sequence[Tensor], rounded: bool = False) -> Tensor:
-    """Return weights (N_i, K) as one packed weight (blocks, K, 32), bfloat16: the blocks of ``linear_blocks.h``.
+    """Return weights (N_i, K) as one packed weight (blocks, K / 2, 32, 2), bfloat16: the blocks of ``kernels/linear.h``.
 
     Raises:
         ValueError: a number is not a bfloat16 number, and none may be rounded.
@@ -172,13 +185,13 @@ def pack_bf16(weights: Sequence[Tensor], rounded: bool = False) -> Tensor:
     if not rounded and not all(map(_is_bfloat16, weights)):
         raise ValueError("not all are bfloat16 numbers any more")
     joined = torch.cat([weight.detach().bfloat16() for weight in weights])
-    blocks = functional.pad(joined, (0, 0, 0, -len(joined) % BLOCK)).view(-1, 2, BLOCK // 2, joined.shape[1])
-    return blocks.permute(0, 3, 2, 1).reshape(len(blocks), -1, BLOCK)
+    blocks = functional.pad(joined, (0, 0, 0, -len(joined) % BLOCK)).view(-1, BLOCK, joined.shape[1] // 2, 2)
+    return blocks.transpose(1, 2).contiguous()
 
 
 @torch.inference_mode()
 def pack_integers(weights: Sequence[Tensor], form: str) -> Tensor:
-    """Return weights (N_i, K) as one packed weight, int32: the words of ``linear_blocks.h``, scales first.
+    """Return weights (N_i, K) as one packed weight, int32: the words of ``kernels/linear.h``, scales first.
 
     Raises:
         ValueError: the numbers are not of the form.
@@ -247,7 +260,7 @@ def teach_compiler() -> None:
 
     MKL's product takes any number of states, whatever number its weight was packed for.  Torch's operator compares the
     two numbers, so it is given the current one.  New packages are compared with plain passes of many sizes.
-    ``linear_blocks.h`` becomes a part of the compiled code.
+    ``kernels/linear.h`` becomes a part of the compiled code.
     """
     from torch._inductor import ir, mkldnn_ir
     from torch._inductor.lowering import register_lowering, view
@@ -265,11 +278,6 @@ def teach_compiler() -> None:
             product = mkldnn_ir.LinearUnary.create(flat, packed, bias, "none", [], "")
         return view(ir.TensorBox.create(product), [*before, like.get_size()[0]])
 
-    class Product(ir.ExternKernelOut):
-        def codegen(self, wrapper: Any) -> None:
-            wrapper.include_extra_header(str(HEADER))
-            super().codegen(wrapper)
-
     @register_lowering(torch.ops.specinfer.linear_blocks, type_promotion_kind=None)
     def lower_blocks(states: Any, packed: Any, outputs: int, form: str) -> Any:
         *before, size = states.get_size()
@@ -277,8 +285,8 @@ def teach_compiler() -> None:
         device: Any = flat.get_device()
         layout = ir.FixedLayout(device, torch.float32, [flat.get_size()[0], outputs])
         inputs = [flat, ir.ExternKernel.realize_input(packed)]
-        kernel = f"aoti_torch_specinfer_linear_{form if form in BITS else 'bf16'}"
-        return view(ir.TensorBox.create(Product(layout, inputs, cpp_kernel_name=kernel)), [*before, outputs])
+        product = kernels.call("linear", f"linear_{'bf16' if form == 'rounded' else form}", layout, inputs)
+        return view(product, [*before, outputs])
 
     @register_lowering(torch.ops.specinfer.linear_dynamic_int8, type_promotion_kind=None)
     def lower_dynamic_int8(states: Any, packed: Any, scales: Any, zeros: Any) -> Any:

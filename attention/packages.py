@@ -26,14 +26,14 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from specinfer.attention import TreeModel, resumed
+from specinfer.attention import TreeModel, kernels, resumed
 from specinfer.attention.compiled import OPTIONS, RECORD, CompiledPass, check, computing, limit_of, make
-from specinfer.attention.linear import FORMS, HEADER, IN_FLOAT32, forms
+from specinfer.attention.linear import FORMS, forms
 from specinfer.attention.watch import architecture, machine
 from specinfer.common.files import cache_folder, parse_json, storing, write_json
 from specinfer.errors import InputError, NotCompiled
 
-FORMAT = 5  # of packages; raised when their inputs change
+FORMAT = 6  # of packages; raised when their inputs change
 WIDTHS = (1, 2, 3, 5, 8, 9, 16, 17, 24, 33, 64, 65, 130, 512)  # of the passes that check a new package, in nodes
 MODES = ("auto", True, False)
 UNREADABLE = (OSError, ValueError, KeyError, TypeError)  # what reading a damaged record raises
@@ -148,7 +148,7 @@ def package_of(model: TreeModel) -> Path:
         machine(model.device),
         architecture(model.model),
     ]
-    parts += [HEADER.read_text()] if model.form in IN_FLOAT32 else []
+    parts += [kernels.source()] if model.device.type == "cpu" else []
     digest = hashlib.sha256(json.dumps([*parts, model.form, str(model.dtype)]).encode()).hexdigest()
     return packages_folder() / f"{model.name}-{digest[:16]}"
 

@@ -1,24 +1,30 @@
-// Products of a few float32 states with a weight of few bits, for compiled passes on a CPU.
+// Products of a few states with a weight of few bits, for compiled passes on a CPU.
 //
 // Knows: one packed weight, one matrix of states.  Does not know: models, graphs, how numbers were rounded.
 //
 // The numbers of a weight are bfloat16 numbers, or integers of 8 or 4 bits times a scale that 32 inputs share.  They
 // become float32 numbers, exactly, in registers.  So products and sums are those of float32, but far fewer bytes are
-// read, and reading is what a product of a few states waits for.
+// read, and reading is what a product of a few states waits for.  A product of many states waits for multiplications.
+// States that are bfloat16 numbers, too, take half as many where the processor has AVX512-BF16.
 //
-// A packed weight is a row of blocks of 32 outputs.  Its words have 32 bits and come by 16: word i of these belongs to
-// the outputs i and 16 + i of the block, and holds one number of each (bfloat16), two (8 bits) or four (4 bits) for as
-// many inputs, the first in the lowest bits.  Before each group of 32 inputs stand 16 words of scales, bfloat16.
-// Bfloat16 numbers have no scales.  The last block may be filled up with zeros.
+// A packed weight is a row of blocks of 32 outputs.  Its words have 32 bits.
+//
+//     bfloat16     32 words, one for each output, hold the numbers of two inputs, the first in the lower bits
+//     8, 4 bits    word i of 16 belongs to the outputs i and 16 + i, and holds two (8 bits) or four numbers (4 bits) of
+//                  each for as many inputs, the first in the lowest bits; before each group of 32 inputs stand 16 words
+//                  of scales, bfloat16
+//
+// The last block may be filled up with zeros.  A sum is made in the order of the inputs, whatever else is multiplied,
+// so it has the same bits in every pass.
 
 #pragma once
 
 #include <omp.h>
 
 #include <algorithm>
-#include <cstdint>
-#include <cstring>
 #include <utility>
+
+#include "vectors.h"
 
 #pragma GCC push_options
 #pragma GCC optimize("O3", "fp-contract=fast")
@@ -26,46 +32,89 @@
 namespace specinfer {
 
 #ifdef __AVX512F__
-constexpr int LANES = 16, ROWS = 12;  // floats of a register, and states that all registers hold the sums of
+constexpr int ROWS = 12;  // states that all registers hold the sums of
 #else
-constexpr int LANES = 8, ROWS = 6;
+constexpr int ROWS = 6;
 #endif
-constexpr int BLOCK = 32, WORDS = 16, GROUP = 32;  // outputs of a block, words of a row, inputs that share a scale
+constexpr int BLOCK = 32, GROUP = 32;  // outputs of a block, inputs that share a scale
 constexpr int64_t PANEL = 96;                      // states that stay in the cache while all weights pass by
 constexpr int64_t SMALL = 1 << 16;                 // multiplications that are not worth a second thread
 
-typedef float Floats __attribute__((vector_size(4 * LANES)));
-typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
-
-#define SPECINFER_INLINE inline __attribute__((always_inline))  // Inductor asks for little optimisation
-
-SPECINFER_INLINE Words load(const uint32_t* words) {
-    Words loaded;
-    memcpy(&loaded, words, sizeof loaded);
-    return loaded;
-}
-
-// The two bfloat16 numbers of a word.
+// Pairs of bfloat16 numbers, by float32 states.
 struct Bfloat16 {
-    static constexpr int INPUTS = 1, SCALES = 0;  // inputs of a word, and words of scales before a group
+    using State = float;
+    static constexpr int INPUTS = 2, WORDS = BLOCK, SCALES = 0;  // inputs of a word, words of as many, words of scales
+    Words first, second;  // of LANES outputs, and of those 16 after
+
     SPECINFER_INLINE explicit Bfloat16(const uint32_t*) {}
-    SPECINFER_INLINE Floats low(Words words, int) const { return (Floats)(words << 16); }
-    SPECINFER_INLINE Floats high(Words words, int) const { return (Floats)(words & 0xffff0000u); }
+    SPECINFER_INLINE void take(const uint32_t* words) { first = load(words), second = load(words + BLOCK / 2); }
+    template <int R>
+    SPECINFER_INLINE void add(const float* states, int64_t size, Floats* low, Floats* high) const {
+        const Floats even[2] = {(Floats)(first << 16), (Floats)(second << 16)};
+        const Floats odd[2] = {(Floats)(first & 0xffff0000u), (Floats)(second & 0xffff0000u)};
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            low[r] += even[0] * states[r * size];
+            high[r] += even[1] * states[r * size];
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            low[r] += odd[0] * states[r * size + 1];
+            high[r] += odd[1] * states[r * size + 1];
+        }
+    }
+};
+
+// The same by bfloat16 states.
+struct Bfloat16Pairs : Bfloat16 {
+    using State = uint16_t;
+    using Bfloat16::Bfloat16;
+    template <int R>
+    SPECINFER_INLINE void add(const uint16_t* states, int64_t size, Floats* low, Floats* high) const {
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            uint32_t pair;
+            memcpy(&pair, states + r * size, sizeof pair);
+            low[r] = add_products(low[r], first, pair);
+            high[r] = add_products(high[r], second, pair);
+        }
+    }
+
+    SPECINFER_INLINE static Floats add_products(Floats sum, Words numbers, uint32_t pair) {
+#ifdef __AVX512BF16__
+        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)numbers, (__m512bh)_mm512_set1_epi32(pair));
+#else
+        const Words states = pair + Words{};
+        sum += (Floats)(numbers << 16) * (Floats)(states << 16);
+        return sum + (Floats)(numbers & 0xffff0000u) * (Floats)(states & 0xffff0000u);
+#endif
+    }
 };
 
 // Integers of some bits, half their range added, times the scales of a group.
 template <int BITS>
 struct Integers {
-    static constexpr int INPUTS = 16 / BITS, SCALES = WORDS, TOP = 23 - BITS;  // mantissas have 23 bits
+    using State = float;
+    static constexpr int INPUTS = 16 / BITS, WORDS = BLOCK / 2, SCALES = WORDS;
+    static constexpr int TOP = 23 - BITS;  // mantissas have 23 bits
     static constexpr uint32_t MASK = ((1u << BITS) - 1) << TOP, EXPONENT = (127u + BITS) << 23;
     static constexpr float ZERO = 1.5f * (1 << BITS);  // as integers begin a mantissa, behind its implicit one
     Floats low_scales, high_scales;
+    Words words;
 
-    SPECINFER_INLINE explicit Integers(const uint32_t* words)
-        : low_scales((Floats)(load(words) << 16)), high_scales((Floats)(load(words) & 0xffff0000u)) {}
-    SPECINFER_INLINE Floats low(Words words, int input) const { return times(words, 2 * BITS * input, low_scales); }
-    SPECINFER_INLINE Floats high(Words words, int input) const {
-        return times(words, 2 * BITS * input + BITS, high_scales);
+    SPECINFER_INLINE explicit Integers(const uint32_t* scales)
+        : low_scales((Floats)(load(scales) << 16)), high_scales((Floats)(load(scales) & 0xffff0000u)) {}
+    SPECINFER_INLINE void take(const uint32_t* from) { words = load(from); }
+    template <int R, int INPUT = 0>
+    SPECINFER_INLINE void add(const float* states, int64_t size, Floats* low, Floats* high) const {
+        const Floats even = times(words, 2 * BITS * INPUT, low_scales);
+        const Floats odd = times(words, 2 * BITS * INPUT + BITS, high_scales);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            low[r] += even * states[r * size + INPUT];
+            high[r] += odd * states[r * size + INPUT];
+        }
+        if constexpr (INPUT + 1 < INPUTS) add<R, INPUT + 1>(states, size, low, high);
     }
 
     SPECINFER_INLINE static Floats times(Words words, int from, Floats scales) {
@@ -88,36 +137,25 @@ struct Weights {
 // The words of a block for so many inputs.
 template <class Form>
 constexpr int64_t words_of(int64_t size) {
-    return WORDS * (size / Form::INPUTS) + Form::SCALES * (size / GROUP);
-}
-
-// Add the products of R states with the numbers of a word, from one of its inputs on.
-template <class Form, int R, int INPUT = 0>
-SPECINFER_INLINE void add(
-    const Form& form, Words words, const float* states, int64_t size, Floats* low, Floats* high) {
-    const Floats even = form.low(words, INPUT), odd = form.high(words, INPUT);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {
-        low[r] += even * states[r * size + INPUT];
-        high[r] += odd * states[r * size + INPUT];
-    }
-    if constexpr (INPUT + 1 < Form::INPUTS) add<Form, R, INPUT + 1>(form, words, states, size, low, high);
+    return Form::WORDS * (size / Form::INPUTS) + Form::SCALES * (size / GROUP);
 }
 
 // Multiply R states (R, K) with a block: sums of 2 LANES outputs, LANES of them 16 after the others, `width` a row.
 template <class Form, int R>
-void multiply(const float* states, const Weights& weights, float* sums, int64_t size, int64_t width) {
+void multiply(const typename Form::State* states, const Weights& weights, float* sums, int64_t size, int64_t width) {
     Floats low[R] = {}, high[R] = {};
     const uint32_t* words = weights.block;
     for (int64_t from = 0; from < size; from += GROUP) {
         const int64_t to = std::min<int64_t>(from + GROUP, size);
         const int64_t begin = words_of<Form>(from) / weights.share, end = words_of<Form>(to) / weights.share;
-        for (int64_t word = begin; word < end; word += WORDS) __builtin_prefetch(weights.next + word, 0, 2);
-        const Form form(words);
+        for (int64_t word = begin; word < end; word += LINE) __builtin_prefetch(weights.next + word, 0, 2);
+        Form form(words);
         words += Form::SCALES;
 #pragma GCC unroll 1
-        for (int64_t k = from; k < to; k += Form::INPUTS, words += WORDS)
-            add<Form, R>(form, load(words), states + k, size, low, high);
+        for (int64_t k = from; k < to; k += Form::INPUTS, words += Form::WORDS) {
+            form.take(words);
+            form.template add<R>(states + k, size, low, high);
+        }
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
@@ -126,18 +164,20 @@ void multiply(const float* states, const Weights& weights, float* sums, int64_t 
     }
 }
 
-using Multiply = void (*)(const float*, const Weights&, float*, int64_t, int64_t);
+template <class Form>
+using Multiply = void (*)(const typename Form::State*, const Weights&, float*, int64_t, int64_t);
 
 template <class Form, int... R>
-Multiply multiplication(int64_t rows, std::integer_sequence<int, R...>) {
-    constexpr Multiply all[] = {multiply<Form, R + 1>...};
+Multiply<Form> multiplication(int64_t rows, std::integer_sequence<int, R...>) {
+    constexpr Multiply<Form> all[] = {multiply<Form, R + 1>...};
     return all[rows - 1];
 }
 
 // One block's outputs (rows, outputs) of states (rows, K).
 template <class Form>
 void multiply_block(
-    const float* states, const uint32_t* block, float* results, int64_t rows, int64_t size, int64_t outputs) {
+    const typename Form::State* states, const uint32_t* block, float* results, int64_t rows, int64_t size,
+    int64_t outputs) {
     const int64_t groups = (rows + ROWS - 1) / ROWS, words = words_of<Form>(size);
     for (int64_t group = 0; group < groups; group++) {
         const int64_t from = rows * group / groups, to = rows * (group + 1) / groups;
@@ -152,7 +192,8 @@ void multiply_block(
 // results (rows, outputs) = states (rows, size) times the transpose of the packed weight.
 template <class Form>
 void linear(
-    const float* states, const uint32_t* packed, float* results, int64_t rows, int64_t size, int64_t outputs) {
+    const typename Form::State* states, const uint32_t* packed, float* results, int64_t rows, int64_t size,
+    int64_t outputs) {
     const int64_t blocks = (outputs + BLOCK - 1) / BLOCK;
     const int threads = rows * size * outputs < SMALL ? 1 : omp_get_max_threads();
 #pragma omp parallel num_threads(threads)
@@ -161,7 +202,7 @@ void linear(
         const int64_t from = blocks * part / parts, to = blocks * (part + 1) / parts;
         for (int64_t top = 0; top < rows; top += PANEL) {
             const int64_t count = std::min(PANEL, rows - top);
-            const float* panel = states + top * size;
+            const auto* panel = states + top * size;
             for (int64_t block = from; block < to; block++) {
                 const uint32_t* weights = packed + block * words_of<Form>(size);
                 float* found = results + top * outputs + block * BLOCK;
@@ -187,18 +228,21 @@ AOTITorchError call(AtenTensorHandle results, AtenTensorHandle states, AtenTenso
     aoti_torch_get_data_ptr(packed, &weight);
     aoti_torch_get_sizes(results, &shape);
     aoti_torch_get_sizes(states, &sizes);
-    linear<Form>((const float*)from, (const uint32_t*)weight, (float*)to, shape[0], sizes[1], shape[1]);
+    linear<Form>((const typename Form::State*)from, (const uint32_t*)weight, (float*)to, shape[0], sizes[1], shape[1]);
     return 0;
 }
 
 }  // namespace specinfer
 
 #pragma GCC pop_options
-#undef SPECINFER_INLINE
 
 // Called by the code that Inductor writes; they return 0.
 inline AOTITorchError aoti_torch_specinfer_linear_bf16(AtenTensorHandle a, AtenTensorHandle b, AtenTensorHandle c) {
     return specinfer::call<specinfer::Bfloat16>(a, b, c);
+}
+inline AOTITorchError aoti_torch_specinfer_linear_bf16_states(
+    AtenTensorHandle a, AtenTensorHandle b, AtenTensorHandle c) {
+    return specinfer::call<specinfer::Bfloat16Pairs>(a, b, c);
 }
 inline AOTITorchError aoti_torch_specinfer_linear_int8(AtenTensorHandle a, AtenTensorHandle b, AtenTensorHandle c) {
     return specinfer::call<specinfer::Integers<8>>(a, b, c);

@@ -1,0 +1,116 @@
+"""Attention in compiled passes: one kernel for all trees on a CPU, grouped queries elsewhere.
+
+Knows: attention in an exported graph, our kernel (``kernels/attend.h``), how a compiled pass calls it.
+Does not know: models, weights, masks' meaning.
+
+Models copy a key for every query that reads it (transformers' `repeat_kv`).  Neither form does:
+
+    our kernel      float32 on a CPU.  A query's result has the same bits in every pass: alone, in a tree, beside
+                    other rows.  So it does not matter to a text which trees were scored on its way
+    grouped         everywhere else: torch's attention, with the queries that share a key as one
+"""
+
+import operator
+from functools import cache
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from specinfer.attention import kernels
+
+aten = torch.ops.aten
+
+_library = torch.library.Library("specinfer", "FRAGMENT")
+# queries (B, H, T, D), keys (B, heads, L, D), values (B, heads, L, V), a mask (B, 1, T, L) to add: (B, H, T, V)
+_library.define("attend(Tensor queries, Tensor keys, Tensor values, Tensor mask, float scale) -> Tensor")
+
+
+@torch.library.register_fake("specinfer::attend", lib=_library)
+def _shape(queries: Tensor, _keys: Tensor, values: Tensor, _mask: Tensor, _scale: float) -> Tensor:
+    rows, heads, nodes, _ = queries.shape
+    return queries.new_empty(rows, nodes, heads, values.shape[3]).transpose(1, 2)
+
+
+def share_keys(graph: fx.Graph) -> None:
+    """Let attention read keys and values as they are."""
+    grouped: dict[tuple[fx.Node, int], fx.Node] = {}  # masks, made once for all layers
+    for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
+        query, key, value, mask = (*node.args, None)[:4]
+        if mask is None or mask.meta["val"].shape[1] != 1:
+            continue
+        shared_key, shared_value = _unrepeated(key), _unrepeated(value)
+        if shared_key is not None and shared_value is not None:
+            key, value = shared_key, shared_value
+        with graph.inserting_before(node):
+            if _in_our_kernel(node):
+                scale = node.kwargs.get("scale") or 1 / sqrt(query.meta["val"].shape[3])
+                result = graph.call_function(torch.ops.specinfer.attend.default, (query, key, value, mask, scale))
+            elif shared_key is key:
+                result = _grouped(node, key, value, grouped)
+            else:
+                continue
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def _in_our_kernel(node: fx.Node) -> bool:
+    query, mask = node.args[0].meta["val"], node.args[3].meta["val"]  # type: ignore[union-attr]
+    plain = not any(node.args[4:]) and not any(value for name, value in node.kwargs.items() if name != "scale")
+    return plain and query.device.type == "cpu" and query.dtype == mask.dtype == torch.float32
+
+
+def _grouped(node: fx.Node, key: fx.Node, value: fx.Node, masks: dict[tuple[fx.Node, int], fx.Node]) -> fx.Node:
+    """Return attention whose queries of one key are queries of one head."""
+    query: Any = node.args[0]
+    mask: Any = node.args[3]
+    call = node.graph.call_function
+    _, heads, _, dim = query.meta["val"].shape
+    key_heads = key.meta["val"].shape[1]
+    group = heads // key_heads
+    rows, nodes = (call(aten.sym_size.int, (query, axis)) for axis in (0, 2))
+    columns = call(aten.sym_size.int, (key, 2))
+    queries = call(operator.mul, (nodes, group))
+    joined = call(aten.reshape.default, (query, [rows, key_heads, queries, dim]))
+    if (mask, group) not in masks:
+        wide = call(aten.unsqueeze.default, (mask, 2))
+        wide = call(aten.expand.default, (wide, [rows, 1, group, nodes, columns]))
+        masks[mask, group] = call(aten.reshape.default, (wide, [rows, 1, queries, columns]))
+    mixed = call(node.target, (joined, key, value, masks[mask, group]), node.kwargs)  # type: ignore[arg-type]
+    return call(aten.reshape.default, (mixed, [rows, heads, nodes, value.meta["val"].shape[3]]))
+
+
+def _unrepeated(node: fx.Node) -> fx.Node | None:
+    """Return the (B, heads, L, D) states that a node repeats for several queries each (transformers' `repeat_kv`)."""
+    for target in (aten.reshape.default, aten.expand.default, aten.unsqueeze.default):
+        if node.target is not target:
+            return None
+        axis, node = node.args[1], _same_shape(node.args[0])
+    return node if axis == 2 else None
+
+
+def _same_shape(node: Any) -> fx.Node:
+    """Return the node before slices that take everything."""
+    while node.target is aten.slice.Tensor and node.meta["val"].shape == node.args[0].meta["val"].shape:
+        node = node.args[0]
+    return node
+
+
+@cache
+def teach_compiler() -> None:
+    """Tell Inductor how to call our kernel, which becomes a part of the compiled code."""
+    from torch._inductor import ir
+    from torch._inductor.lowering import register_lowering
+
+    @register_lowering(torch.ops.specinfer.attend, type_promotion_kind=None)
+    def lower(queries: Any, keys: Any, values: Any, mask: Any, scale: float) -> Any:
+        kernel = ir.ExternKernel
+        given = [kernel.require_stride1(kernel.realize_input(each)) for each in (queries, keys, values, mask)]
+        rows, heads, nodes, _ = queries.get_size()
+        size = values.get_size()[3]
+        device: Any = queries.get_device()
+        strides = [nodes * heads * size, size, heads * size, 1]
+        layout = ir.FixedLayout(device, torch.float32, [rows, heads, nodes, size], strides)
+        return kernels.call("attend", "attend", layout, given, [scale])

@@ -1,0 +1,280 @@
+// Attention of a few queries over a cache, under masks of any topology, for compiled passes on a CPU.
+//
+// Knows: queries, keys, values, a mask that is added to the scores.  Does not know: trees, models, graphs.
+//
+// A query's result has the same bits whatever else a pass holds.  A score is a sum over the dimensions, in their order;
+// a result is a sum over the slots, in theirs; a slot that a query does not see adds zero.  So a node of a tree gets
+// what its token gets when the path to it was decoded alone, into slots without gaps.
+//
+// Scores are made for LANES slots at a time, whose keys are transposed once for all queries of a task.  Slots that no
+// query of a task sees are skipped.
+
+#pragma once
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <utility>
+
+#include "vectors.h"
+
+#pragma GCC push_options
+#pragma GCC optimize("O3", "fp-contract=fast")
+
+namespace specinfer {
+
+constexpr int QUERIES = LANES * 3 / 4;  // of a task at most: registers hold the sums of so many
+constexpr int64_t AHEAD = 64;           // slots whose values are asked for in advance, and ...
+constexpr int64_t KEYS_AHEAD = 32;      // ... those whose keys are
+constexpr float HIDDEN = -1e37f;        // a mask's entries below this hide a slot
+constexpr float NOTHING = -INFINITY;    // the score of what is no slot
+
+// A tensor of four dimensions, the last one contiguous.
+struct Tensor4 {
+    float* data;
+    const int64_t *sizes, *strides;
+
+    float* at(int64_t a, int64_t b, int64_t c = 0) const {
+        return data + (sizes[0] > 1 ? a * strides[0] : 0) + b * strides[1] + c * strides[2];
+    }
+};
+
+// e to the power of numbers that are not positive; 0 below e^-87.
+SPECINFER_INLINE Floats exponential(Floats x) {
+    constexpr float MAGIC = 12582912, LOG2E = 1.44269504f, HIGH = 0.693359375f, LOW = -2.12194440e-4f;  // of ln 2
+    const Floats shifted = x * LOG2E + MAGIC, whole = shifted - MAGIC;
+    const Floats rest = (x - whole * HIGH) - whole * LOW;
+    Floats sum = rest * (1 / 5040.f) + 1 / 720.f;
+    sum = sum * rest + 1 / 120.f;
+    sum = sum * rest + 1 / 24.f;
+    sum = sum * rest + 1 / 6.f;
+    sum = sum * rest + 0.5f;
+    sum = sum * rest + 1;
+    sum = sum * rest + 1;
+    const Floats scaled = (Floats)((Words)sum + ((Words)shifted << 23));
+    return x > -87.f ? scaled : Floats{};
+}
+
+#if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
+// Numbers of the lower, or upper, halves of two registers by turns.
+template <int FIRST, int... I>
+SPECINFER_INLINE Floats alternate(Floats a, Floats b, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(a, b, (FIRST + I / 2 + I % 2 * LANES)...);
+}
+
+SPECINFER_INLINE void transpose(Floats* rows) {
+    constexpr auto ALL = std::make_integer_sequence<int, LANES>();
+    for (int width = 1; width < LANES; width *= 2) {
+        Floats turned[LANES];
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES / 2; i++) {
+            turned[2 * i] = alternate<0>(rows[i], rows[i + LANES / 2], ALL);
+            turned[2 * i + 1] = alternate<LANES / 2>(rows[i], rows[i + LANES / 2], ALL);
+        }
+        memcpy(rows, turned, sizeof turned);
+    }
+}
+#else
+inline void transpose(Floats* rows) {
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < i; j++) {
+            const float held = rows[i][j];
+            rows[i][j] = rows[j][i];
+            rows[j][i] = held;
+        }
+}
+#endif
+
+// Turn keys of `count` slots, LANES at most, into (size, LANES); the last slot stands for those that are missing.
+SPECINFER_INLINE void turn(const float* keys, int64_t stride, int64_t count, int64_t size, float* turned) {
+    for (int64_t from = 0; from < size; from += LANES) {
+        Floats rows[LANES] = {};
+        if (const int64_t width = size - from; count < LANES || width < LANES) {
+            for (int lane = 0; lane < LANES; lane++)
+                memcpy(&rows[lane], keys + std::min<int64_t>(lane, count - 1) * stride + from,
+                       4 * std::min<int64_t>(LANES, width));
+        } else {
+#pragma GCC unroll 16
+            for (int lane = 0; lane < LANES; lane++) rows[lane] = load(keys + lane * stride + from);
+        }
+        transpose(rows);
+        memcpy(turned + from * LANES, rows, 4 * LANES * std::min<int64_t>(LANES, size - from));
+    }
+}
+
+// What a task works in.
+struct Room {
+    int64_t slots, padded;  // slots, and the next multiple of LANES
+    float *queries, *keys, *weights, *values;  // (R, size), (size, LANES), (R, padded), (padded, 2 LANES)
+    bool* seen;             // of LANES slots each, whether a query sees one
+};
+
+// Scores of R queries over LANES slots, with the keys of those; the masks are in their place.  Other keys are asked
+// for meanwhile.
+template <int R>
+SPECINFER_INLINE void score(const Room& room, int64_t first, int64_t size, float scale, const float* next) {
+    Floats sums[R] = {};
+    for (int64_t d = 0; d < size; d++) {
+        __builtin_prefetch(next + d * LINE, 0, 2);
+        const Floats key = load(room.keys + d * LANES);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) sums[r] += key * room.queries[r * size + d];
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+        float* scores = room.weights + r * room.padded + first;
+        store(scores, sums[r] * scale + load(scores));
+    }
+}
+
+// Turn scores into weights that are not divided by their sum yet; return whether the query sees a slot.
+SPECINFER_INLINE bool weigh(float* scores, int64_t padded) {
+    Floats largest = load(scores);
+    for (int64_t s = LANES; s < padded; s += LANES) {
+        const Floats next = load(scores + s);
+        largest = next > largest ? next : largest;
+    }
+    float most = largest[0];
+    for (int lane = 1; lane < LANES; lane++) most = std::max(most, (float)largest[lane]);
+    for (int64_t s = 0; s < padded; s += LANES) store(scores + s, exponential(load(scores + s) - most));
+    return most > HIDDEN;
+}
+
+// Sums of 2 LANES dimensions of the values, (R, 2 LANES).
+template <int R>
+SPECINFER_INLINE void mix(const Room& room, const float* values, int64_t stride, bool all, float* sums) {
+    Floats low[R] = {}, high[R] = {};
+    for (int64_t from = 0; from < room.slots; from += LANES) {
+        if (!all && !room.seen[from / LANES]) continue;
+        const int64_t to = std::min(from + LANES, room.slots);
+        for (int64_t s = from; s < to; s++) {
+            __builtin_prefetch(values + (s + AHEAD) * stride, 0, 2);
+            __builtin_prefetch(values + (s + AHEAD) * stride + LINE, 0, 2);
+            const Floats first = load(values + s * stride), second = load(values + s * stride + LANES);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) {
+                const float weight = room.weights[r * room.padded + s];
+                low[r] += weight * first;
+                high[r] += weight * second;
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+        store(sums + 2 * r * LANES, low[r]);
+        store(sums + (2 * r + 1) * LANES, high[r]);
+    }
+}
+
+// Sums of the weights of R queries.
+template <int R>
+SPECINFER_INLINE void add_up(const Room& room, float* totals) {
+    float sums[R] = {};
+    for (int64_t s = 0; s < room.slots; s++)
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) sums[r] += room.weights[r * room.padded + s];
+    memcpy(totals, sums, sizeof sums);
+}
+
+// Queries first .. first + R - 1 of those that read the keys of one head; they are ordered by head, then by node.
+template <int R>
+void attend(const Room& room, const Tensor4& results, const Tensor4& queries, const Tensor4& keys,
+            const Tensor4& values, const Tensor4& mask, int64_t row, int64_t head, int64_t first, float scale) {
+    const int64_t nodes = queries.sizes[2], size = queries.sizes[3], width = values.sizes[3];
+    const int64_t group = queries.sizes[1] / keys.sizes[1];
+    for (int r = 0; r < R; r++) {
+        const int64_t node = (first + r) % nodes, of = head * group + (first + r) / nodes;
+        std::copy_n(queries.at(row, of, node), size, room.queries + r * size);
+        float* scores = std::copy_n(mask.at(row, 0, node), room.slots, room.weights + r * room.padded);
+        std::fill_n(scores, room.padded - room.slots, NOTHING);
+    }
+    for (int64_t s = 0; s < room.padded; s += LANES) {
+        bool seen = false;
+        for (int r = 0; r < R; r++)
+            for (int lane = 0; lane < LANES; lane++) seen |= room.weights[r * room.padded + s + lane] > HIDDEN;
+        if ((room.seen[s / LANES] = seen)) {
+            const float* next = keys.at(row, head, s);
+            turn(next, keys.strides[2], std::min<int64_t>(LANES, room.slots - s), size, room.keys);
+            score<R>(room, s, size, scale, next + KEYS_AHEAD * keys.strides[2]);
+        }
+    }
+    bool all = false;  // what a query that sees nothing gets is never read, but has to be numbers
+    for (int r = 0; r < R; r++) all |= !weigh(room.weights + r * room.padded, room.padded);
+    float totals[R], sums[R * 2 * LANES];
+    add_up<R>(room, totals);
+    for (int64_t from = 0; from < width; from += 2 * LANES) {
+        const int64_t count = std::min<int64_t>(2 * LANES, width - from);
+        const float* part = values.at(row, head) + from;
+        int64_t stride = values.strides[2];
+        if (count < 2 * LANES) {  // the last dimensions do not fill two registers
+            for (int64_t s = 0; s < room.slots; s++) std::copy_n(part + s * stride, count, room.values + s * 2 * LANES);
+            part = room.values, stride = 2 * LANES;
+        }
+        mix<R>(room, part, stride, all, sums);
+        for (int r = 0; r < R; r++) {
+            const int64_t node = (first + r) % nodes, of = head * group + (first + r) / nodes;
+            float* result = results.at(row, of, node) + from;
+            for (int64_t d = 0; d < count; d++) result[d] = sums[r * 2 * LANES + d] / totals[r];
+        }
+    }
+}
+
+using Attend = void (*)(const Room&, const Tensor4&, const Tensor4&, const Tensor4&, const Tensor4&, const Tensor4&,
+                        int64_t, int64_t, int64_t, float);
+
+template <int... R>
+Attend attention(int64_t queries, std::integer_sequence<int, R...>) {
+    constexpr Attend all[] = {attend<R + 1>...};
+    return all[queries - 1];
+}
+
+// results (B, H, T, V) = attention of queries (B, H, T, D) over keys (B, heads, L, D) and values (B, heads, L, V), with
+// a mask (B or 1, 1, T, L).
+inline void attend_all(const Tensor4& results, const Tensor4& queries, const Tensor4& keys, const Tensor4& values,
+                       const Tensor4& mask, float scale) {
+    const int64_t rows = queries.sizes[0], heads = keys.sizes[1], slots = keys.sizes[2];
+    const int64_t size = queries.sizes[3], padded = (slots + LANES - 1) / LANES * LANES;
+    const int64_t each = queries.sizes[1] / heads * queries.sizes[2];  // queries of a head's keys
+    const int64_t threads = omp_get_max_threads();
+    int64_t parts = (each + QUERIES - 1) / QUERIES;
+    if (rows * heads * parts < threads) parts = std::min(each, (threads + rows * heads - 1) / (rows * heads));
+#pragma omp parallel num_threads(threads)
+    {
+        const int64_t values_size = values.sizes[3] % (2 * LANES) ? padded * 2 * LANES : 0;
+        std::unique_ptr<float[]> numbers(new float[QUERIES * (size + padded) + size * LANES + values_size]);
+        std::unique_ptr<bool[]> seen(new bool[padded / LANES]);
+        float *keys_at = numbers.get() + QUERIES * size, *weights_at = keys_at + size * LANES;
+        const Room room{slots, padded, numbers.get(), keys_at, weights_at, weights_at + QUERIES * padded, seen.get()};
+#pragma omp for
+        for (int64_t task = 0; task < rows * heads * parts; task++) {
+            const int64_t part = task % parts, head = task / parts % heads, row = task / parts / heads;
+            const int64_t from = each * part / parts, to = each * (part + 1) / parts;
+            const auto run = attention(to - from, std::make_integer_sequence<int, QUERIES>());
+            run(room, results, queries, keys, values, mask, row, head, from, scale);
+        }
+    }
+}
+
+inline Tensor4 tensor4(AtenTensorHandle handle) {
+    void* data;
+    int64_t *sizes, *strides;
+    aoti_torch_get_data_ptr(handle, &data);
+    aoti_torch_get_sizes(handle, &sizes);
+    aoti_torch_get_strides(handle, &strides);
+    return {(float*)data, sizes, strides};
+}
+
+}  // namespace specinfer
+
+#pragma GCC pop_options
+
+// Called by the code that Inductor writes; it returns 0.
+inline AOTITorchError aoti_torch_specinfer_attend(AtenTensorHandle results, AtenTensorHandle queries,
+                                                  AtenTensorHandle keys, AtenTensorHandle values,
+                                                  AtenTensorHandle mask, double scale) {
+    using specinfer::tensor4;
+    specinfer::attend_all(tensor4(results), tensor4(queries), tensor4(keys), tensor4(values), tensor4(mask), scale);
+    return 0;
+}
