@@ -30,7 +30,7 @@ from specinfer.attention import attend, exported, linear
 from specinfer.attention.cache import TreeCache
 from specinfer.attention.check import toy_tree
 from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees
-from specinfer.attention.linear import BYTES, FORMS, IN_FLOAT32, form_of, free_bytes, pack
+from specinfer.attention.linear import BYTES, FORMS, IN_FLOAT32, ROUNDED_STATES, form_of, free_bytes, pack
 from specinfer.attention.model import TreeModel, TreeSession
 from specinfer.attention.watch import Watch, altered, named_tensors
 from specinfer.errors import NotCompiled
@@ -217,7 +217,7 @@ def computing(model: TreeModel) -> TreeModel:
     copied = TreeModel(deepcopy(model.model).float())
     copied.form = model.form
     for module in copied.model.modules():
-        if model.form == linear.ROUNDED_STATES and type(module) is torch.nn.Linear:
+        if model.form == ROUNDED_STATES and type(module) is torch.nn.Linear:
             module.__class__ = _RoundingLinear
     return copied
 
@@ -323,7 +323,8 @@ def check(model: TreeModel, compiled: CompiledPass, widths: Sequence[int] = ()) 
         the largest error of a node's logits or auxiliary hidden states, root mean square over that of the plain ones.
 
     Raises:
-        NotCompiled: the error is more than rounding explains.
+        NotCompiled: the error is more than rounding explains; or states are rounded, and a tree's logits are not those
+            of its tokens one after the other, bit by bit.
     """
     try:
         worst = max(_difference(model, compiled, extra, widths) for extra in variants_of(model.model))
@@ -331,12 +332,38 @@ def check(model: TreeModel, compiled: CompiledPass, widths: Sequence[int] = ()) 
         raise NotCompiled(f"compiled passes of {model.name} fail: {shorten(str(error), 200)}") from error
     if not worst <= (limit := limit_of(model)):
         raise NotCompiled(f"compiled passes of {model.name} are off by {worst:.1e} where rounding explains {limit:.0e}")
+    if model.form == ROUNDED_STATES and not _has_same_bits(model, compiled):
+        raise NotCompiled(f"compiled passes of {model.name} with rounded states depend on what else a pass holds")
     return worst
 
 
 def limit_of(model: TreeModel) -> float:
     """Return the largest error of a model's compiled passes that rounding explains, as `check` measures it."""
-    return ROUNDED if model.form in ("dynamic_int8", "rounded", linear.ROUNDED_STATES) else ROUNDING.get(model.dtype, 1e-4)
+    limit = ROUNDING.get(model.dtype, 1e-4)
+    return max(limit, ROUNDED) if model.form in ("dynamic_int8", "rounded", ROUNDED_STATES) else limit
+
+
+@torch.inference_mode()
+def _has_same_bits(model: TreeModel, compiled: CompiledPass) -> bool:
+    """Whether a tree's nodes get the logits, bit by bit, that their tokens get one after the other."""
+    ids = torch.randint(model.vocab_size, (30,), generator=torch.Generator().manual_seed(1)).tolist()
+    tree = toy_tree(ids[: len(BRANCHES) + 1], BRANCHES)
+    trees, chains = (
+        TreeSession(model, TreeCache(1, 64, uniform_layers=model.uniform_layers), compiled.aux_layers, compiled)
+        for _ in range(2)
+    )
+    for session in (trees, chains):
+        session.prefill([ids[8:]])
+    found = trees.append(lay_out_trees([tree], model.device))[0]
+    for last in range(len(tree)):
+        path = tree.ancestors(last)
+        for node in path:
+            alone = chains.append(lay_out_chains([[int(tree.tokens[node])]], model.device))[0, 0]
+            if not torch.equal(alone, found[node]):
+                return False
+            chains.commit([(0,)])
+        chains.cache.forget([len(path)])
+    return True
 
 
 @torch.inference_mode()

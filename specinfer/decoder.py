@@ -19,6 +19,7 @@ import torch
 from specinfer import loading
 from specinfer.adaptive.policy import Auto
 from specinfer.attention import Support, TreeModel, check_model
+from specinfer.attention.linear import ROUNDED_STATES
 from specinfer.attention.packages import attach
 from specinfer.common.advice import did_you_mean, nearest
 from specinfer.common.model_options import checked_options
@@ -576,6 +577,8 @@ def _way(model: TreeModel, reason: str) -> str:
     if reason or model.compiled is None:
         return f"plain ({reason})"
     dtype = str(model.compiled.dtype).removeprefix("torch.")
+    if model.form == ROUNDED_STATES:
+        return f"compiled (bfloat16 products, {dtype} sums)"
     return "compiled" if model.compiled.dtype == model.dtype else f"compiled ({dtype})"
 
 

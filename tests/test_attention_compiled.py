@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 import specinfer.attention.linear as linear
 import specinfer.attention.packages as packages
 from specinfer import BestFirst, Chain, SpeculativeDecoder
-from specinfer.attention import TreeCache, TreeModel, TreeSession, resumed
+from specinfer.attention import TreeCache, TreeModel, TreeSession, lay_out_chains, resumed
 from specinfer.attention.check import toy_tree
 from specinfer.attention.compiled import RECORD, CompiledPass, check, computing
 from specinfer.attention.linear import add_dynamic_int8_product, fits, forms, pack, packable_dynamic_int8
@@ -191,9 +191,10 @@ def test_float32_weights_that_are_bfloat16_numbers_are_read_in_half_the_bytes(ha
 
 @pytest.fixture(scope="module")
 def widened() -> Iterator[SpeculativeDecoder]:
-    """A decoder whose target is in bfloat16 and has passes in float32, as on a processor without AMX."""
+    """A decoder whose target is in bfloat16 and has passes in float32, as on a processor of AVX2 or AVX512 alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear, "_is_slow_in_bfloat16", lambda: True)
+        patch.setattr(linear, "_multiplies_pairs", lambda: False)
         model = tiny_llama().bfloat16()
         yield decoder(model, TREE, [draft_for(model), "ngram"], compile=True)
 
@@ -232,6 +233,69 @@ def test_a_bfloat16_model_whose_weights_change_runs_in_float32_with_the_new_ones
         with torch.no_grad():
             for weight in weights:
                 weight[:7] *= -0.5
+
+
+@pytest.fixture(scope="module")
+def rounding() -> Iterator[SpeculativeDecoder]:
+    """A decoder whose target is in bfloat16 and rounds its states, as on a processor with AVX512-BF16."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "_is_slow_in_bfloat16", lambda: True)
+        patch.setattr(linear, "_multiplies_pairs", lambda: True)
+        model = tiny_llama().bfloat16()
+        yield decoder(model, TREE, [draft_for(model), "ngram"], compile=True)
+
+
+def test_rounded_states_are_those_of_a_bfloat16_model(rounding: SpeculativeDecoder) -> None:
+    """Logits are nearer to those in float32 than the plain model's; sums are float32, weights are read as they are."""
+    target = rounding.target
+    assert target.form == linear.ROUNDED_STATES
+    assert "target compiled (bfloat16 products, float32 sums), head compiled" in rounding.passes
+    kinds = {source.kind for runner in target.compiled.runners.values() for source in runner.sources}
+    assert "bf16" in kinds
+    prompt = [[*range(1, 40)]]
+    found = []
+    for model, own in ((TreeModel(bfloat16_llama()), None), (target, target.compiled), (target, None)):
+        session = TreeSession(model, TreeCache(1, 64), (), own)
+        with resumed(target):
+            found.append(session.append(lay_out_chains(prompt, model.device)).double())
+    wanted, rounded, plain = found
+    assert 1e-4 < (rounded - wanted).norm() / wanted.norm() < (plain - wanted).norm() / wanted.norm() < 0.1
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED])
+def test_texts_with_rounded_states_do_not_depend_on_speculation(
+    rounding: SpeculativeDecoder, options: dict[str, Any]
+) -> None:
+    model = rounding.target.model
+    alone = [ids(decoder(model, None), prompt, **options) for prompt in PROMPTS]
+    for tree in (TREE, Chain(3), "auto"):
+        made = decoder(model, tree, [draft_for(model), "ngram"])
+        assert "bfloat16 products" in made.passes
+        assert ids(made, **options) == alone
+
+
+@pytest.mark.parametrize("name", ["halved", "rounding"])
+def test_a_node_gets_the_same_bits_in_every_pass(name: str, request: pytest.FixtureRequest) -> None:
+    """In a tree, beside other rows, in a prompt, and token by token."""
+    target = request.getfixturevalue(name).target
+    prompt, tokens = [*range(3, 25)], [5, 9, 11, 2, 7]
+    tree = toy_tree([5, 40, 9, 41, 11, 42, 43, 2, 44, 7], [0, 0, 2, 2, 4, 4, 4, 7, 7])
+    path = [0, 2, 4, 7, 9]
+
+    def logits(rows: list[list[int]], trees: list[Any], nodes: list[int]) -> Any:
+        session = target.session(len(rows), 96)
+        session.prefill(rows)
+        return session.score([*trees])[0, nodes]
+
+    with resumed(target):
+        alone = torch.stack(
+            [logits([[*prompt, *tokens[:n]]], [toy_tree([token], [])], [0])[0] for n, token in enumerate(tokens)]
+        )
+        companions = [prompt[:3], [*range(60)]]
+        assert torch.equal(logits([prompt], [tree], path), alone)
+        assert torch.equal(logits([prompt, *companions], [tree, *[toy_tree([1, 2], [0])] * 2], path), alone)
+        chain = toy_tree(tokens, [*range(4)])
+        assert torch.equal(logits([prompt], [chain], [*range(5)]), alone)
 
 
 def test_a_copy_in_float32_must_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,16 +339,24 @@ def test_forms_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     assert forms([numbers], rounded=True)[-2:] == ["rounded", "packed"]
     assert forms([numbers.bfloat16()], rounded=True)[-1] == "packed"
     assert not fits(numbers.half(), "bf16")
-    for slow, wanted in ((True, ["bf16", "packed"]), (False, ["packed"])):
+    cases = (
+        (True, True, ["bf16_states", "bf16", "packed"]),
+        (True, False, ["bf16", "packed"]),
+        (False, True, ["packed"]),
+    )
+    for slow, pairs, wanted in cases:
         monkeypatch.setattr(linear, "_is_slow_in_bfloat16", lambda slow=slow: slow)
+        monkeypatch.setattr(linear, "_multiplies_pairs", lambda pairs=pairs: pairs)
         assert forms([numbers.bfloat16()], rounded=False) == wanted
+    assert "bf16_states" not in forms([numbers.bfloat16().float()], rounded=False)  # the user asked for float32
     with pytest.raises(ValueError, match="not all are bfloat16"):
         pack([numbers], "bf16")
     (found,) = pack([numbers[:24], numbers[24:]], "rounded")
-    assert found.shape == (2, 16, 32)
-    for output, block, column in ((0, 0, 0), (1, 0, 2), (16, 0, 1), (31, 0, 31), (32, 1, 0), (39, 1, 14)):
-        assert found[block, :, column].equal(numbers[output].bfloat16())
-    assert not found[1, :, 1].any()  # beyond the last output
+    assert found.shape == (2, 8, 32, 2)
+    for output in (0, 1, 16, 31, 32, 39):
+        assert found[output // 32, :, output % 32].flatten().equal(numbers[output].bfloat16())
+    assert not found[1, :, 8:].any()  # beyond the last output
+    assert not fits(numbers[:, :15], "bf16")  # pairs of inputs
 
 
 def test_caches_grow_under_compiled_passes() -> None:
@@ -630,6 +702,7 @@ def test_models_in_train_mode_are_evaluated_in_all_threads_and_left_as_they_were
 def test_windows_and_sixteen_bits_are_compiled(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask for each kind of layer, and scaled embeddings; weights in bfloat16, passes in float32 or bfloat16."""
     monkeypatch.setattr(linear, "_is_slow_in_bfloat16", lambda: slow)
+    monkeypatch.setattr(linear, "_multiplies_pairs", lambda: False)
     model = build("gemma3_text", torch.bfloat16)
     made = SpeculativeDecoder(model, None, ["ngram"], TREE, compile=True)
     assert made.passes == ("passes: compiled (float32)" if slow else "passes: compiled")
