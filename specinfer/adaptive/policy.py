@@ -46,6 +46,7 @@ MAX_NODES, MAX_DEPTH = 31, 31  # with the root, 32 tokens: a size bucket
 MOST = 255  # the same, of nodes and of levels, where passes over many tokens cost hardly more
 FIRST_NODES = 4  # of all rows' trees, one each at least, that are scored to learn what trees cost now
 PLAIN_AGAIN = 2, 8, 128  # steps after which a plain one measures the machine: at first, and later at least and at most
+MANY = 4  # texts at a time that are like others, on average
 PATIENCE = 8  # steps without a tree that was worth its cost, or at a loss, after which all drafts are idle
 LUCK = 1.2  # tokens that a step gains or loses by chance, about: a loss must be larger, for so many steps
 MARGIN = 1.03  # a draft must promise to be worth so many times what it costs, for averages err
@@ -63,6 +64,7 @@ class DraftRecord:
 
     Args:
         step: from which it is judged.
+        doubted: whether it is not asked at first, for it gained too little in earlier texts.
 
     Attributes:
         gained: tokens a step that it added to those of cheaper drafts.
@@ -73,10 +75,10 @@ class DraftRecord:
         wait: steps that it is idle then, or next time.
     """
 
-    def __init__(self, step: int = 0) -> None:
+    def __init__(self, step: int = 0, doubted: bool = False) -> None:
         self.gained, self.levels = Average(), Average()
-        self.first = self.until = step + JUDGED
-        self.wait = WAITS[0]
+        self.first = self.until = step + (0 if doubted else JUDGED)
+        self.wait = WAITS[doubted]
         self.idle_from: int | None = None
 
     def tried(self, step: int) -> bool:
@@ -148,18 +150,21 @@ class Auto:
     def __repr__(self) -> str:
         return f"Auto(max_nodes={self.max_nodes}, max_depth={self.max_depth})"
 
-    def begin(self, drafts: int, coupled: bool) -> "Auto":
+    def begin(self, drafts: int, coupled: bool, rows: int = 1) -> "Auto":
         """Return an object for one text, which shares what is learnt: see `start`."""
         text = copy(self)
-        text.start(drafts, coupled)
+        text.start(drafts, coupled, rows)
         return text
 
-    def start(self, drafts: int, coupled: bool) -> None:
+    def start(self, drafts: int, coupled: bool, rows: int = 1) -> None:
         """Begin a text: every draft gets a trial, however idle it was, because texts differ.
+
+        Many texts at a time hardly differ on average: there a draft that gained too little before is idle first.
 
         Args:
             drafts: how many there are.
             coupled: whether drafts rank by the target's noise.
+            rows: texts that are decoded at a time, at first.
 
         Raises:
             PolicyError: the profile is for another number of drafts.
@@ -173,8 +178,8 @@ class Auto:
         self.steps = self.since_plain = 0
         self.surprises, self.ceiling = 0, inf  # sizes beyond the usual ones that were dear; tokens not to be fed again
         self.worth = False  # whether this step has a tree that is worth its cost
-        self._judge(drafts)
-        self.asked = (1 << drafts) - 1  # the drafts to ask in the next step, a bit mask
+        self._judge(drafts, rows)
+        self.asked = sum(1 << d for d, record in enumerate(self.records) if record.until)  # bit mask, of the next step
         self.warm = 0  # those asked in the step before: the others must first read what they missed
         self.levels: defaultdict[int, int] = defaultdict(int)  # asked for in this step, by draft
         self.grown: Forest | None = None  # this step's trees, before `fit`
@@ -263,15 +268,22 @@ class Auto:
         self.worth = size > 0
         return size or (first if any(record.tried(self.steps) for record in self.records) else 0)
 
-    def _judge(self, drafts: int, rows: int | None = None) -> None:
-        """Judge all drafts anew; for a batch of so many rows, if known."""
+    def _judge(self, drafts: int, rows: int) -> None:
+        """Judge all drafts anew, for a batch of so many rows."""
         self.judged_rows, self.since_tree = rows, 0
         self.surplus = Average(2 * PATIENCE)  # tokens a step, more than plain decoding makes in its seconds
-        self.records = [DraftRecord(self.steps) for _ in range(drafts)]
+        self.records = [DraftRecord(self.steps, self._doubted(draft, rows)) for draft in range(drafts)]
+
+    def _doubted(self, draft: int, rows: int) -> bool:
+        """Whether a draft's first levels gained less than they cost, in earlier texts, at so many rows."""
+        level = self.costs.level(draft, rows)
+        if rows < MANY or level is None or not self.costs.trees.known:
+            return False
+        gains = [self.acceptance.expected(draft, depth) - level / rows - self.costs.node(rows) for depth in range(1, 4)]
+        return max(accumulate(gains)) < 0
 
     def _choose(self, rows: int) -> int:
         """Return the drafts to ask in the next step, a bit mask."""
-        self.judged_rows = self.judged_rows or rows
         if not self.judged_rows / 2 < rows < 2 * self.judged_rows:  # nodes and levels have another price
             self._judge(len(self.records), rows)
         if not self.frozen and self.since_plain >= self._plain_again(rows):

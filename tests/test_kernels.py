@@ -1,0 +1,167 @@
+"""Kernels of compiled passes on a CPU: compiled alone, against torch in float64, and bit by bit against themselves."""
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specinfer.attention.kernels import FOLDER
+from specinfer.attention.linear import pack
+from specinfer.attention.packages import missing_compiler
+
+pytestmark = pytest.mark.skipif(bool(missing_compiler()), reason="no C++ compiler, so no compiled passes")
+HARNESS = r"""
+#include <cstdint>
+struct Given { void* data; int64_t *sizes, *strides; };
+using AtenTensorHandle = Given*;
+using AOTITorchError = int;
+inline int aoti_torch_get_data_ptr(Given* given, void** data) { return *data = given->data, 0; }
+inline int aoti_torch_get_sizes(Given* given, int64_t** sizes) { return *sizes = given->sizes, 0; }
+inline int aoti_torch_get_strides(Given* given, int64_t** strides) { return *strides = given->strides, 0; }
+#include "attend.h"
+#include "linear.h"
+extern "C" int attend(Given* results, Given* queries, Given* keys, Given* values, Given* mask, double scale) {
+    return aoti_torch_specinfer_attend(results, queries, keys, values, mask, scale);
+}
+extern "C" int bf16(Given* a, Given* b, Given* c) { return aoti_torch_specinfer_linear_bf16(a, b, c); }
+extern "C" int bf16_states(Given* a, Given* b, Given* c) { return aoti_torch_specinfer_linear_bf16_states(a, b, c); }
+"""
+HIDDEN = torch.finfo(torch.float32).min
+MACHINES = {"native": ["-march=native"], "narrow": ["-mavx2", "-mfma"]}  # the latter has half the registers' width
+
+
+class Given(ctypes.Structure):
+    """A tensor, as the harness takes it."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("sizes", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+    )
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Any:
+        """Return a pointer to a tensor, which must live as long."""
+        sizes, strides = ((ctypes.c_int64 * tensor.ndim)(*each) for each in (tensor.shape, tensor.stride()))
+        return ctypes.byref(cls(tensor.data_ptr(), sizes, strides))
+
+
+@pytest.fixture(scope="module", params=MACHINES)
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The kernels as a library, for this processor and for one with narrower registers."""
+    if request.param == "narrow" and "avx2" not in torch.backends.cpu.get_cpu_capability().lower().replace(
+        "avx512", "avx2"
+    ):
+        pytest.skip("no x86 processor with AVX2")
+    folder = tmp_path_factory.mktemp("kernels")
+    (folder / "harness.cpp").write_text(HARNESS)
+    compiler = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))))
+    options = ["-O1", "-std=c++20", "-fopenmp", "-shared", "-fPIC", *MACHINES[request.param], f"-I{FOLDER}"]
+    subprocess.run([compiler, *options, "harness.cpp", "-o", "harness.so"], cwd=folder, check=True)
+    return ctypes.CDLL(str(folder / "harness.so"))
+
+
+def attended(kernels: Any, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Return attention (B, H, T, V) by our kernel, whose results lie in memory as models read them."""
+    rows, heads, nodes, size = queries.shape
+    results = torch.full((rows, nodes, heads, values.shape[3]), torch.nan).transpose(1, 2)
+    given = [Given.of(each) for each in (results, queries, keys, values, mask)]
+    kernels.attend(*given, ctypes.c_double(size**-0.5))
+    return results
+
+
+def wanted(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Return the same by torch, in float64."""
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = (each.double().repeat_interleave(group, 1) for each in (keys, values))
+    return torch.nn.functional.scaled_dot_product_attention(queries.double(), keys, values, mask.double())
+
+
+def drawn(rows: int, heads: int, group: int, nodes: int, slots: int, size: int, width: int) -> tuple[Tensor, ...]:
+    """Return queries, and keys and values in a cache with free slots, and a mask that hides a third of the slots."""
+    torch.manual_seed(slots)
+    queries = torch.randn(rows, nodes, heads * group, size).transpose(1, 2)
+    keys, values = (torch.randn(rows, heads, slots + 9, each)[:, :, :slots] for each in (size, width))
+    hidden = torch.rand(rows, 1, nodes, slots) < 0.3
+    hidden[..., 0] = False
+    return queries, keys, values, torch.zeros_like(hidden, dtype=torch.float32).masked_fill_(hidden, HIDDEN)
+
+
+@pytest.mark.parametrize("shape", [
+    (1, 3, 3, 1, 150, 64, 64), (2, 2, 2, 3, 37, 8, 8), (3, 4, 1, 1, 17, 80, 72), (2, 1, 2, 33, 129, 20, 40),
+    (1, 1, 3, 1, 1, 16, 16), (2, 2, 4, 7, 65, 128, 96), (1, 1, 1, 13, 16, 4, 1), (5, 1, 9, 2, 31, 32, 33),
+])  # fmt: skip
+def test_attention_is_that_of_torch(kernels: Any, shape: tuple[int, ...]) -> None:
+    """Rows, heads of keys, queries of each, nodes, slots, and dimensions that fill registers or do not."""
+    given = drawn(*shape)
+    torch.testing.assert_close(attended(kernels, *given).double(), wanted(*given), rtol=1e-5, atol=2e-6)
+
+
+def test_attention_spans_all_numbers(kernels: Any) -> None:
+    """Scores far apart, slots that no node sees, a mask that is a bias, and one for all rows."""
+    queries, keys, values, mask = drawn(2, 2, 3, 4, 90, 32, 32)
+    mask[..., 16:64] = HIDDEN
+    for scale in (1.0, 30.0, 1e4):
+        torch.testing.assert_close(
+            attended(kernels, scale * queries, keys, values, mask).double(),
+            wanted(scale * queries, keys, values, mask),
+            rtol=1e-3,
+            atol=1e-4,
+        )
+    bias = torch.randn(1, 1, 4, 90).expand(2, -1, -1, -1)
+    found = attended(kernels, queries, keys, values, bias)
+    torch.testing.assert_close(found.double(), wanted(queries, keys, values, bias), rtol=1e-5, atol=2e-6)
+
+
+def test_a_node_that_sees_nothing_gets_numbers(kernels: Any) -> None:
+    """Padding: nobody reads them, but not-a-number would spread."""
+    queries, keys, values, mask = drawn(1, 1, 2, 3, 40, 16, 16)
+    seen = attended(kernels, queries, keys, values, mask)
+    mask[:, :, 1] = HIDDEN
+    found = attended(kernels, queries, keys, values, mask)
+    assert found.isfinite().all()
+    assert found[:, :, [0, 2]].equal(seen[:, :, [0, 2]])
+
+
+def test_attention_has_the_same_bits_in_every_pass(kernels: Any) -> None:
+    """Alone, beside other nodes and rows, and with gaps between the slots that it sees."""
+    queries, keys, values, mask = drawn(3, 2, 3, 9, 75, 24, 40)
+    together = attended(kernels, queries, keys, values, mask)
+    for row, node in product(range(3), range(9)):
+        seen = (mask[row, 0, node] == 0).nonzero().flatten()
+        alone = attended(
+            kernels,
+            queries[row : row + 1, :, node : node + 1].clone(),
+            keys[row : row + 1, :, seen],
+            values[row : row + 1, :, seen],
+            torch.zeros(1, 1, 1, len(seen)),
+        )
+        assert alone.equal(together[row : row + 1, :, node : node + 1])
+
+
+def multiplied(function: Callable[..., int], states: Tensor, packed: Tensor, outputs: int) -> Tensor:
+    results = torch.full((len(states), outputs), torch.nan)
+    function(*map(Given.of, (results, states, packed)))
+    return results
+
+
+@pytest.mark.parametrize(("size", "outputs"), [(64, 32), (96, 7), (30, 100), (1536, 40)])
+def test_products_are_those_of_float64_and_have_the_same_bits_for_any_number_of_states(
+    kernels: Any, size: int, outputs: int
+) -> None:
+    torch.manual_seed(size)
+    weight = torch.randn(outputs, size).bfloat16().float()
+    (packed,) = pack([weight], "bf16")
+    states = torch.randn(130, size).bfloat16()
+    exact = states.double() @ weight.double().T
+    for function, given in ((kernels.bf16, states.float()), (kernels.bf16_states, states)):
+        whole = multiplied(function, given, packed, outputs)
+        torch.testing.assert_close(whole.double(), exact, rtol=1e-5, atol=1e-6 * size)
+        for rows in (1, 2, 5, 11, 12, 13, 25, 97):
+            assert multiplied(function, given[:rows].clone(), packed, outputs).equal(whole[:rows])
