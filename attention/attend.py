@@ -35,19 +35,19 @@ def _shape(queries: Tensor, _keys: Tensor, values: Tensor, _mask: Tensor, _scale
 
 def share_keys(graph: fx.Graph) -> None:
     """Let attention read keys and values as they are."""
-    grouped: dict[tuple[fx.Node, int], fx.Node] = {}  # masks, made once for all layers
+    grouped: dict[tuple[Any, int], Any] = {}  # masks, made once for all layers
     for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
-        query, key, value, mask = (*node.args, None)[:4]
+        query, *read, mask = (*node.args, None)[:4]
         if mask is None or mask.meta["val"].shape[1] != 1:
             continue
-        shared_key, shared_value = _unrepeated(key), _unrepeated(value)
-        if shared_key is not None and shared_value is not None:
-            key, value = shared_key, shared_value
+        unrepeated: list[Any] = [_unrepeated(states) for states in read]
+        is_shared = None not in unrepeated
+        key, value = unrepeated if is_shared else read
         with graph.inserting_before(node):
-            if _in_our_kernel(node):
+            if _suits_our_kernel(node):
                 scale = node.kwargs.get("scale") or 1 / sqrt(query.meta["val"].shape[3])
                 result = graph.call_function(torch.ops.specinfer.attend.default, (query, key, value, mask, scale))
-            elif shared_key is key:
+            elif is_shared:
                 result = _grouped(node, key, value, grouped)
             else:
                 continue
@@ -56,16 +56,16 @@ def share_keys(graph: fx.Graph) -> None:
     graph.eliminate_dead_code()
 
 
-def _in_our_kernel(node: fx.Node) -> bool:
-    query, mask = node.args[0].meta["val"], node.args[3].meta["val"]  # type: ignore[union-attr]
-    plain = not any(node.args[4:]) and not any(value for name, value in node.kwargs.items() if name != "scale")
+def _suits_our_kernel(node: Any) -> bool:
+    """Whether a node is attention in float32 on a CPU, with a mask and nothing else."""
+    query, mask = node.args[0].meta["val"], node.args[3].meta["val"]
+    plain = not any(node.args[4:]) and {name for name, value in node.kwargs.items() if value} <= {"scale", "enable_gqa"}
     return plain and query.device.type == "cpu" and query.dtype == mask.dtype == torch.float32
 
 
-def _grouped(node: fx.Node, key: fx.Node, value: fx.Node, masks: dict[tuple[fx.Node, int], fx.Node]) -> fx.Node:
+def _grouped(node: Any, key: Any, value: Any, masks: dict[tuple[Any, int], Any]) -> Any:
     """Return attention whose queries of one key are queries of one head."""
-    query: Any = node.args[0]
-    mask: Any = node.args[3]
+    query, _, _, mask = node.args[:4]
     call = node.graph.call_function
     _, heads, _, dim = query.meta["val"].shape
     key_heads = key.meta["val"].shape[1]
@@ -78,7 +78,7 @@ def _grouped(node: fx.Node, key: fx.Node, value: fx.Node, masks: dict[tuple[fx.N
         wide = call(aten.unsqueeze.default, (mask, 2))
         wide = call(aten.expand.default, (wide, [rows, 1, group, nodes, columns]))
         masks[mask, group] = call(aten.reshape.default, (wide, [rows, 1, queries, columns]))
-    mixed = call(node.target, (joined, key, value, masks[mask, group]), node.kwargs)  # type: ignore[arg-type]
+    mixed = call(node.target, (joined, key, value, masks[mask, group]), node.kwargs)
     return call(aten.reshape.default, (mixed, [rows, heads, nodes, value.meta["val"].shape[3]]))
 
 

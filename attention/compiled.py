@@ -355,8 +355,8 @@ def _has_same_bits(model: TreeModel, compiled: CompiledPass) -> bool:
     for session in (trees, chains):
         session.prefill([ids[8:]])
     found = trees.append(lay_out_trees([tree], model.device))[0]
-    for last in range(len(tree)):
-        path = tree.ancestors(last)
+    for leaf in {*range(len(tree))} - {*BRANCHES}:
+        path = tree.ancestors(leaf)
         for node in path:
             alone = chains.append(lay_out_chains([[int(tree.tokens[node])]], model.device))[0, 0]
             if not torch.equal(alone, found[node]):

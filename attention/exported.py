@@ -174,8 +174,8 @@ def _is_embedding(node: fx.Node) -> bool:
 
 def _before_rounding(states: Any) -> fx.Node | None:
     """Return the states that were rounded to bfloat16, and are in their own type again; None for others."""
-    rounded = states.args[0] if states.target is aten.to.dtype else None
-    if getattr(rounded, "target", None) is aten.to.dtype and rounded.args[1] == torch.bfloat16:
+    rounded: Any = states.args[0] if states.target is aten.to.dtype else None
+    if rounded is not None and rounded.target is aten.to.dtype and rounded.args[1] == torch.bfloat16:
         return rounded.args[0]
     return None
 

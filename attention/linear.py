@@ -21,7 +21,7 @@ little.  They are for heads, which only propose.  Language models do not bear st
 are a thousand times as large as the others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from math import inf
 from pathlib import Path
@@ -146,7 +146,8 @@ def _is_slow_in_bfloat16() -> bool:
 
 def _multiplies_pairs() -> bool:
     """Whether this processor multiplies pairs of bfloat16 numbers as fast as single float32 numbers."""
-    return bool(getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16"))
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get("avx512_bf16"))
 
 
 def _is_bfloat16(weight: Tensor) -> bool:

@@ -1,8 +1,9 @@
-"""Are the ids the same with and without speculation?  In float32, on real models and prompts.
+"""Are the ids the same with and without speculation?  On real models and prompts.
 
     python benchmarks/identity.py --target DIR --draft ngram --draft DIR --prompts prompts/code.jsonl prompts/chat.jsonl
 
-Greedy: ids against `generate(do_sample=False)` for each tree, prompt by prompt and in ragged batches of four.
+Greedy: ids against `generate(do_sample=False)` for each tree, prompt by prompt and in ragged batches of four.  With
+--dtype bfloat16 they are compared with our own loop without speculation, for transformers rounds elsewhere.
 Sampling (--sampling): ids for one seed with trees, a chain, no speculation and in batches, at T = 1 and at T = 0.7 with
 top_p = 0.9.  A difference is printed with the gap between the two largest logits where it begins.  The exit code is 1
 if ids differ where that gap is 0.001 or more (a smaller one is a near-tie that float32 rounding decides).
@@ -29,8 +30,9 @@ def main() -> None:
     """Compare and print one JSON line per distribution and method."""
     p = parser(__doc__)
     p.add_argument("--sampling", action="store_true", help="compare sampled ids too")
+    p.add_argument("--dtype", default="float32")
     args = p.parse_args()
-    model, tokenizer, drafts = load_models(args, "float32")
+    model, tokenizer, drafts = load_models(args, args.dtype)
     prompts = read_prompts(args.prompts, args.count)
     trees = policies(args.nodes, args.depth)
     broken = False
@@ -57,8 +59,8 @@ def main() -> None:
 
 
 def plain_ids(plain: Any, model: Any, prompt: str, distribution: str, options: dict[str, Any]) -> list[int]:
-    """Return what decoding without speculation emits: transformers' generate when greedy, our own loop when not."""
-    if distribution != "greedy":
+    """Return what decoding without speculation emits: transformers' generate when greedy in float32, else our loop."""
+    if distribution != "greedy" or model.dtype != torch.float32:
         return plain.generate(prompt, **options).token_ids
     ids = torch.tensor([plain.open(prompt, **options).rows[0].ids], device=model.device)
     mask = torch.ones_like(ids)  # else ids that are also used as padding would be hidden

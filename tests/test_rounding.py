@@ -82,7 +82,7 @@ def test_other_numbers_are_not_taken_for_rounded_ones() -> None:
 
 
 def unpacked(packed: Tensor, form: str, outputs: int) -> Tensor:
-    """Read a packed weight as ``linear_blocks.h`` describes it, word by word."""
+    """Read a packed weight as ``kernels/linear.h`` describes it, word by word."""
     bits, words = BITS[form], packed.tolist()
     found = torch.zeros(outputs, len(words[0]) * GROUP)
     for output in range(outputs):
