@@ -37,7 +37,7 @@ class World:
         self.chance = np.random.default_rng(0)
         self.trees, self.levels = [], []  # per step: what was scored in row 0; levels of each draft
         self.emitted, self.seconds = [], []  # per step: tokens of all rows; seconds
-        self.policy.start(len(self.distributions), coupled=False)
+        self.policy.start(len(self.distributions), coupled=False, rows=rows)
 
     def run(self, steps):
         """Decode so many steps."""
@@ -278,6 +278,15 @@ def test_a_new_text_gives_every_draft_a_trial():
     world = World([BAD], flat(0.1), 0.02).run(300)
     world.policy.start(1, coupled=False)
     assert world.run(2).asked(0, 2) == 2
+
+
+@pytest.mark.parametrize(("draft", "rows", "asked"), [(BAD, 1, 4), (BAD, 8, 0), (GOOD, 8, 4)])
+def test_among_many_texts_a_draft_that_gained_too_little_before_is_idle_first(draft, rows, asked):
+    """And it is tried again, for it may have become better."""
+    world = World([draft], flat(0.1), 0.02, rows).run(300)
+    world.policy.start(1, coupled=False, rows=rows)
+    assert world.run(4).asked(0, 4) == asked
+    assert world.run(80).asked(0, 80) >= 2
 
 
 def test_the_good_draft_works_and_the_bad_one_idles():

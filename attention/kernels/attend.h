@@ -54,7 +54,7 @@ SPECINFER_INLINE Floats exponential(Floats x) {
     sum = sum * rest + 1;
     sum = sum * rest + 1;
     const Floats scaled = (Floats)((Words)sum + ((Words)shifted << 23));
-    return x > -87.f ? scaled : Floats{};
+    return x < -87.f ? Floats{} : scaled;  // what is not a number stays so
 }
 
 #if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
