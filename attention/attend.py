@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specinfer.attention import kernels
 
@@ -33,8 +34,8 @@ def _shape(queries: Tensor, _keys: Tensor, values: Tensor, _mask: Tensor, _scale
     return queries.new_empty(rows, nodes, heads, values.shape[3]).transpose(1, 2)
 
 
-def share_keys(graph: fx.Graph) -> None:
-    """Let attention read keys and values as they are."""
+def replace_attention(graph: fx.Graph) -> None:
+    """Replace torch's attention in a graph by a form that reads keys and values as they are."""
     grouped: dict[tuple[Any, int], Any] = {}  # masks, made once for all layers
     for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
         query, *read, mask = (*node.args, None)[:4]
@@ -44,8 +45,9 @@ def share_keys(graph: fx.Graph) -> None:
         is_shared = None not in unrepeated
         key, value = unrepeated if is_shared else read
         with graph.inserting_before(node):
-            if _suits_our_kernel(node):
-                scale = node.kwargs.get("scale") or 1 / sqrt(query.meta["val"].shape[3])
+            if _suits_our_kernel(node, key):
+                scale = node.kwargs.get("scale")
+                scale = 1 / sqrt(query.meta["val"].shape[3]) if scale is None else scale
                 result = graph.call_function(torch.ops.specinfer.attend.default, (query, key, value, mask, scale))
             elif is_shared:
                 result = _grouped(node, key, value, grouped)
@@ -56,11 +58,15 @@ def share_keys(graph: fx.Graph) -> None:
     graph.eliminate_dead_code()
 
 
-def _suits_our_kernel(node: Any) -> bool:
-    """Whether a node is attention in float32 on a CPU, with a mask and nothing else."""
+def _suits_our_kernel(node: Any, key: Any) -> bool:
+    """Whether a node is attention in float32 on a CPU, with a mask for all nodes and slots, and nothing else."""
     query, mask = node.args[0].meta["val"], node.args[3].meta["val"]
-    plain = not any(node.args[4:]) and {name for name, value in node.kwargs.items() if value} <= {"scale", "enable_gqa"}
-    return plain and query.device.type == "cpu" and query.dtype == mask.dtype == torch.float32
+    options = {name for name, value in node.kwargs.items() if value}
+    if any(node.args[4:]) or not options <= {"scale", "enable_gqa"}:
+        return False
+    sizes = zip(mask.shape[2:], (query.shape[2], key.meta["val"].shape[2]), strict=True)
+    whole = all(statically_known_true(found == wanted) for found, wanted in sizes)
+    return whole and query.device.type == "cpu" and query.dtype == mask.dtype == torch.float32
 
 
 def _grouped(node: Any, key: Any, value: Any, masks: dict[tuple[Any, int], Any]) -> Any:
@@ -106,8 +112,11 @@ def teach_compiler() -> None:
 
     @register_lowering(torch.ops.specinfer.attend, type_promotion_kind=None)
     def lower(queries: Any, keys: Any, values: Any, mask: Any, scale: float) -> Any:
-        kernel = ir.ExternKernel
-        given = [kernel.require_stride1(kernel.realize_input(each)) for each in (queries, keys, values, mask)]
+        given = [ir.ExternKernel.realize_input(each) for each in (queries, keys, values, mask)]
+        given = [  # views of the cache are read where they are
+            each if is_view and each.get_stride()[-1] == 1 else ir.ExternKernel.require_contiguous(each)
+            for each, is_view in zip(given, (False, True, True, False), strict=True)
+        ]
         rows, heads, nodes, _ = queries.get_size()
         size = values.get_size()[3]
         device: Any = queries.get_device()

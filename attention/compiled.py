@@ -340,7 +340,9 @@ def check(model: TreeModel, compiled: CompiledPass, widths: Sequence[int] = ()) 
 def limit_of(model: TreeModel) -> float:
     """Return the largest error of a model's compiled passes that rounding explains, as `check` measures it."""
     limit = ROUNDING.get(model.dtype, 1e-4)
-    return max(limit, ROUNDED) if model.form in ("dynamic_int8", "rounded", ROUNDED_STATES) else limit
+    if model.form == ROUNDED_STATES:
+        return max(limit, ROUNDED)
+    return ROUNDED if model.form in ("dynamic_int8", "rounded") else limit
 
 
 @torch.inference_mode()

@@ -8,7 +8,8 @@ to, and columns whose logits are wanted may all vary.  Three things are changed 
 
 - Weights are inputs, so a graph is good for every model of one architecture, and no weight is stored with it.
 - Linear layers that read the same states (queries, keys and values; gate and up) become one product of packed weights.
-- Queries that share a key become one product with it, instead of copies of the key.
+- Attention reads keys as they are, without a copy for each query: by our own kernel, or with the queries that share
+  a key as one (`attention.attend`).
 """
 
 import operator
@@ -22,7 +23,7 @@ from torch.export import Dim, export
 from torch.fx.experimental import _config
 from transformers.cache_utils import Cache
 
-from specinfer.attention.attend import share_keys
+from specinfer.attention.attend import replace_attention
 from specinfer.attention.linear import BITS, ROUNDED_STATES, add_dynamic_int8_product, packed_shape
 from specinfer.attention.watch import named_tensors
 
@@ -138,7 +139,7 @@ def export_pass(
         program = export(model, (example,), dynamic_shapes=(Tensors(*shapes),), **options)
     module = program.module(check_guards=False)
     _drop_checks(module.graph)
-    share_keys(module.graph)
+    replace_attention(module.graph)
     sources = _WeightInputs(module, model.model, stored).run(form_of)
     module.graph.lint()
     module.graph._codegen = fx.graph.CodeGen()

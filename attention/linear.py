@@ -88,9 +88,10 @@ def forms(weights: Sequence[Tensor], rounded: bool) -> list[str]:
             *(["rounded"] if whole and all(fits(weight, "rounded") for weight in weights) else []),
             "packed",
         ]
-    samples = (weight[:: len(weight) // SAMPLED + 1] for weight in weights)
+    pairs = [weight for weight in weights if weight.shape[1] % 2 == 0]  # the others are not packed
+    samples = (weight[:: len(weight) // SAMPLED + 1] for weight in pairs)
     smallest = [form_of(sample, EXACT[0]) for sample in samples]
-    if all(smallest) and (whole or {*smallest} != {"bf16"}):
+    if smallest and all(smallest) and (whole or {*smallest} != {"bf16"}):
         found.append(min(smallest, key=EXACT.index))
     if found == ["bf16"] and all(weight.dtype == torch.bfloat16 for weight in weights) and _multiplies_pairs():
         found.insert(0, ROUNDED_STATES)

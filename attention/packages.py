@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from specinfer.attention import TreeModel, kernels, resumed
 from specinfer.attention.compiled import OPTIONS, RECORD, CompiledPass, check, computing, limit_of, make
-from specinfer.attention.linear import FORMS, forms
+from specinfer.attention.linear import FORMS, ROUNDED_STATES, forms
 from specinfer.attention.watch import architecture, machine
 from specinfer.common.files import cache_folder, parse_json, storing, write_json
 from specinfer.errors import InputError, NotCompiled
@@ -76,7 +76,8 @@ def attach(model: TreeModel, aux_layers: Sequence[int], mode: bool | str, rounde
     with _lock, resumed(model):
         try:
             found = forms([weight for weight in model.model.parameters() if weight.ndim == 2], rounded)
-            known = found if rounded or mode is not True else found[:1]  # only rounding may fail, and then so again
+            may_fail = rounded or found[0] == ROUNDED_STATES  # and then it does so again
+            known = found if may_fail or mode is not True else found[:1]
             model.compiled = _first(partial(_usable, anew=mode is True), model, aux_layers, known)
             if mode is True and model.compiled is None:
                 model.compiled = _first(_made, model, aux_layers, found)

@@ -282,11 +282,18 @@ def test_a_new_text_gives_every_draft_a_trial():
 
 @pytest.mark.parametrize(("draft", "rows", "asked"), [(BAD, 1, 4), (BAD, 8, 0), (GOOD, 8, 4)])
 def test_among_many_texts_a_draft_that_gained_too_little_before_is_idle_first(draft, rows, asked):
-    """And it is tried again, for it may have become better."""
     world = World([draft], flat(0.1), 0.02, rows).run(300)
     world.policy.start(1, coupled=False, rows=rows)
     assert world.run(4).asked(0, 4) == asked
-    assert world.run(80).asked(0, 80) >= 2
+
+
+def test_a_draft_that_became_good_is_noticed_in_short_batches_too():
+    world = World([BAD], flat(0.1), 0.02, rows=8).run(300)
+    world.distributions = [GOOD]
+    for _ in range(20):
+        world.policy.start(1, coupled=False, rows=8)
+        world.run(32)
+    assert world.asked(0, 32) > 16
 
 
 def test_the_good_draft_works_and_the_bad_one_idles():

@@ -241,7 +241,7 @@ def rounding() -> Iterator[SpeculativeDecoder]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear, "_is_slow_in_bfloat16", lambda: True)
         patch.setattr(linear, "_multiplies_pairs", lambda: True)
-        model = tiny_llama().bfloat16()
+        model = tiny_llama(intermediate_size=96).bfloat16()  # else a package of `widened` would serve it
         yield decoder(model, TREE, [draft_for(model), "ngram"], compile=True)
 
 
@@ -254,7 +254,8 @@ def test_rounded_states_are_those_of_a_bfloat16_model(rounding: SpeculativeDecod
     assert "bf16" in kinds
     prompt = [[*range(1, 40)]]
     found = []
-    for model, own in ((TreeModel(bfloat16_llama()), None), (target, target.compiled), (target, None)):
+    whole = TreeModel(tiny_llama(intermediate_size=96).bfloat16().float())
+    for model, own in ((whole, None), (target, target.compiled), (target, None)):
         session = TreeSession(model, TreeCache(1, 64), (), own)
         with resumed(target):
             found.append(session.append(lay_out_chains(prompt, model.device)).double())
@@ -272,6 +273,26 @@ def test_texts_with_rounded_states_do_not_depend_on_speculation(
         made = decoder(model, tree, [draft_for(model), "ngram"])
         assert "bfloat16 products" in made.passes
         assert ids(made, **options) == alone
+
+
+def test_rounded_states_are_refused_if_logits_depend_on_what_else_a_pass_holds(rounding: SpeculativeDecoder) -> None:
+    target = rounding.target
+    own = target.compiled
+    assert isinstance(own, CompiledPass)
+
+    class Off:
+        """The same passes, but logits depend on the number of nodes in their last bits."""
+
+        aux_layers, dtype = own.aux_layers, own.dtype
+
+        def __call__(self, inputs: Any, *given: Any) -> Any:
+            logits, *states = own(inputs, *given)
+            return logits * (1 + 1e-6 * inputs["input_ids"].shape[1]), *states
+
+    with resumed(target):
+        assert check(target, own) < 0.1
+        with pytest.raises(NotCompiled, match="depend on what else a pass holds"):
+            check(target, Off())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["halved", "rounding"])

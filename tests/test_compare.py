@@ -1029,7 +1029,9 @@ def test_rows_share_the_seconds_of_their_block_by_their_tokens(models):
     for stage in ("total", "prefill", "target", "draft", "bookkeeping"):
         speeds = [row["seconds"][stage] / row["tokens"] for row in rows]
         assert speeds == pytest.approx([speeds[0]] * 3)
-    assert sum(row["drafts"][0]["seconds"] for row in rows) <= sum(row["seconds"]["draft"] for row in rows) * 1.5
+    speeds = [row["drafts"][0]["seconds"] / row["tokens"] for row in rows]
+    assert speeds == pytest.approx([speeds[0]] * 3)
+    assert speeds[0] > 0
 
 
 def test_methods_of_transformers_take_one_prompt_at_a_time(run):

@@ -1,6 +1,7 @@
 """Kernels of compiled passes on a CPU: compiled alone, against torch in float64, and bit by bit against themselves."""
 
 import ctypes
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 
 from specinfer.attention.kernels import FOLDER
-from specinfer.attention.linear import pack
+from specinfer.attention.linear import BITS, pack
 from specinfer.attention.packages import missing_compiler
+from specinfer.attention.rounding import rounded
 
 pytestmark = pytest.mark.skipif(bool(missing_compiler()), reason="no C++ compiler, so no compiled passes")
 HARNESS = r"""
@@ -30,6 +32,8 @@ extern "C" int attend(Given* results, Given* queries, Given* keys, Given* values
     return aoti_torch_specinfer_attend(results, queries, keys, values, mask, scale);
 }
 extern "C" int bf16(Given* a, Given* b, Given* c) { return aoti_torch_specinfer_linear_bf16(a, b, c); }
+extern "C" int int8(Given* a, Given* b, Given* c) { return aoti_torch_specinfer_linear_int8(a, b, c); }
+extern "C" int int4(Given* a, Given* b, Given* c) { return aoti_torch_specinfer_linear_int4(a, b, c); }
 extern "C" int bf16_states(Given* a, Given* b, Given* c) { return aoti_torch_specinfer_linear_bf16_states(a, b, c); }
 """
 HIDDEN = torch.finfo(torch.float32).min
@@ -61,7 +65,7 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         pytest.skip("no x86 processor with AVX2")
     folder = tmp_path_factory.mktemp("kernels")
     (folder / "harness.cpp").write_text(HARNESS)
-    compiler = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))))
+    compiler = next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")))))
     options = ["-O1", "-std=c++20", "-fopenmp", "-shared", "-fPIC", *MACHINES[request.param], f"-I{FOLDER}"]
     subprocess.run([compiler, *options, "harness.cpp", "-o", "harness.so"], cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "harness.so"))
@@ -129,11 +133,12 @@ def test_a_node_that_sees_nothing_gets_numbers(kernels: Any) -> None:
     assert found[:, :, [0, 2]].equal(seen[:, :, [0, 2]])
 
 
-def test_attention_has_the_same_bits_in_every_pass(kernels: Any) -> None:
+@pytest.mark.parametrize(("size", "width"), [(24, 40), (64, 64)])
+def test_attention_has_the_same_bits_in_every_pass(kernels: Any, size: int, width: int) -> None:
     """Alone, beside other nodes and rows, and with gaps between the slots that it sees."""
-    queries, keys, values, mask = drawn(3, 2, 3, 9, 75, 24, 40)
+    queries, keys, values, mask = drawn(3, 2, 3, 15, 75, size, width)
     together = attended(kernels, queries, keys, values, mask)
-    for row, node in product(range(3), range(9)):
+    for row, node in product(range(3), range(15)):
         seen = (mask[row, 0, node] == 0).nonzero().flatten()
         alone = attended(
             kernels,
@@ -165,3 +170,15 @@ def test_products_are_those_of_float64_and_have_the_same_bits_for_any_number_of_
         torch.testing.assert_close(whole.double(), exact, rtol=1e-5, atol=1e-6 * size)
         for rows in (1, 2, 5, 11, 12, 13, 25, 97):
             assert multiplied(function, given[:rows].clone(), packed, outputs).equal(whole[:rows])
+
+
+@pytest.mark.parametrize("form", BITS)
+def test_products_with_integers_have_the_same_bits_for_any_number_of_states(kernels: Any, form: str) -> None:
+    torch.manual_seed(0)
+    weight = rounded(torch.randn(40, 96), form)
+    (packed,) = pack([weight], form)
+    states = torch.randn(30, 96)
+    whole = multiplied(getattr(kernels, form), states, packed, 40)
+    torch.testing.assert_close(whole.double(), states.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
+    for rows in (1, 2, 11, 13, 25):
+        assert multiplied(getattr(kernels, form), states[:rows].clone(), packed, 40).equal(whole[:rows])

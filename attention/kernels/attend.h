@@ -105,7 +105,7 @@ SPECINFER_INLINE void turn(const float* keys, int64_t stride, int64_t count, int
 }
 
 // What a task works in.
-struct Room {
+struct Buffers {
     int64_t slots, padded;  // slots, and the next multiple of LANES
     float *queries, *keys, *weights, *values;  // (R, size), (size, LANES), (R, padded), (padded, 2 LANES)
     bool* seen;             // of LANES slots each, whether a query sees one
@@ -114,17 +114,17 @@ struct Room {
 // Scores of R queries over LANES slots, with the keys of those; the masks are in their place.  Other keys are asked
 // for meanwhile.
 template <int R>
-SPECINFER_INLINE void score(const Room& room, int64_t first, int64_t size, float scale, const float* next) {
+SPECINFER_INLINE void score(const Buffers& own, int64_t first, int64_t size, float scale, const float* next) {
     Floats sums[R] = {};
     for (int64_t d = 0; d < size; d++) {
         __builtin_prefetch(next + d * LINE, 0, 2);
-        const Floats key = load(room.keys + d * LANES);
+        const Floats key = load(own.keys + d * LANES);
 #pragma GCC unroll 16
-        for (int r = 0; r < R; r++) sums[r] += key * room.queries[r * size + d];
+        for (int r = 0; r < R; r++) sums[r] += key * own.queries[r * size + d];
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
-        float* scores = room.weights + r * room.padded + first;
+        float* scores = own.weights + r * own.padded + first;
         store(scores, sums[r] * scale + load(scores));
     }
 }
@@ -144,18 +144,18 @@ SPECINFER_INLINE bool weigh(float* scores, int64_t padded) {
 
 // Sums of 2 LANES dimensions of the values, (R, 2 LANES).
 template <int R>
-SPECINFER_INLINE void mix(const Room& room, const float* values, int64_t stride, bool all, float* sums) {
+SPECINFER_INLINE void mix(const Buffers& own, const float* values, int64_t stride, bool all, float* sums) {
     Floats low[R] = {}, high[R] = {};
-    for (int64_t from = 0; from < room.slots; from += LANES) {
-        if (!all && !room.seen[from / LANES]) continue;
-        const int64_t to = std::min(from + LANES, room.slots);
+    for (int64_t from = 0; from < own.slots; from += LANES) {
+        if (!all && !own.seen[from / LANES]) continue;
+        const int64_t to = std::min(from + LANES, own.slots);
         for (int64_t s = from; s < to; s++) {
             __builtin_prefetch(values + (s + AHEAD) * stride, 0, 2);
             __builtin_prefetch(values + (s + AHEAD) * stride + LINE, 0, 2);
             const Floats first = load(values + s * stride), second = load(values + s * stride + LANES);
 #pragma GCC unroll 16
             for (int r = 0; r < R; r++) {
-                const float weight = room.weights[r * room.padded + s];
+                const float weight = own.weights[r * own.padded + s];
                 low[r] += weight * first;
                 high[r] += weight * second;
             }
@@ -170,49 +170,49 @@ SPECINFER_INLINE void mix(const Room& room, const float* values, int64_t stride,
 
 // Sums of the weights of R queries.
 template <int R>
-SPECINFER_INLINE void add_up(const Room& room, float* totals) {
+SPECINFER_INLINE void add_up(const Buffers& own, float* totals) {
     float sums[R] = {};
-    for (int64_t s = 0; s < room.slots; s++)
+    for (int64_t s = 0; s < own.slots; s++)
 #pragma GCC unroll 16
-        for (int r = 0; r < R; r++) sums[r] += room.weights[r * room.padded + s];
+        for (int r = 0; r < R; r++) sums[r] += own.weights[r * own.padded + s];
     memcpy(totals, sums, sizeof sums);
 }
 
 // Queries first .. first + R - 1 of those that read the keys of one head; they are ordered by head, then by node.
 template <int R>
-void attend(const Room& room, const Tensor4& results, const Tensor4& queries, const Tensor4& keys,
+void attend(const Buffers& own, const Tensor4& results, const Tensor4& queries, const Tensor4& keys,
             const Tensor4& values, const Tensor4& mask, int64_t row, int64_t head, int64_t first, float scale) {
     const int64_t nodes = queries.sizes[2], size = queries.sizes[3], width = values.sizes[3];
     const int64_t group = queries.sizes[1] / keys.sizes[1];
     for (int r = 0; r < R; r++) {
         const int64_t node = (first + r) % nodes, of = head * group + (first + r) / nodes;
-        std::copy_n(queries.at(row, of, node), size, room.queries + r * size);
-        float* scores = std::copy_n(mask.at(row, 0, node), room.slots, room.weights + r * room.padded);
-        std::fill_n(scores, room.padded - room.slots, NOTHING);
+        std::copy_n(queries.at(row, of, node), size, own.queries + r * size);
+        float* scores = std::copy_n(mask.at(row, 0, node), own.slots, own.weights + r * own.padded);
+        std::fill_n(scores, own.padded - own.slots, NOTHING);
     }
-    for (int64_t s = 0; s < room.padded; s += LANES) {
+    for (int64_t s = 0; s < own.padded; s += LANES) {
         bool seen = false;
         for (int r = 0; r < R; r++)
-            for (int lane = 0; lane < LANES; lane++) seen |= room.weights[r * room.padded + s + lane] > HIDDEN;
-        if ((room.seen[s / LANES] = seen)) {
+            for (int lane = 0; lane < LANES; lane++) seen |= own.weights[r * own.padded + s + lane] > HIDDEN;
+        if ((own.seen[s / LANES] = seen)) {
             const float* next = keys.at(row, head, s);
-            turn(next, keys.strides[2], std::min<int64_t>(LANES, room.slots - s), size, room.keys);
-            score<R>(room, s, size, scale, next + KEYS_AHEAD * keys.strides[2]);
+            turn(next, keys.strides[2], std::min<int64_t>(LANES, own.slots - s), size, own.keys);
+            score<R>(own, s, size, scale, next + KEYS_AHEAD * keys.strides[2]);
         }
     }
     bool all = false;  // what a query that sees nothing gets is never read, but has to be numbers
-    for (int r = 0; r < R; r++) all |= !weigh(room.weights + r * room.padded, room.padded);
+    for (int r = 0; r < R; r++) all |= !weigh(own.weights + r * own.padded, own.padded);
     float totals[R], sums[R * 2 * LANES];
-    add_up<R>(room, totals);
+    add_up<R>(own, totals);
     for (int64_t from = 0; from < width; from += 2 * LANES) {
         const int64_t count = std::min<int64_t>(2 * LANES, width - from);
         const float* part = values.at(row, head) + from;
         int64_t stride = values.strides[2];
         if (count < 2 * LANES) {  // the last dimensions do not fill two registers
-            for (int64_t s = 0; s < room.slots; s++) std::copy_n(part + s * stride, count, room.values + s * 2 * LANES);
-            part = room.values, stride = 2 * LANES;
+            for (int64_t s = 0; s < own.slots; s++) std::copy_n(part + s * stride, count, own.values + s * 2 * LANES);
+            part = own.values, stride = 2 * LANES;
         }
-        mix<R>(room, part, stride, all, sums);
+        mix<R>(own, part, stride, all, sums);
         for (int r = 0; r < R; r++) {
             const int64_t node = (first + r) % nodes, of = head * group + (first + r) / nodes;
             float* result = results.at(row, of, node) + from;
@@ -221,7 +221,7 @@ void attend(const Room& room, const Tensor4& results, const Tensor4& queries, co
     }
 }
 
-using Attend = void (*)(const Room&, const Tensor4&, const Tensor4&, const Tensor4&, const Tensor4&, const Tensor4&,
+using Attend = void (*)(const Buffers&, const Tensor4&, const Tensor4&, const Tensor4&, const Tensor4&, const Tensor4&,
                         int64_t, int64_t, int64_t, float);
 
 template <int... R>
@@ -246,13 +246,13 @@ inline void attend_all(const Tensor4& results, const Tensor4& queries, const Ten
         std::unique_ptr<float[]> numbers(new float[QUERIES * (size + padded) + size * LANES + values_size]);
         std::unique_ptr<bool[]> seen(new bool[padded / LANES]);
         float *keys_at = numbers.get() + QUERIES * size, *weights_at = keys_at + size * LANES;
-        const Room room{slots, padded, numbers.get(), keys_at, weights_at, weights_at + QUERIES * padded, seen.get()};
+        const Buffers own{slots, padded, numbers.get(), keys_at, weights_at, weights_at + QUERIES * padded, seen.get()};
 #pragma omp for
         for (int64_t task = 0; task < rows * heads * parts; task++) {
             const int64_t part = task % parts, head = task / parts % heads, row = task / parts / heads;
             const int64_t from = each * part / parts, to = each * (part + 1) / parts;
             const auto run = attention(to - from, std::make_integer_sequence<int, QUERIES>());
-            run(room, results, queries, keys, values, mask, row, head, from, scale);
+            run(own, results, queries, keys, values, mask, row, head, from, scale);
         }
     }
 }

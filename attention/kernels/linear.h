@@ -14,8 +14,8 @@
 //                  each for as many inputs, the first in the lowest bits; before each group of 32 inputs stand 16 words
 //                  of scales, bfloat16
 //
-// The last block may be filled up with zeros.  A sum is made in the order of the inputs, whatever else is multiplied,
-// so it has the same bits in every pass.
+// The last block may be filled up with zeros.  A sum is made in one order of the inputs, whatever else is multiplied, so
+// it has the same bits in every pass.
 
 #pragma once
 

@@ -46,7 +46,7 @@ MAX_NODES, MAX_DEPTH = 31, 31  # with the root, 32 tokens: a size bucket
 MOST = 255  # the same, of nodes and of levels, where passes over many tokens cost hardly more
 FIRST_NODES = 4  # of all rows' trees, one each at least, that are scored to learn what trees cost now
 PLAIN_AGAIN = 2, 8, 128  # steps after which a plain one measures the machine: at first, and later at least and at most
-MANY = 4  # texts at a time that are like others, on average
+MANY = 4  # rows from which on what was accepted in earlier texts tells what will be, on average
 PATIENCE = 8  # steps without a tree that was worth its cost, or at a loss, after which all drafts are idle
 LUCK = 1.2  # tokens that a step gains or loses by chance, about: a loss must be larger, for so many steps
 MARGIN = 1.03  # a draft must promise to be worth so many times what it costs, for averages err
@@ -78,7 +78,7 @@ class DraftRecord:
     def __init__(self, step: int = 0, doubted: bool = False) -> None:
         self.gained, self.levels = Average(), Average()
         self.first = self.until = step + (0 if doubted else JUDGED)
-        self.wait = WAITS[doubted]
+        self.wait = 2 * WAITS[0] if doubted else WAITS[0]
         self.idle_from: int | None = None
 
     def tried(self, step: int) -> bool:
@@ -159,7 +159,8 @@ class Auto:
     def start(self, drafts: int, coupled: bool, rows: int = 1) -> None:
         """Begin a text: every draft gets a trial, however idle it was, because texts differ.
 
-        Many texts at a time hardly differ on average: there a draft that gained too little before is idle first.
+        Of many texts at a time about as much is accepted as of earlier ones: a draft that gained too little there is
+        idle first.
 
         Args:
             drafts: how many there are.
@@ -178,7 +179,8 @@ class Auto:
         self.steps = self.since_plain = 0
         self.surprises, self.ceiling = 0, inf  # sizes beyond the usual ones that were dear; tokens not to be fed again
         self.worth = False  # whether this step has a tree that is worth its cost
-        self._judge(drafts, rows)
+        with self.lock:
+            self._judge(drafts, rows)
         self.asked = sum(1 << d for d, record in enumerate(self.records) if record.until)  # bit mask, of the next step
         self.warm = 0  # those asked in the step before: the others must first read what they missed
         self.levels: defaultdict[int, int] = defaultdict(int)  # asked for in this step, by draft
