@@ -179,7 +179,7 @@ def pack_whole(weights: Sequence[Tensor]) -> Tensor:
 
 @torch.inference_mode()
 def pack_bf16(weights: Sequence[Tensor], rounded: bool = False) -> Tensor:
-    """Return weights (N_i, K) as one packed weight (blocks, K / 2, 32, 2), bfloat16: the blocks of ``kernels/linear.h``.
+    """Return weights (N_i, K) as one packed weight (blocks, K / 2, 32, 2), bfloat16, as ``kernels/linear.h`` reads it.
 
     Raises:
         ValueError: a number is not a bfloat16 number, and none may be rounded.
