@@ -39,7 +39,7 @@ from specinfer.errors import NotCompiled
 # position or weight costs 1e-2 (random weights) to 1.  Bfloat16 itself moves the logits of SmolLM2 by 0.05 to 0.36 from
 # those in float32, so in 16 bits only gross mistakes are seen.
 ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 4e-1, torch.float16: 1e-1}
-ROUNDED = 0.3  # the same where weights are rounded
+ROUNDED = 0.3  # the same where weights or states are rounded
 MOST = 0.75  # of a pass's nodes must be within that in 16 bits; the others may be outliers
 SAMPLED = 32  # entries of a weight that are compared before every call
 SPARE = 1.2  # bytes of free memory that packing needs, per byte of packed weights
@@ -339,10 +339,7 @@ def check(model: TreeModel, compiled: CompiledPass, widths: Sequence[int] = ()) 
 
 def limit_of(model: TreeModel) -> float:
     """Return the largest error of a model's compiled passes that rounding explains, as `check` measures it."""
-    limit = ROUNDING.get(model.dtype, 1e-4)
-    if model.form == ROUNDED_STATES:
-        return max(limit, ROUNDED)
-    return ROUNDED if model.form in ("dynamic_int8", "rounded") else limit
+    return ROUNDED if model.form in ("dynamic_int8", "rounded", ROUNDED_STATES) else ROUNDING.get(model.dtype, 1e-4)
 
 
 @torch.inference_mode()

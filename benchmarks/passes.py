@@ -1,7 +1,8 @@
 """What passes cost by the number of nodes: plain, compiled, and in another version, beside the bound by bandwidth.
 
     specinfer compile [--target DIR] [--dtype float32]
-    python benchmarks/passes.py [--target DIR] [--dtype float32] [--prefix 200] [--rounds 15] [--other PYTHON]
+    python benchmarks/passes.py [--target DIR] [--dtype float32] [--prefix 200] [--rounds 15] [--rows 1]
+        [--other PYTHON]
 
 The bound is the bytes of the weights that a pass reads, divided by the bandwidth, which is measured by summing an array
 that no cache holds.  All take turns in one run; figures are medians, in milliseconds.  ``--other`` is the interpreter
@@ -37,7 +38,7 @@ def bandwidth() -> float:
     return data.nbytes / min(seconds)
 
 
-def opened(model: Any, prefix: int, engine: bool, compiled: bool, extra: dict[str, int]) -> Any:
+def opened(model: Any, rows: int, prefix: int, engine: bool, compiled: bool, extra: dict[str, int]) -> Any:
     """Return a session on a model with a prefix read, and how to feed it."""
     from specinfer.attention import running
 
@@ -47,14 +48,16 @@ def opened(model: Any, prefix: int, engine: bool, compiled: bool, extra: dict[st
         rounded = {name: True for name in ("rounded", "int8") if extra and name in signature(attach).parameters}
         if reason := attach(model, (0,) if extra else (), "auto", **rounded):
             print(f"{model.name} runs plain: {reason}", file=sys.stderr)
-    session = model.session(1, prefix + 64)
+    session = model.session(rows, prefix + 64)
     states = {name: torch.randn(prefix, size).to(model.dtype) for name, size in extra.items()}
     with running(model) if engine else nullcontext():
-        session.prefill([list(range(10, 10 + prefix))], **{name: [tensor] for name, tensor in states.items()})
+        session.prefill(
+            [list(range(10, 10 + prefix))] * rows, **{name: [tensor] * rows for name, tensor in states.items()}
+        )
     return session, model, engine, extra
 
 
-def worker(target: str | None, dtype: str, prefix: int) -> None:
+def worker(target: str | None, dtype: str, rows: int, prefix: int) -> None:
     """Run passes on request, with the version of specinfer that this interpreter has."""
     from specinfer.attention import TreeModel, lay_out_chains, running
     from specinfer.drafts.bundled import bundled_drafts
@@ -68,27 +71,27 @@ def worker(target: str | None, dtype: str, prefix: int) -> None:
     except ImportError:
         compiled = False
     passes: Passes = {
-        "plain": opened(TreeModel(loaded.model), prefix, False, False, {}),
-        "engine": opened(TreeModel(loaded.model), prefix, True, compiled, {}),
+        "plain": opened(TreeModel(loaded.model), rows, prefix, False, False, {}),
+        "engine": opened(TreeModel(loaded.model), rows, prefix, True, compiled, {}),
     }
     for draft in islice(bundled_drafts(loaded.model, loaded.tokenizer), 1):
         head = draft.attach(passes["plain"][1], loaded.tokenizer).model
         size = {"draft_states": loaded.model.config.hidden_size}
-        passes["plain level"] = opened(head, prefix, False, False, size)
-        passes["level"] = opened(TreeModel(head.model), prefix, True, compiled, size)
+        passes["plain level"] = opened(head, rows, prefix, False, False, size)
+        passes["level"] = opened(TreeModel(head.model), rows, prefix, True, compiled, size)
 
     def answer(kind: str = "", nodes: int = 1) -> Any:
         if not kind:
             weights = sum(parameter.nbytes for parameter in set(loaded.model.parameters()))
             return {"kinds": list(passes), "weights": weights, "dtype": str(loaded.model.dtype)}
         session, model, engine, extra = passes[kind]
-        layout = lay_out_chains([list(range(nodes))], model.device)
-        states = {name: torch.randn(1, nodes, size).to(model.dtype) for name, size in extra.items()}
+        layout = lay_out_chains([list(range(nodes))] * rows, model.device)
+        states = {name: torch.randn(rows, nodes, size).to(model.dtype) for name, size in extra.items()}
         with running(model) if engine else nullcontext():
             started = perf_counter()
             session.append(layout, **states)
             seconds = perf_counter() - started
-        session.commit([()])
+        session.commit([()] * rows)
         return seconds
 
     serve(answer)
@@ -101,13 +104,15 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--prefix", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--other")
     parser.add_argument("--worker", action="store_true")
     args = parser.parse_args()
     if args.worker:
-        worker(args.target, args.dtype, args.prefix)
+        worker(args.target, args.dtype, args.rows, args.prefix)
         return
-    options = ["--dtype", args.dtype, "--prefix", str(args.prefix), *(["--target", args.target] if args.target else [])]
+    options = ["--dtype", args.dtype, "--rows", str(args.rows), "--prefix", str(args.prefix)]
+    options += ["--target", args.target] if args.target else []
     workers = {"": Worker(sys.executable, __file__, *options)}
     if args.other:
         workers["other "] = Worker(args.other, __file__, *options)
@@ -126,7 +131,7 @@ def main() -> None:
     print(
         f"{facts['weights'] / 1e6:.0f} MB of weights at {rate / 1e9:.1f} GB/s: {1e3 * facts['weights'] / rate:.1f} ms"
     )
-    print("nodes".ljust(16), *(f"{nodes:6}" for nodes in NODES))
+    print(f"nodes of {args.rows}".ljust(16), *(f"{nodes:6}" for nodes in NODES))
     for who, kind in kinds:
         row = [seconds.get((who, kind, nodes)) for nodes in NODES]
         print(f"{who}{kind}".ljust(16), *(f"{1e3 * median(values):6.1f}" if values else "     -" for values in row))

@@ -37,7 +37,8 @@ extern "C" int int4(Given* a, Given* b, Given* c) { return aoti_torch_specinfer_
 extern "C" int bf16_states(Given* a, Given* b, Given* c) { return aoti_torch_specinfer_linear_bf16_states(a, b, c); }
 """
 HIDDEN = torch.finfo(torch.float32).min
-MACHINES = {"native": ["-march=native"], "narrow": ["-mavx2", "-mfma"]}  # the latter has half the registers' width
+NARROW = ["-mavx2", "-mfma"]
+MACHINES = {"native": ["-march=native"], "narrow": NARROW, "no shuffles": [*NARROW, "-DSPECINFER_OLD_COMPILER"]}
 
 
 class Given(ctypes.Structure):
@@ -58,10 +59,8 @@ class Given(ctypes.Structure):
 
 @pytest.fixture(scope="module", params=MACHINES)
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The kernels as a library, for this processor and for one with narrower registers."""
-    if request.param == "narrow" and "avx2" not in torch.backends.cpu.get_cpu_capability().lower().replace(
-        "avx512", "avx2"
-    ):
+    """The kernels as a library: for this processor, for one with narrower registers, and by an old compiler's way."""
+    if request.param != "native" and not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         pytest.skip("no x86 processor with AVX2")
     folder = tmp_path_factory.mktemp("kernels")
     (folder / "harness.cpp").write_text(HARNESS)

@@ -57,7 +57,13 @@ SPECINFER_INLINE Floats exponential(Floats x) {
     return x < -87.f ? Floats{} : scaled;  // what is not a number stays so
 }
 
-#if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
+#ifndef __has_builtin
+#define SPECINFER_OLD_COMPILER
+#elif !__has_builtin(__builtin_shufflevector)
+#define SPECINFER_OLD_COMPILER  // GCC before 12
+#endif
+
+#ifndef SPECINFER_OLD_COMPILER
 // Numbers of the lower, or upper, halves of two registers by turns.
 template <int FIRST, int... I>
 SPECINFER_INLINE Floats alternate(Floats a, Floats b, std::integer_sequence<int, I...>) {

@@ -37,8 +37,8 @@ constexpr int ROWS = 12;  // states that all registers hold the sums of
 constexpr int ROWS = 6;
 #endif
 constexpr int BLOCK = 32, GROUP = 32;  // outputs of a block, inputs that share a scale
-constexpr int64_t PANEL = 96;                      // states that stay in the cache while all weights pass by
-constexpr int64_t SMALL = 1 << 16;                 // multiplications that are not worth a second thread
+constexpr int64_t PANEL = 96;          // states that stay in the cache while all weights pass by
+constexpr int64_t SMALL = 1 << 16;     // multiplications that are not worth a second thread
 
 // Pairs of bfloat16 numbers, by float32 states.
 struct Bfloat16 {
@@ -159,8 +159,8 @@ void multiply(const typename Form::State* states, const Weights& weights, float*
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
-        memcpy(sums + r * width, &low[r], sizeof low[r]);
-        memcpy(sums + r * width + BLOCK / 2, &high[r], sizeof high[r]);
+        store(sums + r * width, low[r]);
+        store(sums + r * width + BLOCK / 2, high[r]);
     }
 }
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
+from specinfer.adaptive.acceptance import DEPTHS
 from specinfer.adaptive.cost_model import FAR, Average, Seconds
 from specinfer.adaptive.profile import Lock, Profile
 from specinfer.attention import size_bucket
@@ -281,7 +282,8 @@ class Auto:
         level = self.costs.level(draft, rows)
         if rows < MANY or level is None or not self.costs.trees.known:
             return False
-        gains = [self.acceptance.expected(draft, depth) - level / rows - self.costs.node(rows) for depth in range(1, 4)]
+        cost = level / rows + self.costs.node(rows)
+        gains = [self.acceptance.expected(draft, depth) - cost for depth in range(1, DEPTHS + 1)]
         return max(accumulate(gains)) < 0
 
     def _choose(self, rows: int) -> int:
