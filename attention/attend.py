@@ -25,17 +25,35 @@ aten = torch.ops.aten
 
 _library = torch.library.Library("specinfer", "FRAGMENT")
 # queries (B, H, T, D), keys (B, heads, L, D), values (B, heads, L, V), a mask (B, 1, T, L) to add: (B, H, T, V)
-_library.define("attend(Tensor queries, Tensor keys, Tensor values, Tensor mask, float scale) -> Tensor")
+# or of a packed pass (1, H, T, D), (R, heads, L, D) with the rows (1, T) of the nodes, and (1, 1, T, L)
+_library.define("attend(Tensor queries, Tensor keys, Tensor values, Tensor mask, Tensor? rows, float scale) -> Tensor")
+# keys or values (R, heads, L, D) of the rows (1, T) of nodes: (1, heads, L, D) in place of those of each.  In no graph
+# that is compiled
+_library.define("keys_of_rows(Tensor keys, Tensor rows) -> Tensor")
 
 
 @torch.library.register_fake("specinfer::attend", lib=_library)
-def _shape(queries: Tensor, _keys: Tensor, values: Tensor, _mask: Tensor, _scale: float) -> Tensor:
+def _shape(
+    queries: Tensor, _keys: Tensor, values: Tensor, _mask: Tensor, _of_nodes: Tensor | None, _scale: float
+) -> Tensor:
     rows, heads, nodes, _ = queries.shape
     return queries.new_empty(rows, nodes, heads, values.shape[3]).transpose(1, 2)
 
 
+@torch.library.register_fake("specinfer::keys_of_rows", lib=_library)
+def _shape_of_rows(keys: Tensor, _rows: Tensor) -> Tensor:
+    return keys.new_empty(1, *keys.shape[1:])
+
+
+keys_of_rows = torch.ops.specinfer.keys_of_rows
+
+
 def replace_attention(graph: fx.Graph) -> None:
-    """Replace torch's attention in a graph by a form that reads keys and values as they are."""
+    """Replace torch's attention in a graph by a form that reads keys and values as they are.
+
+    Raises:
+        ValueError: the pass is packed, and not all of its attention can be replaced.
+    """
     grouped: dict[tuple[Any, int], Any] = {}  # masks, made once for all layers
     for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
         query, *read, mask = (*node.args, None)[:4]
@@ -48,7 +66,8 @@ def replace_attention(graph: fx.Graph) -> None:
             if _suits_our_kernel(node, key):
                 scale = node.kwargs.get("scale")
                 scale = 1 / sqrt(query.meta["val"].shape[3]) if scale is None else scale
-                result = graph.call_function(torch.ops.specinfer.attend.default, (query, key, value, mask, scale))
+                key, value, rows = _of_all_rows(key, value)
+                result = graph.call_function(torch.ops.specinfer.attend.default, (query, key, value, mask, rows, scale))
             elif is_shared:
                 result = _grouped(node, key, value, grouped)
             else:
@@ -56,6 +75,15 @@ def replace_attention(graph: fx.Graph) -> None:
         node.replace_all_uses_with(result)
         graph.erase_node(node)
     graph.eliminate_dead_code()
+    if graph.find_nodes(op="call_function", target=keys_of_rows.default):
+        raise ValueError("attention of a packed pass that is not our kernel's")
+
+
+def _of_all_rows(key: Any, value: Any) -> tuple[Any, Any, Any]:
+    """Return the keys and values of all rows of a packed pass, and the rows of its nodes; else None in their place."""
+    if {key.target, value.target} != {keys_of_rows.default}:
+        return key, value, None
+    return key.args[0], value.args[0], key.args[1]
 
 
 def _suits_our_kernel(node: Any, key: Any) -> bool:
@@ -111,15 +139,15 @@ def teach_compiler() -> None:
     from torch._inductor.lowering import register_lowering
 
     @register_lowering(torch.ops.specinfer.attend, type_promotion_kind=None)
-    def lower(queries: Any, keys: Any, values: Any, mask: Any, scale: float) -> Any:
-        given = [ir.ExternKernel.realize_input(each) for each in (queries, keys, values, mask)]
+    def lower(queries: Any, keys: Any, values: Any, mask: Any, of_nodes: Any, scale: float) -> Any:
+        given = [ir.ExternKernel.realize_input(each) for each in (queries, keys, values, mask, of_nodes) if each]
         given = [  # views of the cache are read where they are
-            each if is_view and each.get_stride()[-1] == 1 else ir.ExternKernel.require_contiguous(each)
-            for each, is_view in zip(given, (False, True, True, False), strict=True)
+            each if 1 <= place <= 2 and each.get_stride()[-1] == 1 else ir.ExternKernel.require_contiguous(each)
+            for place, each in enumerate(given)
         ]
         rows, heads, nodes, _ = queries.get_size()
         size = values.get_size()[3]
         device: Any = queries.get_device()
         strides = [nodes * heads * size, size, heads * size, 1]
         layout = ir.FixedLayout(device, torch.float32, [rows, heads, nodes, size], strides)
-        return kernels.call("attend", "attend", layout, given, [scale])
+        return kernels.call("attend", "attend_packed" if of_nodes else "attend", layout, given, [scale])

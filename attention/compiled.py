@@ -13,6 +13,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy, deepcopy
 from functools import partial
 from itertools import chain
@@ -32,6 +33,7 @@ from specinfer.attention.check import toy_tree
 from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees
 from specinfer.attention.linear import BYTES, FORMS, IN_FLOAT32, ROUNDED_STATES, form_of, free_bytes, pack
 from specinfer.attention.model import TreeModel, TreeSession
+from specinfer.attention.packing import Packing
 from specinfer.attention.watch import Watch, altered, named_tensors
 from specinfer.errors import NotCompiled
 
@@ -47,7 +49,7 @@ OPTIONS = {"cpp.dynamic_threads": True, "aot_inductor.precompile_headers": False
 RECORD = "package.json"
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 BRANCHES = (0, 1, 0, 3, 4)  # parents of a tree: two chains below the root, one two deep, one three
-USUAL = {"input_ids", "position_ids", "attention_mask", "logits_to_keep", "slots"}
+USUAL = {"input_ids", "position_ids", "attention_mask", "logits_to_keep", "slots", "cache_rows", "cache_slots"}
 
 Outputs = tuple[Tensor, ...]
 Group = tuple[str, tuple[str, ...]]  # kind and names of a `Source`
@@ -72,6 +74,7 @@ class CompiledPass:
             self.layers: list[list[int]] = record["layers"]  # heads and dimension of keys, then of values
             self.dtype = DTYPES[record["dtype"]]  # that passes compute in
             self.runners = {tuple(each["extra"]): _Runner(folder, each, model.device) for each in record["variants"]}
+            self.packs: bool = record["packs"]  # whether it takes the nodes of all rows as one row
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise NotCompiled(f"the package in {folder} is damaged ({shorten(str(error), 200)})") from error
         self.kinds = sorted(model.spec.windows)
@@ -145,7 +148,7 @@ class CompiledPass:
         """Run a pass: logits (B, C, V), and the auxiliary hidden states (B, T, K, H) if there are aux_layers.
 
         Args:
-            inputs: of the model's forward, as `TreeSession` makes them.
+            inputs: of the model's forward, as `TreeSession` makes them; of a packed pass, as `Packing` does.
             cache: with the slots of the pass staged.
             aux_layers: hidden states wanted, some of the package's.
         """
@@ -156,9 +159,9 @@ class CompiledPass:
         cache.open_layers(self.layers, self.dtype, ids.device)
         tensors = exported.Tensors(
             ids,
-            [inputs["position_ids"]] if "position_ids" in inputs else [],
+            *([inputs[name]] if name in inputs else [] for name in ("cache_rows", "position_ids")),
             masks,
-            cache.staged(ids.device),
+            inputs["cache_slots"] if self.packs else cache.staged(ids.device),
             torch.arange(ids.shape[1], device=ids.device) if columns is None else columns,
             *cache.buffers(),
             [value.to(self.dtype) for value in extra.values()],
@@ -247,12 +250,8 @@ def make(model: TreeModel, aux_layers: Sequence[int], folder: Path, stored: Any)
         linear.teach_compiler()
         attend.teach_compiler()
         layers, variants = _layers(model), []
-        dtypes = {name: tensor.dtype for name, tensor in named_tensors(stored)}
-        for number, extra in enumerate(variants_of(model.model)):
-            kinds = sorted(model.spec.windows)
-            one = exported.Pass(model.model, kinds, aux_layers, model.takes_logits_to_keep, sorted(extra))
-            given = _example(model, layers, extra), partial(form_of, form=model.form), dtypes
-            graph, sources = exported.export_pass(one.eval(), *given)
+        graphs, packs = _graphs(model, aux_layers, layers, stored)
+        for number, (extra, (graph, sources)) in enumerate(zip(variants_of(model.model), graphs, strict=True)):
             path = folder / f"pass-{number}.pt2"
             _compile(graph, path)
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -261,8 +260,29 @@ def make(model: TreeModel, aux_layers: Sequence[int], folder: Path, stored: Any)
         reason = shorten(f"{type(error).__name__}: {error}", 200)
         raise NotCompiled(f"{model.name} cannot be compiled: {reason}") from error
     dtype = str(model.dtype).removeprefix("torch.")
-    record = {"aux_layers": list(aux_layers), "dtype": dtype, "layers": layers, "variants": variants}
+    record = {"aux_layers": list(aux_layers), "dtype": dtype, "layers": layers, "packs": packs, "variants": variants}
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _graphs(
+    model: TreeModel, aux_layers: Sequence[int], layers: Sequence[Sequence[int]], stored: Any
+) -> tuple[list[tuple[torch.fx.GraphModule, tuple[exported.Source, ...]]], bool]:
+    """Export a model's passes, packed if they can be; return them, and whether they are."""
+    dtypes = {name: tensor.dtype for name, tensor in named_tensors(stored)}
+
+    def export(packed: bool) -> list[tuple[torch.fx.GraphModule, tuple[exported.Source, ...]]]:
+        found = []
+        for extra in variants_of(model.model):
+            kinds, names = sorted(model.spec.windows), sorted(extra)
+            one = exported.Pass(model.model, kinds, aux_layers, model.takes_logits_to_keep, names)
+            given = _example(model, layers, extra, packed), partial(form_of, form=model.form), dtypes
+            found.append(exported.export_pass(one.eval(), *given))
+        return found
+
+    if model.device.type == "cpu" and model.dtype == torch.float32 and model.spec.implementation == "sdpa":
+        with suppress(Exception):  # of any kind: a model may look at the rows of its cache
+            return export(packed=True), True
+    return export(packed=False), False
 
 
 def variants_of(model: Any) -> tuple[dict[str, tuple[int, ...]], ...]:
@@ -292,23 +312,25 @@ def _layers(model: TreeModel) -> list[list[int]]:
 
 
 def _example(
-    model: TreeModel, layers: Sequence[Sequence[int]], extra: Mapping[str, tuple[int, ...]]
+    model: TreeModel, layers: Sequence[Sequence[int]], extra: Mapping[str, tuple[int, ...]], packed: bool
 ) -> exported.Tensors:
     """Return tensors of a pass, all sizes different: two rows, six nodes, 40 columns of 96 slots, logits of three."""
-    rows, nodes, kv_length, capacity = 2, 6, 40, 96
+    cached, nodes, kv_length, capacity = 2, 6, 40, 96
+    rows = 1 if packed else cached
 
-    def zeros(*shape: int) -> Tensor:
+    def zeros(*shape: int, rows: int = rows) -> Tensor:
         return torch.zeros(rows, *shape, dtype=model.dtype, device=model.device)
 
     slots = torch.arange(kv_length - nodes, kv_length, device=model.device).repeat(rows, 1)
     return exported.Tensors(
         torch.zeros_like(slots),
+        [torch.zeros_like(slots)] if packed else [],
         [slots] if model.takes_positions else [],
         [zeros(1, nodes, kv_length) for _ in model.spec.windows],
         slots.clone(),
         torch.arange(3, device=model.device),
-        [zeros(heads, capacity, dim) for heads, dim, _, _ in layers],
-        [zeros(heads, capacity, dim) for _, _, heads, dim in layers],
+        [zeros(heads, capacity, dim, rows=cached) for heads, dim, _, _ in layers],
+        [zeros(heads, capacity, dim, rows=cached) for _, _, heads, dim in layers],
         [zeros(nodes, *shape) for _, shape in sorted(extra.items())],
     )
 
@@ -390,7 +412,8 @@ def _difference(model: TreeModel, compiled: CompiledPass, extra: Mapping[str, An
             for name, shape in extra.items()
         }
         results = [session.append(layout, columns, **given) for session in sessions]
-        states = [torch.cat(session.aux_states, 1).flatten(2) for session in sessions if session.aux_states]
+        real = Packing(layout)  # padding may have any states
+        states = [real.pack(session.aux_states[0]).flatten(2) for session in sessions if session.aux_states]
         worst = max(worst, _error(*results), _error(*states) if states else 0.0)
         for session in sessions:
             session.commit(paths)

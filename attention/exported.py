@@ -10,6 +10,8 @@ to, and columns whose logits are wanted may all vary.  Three things are changed 
 - Linear layers that read the same states (queries, keys and values; gate and up) become one product of packed weights.
 - Attention reads keys as they are, without a copy for each query: by our own kernel, or with the queries that share
   a key as one (`attention.attend`).
+
+Where our kernel does all attention, a pass takes the nodes of all rows as one row (`packing`).
 """
 
 import operator
@@ -23,7 +25,7 @@ from torch.export import Dim, export
 from torch.fx.experimental import _config
 from transformers.cache_utils import Cache
 
-from specinfer.attention.attend import replace_attention
+from specinfer.attention.attend import keys_of_rows, replace_attention
 from specinfer.attention.linear import BITS, ROUNDED_STATES, add_dynamic_int8_product, packed_shape
 from specinfer.attention.watch import named_tensors
 
@@ -45,14 +47,15 @@ class Source(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """The tensors of one pass, in the order of the graph's inputs."""
+    """The tensors of one pass, in the order of the graph's inputs.  In a packed one B = 1, and R are the cache's rows."""
 
     ids: Tensor  # (B, T)
+    rows: list[Tensor]  # one (B, T) in a packed pass, the rows of the cache; else none, and R = B
     positions: list[Tensor]  # one (B, T), or none where the forward takes none
     masks: list[Tensor]  # (B, 1, T, L), one for each kind of layer
     slots: Tensor  # (B, T) of the cache, to write to
     columns: Tensor  # (C,) nodes whose logits are wanted
-    keys: list[Tensor]  # (B, heads, slots, dim), one a layer
+    keys: list[Tensor]  # (R, heads, slots, dim), one a layer
     values: list[Tensor]
     extra: list[Tensor]  # unusual inputs of the forward, (B, T, ...)
 
@@ -96,14 +99,16 @@ class _ExportedCache(Cache):
         super().__init__(layers=[])
         self.tensors = tensors
         self.kv_length = tensors.masks[0].shape[-1]
-        self.rows = torch.arange(tensors.ids.shape[0], device=tensors.ids.device)[:, None]
+        every = torch.arange(tensors.ids.shape[0], device=tensors.ids.device)[:, None]
+        self.rows = tensors.rows[0] if tensors.rows else every
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """Write (B, heads, T, dim) states at the slots; return the columns attended to."""
         buffers = self.tensors.keys[layer_idx], self.tensors.values[layer_idx]
         for buffer, states in zip(buffers, (key_states, value_states), strict=True):
             buffer[self.rows, :, self.tensors.slots] = states.transpose(1, 2)
-        return tuple(buffer.narrow(2, 0, self.kv_length) for buffer in buffers)
+        found = (buffer.narrow(2, 0, self.kv_length) for buffer in buffers)
+        return tuple(keys_of_rows(buffer, self.rows) for buffer in found) if self.tensors.rows else tuple(found)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: positions are given."""
@@ -121,18 +126,20 @@ def export_pass(
 
     Args:
         model: in evaluation mode.
-        example: tensors of a pass over at least two rows and nodes, all sizes different.
+        example: tensors of a pass over at least two rows (of the cache) and nodes, all sizes different.
         form_of: the form that a weight of linear layers is to be packed in, "" for none.
         stored: dtypes of embeddings by name; only the rows that are read are converted.
 
     Raises:
-        Exception: the model cannot be exported: it branches on data, or the graph would hold for some sizes only.
+        Exception: the model cannot be exported: it branches on data, or the graph would hold for some sizes only; or
+            the pass is packed, and our kernel does not do all of its attention.
     """
     rows, nodes, slots, kv_length, kept = (Dim(name, min=1) for name in ("rows", "nodes", "slots", "kv_length", "kept"))
-    per_node, buffers = {0: rows, 1: nodes}, [{0: rows, 2: slots}] * len(example.keys)
-    per_mask = {0: rows, 2: nodes, 3: kv_length}
-    positions, masks = [per_node] * len(example.positions), [per_mask] * len(example.masks)
-    shapes: Any = per_node, positions, masks, per_node, {0: kept}, buffers, buffers, [per_node] * len(example.extra)
+    each = {} if example.rows else {0: rows}
+    per_node, buffers = {**each, 1: nodes}, [{0: rows, 2: slots}] * len(example.keys)
+    per_mask = {**each, 2: nodes, 3: kv_length}
+    given, positions, extra = ([per_node] * len(part) for part in (example.rows, example.positions, example.extra))
+    shapes: Any = per_node, given, positions, [per_mask] * len(example.masks), per_node, {0: kept}, buffers, buffers, extra
     options: Any = {"strict": False, "prefer_deferred_runtime_asserts_over_guards": True}
     settings: Any = _config
     with torch.no_grad(), settings.patch(backed_size_oblivious=True):  # so that one is a size like others

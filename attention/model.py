@@ -25,6 +25,7 @@ from specinfer.attention.cache import TreeCache
 from specinfer.attention.graphs import Graphs, padded_width
 from specinfer.attention.layout import Layout, lay_out_behind, lay_out_chains, lay_out_trees, on_device
 from specinfer.attention.mask import AttentionSpec, attention_mask
+from specinfer.attention.packing import Packing
 from specinfer.attention.offload import device_of, is_dispatched, its_turn, spans_devices
 from specinfer.attention.recurrent import StateCache
 from specinfer.attention.watch import modules_of
@@ -46,6 +47,7 @@ class FastPass(Protocol):
 
     aux_layers: list[int]
     dtype: torch.dtype  # of masks, cache and results
+    packs: bool  # whether it takes the nodes of all rows as one row: see `packing`
 
     def refresh(self) -> str:
         """Return why it cannot stand for the model as it is now, or nothing."""
@@ -272,6 +274,11 @@ class TreeSession:
         self.seconds = 0.0
         self.prefill_seconds = 0.0
 
+    @property
+    def packs(self) -> bool:
+        """Whether its passes take the nodes of all rows as one row, so that padding costs nothing."""
+        return self.compiled is not None and self.compiled.packs
+
     def append(self, layout: Layout, columns: Tensor | None = None, **inputs: Tensor) -> Tensor:
         """Feed a layout's nodes as new pending slots: ONE forward pass over all rows.
 
@@ -283,15 +290,12 @@ class TreeSession:
         Returns:
             logits (B, C, V) in the dtype of the passes.
         """
-        started = perf_counter()
-        logits = self._forward(layout, columns, inputs, self._replay)
-        self.passes += 1
-        self.seconds += perf_counter() - started
-        return logits
+        logits = self._counted(layout, columns, inputs)
+        return logits if isinstance(logits, Tensor) else pad_sequence(list(logits), True)
 
     def append_last(self, layout: Layout, columns: Tensor | None = None, **inputs: Tensor) -> Tensor:
         """`append` for the only pass of a step, which may be padded: logits (B, T or more, V)."""
-        more = padded_width(layout.width) - layout.width if self.graphs else 0
+        more = self._padding(layout)
         padded = {name: pad(value, (*[0, 0] * (value.ndim - 2), 0, more)) for name, value in inputs.items()}
         return self.append(layout.padded(more), columns, **padded)
 
@@ -325,20 +329,20 @@ class TreeSession:
         self.prefill_seconds += perf_counter() - started
         return [torch.cat(states) if states else None for states in kept]
 
-    def score(self, trees: Sequence[TokenTree]) -> Tensor:
-        """Score every node of one tree per row in one pass: logits (B, N, V), N = the largest tree.
+    def score(self, trees: Sequence[TokenTree]) -> Sequence[Tensor]:
+        """Score every node of one tree per row in one pass: per row, logits (N or more, V) for the N nodes of its tree.
 
-        ``logits[b, i]`` follow node i of tree b; rows beyond a smaller tree's size are padding.
+        ``logits[b][i]`` follow node i of tree b; what is beyond the tree's size is padding.
         """
         layout, device = lay_out_trees(trees, self.model.device), self.model.device
         if not self.held:
-            return self.append_last(layout)
+            return [*self._counted(layout.padded(self._padding(layout)), None, {})]
         started, behind = perf_counter(), lay_out_behind(self.held, layout, device)
         self.cache.allow(behind.width)
         columns = torch.arange(behind.width - layout.width, behind.width, device=device)
         logits = self._forward(behind, columns, {}, self._run)
         self.prefill_seconds += perf_counter() - started
-        return logits
+        return [*logits]
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> list[Tensor | None]:
         """Keep these pending slots of each row, forget the others, retire rows given None (`TreeCache.keep`).
@@ -371,10 +375,23 @@ class TreeSession:
         """Begin every row with the first tokens of another session's first row; nothing was read here yet."""
         self.cache.begin_with(other.cache, length)
 
+    def _padding(self, layout: Layout) -> int:
+        """Return how many nodes of padding the only pass of a step gets."""
+        return padded_width(layout.width) - layout.width if self.graphs else 0
+
+    def _counted(self, layout: Layout, columns: Tensor | None, extra: dict[str, Tensor]) -> Tensor | Sequence[Tensor]:
+        """Run a pass that is no prefill: see `_forward`."""
+        started = perf_counter()
+        logits = self._forward(layout, columns, extra, self._replay)
+        self.passes += 1
+        self.seconds += perf_counter() - started
+        return logits
+
     @torch.inference_mode()
     def _forward(
         self, layout: Layout, columns: Tensor | None, extra: dict[str, Tensor], run: Callable[[Inputs], Outputs]
-    ) -> Tensor:
+    ) -> Tensor | Sequence[Tensor]:
+        """Feed a layout; return logits (B, C, V), or of a packed pass over all nodes those of each row, (N, V)."""
         model, cache = self.model, self.cache
         if model.stateful:
             logits, *aux_states = cache.feed(layout, columns, self._read_row)
@@ -390,10 +407,17 @@ class TreeSession:
             inputs["position_ids"] = self._positions(layout)
         if columns is not None and model.takes_logits_to_keep:
             inputs["logits_to_keep"] = columns
+        packing = Packing(layout) if self.packs else None
+        if packing:
+            inputs = packing.inputs(inputs, cache.staged(model.device))
+            columns = columns if columns is None else packing.columns(columns)
         with model.ranks.together(*layout, cache.lengths):
             logits, *aux_states = run(inputs)
-        self.aux_states += aux_states
-        return logits if columns is None or model.takes_logits_to_keep else logits[:, columns]
+        logits = logits if columns is None or model.takes_logits_to_keep else logits[:, columns]
+        self.aux_states += map(packing.unpack, aux_states) if packing else aux_states
+        if packing is None:
+            return logits
+        return packing.split(logits) if columns is None else logits.view(len(layout.tokens), -1, logits.shape[2])
 
     def _run(self, inputs: Inputs) -> Outputs:
         """Run the model: logits, and the auxiliary hidden states (B, T, K, H) if there are aux_layers."""

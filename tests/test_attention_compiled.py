@@ -209,7 +209,7 @@ def test_passes_of_a_bfloat16_model_compute_in_float32_from_its_own_weights(wide
     session = target.session(1, 8)
     with resumed(target):
         session.prefill([[1, 2, 3]])
-        assert session.score([toy_tree([4, 5], [0])]).dtype == torch.float32
+        assert session.score([toy_tree([4, 5], [0])])[0].dtype == torch.float32
     assert session.cache.layers[0].keys.dtype == torch.float32
     assert all(weight.dtype == torch.bfloat16 and weight.equal(copied) for weight, copied in before)
     given = [tensor for runner in target.compiled.runners.values() for tensor in runner.weights]
@@ -283,7 +283,7 @@ def test_rounded_states_are_refused_if_logits_depend_on_what_else_a_pass_holds(r
     class Off:
         """The same passes, but logits depend on the number of nodes in their last bits."""
 
-        aux_layers, dtype = own.aux_layers, own.dtype
+        aux_layers, dtype, packs = own.aux_layers, own.dtype, own.packs
 
         def __call__(self, inputs: Any, *given: Any) -> Any:
             logits, *states = own(inputs, *given)
@@ -306,15 +306,15 @@ def test_a_node_gets_the_same_bits_in_every_pass(name: str, request: pytest.Fixt
     def logits(rows: list[list[int]], trees: list[Any], nodes: list[int]) -> Any:
         session = target.session(len(rows), 96)
         session.prefill(rows)
-        return session.score([*trees])[0, nodes]
+        return session.score([*trees])[0][nodes]
 
     with resumed(target):
         alone = torch.stack(
             [logits([[*prompt, *tokens[:n]]], [toy_tree([token], [])], [0])[0] for n, token in enumerate(tokens)]
         )
-        companions = [prompt[:3], [*range(60)]]
+        companions, others = [prompt[:3], [*range(60)]], [toy_tree([1, 2], [0]), toy_tree([3], [])]
         assert torch.equal(logits([prompt], [tree], path), alone)
-        assert torch.equal(logits([prompt, *companions], [tree, *[toy_tree([1, 2], [0])] * 2], path), alone)
+        assert torch.equal(logits([prompt, *companions], [tree, *others], path), alone)
         chain = toy_tree(tokens, [*range(4)])
         assert torch.equal(logits([prompt], [chain], [*range(5)]), alone)
 
@@ -388,7 +388,7 @@ def test_caches_grow_under_compiled_passes() -> None:
         for session in sessions:
             session.prefill([list(range(60))])
         trees = [made.generate(PROMPTS[2], **GREEDY).steps[0].tree]
-        logits = [session.score(trees) for session in sessions]
+        logits = [session.score(trees)[0] for session in sessions]
     assert sessions[1].cache.capacity >= 60
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
     sessions[1].cache.check_integrity()
@@ -416,7 +416,7 @@ def test_compiled_passes_are_what_graphs_replay(monkeypatch: pytest.MonkeyPatch)
         for session in (fixed, usual):
             session.prefill([PROMPTS[2]])
         for _ in range(6):
-            logits = [session.score([tree])[:, : len(tree)] for session in (fixed, usual)]
+            logits = [session.score([tree])[0][: len(tree)] for session in (fixed, usual)]
             torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
             for session in (fixed, usual):
                 session.commit([(0,)])

@@ -31,6 +31,10 @@ inline int aoti_torch_get_strides(Given* given, int64_t** strides) { return *str
 extern "C" int attend(Given* results, Given* queries, Given* keys, Given* values, Given* mask, double scale) {
     return aoti_torch_specinfer_attend(results, queries, keys, values, mask, scale);
 }
+extern "C" int attend_packed(
+    Given* results, Given* queries, Given* keys, Given* values, Given* mask, Given* rows, double scale) {
+    return aoti_torch_specinfer_attend_packed(results, queries, keys, values, mask, rows, scale);
+}
 extern "C" int bf16(Given* a, Given* b, Given* c) { return aoti_torch_specinfer_linear_bf16(a, b, c); }
 extern "C" int int8(Given* a, Given* b, Given* c) { return aoti_torch_specinfer_linear_int8(a, b, c); }
 extern "C" int int4(Given* a, Given* b, Given* c) { return aoti_torch_specinfer_linear_int4(a, b, c); }
@@ -77,6 +81,16 @@ def attended(kernels: Any, queries: Tensor, keys: Tensor, values: Tensor, mask: 
     given = [Given.of(each) for each in (results, queries, keys, values, mask)]
     kernels.attend(*given, ctypes.c_double(size**-0.5))
     return results
+
+
+def packed(kernels: Any, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, real: Tensor) -> Tensor:
+    """Return attention of the real ones of (B, T) nodes, side by side, (H, N, V)."""
+    queries, mask = queries.transpose(1, 2)[real].transpose(0, 1)[None], mask[:, 0][real][None, None].contiguous()
+    rows = torch.arange(len(real))[:, None].expand(real.shape)[real][None]
+    results = torch.full((1, queries.shape[2], queries.shape[1], values.shape[3]), torch.nan).transpose(1, 2)
+    given = [Given.of(each) for each in (results, queries, keys, values, mask, rows)]
+    kernels.attend_packed(*given, ctypes.c_double(queries.shape[3] ** -0.5))
+    return results[0]
 
 
 def wanted(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
@@ -130,6 +144,15 @@ def test_a_node_that_sees_nothing_gets_numbers(kernels: Any) -> None:
     found = attended(kernels, queries, keys, values, mask)
     assert found.isfinite().all()
     assert found[:, :, [0, 2]].equal(seen[:, :, [0, 2]])
+
+
+@pytest.mark.parametrize("sizes", [(5,), (1, 1, 1), (3, 1, 20, 7), (20, 20)])
+def test_packed_attention_is_that_of_rows(kernels: Any, sizes: tuple[int, ...]) -> None:
+    """Nodes of rows of different sizes side by side get what they get in a batch with padding, bit by bit."""
+    queries, keys, values, mask = drawn(len(sizes), 2, 3, max(sizes), 75, 24, 40)
+    real = torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]
+    padded = attended(kernels, queries, keys, values, mask)
+    assert packed(kernels, queries, keys, values, mask, real).equal(padded.transpose(1, 2)[real].transpose(0, 1))
 
 
 @pytest.mark.parametrize(("size", "width"), [(24, 40), (64, 64)])

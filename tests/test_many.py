@@ -312,7 +312,7 @@ def test_random_schedules_keep_the_cache(target, seed):
             logits = session.score([toy_tree([7], [])] * len(texts))
             for row, text in enumerate(texts):
                 wanted = target(torch.tensor([[*text, 7]])).logits[0, -1]
-                torch.testing.assert_close(logits[row, 0], wanted, rtol=1e-9, atol=1e-9)
+                torch.testing.assert_close(logits[row][0], wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_caches_join_between_steps_only():

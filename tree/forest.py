@@ -73,20 +73,23 @@ class Forest(Sequence[TokenTree]):
         """Return the trees without the nodes that are deeper than their row's depth."""
         return self._with(self.nodes.pruned(depths))
 
-    def best(self, count: int, worth: np.ndarray | Sequence[float] | None = None) -> Forest:
+    def best(
+        self, count: int, worth: np.ndarray | Sequence[float] | None = None, together: bool = False
+    ) -> Forest:
         """Return the `count` drafted nodes of each tree that are worth most: see `TokenTree.best`.
 
         Args:
             count: the most drafted nodes of a tree.
             worth: (N,) of all trees' nodes, row after row; None = their scores.
+            together: whether the count is of all trees instead.
 
         Raises:
             TreeError: sampled trees.
         """
-        if self.nodes.sizes.max() - 1 <= count:
+        if (len(self.nodes) - len(self) if together else self.nodes.sizes.max() - 1) <= count:
             return self
         check_ranked(self.kind)
-        return self._with(self.nodes.best(count, self.nodes.scores if worth is None else worth))
+        return self._with(self.nodes.best(count, self.nodes.scores if worth is None else worth, together))
 
     def _with(self, nodes: Nodes) -> Forest:
         return self if nodes is self.nodes else Forest(self.kind, self.roots, nodes)

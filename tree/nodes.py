@@ -129,19 +129,23 @@ class Nodes:
             return self
         return self._kept(self.depths <= np.maximum(depths, 0)[self.rows])
 
-    def best(self, count: int, worth: np.ndarray | Sequence[float]) -> Nodes:
+    def best(self, count: int, worth: np.ndarray | Sequence[float], together: bool = False) -> Nodes:
         """Return the `count` drafted nodes of each row that are worth most.  Ties go to the first in node order.
 
         Args:
             count: the most drafted nodes of a row.
             worth: (N,).  A node that is worth more than its parent counts as its parent does, so ancestors are kept.
                 Roots are always kept.
+            together: whether the count is of all rows instead.
         """
         least = np.array(worth, np.float64)
         least[self.starts[:-1]] = np.inf
         for depth in range(2, self.depths.max() + 1):
             level = np.flatnonzero(self.depths == depth)
             least[level] = np.minimum(least[level], least[self.parents[level]])
+        if together:
+            places = _inverse(np.argsort(-least, kind="stable"), np.arange(len(self)))
+            return self._kept(places < len(self.sizes) + max(count, 0))
         order = np.lexsort((-least, self.rows))
         return self._kept(_inverse(order, self.columns) <= max(count, 0))
 

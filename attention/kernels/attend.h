@@ -8,6 +8,8 @@
 //
 // Scores are made for LANES slots at a time, whose keys are transposed once for all queries of a task.  Slots that no
 // query of a task sees are skipped.
+//
+// In a packed pass the nodes of all rows are one row, and each has the number of its row of keys and values.
 
 #pragma once
 
@@ -17,6 +19,7 @@
 #include <cmath>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "vectors.h"
 
@@ -184,16 +187,22 @@ SPECINFER_INLINE void add_up(const Buffers& own, float* totals) {
     memcpy(totals, sums, sizeof sums);
 }
 
-// Queries first .. first + R - 1 of those that read the keys of one head; they are ordered by head, then by node.
+// Nodes of one row that lie together.
+struct Run {
+    int64_t batch, from, count;  // of queries
+    int64_t row;                 // of keys and values
+};
+
+// Queries first .. first + R - 1 of a run's that read the keys of one head; they are ordered by head, then by node.
 template <int R>
 void attend(const Buffers& own, const Tensor4& results, const Tensor4& queries, const Tensor4& keys,
-            const Tensor4& values, const Tensor4& mask, int64_t row, int64_t head, int64_t first, float scale) {
-    const int64_t nodes = queries.sizes[2], size = queries.sizes[3], width = values.sizes[3];
+            const Tensor4& values, const Tensor4& mask, const Run& run, int64_t head, int64_t first, float scale) {
+    const int64_t size = queries.sizes[3], width = values.sizes[3], row = run.row;
     const int64_t group = queries.sizes[1] / keys.sizes[1];
     for (int r = 0; r < R; r++) {
-        const int64_t node = (first + r) % nodes, of = head * group + (first + r) / nodes;
-        std::copy_n(queries.at(row, of, node), size, own.queries + r * size);
-        float* scores = std::copy_n(mask.at(row, 0, node), own.slots, own.weights + r * own.padded);
+        const int64_t node = run.from + (first + r) % run.count, of = head * group + (first + r) / run.count;
+        std::copy_n(queries.at(run.batch, of, node), size, own.queries + r * size);
+        float* scores = std::copy_n(mask.at(run.batch, 0, node), own.slots, own.weights + r * own.padded);
         std::fill_n(scores, own.padded - own.slots, NOTHING);
     }
     for (int64_t s = 0; s < own.padded; s += LANES) {
@@ -220,15 +229,15 @@ void attend(const Buffers& own, const Tensor4& results, const Tensor4& queries, 
         }
         mix<R>(own, part, stride, all, sums);
         for (int r = 0; r < R; r++) {
-            const int64_t node = (first + r) % nodes, of = head * group + (first + r) / nodes;
-            float* result = results.at(row, of, node) + from;
+            const int64_t node = run.from + (first + r) % run.count, of = head * group + (first + r) / run.count;
+            float* result = results.at(run.batch, of, node) + from;
             for (int64_t d = 0; d < count; d++) result[d] = sums[r * 2 * LANES + d] / totals[r];
         }
     }
 }
 
 using Attend = void (*)(const Buffers&, const Tensor4&, const Tensor4&, const Tensor4&, const Tensor4&, const Tensor4&,
-                        int64_t, int64_t, int64_t, float);
+                        const Run&, int64_t, int64_t, float);
 
 template <int... R>
 Attend attention(int64_t queries, std::integer_sequence<int, R...>) {
@@ -236,16 +245,44 @@ Attend attention(int64_t queries, std::integer_sequence<int, R...>) {
     return all[queries - 1];
 }
 
-// results (B, H, T, V) = attention of queries (B, H, T, D) over keys (B, heads, L, D) and values (B, heads, L, V), with
-// a mask (B or 1, 1, T, L).
+// The runs of (B, T) nodes; `rows` are those of the keys of B * T nodes, or nothing where they are those of the queries.
+inline std::vector<Run> runs_of(int64_t batches, int64_t nodes, const int64_t* rows) {
+    std::vector<Run> runs;
+    for (int64_t batch = 0; batch < batches; batch++)
+        for (int64_t node = 0; node < nodes; node++) {
+            const int64_t row = rows ? rows[batch * nodes + node] : batch;
+            if (!node || row != runs.back().row) runs.push_back({batch, node, 0, row});
+            runs.back().count++;
+        }
+    return runs;
+}
+
+// Queries of one head's keys, for one thread.
+struct Task {
+    int64_t run, head, from, to;
+};
+
+inline std::vector<Task> tasks_of(const std::vector<Run>& runs, int64_t heads, int64_t group, int64_t threads) {
+    std::vector<Task> tasks;
+    const int64_t least = (threads + runs.size() * heads - 1) / (runs.size() * heads);  // parts, so that none is idle
+    for (size_t run = 0; run < runs.size(); run++) {
+        const int64_t each = group * runs[run].count;
+        const int64_t parts = std::max((each + QUERIES - 1) / QUERIES, std::min(each, least));
+        for (int64_t head = 0; head < heads; head++)
+            for (int64_t part = 0; part < parts; part++)
+                tasks.push_back({(int64_t)run, head, each * part / parts, each * (part + 1) / parts});
+    }
+    return tasks;
+}
+
+// results (B, H, T, V) = attention of queries (B, H, T, D) over keys (R, heads, L, D) and values (R, heads, L, V) of
+// rows (B, T), with a mask (B or 1, 1, T, L).
 inline void attend_all(const Tensor4& results, const Tensor4& queries, const Tensor4& keys, const Tensor4& values,
-                       const Tensor4& mask, float scale) {
-    const int64_t rows = queries.sizes[0], heads = keys.sizes[1], slots = keys.sizes[2];
-    const int64_t size = queries.sizes[3], padded = (slots + LANES - 1) / LANES * LANES;
-    const int64_t each = queries.sizes[1] / heads * queries.sizes[2];  // queries of a head's keys
-    const int64_t threads = omp_get_max_threads();
-    int64_t parts = (each + QUERIES - 1) / QUERIES;
-    if (rows * heads * parts < threads) parts = std::min(each, (threads + rows * heads - 1) / (rows * heads));
+                       const Tensor4& mask, const int64_t* rows, float scale) {
+    const int64_t heads = keys.sizes[1], slots = keys.sizes[2], size = queries.sizes[3];
+    const int64_t padded = (slots + LANES - 1) / LANES * LANES, threads = omp_get_max_threads();
+    const std::vector<Run> runs = runs_of(queries.sizes[0], queries.sizes[2], rows);
+    const std::vector<Task> tasks = tasks_of(runs, heads, queries.sizes[1] / heads, threads);
 #pragma omp parallel num_threads(threads)
     {
         const int64_t values_size = values.sizes[3] % (2 * LANES) ? padded * 2 * LANES : 0;
@@ -254,11 +291,10 @@ inline void attend_all(const Tensor4& results, const Tensor4& queries, const Ten
         float *keys_at = numbers.get() + QUERIES * size, *weights_at = keys_at + size * LANES;
         const Buffers own{slots, padded, numbers.get(), keys_at, weights_at, weights_at + QUERIES * padded, seen.get()};
 #pragma omp for
-        for (int64_t task = 0; task < rows * heads * parts; task++) {
-            const int64_t part = task % parts, head = task / parts % heads, row = task / parts / heads;
-            const int64_t from = each * part / parts, to = each * (part + 1) / parts;
-            const auto run = attention(to - from, std::make_integer_sequence<int, QUERIES>());
-            run(own, results, queries, keys, values, mask, row, head, from, scale);
+        for (size_t index = 0; index < tasks.size(); index++) {
+            const Task& task = tasks[index];
+            const auto run = attention(task.to - task.from, std::make_integer_sequence<int, QUERIES>());
+            run(own, results, queries, keys, values, mask, runs[task.run], task.head, task.from, scale);
         }
     }
 }
@@ -281,6 +317,19 @@ inline AOTITorchError aoti_torch_specinfer_attend(AtenTensorHandle results, Aten
                                                   AtenTensorHandle keys, AtenTensorHandle values,
                                                   AtenTensorHandle mask, double scale) {
     using specinfer::tensor4;
-    specinfer::attend_all(tensor4(results), tensor4(queries), tensor4(keys), tensor4(values), tensor4(mask), scale);
+    specinfer::attend_all(
+        tensor4(results), tensor4(queries), tensor4(keys), tensor4(values), tensor4(mask), nullptr, scale);
+    return 0;
+}
+
+// The same of a packed pass: queries (1, H, T, D), and for each of the T nodes its row of keys and values, int64.
+inline AOTITorchError aoti_torch_specinfer_attend_packed(AtenTensorHandle results, AtenTensorHandle queries,
+                                                         AtenTensorHandle keys, AtenTensorHandle values,
+                                                         AtenTensorHandle mask, AtenTensorHandle rows, double scale) {
+    using specinfer::tensor4;
+    void* data;
+    aoti_torch_get_data_ptr(rows, &data);
+    specinfer::attend_all(
+        tensor4(results), tensor4(queries), tensor4(keys), tensor4(values), tensor4(mask), (const int64_t*)data, scale);
     return 0;
 }

@@ -8,7 +8,7 @@ whichever is more.  Taking whatever gains more tokens than its seconds are worth
 (Dinkelbach, 1967).  Expected tokens are drafted probabilities, corrected by how often such tokens were accepted.
 
     `Auto.grow`      is this draft asked in this step at all, and for one more level?
-    `Auto.fit`       how many nodes of the merged tree does the target score?  None: the step is plain
+    `Auto.fit`       how many nodes of the merged trees does the target score?  None: the step is plain
     `Auto.observe`   the step's outcome and seconds; later texts use what was learnt, too
 
 Trees depend on time, token ids do not: trees are ranked, and exact match is exact for every tree.
@@ -17,7 +17,7 @@ Trees depend on time, token ids do not: trees are ranked, and exact match is exa
 from collections import defaultdict
 from collections.abc import Sequence
 from copy import copy, deepcopy
-from itertools import accumulate, zip_longest
+from itertools import accumulate, chain, zip_longest
 from math import exp, inf
 from os import PathLike
 from typing import Any
@@ -151,13 +151,13 @@ class Auto:
     def __repr__(self) -> str:
         return f"Auto(max_nodes={self.max_nodes}, max_depth={self.max_depth})"
 
-    def begin(self, drafts: int, coupled: bool, rows: int = 1) -> "Auto":
+    def begin(self, drafts: int, coupled: bool, rows: int = 1, packed: bool = False) -> "Auto":
         """Return an object for one text, which shares what is learnt: see `start`."""
         text = copy(self)
-        text.start(drafts, coupled, rows)
+        text.start(drafts, coupled, rows, packed)
         return text
 
-    def start(self, drafts: int, coupled: bool, rows: int = 1) -> None:
+    def start(self, drafts: int, coupled: bool, rows: int = 1, packed: bool = False) -> None:
         """Begin a text: every draft gets a trial, however idle it was, because texts differ.
 
         Of many texts at a time about as much is accepted as of earlier ones: a draft that gained too little there is
@@ -167,6 +167,7 @@ class Auto:
             drafts: how many there are.
             coupled: whether drafts rank by the target's noise.
             rows: texts that are decoded at a time, at first.
+            packed: whether trees of different sizes cost no more than their nodes, as in packed passes.
 
         Raises:
             PolicyError: the profile is for another number of drafts.
@@ -175,7 +176,7 @@ class Auto:
             if drafts != self.given.drafts:
                 raise PolicyError(f"the profile is for {self.given.drafts} drafts, not {drafts}: save one for these")
             self.learnt = deepcopy(self.given)  # so that a text does not depend on others
-        self.learnt.drafts = drafts
+        self.learnt.drafts, self.packed = drafts, packed
         self.costs, self.acceptance = self.learnt.costs, self.learnt.acceptance[coupled]
         self.steps = self.since_plain = 0
         self.surprises, self.ceiling = 0, inf  # sizes beyond the usual ones that were dear; tokens not to be fed again
@@ -229,13 +230,16 @@ class Auto:
         return nodes, max(self.max_depth, min(nodes, self.most_depth))
 
     def fit(self, trees: Sequence[TokenTree]) -> Forest:
-        """Return each tree's nodes that are worth their part of the target's pass; as many in all rows, or none."""
+        """Return each tree's nodes that are worth their part of the target's pass, or none.
+
+        They are as many in all rows, unless passes are packed: then some rows may have none.
+        """
         forest = Forest.of(trees)
         with self.lock:
             self.grown = forest
             reached = self.acceptance.path(forest.nodes)
             size = self._size(forest.nodes, reached)
-        return forest.best(size, reached)
+        return forest.best(size, reached, together=self.packed)
 
     def wanted_nodes(self, draft: int, depth: int, accepted: Sequence[Sequence[float]]) -> int:
         """Return about how many nodes of each row a draft is asked: none unless they gain more than the level costs.
@@ -255,19 +259,24 @@ class Auto:
         return size_bucket(max(wanted, default=1))
 
     def _size(self, nodes: Nodes, reached: Sequence[float]) -> int:
-        """Return how many nodes the target scores in each row, from all nodes' probabilities of acceptance."""
+        """Return how many nodes the target scores in each row, from all nodes' probabilities of acceptance.
+
+        In packed passes, in all rows.
+        """
         starts = nodes.starts.tolist()
         rows, ends = len(starts) - 1, starts[1:]
-        best = [sorted(reached[start + 1 : end], reverse=True) for start, end in zip(starts, ends, strict=False)]
-        limit, _ = self.limits(rows)
+        best = [reached[start + 1 : end] for start, end in zip(starts, ends, strict=False)]
+        best, counted = ([[*chain(*best)]], rows) if self.packed else (best, 1)  # rows that a number is of
+        limit = counted * self.limits(rows)[0]
         most = min(limit, max(map(len, best)))
         price = self.costs.price(rows)
-        first = min(max(1, FIRST_NODES // rows), most)
+        first = min(max(1, counted * FIRST_NODES // rows), most)
         if price is None:
             return first
-        gains = [0.0, *accumulate(map(sum, zip_longest(*best, fillvalue=0.0)))]  # of so many nodes in every row
-        sizes = [n for n in range(most + 1) if size_bucket(n + 1) == n + 1 or n == limit]
-        size = max(sizes, key=lambda n: gains[n] - price * self.costs.seconds(rows, n))
+        ranked = (sorted(group, reverse=True) for group in best)
+        gains = [0.0, *accumulate(map(sum, zip_longest(*ranked, fillvalue=0.0)))]  # of so many nodes
+        sizes = [n for n in range(most + 1) if self.packed or size_bucket(n + 1) == n + 1 or n == limit]
+        size = max(sizes, key=lambda n: gains[n] - price * self.costs.seconds(rows, n / counted))
         self.worth = size > 0
         return size or (first if any(record.tried(self.steps) for record in self.records) else 0)
 
@@ -329,7 +338,8 @@ class Auto:
         """
         assert self.grown is not None, "a step is fitted before it is observed"
         with self.lock:
-            rows, nodes = len(trees), max(tree.num_drafted for tree in trees)
+            rows, drafted = len(trees), [tree.num_drafted for tree in trees]
+            nodes = sum(drafted) / rows if self.packed else max(drafted)  # that each row pays for
             if not self.frozen and seconds is not None:
                 self._time(rows, nodes, proposing, seconds - sum(proposing))
             levels = [self.costs.levels[d].value * n for d, n in self.levels.items() if d in self.costs.levels]
@@ -348,9 +358,9 @@ class Auto:
             self.grown = None
             self.asked = self._choose(rows)
 
-    def _time(self, rows: int, nodes: int, proposing: Sequence[float], rest: float) -> None:
+    def _time(self, rows: int, nodes: float, proposing: Sequence[float], rest: float) -> None:
         """Learn costs from a step's seconds: of each draft, and of the rest."""
-        fed, plain = rows * (nodes + 1), self.costs.plain.get(rows)
+        fed, plain = round(rows * (nodes + 1)), self.costs.plain.get(rows)
         if nodes and plain is not None and rest <= FAR * plain.value:
             self.costs.cheap = max(fed, self.costs.cheap)
         if nodes > self.max_nodes and fed > self.costs.trees.largest and rest > FAR * self.costs.trees.at(fed):

@@ -72,7 +72,7 @@ def write_text(target: TreeModel, tokenizer: Any, aux_layers: Sequence[int]) -> 
         states = [[] if early is None else [early] for early in session.prefill([row[:-1] for row in prompts])]
         ids = [list(row) for row in prompts]
         for _ in range(count):
-            logits = session.score(Forest(Kind.RANKED, [row[-1] for row in ids]))[:, 0]
+            logits = torch.stack([row[0] for row in session.score(Forest(Kind.RANKED, [row[-1] for row in ids]))])
             for row, kept in zip(states, session.commit([(0,)] * len(ids)), strict=True):
                 row += [] if kept is None else [kept]
             for written, token in zip(ids, logits.argmax(-1).tolist(), strict=True):

@@ -167,7 +167,7 @@ class Run:
                 return
             target, drafts, states = self.open_sessions(rows)
             if isinstance(self.policy, Auto):
-                self.policy = self.policy.begin(len(drafts), self._coupled(rows), len(rows))
+                self.policy = self.policy.begin(len(drafts), self._coupled(rows), len(rows), target.packs)
             self.notes.append(self.decoder.passes)
             run_plain = [each for each in models if each.runs_modules or (each is models[0] and not target.compiled)]
         self._read_clocks(started, target, drafts)

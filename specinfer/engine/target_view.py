@@ -26,11 +26,11 @@ from specinfer.prompts import check_ids
 from specinfer.tree import TokenTree
 
 
-def target_views(rows: Sequence[Row], trees: Sequence[TokenTree], logits: Tensor) -> list["RowView"]:
-    """Return a view of the target for every row's tree, from logits (B, N or more, V)."""
+def target_views(rows: Sequence[Row], trees: Sequence[TokenTree], logits: Sequence[Tensor]) -> list["RowView"]:
+    """Return a view of the target for every row's tree, from its logits (N or more, V)."""
     for row in rows:
         row.step += 1
-    views = [RowView(*row) for row in zip(rows, trees, logits.unbind(), strict=True)]
+    views = [RowView(*row) for row in zip(rows, trees, logits, strict=True)]
     step = [ref(view) for view in views]
     for view in views:
         view.step = step
@@ -202,4 +202,4 @@ def verify_tree(
     settings = resolve(GenerationConfig(), vocab_size=logits.shape[1], **options)
     row = Row(0, ids, settings, 1, seed, logits.device)
     with torch.inference_mode():
-        return rule.verify(tree, target_views([row], [tree], logits[None])[0])
+        return rule.verify(tree, target_views([row], [tree], [logits])[0])

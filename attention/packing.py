@@ -1,0 +1,70 @@
+"""Nodes of all rows side by side: a pass over rows of different sizes computes no padding.
+
+Knows: how many nodes each row has, tensors with an entry for each node.  Does not know: trees, models, caches.
+
+A layout has as many nodes in every row.  A compiled pass may take them as one row of N nodes instead, each with the
+number of the row whose slots it reads and writes ("sequence packing", "variable length attention").
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from specinfer.attention.layout import Layout, on_device
+
+
+class Packing:
+    """Which nodes of B rows of T are one of N.
+
+    A row of padding alone keeps one node, so that it has logits.
+
+    Args:
+        layout: the rows.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        rows, width = layout.tokens.shape
+        sizes = [max(1, size) for size in layout.sizes] or [width] * rows
+        self.shape, self.sizes, self.is_ragged = (rows, width), sizes, min(sizes) < width
+        device = layout.tokens.device
+        every = torch.arange(rows, device=device)[:, None].expand(rows, width)
+        real = torch.arange(width, device=device) < on_device(sizes, device)[:, None]
+        self.real = real if self.is_ragged else None  # (B, T), which nodes are no padding
+        self.rows = self.pack(every)  # (1, N), the row of each node
+
+    def pack(self, values: Tensor) -> Tensor:
+        """Return the entries (B, T, ...) of all nodes, (1, N, ...)."""
+        return (values.flatten(0, 1) if self.real is None else values[self.real])[None]
+
+    def columns(self, wanted: Tensor) -> Tensor:
+        """Return the nodes (B * C,) that stand in some columns (C,) of the rows; the last one, where a row has fewer."""
+        sizes = on_device(self.sizes, wanted.device)[:, None]
+        starts = on_device([0, *accumulate(self.sizes)][:-1], wanted.device)[:, None]
+        return (starts + wanted.minimum(sizes - 1)).flatten()
+
+    def split(self, found: Tensor) -> Sequence[Tensor]:
+        """Return what was found for all nodes, (1, N, ...), by rows."""
+        return found[0].split(self.sizes)
+
+    def unpack(self, found: Tensor) -> Tensor:
+        """Return what was found for all nodes, (1, N, ...), as (B, T, ...), 0 in padding."""
+        return pad_sequence(list(self.split(found)), True) if self.is_ragged else found.view(*self.shape, *found.shape[2:])
+
+    def inputs(self, given: dict[str, Any], slots: Tensor) -> dict[str, Any]:
+        """Return the inputs of a forward, (B, T, ...) each, for all nodes, with their rows and slots of the cache."""
+        others = {"attention_mask", "logits_to_keep"}
+        packed = {name: self.pack(value) for name, value in given.items() if name not in others}
+        mask = given["attention_mask"]
+        packed |= {"cache_rows": self.rows, "cache_slots": self.pack(slots)}
+        packed["attention_mask"] = (
+            self._mask(mask) if isinstance(mask, Tensor) else {kind: self._mask(each) for kind, each in mask.items()}
+        )
+        return packed | ({"logits_to_keep": self.columns(given["logits_to_keep"])} if "logits_to_keep" in given else {})
+
+    def _mask(self, mask: Tensor) -> Tensor:
+        """Return a mask (B, 1, T, L) for all nodes, (1, 1, N, L)."""
+        return self.pack(mask[:, 0])[:, None]
