@@ -227,6 +227,8 @@ class TreeCache(Cache):
         `keep`).  An empty path keeps nothing.  ``None`` retires the row, and the rows after it move up.
         """
         self._check_paths(paths)
+        if not self.pending and None not in paths:
+            return
         moves = [
             (row, self.lengths[row] + source, self.lengths[row] + target)
             for row, path in enumerate(paths)

@@ -65,7 +65,7 @@ class DraftRecord:
 
     Args:
         step: from which it is judged.
-        doubted: whether it is not asked at first, for it gained too little in earlier texts.
+        idled: it is idle, for it gained too little in earlier texts: for so many steps already, and how many it waits.
 
     Attributes:
         gained: tokens a step that it added to those of cheaper drafts.
@@ -76,11 +76,11 @@ class DraftRecord:
         wait: steps that it is idle then, or next time.
     """
 
-    def __init__(self, step: int = 0, doubted: bool = False) -> None:
+    def __init__(self, step: int = 0, idled: tuple[int, int] | None = None) -> None:
         self.gained, self.levels = Average(), Average()
-        self.first = self.until = step + (0 if doubted else JUDGED)
-        self.wait = 2 * WAITS[0] if doubted else WAITS[0]
-        self.idle_from: int | None = None
+        self.first = self.until = step + (JUDGED if idled is None else 0)
+        before, self.wait = idled or (0, WAITS[0])
+        self.idle_from = None if idled is None else step - before
 
     def tried(self, step: int) -> bool:
         """Return whether a step belongs to a trial of the draft, after it was idle."""
@@ -161,7 +161,7 @@ class Auto:
         """Begin a text: every draft gets a trial, however idle it was, because texts differ.
 
         Of many texts at a time about as much is accepted as of earlier ones: a draft that gained too little there is
-        idle first.
+        idle first, and its wait goes on.
 
         Args:
             drafts: how many there are.
@@ -286,14 +286,17 @@ class Auto:
         self.surplus = Average(2 * PATIENCE)  # tokens a step, more than plain decoding makes in its seconds
         self.records = [DraftRecord(self.steps, self._doubted(draft, rows)) for draft in range(drafts)]
 
-    def _doubted(self, draft: int, rows: int) -> bool:
-        """Whether a draft's first levels gained less than they cost, in earlier texts, at so many rows."""
+    def _doubted(self, draft: int, rows: int) -> tuple[int, int] | None:
+        """Return how long a draft is idle already, and its wait, if its first levels gained less than they cost.
+
+        That is in earlier texts, at so many rows; None if it is to be asked.
+        """
         level = self.costs.level(draft, rows)
         if rows < MANY or level is None or not self.costs.trees.known:
-            return False
+            return None
         cost = level / rows + self.costs.node(rows)
         gains = [self.acceptance.expected(draft, depth) - cost for depth in range(1, DEPTHS + 1)]
-        return max(accumulate(gains)) < 0
+        return self.learnt.idle.get(draft, (0, 2 * WAITS[0])) if max(accumulate(gains)) < 0 else None
 
     def _choose(self, rows: int) -> int:
         """Return the drafts to ask in the next step, a bit mask."""
@@ -357,6 +360,11 @@ class Auto:
             self.levels.clear()
             self.grown = None
             self.asked = self._choose(rows)
+            for draft, record in enumerate(self.records if rows >= MANY else ()):
+                if record.idle_from is None:
+                    self.learnt.idle.pop(draft, None)
+                else:
+                    self.learnt.idle[draft] = self.steps - record.idle_from, record.wait
 
     def _time(self, rows: int, nodes: float, proposing: Sequence[float], rest: float) -> None:
         """Learn costs from a step's seconds: of each draft, and of the rest."""
