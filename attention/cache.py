@@ -17,8 +17,10 @@ import weakref
 from collections.abc import Sequence
 from functools import cache, partial
 from itertools import chain, pairwise
+from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -36,7 +38,7 @@ class Stack:
     """
 
     def __init__(self, layers: int, states: Tensor, rows: int, capacity: int) -> None:
-        self.hold(states.new_zeros(layers, rows, states.shape[1], capacity, states.shape[3]))
+        self.hold(_zeros(states, layers, rows, states.shape[1], capacity, states.shape[3]))
         self.taken = 0  # layers
 
     def hold(self, data: Tensor) -> None:
@@ -342,6 +344,13 @@ class TreeCache(Cache):
         for row, path in enumerate(paths):
             if path and not all(a < b for a, b in pairwise((-1, *path, self.pending))):
                 raise CacheError(f"row {row}: path {list(path)} is not ascending within {self.pending} slots")
+
+
+def _zeros(like: Tensor, *shape: int) -> Tensor:
+    """Return zeros of a tensor's dtype and device.  On a CPU, pages of memory are not touched before they are used."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    return torch.from_numpy(np.zeros(prod(shape) * like.itemsize, np.uint8)).view(like.dtype).view(shape)
 
 
 @cache  # graphs read it at this address

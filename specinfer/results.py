@@ -479,7 +479,7 @@ def counts_by_depth(steps: Iterable[Step]) -> list[tuple[int, int]]:
 def contribution(steps: Iterable[Step], draft: int, name: str, passes: int, seconds: float) -> Contribution:
     """Return what the draft with this id did in steps of one row or of several."""
     tokens = only = 0
-    for step in steps:
+    for step in (step for step in steps if step.path):
         proposers = step.tree.proposers
         path = [proposers[node] for node in step.path[: len(step.tokens)]]
         tokens += sum(mask >> draft & 1 for mask in path)

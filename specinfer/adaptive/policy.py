@@ -47,7 +47,8 @@ MAX_NODES, MAX_DEPTH = 31, 31  # with the root, 32 tokens: a size bucket
 MOST = 255  # the same, of nodes and of levels, where passes over many tokens cost hardly more
 FIRST_NODES = 4  # of all rows' trees, one each at least, that are scored to learn what trees cost now
 PLAIN_AGAIN = 2, 8, 128  # steps after which a plain one measures the machine: at first, and later at least and at most
-MANY = 4  # rows from which on what was accepted in earlier texts tells what will be, on average
+MANY = 4  # rows from which on what was accepted in earlier texts tells what will be, on average ...
+PLAIN_FIRST = 2  # ... and so a text starts with so many plain steps: is the machine as fast as it was?
 PATIENCE = 8  # steps without a tree that was worth its cost, or at a loss, after which all drafts are idle
 LUCK = 1.2  # tokens that a step gains or loses by chance, about: a loss must be larger, for so many steps
 MARGIN = 1.03  # a draft must promise to be worth so many times what it costs, for averages err
@@ -178,13 +179,16 @@ class Auto:
             self.learnt = deepcopy(self.given)  # so that a text does not depend on others
         self.learnt.drafts, self.packed = drafts, packed
         self.costs, self.acceptance = self.learnt.costs, self.learnt.acceptance[coupled]
-        self.steps = self.since_plain = 0
+        self.steps = self.since_plain = self.plain_first = 0
         self.surprises, self.ceiling = 0, inf  # sizes beyond the usual ones that were dear; tokens not to be fed again
         self.worth = False  # whether this step has a tree that is worth its cost
         with self.lock:
             self._judge(drafts, rows)
         self.asked = sum(1 << d for d, record in enumerate(self.records) if record.until)  # bit mask, of the next step
         self.warm = 0  # those asked in the step before: the others must first read what they missed
+        if rows >= MANY and not self.frozen and (plain := self.costs.plain.get(rows)):
+            plain.count, self.plain_first = min(plain.count, 1), PLAIN_FIRST
+            self.asked = 0
         self.levels: defaultdict[int, int] = defaultdict(int)  # asked for in this step, by draft
         self.grown: Forest | None = None  # this step's trees, before `fit`
 
@@ -302,7 +306,7 @@ class Auto:
         """Return the drafts to ask in the next step, a bit mask."""
         if not self.judged_rows / 2 < rows < 2 * self.judged_rows:  # nodes and levels have another price
             self._judge(len(self.records), rows)
-        if not self.frozen and self.since_plain >= self._plain_again(rows):
+        if self.steps < self.plain_first or (not self.frozen and self.since_plain >= self._plain_again(rows)):
             return 0
         prices = [self.costs.level(draft, rows) for draft in range(len(self.records))]
         pays = self.since_tree < PATIENCE and self.surplus.value > -LUCK / max(self.surplus.weight, 1) ** 0.5
