@@ -348,7 +348,7 @@ class TreeCache(Cache):
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:
     """Return zeros of a tensor's dtype and device.  On a CPU, pages of memory are not touched before they are used."""
-    if like.device.type != "cpu":
+    if like.device.type != "cpu" or not prod(shape):
         return like.new_zeros(shape)
     return torch.from_numpy(np.zeros(prod(shape) * like.itemsize, np.uint8)).view(like.dtype).view(shape)
 

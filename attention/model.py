@@ -363,6 +363,8 @@ class TreeSession:
         if not aux_states:
             return [None] * len(paths)
         states = torch.cat(aux_states, 1) if len(aux_states) > 1 else aux_states[0]
+        if {None, (0,)} >= {path if path is None else tuple(path) for path in paths}:  # above all, steps without trees
+            return [None if path is None else row for path, row in zip(paths, states[:, :1].clone(), strict=True)]
         return [None if path is None else _chosen(states[row], path) for row, path in enumerate(paths)]
 
     def join(self, other: "TreeSession") -> None:

@@ -84,7 +84,10 @@ class LatticeSource(Source, Protocol):
 
 
 class Policy(Protocol):
-    """How a tree grows: at most `max_nodes` drafted nodes, in at most `max_depth` rounds."""
+    """How a tree grows: at most `max_nodes` drafted nodes, in at most `max_depth` rounds.
+
+    A policy may have an attribute ``idle``: whether it asks no draft in the next step.
+    """
 
     @property
     def kind(self) -> Kind:

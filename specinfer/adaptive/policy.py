@@ -213,6 +213,11 @@ class Auto:
 
     # ---- what is chosen ----
 
+    @property
+    def idle(self) -> bool:
+        """Whether no draft is asked in the next step."""
+        return not self.asked
+
     def grow(self, source: Source, max_depth: int | None = None) -> Growth:
         """Grow one tree per row: none if the draft is idle, else level by level while that pays."""
         nodes, depth = self.limits(source.batch)
@@ -238,9 +243,11 @@ class Auto:
 
         They are as many in all rows, unless passes are packed: then some rows may have none.
         """
-        forest = Forest.of(trees)
+        forest = self.grown = Forest.of(trees)
+        if len(forest.nodes) == len(forest):
+            self.worth = False
+            return forest
         with self.lock:
-            self.grown = forest
             reached = self.acceptance.path(forest.nodes)
             size = self._size(forest.nodes, reached)
         return forest.best(size, reached, together=self.packed)
@@ -355,8 +362,9 @@ class Auto:
             if any(self.levels.values()) and (plain := self.costs.seconds(rows, 0)):
                 spent = modelled if self.frozen or seconds is None else min(seconds, FAR * modelled)
                 self.surplus.add(emitted - rows * spent / plain)
-            self.acceptance.observe(self.grown, tokens)
-            self._credit(trees, paths)
+            if self.levels:
+                self.acceptance.observe(self.grown, tokens)
+                self._credit(trees, paths)
             self.steps += 1
             self.since_plain = self.since_plain + 1 if nodes else 0
             self.since_tree = 0 if self.worth else self.since_tree + 1

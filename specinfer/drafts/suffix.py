@@ -118,7 +118,7 @@ def with_memory(drafts: Sequence[Any], memory: Memory | None) -> list[Any]:
 class SuffixSession(DraftRows):
     """A draft that counts at work: a `Source` of sparse distributions on the CPU."""
 
-    per_row = (*DraftRows.per_row, "texts", "passages")
+    per_row = (*DraftRows.per_row, "texts", "unread", "passages")
     passes = 0
     seconds = 0.0
     prefill_seconds = 0.0
@@ -140,6 +140,7 @@ class SuffixSession(DraftRows):
         self.texts = [TextIndex(lengths, max_context, special) for _ in context.prompts]
         for text, prompt in zip(self.texts, context.prompts, strict=True):
             text.extend(prompt, unsaid=len(common([prompt, template])))
+        self.unread: list[list[int]] = [[] for _ in self.texts]  # committed tokens that are not in the texts yet
         self.passages = [Passages() for _ in self.texts if resuming]  # per row, or none
         self.paths: list[list[tuple[int, ...]]] = []  # per row: the path of every frontier node so far, root first
 
@@ -157,6 +158,9 @@ class SuffixSession(DraftRows):
 
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow one tree per row below its last committed token."""
+        for text, new in zip(self.texts, self.unread, strict=True):
+            text.extend(new)
+            new.clear()
         roots = [text.ids[-1] for text in self.texts]
         if not any(map(self.known, range(self.batch))):
             return Forest(policy.kind, roots)
@@ -169,12 +173,12 @@ class SuffixSession(DraftRows):
         states: Sequence[Tensor | None] = (),
         scored: Sequence[Scored] = (),
     ) -> None:
-        """Append each row's committed tokens to its text; None retires the row."""
+        """Note each row's committed tokens, which are read when a tree is asked for; None retires the row."""
         for row, new in enumerate(tokens):
             if self.passages:
                 self.passages[row].extend(new or (), self.texts[row], self.indices(row))
             else:
-                self.texts[row].extend(new or ())
+                self.unread[row] += new or ()
         self.advance(tokens)
 
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:

@@ -63,13 +63,13 @@ def decode(
 def propose(drafts: Sequence[Proposer], policy: Policy, rows: Sequence[Row]) -> Forest:
     """Return one tree per row: the drafts' trees, merged, and cut to the depth that the row may still emit.
 
-    If no row may grow a tree, all get bare roots and the drafts are not asked.
+    If no row may grow a tree, or the policy is idle, all get bare roots and the drafts are not asked.
 
     Raises:
         TreeError: a draft's trees grow from other tokens than the rows' last ones.
     """
     roots, depths = [row.ids[-1] for row in rows], [row.max_depth for row in rows]
-    if drafts and policy.max_nodes and max(depths):
+    if drafts and policy.max_nodes and max(depths) and not getattr(policy, "idle", False):
         trees = Forest.merged([draft.propose(policy, max(depths)) for draft in drafts]).pruned(depths)
     else:
         trees = Forest(policy.kind, roots)
