@@ -305,7 +305,7 @@ class Auto:
         level = self.costs.level(draft, rows)
         if rows < MANY or level is None or not self.costs.trees.known:
             return None
-        cost = level / rows + self.costs.node(rows)
+        cost = (1 + DOUBT) * (level / rows + self.costs.node(rows))
         gains = [self.acceptance.expected(draft, depth) - cost for depth in range(1, DEPTHS + 1)]
         return self.learnt.idle.get(draft, (0, 2 * WAITS[0])) if max(accumulate(gains)) < 0 else None
 
