@@ -139,7 +139,17 @@ def export_pass(
     per_node, buffers = {**each, 1: nodes}, [{0: rows, 2: slots}] * len(example.keys)
     per_mask = {**each, 2: nodes, 3: kv_length}
     given, positions, extra = ([per_node] * len(part) for part in (example.rows, example.positions, example.extra))
-    shapes: Any = per_node, given, positions, [per_mask] * len(example.masks), per_node, {0: kept}, buffers, buffers, extra
+    shapes: Any = (
+        per_node,
+        given,
+        positions,
+        [per_mask] * len(example.masks),
+        per_node,
+        {0: kept},
+        buffers,
+        buffers,
+        extra,
+    )
     options: Any = {"strict": False, "prefer_deferred_runtime_asserts_over_guards": True}
     settings: Any = _config
     with torch.no_grad(), settings.patch(backed_size_oblivious=True):  # so that one is a size like others

@@ -52,7 +52,9 @@ class Packing:
 
     def unpack(self, found: Tensor) -> Tensor:
         """Return what was found for all nodes, (1, N, ...), as (B, T, ...), 0 in padding."""
-        return pad_sequence(list(self.split(found)), True) if self.is_ragged else found.view(*self.shape, *found.shape[2:])
+        return (
+            pad_sequence(list(self.split(found)), True) if self.is_ragged else found.view(*self.shape, *found.shape[2:])
+        )
 
     def inputs(self, given: dict[str, Any], slots: Tensor) -> dict[str, Any]:
         """Return the inputs of a forward, (B, T, ...) each, for all nodes, with their rows and slots of the cache."""

@@ -287,6 +287,41 @@ def test_among_many_texts_a_draft_that_gained_too_little_before_is_idle_first(dr
     assert world.run(4).asked(0, 4) == asked
 
 
+def test_among_many_texts_a_wait_goes_on_in_the_next_ones():
+    """So trials do not come with every batch; with few rows every text has its own."""
+    for rows, most in ((8, 3), (1, 100)):
+        world, asked = World([BAD], flat(0.1), 0.02, rows=rows).run(300), 0
+        for _ in range(10):
+            world.policy.start(1, coupled=False, rows=rows)
+            asked += world.run(30).asked(0, 30)
+        assert asked <= 2 * most
+        assert rows > 1 or asked >= 10 * 4
+
+
+def test_an_idle_policy_says_so():
+    """Then no draft is asked to propose."""
+    world = World([BAD], flat(0.1), 0.02).run(60)
+    assert world.policy.idle == (not world.policy.asked)
+    found = set()
+    for _ in range(40):
+        idle = world.policy.idle
+        found.add((idle, world.run(1).asked(0, 1) > 0))
+    assert found == {(True, False), (False, True)}
+
+
+def test_packed_trees_are_chosen_among_all_rows():
+    """A node goes where it is worth most, and a row that has none costs nothing."""
+    auto = World([GOOD], flat(0.1, 0.01), 0.001, rows=2).run(40).policy
+    sure, unsure = (
+        TokenTree.from_nodes(0, [1, 2], [0, 1], [score, 2 * score], [[Draw(0, 0)]] * 2) for score in (-0.01, -6.0)
+    )
+    for packed, sizes in ((True, [2, 0]), (False, None)):
+        auto.start(1, coupled=False, rows=2, packed=packed)
+        found = [tree.num_drafted for tree in auto.fit([sure, unsure])]
+        assert sizes is None or found == sizes
+        assert packed or found[0] == found[1]
+
+
 def test_a_draft_that_became_good_is_noticed_in_short_batches_too():
     world = World([BAD], flat(0.1), 0.02, rows=8).run(300)
     world.distributions = [GOOD]

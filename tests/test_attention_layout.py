@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import Gemma2Config, LlamaConfig, MistralConfig
 
 from specinfer.attention import AttentionSpec, Layout, attention_mask, lay_out_chains, lay_out_level, lay_out_trees
+from specinfer.attention.packing import Packing
 from specinfer.errors import UnsupportedModel
 from specinfer.tree import Draw, Frontier, TokenTree
 
@@ -51,6 +52,48 @@ def closure(tree: TokenTree) -> list[set[int]]:
 
 def columns_seen(row: Tensor) -> set[int]:
     return set(row.nonzero().flatten().tolist())
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(1, 5))
+def test_packed_nodes_are_those_of_the_rows(sizes: list[int], columns: int) -> None:
+    """Side by side, row after row, without padding; and back.  A row without nodes keeps one."""
+    sizes = [*sizes, 5]
+    layout = lay_out_chains([range(1, size + 1) for size in sizes], CPU)
+    packing = Packing(layout)
+    counts = [max(1, size) for size in sizes]
+    nodes = [(row, column) for row, count in enumerate(counts) for column in range(count)]
+    every = torch.arange(len(sizes) * 5).view(len(sizes), 5)
+    packed = packing.pack(every)
+    assert packed.tolist() == [[5 * row + column for row, column in nodes]]
+    assert packing.rows.tolist() == [[row for row, _ in nodes]]
+    assert [row.tolist() for row in packing.split(packed)] == [
+        row[:count].tolist() for row, count in zip(every, counts, strict=True)
+    ]
+    back = packing.unpack(packed)
+    assert back.shape == every.shape
+    assert all(torch.equal(found[:n], row[:n]) for found, row, n in zip(back, every, counts, strict=True))
+    wanted = torch.arange(columns)
+    found = packed[0, packing.columns(wanted)].view(len(sizes), columns).tolist()
+    assert found == [[5 * row + min(column, n - 1) for column in range(columns)] for row, n in enumerate(counts)]
+
+
+def test_the_inputs_of_a_packed_pass() -> None:
+    """Masks of several kinds, positions and slots lose padding as tokens do; without padding nothing is copied."""
+    layout = lay_out_chains([[7, 8, 9], [5]], CPU)
+    mask, slots = torch.rand(2, 1, 3, 4), torch.tensor([[4, 5, 6], [1, 2, 3]])
+    given = {"input_ids": layout.tokens, "attention_mask": {"a": mask, "b": -mask}, "logits_to_keep": torch.tensor([0])}
+    packed = Packing(layout).inputs(given, slots)
+    assert packed["input_ids"].tolist() == [[7, 8, 9, 5]]
+    assert packed["cache_rows"].tolist() == [[0, 0, 0, 1]]
+    assert packed["cache_slots"].tolist() == [[4, 5, 6, 1]]
+    assert packed["logits_to_keep"].tolist() == [0, 3]
+    assert torch.equal(packed["attention_mask"]["b"][0, 0], -torch.cat([mask[0, 0], mask[1, 0, :1]]))
+    whole = lay_out_chains([[7, 8], [5, 6]], CPU)
+    assert (
+        Packing(whole).inputs({"input_ids": whole.tokens, "attention_mask": mask}, slots)["input_ids"].data_ptr()
+        == whole.tokens.data_ptr()
+    )
 
 
 @settings(deadline=None)

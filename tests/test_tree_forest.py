@@ -44,6 +44,20 @@ def test_rows_are_cut_as_if_each_were_alone(trees: list[TokenTree], count: int, 
 
 
 @PROPERTY
+@given(batches(Kind.RANKED, (0, 1), 3), st.integers(0, 20))
+def test_the_best_nodes_of_all_rows_are_those_of_one_tree(trees: list[TokenTree], count: int) -> None:
+    """Rows share the number: no node that is left out is worth more than one that is kept, and ancestors are kept."""
+    found = Forest.of(trees).best(count, together=True)
+    assert len(found.nodes) - 3 == min(count, sum(tree.num_drafted for tree in trees))
+    paths = [{tuple(tree.path(node)): score for node, score in enumerate(tree.scores.tolist())} for tree in trees]
+    kept = [{tuple(tree.path(node)) for node in range(len(tree))} for tree in found]
+    assert all(path[:-1] in row for row in kept for path in row if path)
+    inside = [paths[row][path] for row, own in enumerate(kept) for path in own if path]
+    outside = [score for row, own in enumerate(paths) for path, score in own.items() if path not in kept[row]]
+    assert min(inside, default=0.0) >= max(outside, default=-np.inf)
+
+
+@PROPERTY
 @given(st.sampled_from(list(Kind)).flatmap(lambda kind: batches(kind, (0, 1), 3)))
 def test_a_forest_is_its_trees_and_back(trees: list[TokenTree]) -> None:
     forest = Forest.of(trees)

@@ -73,9 +73,7 @@ class Forest(Sequence[TokenTree]):
         """Return the trees without the nodes that are deeper than their row's depth."""
         return self._with(self.nodes.pruned(depths))
 
-    def best(
-        self, count: int, worth: np.ndarray | Sequence[float] | None = None, together: bool = False
-    ) -> Forest:
+    def best(self, count: int, worth: np.ndarray | Sequence[float] | None = None, together: bool = False) -> Forest:
         """Return the `count` drafted nodes of each tree that are worth most: see `TokenTree.best`.
 
         Args:
