@@ -159,7 +159,8 @@ class CompiledPass:
         cache.open_layers(self.layers, self.dtype, ids.device)
         tensors = exported.Tensors(
             ids,
-            *([inputs[name]] if name in inputs else [] for name in ("cache_rows", "position_ids")),
+            [inputs["cache_rows"]] if self.packs else [],
+            [inputs["position_ids"]] if "position_ids" in inputs else [],
             masks,
             inputs["cache_slots"] if self.packs else cache.staged(ids.device),
             torch.arange(ids.shape[1], device=ids.device) if columns is None else columns,

@@ -5,8 +5,8 @@ Knows: token ids, depths, which node sees which.  Does not know: models, caches,
 A *layout* describes the T nodes that a pass feeds to each of B rows.  It says which of the S pending columns (those of
 earlier passes of the step, then these T) each node attends to: its ancestors and itself.  This is the topology-aware
 mask of SpecInfer (arXiv 2305.09781, section 4.2).  Every node sees all committed tokens, so these are not stored.
-Padding nodes see only themselves, which keeps softmax rows finite.  A pass that takes the nodes of all rows side by side
-leaves them out (`packing`).
+Padding nodes see only themselves, which keeps softmax rows finite.  A pass that takes the nodes of all rows side by
+side leaves them out (`packing`).
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,8 @@ def lay_out_trees(trees: Sequence[TokenTree], device: torch.device) -> Layout:
     tokens, depths = np.zeros((2, *visible.shape[:2]), np.int64)
     tokens[nodes.rows, nodes.columns] = nodes.tokens
     depths[nodes.rows, nodes.columns] = nodes.depths
-    return Layout(*(on_device(array, device) for array in (tokens, depths, visible)), tuple(nodes.sizes.tolist()))
+    tensors = [on_device(array, device) for array in (tokens, depths, visible)]
+    return Layout(tensors[0], tensors[1], tensors[2], tuple(nodes.sizes.tolist()))
 
 
 def lay_out_chains(chains: Sequence[Sequence[int]], device: torch.device) -> Layout:

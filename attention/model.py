@@ -25,8 +25,8 @@ from specinfer.attention.cache import TreeCache
 from specinfer.attention.graphs import Graphs, padded_width
 from specinfer.attention.layout import Layout, lay_out_behind, lay_out_chains, lay_out_trees, on_device
 from specinfer.attention.mask import AttentionSpec, attention_mask
-from specinfer.attention.packing import Packing
 from specinfer.attention.offload import device_of, is_dispatched, its_turn, spans_devices
+from specinfer.attention.packing import Packing
 from specinfer.attention.recurrent import StateCache
 from specinfer.attention.watch import modules_of
 from specinfer.common.ranks import Ranks

@@ -41,7 +41,7 @@ class Packing:
         return (values.flatten(0, 1) if self.real is None else values[self.real])[None]
 
     def columns(self, wanted: Tensor) -> Tensor:
-        """Return the nodes (B * C,) that stand in some columns (C,) of the rows; the last one, where a row has fewer."""
+        """Return the nodes (B * C,) in some columns (C,) of the rows; the last one, where a row has fewer."""
         sizes = on_device(self.sizes, wanted.device)[:, None]
         starts = on_device([0, *accumulate(self.sizes)][:-1], wanted.device)[:, None]
         return (starts + wanted.minimum(sizes - 1)).flatten()
@@ -59,7 +59,7 @@ class Packing:
     def inputs(self, given: dict[str, Any], slots: Tensor) -> dict[str, Any]:
         """Return the inputs of a forward, (B, T, ...) each, for all nodes, with their rows and slots of the cache."""
         others = {"attention_mask", "logits_to_keep"}
-        packed = {name: self.pack(value) for name, value in given.items() if name not in others}
+        packed: dict[str, Any] = {name: self.pack(value) for name, value in given.items() if name not in others}
         mask = given["attention_mask"]
         packed |= {"cache_rows": self.rows, "cache_slots": self.pack(slots)}
         packed["attention_mask"] = (

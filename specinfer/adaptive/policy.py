@@ -276,8 +276,8 @@ class Auto:
         """
         starts = nodes.starts.tolist()
         rows, ends = len(starts) - 1, starts[1:]
-        best = [reached[start + 1 : end] for start, end in zip(starts, ends, strict=False)]
-        best, counted = ([[*chain(*best)]], rows) if self.packed else (best, 1)  # rows that a number is of
+        each = [reached[start + 1 : end] for start, end in zip(starts, ends, strict=False)]
+        best, counted = ([[*chain(*each)]], rows) if self.packed else (each, 1)  # rows that a number is of
         limit = counted * self.limits(rows)[0]
         most = min(limit, max(map(len, best)))
         price = self.costs.price(rows)
