@@ -47,7 +47,7 @@ class Source(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """The tensors of one pass, in the order of the graph's inputs.  In a packed one B = 1, and R are the cache's rows."""
+    ids: Tensor  # (B, T)
 
     ids: Tensor  # (B, T)
     rows: list[Tensor]  # one (B, T) in a packed pass, the rows of the cache; else none, and R = B
