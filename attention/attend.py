@@ -142,8 +142,8 @@ def teach_compiler() -> None:
     def lower(queries: Any, keys: Any, values: Any, mask: Any, of_nodes: Any, scale: float) -> Any:
         given = [ir.ExternKernel.realize_input(each) for each in (queries, keys, values, mask, of_nodes) if each]
         given = [  # views of the cache are read where they are
-            each if 1 <= place <= 2 and each.get_stride()[-1] == 1 else ir.ExternKernel.require_contiguous(each)
-            for place, each in enumerate(given)
+            each if 1 <= index <= 2 and each.get_stride()[-1] == 1 else ir.ExternKernel.require_contiguous(each)
+            for index, each in enumerate(given)
         ]
         rows, heads, nodes, _ = queries.get_size()
         size = values.get_size()[3]

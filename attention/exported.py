@@ -47,7 +47,7 @@ class Source(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    ids: Tensor  # (B, T)
+    """The tensors of one pass, in the order of the graph's inputs; in a packed one B = 1, and the cache has R rows."""
 
     ids: Tensor  # (B, T)
     rows: list[Tensor]  # one (B, T) in a packed pass, the rows of the cache; else none, and R = B

@@ -127,7 +127,10 @@ def test_chains_see_what_came_before_and_padding_itself(chains: list[list[int]])
 def test_a_chain_is_the_tree_of_one_branch() -> None:
     chain = [7, 8, 9, 3]
     tree = TokenTree.from_nodes(7, chain[1:], [0, 1, 2], [-1.0, -2.0, -3.0], [[Draw(0, 0)]] * 3)
-    for a, b in zip(lay_out_chains([chain], CPU), lay_out_trees([tree], CPU), strict=True):
+    *tensors, sizes = lay_out_chains([chain], CPU)
+    *others, other_sizes = lay_out_trees([tree], CPU)
+    assert sizes == other_sizes == (4,)
+    for a, b in zip(tensors, others, strict=True):
         assert torch.equal(a, b)
 
 

@@ -144,8 +144,8 @@ class Nodes:
             level = np.flatnonzero(self.depths == depth)
             least[level] = np.minimum(least[level], least[self.parents[level]])
         if together:
-            places = _inverse(np.argsort(-least, kind="stable"), np.arange(len(self)))
-            return self._kept(places < len(self.sizes) + max(count, 0))
+            numbers = _inverse(np.argsort(-least, kind="stable"), np.arange(len(self)))  # the roots come first
+            return self._kept(numbers < len(self.sizes) + max(count, 0))
         order = np.lexsort((-least, self.rows))
         return self._kept(_inverse(order, self.columns) <= max(count, 0))
 
