@@ -52,6 +52,7 @@ BRANCHES = (0, 1, 0, 3, 4)  # parents of a tree: two chains below the root, one 
 USUAL = {"input_ids", "position_ids", "attention_mask", "logits_to_keep", "slots", "cache_rows", "cache_slots"}
 
 Outputs = tuple[Tensor, ...]
+Graph = tuple[torch.fx.GraphModule, tuple[exported.Source, ...]]
 Group = tuple[str, tuple[str, ...]]  # kind and names of a `Source`
 
 
@@ -267,11 +268,11 @@ def make(model: TreeModel, aux_layers: Sequence[int], folder: Path, stored: Any)
 
 def _graphs(
     model: TreeModel, aux_layers: Sequence[int], layers: Sequence[Sequence[int]], stored: Any
-) -> tuple[list[tuple[torch.fx.GraphModule, tuple[exported.Source, ...]]], bool]:
+) -> tuple[list[Graph], bool]:
     """Export a model's passes, packed if they can be; return them, and whether they are."""
     dtypes = {name: tensor.dtype for name, tensor in named_tensors(stored)}
 
-    def export(packed: bool) -> list[tuple[torch.fx.GraphModule, tuple[exported.Source, ...]]]:
+    def export(packed: bool) -> list[Graph]:
         found = []
         for extra in variants_of(model.model):
             kinds, names = sorted(model.spec.windows), sorted(extra)

@@ -393,7 +393,7 @@ class TreeSession:
     def _forward(
         self, layout: Layout, columns: Tensor | None, extra: dict[str, Tensor], run: Callable[[Inputs], Outputs]
     ) -> Tensor | Sequence[Tensor]:
-        """Feed a layout; return logits (B, C, V), or of a packed pass over all nodes those of each row, (N, V)."""
+        """Feed a layout; return logits (B, C, V), or of each row, (N, V), where rows of a packed pass differ in N."""
         model, cache = self.model, self.cache
         if model.stateful:
             logits, *aux_states = cache.feed(layout, columns, self._read_row)
@@ -419,7 +419,9 @@ class TreeSession:
         self.aux_states += map(packing.unpack, aux_states) if packing else aux_states
         if packing is None:
             return logits
-        return packing.split(logits) if columns is None else logits.view(len(layout.tokens), -1, logits.shape[2])
+        if columns is not None:
+            return logits.view(len(layout.tokens), -1, logits.shape[2])
+        return packing.split(logits) if packing.is_ragged else packing.unpack(logits)
 
     def _run(self, inputs: Inputs) -> Outputs:
         """Run the model: logits, and the auxiliary hidden states (B, T, K, H) if there are aux_layers."""

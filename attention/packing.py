@@ -32,8 +32,9 @@ class Packing:
         self.shape, self.sizes, self.is_ragged = (rows, width), sizes, min(sizes) < width
         device = layout.tokens.device
         every = torch.arange(rows, device=device)[:, None].expand(rows, width)
-        real = torch.arange(width, device=device) < on_device(sizes, device)[:, None]
-        self.real = real if self.is_ragged else None  # (B, T), which nodes are no padding
+        self.real: Tensor | None = None  # (B, T), which nodes are no padding, if there is some
+        if self.is_ragged:
+            self.real = torch.arange(width, device=device) < on_device(sizes, device)[:, None]
         self.rows = self.pack(every)  # (1, N), the row of each node
 
     def pack(self, values: Tensor) -> Tensor:

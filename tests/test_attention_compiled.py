@@ -319,6 +319,22 @@ def test_a_node_gets_the_same_bits_in_every_pass(name: str, request: pytest.Fixt
         assert torch.equal(logits([prompt], [chain], [*range(5)]), alone)
 
 
+def test_packed_passes_compute_no_padding(halved: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts and trees of different sizes are fed as so many tokens as they have; a prompt of none as one."""
+    target, fed = halved.target, []
+    assert isinstance(target.compiled, CompiledPass)
+    assert target.compiled.packs
+    (runner,) = target.compiled.runners.values()
+    run = runner.run
+    monkeypatch.setattr(runner, "run", lambda given: fed.append(tuple(given[0].shape)) or run(given))
+    session = target.session(3, 96)
+    with resumed(target):
+        session.prefill([[*range(20)], [5], []])
+        logits = session.score([toy_tree([5, 6, 7], [0, 1]), toy_tree([3], []), toy_tree([4, 8], [0])])
+    assert fed == [(1, 22), (1, 6)]
+    assert [len(row) for row in logits] == [3, 1, 2]
+
+
 def test_a_copy_in_float32_must_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     target = TreeModel(tiny_llama().bfloat16())
     assert computing(target) is target

@@ -184,10 +184,11 @@ class Auto:
         self.worth = False  # whether this step has a tree that is worth its cost
         with self.lock:
             self._judge(drafts, rows)
+            if rows >= MANY and not self.frozen and (plain := self.costs.plain.get(rows)):
+                plain.count, self.plain_first = min(plain.count, 1), PLAIN_FIRST
         self.asked = sum(1 << d for d, record in enumerate(self.records) if record.until)  # bit mask, of the next step
         self.warm = 0  # those asked in the step before: the others must first read what they missed
-        if rows >= MANY and not self.frozen and (plain := self.costs.plain.get(rows)):
-            plain.count, self.plain_first = min(plain.count, 1), PLAIN_FIRST
+        if self.plain_first:
             self.asked = 0
         self.levels: defaultdict[int, int] = defaultdict(int)  # asked for in this step, by draft
         self.grown: Forest | None = None  # this step's trees, before `fit`
