@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specinfer.attention.graphs import padded_kv_length
@@ -51,18 +50,18 @@ class Stack:
         kinds = [(data.shape[-3], data.shape[-1], data.dtype, data.device) for data in (states, self.data)]
         return self.taken < len(self.data) and kinds[0] == kinds[1]
 
-    def grow(self, capacity: int, used: int) -> None:
-        """Move the buffers into larger ones."""
-        self.data = pad(self.data[:, :, :, :used], (0, 0, 0, capacity - used))
+    def reserve(self, rows: int, capacity: int, used: Sequence[int]) -> None:
+        """Have room for so many rows and slots; ``used``: the slots of each row that are kept."""
+        layers, before, heads, slots, dim = self.data.shape
+        if rows > before or capacity > slots:
+            earlier, rows = self.data, max(rows, before)
+            self.hold(_zeros(earlier, layers, rows, heads, max(capacity, slots), dim))
+            self.take(earlier, 0, used)
 
-    def join(self, other: "Stack", first: int, rows: int, used: int) -> None:
-        """Copy the first slots of another stack's rows into the rows from ``first`` on."""
-        self.data[:, first : first + rows, :, :used] = other.data[:, :rows, :, :used]
-
-    def make_rows(self, rows: int) -> None:
-        """Have room for so many rows."""
-        if (missing := rows - self.data.shape[1]) > 0:
-            self.hold(pad(self.data, (0, 0, 0, 0, 0, 0, 0, missing)))
+    def take(self, data: Tensor, first: int, used: Sequence[int]) -> None:
+        """Copy rows of such buffers into the rows from ``first`` on, so many slots of each: the others stay untouched."""
+        for row, count in enumerate(used):
+            self.data[:, first + row, :, :count] = data[:, row, :, :count]
 
     def move_slots(self, rows: Tensor, sources: Tensor, targets: Tensor) -> None:
         """Copy slots of rows, (n,) each."""
@@ -130,7 +129,8 @@ class TreeCache(Cache):
             number of slots do the same work for all lengths, as a CUDA graph needs.
 
     Memory is ``2 * layers * rows * kv_heads * capacity * head_dim`` elements (see `nbytes`), and two and a half times
-    that while it doubles.  Only `keep` and the rare doubling copy rows.
+    that while it doubles; on a CPU, only slots that were written to take some.  Only `keep`, `join` and the rare
+    doubling copy rows.
     """
 
     def __init__(
@@ -262,14 +262,13 @@ class TreeCache(Cache):
         if self.pending or other.pending:
             raise CacheError(f"caches are joined between steps, not with {self.pending + other.pending} slots pending")
         self.max_capacity = max(self.max_capacity, other.max_capacity)
-        used = max(other.lengths, default=0)
-        self._reserve(used)
+        self._reserve(max(other.lengths, default=0))
         self._open_layers_of(other)
         for stack in chain(*self.stacks):
-            stack.make_rows(self.rows + other.rows)
+            stack.reserve(self.rows + other.rows, self.capacity, self.lengths)
         if other.layers:
             for mine, theirs in zip(chain(*self.stacks), chain(*other.stacks), strict=True):
-                mine.join(theirs, self.rows, other.rows, used)
+                mine.take(theirs.data, self.rows, other.lengths)
         self.rows += other.rows
         self.lengths = [*self.lengths, *other.lengths]
         self._take_buffers()
@@ -322,13 +321,12 @@ class TreeCache(Cache):
         if needed > self.max_capacity:
             advice = "shorten the prompt, ask for fewer new tokens, or use a smaller tree"
             raise CacheError(f"a row needs {needed} cache slots but the maximum is {self.max_capacity}: {advice}")
-        used = max(self.lengths, default=0) + self.pending
         self.capacity = min(max(2 * self.capacity, needed), self.max_capacity)
         written = [layer for layer in self.layers if layer.is_initialized]  # a pipeline stage has some of them
         for layer in written:
             layer.keys = layer.values = None  # else these views would keep every old stack until all have grown
         for stack in chain(*self.stacks):
-            stack.grow(self.capacity, used)
+            stack.reserve(self.rows, self.capacity, [length + self.pending for length in self.lengths])
         self._take_buffers()
 
     def _take_buffers(self) -> None:
