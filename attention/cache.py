@@ -59,7 +59,7 @@ class Stack:
             self.take(earlier, 0, used)
 
     def take(self, data: Tensor, first: int, used: Sequence[int]) -> None:
-        """Copy rows of such buffers into the rows from ``first`` on, so many slots of each: the others stay untouched."""
+        """Copy rows of such buffers into the rows from ``first`` on, so many slots of each; touch no others."""
         for row, count in enumerate(used):
             self.data[:, first + row, :, :count] = data[:, row, :, :count]
 

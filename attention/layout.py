@@ -71,21 +71,35 @@ def lay_out_chains(chains: Sequence[Sequence[int]], device: torch.device) -> Lay
     return Layout(tokens, columns * real, visible, tuple(map(len, chains)))
 
 
-def lay_out_behind(chains: Sequence[Sequence[int]], trees: Layout, device: torch.device) -> Layout:
-    """Lay out one chain of tokens per row, padded on the left, and behind its end a tree: T = S = both widths.
+def lay_out_behind(
+    chains: Sequence[Sequence[int]], trees: Sequence[TokenTree], device: torch.device, aligned: bool = True
+) -> Layout:
+    """Lay out one chain of tokens per row, and behind its end a tree: T = S.
 
-    So the trees' columns are the same in all rows, the last ones.
+    Args:
+        chains: token ids per row, possibly none.
+        trees: one per row.
+        device: of the tensors.
+        aligned: whether chains are padded on the left, so that all trees begin in the same column.  Else rows are
+            padded on the right.
     """
-    width = max(len(chain) for chain in chains)
-    tokens = on_device([[*[0] * (width - len(chain)), *chain] for chain in chains], device)
-    lengths = on_device([len(chain) for chain in chains], device)[:, None]
-    columns = torch.arange(width, device=device)
-    real = columns >= width - lengths  # (B, T)
-    depths = torch.where(real, columns - width + lengths, 0)
-    causal = (columns[:, None] >= columns) & real[:, :, None] & real[:, None, :] | (columns[:, None] == columns)
-    above = real[:, None, :].expand(-1, trees.width, -1)
-    visible = torch.cat([pad(causal, (0, trees.width)), torch.cat([above, trees.visible], 2)], 1)
-    return Layout(torch.cat([tokens, trees.tokens], 1), torch.cat([depths, trees.depths + lengths], 1), visible)
+    nodes = Forest.of(trees).nodes
+    above, longest, width = ancestors(nodes), max(map(len, chains)), int(nodes.sizes.max())
+    sizes = [len(chain) + int(size) for chain, size in zip(chains, nodes.sizes, strict=True)]
+    columns = longest + width if aligned else max(sizes)
+    tokens, depths = np.zeros((2, len(chains), columns), np.int64)
+    visible = np.tile(np.eye(columns, dtype=bool), (len(chains), 1, 1))
+    for row, chain in enumerate(chains):
+        first = longest - len(chain) if aligned else 0
+        read = slice(first, first + len(chain))
+        behind = slice(read.stop, read.stop + len(trees[row]))
+        tokens[row, read], depths[row, read] = chain, range(len(chain))
+        visible[row, read, read] = np.tri(len(chain), dtype=bool)
+        visible[row, behind, read] = True
+        visible[row, behind, behind] = above[row, : len(trees[row]), : len(trees[row])]
+        tokens[row, behind], depths[row, behind] = trees[row].tokens, trees[row].depths + len(chain)
+    tensors = [on_device(array, device) for array in (tokens, depths, visible)]
+    return Layout(tensors[0], tensors[1], tensors[2], () if aligned else tuple(sizes))
 
 
 def lay_out_level(frontier: Frontier, earlier: Layout | None, device: torch.device) -> Layout:

@@ -244,11 +244,13 @@ class TreeSession:
 
     Attributes:
         cache: a `TreeCache` or a `StateCache`; ``cache.lengths`` are the committed tokens per row.
-        passes: forward passes so far, prefill excluded.
+        passes: forward passes so far, those that read prompts excluded.
         seconds: wall-clock seconds in forward passes, prefill excluded (on CUDA until they are launched).
-        prefill_seconds: wall-clock seconds in prefill passes.
+        prefill_seconds: wall-clock seconds in prefill.  A pass that reads ends of prompts beside trees counts here with
+            its share of such tokens.
         aux_states: hidden states of the pending slots, per pass (B, T, K, H) for K aux_layers; empty without them.
         held: per row, the end of its prompt, which the pass of the next `score` reads.
+        read: per row, the pending slots of these tokens, until the commit.
     """
 
     def __init__(
@@ -264,6 +266,7 @@ class TreeSession:
         self.compiled = compiled
         self.aux_states: list[Tensor] = []
         self.held: list[Sequence[int]] = []
+        self.read: list[range] = []
         session = weakref.proxy(self)  # a cycle would keep the cache until garbage is collected
         self.graphs = (
             Graphs(lambda inputs: session._run_at_slots(inputs))
@@ -306,7 +309,7 @@ class TreeSession:
 
         Args:
             prompts: token ids per row.
-            hold: leave the last chunk to the pass of the next `score`, which saves one; not with aux_layers.
+            hold: leave the last chunk to the pass of the next `score`, which saves one; its states come on commit.
             **inputs: what else the model's forward takes, per row one entry per token.
         """
         started = perf_counter()
@@ -334,14 +337,25 @@ class TreeSession:
 
         ``logits[b][i]`` follow node i of tree b; what is beyond the tree's size is padding.
         """
-        layout, device = lay_out_trees(trees, self.model.device), self.model.device
-        if not self.held:
-            return [*self._counted(layout.padded(self._padding(layout)), None, {})]
-        started, behind = perf_counter(), lay_out_behind(self.held, layout, device)
-        self.cache.allow(behind.width)
-        columns = torch.arange(behind.width - layout.width, behind.width, device=device)
-        logits = self._forward(behind, columns, {}, self._run)
-        self.prefill_seconds += perf_counter() - started
+        if self.held:
+            return self._score_behind(trees)
+        layout = lay_out_trees(trees, self.model.device)
+        return [*self._counted(layout.padded(self._padding(layout)), None, {})]
+
+    def _score_behind(self, trees: Sequence[TokenTree]) -> Sequence[Tensor]:
+        """`score` in a pass that reads the ends of prompts, too."""
+        started, packs, device = perf_counter(), self.packs, self.model.device
+        layout = lay_out_behind(self.held, trees, device, aligned=not packs)
+        longest, width = max(map(len, self.held)), max(map(len, trees))
+        starts = [0 if packs else longest - len(tokens) for tokens in self.held]
+        self.read = [range(start, start + len(tokens)) for start, tokens in zip(starts, self.held, strict=True)]
+        behind = [range(read.stop, read.stop + len(tree)) for read, tree in zip(self.read, trees, strict=True)]
+        columns = behind if packs else torch.arange(longest, longest + width, device=device)
+        self.cache.allow(layout.width)
+        logits = self._forward(layout, columns, {}, self._run)
+        spent, read, scored = perf_counter() - started, sum(map(len, self.held)), sum(map(len, trees))
+        self.seconds += spent * scored / (read + scored)
+        self.prefill_seconds += spent * read / (read + scored)
         return [*logits]
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> list[Tensor | None]:
@@ -351,13 +365,12 @@ class TreeSession:
             Per row, the auxiliary hidden states (n, K, H) of the n slots kept; None for a retired row or without
             aux_layers.
         """
-        if held := self.held:
-            self.held, width = [], max(map(len, held))
-            read = [range(width - len(tokens), width) for tokens in held]
+        if self.read:
             paths = [
-                None if path is None else (*first, *(width + node for node in path))
-                for first, path in zip(read, paths, strict=True)
+                None if path is None else (*read, *(read.stop + node for node in path))
+                for read, path in zip(self.read, paths, strict=True)
             ]
+            self.held, self.read = [], []
         self.cache.keep(paths)
         aux_states, self.aux_states = self.aux_states, []
         if not aux_states:
@@ -391,9 +404,19 @@ class TreeSession:
 
     @torch.inference_mode()
     def _forward(
-        self, layout: Layout, columns: Tensor | None, extra: dict[str, Tensor], run: Callable[[Inputs], Outputs]
+        self,
+        layout: Layout,
+        columns: Tensor | Sequence[range] | None,
+        extra: dict[str, Tensor],
+        run: Callable[[Inputs], Outputs],
     ) -> Tensor | Sequence[Tensor]:
-        """Feed a layout; return logits (B, C, V), or of each row, (N, V), where rows of a packed pass differ in N."""
+        """Feed a layout; return logits (B, C, V), or of each row, (N, V), where rows of a packed pass differ in N.
+
+        Args:
+            layout, extra: as `append`.
+            columns: (C,) whose logits are wanted; of a packed pass maybe the columns of each row; None = all.
+            run: runs the model.
+        """
         model, cache = self.model, self.cache
         if model.stateful:
             logits, *aux_states = cache.feed(layout, columns, self._read_row)
@@ -407,20 +430,22 @@ class TreeSession:
         }
         if model.takes_positions:
             inputs["position_ids"] = self._positions(layout)
-        if columns is not None and model.takes_logits_to_keep:
-            inputs["logits_to_keep"] = columns
         packing = Packing(layout) if self.packs else None
+        nodes = columns if packing is None or columns is None else packing.columns(columns)
         if packing:
             inputs = packing.inputs(inputs, cache.staged(model.device))
-            columns = columns if columns is None else packing.columns(columns)
+        if nodes is not None and model.takes_logits_to_keep:
+            inputs["logits_to_keep"] = nodes
         with model.ranks.together(*layout, cache.lengths):
             logits, *aux_states = run(inputs)
-        logits = logits if columns is None or model.takes_logits_to_keep else logits[:, columns]
+        logits = logits if nodes is None or model.takes_logits_to_keep else logits[:, nodes]
         self.aux_states += map(packing.unpack, aux_states) if packing else aux_states
         if packing is None:
             return logits
-        if columns is not None:
+        if isinstance(columns, Tensor):
             return logits.view(len(layout.tokens), -1, logits.shape[2])
+        if columns is not None:
+            return logits[0].split([*map(len, columns)])
         return packing.split(logits) if packing.is_ragged else packing.unpack(logits)
 
     def _run(self, inputs: Inputs) -> Outputs:

@@ -41,11 +41,16 @@ class Packing:
         """Return the entries (B, T, ...) of all nodes, (1, N, ...)."""
         return (values.flatten(0, 1) if self.real is None else values[self.real])[None]
 
-    def columns(self, wanted: Tensor) -> Tensor:
-        """Return the nodes (B * C,) in some columns (C,) of the rows; the last one, where a row has fewer."""
-        sizes = on_device(self.sizes, wanted.device)[:, None]
-        starts = on_device([0, *accumulate(self.sizes)][:-1], wanted.device)[:, None]
-        return (starts + wanted.minimum(sizes - 1)).flatten()
+    def columns(self, wanted: Tensor | Sequence[range]) -> Tensor:
+        """Return which nodes are in some columns: (C,) of all rows, or those of each row.
+
+        They follow each other row by row.  Where a row has fewer than C columns, its last node counts.
+        """
+        starts = [0, *accumulate(self.sizes)][:-1]
+        if not isinstance(wanted, Tensor):
+            return torch.tensor([start + column for start, part in zip(starts, wanted, strict=True) for column in part])
+        sizes, first = (on_device(numbers, wanted.device)[:, None] for numbers in (self.sizes, starts))
+        return (first + wanted.minimum(sizes - 1)).flatten()
 
     def split(self, found: Tensor) -> Sequence[Tensor]:
         """Return what was found for all nodes, (1, N, ...), by rows."""
@@ -59,14 +64,13 @@ class Packing:
 
     def inputs(self, given: dict[str, Any], slots: Tensor) -> dict[str, Any]:
         """Return the inputs of a forward, (B, T, ...) each, for all nodes, with their rows and slots of the cache."""
-        others = {"attention_mask", "logits_to_keep"}
-        packed: dict[str, Any] = {name: self.pack(value) for name, value in given.items() if name not in others}
+        packed: dict[str, Any] = {name: self.pack(value) for name, value in given.items() if name != "attention_mask"}
         mask = given["attention_mask"]
         packed |= {"cache_rows": self.rows, "cache_slots": self.pack(slots)}
         packed["attention_mask"] = (
             self._mask(mask) if isinstance(mask, Tensor) else {kind: self._mask(each) for kind, each in mask.items()}
         )
-        return packed | ({"logits_to_keep": self.columns(given["logits_to_keep"])} if "logits_to_keep" in given else {})
+        return packed
 
     def _mask(self, mask: Tensor) -> Tensor:
         """Return a mask (B, 1, T, L) for all nodes, (1, 1, N, L)."""

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from specinfer.cli import app
 from specinfer.drafts.head import HeadDraft
 from specinfer.drafts.online import Budget
 from specinfer.errors import InputError, NotCompiled
+from specinfer.results import Result
 
 TREE = BestFirst(12, 4)
 GREEDY = {"max_new_tokens": 12, "temperature": 0, "eos_token_id": EOS_TEXT}
@@ -333,6 +335,54 @@ def test_packed_passes_compute_no_padding(halved: SpeculativeDecoder, monkeypatc
         logits = session.score([toy_tree([5, 6, 7], [0, 1]), toy_tree([3], []), toy_tree([4, 8], [0])])
     assert fed == [(1, 22), (1, 6)]
     assert [len(row) for row in logits] == [3, 1, 2]
+
+
+class Resting(BestFirst):
+    """Best-first trees, but in two of three steps no draft is asked."""
+
+    steps = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether no draft is asked in the next step."""
+        return Resting.steps % 3 > 0
+
+    def fit(self, trees: Any) -> Any:
+        """Count the step."""
+        Resting.steps += 1
+        return super().fit(trees)
+
+
+def trees_by_length(result: Result) -> dict[int, list[int]]:
+    """Return the tokens of the trees of a text that its end does not limit, by the tokens before them."""
+    places = accumulate((len(step.tokens) for step in result.steps), initial=0)
+    trees = {place: step.tree.tokens.tolist() for place, step in zip(places, result.steps, strict=False)}
+    return {place: tree for place, tree in trees.items() if len(tree) > 1 and place + 4 < len(result.token_ids)}
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_prompts_are_read_beside_the_rows_that_run(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids are those of each row alone, and so are the trees of a head, which reads the states at all tokens."""
+    target, together = float_llama() if drafts else bfloat16_llama(), TreeSession._score_behind
+    given, tree = ([draft_for(target), "ngram"], Resting(7, 3)) if drafts else ([], None)
+    made = SpeculativeDecoder(target, byte_tokenizer(), given, tree, compile=True)
+    read: list[int] = []
+    monkeypatch.setattr(
+        TreeSession, "_score_behind", lambda self, trees: read.append(len(trees)) or together(self, trees)
+    )
+    prompts = [{"prompt": [*range(n, 2 * n)], "max_new_tokens": 12 + n % 5} for n in range(1, 14)]
+    found = sorted(made.generate_many(prompts, temperature=0, max_rows=4))
+    assert len(read) > 4
+    assert max(read) == 4
+    compared = 0
+    for prompt, done in zip(prompts, found, strict=True):
+        alone = made.generate(**prompt, temperature=0)
+        assert done.result
+        assert done.result.token_ids == alone.token_ids
+        trees, wanted = trees_by_length(done.result), trees_by_length(alone)
+        assert {n: tree for n, tree in trees.items() if n in wanted} == {n: wanted[n] for n in trees if n in wanted}
+        compared += len(trees.keys() & wanted.keys())
+    assert compared > 5 or not drafts
 
 
 def test_a_copy_in_float32_must_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:

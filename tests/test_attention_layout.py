@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import Gemma2Config, LlamaConfig, MistralConfig
 
 from specinfer.attention import AttentionSpec, Layout, attention_mask, lay_out_chains, lay_out_level, lay_out_trees
+from specinfer.attention.layout import lay_out_behind
 from specinfer.attention.packing import Packing
 from specinfer.errors import UnsupportedModel
 from specinfer.tree import Draw, Frontier, TokenTree
@@ -82,12 +83,15 @@ def test_the_inputs_of_a_packed_pass() -> None:
     """Masks of several kinds, positions and slots lose padding as tokens do; without padding nothing is copied."""
     layout = lay_out_chains([[7, 8, 9], [5]], CPU)
     mask, slots = torch.rand(2, 1, 3, 4), torch.tensor([[4, 5, 6], [1, 2, 3]])
-    given = {"input_ids": layout.tokens, "attention_mask": {"a": mask, "b": -mask}, "logits_to_keep": torch.tensor([0])}
-    packed = Packing(layout).inputs(given, slots)
+    given = {"input_ids": layout.tokens, "attention_mask": {"a": mask, "b": -mask}}
+    packing = Packing(layout)
+    packed = packing.inputs(given, slots)
     assert packed["input_ids"].tolist() == [[7, 8, 9, 5]]
     assert packed["cache_rows"].tolist() == [[0, 0, 0, 1]]
     assert packed["cache_slots"].tolist() == [[4, 5, 6, 1]]
-    assert packed["logits_to_keep"].tolist() == [0, 3]
+    assert packing.columns(torch.tensor([0])).tolist() == [0, 3]
+    assert packing.columns(torch.tensor([0, 2])).tolist() == [0, 2, 3, 3]
+    assert packing.columns([range(1, 3), range(1)]).tolist() == [1, 2, 3]
     assert torch.equal(packed["attention_mask"]["b"][0, 0], -torch.cat([mask[0, 0], mask[1, 0, :1]]))
     whole = lay_out_chains([[7, 8], [5, 6]], CPU)
     assert (
@@ -122,6 +126,31 @@ def test_chains_see_what_came_before_and_padding_itself(chains: list[list[int]])
         assert layout.depths[row].tolist() == [*range(len(chain)), *[0] * padding]
         wanted = [set(range(t + 1)) for t in range(len(chain))] + [{t} for t in range(len(chain), width)]
         assert [columns_seen(line) for line in layout.visible[row]] == wanted
+
+
+@settings(deadline=None)
+@given(forests(), st.booleans(), st.data())
+def test_trees_behind_chains_see_them(forest: list[TokenTree], aligned: bool, data: st.DataObject) -> None:
+    """And nothing else sees a chain, and nothing sees padding."""
+    chains = [data.draw(st.lists(st.integers(0, 99), max_size=6)) for _ in forest]
+    layout = lay_out_behind(chains, forest, CPU, aligned)
+    longest, starts = max(map(len, chains)), set()
+    assert layout.sizes == (() if aligned else tuple(len(c) + len(t) for c, t in zip(chains, forest, strict=True)))
+    for row, (chain, tree) in enumerate(zip(chains, forest, strict=True)):
+        first = longest - len(chain) if aligned else 0
+        start = first + len(chain)
+        starts.add(start)
+        tokens, depths = [*chain, *tree.tokens.tolist()], [*range(len(chain)), *(tree.depths + len(chain)).tolist()]
+        padding = layout.width - first - len(tokens)
+        assert layout.tokens[row].tolist() == [0] * first + tokens + [0] * padding
+        assert layout.depths[row].tolist() == [0] * first + depths + [0] * padding
+        wanted = [{column} for column in range(layout.width)]
+        wanted[first:start] = [{*range(first, column + 1)} for column in range(first, start)]
+        wanted[start : start + len(tree)] = [
+            {*range(first, start)} | {start + n for n in seen} for seen in closure(tree)
+        ]
+        assert [columns_seen(line) for line in layout.visible[row]] == wanted
+    assert not aligned or len(starts) == 1
 
 
 def test_a_chain_is_the_tree_of_one_branch() -> None:

@@ -3,7 +3,7 @@
 Knows: sessions, rows, seconds, how token ids become text.  Does not know: how a step is decoded.
 """
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -21,7 +21,7 @@ from specinfer.common.versions import versions
 from specinfer.drafts.base import Draft, DraftContext, DraftSession, Scored
 from specinfer.engine.contrastive import CandidateTrees, search, sized
 from specinfer.engine.gumbel import SILENT
-from specinfer.engine.loop import decode
+from specinfer.engine.loop import decode, idle
 from specinfer.engine.sequence import Row
 from specinfer.engine.shared_prefix import SharedPrefix
 from specinfer.engine.verify import ExactMatch, Verifier
@@ -58,12 +58,21 @@ class Decoder(Protocol):
         """Return the policy, or another one that the models can work on."""
 
 
+States = Sequence[torch.Tensor | None]  # per row, the target's auxiliary hidden states (n, K, H)
+
+
 @dataclass
 class Timed:
-    """A draft's session with a clock: seconds in its proposals (passes, look-ups, growing) without prefill."""
+    """A draft's session with a clock: seconds in its proposals (passes, look-ups, growing) without prefill.
+
+    Rows whose prompts a pass reads beside the trees of others join after that pass.
+    """
 
     session: DraftSession
+    open: Callable[[Sequence[Row], States], DraftSession]  # a session of other rows, from states before their roots
     proposing: float = 0.0  # seconds
+    late: Sequence[Row] = ()  # those rows, the last ones of the batch ...
+    read: States = ()  # ... and states at the tokens that were read before
 
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Propose as the session does."""
@@ -79,8 +88,21 @@ class Timed:
         states: Sequence[torch.Tensor | None] = (),
         scored: Sequence[Scored] = (),
     ) -> None:
-        """Commit as the session does."""
-        self.session.commit(tokens, states, scored)
+        """Commit as the session does, and let late rows join it."""
+        known, late, read = len(tokens) - len(self.late), self.late, self.read
+        self.session.commit(tokens[:known], states[:known], scored[:known])
+        self.late = self.read = ()
+        found = zip(late, read, states[known:], strict=True)
+        joining = [(row, before, new) for row, before, new in found if not row.finished]
+        if joining:
+            rows, *parts = zip(*joining, strict=True)
+            self.session.join(self.open(rows, [_joined(*states) for states in zip(*parts, strict=True)]))
+
+
+def _joined(*parts: torch.Tensor | None) -> torch.Tensor | None:
+    """Return states (n, K, H) one after the other; None if there are none."""
+    given = [part for part in parts if part is not None]
+    return torch.cat(given) if given else None
 
 
 class Run:
@@ -107,6 +129,7 @@ class Run:
         self.notes: list[str] = []  # in addition to the decoder's
         self.seconds = Seconds()
         self.drafting = [(0, 0.0)] * len(decoder.drafts)  # passes of each draft, and seconds in its proposals
+        self.passes = 0  # of the target, those that read prompts excluded
         self.steps: dict[int, list[Step]] = {row.index: [] for row in self.rows}
         self.before: dict[int, tuple[Seconds, list[tuple[int, float]]]] = {}  # clocks when a row joined
         self.learning = [draft for draft in decoder.drafts if hasattr(draft, "learn")]
@@ -197,14 +220,14 @@ class Run:
         self, started: float, target: TreeSession, drafts: Sequence[Timed], steps: Sequence[Step] = ()
     ) -> Seconds:
         """Return the seconds since the last reading, and tell an adaptive policy how the steps went."""
-        before, proposed = self.seconds, [seconds for _, seconds in self.drafting]
+        before, proposed, passes = self.seconds, [seconds for _, seconds in self.drafting], self.passes
         self.seconds = Seconds(
             total=perf_counter() - started,
             prefill=target.prefill_seconds + sum(draft.session.prefill_seconds for draft in drafts),
             target=target.seconds,
             draft=sum(draft.session.seconds for draft in drafts),
         )
-        self.drafting = [(draft.session.passes, draft.proposing) for draft in drafts]
+        self.drafting, self.passes = [(draft.session.passes, draft.proposing) for draft in drafts], target.passes
         spent = self.seconds - before
         if steps and isinstance(self.policy, Auto):
             proposing = [draft.proposing - earlier for draft, earlier in zip(drafts, proposed, strict=True)]
@@ -214,7 +237,7 @@ class Run:
                 paths=[step.path for step in steps],
                 tokens=[step.tokens for step in steps],
                 proposing=proposing,
-                seconds=decoding if spent.target else None,
+                seconds=decoding if target.passes > passes else None,  # of a pass that read no prompts
             )
         return spent
 
@@ -246,10 +269,13 @@ class Run:
         started, read = perf_counter(), target.prefill_seconds + sum(draft.session.prefill_seconds for draft in drafts)
         rows = self._admitted(active)
         if rows:
-            others, proposers, _ = self.open_sessions(rows)
+            others, states = self._open_target(rows, joining=True)
+            for draft in drafts:
+                if others.held:
+                    draft.late, draft.read = rows, states
+                else:
+                    draft.session.join(draft.open(rows, states))
             target.join(others)
-            for draft, other in zip(drafts, proposers, strict=True):
-                draft.session.join(other.session)
             read -= target.prefill_seconds + sum(draft.session.prefill_seconds for draft in drafts)
             target.prefill_seconds += perf_counter() - started + read
         return rows
@@ -258,11 +284,8 @@ class Run:
         """Whether drafts rank by the rows' noise."""
         return isinstance(self.decoder.verifier, ExactMatch) and any(row.sampling for row in rows)
 
-    def open_sessions(self, rows: Sequence[Row]) -> tuple[TreeSession, list[Timed], list[torch.Tensor | None]]:
+    def open_sessions(self, rows: Sequence[Row]) -> tuple[TreeSession, list[Timed], States]:
         """Read the tokens of rows so far into a session of the target and one of each draft; ready for a step.
-
-        Where every pass fetches weights, the first step reads the ends of prompts, beside the trees of other rows,
-        unless something reads their states before.
 
         Args:
             rows: the sequences.
@@ -270,41 +293,76 @@ class Run:
         Returns:
             the sessions, and per row the target's auxiliary hidden states at the tokens before the root.
         """
-        decoder, policy = self.decoder, self.policy
-        last = [decoder.target.layers] if isinstance(policy, CandidateTrees) else []
-        aux_layers = sorted({*decoder.aux_layers, *last})
-        prompts = [list(row.ids) for row in rows]
-        longest = max(map(len, prompts))
-        end = longest + max(row.remaining for row in rows)  # tokens in a row at most
-        first = min(end, longest + FIRST_TOKENS)  # ... that its cache holds at first
-        usual = policy.max_nodes, max(1, policy.max_depth)
-        most = (policy.most_nodes, max(1, policy.most_depth)) if isinstance(policy, Auto) else usual
-        drawn = max(1, len(decoder.drafts))
-        nodes_at_first, nodes = (padded_width(1 + count * drawn) for count in (usual[0], most[0]))
-        fed_at_first = padded_width(1 + usual[0] * min(usual[1], FIRST_LEVELS))
-        fed = padded_width(1 + most[0] * most[1])  # best-first drops some of these nodes later
-        sizes = len(rows), first + nodes_at_first, end + nodes
-        target = self.shared.open(decoder.target, *sizes, aux_layers, decoder.graphs)
-        hold = decoder.target.dispatched and not aux_layers and not decoder.target.stateful
-        states = self.shared.prefill(target, [prompt[:-1] for prompt in prompts], hold)
-        sampled, coupled = [row for row in rows if row.sampling], self._coupled(rows)
-        drafts = []
-        for number, draft in enumerate(decoder.drafts):
-            context = DraftContext(
-                prompts=prompts,
-                capacity=first + fed_at_first,
-                max_capacity=2 * end + fed,  # a row may miss tokens that another has, and all get as many slots
-                vocab_size=decoder.target.vocab_size,
-                draft=number,
-                processors=(sampled or rows)[0].processors.without_prefix_readers(),
-                seeds=[row.seed for row in rows],
-                couplings=[row.coupling if row.sampling else SILENT for row in rows] if coupled else (),
-                aux_layers=aux_layers,
-                states=states,
-                graphs=decoder.graphs,
-            )
-            drafts.append(Timed(draft.open(context)))
-        return target, drafts, states
+        target, states = self._open_target(rows)
+        openers = [partial(self._open_draft, number) for number in range(len(self.decoder.drafts))]
+        return target, [Timed(opened(rows, states), opened) for opened in openers], states
+
+    def _open_target(self, rows: Sequence[Row], joining: bool = False) -> tuple[TreeSession, States]:
+        """Read the tokens of rows so far into a session of the target.
+
+        The pass of the next step reads the ends of prompts, beside the trees of other rows, if nothing needs their
+        states before, and that costs less: where every pass fetches weights, or computes no padding.
+
+        Args:
+            rows: the sequences.
+            joining: whether they join others for the next step.
+
+        Returns:
+            the session, and per row the target's auxiliary hidden states at the tokens that were read.
+        """
+        model, searches = self.decoder.target, isinstance(self.policy, CandidateTrees)
+        aux_layers, longest, end = self._aux_layers(), max(len(row.ids) for row in rows), self._end(rows)
+        drawn = max(1, len(self.decoder.drafts))
+        nodes_at_first, nodes = (padded_width(1 + count * drawn) for count, _ in self._tree_sizes())
+        first = longest if joining else min(end, longest + FIRST_TOKENS) + nodes_at_first
+        target = self.shared.open(model, len(rows), first, end + nodes, aux_layers, self.decoder.graphs)
+        asked = bool(self.decoder.drafts) and not (joining and idle(self.policy))
+        fetches = model.dispatched and not aux_layers and not model.stateful
+        hold = fetches or (target.packs and not asked and not searches)
+        return target, self.shared.prefill(target, [list(row.ids[:-1]) for row in rows], hold)
+
+    def _open_draft(self, number: int, rows: Sequence[Row], states: States) -> DraftSession:
+        """Open a session of a draft for rows.
+
+        Args:
+            number: which.
+            rows: the sequences.
+            states: per row, the target's auxiliary hidden states at the tokens before the root.
+        """
+        decoder, end = self.decoder, self._end(rows)
+        longest = max(len(row.ids) for row in rows)
+        (usual, levels), (most, most_levels) = self._tree_sizes()
+        sampled = [row for row in rows if row.sampling]
+        context = DraftContext(
+            prompts=[list(row.ids) for row in rows],
+            capacity=min(end, longest + FIRST_TOKENS) + padded_width(1 + usual * min(levels, FIRST_LEVELS)),
+            # a row may miss tokens that another has, and all get as many slots; best-first drops some nodes later
+            max_capacity=2 * end + padded_width(1 + most * most_levels),
+            vocab_size=decoder.target.vocab_size,
+            draft=number,
+            processors=(sampled or rows)[0].processors.without_prefix_readers(),
+            seeds=[row.seed for row in rows],
+            couplings=[row.coupling if row.sampling else SILENT for row in rows] if self._coupled(rows) else (),
+            aux_layers=self._aux_layers(),
+            states=states,
+            graphs=decoder.graphs,
+        )
+        return decoder.drafts[number].open(context)
+
+    def _tree_sizes(self) -> list[tuple[int, int]]:
+        """Return nodes and levels of a draft's tree, as caches have room for them: at first, and at most."""
+        policy, usual = self.policy, (self.policy.max_nodes, self.policy.max_depth)
+        most = (policy.most_nodes, policy.most_depth) if isinstance(policy, Auto) else usual
+        return [(nodes, max(1, levels)) for nodes, levels in (usual, most)]
+
+    def _aux_layers(self) -> list[int]:
+        """Return the target's layers whose hidden states are needed."""
+        last = [self.decoder.target.layers] if isinstance(self.policy, CandidateTrees) else []
+        return sorted({*self.decoder.aux_layers, *last})
+
+    def _end(self, rows: Sequence[Row]) -> int:
+        """Return how many tokens a row has at most."""
+        return max(len(row.ids) for row in rows) + max(row.remaining for row in rows)
 
     def _result(self, row: Row) -> Result:
         decoder, steps = self.decoder, list(self.steps[row.index])
