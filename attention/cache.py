@@ -56,7 +56,7 @@ class Stack:
         if rows > before or capacity > slots:
             earlier, rows = self.data, max(rows, before)
             self.hold(_zeros(earlier, layers, rows, heads, max(capacity, slots), dim))
-            self.take(earlier, 0, used)
+            self.take(earlier, 0, [min(count, slots) for count in used])
 
     def take(self, data: Tensor, first: int, used: Sequence[int]) -> None:
         """Copy rows of such buffers into the rows from ``first`` on, so many slots of each; touch no others."""
@@ -159,14 +159,19 @@ class TreeCache(Cache):
         """Bytes held by all buffers."""
         return sum(stack.data.nbytes for kind in self.stacks for stack in kind)
 
-    def stage(self, count: int, device: torch.device) -> None:
+    def stage(self, count: int, device: torch.device, sizes: Sequence[int] = ()) -> None:
         """Reserve the next ``count`` slots of every row for the pass that follows.
+
+        Args:
+            count: T.
+            device: of `slots`.
+            sizes: how many of them each row writes; the others may lie beyond its capacity.  () = all.
 
         Raises:
             CacheError: a row would need more than ``max_capacity`` slots.
         """
         first = [length + self.pending for length in self.lengths]
-        self.kv_length = max(first) + count
+        self.kv_length = max(map(sum, zip(first, sizes or [count] * self.rows, strict=True)))
         self._reserve(self.kv_length)
         same = len(set(first)) == 1 and not self.fixed
         self._staged = slice(first[0], first[0] + count) if same else None

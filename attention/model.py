@@ -351,7 +351,8 @@ class TreeSession:
         self.read = [range(start, start + len(tokens)) for start, tokens in zip(starts, self.held, strict=True)]
         behind = [range(read.stop, read.stop + len(tree)) for read, tree in zip(self.read, trees, strict=True)]
         columns = behind if packs else torch.arange(longest, longest + width, device=device)
-        self.cache.allow(layout.width)
+        if not packs:
+            self.cache.allow(layout.width)
         logits = self._forward(layout, columns, {}, self._run)
         spent, read, scored = perf_counter() - started, sum(map(len, self.held)), sum(map(len, trees))
         self.seconds += spent * scored / (read + scored)
@@ -422,7 +423,8 @@ class TreeSession:
             logits, *aux_states = cache.feed(layout, columns, self._read_row)
             self.aux_states += aux_states
             return logits
-        cache.stage(layout.width, layout.tokens.device)
+        packing = Packing(layout) if self.packs else None
+        cache.stage(layout.width, layout.tokens.device, packing.sizes if packing else ())
         inputs: Inputs = {
             "input_ids": layout.tokens,
             "attention_mask": attention_mask(model.spec, layout, cache.lengths, self.dtype, cache.kv_length),
@@ -430,7 +432,6 @@ class TreeSession:
         }
         if model.takes_positions:
             inputs["position_ids"] = self._positions(layout)
-        packing = Packing(layout) if self.packs else None
         nodes = columns if packing is None or columns is None else packing.columns(columns)
         if packing:
             inputs = packing.inputs(inputs, cache.staged(model.device))

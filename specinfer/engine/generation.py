@@ -271,7 +271,7 @@ class Run:
         if rows:
             others, states = self._open_target(rows, joining=True)
             for draft in drafts:
-                if others.held:
+                if others.held and others.aux_layers:  # not all states are known yet
                     draft.late, draft.read = rows, states
                 else:
                     draft.session.join(draft.open(rows, states))
