@@ -50,12 +50,12 @@ class Stack:
         kinds = [(data.shape[-3], data.shape[-1], data.dtype, data.device) for data in (states, self.data)]
         return self.taken < len(self.data) and kinds[0] == kinds[1]
 
-    def reserve(self, rows: int, capacity: int, used: Sequence[int]) -> None:
-        """Have room for so many rows and slots; ``used``: the slots of each row that are kept."""
+    def resize(self, rows: int, capacity: int, used: Sequence[int]) -> None:
+        """Have room for so many rows at least, and so many slots; ``used``: the slots of each row that are kept."""
         layers, before, heads, slots, dim = self.data.shape
-        if rows > before or capacity > slots:
-            earlier, rows = self.data, max(rows, before)
-            self.hold(_zeros(earlier, layers, rows, heads, max(capacity, slots), dim))
+        if rows > before or capacity != slots:
+            earlier = self.data
+            self.hold(_zeros(earlier, layers, max(rows, before), heads, capacity, dim))
             self.take(earlier, 0, [min(count, slots) for count in used])
 
     def take(self, data: Tensor, first: int, used: Sequence[int]) -> None:
@@ -122,7 +122,8 @@ class TreeCache(Cache):
 
     Args:
         rows: sequences in the batch.
-        capacity: slots per row allocated at first; doubles when a pass needs more.
+        capacity: slots per row allocated at first; doubles when a pass needs more.  When rows join and no row needs
+            half of what there is, it is as at first again.
         max_capacity: the most slots per row; beyond it ``stage`` raises `CacheError`.
         uniform_layers: how many layers have the shape of the first one, as far as is known; they share a tensor.
         fixed: let passes attend to few different numbers of slots, and write where `slots` says.  Then passes over one
@@ -142,7 +143,7 @@ class TreeCache(Cache):
         if rows < 1 or capacity < 1:
             raise CacheError(f"a cache needs at least one row and one slot, not {rows} rows of {capacity} slots")
         self.rows = rows
-        self.capacity = capacity
+        self.capacity = self.first_capacity = capacity
         self.max_capacity = max(capacity, max_capacity or 0)
         self.lengths: list[int] = [0] * rows  # committed slots of each row
         self.uniform_layers = uniform_layers
@@ -267,16 +268,17 @@ class TreeCache(Cache):
         if self.pending or other.pending:
             raise CacheError(f"caches are joined between steps, not with {self.pending + other.pending} slots pending")
         self.max_capacity = max(self.max_capacity, other.max_capacity)
-        self._reserve(max(other.lengths, default=0))
+        longest = max((*self.lengths, *other.lengths), default=0)
+        self._reserve(longest)
         self._open_layers_of(other)
-        for stack in chain(*self.stacks):
-            stack.reserve(self.rows + other.rows, self.capacity, self.lengths)
+        enough = max(longest, self.first_capacity)  # perhaps long rows have left
+        self._resize(self.rows + other.rows, enough if 2 * enough < self.capacity and not self.fixed else self.capacity)
         if other.layers:
             for mine, theirs in zip(chain(*self.stacks), chain(*other.stacks), strict=True):
                 mine.take(theirs.data, self.rows, other.lengths)
         self.rows += other.rows
         self.lengths = [*self.lengths, *other.lengths]
-        self._take_buffers()
+        self._buffers = None
 
     @torch.inference_mode()
     def begin_with(self, other: "TreeCache", length: int) -> None:
@@ -326,19 +328,18 @@ class TreeCache(Cache):
         if needed > self.max_capacity:
             advice = "shorten the prompt, ask for fewer new tokens, or use a smaller tree"
             raise CacheError(f"a row needs {needed} cache slots but the maximum is {self.max_capacity}: {advice}")
-        self.capacity = min(max(2 * self.capacity, needed), self.max_capacity)
+        self._resize(self.rows, min(max(2 * self.capacity, needed), self.max_capacity))
+
+    def _resize(self, rows: int, capacity: int) -> None:
+        """Move what is in use to buffers of so many rows at least, and so many slots, unless they are such already."""
+        self.capacity = capacity
         written = [layer for layer in self.layers if layer.is_initialized]  # a pipeline stage has some of them
         for layer in written:
             layer.keys = layer.values = None  # else these views would keep every old stack until all have grown
         for stack in chain(*self.stacks):
-            stack.reserve(self.rows, self.capacity, [length + self.pending for length in self.lengths])
-        self._take_buffers()
-
-    def _take_buffers(self) -> None:
-        """Let the layers see the stacks as they are now."""
-        for layer in self.layers:
-            if layer.is_initialized:
-                layer.take_buffers()
+            stack.resize(rows, capacity, [length + self.pending for length in self.lengths])
+        for layer in written:
+            layer.take_buffers()
         self._buffers = None
 
     def _check_paths(self, paths: Sequence[Sequence[int] | None]) -> None:

@@ -37,6 +37,12 @@ class Reference:
             self.committed[layer] = [old + [new[i] for i in path] for old, new, path in rows if path is not None]
             self.pending[layer] = [[] for _ in self.committed[layer]]
 
+    def join(self, other: "Reference") -> None:
+        """Take in the rows of another one."""
+        for mine, theirs in ((self.committed, other.committed), (self.pending, other.pending)):
+            for layer, rows in zip(mine, theirs, strict=True):
+                layer += rows
+
 
 def feed(cache: TreeCache, count: int, seed: int, reference: Reference | None = None) -> list[tuple[Tensor, Tensor]]:
     """Write `count` random slots a row into every layer as a pass does; return what attention would see."""
@@ -159,6 +165,32 @@ def test_nothing_moves_below_capacity_and_doubling_copies_everything() -> None:
     assert cache.capacity == 20
     assert_same(cache, reference, seen)
     cache.check_integrity()
+
+
+def test_a_cache_is_small_again_when_long_rows_have_left() -> None:
+    """As others join.  What the rows hold is the same, bit by bit, and nothing moves while a row needs the room."""
+    cache, reference = TreeCache(2, 8, 200), Reference(2)
+    feed(cache, 5, 1, reference)
+    for owner in (cache, reference):
+        owner.keep([range(5), range(3)])
+    small, sizes = cache.nbytes, []
+    for length, leaves in ((40, False), (6, True), (7, False)):
+        other, more = TreeCache(1, length, 200), Reference(1)
+        feed(other, length, length, more)
+        for owner in (other, more):
+            owner.keep([range(length)])
+        cache.join(other)
+        reference.join(more)
+        assert_same(cache, reference)
+        sizes.append((cache.capacity, cache.nbytes))
+        feed(cache, 1, length, reference)
+        for owner in (cache, reference):
+            owner.keep([(0,), (0,), None, (0,)] if leaves else [(0,)] * len(reference.pending[0]))
+        cache.check_integrity()
+        assert_same(cache, reference)
+    assert [capacity for capacity, _ in sizes] == [40, 80, 8]
+    assert sizes[-1][1] < 3 * small
+    assert sizes[0][1] > 5 * small
 
 
 def test_capacity_grows_to_what_one_pass_needs() -> None:
