@@ -300,8 +300,8 @@ class Run:
     def _open_target(self, rows: Sequence[Row], joining: bool = False) -> tuple[TreeSession, States]:
         """Read the tokens of rows so far into a session of the target.
 
-        The pass of the next step reads the ends of prompts, beside the trees of other rows, if nothing needs their
-        states before, and that costs less: where every pass fetches weights, or computes no padding.
+        The pass of the next step reads the ends of prompts, beside the trees, if nothing needs their states before, and
+        that costs less: where every pass fetches weights, or, beside other rows, where it computes no padding.
 
         Args:
             rows: the sequences.
@@ -310,16 +310,15 @@ class Run:
         Returns:
             the session, and per row the target's auxiliary hidden states at the tokens that were read.
         """
-        model, searches = self.decoder.target, isinstance(self.policy, CandidateTrees)
-        aux_layers, longest, end = self._aux_layers(), max(len(row.ids) for row in rows), self._end(rows)
-        drawn = max(1, len(self.decoder.drafts))
-        nodes_at_first, nodes = (padded_width(1 + count * drawn) for count, _ in self._tree_sizes())
+        model, aux_layers = self.decoder.target, self._aux_layers()
+        longest, end = max(len(row.ids) for row in rows), self._end(rows)
+        drafts = len(self.decoder.drafts)
+        nodes_at_first, nodes = (padded_width(1 + count * max(1, drafts)) for count, _ in self._tree_sizes())
         first = longest if joining else min(end, longest + FIRST_TOKENS) + nodes_at_first
         target = self.shared.open(model, len(rows), first, end + nodes, aux_layers, self.decoder.graphs)
-        asked = bool(self.decoder.drafts) and not (joining and idle(self.policy))
         fetches = model.dispatched and not aux_layers and not model.stateful
-        hold = fetches or (target.packs and not asked and not searches)
-        return target, self.shared.prefill(target, [list(row.ids[:-1]) for row in rows], hold)
+        waits = joining and target.packs and (not drafts or idle(self.policy))
+        return target, self.shared.prefill(target, [list(row.ids[:-1]) for row in rows], hold=fetches or waits)
 
     def _open_draft(self, number: int, rows: Sequence[Row], states: States) -> DraftSession:
         """Open a session of a draft for rows.
