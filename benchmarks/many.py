@@ -5,14 +5,15 @@
 
 ``generate_many`` with ``auto`` and without speculation (plain), transformers' ``generate`` on batches of so many rows,
 padded on the left, in the order of the file, and its continuous batching, ``generate_batch``, with as many requests a
-batch.  All take turns, greedily, on all prompts; prompts count.  The table has all tokens over all seconds, of
-the fastest round each; tokens after the end of a text do not count.
+batch.  All take turns, greedily, on all prompts; prompts count.  The table has all tokens over all seconds, medians of
+the rounds, and the median of auto's ratio to plain within a round; tokens after the end of a text do not count.
 """
 
 import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -97,8 +98,10 @@ def main() -> None:
                 started = perf_counter()
                 tokens = run(rows)
                 rates[name].append(tokens / (perf_counter() - started))
-        measured.append({"rows": rows, **{name: max(found) for name, found in rates.items()}})
-        print(" | ".join(f"{key} {value:.1f}" for key, value in measured[-1].items()), flush=True)
+        measured.append({"rows": rows, **{name: median(found) for name, found in rates.items()}})
+        if {"auto", "plain"} <= rates.keys():
+            measured[-1]["ratio"] = median(a / b for a, b in zip(rates["auto"], rates["plain"], strict=True))
+        print(" | ".join(f"{key} {value:.4g}" for key, value in measured[-1].items()), flush=True)
     if args.out:
         args.out.write_text(json.dumps(measured, indent=1))
 
