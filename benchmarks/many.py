@@ -1,12 +1,14 @@
 """Tokens a second over many prompts, some rows at a time: specinfer with and without speculation, and transformers.
 
     python benchmarks/many.py --prompts prompts/code.jsonl prompts/chat.jsonl --count 32 --max-new-tokens 64
-        --rows 1 4 16 [--rounds 2] [--dtype float32] [--methods auto plain generate generate_batch] [--out FILE]
+        --rows 1 4 16 [--rounds 2] [--vary] [--dtype float32] [--methods auto plain generate generate_batch]
+        [--out FILE]
 
 ``generate_many`` with ``auto`` and without speculation (plain), transformers' ``generate`` on batches of so many rows,
 padded on the left, in the order of the file, and its continuous batching, ``generate_batch``, with as many requests a
 batch.  All take turns, greedily, on all prompts; prompts count.  The table has all tokens over all seconds, medians of
-the rounds, and the median of auto's ratio to plain within a round; tokens after the end of a text do not count.
+the rounds, and the median of auto's ratio to plain within a round; tokens after the end of a text do not count.  With
+``--vary`` texts have half to one and a half times as many tokens: else most rows end together without speculation.
 """
 
 import argparse
@@ -35,27 +37,29 @@ def methods(args: argparse.Namespace) -> dict[str, Method]:
     auto = SpeculativeDecoder(model, tokenizer, "auto")
     plain = SpeculativeDecoder(model, tokenizer, [], None)
     prompts = auto.read(read_prompts(args.prompts, args.count)).rows
+    limits = [new_tokens(args, number) for number in range(len(prompts))]
     end = model.generation_config.eos_token_id
     ends = {end} if isinstance(end, int) else {*(end or ())}
     pad = min(ends, default=0)
 
     def ours(decoder: SpeculativeDecoder) -> Method:
         def run(rows: int) -> int:
-            options = {"max_rows": rows, "max_new_tokens": args.max_new_tokens, "temperature": 0}
-            return sum(len(done.result.token_ids) for done in decoder.generate_many(prompts, **options) if done.result)
+            asked = ({"prompt": ids, "max_new_tokens": limit} for ids, limit in zip(prompts, limits, strict=True))
+            found = decoder.generate_many(asked, max_rows=rows, temperature=0)
+            return sum(len(done.result.token_ids) for done in found if done.result)
 
         return run
 
     def padded(rows: int) -> int:
         tokens = 0
         for start in range(0, len(prompts), rows):
-            batch = prompts[start : start + rows]
+            batch, most = prompts[start : start + rows], limits[start : start + rows]
             longest = max(map(len, batch))
             ids = torch.tensor([[pad] * (longest - len(row)) + row for row in batch])
             mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in batch])
-            options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": False, "pad_token_id": pad}
+            options: dict[str, Any] = {"max_new_tokens": max(most), "do_sample": False, "pad_token_id": pad}
             output = model.generate(ids, attention_mask=mask, **options)[:, longest:].tolist()
-            tokens += sum(counted(row, ends) for row in output)
+            tokens += sum(counted(row[:limit], ends) for row, limit in zip(output, most, strict=True))
         return tokens
 
     def continuous(rows: int) -> int:
@@ -69,6 +73,12 @@ def methods(args: argparse.Namespace) -> dict[str, Method]:
 
     found = {"auto": ours(auto), "plain": ours(plain), "generate": padded, "generate_batch": continuous}
     return {name: found[name] for name in args.methods}
+
+
+def new_tokens(args: argparse.Namespace, number: int) -> int:
+    """Return how many tokens a prompt's text may have."""
+    usual: int = args.max_new_tokens
+    return usual // 2 + 7 * number % usual if args.vary else usual
 
 
 def counted(ids: list[int], ends: set[int]) -> int:
@@ -85,10 +95,13 @@ def main() -> None:
     p.add_argument("--max-new-tokens", type=int, default=64)
     p.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     p.add_argument("--rounds", type=int, default=2)
+    p.add_argument("--vary", action="store_true", help="texts of half to one and a half times as many tokens")
     p.add_argument("--dtype", default="auto")
     p.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS[:3])
     p.add_argument("--out", type=Path)
     args = p.parse_args()
+    if args.vary and "generate_batch" in args.methods:
+        p.error("generate_batch takes one length for all texts: leave it out, or --vary")
     runs = methods(args)
     measured = []
     for rows in args.rows:
