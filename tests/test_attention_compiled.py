@@ -360,8 +360,11 @@ def trees_by_length(result: Result) -> dict[int, list[int]]:
     return {place: tree for place, tree in trees.items() if len(tree) > 1 and place + 4 < len(result.token_ids)}
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("drafts", [True, False])
-def test_prompts_are_read_beside_the_rows_that_run(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_read_beside_the_rows_that_run(
+    drafts: bool, temperature: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ids are those of each row alone, and so are the trees of a head, which reads the states at all tokens."""
     target, together = float_llama() if drafts else bfloat16_llama(), TreeSession._score_behind
     given, tree = ([draft_for(target), "ngram"], Resting(7, 3)) if drafts else ([], None)
@@ -370,13 +373,14 @@ def test_prompts_are_read_beside_the_rows_that_run(drafts: bool, monkeypatch: py
     monkeypatch.setattr(
         TreeSession, "_score_behind", lambda self, trees: read.append(len(trees)) or together(self, trees)
     )
-    prompts = [{"prompt": [*range(n, 2 * n)], "max_new_tokens": 12 + n % 5} for n in range(1, 14)]
-    found = sorted(made.generate_many(prompts, temperature=0, max_rows=4))
+    lengths = [12 + n % 5 if n % 6 else 1 for n in range(1, 16)]  # some texts end in their first step
+    prompts = [{"prompt": [*range(n, 2 * n)], "max_new_tokens": new, "seed": n} for n, new in enumerate(lengths, 1)]
+    found = sorted(made.generate_many(prompts, temperature=temperature, max_rows=4))
     assert len(read) > 4
     assert max(read) == 4
     compared = 0
     for prompt, done in zip(prompts, found, strict=True):
-        alone = made.generate(**prompt, temperature=0)
+        alone = made.generate(**prompt, temperature=temperature)
         assert done.result
         assert done.result.token_ids == alone.token_ids
         trees, wanted = trees_by_length(done.result), trees_by_length(alone)
