@@ -73,8 +73,8 @@ def lay_out_chains(chains: Sequence[Sequence[int]], device: torch.device) -> Lay
 
 def lay_out_behind(
     chains: Sequence[Sequence[int]], trees: Sequence[TokenTree], device: torch.device, aligned: bool = True
-) -> Layout:
-    """Lay out one chain of tokens per row, and behind its end a tree: T = S.
+) -> tuple[Layout, list[range]]:
+    """Lay out one chain of tokens per row, and behind its end a tree: T = S.  Return the columns of the chains, too.
 
     Args:
         chains: token ids per row, possibly none.
@@ -89,8 +89,8 @@ def lay_out_behind(
     columns = longest + width if aligned else max(sizes)
     tokens, depths = np.zeros((2, len(chains), columns), np.int64)
     visible = np.tile(np.eye(columns, dtype=bool), (len(chains), 1, 1))
-    for row, chain in enumerate(chains):
-        first = longest - len(chain) if aligned else 0
+    starts = [longest - len(chain) if aligned else 0 for chain in chains]
+    for row, (chain, first) in enumerate(zip(chains, starts, strict=True)):
         read = slice(first, first + len(chain))
         behind = slice(read.stop, read.stop + len(trees[row]))
         tokens[row, read], depths[row, read] = chain, range(len(chain))
@@ -99,7 +99,8 @@ def lay_out_behind(
         visible[row, behind, behind] = above[row, : len(trees[row]), : len(trees[row])]
         tokens[row, behind], depths[row, behind] = trees[row].tokens, trees[row].depths + len(chain)
     tensors = [on_device(array, device) for array in (tokens, depths, visible)]
-    return Layout(tensors[0], tensors[1], tensors[2], () if aligned else tuple(sizes))
+    read_columns = [range(first, first + len(chain)) for first, chain in zip(starts, chains, strict=True)]
+    return Layout(tensors[0], tensors[1], tensors[2], () if aligned else tuple(sizes)), read_columns
 
 
 def lay_out_level(frontier: Frontier, earlier: Layout | None, device: torch.device) -> Layout:

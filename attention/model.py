@@ -345,13 +345,12 @@ class TreeSession:
     def _score_behind(self, trees: Sequence[TokenTree]) -> Sequence[Tensor]:
         """`score` in a pass that reads the ends of prompts, too."""
         started, packs, device = perf_counter(), self.packs, self.model.device
-        layout = lay_out_behind(self.held, trees, device, aligned=not packs)
-        longest, width = max(map(len, self.held)), max(map(len, trees))
-        starts = [0 if packs else longest - len(tokens) for tokens in self.held]
-        self.read = [range(start, start + len(tokens)) for start, tokens in zip(starts, self.held, strict=True)]
-        behind = [range(read.stop, read.stop + len(tree)) for read, tree in zip(self.read, trees, strict=True)]
-        columns = behind if packs else torch.arange(longest, longest + width, device=device)
-        if not packs:
+        layout, self.read = lay_out_behind(self.held, trees, device, aligned=not packs)
+        columns: Tensor | Sequence[range]
+        if packs:
+            columns = [range(read.stop, read.stop + len(tree)) for read, tree in zip(self.read, trees, strict=True)]
+        else:
+            columns = torch.arange(self.read[0].stop, layout.width, device=device)
             self.cache.allow(layout.width)
         logits = self._forward(layout, columns, {}, self._run)
         spent, read, scored = perf_counter() - started, sum(map(len, self.held)), sum(map(len, trees))

@@ -133,12 +133,13 @@ def test_chains_see_what_came_before_and_padding_itself(chains: list[list[int]])
 def test_trees_behind_chains_see_them(forest: list[TokenTree], aligned: bool, data: st.DataObject) -> None:
     """And nothing else sees a chain, and nothing sees padding."""
     chains = [data.draw(st.lists(st.integers(0, 99), max_size=6)) for _ in forest]
-    layout = lay_out_behind(chains, forest, CPU, aligned)
+    layout, read = lay_out_behind(chains, forest, CPU, aligned)
     longest, starts = max(map(len, chains)), set()
     assert layout.sizes == (() if aligned else tuple(len(c) + len(t) for c, t in zip(chains, forest, strict=True)))
     for row, (chain, tree) in enumerate(zip(chains, forest, strict=True)):
         first = longest - len(chain) if aligned else 0
         start = first + len(chain)
+        assert read[row] == range(first, start)
         starts.add(start)
         tokens, depths = [*chain, *tree.tokens.tolist()], [*range(len(chain)), *(tree.depths + len(chain)).tolist()]
         padding = layout.width - first - len(tokens)
