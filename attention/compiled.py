@@ -26,6 +26,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from specinfer.attention import attend, exported, linear
 from specinfer.attention.cache import TreeCache
@@ -415,7 +416,8 @@ def _difference(model: TreeModel, compiled: CompiledPass, extra: Mapping[str, An
         }
         results = [session.append(layout, columns, **given) for session in sessions]
         real = Packing(layout)  # padding may have any states
-        states = [real.pack(session.aux_states[0]).flatten(2) for session in sessions if session.aux_states]
+        found = [pad_sequence([*session.aux_states[0]], True) for session in sessions if session.aux_states]
+        states = [real.pack(each).flatten(2) for each in found]
         worst = max(worst, _error(*results), _error(*states) if states else 0.0)
         for session in sessions:
             session.commit(paths)

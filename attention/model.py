@@ -248,7 +248,8 @@ class TreeSession:
         seconds: wall-clock seconds in forward passes, prefill excluded (on CUDA until they are launched).
         prefill_seconds: wall-clock seconds in prefill.  A pass that reads ends of prompts beside trees counts here with
             its share of such tokens.
-        aux_states: hidden states of the pending slots, per pass (B, T, K, H) for K aux_layers; empty without them.
+        aux_states: hidden states of the pending slots, per pass (B, T, K, H) for K aux_layers; where rows of a packed
+            pass differ in their nodes, (N, K, H) of each.  Empty without aux_layers.
         held: per row, the end of its prompt, which the pass of the next `score` reads.
         read: per row, the pending slots of these tokens, until the commit.
     """
@@ -264,7 +265,7 @@ class TreeSession:
         self.cache: Any = cache
         self.aux_layers = tuple(aux_layers)
         self.compiled = compiled
-        self.aux_states: list[Tensor] = []
+        self.aux_states: list[Any] = []
         self.held: list[Sequence[int]] = []
         self.read: list[range] = []
         session = weakref.proxy(self)  # a cycle would keep the cache until garbage is collected
@@ -330,7 +331,7 @@ class TreeSession:
         if self.model.device.type == "cuda":  # else the time of the first step would include it
             torch.cuda.synchronize(self.model.device)
         self.prefill_seconds += perf_counter() - started
-        return [torch.cat(states) if states else None for states in kept]
+        return [in_one(states) for states in kept]
 
     def score(self, trees: Sequence[TokenTree]) -> Sequence[Tensor]:
         """Score every node of one tree per row in one pass: per row, logits (N or more, V) for the N nodes of its tree.
@@ -376,9 +377,13 @@ class TreeSession:
         if not aux_states:
             return [None] * len(paths)
         states = torch.cat(aux_states, 1) if len(aux_states) > 1 else aux_states[0]
-        if {None, (0,)} >= {path if path is None else tuple(path) for path in paths}:  # above all, steps without trees
+        padded = isinstance(states, Tensor)
+        if padded and {None, (0,)} >= {path if path is None else tuple(path) for path in paths}:  # steps without trees
             return [None if path is None else row for path, row in zip(paths, states[:, :1].clone(), strict=True)]
-        return [None if path is None else _chosen(states[row], path) for row, path in enumerate(paths)]
+        return [
+            None if path is None else row if len(path) == len(row) and not padded else _chosen(row, path)
+            for path, row in zip(paths, states, strict=True)
+        ]
 
     def join(self, other: "TreeSession") -> None:
         """Take in the rows of another session of the same model, after the own ones, between two steps."""
@@ -439,14 +444,14 @@ class TreeSession:
         with model.ranks.together(*layout, cache.lengths):
             logits, *aux_states = run(inputs)
         logits = logits if nodes is None or model.takes_logits_to_keep else logits[:, nodes]
-        self.aux_states += map(packing.unpack, aux_states) if packing else aux_states
+        self.aux_states += map(packing.by_row, aux_states) if packing else aux_states
         if packing is None:
             return logits
         if isinstance(columns, Tensor):
             return logits.view(len(layout.tokens), -1, logits.shape[2])
         if columns is not None:
             return logits[0].split([*map(len, columns)])
-        return packing.split(logits) if packing.is_ragged else packing.unpack(logits)
+        return packing.by_row(logits)
 
     def _run(self, inputs: Inputs) -> Outputs:
         """Run the model: logits, and the auxiliary hidden states (B, T, K, H) if there are aux_layers."""
@@ -506,6 +511,12 @@ class TreeSession:
         if limit is None or max(lengths) + columns <= limit:  # no node is deeper than there are columns
             return positions
         return positions.clamp(max=limit - 1)
+
+
+def in_one(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Return tensors one after the other: a single one itself, and None if all are None."""
+    given = [part for part in parts if part is not None]
+    return torch.cat(given) if len(given) > 1 else next(iter(given), None)
 
 
 def _chosen(states: Tensor, path: Sequence[int]) -> Tensor:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from specinfer.attention.layout import Layout, on_device
 
@@ -52,15 +51,9 @@ class Packing:
         sizes, first = (on_device(numbers, wanted.device)[:, None] for numbers in (self.sizes, starts))
         return (first + wanted.minimum(sizes - 1)).flatten()
 
-    def split(self, found: Tensor) -> Sequence[Tensor]:
-        """Return what was found for all nodes, (1, N, ...), by rows."""
-        return found[0].split(self.sizes)
-
-    def unpack(self, found: Tensor) -> Tensor:
-        """Return what was found for all nodes, (1, N, ...), as (B, T, ...), 0 in padding."""
-        return (
-            pad_sequence(list(self.split(found)), True) if self.is_ragged else found.view(*self.shape, *found.shape[2:])
-        )
+    def by_row(self, found: Tensor) -> Tensor | Sequence[Tensor]:
+        """Return what was found for nodes, (1, N, ...), as (B, T, ...), or of each row where rows differ in size."""
+        return found[0].split(self.sizes) if self.is_ragged else found.view(*self.shape, *found.shape[2:])
 
     def inputs(self, given: dict[str, Any], slots: Tensor) -> dict[str, Any]:
         """Return the inputs of a forward, (B, T, ...) each, for all nodes, with their rows and slots of the cache."""

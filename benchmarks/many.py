@@ -6,9 +6,10 @@
 
 ``generate_many`` with ``auto`` and without speculation (plain), transformers' ``generate`` on batches of so many rows,
 padded on the left, in the order of the file, and its continuous batching, ``generate_batch``, with as many requests a
-batch.  All take turns, greedily, on all prompts; prompts count.  The table has all tokens over all seconds, medians of
-the rounds, and the median of auto's ratio to plain within a round; tokens after the end of a text do not count.  With
-``--vary`` texts have half to one and a half times as many tokens: else most rows end together without speculation.
+batch.  All take turns, greedily, on all prompts, in reverse every other time; prompts count.  The table has all tokens
+over all seconds, medians of the rounds, and the median of auto's ratio to plain within a round; tokens after the end of
+a text do not count.  With ``--vary`` texts have half to one and a half times as many tokens: else most rows end
+together without speculation.
 """
 
 import argparse
@@ -106,8 +107,8 @@ def main() -> None:
     measured = []
     for rows in args.rows:
         rates: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(args.rounds):
-            for name, run in runs.items():
+        for number in range(args.rounds):
+            for name, run in list(runs.items())[:: 1 - 2 * (number % 2)]:
                 started = perf_counter()
                 tokens = run(rows)
                 rates[name].append(tokens / (perf_counter() - started))

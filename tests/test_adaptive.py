@@ -108,18 +108,19 @@ def flat(seconds, node=0.0):
 # ---- sizes ----
 
 
-def test_the_first_steps_are_small_then_one_is_plain():
-    """Until costs are known."""
-    assert World([GOOD], flat(0.1), 0.001).run(3).nodes(3) == [FIRST_NODES, FIRST_NODES, 0]
+def test_the_first_steps_are_small_and_one_is_plain():
+    """Until costs are known.  Each tree is twice as large as the one before, which tells what a node costs."""
+    sizes = World([GOOD], flat(0.1), 0.001).run(4).nodes(4)
+    assert sizes == [FIRST_NODES, 2 * FIRST_NODES, 0, 4 * FIRST_NODES]
 
 
 def test_many_rows_begin_with_a_node_each():
     """Costs are as well known from few nodes of many rows."""
-    assert World([GOOD], flat(0.1), 0.001, rows=2).run(3).nodes(3) == [FIRST_NODES // 2, FIRST_NODES // 2, 0]
-    assert World([GOOD], flat(0.1), 0.001, rows=16).run(3).nodes(3) == [1, 1, 0]
+    sizes = {rows: World([GOOD], flat(0.1), 0.001, rows).run(4).nodes(4) for rows in (2, 16)}
+    assert sizes == {2: [FIRST_NODES // 2, FIRST_NODES, 0, 2 * FIRST_NODES], 16: [1, 2, 0, 4]}
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", [1, 4, 16, 64])
 def test_an_expensive_target_and_a_good_draft_make_large_trees(rows):
     world = World([GOOD], flat(0.1, 0.0001), 0.001, rows).run(100)
     assert np.mean(world.nodes(50)) > 20
@@ -178,10 +179,12 @@ def test_nodes_that_cost_much_make_small_trees():
 
 
 def test_levels_that_cost_much_make_shallow_trees():
-    deep = World([GOOD], flat(0.1), 0.001).run(100)
-    shallow = World([GOOD], flat(0.1), 0.08).run(100)
-    assert 0 < np.mean([levels for (levels,) in shallow.levels[-50:]]) < 2.5
-    assert np.mean([levels for (levels,) in deep.levels[-50:]]) > 4
+    shallow, deep = (
+        np.mean([levels for (levels,) in World([GOOD], flat(0.1, 0.001), cost).run(100).levels[-50:]])
+        for cost in (0.06, 0.001)
+    )
+    assert 0 < shallow < 2.5
+    assert deep > 4
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -308,6 +311,26 @@ def test_among_many_texts_a_wait_goes_on_in_the_next_ones():
             asked[rows] = asked.get(rows, 0) + world.run(30).asked(0, 30)
     assert asked[1] >= 10 * JUDGED
     assert asked[8] <= 3 * TRIAL
+
+
+def test_a_wait_among_many_texts_survives_that_most_of_them_end():
+    """Few rows are judged by themselves, as nodes cost something else there."""
+    world = World([BAD], flat(0.1), 0.02, rows=16).run(300)
+    known = dict(world.policy.learnt.idle)
+    for rows in (8, 4, 2):
+        world.rows = rows
+        world.run(10)
+    assert known.items() <= world.policy.learnt.idle.items()
+    world.rows = 16
+    world.policy.start(1, coupled=False, rows=16)
+    assert world.run(30).asked(0, 30) == 0
+
+
+@pytest.mark.parametrize(("rows", "levels"), [(1, 5), (16, 1)])
+def test_many_rows_ask_for_one_level_until_its_cost_is_known(rows, levels):
+    world = World([GOOD], flat(3.0), 0.001, rows).run(2)
+    assert [asked for (asked,) in world.levels] == [levels] * 2
+    assert max(asked for (asked,) in world.run(2).levels) > 4
 
 
 def test_an_idle_policy_says_so():

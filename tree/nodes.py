@@ -103,6 +103,8 @@ class Nodes:
         if len(self.sizes) == 1:
             return self
         start, end = self.starts[row : row + 2].tolist()
+        if end - start == 1:
+            return roots_only(self.tokens[start:end])
         first, last = np.searchsorted(self.draws.nodes, (start, end))
         nodes, drafts, orders = (column[first:last].copy() for column in self.draws)
         return Nodes(
@@ -168,7 +170,7 @@ class Nodes:
         )
 
 
-def roots_only(tokens: Sequence[int]) -> Nodes:
+def roots_only(tokens: Sequence[int] | Numbers) -> Nodes:
     """Return trees that draft nothing."""
     count = len(tokens)
     none, zeros = np.zeros(0, np.int64), np.zeros(count, np.int64)

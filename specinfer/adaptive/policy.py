@@ -45,7 +45,7 @@ from specinfer.tree import (
 
 MAX_NODES, MAX_DEPTH = 31, 31  # with the root, 32 tokens: a size bucket
 MOST = 255  # the same, of nodes and of levels, where passes over many tokens cost hardly more
-FIRST_NODES = 4  # of all rows' trees, one each at least, that are scored to learn what trees cost now
+FIRST_NODES = 4  # of all rows' trees, one each at least, that are scored to learn what trees cost now, doubled at first
 PLAIN_AGAIN = 2, 8, 128  # steps after which a plain one measures the machine: at first, and later at least and at most
 MANY = 4  # rows from which on what was accepted in earlier texts tells what will be, on average ...
 PLAIN_FIRST = 2  # ... and so a text starts with so many plain steps: is the machine as fast as it was?
@@ -54,7 +54,8 @@ LUCK = 1.2  # tokens that a step gains or loses by chance, about: a loss must be
 MARGIN = 1.03  # a draft must promise to be worth so many times what it costs, for averages err
 JUDGED = 4  # steps in which a draft is asked before it is judged ...
 TRIAL = 2  # ... and those of an idle draft's trial, in which trees are scored whatever they cost ...
-WAITS = 8, 64  # ... after so many idle steps: at first, doubled with every failure, and, by rows, at most
+WAITS = 8, 64  # ... after so many idle steps: at first, and, by rows, at most
+FAILED = 2, 4  # times as many after each trial that failed; of many rows, of which a step tells more
 NODE_SHARE = 1 / 32  # of a level's cost, is the cost of asking about one more node
 LEVEL_PRICE = 0.1  # tokens that a level must gain while its cost is unknown
 LEAST = 0.001, 0.05  # bounds of the path probability below which nothing is drafted
@@ -99,15 +100,15 @@ class DraftRecord:
         if step < self.until or price is None:
             return True
         if pays and self.gained.value > MARGIN * price * self.levels.value:
-            if self.gained.count <= TRIAL:  # a trial went well: it was doubled for that, and is half of what it was
-                self.wait = max(WAITS[0], self.wait // 4)
+            if self.gained.count <= TRIAL:  # a trial went well: what it was made longer by is undone, and as much again
+                self.wait = max(WAITS[0], self.wait // FAILED[rows >= MANY] ** 2)
             self.idle_from = None
             return True
         self.idle_from = step if self.idle_from is None else self.idle_from
         if step < self.idle_from + min(self.wait, WAITS[1] * rows):
             return False
         self.gained, self.until, self.idle_from = Average(), step + TRIAL, None
-        self.wait = min(2 * self.wait, WAITS[1] * rows)
+        self.wait = min(FAILED[rows >= MANY] * self.wait, WAITS[1] * rows)
         return True
 
 
@@ -262,6 +263,8 @@ class Auto:
         """
         rows, family = len(accepted), self.acceptance.family(draft, depth)
         cost = self.costs.level(draft, rows)
+        if cost is None and depth and rows >= MANY:  # a wide level of many rows may cost many plain steps
+            return 0
         cost = LEVEL_PRICE * rows if cost is None else cost
         node = self.costs.node(rows)
         gains = [[max(0.0, chance * family - node) for chance in row] for row in accepted]
@@ -282,15 +285,15 @@ class Auto:
         limit = counted * self.limits(rows)[0]
         most = min(limit, max(map(len, best)))
         price = self.costs.price(rows)
-        first = min(max(1, counted * FIRST_NODES // rows), most)
-        if price is None:
-            return first
+        first = max(1, counted * FIRST_NODES // rows)
+        if price is None or not self.costs.trees.known:  # sizes must differ to tell what a node costs
+            return min(first << self.costs.trees.count, most)
         ranked = (sorted(group, reverse=True) for group in best)
         gains = [0.0, *accumulate(map(sum, zip_longest(*ranked, fillvalue=0.0)))]  # of so many nodes
         sizes = [n for n in range(most + 1) if self.packed or size_bucket(n + 1) == n + 1 or n == limit]
         size = max(sizes, key=lambda n: gains[n] - price * self.costs.seconds(rows, n / counted))
         self.worth = size > 0
-        return size or (first if any(record.tried(self.steps) for record in self.records) else 0)
+        return size or (min(first, most) if any(record.tried(self.steps) for record in self.records) else 0)
 
     def _judge(self, drafts: int, rows: int) -> None:
         """Judge all drafts anew, for a batch of so many rows."""
@@ -308,7 +311,8 @@ class Auto:
             return None
         cost = (1 + DOUBT) * (level / rows + self.costs.node(rows))
         gains = [self.acceptance.expected(draft, depth) - cost for depth in range(1, DEPTHS + 1)]
-        return self.learnt.idle.get(draft, (0, 2 * WAITS[0])) if max(accumulate(gains)) < 0 else None
+        idled = self.learnt.idle.get((draft, rows.bit_length()), (0, FAILED[1] * WAITS[0]))
+        return idled if max(accumulate(gains)) < 0 else None
 
     def _choose(self, rows: int) -> int:
         """Return the drafts to ask in the next step, a bit mask."""
@@ -373,11 +377,12 @@ class Auto:
             self.levels.clear()
             self.grown = None
             self.asked = self._choose(rows)
-            for draft, record in enumerate(self.records if rows >= MANY else ()):
+            batch = self.judged_rows
+            for draft, record in enumerate(self.records if batch >= MANY else ()):
                 if record.idle_from is None:
-                    self.learnt.idle.pop(draft, None)
+                    self.learnt.idle.pop((draft, batch.bit_length()), None)
                 else:
-                    self.learnt.idle[draft] = self.steps - record.idle_from, record.wait
+                    self.learnt.idle[draft, batch.bit_length()] = self.steps - record.idle_from, record.wait
 
     def _time(self, rows: int, nodes: float, proposing: Sequence[float], rest: float) -> None:
         """Learn costs from a step's seconds: of each draft, and of the rest."""

@@ -48,13 +48,14 @@ class Profile:
         drafts: how many there are.
         costs: what steps cost.
         acceptance: which tokens are accepted, greedy (False) and coupled (True).
-        idle: of drafts that are idle among many rows, for how many steps, and how many they wait; it is not saved.
+        idle: by draft and number of binary digits of the rows, for drafts that are idle among many rows, how many steps
+            they were, and how many they wait; it is not saved.
     """
 
     def __init__(self) -> None:
         self.drafts, self.costs = 0, Costs()
         self.acceptance: defaultdict[bool, Acceptance] = defaultdict(Acceptance)
-        self.idle: dict[int, tuple[int, int]] = {}
+        self.idle: dict[tuple[int, int], tuple[int, int]] = {}
 
     def to_json(self) -> dict[str, Any]:
         """Return it JSON-ready; `read` takes it back."""

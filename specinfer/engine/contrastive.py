@@ -150,7 +150,7 @@ def search(
         known = replace(policy, known=[text.known for text in texts])
         trees = _propose(drafts, known, rows)
         views = target_views(rows, trees, target.score(trees))
-        fed = _directions(target.aux_states[-1])
+        fed = map(_directions, target.aux_states[-1])
         emitted = [(view.row, text.step(view, row)) for view, text, row in zip(views, texts, fed, strict=True)]
         kept = target.commit([None if row.finished else (0, *step.path) for row, step in emitted])
         for draft in drafts:
@@ -164,7 +164,7 @@ def _begun(target: TreeSession, policy: Policy, rows: Sequence[Row], states: Seq
     """Return the rows' texts before the first step, by a pass over bare roots that nothing is kept of."""
     roots = Forest(policy.kind, [row.ids[-1] for row in rows])
     views = target_views(rows, roots, target.score(roots))
-    none = target.aux_states[-1][0, :0]
+    none = target.aux_states[-1][0][:0]
     target.commit([()] * len(rows))
     return [
         _Text(_directions(none if before is None else before), Candidates.after(view, 0))

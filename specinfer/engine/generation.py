@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from specinfer.adaptive.policy import Auto
-from specinfer.attention import TreeModel, TreeSession, padded_width, resumed, running
+from specinfer.attention import TreeModel, TreeSession, in_one, padded_width, resumed, running
 from specinfer.common.progress import decoded
 from specinfer.common.versions import versions
 from specinfer.drafts.base import Draft, DraftContext, DraftSession, Scored
@@ -96,13 +96,7 @@ class Timed:
         joining = [(row, before, new) for row, before, new in found if not row.finished]
         if joining:
             rows, *parts = zip(*joining, strict=True)
-            self.session.join(self.open(rows, [_joined(*states) for states in zip(*parts, strict=True)]))
-
-
-def _joined(*parts: torch.Tensor | None) -> torch.Tensor | None:
-    """Return states (n, K, H) one after the other; None if there are none."""
-    given = [part for part in parts if part is not None]
-    return torch.cat(given) if given else None
+            self.session.join(self.open(rows, [in_one(states) for states in zip(*parts, strict=True)]))
 
 
 class Run:
