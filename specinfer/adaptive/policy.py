@@ -282,12 +282,14 @@ class Auto:
         rows, ends = len(starts) - 1, starts[1:]
         each = [reached[start + 1 : end] for start, end in zip(starts, ends, strict=False)]
         best, counted = ([[*chain(*each)]], rows) if self.packed else (each, 1)  # rows that a number is of
+        first, trees = max(1, counted * FIRST_NODES // rows), self.costs.trees
         limit = counted * self.limits(rows)[0]
+        if trees.known:  # no pass is more than twice as large as any before, whatever the line promises
+            limit = int(min(limit, max(first, counted * (2 * trees.largest / rows - 1))))
         most = min(limit, max(map(len, best)))
         price = self.costs.price(rows)
-        first = max(1, counted * FIRST_NODES // rows)
-        if price is None or not self.costs.trees.known:  # sizes must differ to tell what a node costs
-            return min(first << self.costs.trees.count, most)
+        if price is None or not trees.known:  # sizes must differ to tell what a node costs
+            return min(first << trees.count, most)
         ranked = (sorted(group, reverse=True) for group in best)
         gains = [0.0, *accumulate(map(sum, zip_longest(*ranked, fillvalue=0.0)))]  # of so many nodes
         sizes = [n for n in range(most + 1) if self.packed or size_bucket(n + 1) == n + 1 or n == limit]

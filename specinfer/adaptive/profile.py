@@ -105,7 +105,7 @@ class Profile:
         learnt.drafts = _count(profile.get("drafts"), "drafts", MOST_DRAFTS)
         trees = learnt.costs.trees
         ((trees.base, trees.slope),) = _rows([profile.get("trees")], "trees", 2)
-        trees.count, learnt.costs.cheap = 3, inf  # the line is given, for all sizes
+        trees.count, trees.largest, learnt.costs.cheap = 3, inf, inf  # the line is given, for all sizes
         for rows, plain, tokens, spent in _rows(profile.get("plain"), "plain", 4):
             batch = _count(rows, "plain", MOST)
             learnt.costs.plain[batch] = _average(plain)
