@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from specinfer.attention import TreeModel, TreeSession
+from specinfer.attention import TreeModel, TreeSession, in_one
 
 LEAST = 16  # tokens: to read fewer costs less than another pass
 
@@ -52,7 +51,7 @@ class SharedPrefix:
         if self.states is None:
             return rest
         known = self.states[:length]
-        return [known if states is None else torch.cat([known, states]) for states in rest]
+        return [in_one([known, states]) for states in rest]
 
     def _find(self, session: TreeSession, prompts: Sequence[Sequence[int]]) -> int:
         """Return how many tokens all prompts share with what is kept; keep a longer beginning if there is one."""
