@@ -122,8 +122,7 @@ class CompiledPass:
             return f"packed weights need {needed / 1e9:.1f} GB of memory, and less is free"
         packed: dict[Group, Tensor] = {}
         for form, group in groups:
-            made = pack([weights[name] for name in group], form)
-            packed |= zip([(form, group), ("scales", group)], made, strict=False)
+            packed[form, group] = pack([weights[name] for name in group], form)
         for runner in self.runners.values():
             runner.weights = [self._input(source, weights, packed) for source in runner.sources]
         flat = [weight.view(-1) for weight in weights.values() if weight.is_contiguous()]

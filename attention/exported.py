@@ -26,7 +26,7 @@ from torch.fx.experimental import _config
 from transformers.cache_utils import Cache
 
 from specinfer.attention.attend import keys_of_rows, replace_attention
-from specinfer.attention.linear import BITS, ROUNDED_STATES, add_dynamic_int8_product, packed_shape
+from specinfer.attention.linear import ROUNDED_STATES, packed_shape
 from specinfer.attention.watch import named_tensors
 
 aten = torch.ops.aten
@@ -38,8 +38,7 @@ LARGEST = 1 << 16  # the most integers of one tensor that a graph may hold: cons
 class Source(NamedTuple):
     """An input of the graph that comes from the model."""
 
-    # "weight": as it is; a form of `linear`: joined and packed; "scales": of "dynamic_int8"; "joined": biases, joined;
-    # "sizes": only its shape counts
+    # "weight": as it is; a form of `linear`: joined and packed; "joined": biases, joined; "sizes": only its shape counts
     kind: str
     names: tuple[str, ...]  # of the model's parameters or buffers
     shape: tuple[int, ...]
@@ -273,18 +272,14 @@ class _WeightInputs:
     ) -> fx.Node:
         """Return states times the weights (N, K) of some names, plus a bias."""
         outputs, size = shape
-        if form == "dynamic_int8":
-            packed = self.input(form, names, (size, outputs), torch.int8)
-            scales = self.input("scales", names, (outputs,), torch.float32)
-            return add_dynamic_int8_product(self.graph, states, packed, scales, bias, dtype)
         if form == "packed":
             like = self.input("sizes", (), shape, dtype)
             packed = self.input(form, names, shape, dtype)
             return self.graph.call_function(torch.ops.specinfer.linear.default, (states, like, packed, bias))
         if form == ROUNDED_STATES:
             states = self.graph.call_function(aten._to_copy.default, (states,), {"dtype": torch.bfloat16})
-        of_words = torch.int32 if form in BITS else torch.bfloat16
         kind = "bf16" if form == ROUNDED_STATES else form
+        of_words = torch.bfloat16 if kind in ("bf16", "rounded") else torch.int32
         packed = self.input(kind, names, packed_shape(outputs, size, form), of_words)
         product = self.graph.call_function(torch.ops.specinfer.linear_blocks.default, (states, packed, outputs, form))
         return product if bias is None else self.graph.call_function(aten.add.Tensor, (product, bias))

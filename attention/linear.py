@@ -14,7 +14,8 @@ Knows: the forms that weights are packed in, how a compiled pass calls their pro
     int4      of 4 bits: about a seventh
     rounded   weights rounded to bfloat16, by states in float32
     dynamic_int8
-              weights rounded to 8 bits with a scale for each output, states with a scale for each state (oneDNN)
+              weights rounded to 8 bits with a scale for each output, states with a scale for each state; products and
+              sums are those of integers
 
 A form of a model is that of its smallest weights; others are packed as what they are.  The last two change a model a
 little.  They are for heads, which only propose.  Language models do not bear states of 8 bits: a few of their states
@@ -28,17 +29,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.nn import functional
 
 from specinfer.attention import kernels
 from specinfer.attention.rounding import GROUP, integers
 
-aten = torch.ops.aten
 EXACT = "int4", "int8", "bf16"  # forms of that kernel that change no number, smallest first
 ROUNDED_STATES = "bf16_states"  # of models; it is the graph that rounds, and its weights are packed as bf16
-IN_FLOAT32 = (*EXACT, ROUNDED_STATES, "rounded")  # in these forms passes are float32, whatever the weights are
-FORMS = ("packed", *IN_FLOAT32, "dynamic_int8")
+IN_FLOAT32 = (*EXACT, ROUNDED_STATES, "rounded", "dynamic_int8")  # in these passes are float32, whatever the weights
+FORMS = ("packed", *IN_FLOAT32)
 BITS = {"int4": 4, "int8": 8}
 # of a packed number, if they are not its own; scales are bfloat16
 BYTES = {"int4": 0.5 + 2 / GROUP, "int8": 1 + 2 / GROUP, "bf16": 2, "rounded": 2, "dynamic_int8": 1}
@@ -46,6 +46,7 @@ BLOCK = 32  # outputs of a block there
 PART = 4096  # outputs that are packed at a time
 SAMPLED = 4  # rows of a weight that tell what its numbers are; packing looks at every one
 SMALLEST = 1e-12  # a scale times 127, at least
+LONGEST = 1 << 16  # inputs whose products of 8 bits have a sum of 32 bits
 ROWS = {torch.float32: 64, torch.bfloat16: 16, torch.float16: 16}  # the number of states that packing is tuned for
 
 _library = torch.library.Library("specinfer", "DEF")
@@ -53,8 +54,6 @@ _library = torch.library.Library("specinfer", "DEF")
 _library.define("linear(Tensor states, Tensor like, Tensor packed, Tensor? bias) -> Tensor")
 # states (..., K), a weight (N, K) packed, N, a form of ``kernels/linear.h``: returns (..., N), float32
 _library.define("linear_blocks(Tensor states, Tensor packed, int outputs, str form) -> Tensor")
-# unsigned states (..., K) with zero at 128, an int8 weight (N, K) packed, its scales (N,), zeros: returns (..., N)
-_library.define("linear_dynamic_int8(Tensor states, Tensor packed, Tensor scales, Tensor zeros) -> Tensor")
 
 
 @torch.library.register_fake("specinfer::linear", lib=_library)
@@ -65,11 +64,6 @@ def _shape(states: Tensor, like: Tensor, _packed: Tensor, _bias: Tensor | None) 
 @torch.library.register_fake("specinfer::linear_blocks", lib=_library)
 def _shape_blocks(states: Tensor, _packed: Tensor, outputs: int, _form: str) -> Tensor:
     return states.new_empty(*states.shape[:-1], outputs, dtype=torch.float32)
-
-
-@torch.library.register_fake("specinfer::linear_dynamic_int8", lib=_library)
-def _shape_dynamic_int8(states: Tensor, _packed: Tensor, scales: Tensor, _zeros: Tensor) -> Tensor:
-    return scales.new_empty(*states.shape[:-1], len(scales))
 
 
 def forms(weights: Sequence[Tensor], rounded: bool) -> list[str]:
@@ -108,14 +102,19 @@ def form_of(weight: Tensor, form: str) -> str:
 
 def fits(weight: Tensor, form: str) -> bool:
     """Whether this machine has products for a weight (N, K) in a form, as far as its type and shape tell."""
-    if form in IN_FLOAT32:
-        is_matrix = weight.device.type == "cpu" and weight.ndim == 2 and weight.shape[1] % 2 == 0
-        return is_matrix and weight.dtype in (torch.float32, torch.bfloat16)
-    return packable_dynamic_int8(weight) if form == "dynamic_int8" else packable(weight)
+    if form == "dynamic_int8":
+        return packable_dynamic_int8(weight)
+    return fits_blocks(weight) if form in IN_FLOAT32 else packable(weight)
 
 
-def pack(weights: Sequence[Tensor], form: str) -> tuple[Tensor, ...]:
-    """Return weights (N_i, K) as one packed weight (sum of N_i, K), in dynamic_int8 with the scale of each output.
+def fits_blocks(weight: Tensor) -> bool:
+    """Whether ``kernels/linear.h`` has products for a weight (N, K), as far as its type and shape tell."""
+    is_matrix = weight.device.type == "cpu" and weight.ndim == 2 and weight.shape[1] % 2 == 0
+    return is_matrix and weight.dtype in (torch.float32, torch.bfloat16)
+
+
+def pack(weights: Sequence[Tensor], form: str) -> Tensor:
+    """Return weights (N_i, K) as one packed weight (sum of N_i, K).
 
     Raises:
         ValueError: the form is one of `EXACT`, and they are not such numbers.
@@ -123,13 +122,15 @@ def pack(weights: Sequence[Tensor], form: str) -> tuple[Tensor, ...]:
     if form == "dynamic_int8":
         return pack_dynamic_int8(weights)
     if form in BITS:
-        return (pack_integers(weights, form),)
-    return (pack_whole(weights) if form == "packed" else pack_bf16(weights, rounded=form == "rounded"),)
+        return pack_integers(weights, form)
+    return pack_whole(weights) if form == "packed" else pack_bf16(weights, rounded=form == "rounded")
 
 
 def packed_shape(outputs: int, size: int, form: str) -> tuple[int, ...]:
     """Return the shape of a weight (N, K) in a form of the kernel, of words of 32 bits or of bfloat16 numbers."""
     blocks = -(-outputs // BLOCK)
+    if form == "dynamic_int8":
+        return blocks, size // 4 + 2, BLOCK
     if form in BITS:
         return blocks, size // GROUP, 1 + 2 * BITS[form], BLOCK // 2
     return blocks, size // 2, BLOCK, 2
@@ -219,41 +220,21 @@ def _words(weight: Tensor, form: str) -> Tensor:
 
 
 def packable_dynamic_int8(weight: Tensor) -> bool:
-    """Whether products of a weight (N, K) in 8 bits are fast here; without VNNI they are slow, and overflow."""
+    """Whether products of a weight (N, K) in 8 bits are fast here, which they are with AVX512-VNNI."""
     fast = torch.backends.cpu.get_cpu_capability().startswith("AVX512") and torch.cpu._is_vnni_supported()
-    return packable(weight) and fast
+    return fits_blocks(weight) and weight.shape[1] % 4 == 0 and weight.shape[1] <= LONGEST and fast
 
 
 @torch.inference_mode()
-def pack_dynamic_int8(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return weights (N_i, K) as one packed int8 weight, and the scale of each output, float32 (sum of N_i,)."""
+def pack_dynamic_int8(weights: Sequence[Tensor]) -> Tensor:
+    """Return weights (N_i, K) as one packed weight, int32: the words of ``kernels/linear.h`` for rounded numbers."""
     joined = torch.cat([weight.detach().float() for weight in weights])
-    scales = joined.abs().amax(1).clamp(min=SMALLEST) / 127
-    rounded = (joined / scales[:, None]).round_().to(torch.int8)
-    return torch.ops.onednn.qlinear_prepack(rounded, None), scales
-
-
-def add_dynamic_int8_product(
-    graph: fx.Graph, states: fx.Node, packed: fx.Node, scales: fx.Node, bias: fx.Node | None, dtype: torch.dtype
-) -> fx.Node:
-    """Add a product of states (..., K), each rounded to 8 bits, with a packed int8 weight to a graph: (..., N).
-
-    oneDNN's fast products take unsigned states, so 128 stands for zero.
-    """
-
-    def call(operation: Any, *arguments: Any, **options: Any) -> fx.Node:
-        return graph.call_function(operation, arguments, options)
-
-    states = call(aten._to_copy.default, states, dtype=torch.float32)
-    largest = call(aten.amax.default, call(aten.abs.default, states), [-1], True)
-    scale = call(aten.div.Tensor, call(aten.clamp_min.default, largest, SMALLEST), 127.0)
-    shifted = call(aten.add.Tensor, call(aten.round.default, call(aten.div.Tensor, states, scale)), 128.0)
-    rounded = call(aten._to_copy.default, shifted, dtype=torch.uint8)
-    zeros = call(aten.zeros_like.default, scales, dtype=torch.int32)
-    product = call(torch.ops.specinfer.linear_dynamic_int8.default, rounded, packed, scales, zeros)
-    scaled = call(aten.mul.Tensor, product, scale)
-    result = scaled if bias is None else call(aten.add.Tensor, scaled, bias)
-    return call(aten._to_copy.default, result, dtype=dtype)
+    scales = joined.abs().amax(1, keepdim=True).clamp(min=SMALLEST) / 127
+    numbers = (joined / scales).round_().to(torch.int8)
+    offsets = 128 * numbers.sum(1, keepdim=True, dtype=torch.int32)
+    words = torch.cat([numbers.view(torch.int32), scales.view(torch.int32), offsets], 1)
+    blocks = functional.pad(words, (0, 0, 0, -len(words) % BLOCK)).view(-1, BLOCK, words.shape[1])
+    return blocks.transpose(1, 2).contiguous()
 
 
 @cache
@@ -266,7 +247,6 @@ def teach_compiler() -> None:
     """
     from torch._inductor import ir, mkldnn_ir
     from torch._inductor.lowering import register_lowering, view
-    from torch._inductor.virtualized import V
 
     @register_lowering(torch.ops.specinfer.linear, type_promotion_kind=None)
     def lower(states: Any, like: Any, packed: Any, bias: Any) -> Any:
@@ -289,16 +269,6 @@ def teach_compiler() -> None:
         inputs = [flat, ir.ExternKernel.realize_input(packed)]
         product = kernels.call("linear", f"linear_{'bf16' if form == 'rounded' else form}", layout, inputs)
         return view(product, [*before, outputs])
-
-    @register_lowering(torch.ops.specinfer.linear_dynamic_int8, type_promotion_kind=None)
-    def lower_dynamic_int8(states: Any, packed: Any, scales: Any, zeros: Any) -> Any:
-        *before, size = states.get_size()
-        flat = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(view(states, [-1, size])))
-        one, zero = (V.graph.add_tensor_constant(torch.tensor(number)) for number in (1.0, 128))
-        scales, zeros = (ir.ExternKernel.realize_input(each) for each in (scales, zeros))
-        create: Any = mkldnn_ir.QLinearPointwisePT2E.create
-        product = create(flat, one, zero, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], "")
-        return view(ir.TensorBox.create(product), [*before, scales.get_size()[0]])
 
 
 def free_bytes() -> float:

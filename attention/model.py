@@ -379,7 +379,8 @@ class TreeSession:
         states = torch.cat(aux_states, 1) if len(aux_states) > 1 else aux_states[0]
         padded = isinstance(states, Tensor)
         if padded and {None, (0,)} >= {path if path is None else tuple(path) for path in paths}:  # steps without trees
-            return [None if path is None else row for path, row in zip(paths, states[:, :1].clone(), strict=True)]
+            roots = states[:, :1].clone() if states.shape[1] > 1 else states
+            return [None if path is None else row for path, row in zip(paths, roots, strict=True)]
         return [
             None if path is None else row if len(path) == len(row) and not padded else _chosen(row, path)
             for path, row in zip(paths, states, strict=True)

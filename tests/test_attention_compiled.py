@@ -34,7 +34,7 @@ from specinfer import BestFirst, Chain, SpeculativeDecoder
 from specinfer.attention import TreeCache, TreeModel, TreeSession, lay_out_chains, resumed
 from specinfer.attention.check import toy_tree
 from specinfer.attention.compiled import RECORD, CompiledPass, check, computing
-from specinfer.attention.linear import add_dynamic_int8_product, fits, forms, pack, packable_dynamic_int8
+from specinfer.attention.linear import fits, forms, pack, packable_dynamic_int8
 from specinfer.attention.watch import architecture
 from specinfer.cli import app
 from specinfer.drafts.head import HeadDraft
@@ -124,31 +124,6 @@ def test_drafts_multiply_in_8_bits_and_targets_never_do() -> None:
     }
     with resumed(head):
         assert check(head, head.compiled) < 0.1
-
-
-def multiplied(states: Any, packed: Any, scales: Any, zeros: Any) -> Any:
-    given = states, 1.0, 128, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
-    return torch.ops.onednn.qlinear_pointwise.default(*given)
-
-
-@pytest.mark.skipif(
-    not packable_dynamic_int8(torch.zeros(4, 4)), reason="this processor has no fast products in 8 bits"
-)
-def test_products_in_8_bits_are_those_of_rounded_weights_and_states() -> None:
-    eager = torch.library.Library("specinfer", "IMPL")
-    eager.impl("linear_dynamic_int8", multiplied, "MkldnnCPU")  # what compiled code calls
-    weights = [torch.randn(24, 16), torch.zeros(8, 16), 1e-3 * torch.randn(40, 16)]
-    states = torch.cat([torch.randn(2, 3, 16), torch.zeros(2, 1, 16), 1e3 * torch.randn(2, 1, 16)], 1)
-    graph = torch.fx.Graph()
-    given = [graph.placeholder(name) for name in ("states", "packed", "scales", "bias")]
-    graph.output([add_dynamic_int8_product(graph, *given[:3], bias, torch.float32) for bias in (None, given[3])])
-    (packed, scales), bias = pack(weights, "dynamic_int8"), torch.randn(72)
-    found = torch.fx.GraphModule(torch.nn.Module(), graph)(states, packed, scales, bias)
-    step = states.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
-    rounded = (states / step).round() * step
-    expected = rounded @ ((torch.cat(weights) / scales[:, None]).round() * scales[:, None]).T
-    for product, wanted in zip(found, (expected, expected + bias), strict=True):
-        torch.testing.assert_close(product, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_machine_that_is_slow_in_8_bits_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,7 +417,7 @@ def test_forms_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "bf16_states" not in forms([numbers.bfloat16().float()], rounded=False)  # the user asked for float32
     with pytest.raises(ValueError, match="not all are bfloat16"):
         pack([numbers], "bf16")
-    (found,) = pack([numbers[:24], numbers[24:]], "rounded")
+    found = pack([numbers[:24], numbers[24:]], "rounded")
     assert found.shape == (2, 8, 32, 2)
     for output in (0, 1, 16, 31, 32, 39):
         assert found[output // 32, :, output % 32].flatten().equal(numbers[output].bfloat16())

@@ -38,6 +38,7 @@ extern "C" int attend_packed(
 extern "C" int bf16(Given* a, Given* b, Given* c) { return aoti_torch_specinfer_linear_bf16(a, b, c); }
 extern "C" int int8(Given* a, Given* b, Given* c) { return aoti_torch_specinfer_linear_int8(a, b, c); }
 extern "C" int int4(Given* a, Given* b, Given* c) { return aoti_torch_specinfer_linear_int4(a, b, c); }
+extern "C" int dynamic_int8(Given* a, Given* b, Given* c) { return aoti_torch_specinfer_linear_dynamic_int8(a, b, c); }
 extern "C" int bf16_states(Given* a, Given* b, Given* c) { return aoti_torch_specinfer_linear_bf16_states(a, b, c); }
 """
 HIDDEN = torch.finfo(torch.float32).min
@@ -184,7 +185,7 @@ def test_products_are_those_of_float64_and_have_the_same_bits_for_any_number_of_
 ) -> None:
     torch.manual_seed(size)
     weight = torch.randn(outputs, size).bfloat16().float()
-    (packed,) = pack([weight], "bf16")
+    packed = pack([weight], "bf16")
     states = torch.randn(130, size).bfloat16()
     exact = states.double() @ weight.double().T
     for function, given in ((kernels.bf16, states.float()), (kernels.bf16_states, states)):
@@ -198,9 +199,40 @@ def test_products_are_those_of_float64_and_have_the_same_bits_for_any_number_of_
 def test_products_with_integers_have_the_same_bits_for_any_number_of_states(kernels: Any, form: str) -> None:
     torch.manual_seed(0)
     weight = rounded(torch.randn(40, 96), form)
-    (packed,) = pack([weight], form)
+    packed = pack([weight], form)
     states = torch.randn(30, 96)
     whole = multiplied(getattr(kernels, form), states, packed, 40)
     torch.testing.assert_close(whole.double(), states.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
     for rows in (1, 2, 11, 13, 25):
         assert multiplied(getattr(kernels, form), states[:rows].clone(), packed, 40).equal(whole[:rows])
+
+
+@pytest.mark.parametrize(("size", "outputs"), [(64, 32), (100, 7), (20, 100), (1536, 40)])
+def test_products_in_8_bits_are_those_of_rounded_weights_and_states(kernels: Any, size: int, outputs: int) -> None:
+    torch.manual_seed(size)
+    weights = [torch.randn(outputs - 3, size), torch.zeros(1, size), 1e-3 * torch.randn(2, size)]
+    states = torch.cat([torch.randn(40, size), torch.zeros(1, size), 1e3 * torch.randn(89, size)])
+    whole = multiplied(kernels.dynamic_int8, states, pack(weights, "dynamic_int8"), outputs)
+    numbers, of_outputs = in_8_bits(torch.cat(weights))
+    rounded_states, of_states = in_8_bits(states)
+    exact = (rounded_states @ numbers.T) * of_states * of_outputs.T
+    torch.testing.assert_close(whole.double(), exact, rtol=1e-5, atol=1e-12)
+    for rows in (1, 2, 5, 11, 12, 13, 25, 97):
+        assert multiplied(kernels.dynamic_int8, states[:rows].clone(), pack(weights, "dynamic_int8"), outputs).equal(
+            whole[:rows]
+        )
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_a_state_that_is_no_number_has_no_products_in_8_bits(kernels: Any, number: float) -> None:
+    states, packed = torch.randn(3, 20), pack([torch.randn(7, 20)], "dynamic_int8")
+    states[1, 18] = number
+    found = multiplied(kernels.dynamic_int8, states, packed, 7)
+    assert found.isfinite().all(1).tolist() == [True, False, True]
+    assert not found[1].isfinite().any()
+
+
+def in_8_bits(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Return integers (n, K) and the scale of each row (n, 1), float64; their sums and products are exact."""
+    largest = numbers.abs().amax(1, keepdim=True).clamp(min=1e-12)
+    return (numbers * (127 / largest)).round().double(), (largest / 127).double()

@@ -102,7 +102,7 @@ def unpacked(packed: Tensor, form: str, outputs: int) -> Tensor:
 @pytest.mark.parametrize("form", BITS)
 def test_packed_weights_are_laid_out_as_their_header_says(form: str) -> None:
     given = rounded(weights(), form)
-    (packed,) = pack([given[:10], given[10:]], form)
+    packed = pack([given[:10], given[10:]], form)
     assert packed.shape == packed_shape(*given.shape, form)
     assert torch.equal(unpacked(packed, form, len(given)), given)
 

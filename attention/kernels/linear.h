@@ -7,12 +7,18 @@
 // read, and reading is what a product of a few states waits for.  A product of many states waits for multiplications.
 // States that are bfloat16 numbers, too, take half as many where the processor has AVX512-BF16.
 //
+// Or a weight is rounded to integers of 8 bits times a scale for each output, and so is each state.  Then products and
+// sums are those of integers, four times as many at a time where the processor has AVX512-VNNI.
+//
 // A packed weight is a row of blocks of 32 outputs.  Its words have 32 bits.
 //
 //     bfloat16     32 words, one for each output, hold the numbers of two inputs, the first in the lower bits
 //     8, 4 bits    word i of 16 belongs to the outputs i and 16 + i, and holds two (8 bits) or four numbers (4 bits) of
 //                  each for as many inputs, the first in the lowest bits; before each group of 32 inputs stand 16 words
 //                  of scales, bfloat16
+//     rounded      32 words, one for each output, hold integers of four inputs, the first in the lowest bits; behind all
+//                  of them stand 32 words of scales, float32, and 32 of what the sum of an output's integers times 128
+//                  is, for states are stored with 128 added
 //
 // The last block may be filled up with zeros.  A sum is made in one order of the inputs, whatever else is multiplied, so
 // it has the same bits in every pass.
@@ -22,7 +28,9 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "vectors.h"
 
@@ -128,6 +136,58 @@ struct Integers {
     }
 };
 
+// Integers of 8 bits times the scale of their output, by states of 8 bits with 128 added.
+struct Rounded {
+    using State = uint8_t;
+    static constexpr int INPUTS = 4, WORDS = BLOCK, SCALES = 0;
+    Words first, second;
+
+    SPECINFER_INLINE explicit Rounded(const uint32_t*) {}
+    SPECINFER_INLINE void take(const uint32_t* words) { first = load(words), second = load(words + BLOCK / 2); }
+    template <int R>
+    SPECINFER_INLINE void add(const uint8_t* states, int64_t size, Floats* low, Floats* high) const {
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            uint32_t four;
+            memcpy(&four, states + r * size, sizeof four);
+            low[r] = add_products(low[r], first, four);
+            high[r] = add_products(high[r], second, four);
+        }
+    }
+
+    // Sums are integers, which stand in registers of floats.
+    SPECINFER_INLINE static Floats add_products(Floats sum, Words numbers, uint32_t four) {
+#ifdef __AVX512VNNI__
+        return (Floats)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(four), (__m512i)numbers);
+#else
+        Integers32 total = (Integers32)sum;
+        for (int k = 0; k < 4; k++)
+            total += ((Integers32)(numbers << (24 - 8 * k)) >> 24) * (int32_t)(four >> 8 * k & 255);
+        return (Floats)total;
+#endif
+    }
+
+    SPECINFER_INLINE static Floats scaled(Floats sum, const uint32_t* scales, float scale) {
+        const Integers32 integers = (Integers32)((Words)sum - load(scales + BLOCK));
+        return __builtin_convertvector(integers, Floats) * ((Floats)load(scales) * scale);
+    }
+};
+
+template <class Form>
+constexpr bool IS_ROUNDED = std::is_same_v<Form, Rounded>;
+
+// States (rows, K) as a form takes them, and the scale of each if they are rounded.
+template <class Form>
+struct States {
+    const typename Form::State* numbers;
+    const float* scales;
+    int64_t size;  // K
+
+    SPECINFER_INLINE States after(int64_t rows) const {
+        return {numbers + rows * size, scales ? scales + rows : nullptr, size};
+    }
+};
+
 struct Weights {
     const uint32_t* block;
     const uint32_t* next;  // to prefetch meanwhile: a part, 1 / share of a block
@@ -140,11 +200,18 @@ constexpr int64_t words_of(int64_t size) {
     return Form::WORDS * (size / Form::INPUTS) + Form::SCALES * (size / GROUP);
 }
 
-// Multiply R states (R, K) with a block: sums of 2 LANES outputs, LANES of them 16 after the others, `width` a row.
+// All words of a block.
+template <class Form>
+constexpr int64_t words_of_block(int64_t size) {
+    return words_of<Form>(size) + (IS_ROUNDED<Form> ? 2 * BLOCK : 0);
+}
+
+// Multiply R states with a block: sums of 2 LANES outputs, LANES of them 16 after the others, `width` a row.
 template <class Form, int R>
-void multiply(const typename Form::State* states, const Weights& weights, float* sums, int64_t size, int64_t width) {
+void multiply(const States<Form>& states, const Weights& weights, float* sums, int64_t width) {
     Floats low[R] = {}, high[R] = {};
     const uint32_t* words = weights.block;
+    const int64_t size = states.size;
     for (int64_t from = 0; from < size; from += GROUP) {
         const int64_t to = std::min<int64_t>(from + GROUP, size);
         const int64_t begin = words_of<Form>(from) / weights.share, end = words_of<Form>(to) / weights.share;
@@ -154,18 +221,22 @@ void multiply(const typename Form::State* states, const Weights& weights, float*
 #pragma GCC unroll 1
         for (int64_t k = from; k < to; k += Form::INPUTS, words += Form::WORDS) {
             form.take(words);
-            form.template add<R>(states + k, size, low, high);
+            form.template add<R>(states.numbers + k, size, low, high);
         }
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
+        if constexpr (IS_ROUNDED<Form>) {
+            low[r] = Form::scaled(low[r], words, states.scales[r]);
+            high[r] = Form::scaled(high[r], words + BLOCK / 2, states.scales[r]);
+        }
         store(sums + r * width, low[r]);
         store(sums + r * width + BLOCK / 2, high[r]);
     }
 }
 
 template <class Form>
-using Multiply = void (*)(const typename Form::State*, const Weights&, float*, int64_t, int64_t);
+using Multiply = void (*)(const States<Form>&, const Weights&, float*, int64_t);
 
 template <class Form, int... R>
 Multiply<Form> multiplication(int64_t rows, std::integer_sequence<int, R...>) {
@@ -173,49 +244,85 @@ Multiply<Form> multiplication(int64_t rows, std::integer_sequence<int, R...>) {
     return all[rows - 1];
 }
 
-// One block's outputs (rows, outputs) of states (rows, K).
+// One block's outputs (rows, outputs) of some states.
 template <class Form>
 void multiply_block(
-    const typename Form::State* states, const uint32_t* block, float* results, int64_t rows, int64_t size,
-    int64_t outputs) {
-    const int64_t groups = (rows + ROWS - 1) / ROWS, words = words_of<Form>(size);
+    const States<Form>& states, const uint32_t* block, float* results, int64_t rows, int64_t outputs) {
+    const int64_t groups = (rows + ROWS - 1) / ROWS, words = words_of_block<Form>(states.size);
     for (int64_t group = 0; group < groups; group++) {
         const int64_t from = rows * group / groups, to = rows * (group + 1) / groups;
         const auto run = multiplication<Form>(to - from, std::make_integer_sequence<int, ROWS>());
         for (int half = 0; half < BLOCK / 2; half += LANES) {
             const Weights weights{block + half, block + words + words * group / groups, groups};
-            run(states + from * size, weights, results + from * outputs + half, size, outputs);
+            run(states.after(from), weights, results + from * outputs + half, outputs);
         }
     }
 }
 
-// results (rows, outputs) = states (rows, size) times the transpose of the packed weight.
+// results (rows, outputs) = states (rows, K) times the transpose of the packed weight.
 template <class Form>
-void linear(
-    const typename Form::State* states, const uint32_t* packed, float* results, int64_t rows, int64_t size,
-    int64_t outputs) {
+void linear(const States<Form>& states, const uint32_t* packed, float* results, int64_t rows, int64_t outputs) {
     const int64_t blocks = (outputs + BLOCK - 1) / BLOCK;
-    const int threads = rows * size * outputs < SMALL ? 1 : omp_get_max_threads();
+    const int threads = rows * states.size * outputs < SMALL ? 1 : omp_get_max_threads();
 #pragma omp parallel num_threads(threads)
     {
         const int64_t part = omp_get_thread_num(), parts = omp_get_num_threads();
         const int64_t from = blocks * part / parts, to = blocks * (part + 1) / parts;
         for (int64_t top = 0; top < rows; top += PANEL) {
             const int64_t count = std::min(PANEL, rows - top);
-            const auto* panel = states + top * size;
+            const auto panel = states.after(top);
             for (int64_t block = from; block < to; block++) {
-                const uint32_t* weights = packed + block * words_of<Form>(size);
+                const uint32_t* weights = packed + block * words_of_block<Form>(states.size);
                 float* found = results + top * outputs + block * BLOCK;
                 if (const int64_t last = outputs - block * BLOCK; last < BLOCK) {
                     float sums[PANEL * BLOCK];
-                    multiply_block<Form>(panel, weights, sums, count, size, BLOCK);
+                    multiply_block<Form>(panel, weights, sums, count, BLOCK);
                     for (int64_t row = 0; row < count; row++)
                         std::copy_n(sums + row * BLOCK, last, found + row * outputs);
                 } else {
-                    multiply_block<Form>(panel, weights, found, count, size, outputs);
+                    multiply_block<Form>(panel, weights, found, count, outputs);
                 }
             }
         }
+    }
+}
+
+// Round a state to 8 bits with 128 added; return its scale, which is no number if a number of the state is none.
+inline float round_state(const float* state, uint8_t* numbers, int64_t size) {
+    Floats most = {}, nothing = {};
+    for (int64_t k = 0; k < size; k += LANES) {
+        Floats some = {};
+        memcpy(&some, state + k, sizeof(float) * std::min<int64_t>(LANES, size - k));
+        const Floats magnitudes = (Floats)((Words)some & 0x7fffffffu);
+        most = magnitudes > most ? magnitudes : most;
+        nothing += 0 * some;
+    }
+    float largest = 1e-12f * 127, unknown = 0;
+    for (int lane = 0; lane < LANES; lane++) {
+        largest = std::max(largest, most[lane]);
+        unknown += nothing[lane];
+    }
+    const float steps = 127 / largest;
+    for (int64_t k = 0; k < size; k++) {
+        const float shifted = state[k] * steps + (0x1.8p23f + 128);  // an integer in the lowest bits
+        uint32_t bits;
+        memcpy(&bits, &shifted, sizeof bits);
+        numbers[k] = bits;
+    }
+    return largest / 127 + unknown;
+}
+
+template <class Form>
+void multiply_all(const float* states, const uint32_t* packed, float* results, int64_t rows, int64_t size, int64_t n) {
+    if constexpr (IS_ROUNDED<Form>) {
+        std::vector<uint8_t> numbers(rows * size);
+        std::vector<float> scales(rows);
+#pragma omp parallel for num_threads(rows * size < SMALL ? 1 : omp_get_max_threads())
+        for (int64_t row = 0; row < rows; row++)
+            scales[row] = round_state(states + row * size, numbers.data() + row * size, size);
+        linear<Form>({numbers.data(), scales.data(), size}, packed, results, rows, n);
+    } else {
+        linear<Form>({(const typename Form::State*)states, nullptr, size}, packed, results, rows, n);
     }
 }
 
@@ -228,7 +335,7 @@ AOTITorchError call(AtenTensorHandle results, AtenTensorHandle states, AtenTenso
     aoti_torch_get_data_ptr(packed, &weight);
     aoti_torch_get_sizes(results, &shape);
     aoti_torch_get_sizes(states, &sizes);
-    linear<Form>((const typename Form::State*)from, (const uint32_t*)weight, (float*)to, shape[0], sizes[1], shape[1]);
+    multiply_all<Form>((const float*)from, (const uint32_t*)weight, (float*)to, shape[0], sizes[1], shape[1]);
     return 0;
 }
 
@@ -249,4 +356,8 @@ inline AOTITorchError aoti_torch_specinfer_linear_int8(AtenTensorHandle a, AtenT
 }
 inline AOTITorchError aoti_torch_specinfer_linear_int4(AtenTensorHandle a, AtenTensorHandle b, AtenTensorHandle c) {
     return specinfer::call<specinfer::Integers<4>>(a, b, c);
+}
+inline AOTITorchError aoti_torch_specinfer_linear_dynamic_int8(
+    AtenTensorHandle a, AtenTensorHandle b, AtenTensorHandle c) {
+    return specinfer::call<specinfer::Rounded>(a, b, c);
 }

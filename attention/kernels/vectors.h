@@ -4,7 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) || defined(__AVX512VNNI__)
 #include <immintrin.h>
 #endif
 
@@ -24,6 +24,7 @@ constexpr int LINE = 16;  // numbers of 32 bits that memory hands over at a time
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef int32_t Integers32 __attribute__((vector_size(4 * LANES)));
 
 SPECINFER_INLINE Words load(const uint32_t* words) {
     Words loaded;
