@@ -103,8 +103,8 @@ class Nodes:
         if len(self.sizes) == 1:
             return self
         start, end = self.starts[row : row + 2].tolist()
-        if end - start == 1:
-            return roots_only(self.tokens[start:end])
+        if end - start == 1:  # most rows of plain decoding, whose trees are kept with the results
+            return Nodes(BARE.starts, self.tokens[start:end].copy(), BARE.parents, BARE.depths, BARE.scores, BARE.draws, {})
         first, last = np.searchsorted(self.draws.nodes, (start, end))
         nodes, drafts, orders = (column[first:last].copy() for column in self.draws)
         return Nodes(
@@ -176,6 +176,9 @@ def roots_only(tokens: Sequence[int] | Numbers) -> Nodes:
     none, zeros = np.zeros(0, np.int64), np.zeros(count, np.int64)
     draws = Draws(none, none, none)
     return Nodes(np.arange(count + 1), np.array(tokens, np.int64), zeros - 1, zeros, np.zeros(count), draws, {})
+
+
+BARE = roots_only([0])
 
 
 def joined(parts: Sequence[Listed | Nodes], distinct: bool = False) -> Listed | Nodes:

@@ -137,11 +137,12 @@ class SuffixSession(DraftRows):
     ) -> None:
         super().__init__(context)
         self.max_context, self.power, self.memory = max_context, power, memory
-        self.texts = [TextIndex(lengths, max_context, special) for _ in context.prompts]
-        for text, prompt in zip(self.texts, context.prompts, strict=True):
-            text.extend(prompt, unsaid=len(common([prompt, template])))
-        self.unread: list[list[int]] = [[] for _ in self.texts]  # committed tokens that are not in the texts yet
+        unsaid = [len(common([prompt, template])) for prompt in context.prompts]
+        self.texts = [TextIndex(lengths, max_context, special, count) for count in unsaid]
+        self.unread = [list(prompt) for prompt in context.prompts]  # tokens that are not in the texts yet
         self.passages = [Passages() for _ in self.texts if resuming]  # per row, or none
+        if resuming:
+            self._read()
         self.paths: list[list[tuple[int, ...]]] = []  # per row: the path of every frontier node so far, root first
 
     def indices(self, row: int) -> list[TextIndex]:
@@ -158,9 +159,7 @@ class SuffixSession(DraftRows):
 
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow one tree per row below its last committed token."""
-        for text, new in zip(self.texts, self.unread, strict=True):
-            text.extend(new)
-            new.clear()
+        self._read()
         roots = [text.ids[-1] for text in self.texts]
         if not any(map(self.known, range(self.batch))):
             return Forest(policy.kind, roots)
@@ -203,6 +202,12 @@ class SuffixSession(DraftRows):
                 if distribution:
                     dense[row, node, list(distribution)] = torch.tensor(list(distribution.values())).log()
         return self.drawn(dense, k, replacement, frontier.depth)
+
+    def _read(self) -> None:
+        """Put unread tokens into the texts."""
+        for text, new in zip(self.texts, self.unread, strict=True):
+            text.extend(new)
+            new.clear()
 
     def _distributions(self, frontier: Frontier) -> list[list[dict[int, float]]]:
         """Return every frontier node's successors, and remember the nodes' paths."""

@@ -35,10 +35,13 @@ class TextIndex:
         lengths: of the n-grams that are indexed, ascending.
         max_context: longest match, in tokens; at least the last of the lengths.
         special: ids of special tokens.
+        unsaid: so many tokens, the first ones, are found by nothing; they are the context of what follows.
     """
 
-    def __init__(self, lengths: Sequence[int], max_context: int, special: Container[int] = ()) -> None:
-        self.lengths, self.max_context, self.special = tuple(lengths), max_context, special
+    def __init__(
+        self, lengths: Sequence[int], max_context: int, special: Container[int] = (), unsaid: int = 0
+    ) -> None:
+        self.lengths, self.max_context, self.special, self.unsaid = tuple(lengths), max_context, special, unsaid
         self.header = 0  # where the newest header ends
         self.ids = array("i")
         self.start = 0  # of the newest text
@@ -60,14 +63,9 @@ class TextIndex:
                 before.append(-1)
         self.start = len(self.ids)
 
-    def extend(self, ids: Sequence[int], unsaid: int = 0) -> None:
-        """Append tokens to the newest text, and index the n-grams that they follow.
-
-        Args:
-            ids: the tokens.
-            unsaid: so many of them, the first ones, are found by nothing; they are the context of what follows.
-        """
-        longest, said = self.lengths[-1], len(self.ids) + unsaid
+    def extend(self, ids: Sequence[int]) -> None:
+        """Append tokens to the newest text, and index the n-grams that they follow."""
+        longest = self.lengths[-1]
         for position, token in enumerate(ids, len(self.ids)):
             recent = tuple(self.ids[max(self.start, position - longest) :])
             self.ids.append(token)
@@ -76,7 +74,7 @@ class TextIndex:
                 self.header = position + HEADER + 1
             for n, last, before in zip(self.lengths, self.last, self.before, strict=True):
                 gram = hash(recent[-n:])
-                indexed = least <= n <= len(recent) and position >= said
+                indexed = least <= n <= len(recent) and position >= self.unsaid
                 before.append(last.get(gram, -1) if indexed else -1)
                 if indexed:
                     last[gram] = position

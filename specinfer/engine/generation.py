@@ -307,8 +307,11 @@ class Run:
         model, aux_layers = self.decoder.target, self._aux_layers()
         longest, end = max(len(row.ids) for row in rows), self._end(rows)
         drafts = len(self.decoder.drafts)
-        nodes_at_first, nodes = (padded_width(1 + count * max(1, drafts)) for count, _ in self._tree_sizes())
-        first = longest if joining else min(end, longest + FIRST_TOKENS) + nodes_at_first
+        usual, most = (count * max(1, drafts) for count, _ in self._tree_sizes())
+        # trees of many rows are small, and passes read wide caches more slowly; graphs need a cache that never grows
+        usual = usual if self.decoder.graphs else usual // len(rows)
+        first = longest if joining else min(end, longest + FIRST_TOKENS) + padded_width(1 + usual)
+        nodes = padded_width(1 + most)
         target = self.shared.open(model, len(rows), first, end + nodes, aux_layers, self.decoder.graphs)
         fetches = model.dispatched and not aux_layers and not model.stateful
         waits = joining and target.packs and (not drafts or idle(self.policy))
