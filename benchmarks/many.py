@@ -1,7 +1,7 @@
 """Tokens a second over many prompts, some rows at a time: specinfer with and without speculation, and transformers.
 
     python benchmarks/many.py --prompts prompts/code.jsonl prompts/chat.jsonl --count 32 --max-new-tokens 64
-        --rows 1 4 16 [--rounds 2] [--vary] [--dtype float32] [--methods auto plain generate generate_batch]
+        --rows 1 4 16 [--rounds 2] [--vary] [--dtype float32] [--methods auto plain generate generate_batch] [--steps]
         [--out FILE]
 
 ``generate_many`` with ``auto`` and without speculation (plain), transformers' ``generate`` on batches of so many rows,
@@ -14,9 +14,9 @@ together without speculation.
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 from time import perf_counter
 from typing import Any
 
@@ -25,18 +25,26 @@ from common import read_prompts
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from specinfer import SpeculativeDecoder
+from specinfer.engine.generation import Run
 from specinfer.loading import load
 
 METHODS = ["auto", "plain", "generate", "generate_batch"]
 Method = Callable[[int], int]  # rows at a time -> tokens
 
 
+def decoders(args: argparse.Namespace) -> dict[str, SpeculativeDecoder]:
+    """Return the decoders, with and without speculation, of one target."""
+    loaded = load(args.target, args.dtype)
+    return {
+        "auto": SpeculativeDecoder(loaded.model, loaded.tokenizer, "auto"),
+        "plain": SpeculativeDecoder(loaded.model, loaded.tokenizer, [], None),
+    }
+
+
 def methods(args: argparse.Namespace) -> dict[str, Method]:
     """Return what answers all prompts, by name."""
-    loaded = load(args.target, args.dtype)
-    model, tokenizer = loaded.model, loaded.tokenizer
-    auto = SpeculativeDecoder(model, tokenizer, "auto")
-    plain = SpeculativeDecoder(model, tokenizer, [], None)
+    auto, plain = decoders(args).values()
+    model: Any = plain.target.model
     prompts = auto.read(read_prompts(args.prompts, args.count)).rows
     limits = [new_tokens(args, number) for number in range(len(prompts))]
     end = model.generation_config.eos_token_id
@@ -76,6 +84,47 @@ def methods(args: argparse.Namespace) -> dict[str, Method]:
     return {name: found[name] for name in args.methods}
 
 
+def in_turns(args: argparse.Namespace, made: dict[str, SpeculativeDecoder], rows: int) -> list[dict[str, float]]:
+    """Return the seconds that each decoder takes for all prompts, by round; they take turns step by step."""
+    prompts = made["plain"].read(read_prompts(args.prompts, args.count)).rows
+
+    def steps(decoder: SpeculativeDecoder) -> Iterator[None]:
+        waiting = []
+        for number, ids in enumerate(prompts):
+            (row,) = decoder.open(ids, max_new_tokens=new_tokens(args, number), temperature=0).rows
+            row.index = number
+            waiting.append(row)
+        run = Run(decoder, iter(waiting), single=False, max_rows=rows)
+        for emitted in run:
+            for row, _ in emitted:
+                if row.finished:
+                    run.take(row)
+            yield
+
+    rounds = []
+    for number in range(args.rounds):
+        running = {name: steps(made[name]) for name in list(made)[:: 1 - 2 * (number % 2)]}
+        spent = dict.fromkeys(made, 0.0)
+        while running:
+            for name in list(running):
+                started, ended = perf_counter(), object()
+                if next(running[name], ended) is ended:
+                    del running[name]
+                spent[name] += perf_counter() - started
+        rounds.append(spent)
+    return rounds
+
+
+def compare_steps(args: argparse.Namespace) -> list[dict[str, float]]:
+    """Print and return the ratio of auto to plain for each number of rows, and its standard error."""
+    made, measured = decoders(args), []
+    for rows in args.rows:
+        ratios = [spent["plain"] / spent["auto"] for spent in in_turns(args, made, rows)[1:]]
+        measured.append({"rows": rows, "ratio": median(ratios), "error": stdev(ratios) / len(ratios) ** 0.5})
+        print(" | ".join(f"{key} {value:.4g}" for key, value in measured[-1].items()), flush=True)
+    return measured
+
+
 def new_tokens(args: argparse.Namespace, number: int) -> int:
     """Return how many tokens a prompt's text may have."""
     usual: int = args.max_new_tokens
@@ -99,12 +148,21 @@ def main() -> None:
     p.add_argument("--vary", action="store_true", help="texts of half to one and a half times as many tokens")
     p.add_argument("--dtype", default="auto")
     p.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS[:3])
+    p.add_argument("--steps", action="store_true", help="auto and plain alone, step by step in turns; 3 rounds or more")
     p.add_argument("--out", type=Path)
     args = p.parse_args()
-    if args.vary and "generate_batch" in args.methods:
+    if args.steps and args.rounds < 3:
+        p.error("--steps leaves the first round out: ask for --rounds 3 or more")
+    if args.vary and "generate_batch" in args.methods and not args.steps:
         p.error("generate_batch takes one length for all texts: leave it out, or --vary")
-    runs = methods(args)
-    measured = []
+    measured = compare_steps(args) if args.steps else compare_runs(args)
+    if args.out:
+        args.out.write_text(json.dumps(measured, indent=1))
+
+
+def compare_runs(args: argparse.Namespace) -> list[dict[str, float]]:
+    """Print and return the rates of the methods for each number of rows."""
+    runs, measured = methods(args), []
     for rows in args.rows:
         rates: dict[str, list[float]] = {name: [] for name in runs}
         for number in range(args.rounds):
@@ -116,8 +174,7 @@ def main() -> None:
         if {"auto", "plain"} <= rates.keys():
             measured[-1]["ratio"] = median(a / b for a, b in zip(rates["auto"], rates["plain"], strict=True))
         print(" | ".join(f"{key} {value:.4g}" for key, value in measured[-1].items()), flush=True)
-    if args.out:
-        args.out.write_text(json.dumps(measured, indent=1))
+    return measured
 
 
 if __name__ == "__main__":

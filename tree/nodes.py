@@ -104,7 +104,9 @@ class Nodes:
             return self
         start, end = self.starts[row : row + 2].tolist()
         if end - start == 1:  # most rows of plain decoding, whose trees are kept with the results
-            return Nodes(BARE.starts, self.tokens[start:end].copy(), BARE.parents, BARE.depths, BARE.scores, BARE.draws, {})
+            return Nodes(
+                BARE.starts, self.tokens[start:end].copy(), BARE.parents, BARE.depths, BARE.scores, BARE.draws, {}
+            )
         first, last = np.searchsorted(self.draws.nodes, (start, end))
         nodes, drafts, orders = (column[first:last].copy() for column in self.draws)
         return Nodes(

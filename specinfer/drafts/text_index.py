@@ -38,9 +38,7 @@ class TextIndex:
         unsaid: so many tokens, the first ones, are found by nothing; they are the context of what follows.
     """
 
-    def __init__(
-        self, lengths: Sequence[int], max_context: int, special: Container[int] = (), unsaid: int = 0
-    ) -> None:
+    def __init__(self, lengths: Sequence[int], max_context: int, special: Container[int] = (), unsaid: int = 0) -> None:
         self.lengths, self.max_context, self.special, self.unsaid = tuple(lengths), max_context, special, unsaid
         self.header = 0  # where the newest header ends
         self.ids = array("i")
