@@ -38,7 +38,7 @@ LARGEST = 1 << 16  # the most integers of one tensor that a graph may hold: cons
 class Source(NamedTuple):
     """An input of the graph that comes from the model."""
 
-    # "weight": as it is; a form of `linear`: joined and packed; "joined": biases, joined; "sizes": its shape alone counts
+    # "weight": as it is; a form of `linear`: joined and packed; "joined": biases; "sizes": its shape alone counts
     kind: str
     names: tuple[str, ...]  # of the model's parameters or buffers
     shape: tuple[int, ...]

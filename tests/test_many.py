@@ -11,7 +11,7 @@ from conftest import EOS_TEXT, PROMPTS, like, tiny_llama
 from test_heads import draft_for
 
 from specinfer import BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder
-from specinfer.attention import TreeCache, TreeModel, resumed
+from specinfer.attention import TreeCache, TreeModel, padded_width, resumed
 from specinfer.attention.check import toy_tree
 from specinfer.drafts.suffix import SuffixDraft
 from specinfer.engine.sequence import Row
@@ -336,3 +336,17 @@ def test_closing_early_releases_the_models(target):
     assert len(list(islice(found, 2))) == 2
     found.close()
     assert made.generate(MANY[0], max_new_tokens=3, temperature=0).token_ids
+
+
+def test_caches_of_many_rows_have_no_room_for_many_large_trees(target):
+    """Passes read wide caches more slowly.  A tree that is larger makes the cache grow."""
+    made, rows = decoder(target, tree=BestFirst(31, 4)), 16
+    slots = {}
+    for count_ in (1, rows):
+        run = made.open([PROMPTS[0]] * count_, max_new_tokens=9)
+        slots[count_] = run.open_sessions(run.rows)[0].cache.capacity - len(PROMPTS[0]) - 9
+    assert slots == {1: padded_width(32), rows: padded_width(2)}
+    alone = made.generate(PROMPTS[0], max_new_tokens=9)
+    assert any(step.tree.num_drafted > slots[rows] for step in alone.steps)
+    for result in made.generate([PROMPTS[0]] * rows, max_new_tokens=9):
+        assert (result.token_ids, result.steps) == (alone.token_ids, alone.steps)

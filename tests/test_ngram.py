@@ -236,3 +236,13 @@ def test_the_decoder_tells_drafts_of_special_tokens(target, tokenizer):
     assert tokenizer.all_special_ids
     assert all(draft.special >= {*tokenizer.all_special_ids} for draft in decoder.drafts)
     assert mine.special == frozenset()
+
+
+def test_a_draft_that_is_not_asked_indexes_nothing():
+    """With many rows most look-ups are idle; prompts and texts are read when a tree is asked for."""
+    session, rows = NGramDraft().open(context([[1, 2, 3, 1, 2], [7, 8, 7]])), [[1, 2, 3, 1, 2, 3], [7, 8, 7, 8]]
+    session.commit([[3], [8]])
+    assert not any(len(text.ids) for text in session.texts)
+    trees = session.propose(BestFirst(3, 2), 2)
+    assert [text.ids.tolist() for text in session.texts] == rows
+    assert [*trees] == [NGramDraft().open(context([ids])).propose(BestFirst(3, 2), 2)[0] for ids in rows]

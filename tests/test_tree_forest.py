@@ -152,6 +152,17 @@ def test_a_row_that_is_kept_does_not_keep_the_others() -> None:
         assert array.base is None or array.base.size <= array.size
 
 
+def test_trees_that_draft_nothing_share_all_arrays_but_their_tokens() -> None:
+    """A step of plain decoding makes one in each row, and results keep them."""
+    first, second = Forest(Kind.RANKED, [5, 6])
+    assert (first, second) == (TokenTree.root_only(5), TokenTree.root_only(6))
+    for name in ("parents", "depths", "scores"):
+        assert getattr(first, name) is getattr(second, name)
+        with pytest.raises(ValueError, match="read-only"):
+            getattr(first, name)[0] = 1
+    assert first.tokens.base is None
+
+
 def test_deep_trees_are_put_in_order_without_tables_of_all_levels() -> None:
     """A chain of 20,000 nodes: a table of every node's ancestors would take 3 GB."""
     count = 20_000
