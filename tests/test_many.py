@@ -340,7 +340,7 @@ def test_closing_early_releases_the_models(target):
 
 def test_caches_of_many_rows_have_no_room_for_many_large_trees(target):
     """Passes read wide caches more slowly.  A tree that is larger makes the cache grow."""
-    made, rows = decoder(target, tree=BestFirst(31, 4)), 16
+    made, rows = decoder(target, [like(target)], BestFirst(31, 4)), 16
     slots = {}
     for count_ in (1, rows):
         run = made.open([PROMPTS[0]] * count_, max_new_tokens=9)

@@ -165,7 +165,7 @@ class HeadDraftSession(ModelDraftSession):
         shape = 1, *model.model.pass_inputs[0]["target_states"]
         nothing = torch.zeros(shape, dtype=model.dtype, device=model.device)
         self.states = [  # per row, the target's states that chose its uncached tokens; none chose the first one
-            [nothing] if states is None else [nothing, self._own(states)] for states in context.states
+            [nothing] if states is None else [nothing, self._of_layers(states)] for states in context.states
         ]
         if model.model.skips_first:
             for row, (uncached, states) in enumerate(zip(self.uncached, self.states, strict=True)):
@@ -183,10 +183,10 @@ class HeadDraftSession(ModelDraftSession):
         for i, (new, chose) in enumerate(zip(tokens, states, strict=True)):
             if new is not None and chose is not None:
                 self.uncached[i] += new
-                self.states[i].append(self._own(chose))
+                self.states[i].append(self._of_layers(chose))
         self.advance(tokens)
 
-    def _own(self, states: Tensor) -> Tensor:
+    def _of_layers(self, states: Tensor) -> Tensor:
         """Return states of the target's (n, K, H), those of this head's layers."""
         return states if isinstance(self.columns, slice) else states[:, self.columns]
 
