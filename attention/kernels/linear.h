@@ -48,14 +48,38 @@ constexpr int BLOCK = 32, GROUP = 32;  // outputs of a block, inputs that share 
 constexpr int64_t PANEL = 96;          // states that stay in the cache while all weights pass by
 constexpr int64_t SMALL = 1 << 16;     // multiplications that are not worth a second thread
 
-// Pairs of bfloat16 numbers, by float32 states.
-struct Bfloat16 {
-    using State = float;
-    static constexpr int INPUTS = 2, WORDS = BLOCK, SCALES = 0;  // inputs of a word, words of as many, words of scales
+// Words that belong to one output each.
+struct Whole {
+    static constexpr int WORDS = BLOCK, SCALES = 0;  // words of as many inputs as a word has, words of scales
     Words first, second;  // of LANES outputs, and of those 16 after
 
-    SPECINFER_INLINE explicit Bfloat16(const uint32_t*) {}
+    SPECINFER_INLINE explicit Whole(const uint32_t*) {}
     SPECINFER_INLINE void take(const uint32_t* words) { first = load(words), second = load(words + BLOCK / 2); }
+};
+
+// Such words by states whose numbers fill words in the same way: a form adds the products of two words to a sum.
+template <class Form, class Number>
+struct WordByWord : Whole {
+    using State = Number;
+    static constexpr int INPUTS = sizeof(uint32_t) / sizeof(Number);  // of a word
+    using Whole::Whole;
+    template <int R>
+    SPECINFER_INLINE void add(const Number* states, int64_t size, Floats* low, Floats* high) const {
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            uint32_t word;
+            memcpy(&word, states + r * size, sizeof word);
+            low[r] = Form::add_products(low[r], first, word);
+            high[r] = Form::add_products(high[r], second, word);
+        }
+    }
+};
+
+// Pairs of bfloat16 numbers, by float32 states.
+struct Bfloat16 : Whole {
+    using State = float;
+    static constexpr int INPUTS = 2;
+    using Whole::Whole;
     template <int R>
     SPECINFER_INLINE void add(const float* states, int64_t size, Floats* low, Floats* high) const {
         const Floats even[2] = {(Floats)(first << 16), (Floats)(second << 16)};
@@ -74,20 +98,8 @@ struct Bfloat16 {
 };
 
 // The same by bfloat16 states.
-struct Bfloat16Pairs : Bfloat16 {
-    using State = uint16_t;
-    using Bfloat16::Bfloat16;
-    template <int R>
-    SPECINFER_INLINE void add(const uint16_t* states, int64_t size, Floats* low, Floats* high) const {
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++) {
-            uint32_t pair;
-            memcpy(&pair, states + r * size, sizeof pair);
-            low[r] = add_products(low[r], first, pair);
-            high[r] = add_products(high[r], second, pair);
-        }
-    }
-
+struct Bfloat16Pairs : WordByWord<Bfloat16Pairs, uint16_t> {
+    using WordByWord::WordByWord;
     SPECINFER_INLINE static Floats add_products(Floats sum, Words numbers, uint32_t pair) {
 #ifdef __AVX512BF16__
         return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)numbers, (__m512bh)_mm512_set1_epi32(pair));
@@ -137,23 +149,8 @@ struct Integers {
 };
 
 // Integers of 8 bits times the scale of their output, by states of 8 bits with 128 added.
-struct Rounded {
-    using State = uint8_t;
-    static constexpr int INPUTS = 4, WORDS = BLOCK, SCALES = 0;
-    Words first, second;
-
-    SPECINFER_INLINE explicit Rounded(const uint32_t*) {}
-    SPECINFER_INLINE void take(const uint32_t* words) { first = load(words), second = load(words + BLOCK / 2); }
-    template <int R>
-    SPECINFER_INLINE void add(const uint8_t* states, int64_t size, Floats* low, Floats* high) const {
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++) {
-            uint32_t four;
-            memcpy(&four, states + r * size, sizeof four);
-            low[r] = add_products(low[r], first, four);
-            high[r] = add_products(high[r], second, four);
-        }
-    }
+struct Rounded : WordByWord<Rounded, uint8_t> {
+    using WordByWord::WordByWord;
 
     // Sums are integers, which stand in registers of floats.
     SPECINFER_INLINE static Floats add_products(Floats sum, Words numbers, uint32_t four) {
@@ -297,7 +294,7 @@ inline float round_state(const float* state, uint8_t* numbers, int64_t size) {
         most = magnitudes > most ? magnitudes : most;
         nothing += 0 * some;
     }
-    float largest = 1e-12f * 127, unknown = 0;
+    float largest = 1e-12f, unknown = 0;
     for (int lane = 0; lane < LANES; lane++) {
         largest = std::max(largest, most[lane]);
         unknown += nothing[lane];

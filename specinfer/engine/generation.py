@@ -308,7 +308,7 @@ class Run:
         longest, end = max(len(row.ids) for row in rows), self._end(rows)
         drafts = len(self.decoder.drafts)
         usual, most = (count * max(1, drafts) for count, _ in self._tree_sizes())
-        # trees of many rows are small, and passes read wide caches more slowly; graphs need a cache that never grows
+        # trees of many rows are small, and passes read wide caches more slowly; graphs are lost when a cache grows
         usual = usual if self.decoder.graphs else usual // len(rows)
         first = longest if joining else min(end, longest + FIRST_TOKENS) + padded_width(1 + usual)
         nodes = padded_width(1 + most)
