@@ -2,7 +2,7 @@
 
 Knows: the forms that weights are packed in, how a compiled pass calls their products.  Does not know: models, graphs.
 
-`torch.nn.Linear` rearranges a weight in every product.  The forms that do not:
+`torch.nn.Linear` repacks its weight in every product.  Weights in these forms are packed once:
 
     packed    the weight in its own type, by MKL (float32) or oneDNN (16 bits)
     bf16      weights whose numbers are bfloat16 numbers, as most checkpoints have, by states in float32: products and
@@ -17,9 +17,9 @@ Knows: the forms that weights are packed in, how a compiled pass calls their pro
               weights rounded to 8 bits with a scale for each output, states with a scale for each state; products and
               sums are those of integers
 
-A form of a model is that of its smallest weights; others are packed as what they are.  The last two change a model a
-little.  They are for heads, which only propose.  Language models do not bear states of 8 bits: a few of their states
-are a thousand times as large as the others.
+A model's form is its narrowest one; wider weights keep theirs.  The last two forms change the results a little, so they
+are for heads, which only propose.  Language models do not tolerate states of 8 bits: a few of their states are a
+thousand times as large as the rest, and set the scale.
 """
 
 from collections.abc import Mapping, Sequence

@@ -13,8 +13,8 @@ Exact by construction: every state results from the committed tokens alone.  All
 same tokens, so keys and values of replayed tokens are rolled back and written again with the states.  Caches replace
 keys and values when they grow, so copies share them; only states are copied.
 
-A replay costs width, not a pass.  But a state within a pass is never seen, so after several rejections in a row the
-replay would grow: one of more than `REPLAY` tokens is read in a pass of its own.
+A replay widens the next pass and needs no pass of its own.  But the states within a pass cannot be kept, so the replay
+grows with every rejection in a row: one of more than `REPLAY` tokens is read in a pass of its own.
 
 Each row runs alone, a batch of one: a state cannot skip padding, and rows replay different numbers of tokens.
 """

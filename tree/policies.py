@@ -29,7 +29,7 @@ from specinfer.tree.nodes import Draws, Listed
 from specinfer.tree.token_tree import Kind, TokenTree
 
 MOST = 1 << 16  # nodes of a tree, and levels
-MANY = 1 << 12  # candidates of a row; where there may be more, a source is asked for fewer of each node
+MANY = 1 << 12  # candidates of a row's level, above which a source is asked for fewer children of each node
 
 
 class Frontier(NamedTuple):

@@ -2,8 +2,8 @@
 
 Knows: the trees of a batch, the tokens that rows emitted.  Does not know: costs, clocks, models, what is decided.
 
-Between two passes nothing is in the processor's caches.  There a loop over some dozens of numbers is faster than a few
-operations on arrays, so all rows' nodes are walked as one list.
+A pass over the weights evicts everything else from the processor's caches.  After it, a Python loop over a few dozen
+numbers is faster than array operations, so all rows' nodes are walked as one list.
 """
 
 from collections import defaultdict

@@ -8,7 +8,7 @@ from math import inf
 MEMORY = 24  # figures that an average looks back on, about
 FAR = 1.5  # times what was expected, or that much less: the load of the machine has changed
 RIDGE = 8.0  # squared tokens that sizes must differ by before a measured slope counts for half
-FLAT = 1.15  # times the cost of a pass, is what a pass over twice the tokens may cost to count as free
+FLAT = 1.15  # twice the tokens for at most this multiple of a pass's cost count as free
 USUAL = 40  # tokens that cost as much as the rest of a step, about, on a CPU
 
 

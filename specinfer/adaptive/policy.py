@@ -46,20 +46,20 @@ from specinfer.tree import (
 MAX_NODES, MAX_DEPTH = 31, 31  # with the root, 32 tokens: a size bucket
 MOST = 255  # the same, of nodes and of levels, where passes over many tokens cost hardly more
 FIRST_NODES = 4  # of all rows' trees, one each at least, that are scored to learn what trees cost now, doubled at first
-PLAIN_AGAIN = 2, 8, 128  # steps after which a plain one measures the machine: at first, and later at least and at most
-MANY = 4  # rows from which on what was accepted in earlier texts tells what will be, on average ...
-PLAIN_FIRST = 2  # ... and so a text starts with so many plain steps: is the machine as fast as it was?
+PLAIN_AGAIN = 2, 8, 128  # steps between plain ones, which measure the machine: at first, at least, at most
+MANY = 4  # rows from which on the acceptance in earlier texts predicts the next texts' average
+PLAIN_FIRST = 2  # plain steps that such a batch starts with: is the machine as fast as it was?
 PATIENCE = 8  # steps without a tree that was worth its cost, or at a loss, after which all drafts are idle
 LUCK = 1.2  # tokens that a step gains or loses by chance, about: a loss must be larger, for so many steps
-MARGIN = 1.03  # a draft must promise to be worth so many times what it costs, for averages err
+MARGIN = 1.03  # a draft's expected worth over its cost must exceed this, because averages err
 JUDGED = 4  # steps in which a draft is asked before it is judged ...
 TRIAL = 2  # ... and those of an idle draft's trial, in which trees are scored whatever they cost ...
 WAITS = 8, 64  # ... after so many idle steps: at first, and, by rows, at most
-FAILED = 2, 4  # times as many after each trial that failed; of many rows, of which a step tells more
-NODE_SHARE = 1 / 32  # of a level's cost, is the cost of asking about one more node
+FAILED = 2, 4  # factor of the wait after each failed trial, with few rows and with many
+NODE_SHARE = 1 / 32  # cost of asking a draft about one more node, as a share of its level's cost
 LEVEL_PRICE = 0.1  # tokens that a level must gain while its cost is unknown
 LEAST = 0.001, 0.05  # bounds of the path probability below which nothing is drafted
-DOUBT = 0.15  # of its measured cost, is what drafting costs besides: reading what was missed, trials
+DOUBT = 0.15  # costs of drafting that no clock sees (trials, reading missed tokens), as a share of the measured cost
 
 
 class DraftRecord:

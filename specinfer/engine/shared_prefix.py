@@ -1,8 +1,8 @@
 """Prompts that begin alike: what they share is read once, and copied.
 
-Knows: token ids, the target's sessions.  Does not know: why prompts begin alike, how text goes on after them.
+Knows: token ids, the target's sessions.  Does not know: drafts, decoding.
 
-One beginning is kept: of few-shot examples, of a system prompt.  Drafts read whole prompts, which costs them little.
+One beginning is kept, such as a system prompt or few-shot examples.  Drafts read whole prompts: that costs little.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specinfer.attention import TreeModel, TreeSession, in_one
 
-LEAST = 16  # tokens: to read fewer costs less than another pass
+LEAST = 16  # tokens of a beginning; shorter ones are not worth a pass of their own
 
 
 class SharedPrefix:
