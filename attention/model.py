@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from specinfer.attention.cache import TreeCache
+from specinfer.attention.context import Context
 from specinfer.attention.graphs import Graphs, padded_width
 from specinfer.attention.layout import Layout, lay_out_behind, lay_out_chains, lay_out_trees, on_device
 from specinfer.attention.mask import AttentionSpec, attention_mask
@@ -88,8 +89,8 @@ class TreeModel:
         self.name = type(model).__name__
         config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = config.vocab_size
-        limits = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))  # mpt: the latter
-        self.max_positions: int | None = next(filter(None, limits), None)
+        self.context = Context.of(config)
+        self.max_positions = self.context.positions
         parameters = inspect.signature(model.forward).parameters
         self.cache_name = next((name for name in CACHES if name in parameters), "")  # an argument, and of the output
         if getattr(model.config, "is_encoder_decoder", False) or not self.cache_name:
@@ -140,19 +141,8 @@ class TreeModel:
         return self.compiled is None or bool(self.plain)
 
     def position_limit(self) -> int | None:
-        """Return how many positions are exact under trees, None if unbounded.
-
-        Dynamic and "longrope" rotary embeddings change all frequencies if *any* position of a pass exceeds the original
-        context.  A tree exceeds it before its accepted path does.  Below it they are exact.
-        """
-        config = self.model.config.get_text_config(decoder=True)
-        rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-        parts = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-        if any(part.get("rope_type") in ("dynamic", "longrope") for part in parts):
-            limits = [part.get("original_max_position_embeddings") for part in parts]
-            limits.append(getattr(config, "original_max_position_embeddings", None))
-            return min(filter(None, limits), default=self.max_positions)
-        return self.max_positions
+        """Return how many positions are exact under trees, None if unbounded: see `context`."""
+        return self.max_positions if self.context.exact is None else self.context.exact
 
     def session(
         self,

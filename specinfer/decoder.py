@@ -39,6 +39,7 @@ from specinfer.drafts.recycling import RecyclingDraft
 from specinfer.drafts.suffix import SuffixDraft, with_memory
 from specinfer.drafts.through_text import ThroughTextDraft
 from specinfer.drafts.translated import TranslatedDraft
+from specinfer.engine.callables import FUNCTIONS, BatchRow, for_row, listed
 from specinfer.engine.contrastive import CandidateTrees
 from specinfer.engine.generation import MAX_ROWS, Run
 from specinfer.engine.many import Finished, check_joins, finished
@@ -320,7 +321,8 @@ class SpeculativeDecoder:
         given = dict(prompt) if isinstance(prompt, Mapping) and "prompt" in prompt else {"prompt": prompt}
         if self.policy.kind is not Kind.RANKED and (named := sorted(given.keys() & set(WARPERS))):
             raise SamplingError(f"{named[0]} of one prompt: sampled trees are drawn from one distribution for all")
-        run = self.open(**{**common, **given})
+        functions = for_row(BatchRow(index, None), *(listed(name, common.get(name)) for name in FUNCTIONS))
+        run = self.open(**{**common, **dict(zip(FUNCTIONS, functions, strict=True)), **given})
         if not run.single:
             raise InputError("one of many prompts is a list, or asks for several texts: give each its own place")
         run.rows[0].index = index
@@ -365,8 +367,11 @@ class SpeculativeDecoder:
                 second the seed plus 1, and so on; without a seed, each has its own.
             logprobs: keep the target's log-probability of every new token: `Result.logprobs`.
             generation_config: a ``transformers.GenerationConfig`` or a dict of options, over the model's own.
-            logits_processor: custom processors, or one; each sees a node's own path.
-            stopping_criteria: custom criteria, or one; called after every single token.
+            logits_processor: functions of ids (B, T) and scores (B, V) that return scores, or one, as in transformers.
+                Each is called once for every token of a row's text, in order, with B copies of the row; of the answer
+                the line of the row's number counts.  An object is copied for each row, so it may keep state.  A
+                function of one argument, the row's number, returns the row's own function, which sees (1, T).
+            stopping_criteria: functions of ids that return True or False, or one for each row, likewise.
             input_ids: token ids, instead of the prompt.
             attention_mask: 0 where token ids are padding, in their shape.
             token_type_ids, position_ids: in the same shape.
@@ -399,7 +404,10 @@ class SpeculativeDecoder:
         }
         repeated = [row for row in zip(prompts.rows, settings, budgets, strict=True) for _ in range(sequences)]
         columns = zip(repeated, seeds, strict=True)
-        rows = [Row(index, *row, row_seed, **common) for index, (row, row_seed) in enumerate(columns)]
+        rows = [
+            Row(index, ids, setting.of_row(BatchRow(index, len(repeated))), budget, row_seed, **common)
+            for index, ((ids, setting, budget), row_seed) in enumerate(columns)
+        ]
         return Run(self, rows, prompts.single and sequences == 1)
 
     def save_drafts(self, folder: str | os.PathLike[str]) -> None:
@@ -436,7 +444,7 @@ class SpeculativeDecoder:
         """
         rows, prompts = checked_count("max_rows", max_rows, 1), self.read(prompt, raw)
         wanted = continuations(prompts, continuation, self.tokenizer, self.target.vocab_size)
-        self.check_lengths(prompts.rows, [len(tokens) for tokens in wanted])
+        self.check_lengths(prompts.rows, [len(tokens) - 1 for tokens in wanted])  # no pass reads the last token
         self.supported(self.policy, [])
         branching = check_model(self.target.model).support is not Support.CHAIN_ONLY
         scores = score(self.target, prompts.rows, wanted, rows, branching)
@@ -483,7 +491,8 @@ class SpeculativeDecoder:
             limit -= self.policy.max_nodes  # without positions, a model counts padding, too
         for index, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
             if len(row) + budget > limit:
-                sizes = f"{len(row)} prompt tokens + {budget} new ones exceed the target's context of {limit}"
+                named = f" ({self.target.context.setting})" if self.target.context.setting else ""
+                sizes = f"{len(row)} prompt tokens + {budget} new ones exceed the target's context of {limit}{named}"
                 less = f" or ask for at most {limit - len(row)} new tokens" if limit > len(row) else ""
                 advice = f"shorten the prompt{less}"
                 raise InputError(f"row {index}: {sizes}: {advice}")

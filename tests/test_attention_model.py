@@ -322,21 +322,45 @@ def test_the_last_positions_of_the_context_are_exact_beside_padding() -> None:
     assert_nodes_match(model, session.score(trees), prefixes, trees, 1e-9)
 
 
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ORIGINAL = "original_max_position_embeddings"
 
 
 @pytest.mark.parametrize(
-    ("rope", "limit"),
+    ("rope", "trees", "draft", "setting"),
     [
-        ({"rope_type": "default"}, 256),
-        ({"rope_type": "linear", "factor": 2.0}, 256),
-        ({"rope_type": "llama3", "factor": 8.0, **LLAMA3}, 256),  # one set of frequencies for all lengths
-        ({"rope_type": "dynamic", "factor": 2.0}, 256),  # max_position_embeddings is the original context here
+        ({"rope_type": "default"}, 256, 256, "max_position_embeddings"),
+        ({"rope_type": "linear", "factor": 2.0}, 512, 512, "max_position_embeddings=256, extended by rope_type=linear"),
+        ({"rope_type": "yarn", "factor": 4.0, ORIGINAL: 256}, 1024, 1024, "extended by rope_type=yarn with factor=4"),
+        ({"rope_type": "yarn", "factor": 4.0}, 1024, 1024, "rope_type=yarn"),
+        ({"rope_type": "yarn", "factor": 4.0, ORIGINAL: 64}, 256, 256, "max_position_embeddings"),  # set to the product
+        ({"rope_type": "llama3", "factor": 8.0, **LLAMA3, ORIGINAL: 32}, 256, 256, "max_position_embeddings"),
+        ({"rope_type": "llama3", "factor": 8.0, **LLAMA3, ORIGINAL: 256}, 2048, 2048, "rope_type=llama3"),
+        # max_position_embeddings is the original context of dynamic scaling
+        ({"rope_type": "dynamic", "factor": 2.0}, 256, 512, "dynamic rotary embeddings change with the longest row"),
+        (
+            {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4, ORIGINAL: 32},
+            32,
+            256,
+            ORIGINAL,
+        ),
     ],
 )
-def test_position_limit_of_rotary_embeddings(rope: dict[str, Any], limit: int) -> None:
-    model = tiny(LlamaForCausalLM, rope_parameters={**rope, "rope_theta": 1e4})
-    assert TreeModel(model).position_limit() == limit
+def test_position_limit_of_rotary_embeddings(rope: dict[str, Any], trees: int, draft: int, setting: str) -> None:
+    """How many positions trees have, and drafts, which need not be exact; and the setting that says so."""
+    model = TreeModel(tiny(LlamaForCausalLM, rope_parameters={**rope, "rope_theta": 1e4}))
+    assert (model.position_limit(), model.max_positions) == (trees, draft)
+    assert setting in model.context.setting
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "yarn", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}])
+def test_extended_contexts_are_exact_beyond_the_original_one(rope: dict[str, Any]) -> None:
+    model = tiny(LlamaForCausalLM, rope_parameters={**rope, "rope_theta": 1e4}, max_position_embeddings=16).double()
+    prefixes = [list(range(40)), [3]]
+    trees = [random_tree(random.Random(0), 5, 5), random_tree(random.Random(0), 6, 6)]
+    session = TreeModel(model).session(2, capacity=64)
+    session.prefill(prefixes)
+    assert_nodes_match(model, session.score(trees), prefixes, trees, 1e-9)
 
 
 @pytest.mark.parametrize(

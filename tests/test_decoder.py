@@ -590,7 +590,7 @@ def test_messages_say_what_to_do(target, options, message):
 
 
 def test_a_prompt_that_fills_the_context_is_to_be_shortened(target):
-    with pytest.raises(InputError, match=r"exceed the target's context of 256: shorten the prompt$"):
+    with pytest.raises(InputError, match=r"context of 256 \(max_position_embeddings\): shorten the prompt$"):
         SpeculativeDecoder(target).generate([1] * 256, max_new_tokens=1)
 
 

@@ -29,6 +29,7 @@ class Pieces:
         self.tokenizer, self.first = tokenizer, start
         self.start = self.read = start  # ids[start:read] are the context, ids[read:] are new
         self.context = ""  # its text
+        self.seen = start  # ids before it were looked at
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special = {number for number, token in added.items() if token.special}
         self.options: dict[str, Any] = {"skip_special_tokens": True}
@@ -44,9 +45,9 @@ class Pieces:
         Args:
             ids: all ids so far: those of the last call, and more.
         """
-        last = next((token for token in reversed(ids[self.start :]) if token not in self.special), None)
-        # a run of tokens that are one byte each is decoded together
-        if last is None or BYTE.fullmatch(str(self.tokenizer.convert_ids_to_tokens(last))):
+        unseen, self.seen = ids[self.seen :], len(ids)
+        last = next((piece for piece in map(self._piece, reversed(unseen)) if piece is not None), None)
+        if last is None or BYTE.fullmatch(last):  # a run of tokens that are one byte each is decoded together
             return ""
         text = self.tokenizer.decode(ids[self.start :], **self.options)
         new: str = text[len(self.context) :]
@@ -55,6 +56,11 @@ class Pieces:
         self.start, self.read = self.read, len(ids)
         self.context = self.tokenizer.decode(ids[self.start :], **self.options)
         return new if self.cleans is False else self._cleaned(new, ids)
+
+    def _piece(self, token: int) -> str | None:
+        """Return how a token is written; None if texts leave it out: it is special, or an id beyond the table."""
+        piece: str | None = None if token in self.special else self.tokenizer.convert_ids_to_tokens(token)
+        return piece
 
     def _cleaned(self, new: str, ids: Sequence[int]) -> str:
         """Return text as the tokenizer cleans it up, up to the last barrier."""

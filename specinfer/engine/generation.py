@@ -415,11 +415,8 @@ class Run:
 
     def _text(self, row: Row, new: Sequence[int]) -> str:
         """Return the text of a row's new tokens, maybe without the stop string, which may have begun in the prompt."""
+        if not self.keep_stop_string and row.stopping.strings:
+            ids = row.ids[: row.prompt_length + len(new)]
+            return row.stopping.strings.text_before(ids, row.prompt_length)
         text: str = self.decoder.tokenizer.decode(new, skip_special_tokens=True)
-        if self.keep_stop_string or not row.stopping.stop_strings:
-            return text
-        before = self.decoder.tokenizer.decode(row.ids[: row.prompt_length], skip_special_tokens=True)
-        text = before + text
-        found = [text.find(string, max(0, len(before) - len(string) + 1)) for string in row.stopping.stop_strings]
-        end = min((start for start in found if start >= 0), default=len(text))
-        return text[len(before) : end]
+        return text

@@ -9,9 +9,8 @@ see each node's own path.
 """
 
 import copy
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite, isnan
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from transformers.generation import logits_process as hf
 from specinfer.attention import on_device
 from specinfer.common.advice import where_to_give
 from specinfer.common.values import plain
+from specinfer.engine.callables import BatchRow, RowFunction, for_row, listed
 from specinfer.errors import InputError, SamplingError
 from specinfer.prompts import is_text
 
@@ -141,8 +141,8 @@ class GenerationSettings:
     config: Any  # transformers.GenerationConfig
     eos: frozenset[int]
     max_new_tokens: int | None  # None: config.max_length decides per row
-    processors: tuple[Callable[..., Tensor], ...]  # custom ones, in order
-    criteria: tuple[Callable[..., Any], ...]  # custom stopping criteria
+    processors: tuple[Any, ...]  # the caller's, in order: functions, or of one row (`of_row`)
+    criteria: tuple[Any, ...]  # the caller's stopping criteria, likewise
 
     @property
     def stop_strings(self) -> list[str]:
@@ -170,6 +170,17 @@ class GenerationSettings:
     def sequences(self) -> int:
         """How many texts a prompt gets: ``num_return_sequences``."""
         return self.config.num_return_sequences or 1
+
+    def of_row(self, row: BatchRow) -> "GenerationSettings":
+        """Return the settings of one row, with functions of its own.
+
+        Raises:
+            SamplingError: rows would share what a function remembers.
+        """
+        if not self.processors and not self.criteria:
+            return self
+        processors, criteria = for_row(row, self.processors, self.criteria)
+        return replace(self, processors=processors, criteria=criteria)
 
     def budget(self, prompt_length: int) -> int:
         """Return how many tokens a row with this prompt may emit, at least 1.
@@ -241,8 +252,8 @@ def resolve(
         config=config,
         eos=frozenset(token for token in _items(config.eos_token_id) if 0 <= token < (vocab_size or inf)),
         max_new_tokens=_max_new_tokens(config, given, generation_config),
-        processors=_callables("logits_processor", logits_processor),
-        criteria=_callables("stopping_criteria", stopping_criteria),
+        processors=listed("logits_processor", logits_processor),
+        criteria=listed("stopping_criteria", stopping_criteria),
     )
 
 
@@ -355,28 +366,6 @@ def _biased(value: Any) -> list[Any]:
     return [ids for ids, _ in pairs]
 
 
-def _callables(name: str, value: Any) -> tuple[Callable[..., Any], ...]:
-    """Return one callable, several or None as a tuple."""
-    found = tuple(_items(value))
-    for item in found:
-        if not callable(item) or isinstance(item, type) or not _takes_two(item):
-            raise SamplingError(f"{name} holds {item!r:.60}, which takes no ids and scores: give functions that do")
-    return found
-
-
-def _takes_two(function: Callable[..., Any]) -> bool:
-    """Whether a function can be called with two arguments, as far as it says."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return True
-    try:
-        signature.bind(None, None)
-    except TypeError:
-        return False
-    return True
-
-
 def _copied(name: str, value: Any) -> Any:
     """Return a copy of an option's value: a call changes nothing of its caller's."""
     try:
@@ -414,20 +403,22 @@ class Processors:
     """The target's distribution at a node, for one row: logits in, processed scores out.
 
     Args:
-        processors: Hugging Face logits processors in the order they apply.
+        processors: Hugging Face logits processors, or functions of the row, in the order they apply.
         padding: ids that processors see before the row's ids (the left padding of a `transformers` batch).
     """
 
-    def __init__(self, processors: Sequence[Callable[..., Tensor]], padding: Sequence[int] = ()) -> None:
+    def __init__(self, processors: Sequence[Any], padding: Sequence[int] = ()) -> None:
         self.padding = list(padding)
-        self.chain = [(processor, type(processor) not in _PREFIX_FREE) for processor in processors]
+        functions = [each if isinstance(each, RowFunction) else RowFunction(each) for each in processors]
+        self.chain = [(each, type(each.function) not in _PREFIX_FREE) for each in functions]
         self.reads_path = any(reads for _, reads in self.chain)
+        self.in_order = not all(each.stateless for each in functions)  # nodes are processed as the text goes, each once
 
     @classmethod
     def of(cls, settings: GenerationSettings, prompt_length: int, device: torch.device) -> "Processors":
         """Build the processors of a row whose prompt has ``prompt_length`` tokens, in Hugging Face's order."""
         built = _processors(settings, prompt_length, device)
-        warpers = _warpers(settings.config, device) if settings.do_sample else []
+        warpers = _warpers(settings.config) if settings.do_sample else []
         return cls([*with_custom(built, settings.processors), *warpers])
 
     def without_prefix_readers(self) -> "Processors":
@@ -444,31 +435,25 @@ class Processors:
             return scores
         nothing = logits.new_zeros(len(logits), 0, dtype=torch.long)
         for processor, reads in self.chain:
-            scores = self._by_path(processor, scores, paths) if reads else _applied(processor, nothing, scores)
+            scores = self._by_path(processor, scores, paths) if reads else processor.scores(nothing, scores)
         return scores
 
-    def _by_path(self, processor: Callable[..., Tensor], scores: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Apply a prefix-reading processor, all paths of one length at a time."""
-        for length in sorted({len(path) for path in paths}):
-            rows = [i for i, path in enumerate(paths) if len(path) == length]
+    def _by_path(self, processor: RowFunction, scores: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """Apply a prefix-reading processor: all paths of one length at a time, or each path alone, in their order."""
+        lengths = sorted({len(path) for path in paths})
+        together = [[i for i, path in enumerate(paths) if len(path) == length] for length in lengths]
+        for rows in together if processor.stateless else [[i] for i in range(len(paths))]:
             ids = on_device([[*self.padding, *paths[i]] for i in rows], scores.device)
             indices = on_device(rows, scores.device)
-            scores[indices] = _applied(processor, ids, scores[indices])
+            scores[indices] = processor.scores(ids, scores[indices])
         return scores
-
-
-def _applied(processor: Callable[..., Tensor], ids: Tensor, scores: Tensor) -> Tensor:
-    """Return a processor's scores; raise `SamplingError` if it returns something else."""
-    answer = processor(ids, scores)
-    if not isinstance(answer, Tensor) or answer.shape != scores.shape:
-        raise SamplingError(f"the logits processor {processor!r:.60} returns no scores: return them, changed")
-    return answer
 
 
 def with_custom(built: Sequence[Any], custom: Sequence[Any]) -> list[Any]:
-    """Return what was built, with custom objects in place of those of their type, then the other custom ones."""
-    merged = [next((mine for mine in custom if type(mine) is type(made)), made) for made in built]
-    return merged + [mine for mine in custom if not any(mine is taken for taken in merged)]
+    """Return what was built, with the caller's functions in row of those of their type, then the caller's others."""
+    functions = [each if isinstance(each, RowFunction) else RowFunction(each) for each in custom]
+    merged = [next((each for each in functions if type(each.function) is type(made)), made) for made in built]
+    return merged + [each for each in functions if not any(each is taken for taken in merged)]
 
 
 def _processors(settings: GenerationSettings, prompt_length: int, device: Any) -> list[Callable[..., Tensor]]:
@@ -494,8 +479,11 @@ def _processors(settings: GenerationSettings, prompt_length: int, device: Any) -
     )
 
 
-def _warpers(c: Any, device: Any) -> list[Callable[..., Tensor]]:
-    """Build what applies to sampling only, in transformers' order."""
+def _warpers(c: Any) -> list[Callable[..., Tensor]]:
+    """Build what applies to sampling only, in transformers' order.
+
+    They hold numbers on the CPU, which work on every device: drafts that are not on the target's use them, too.
+    """
     return _built(
         temperature=c.temperature != 1 and (hf.TemperatureLogitsWarper, float(c.temperature)),
         top_h=c.top_h is not None and (hf.TopHLogitsWarper, c.top_h),
@@ -504,7 +492,7 @@ def _warpers(c: Any, device: Any) -> list[Callable[..., Tensor]]:
         min_p=c.min_p and (hf.MinPLogitsWarper, c.min_p),
         typical_p=0 < (c.typical_p or 0) < 1 and (hf.TypicalLogitsWarper, c.typical_p),
         epsilon_cutoff=0 < (c.epsilon_cutoff or 0) < 1 and (hf.EpsilonLogitsWarper, c.epsilon_cutoff),
-        eta_cutoff=0 < (c.eta_cutoff or 0) < 1 and (hf.EtaLogitsWarper, c.eta_cutoff, -inf, 1, device),
+        eta_cutoff=0 < (c.eta_cutoff or 0) < 1 and (hf.EtaLogitsWarper, c.eta_cutoff, -inf, 1),
         renormalize_logits=c.renormalize_logits and (hf.LogitNormalization,),
     )
 

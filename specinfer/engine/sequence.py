@@ -65,7 +65,7 @@ class Row:
         self.index, self.seed, self.sampling, self.draft_names = index, seed, settings.do_sample, draft_names
         self.contrast, self.coupling, self.options = settings.contrast, Coupling(seed), settings.sampling
         self.processors = processors or Processors.of(settings, len(prompt), device)
-        self.stopping = Stopping(settings, budget, device, tokenizer)
+        self.stopping = Stopping(settings, budget, device, tokenizer, self.processors.padding)
         self.ids = list(prompt)
         self.prompt_length = len(prompt)
         self.step = 0

@@ -3,18 +3,17 @@
 Knows: one row's token ids and the call's settings.  Does not know: trees, models.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf
 from time import monotonic
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import MaxTimeCriteria, StopStringCriteria
 
 from specinfer.common.ranks import ALONE, Ranks
-from specinfer.common.values import plain
 from specinfer.engine.sampling import GenerationSettings, with_custom
+from specinfer.engine.stop_strings import StopStrings
 from specinfer.errors import SamplingError
 
 
@@ -26,18 +25,31 @@ class Stopping:
         budget: new tokens at most.
         device: of the ids that criteria are given.
         tokenizer: needed for ``stop_strings`` only.
+        padding: ids that criteria see before the row's ids, as `Processors`.
 
     Raises:
         SamplingError: ``stop_strings`` without a tokenizer.
     """
 
-    def __init__(self, settings: GenerationSettings, budget: int, device: Any = None, tokenizer: Any = None) -> None:
-        self.eos, self.budget, self.stop_strings, self.device = settings.eos, budget, settings.stop_strings, device
-        if self.stop_strings and tokenizer is None:
+    def __init__(
+        self,
+        settings: GenerationSettings,
+        budget: int,
+        device: Any = None,
+        tokenizer: Any = None,
+        padding: Sequence[int] = (),
+    ) -> None:
+        self.eos, self.budget, self.device, self.padding = settings.eos, budget, device, padding
+        self.criteria = with_custom([], settings.criteria)
+        if settings.stop_strings and tokenizer is None:
             raise SamplingError("stop_strings needs a tokenizer: construct the decoder with one")
-        built = [StopStringCriteria(tokenizer, self.stop_strings)] if self.stop_strings else []
-        self.criteria = with_custom(built, settings.criteria)
-        has_clock = any(type(criterion) is MaxTimeCriteria for criterion in settings.criteria)
+        # a criterion of the caller replaces what options ask for, as in transformers
+        has_strings, has_clock = (
+            any(type(criterion.function) is kind for criterion in self.criteria)
+            for kind in (StopStringCriteria, MaxTimeCriteria)
+        )
+        asked = bool(settings.stop_strings) and not has_strings
+        self.strings = StopStrings(tokenizer, settings.stop_strings) if asked else None
         self.seconds = None if has_clock else settings.config.max_time
         self.deadline = inf
         self.differs = bool(settings.criteria) or self.seconds is not None  # between processes, perhaps
@@ -56,21 +68,12 @@ class Stopping:
         """Return "eos", "stop" or "length" if the text ends with the last id, else None."""
         if ids[-1] in self.eos:
             return "eos"
-        stops = monotonic() > self.deadline
+        stops = monotonic() > self.deadline or (self.strings is not None and self.strings.find(ids) is not None)
         if self.criteria:
-            tensor = torch.tensor([list(ids)], device=self.device)
-            stops = any(_answer(criterion, tensor) for criterion in self.criteria) or stops
+            tensor = torch.tensor([[*self.padding, *ids]], device=self.device)
+            stops = any(criterion.stops(tensor) for criterion in self.criteria) or stops
         if self.differs:
             stops = any(self.ranks.largest([stops]))
         if stops:
             return "stop"
         return "length" if new_tokens >= self.budget else None
-
-
-def _answer(criterion: Callable[..., Any], ids: Tensor) -> bool:
-    """Return a stopping criterion's answer; raise `SamplingError` if it is neither yes nor no."""
-    answer = plain(criterion(ids, None))
-    values = answer if isinstance(answer, list) else [answer]
-    if not all(isinstance(value, bool | int) for value in values):
-        raise SamplingError(f"the stopping criterion {criterion!r:.60} returns {answer!r:.60}, neither True nor False")
-    return any(values)

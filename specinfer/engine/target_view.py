@@ -42,6 +42,7 @@ class RowView:
 
     Verification visits a few of a tree's nodes.  On a CPU, a node is processed when verification asks for it.  On a
     GPU, all nodes of all rows are processed when it asks for the first one, because each wait for a GPU costs much.
+    Rows with functions of the caller's are processed node by node everywhere, each node once: see `callables`.
 
     Attributes:
         step: the views of the step, this one included.  The references are weak: logits are freed with the step.
@@ -53,6 +54,7 @@ class RowView:
         self.tosses = 0
         self.step: Sequence[ref[RowView]] = (ref(self),)
         self._chosen: dict[int, tuple[int, float]] = {}  # by node, the target's choice and its score
+        self._scores: dict[int, Tensor] = {}  # by node, what may be processed only once
 
     @cached_property
     def coins(self) -> int:
@@ -66,10 +68,10 @@ class RowView:
         whether there is speculation at all (coupled sampling, arXiv 2408.07978).
         """
         if node not in self._chosen:
-            if self.logits.device.type == "cpu":
+            if self.logits.device.type == "cpu" or self.row.processors.in_order:
                 _choose([(self, [node])])
             else:
-                views = [view for reference in self.step if (view := reference())]
+                views = [view for reference in self.step if (view := reference()) and not view.row.processors.in_order]
                 _choose([(view, range(len(view.tree))) for view in views])
         token, largest = self._chosen[node]
         self._check(largest, node)
@@ -132,8 +134,16 @@ class RowView:
     def _processed(self, nodes: Sequence[int]) -> Tensor:
         """Return the processed scores (n, V) after consecutive nodes."""
         processors = self.row.processors
+        if processors.in_order and nodes[0] in self._scores:
+            return self._scores[nodes[0]]
+        logits = self.logits[nodes[0] : nodes[-1] + 1]
+        if processors.in_order and not self.row.stopping.eos.isdisjoint(self.tree.path(nodes[0])):
+            return logits.float()  # the text has ended, and nobody is asked what would follow
         paths = [[*self.row.ids, *self.tree.path(node)] for node in nodes] if processors.reads_path else []
-        return processors.scores(self.logits[nodes[0] : nodes[-1] + 1], paths)
+        scores = processors.scores(logits, paths)
+        if processors.in_order:
+            self._scores[nodes[0]] = scores
+        return scores
 
     def _check(self, largest: float, node: int) -> None:
         """Raise unless the largest score is finite: NaN wins a maximum, so this sees NaN, +inf and all -inf."""

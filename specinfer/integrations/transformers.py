@@ -3,21 +3,21 @@
 Knows: what transformers gives to a custom decoding loop.  Does not know: how decoding works.
 """
 
-import copy
 import inspect
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationMixin
-from transformers.generation import GenerateDecoderOnlyOutput, PrefixConstrainedLogitsProcessor
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from specinfer.common.values import checked_flag, plain
 from specinfer.decoder import SpeculativeDecoder, row_seeds
+from specinfer.engine.callables import BatchRow, listed
 from specinfer.engine.generation import Run
 from specinfer.engine.sampling import Processors, resolve
 from specinfer.engine.sequence import Row
@@ -63,8 +63,9 @@ def custom_generate(
     Args:
         model: the target.
         input_ids: (B, T) long, left-padded where ``attention_mask`` is 0.
-        logits_processor: built by transformers, warpers included; each is called for one row at a time.
-        stopping_criteria: called after every single token.
+        logits_processor: built by transformers, warpers included.  Those of the caller's are made each row's own, as
+            `SpeculativeDecoder.open` says.
+        stopping_criteria: likewise; called after every single token.
         generation_config: complete.
         draft_model: a draft model, "ngram", a `Draft`, or a list of those; None is "ngram".
         tree: the growth policy; None = no speculation.  Give all calls the same `Auto`, and it keeps what it learns.
@@ -102,9 +103,11 @@ def custom_generate(
     names, rows, logprobs = [draft.name for draft in decoder.drafts], [], checked_flag("logprobs", logprobs)
     sequences = settings.sequences  # transformers has repeated each prompt so many times
     seeds = row_seeds(seed, len(padded) // sequences, decoder.target.ranks, sequences)
+    settings = replace(settings, processors=listed("logits_processor", [*logits_processor]))
     for index, (row, row_seed) in enumerate(zip(padded, seeds, strict=True)):
-        processors = Processors([_of_row(processor, index) for processor in logits_processor], row.left)
-        given = index, row.ids, settings, budget, row_seed, input_ids.device
+        row_settings = settings.of_row(BatchRow(index, len(padded)))
+        processors = Processors(row_settings.processors, row.left)
+        given = index, row.ids, row_settings, budget, row_seed, input_ids.device
         rows.append(Row(*given, draft_names=names, processors=processors, logprobs=logprobs))
     run = Run(decoder, rows, single=len(rows) == 1)
     run.finish(spec_streamer)
@@ -165,21 +168,6 @@ def _is_empty(cache: Any) -> bool:
     """Whether a cache has read nothing.  Recurrent layers count no tokens, so a cache of them alone cannot say."""
     only_states = bool(cache.layers) and all(cache.is_linear)
     return not (cache.has_previous_state() if only_states else cache.get_seq_length())
-
-
-def _of_row(processor: Any, index: int) -> Any:
-    """Return the processor for one row of the batch.
-
-    transformers' repetition penalty holds every row's padding, and a prefix constraint takes the row's index.
-    """
-    ignored = getattr(processor, "prompt_ignore_length", None)
-    if isinstance(ignored, Tensor):
-        processor = copy.copy(processor)
-        processor.prompt_ignore_length = int(ignored[index])
-    if isinstance(processor, PrefixConstrainedLogitsProcessor):
-        allowed = processor._prefix_allowed_tokens_fn
-        processor = PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(index, ids), num_beams=1)
-    return processor
 
 
 def _output(results: list[Result], input_ids: Tensor, generation_config: Any) -> Any:

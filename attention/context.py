@@ -1,0 +1,76 @@
+"""How many positions a model has, by its configuration: a context that rotary embeddings extend, or change.
+
+Knows: transformers' names for sizes of contexts, types of rotary embeddings.  Does not know: models, passes.
+
+    default                as many as max_position_embeddings says
+    linear, yarn, llama3   factor times the original context, where max_position_embeddings was left at that: so model
+                           cards say to switch an extension on, and transformers says for linear scaling
+    dynamic, longrope      all frequencies change as soon as *any* position of a pass exceeds the original context.  A
+                           tree exceeds it before its accepted path does, so trees are exact up to it only
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+SIZES = ("max_position_embeddings", "max_seq_len")  # mpt: the latter
+EXTENDING = ("linear", "dynamic", "yarn", "llama3")
+CHANGING = ("dynamic", "longrope")
+ORIGINAL = "original_max_position_embeddings"
+
+
+class Context(NamedTuple):
+    """The positions of a model.
+
+    Attributes:
+        positions: how many there are; None if unbounded.
+        exact: how many are exact under trees, if less than these; else None.
+        setting: what in the configuration decides about the limit of trees, in words.
+    """
+
+    positions: int | None
+    exact: int | None
+    setting: str
+
+    @classmethod
+    def of(cls, config: Any) -> "Context":
+        """Read a text configuration of transformers."""
+        name, size = next(((name, size) for name in SIZES if (size := getattr(config, name, None))), ("", None))
+        parts = [*_parts(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})]
+        changing = [
+            (part.get(ORIGINAL) or getattr(config, ORIGINAL, None) or size, part)
+            for part in parts
+            if _type(part) in CHANGING
+        ]
+        exact, changer = min(((limit, part) for limit, part in changing if limit), key=_first, default=(None, {}))
+        if size is None:
+            return cls(None, exact, f"rope_type={_type(changer)}" if exact else "")
+        extended, extender = min(((_extended(part, size), part) for part in parts), key=_first, default=(size, {}))
+        if exact is not None:
+            setting = f"{ORIGINAL}, beyond which {_type(changer)} rotary embeddings change with the longest row"
+        elif extended > size:
+            setting = f"{name}={size}, extended by rope_type={_type(extender)} with factor={extender['factor']:g}"
+        else:
+            setting = name
+        return cls(extended, exact, setting)
+
+
+def _parts(rope: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the parameters of each kind of layer: one for all, or one each."""
+    nested = [value for value in rope.values() if isinstance(value, Mapping)]
+    yield from nested or [rope]
+
+
+def _type(part: Mapping[str, Any]) -> str:
+    return str(part.get("rope_type") or part.get("type") or "default")
+
+
+def _extended(part: Mapping[str, Any], size: int) -> int:
+    """Return how many positions rotary embeddings are made for."""
+    factor = part.get("factor")
+    if _type(part) not in EXTENDING or not isinstance(factor, int | float):
+        return size
+    return max(size, int(factor * (part.get(ORIGINAL) or size)))
+
+
+def _first(pair: tuple[int, Any]) -> int:
+    return pair[0]
