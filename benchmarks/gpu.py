@@ -1,302 +1,269 @@
-"""All that is measured on a GPU, in one command of minutes: tests, ids, speed, the bound, host waits; in one file.
+"""What a GPU does with this code, in one command of nine and a half minutes: most important answers first.
 
-    python benchmarks/gpu.py --out DIR [--minutes 9] [--bandwidth 4.8e12] [--assistant DIR] [--target DIR --draft NAME]
-    python benchmarks/gpu.py --out DIR --train 8 --prompts prompts/chat.jsonl  trains a head instead (DIR/train.json)
-    python benchmarks/gpu.py --report DIR/gpu.json                          prints tables in Markdown
-    python benchmarks/gpu.py --out DIR --tiny                               tiny models, on any machine
+    python benchmarks/gpu.py --out DIR            on a machine with one GPU; nothing is installed or downloaded
+    python benchmarks/gpu.py --report DIR         prints the answers as tables in Markdown
+    python benchmarks/gpu.py --out DIR --tiny     every step on tiny models, on any machine
 
-`DIR/gpu.json` is written after every case, so a run that is cut keeps what it has.  What did not fit into the time or
-the memory, or failed, is named in "left_out".  Phases: the tests marked cuda; ids with and without speculation and
-graphs; the default pair; targets of real shapes (`targets`).  Where the default target is not at hand, a random model
-of its shape and a noisy copy stand in for the pair.
+An answer is a line of JSON, printed and appended to DIR/gpu.jsonl as it comes, so a run that is cut keeps what it has.
 
-The bound is the bytes of the weights that a pass reads over the bandwidth, which is that of a copy, or --bandwidth.
-"no kernel" is the share of a step without a kernel: one minus the time of its kernels.
+    facts           card, versions, compilers; a copy's GB/s; a launch, a tiny copy, a wait, a replay, in microseconds
+    attention       milliseconds of attention with a new length and with a known one, in torch's default order of
+                    kernels and with cuDNN's last; where new lengths are slow by default, the latter holds from then on
+    tests           the tests marked cuda, those that compile excepted
+    ids             equality with plain decoding and with generate; where ids differ, the gap of the two best logits
+    passes          milliseconds until launched and until done, kernels, the share that reading the weights takes
+    steps           where the milliseconds of a step go: propose, score (launched), choose (done), commit; waits by line
+    texts           tokens a second, ours and transformers', memory
+    compiled        seconds to compile, milliseconds of compiled passes; or else what the linker said
+    compiled tests  the tests marked cuda that compile
+
+Each step may take its seconds, and those that earlier ones left.  Then no case of it begins; one that goes on is
+killed, and a new process takes over the steps that follow, as after a crash.  What was left out is said, with the
+reason.  The exit code is 1 if something failed.
+
+Knows: the plan, processes, lines of answers.  Does not know: torch, what is measured.
 """
 
 import argparse
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
-from importlib.metadata import version
-from itertools import product
-from math import nan
+from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
+from math import inf
 from pathlib import Path
+from signal import SIGKILL
+from time import sleep, time
 from typing import Any
 
-import torch
-from identity import DISTRIBUTIONS, compared, plain_ids
-from report import Case, Report, table
-from steps import CUDA, Ids, Row, bandwidth, generate_row, pass_times, steps_row, weight_bytes
-from targets import SHAPES, TINY, Subject, pair, shape, unread
-
-from specinfer import BestFirst, Chain, SpeculativeDecoder
-from specinfer.errors import InputError
-
 ROOT = Path(__file__).parent.parent
-GRAPHS = (False, True) if CUDA else (False,)
-NULL = None if CUDA else "no CUDA device: no graphs; host waits, kernels and peak memory are null"
-CHAIN = 8  # levels
-TABLES = {  # and the columns that are printed
-    "tests": ("passed", "failed", "error", "skipped", "names", "finished"),
-    "identity": (
-        *("target", "dtype", "distribution", "method", "batch", "graphs", "prompts", "equal"),
-        "top2_gap_where_different",
-    ),
-    "speed": (
-        *("target", "method", "batch", "context", "graphs", "tokens_per_second", "x plain", "x generate"),
-        *("tokens_per_pass", "ms_per_step", "of_bound", "no_kernel_share", "host_waits_per_step", "peak GB"),
-    ),
-    "passes": ("target", "batch", "context", "graphs"),
-    "train": ("out", "texts", "tokens"),
-    "left_out": ("phase", "case", "reason"),
+Line = dict[str, Any]
+
+
+PLAN = {  # seconds of each step
+    "facts": 20.0,
+    "attention": 20.0,
+    "tests": 60.0,
+    "ids": 70.0,
+    "passes": 110.0,
+    "steps": 95.0,
+    "texts": 105.0,
+    "compiled": 60.0,
+    "compiled tests": 30.0,
 }
+HOMES = {"facts": "device", "attention": "device"}  # modules with a function (tiny) -> cases of the step's name ...
+HOME = "answers"  # ... and of all others
+TESTS = {"tests": "not True", "compiled tests": "True"}  # names of tests, as pytest's -k takes them
+GRACE = 5.0  # seconds after which a case that goes on is killed
+SLOW = 5.0  # milliseconds of a first call of attention that are worth another order of kernels
+BEGINS = "begins, seconds left"  # of a line
+SWITCH = "TORCH_CUDNN_SDPA_DEPRIORITIZED"  # of torch, read once in a process: cuDNN's attention comes last
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What is measured."""
-
-    shapes: dict[str, Any]
-    batches: tuple[int, ...] = (1, 4, 16)
-    contexts: tuple[int, ...] = (512, 4096, 16384)  # tokens before the first new one
-    nodes: tuple[int, ...] = (16, 64, 256)  # of best-first trees
-    fed: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of the passes that are timed alone
-    steps: int = 20
-    new_tokens: int = 48
-    prompts: int = 4  # whose ids are compared
-    dtype: str = "bfloat16"
+# ---- the plan ----
 
 
-REAL = Sizes({name: config for name, config in SHAPES.items() if name != "SmolLM2-135M"})
-SMALL = Sizes(TINY, (1, 3), (32,), (8,), (1, 8), 8, 8, 2)
+class Plan:
+    """The steps, run in processes.
 
-
-# ---- tests and training, in processes of their own ----
-
-
-def test_cases(log: Path, left: Callable[[], float]) -> Iterator[Case]:
-    """Run the tests marked cuda; if the time ends before they do, those that are over count."""
-
-    def measure() -> list[Row]:
-        files = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.cuda" in path.read_text()]
-        command = [sys.executable, "-u", "-P", "-m", "pytest", "-v", "-m", "cuda", *map(str, files)]
-        finished = True
-        with log.open("w") as printed:
-            try:
-                subprocess.run(command, cwd=ROOT, stdout=printed, stderr=subprocess.STDOUT, timeout=left())
-            except subprocess.TimeoutExpired:
-                finished = False
-        outcomes = re.findall(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", log.read_text(), re.MULTILINE)
-        counts = Counter(outcome.lower() for _, outcome in outcomes)
-        names = [name for name, outcome in outcomes if outcome in ("FAILED", "ERROR")]
-        counted = {name: counts[name] for name in ("passed", "failed", "error", "skipped")}
-        return [{**counted, "names": names, "finished": finished}]
-
-    yield Case("pytest -m cuda", "tests", measure)
-
-
-def train_cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Train a head with the public command, which keeps its text and checkpoints, and goes on with them if repeated."""
-
-    def measure() -> list[Row]:
-        options = ["--out", str(args.out / "train"), "--time", str(args.train), "--drafts", "1", "--json"]
-        options += [part for file in args.prompts for part in ("--prompts", str(file))]
-        options += ["--target", args.target] if args.target else []
-        command = [sys.executable, "-P", "-m", "specinfer", "distill", *options]
-        return [json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)]
-
-    yield Case("distill", "train", measure)
-
-
-# ---- ids ----
-
-
-def identity_cases(made: Callable[[str], Subject], new_tokens: int, count: int) -> Iterator[Case]:
-    """Compare ids with those of decoding without speculation: each prompt alone, and a ragged batch."""
-    options = {name: {"max_new_tokens": new_tokens, "seed": 7, **DISTRIBUTIONS[name]} for name in ("greedy", "T=1")}
-    trees = {"plain": None, "chain": Chain(CHAIN), "best-first": BestFirst(16, CHAIN)}
-
-    @cache
-    def reference(dtype: str, mode: str) -> Ids:
-        plain = SpeculativeDecoder(made(dtype).model, made(dtype).tokenizer, [], None)
-        prompts = made(dtype).prompts(count, 0)
-        return [plain_ids(plain, plain.target.model, prompt, mode, options[mode]) for prompt in prompts]
-
-    def measure(dtype: str, mode: str, graphs: bool, method: str, batch: int) -> list[Row]:
-        subject = made(dtype)
-        decoder = SpeculativeDecoder(subject.model, subject.tokenizer, subject.drafts, trees[method], graphs=graphs)
-        prompts = subject.prompts(count, 0)
-        groups = [prompts[start : start + batch] for start in range(0, count, batch)]
-        results = [result for group in groups for result in decoder.generate(group, **options[mode])]
-        line = compared(subject.model, mode, method, results, reference(dtype, mode))
-        return [{"target": subject.name, "dtype": dtype, "batch": batch, "graphs": graphs, **line}]
-
-    for dtype, mode, graphs, method, batch in product(("float32", "bfloat16"), options, GRAPHS, trees, (1, count)):
-        label = f"{dtype}, {mode}, {method}, batch {batch}{', graphs' * graphs}"
-        yield Case(label, "identity", partial(measure, dtype, mode, graphs, method, batch))
-
-
-# ---- speed ----
-
-
-@dataclass(frozen=True)
-class Speed:
-    """One target, measured in all ways; it is made when the first one is.
-
-    Attributes:
-        made: returns the target and its drafts.
-        sizes: what is measured.
-        rate: bytes a second.
-        trees: our methods.
-        theirs: transformers' methods; but the first one, for single rows only.
+    Args:
+        out: gets ``gpu.jsonl``.
+        tiny: whether models are tiny.
+        began: when the first step did, in seconds since the epoch.
     """
 
-    made: Callable[[], Subject]
-    sizes: Sizes
-    rate: float
-    trees: dict[str, Any]
-    theirs: Sequence[str] = ("generate",)
+    def __init__(self, out: Path, tiny: bool, began: float) -> None:
+        self.out, self.tiny, self.began = out, tiny, began
 
-    def cases(self) -> Iterator[Case]:
-        """Small batches and contexts come first."""
-        grid = product(enumerate(self.sizes.batches), enumerate(self.sizes.contexts))
-        for (_, batch), (_, context) in sorted(grid, key=lambda cell: (cell[0][0] + cell[1][0], cell)):
-            label = f"batch {batch}, context {context}"
-            for method in self.theirs if batch == 1 else self.theirs[:1]:
-                yield Case(f"{method}, {label}", "speed", partial(self.generated, method, batch, context))
-            for graphs in GRAPHS:
-                where = f"{label}{', graphs' * graphs}"
-                for method in self.trees:
-                    yield Case(f"{method}, {where}", "speed", partial(self.decoded, method, batch, context, graphs))
-                yield Case(f"passes, {where}", "passes", partial(self.passes, batch, context, graphs))
+    def end(self, step: str) -> float:
+        """Return when a step has to end: after its seconds and those of all steps before."""
+        names = [*PLAN]
+        return self.began + sum(PLAN[name] for name in names[: names.index(step) + 1])
 
-    def decoded(self, method: str, batch: int, context: int, graphs: bool) -> list[Row]:
-        """Measure our decoder."""
-        subject, tree = self.made(), self.trees[method]
-        decoder = SpeculativeDecoder(subject.model, subject.tokenizer, subject.drafts, tree, graphs=graphs)
-        prompts = subject.prompts(batch, context)
-        row, ids = steps_row(decoder, prompts, self.sizes.steps, subject.prepared())
-        bound = 1e3 * weight_bytes(subject.model) / self.rate
-        row |= {"bound_ms": bound, "of_bound": bound / row["ms_per_step"]}
-        return [_placed(subject, method, prompts, graphs) | row | {"right": _right(subject, prompts, ids)}]
+    def say(self, step: str, **answer: Any) -> None:
+        """Print an answer, and keep it."""
+        line = json.dumps(short({"step": step, "at": time() - self.began, **answer}))
+        print(line, flush=True)
+        with (self.out / "gpu.jsonl").open("ab", buffering=0) as file:  # a line is whole, or is not there
+            file.write(f"{line}\n".encode())
 
-    def generated(self, method: str, batch: int, context: int) -> list[Row]:
-        """Measure transformers' generate."""
-        subject = self.made()
-        if method == "assisted" and subject.assistant is None:
-            raise InputError("no assistant was given: name one with --assistant")
-        assisted = {"assistant_model": subject.assistant}
-        extra = {"generate": {}, "lookup": {"prompt_lookup_num_tokens": 10}, "assisted": assisted}[method]
-        prompts, held = subject.prompts(batch, context), partial(subject.held, batch, context)
-        row, ids = generate_row(subject.model, prompts, self.sizes.new_tokens, held, **extra)
-        return [_placed(subject, method, prompts, False) | row | {"right": _right(subject, prompts, ids)}]
+    def leave_out(self, step: str, case: str, reason: str, failure: bool = False) -> None:
+        """Say that a case has no answer."""
+        self.say(step, case=case, left_out=reason, failure=failure)
 
-    def passes(self, batch: int, context: int, graphs: bool) -> list[Row]:
-        """Measure target passes alone."""
-        subject = self.made()
-        times = pass_times(subject.model, batch, context, graphs, self.sizes.fed, unread())
-        return [{"target": subject.name, "batch": batch, "context": context, "graphs": graphs, "ms": times}]
+    def said(self, step: str = "") -> list[Line]:
+        """Return the answers of a step, or of all."""
+        lines = [json.loads(line) for line in (self.out / "gpu.jsonl").read_text().splitlines()]
+        return [line for line in lines if step in ("", line["step"])]
+
+    def run(self, names: Sequence[str], **environment: str) -> None:
+        """Run steps one after the other, in as few processes as it takes."""
+        while names:
+            names = names[self._process(names, environment) :]
+
+    def _process(self, names: Sequence[str], environment: dict[str, str]) -> int:
+        """Run steps in one process until it ends, or has to; return how many of them began."""
+        earlier = len(self.said())
+
+        def began() -> list[str]:
+            return [line["step"] for line in self.said()[earlier:] if BEGINS in line] or [names[0]]
+
+        command = [sys.executable, __file__, "--out", str(self.out), "--began", str(self.began)]
+        command += ["--tiny"] * self.tiny + ["--steps", *names]
+        with subprocess.Popen(command, env={**os.environ, **environment}, start_new_session=True) as process:
+            try:
+                while (over := process.poll()) is None and time() <= self.end(began()[-1]) + GRACE:
+                    sleep(0.05)
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, SIGKILL)  # and what it started
+        if over is None:
+            self.leave_out(began()[-1], "the rest", "its seconds are over")
+        elif over:
+            self.leave_out(began()[-1], "the rest", f"its process ended with {over}", failure=True)
+        return len(began())
 
 
-def _placed(subject: Subject, method: str, prompts: Ids, graphs: bool) -> Row:
-    """Return what a row is of."""
-    where = {"batch": len(prompts), "context": max(map(len, prompts)), "graphs": graphs}
-    return {"target": subject.name, "method": method, **where}
+def short(value: Any) -> Any:
+    """Return a value with its numbers rounded to four digits."""
+    if isinstance(value, dict):
+        return {key: short(part) for key, part in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def _right(subject: Subject, prompts: Ids, ids: Ids) -> bool | None:
-    """Return whether the texts are those that must follow; None where these are not known."""
-    pairs = list(zip(prompts, ids, strict=True))
-    return all(own == subject.text(prompt, len(own)) for prompt, own in pairs) if subject.text else None
+def measure_all(out: Path, tiny: bool) -> None:
+    """Run the plan."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "gpu.jsonl").write_text("")
+    plan = Plan(out, tiny, time())
+    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]  # for a checkout that is not installed
+    environment = {"PYTHONPATH": os.pathsep.join(paths), **toolchain()}
+    plan.run(["facts", "attention"], **environment)
+    plan.run(["attention"], **environment, **{SWITCH: "1"})
+    environment |= chosen(plan.said("attention"))
+    plan.say("attention", all_that_follows=environment.get(SWITCH, "torch's default"))
+    plan.run([*PLAN][2:], **environment)
+
+
+def toolchain() -> dict[str, str]:
+    """Return the variables that linking against CUDA needs, where there is a compiler for it."""
+    nvcc = shutil.which("nvcc", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"]))
+    if nvcc is None:
+        return {}
+    home = Path(nvcc).resolve().parent.parent
+    paths = [str(home / "lib64" / "stubs"), "/usr/local/nvidia/lib64", *filter(None, [os.environ.get("LIBRARY_PATH")])]
+    return {"CUDA_HOME": str(home), "LIBRARY_PATH": ":".join(paths)}
+
+
+def chosen(answers: Sequence[Line]) -> dict[str, str]:
+    """Return the variable that puts cuDNN's attention last, if that is faster on a GPU whose plans are slow."""
+    first = {line[SWITCH]: line["first_ms"] for line in answers if "first_ms" in line and not line["null"]}
+    return {SWITCH: "1"} if first.get("0", 0.0) > max(SLOW, first.get("1", inf)) else {}
+
+
+# ---- a process ----
+
+
+def answer(plan: Plan, names: Sequence[str]) -> None:
+    """Answer the questions of steps.  An error of the device itself ends the process: nothing works after it."""
+    from device import wait
+    from report import attempt, free
+
+    for name in names:
+        left = plan.end(name) - time()
+        plan.say(name, **{BEGINS: left})
+        module = HOMES.get(name, HOME)
+        cases = [_tests(name, left)] if name in TESTS else getattr(import_module(module), name)(plan.tiny)
+        for case in cases:
+            if time() > plan.end(name):
+                plan.leave_out(name, case.label, "no time left")
+                continue
+            rows, reason, failed = attempt(case.measure)
+            for row in rows:
+                plan.say(name, **row)
+            if reason:
+                plan.leave_out(name, case.label, reason, failed)
+                wait()
+                free()
+        free()
+
+
+# ---- tests ----
+
+
+def _tests(name: str, seconds: float) -> Any:
+    """Return a step's tests as a case."""
+    from device import CUDA, NULL
+    from report import Case
+
+    return Case(name, name, partial(test_rows, ROOT, TESTS[name], seconds) if CUDA else lambda: [{"null": NULL}])
+
+
+def test_rows(root: Path, selected: str, seconds: float) -> list[Line]:
+    """Run the tests marked cuda whose names fit, those of policies first, those of graphs last.
+
+    If the time ends before they do, those that are over count.
+    """
+    files = [path for path in (root / "tests").glob("test_*.py") if "mark.cuda" in path.read_text()]
+    files.sort(key=lambda path: ("graphs" in path.name, "policies" not in path.name, path.name))
+    command = [sys.executable, "-u", "-P", "-m", "pytest", "-v", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
+    command += ["-m", "cuda", "-k", selected, *map(str, files)]
+    with tempfile.TemporaryFile("w+") as log:  # a pipe would be open as long as compilers that a test has started
+        try:
+            subprocess.run(command, cwd=root, stdout=log, stderr=subprocess.STDOUT, timeout=seconds, check=False)
+            finished = True
+        except subprocess.TimeoutExpired:
+            finished = False
+        log.seek(0)
+        printed = log.read()
+    outcomes = re.findall(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", printed, re.MULTILINE)
+    counts = Counter(outcome.lower() for _, outcome in outcomes)
+    counted = {name: counts[name] for name in ("passed", "failed", "error", "skipped")}
+    names = [name for name, outcome in outcomes if outcome in ("FAILED", "ERROR")]
+    reasons = re.findall(r"^(?:FAILED|ERROR) (\S+::.*? - .*)$", printed, re.MULTILINE)  # of runs that finished
+    return [{**counted, "finished": finished, "names": reasons or names, "end": printed[-500:] * (not outcomes)}]
 
 
 # ---- tables ----
 
 
-def tables(data: Row) -> str:
-    """Return the file's rows as tables in Markdown."""
-    base = {name: _rates(data["speed"], name) for name in ("plain", "generate")}
-    speed = [
-        row
-        | {f"x {name}": row["tokens_per_second"] / rates.get(_cell(row), nan) for name, rates in base.items()}
-        | {"peak GB": (row.get("peak_bytes") or nan) / 1e9}
-        for row in data["speed"]
-    ]
-    passes = [row | {f"{nodes} nodes": ms for nodes, ms in row["ms"].items()} for row in data["passes"]]
-    rows = data | {"speed": speed, "passes": passes}
-    sizes = [name for name in (passes[0] if passes else ()) if name.endswith("nodes")]
-    columns = TABLES | {"passes": (*TABLES["passes"], *sizes)}
-    rate = f"{data['bandwidth'] / 1e9:.0f} GB/s"
-    parts = [f"{data['device']}, torch {data['torch']}, {rate}; {data['failures']} cases failed"]
-    return "\n\n".join(parts + [table(name, rows[name], columns[name]) for name in TABLES if rows[name]])
+def tables(lines: Sequence[Line]) -> str:
+    """Return answers as tables in Markdown, one for each step, and what was left out."""
+    from report import table
 
-
-def _rates(rows: Sequence[Row], method: str) -> dict[Any, float]:
-    """Return the tokens a second of a method, without graphs."""
-    return {_cell(row): row["tokens_per_second"] for row in rows if row["method"] == method and not row["graphs"]}
-
-
-def _cell(row: Row) -> tuple[Any, ...]:
-    return row["target"], row["batch"], row["context"]
-
-
-# ---- all ----
-
-
-def measure_all(args: argparse.Namespace, sizes: Sizes) -> Row:
-    """Run the phases; return the file's content."""
-    args.out.mkdir(parents=True, exist_ok=True)
-    rate = args.bandwidth or bandwidth(1 << (20 if args.tiny else 32))
-    device = torch.cuda.get_device_name() if CUDA else "CPU"
-    versions = {name: version(name) for name in ("torch", "transformers", "specinfer")}
-    facts = {"device": device, **versions, "bandwidth": rate, "acceptance": args.acceptance, "null": NULL}
-    report = Report(args.out / ("train.json" if args.train else "gpu.json"), 60 * args.minutes, TABLES, **facts)
-    if args.train:
-        report.phase("train", 1.0, train_cases(args))
-        return report.data
-    made = lru_cache(1)(lambda dtype: pair(args.target, args.draft, args.assistant, dtype, args.tiny))
-    report.phase("tests", 0.15, test_cases(args.out / "tests.log", report.left))
-    report.phase("identity", 0.12, identity_cases(made, sizes.new_tokens, sizes.prompts))
-    trees = {"plain": None, f"chain {CHAIN}": Chain(CHAIN)}
-    trees |= {f"tree {nodes}": BestFirst(nodes, 2 * nodes.bit_length()) for nodes in sizes.nodes}
-    alone = replace(sizes, contexts=sizes.contexts[:1])  # its prompts are as long as they are
-    ways = ("generate", "lookup", "assisted")
-    report.phase("pair", 0.13, Speed(partial(made, sizes.dtype), alone, rate, trees | {"auto": "auto"}, ways).cases())
-    made.cache_clear()
-    for name, config in sizes.shapes.items():
-        subject = cache(partial(shape, name, config, sizes.dtype, args.acceptance))
-        report.phase(name, 0.6 / len(sizes.shapes), Speed(subject, sizes, rate, trees).cases())
-    return report.data
+    rows: dict[str, list[Line]] = {}
+    for line in lines:
+        if BEGINS not in line:
+            name = "left out" if "left_out" in line else line["step"]
+            rows.setdefault(name, []).append({key: value for key, value in line.items() if key != "at"})
+    columns = {name: dict.fromkeys(key for row in found for key in row) for name, found in rows.items()}
+    return "\n\n".join(table(name, found, [*columns[name]]) for name, found in rows.items())
 
 
 def main() -> None:
-    """Measure, or print the tables of a file."""
+    """Measure, or print the tables of a folder."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", type=Path, help="a folder")
-    p.add_argument("--minutes", type=float, default=9.0)
-    p.add_argument("--bandwidth", type=float, help="of the memory, in bytes a second; default: measured")
-    p.add_argument("--acceptance", type=float, default=0.7, help="of the draft that agrees")
-    p.add_argument("--target", help="of the pair; default SmolLM2-135M-Instruct")
-    p.add_argument("--draft", action="append", default=[], help="of the pair; repeat to merge")
-    p.add_argument("--assistant", help="of transformers' assisted generation")
-    p.add_argument("--train", type=float, metavar="MINUTES", help="train a head for the pair's target instead")
-    p.add_argument("--prompts", nargs="+", type=Path, default=[], help="of --train, JSON lines")
     p.add_argument("--tiny", action="store_true", help="tiny models")
-    p.add_argument("--report", type=Path, help="a file that was written before")
+    p.add_argument("--report", type=Path, help="a folder that was written before")
+    p.add_argument("--steps", nargs="+", help=argparse.SUPPRESS)  # of a process of the plan
+    p.add_argument("--began", type=float, help=argparse.SUPPRESS)
     args = p.parse_args()
-    if not args.report and not args.out:
-        p.error("give a folder, --out, or a file to read, --report")
-    if args.train and not args.prompts:
-        p.error("--train learns from text that the target writes: give --prompts")
-    data = json.loads(args.report.read_text()) if args.report else measure_all(args, SMALL if args.tiny else REAL)
-    print(tables(data))
-    sys.exit(int(data["failures"] > 0))
+    if not (args.out or args.report):
+        p.error("give a folder, --out, or one to read, --report")
+    if args.report:
+        print(tables(Plan(args.report, False, 0.0).said()))
+    elif args.steps:
+        answer(Plan(args.out, args.tiny, args.began), args.steps)
+    else:
+        measure_all(args.out, args.tiny)
+        sys.exit(int(any(line.get("failure") for line in Plan(args.out, args.tiny, 0.0).said())))
 
 
 if __name__ == "__main__":

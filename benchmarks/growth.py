@@ -26,7 +26,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from itertools import pairwise
 from math import log
 from pathlib import Path
@@ -40,6 +39,7 @@ from steps import Ids
 from targets import PROMPTS, Subject, pair
 
 from specinfer import BestFirst, SpeculativeDecoder
+from specinfer.common.versions import versions
 from specinfer.loading import resolve_device, resolve_dtype
 
 FIRST, SECOND = "auto", "plain"
@@ -256,7 +256,7 @@ def _host_row(nodes: int, steps: Sequence[Any]) -> Row:
 def measure(args: argparse.Namespace) -> Row:
     """Measure the parts that were asked for; return the file's content."""
     dtype = "float32" if args.tiny else str(resolve_dtype(args.dtype, resolve_device("auto"))).removeprefix("torch.")
-    subject = pair(args.target, args.draft, None, dtype, args.tiny)
+    subject = pair(args.target, args.draft, dtype, args.tiny)
     trees: dict[str, Any] = {FIRST: "auto", SECOND: None}
     decoders = {name: decoder(subject.model, subject.tokenizer, subject.drafts, tree) for name, tree in trees.items()}
     texts = read_prompts(args.prompts, args.count) if args.prompts else PROMPTS
@@ -268,7 +268,7 @@ def measure(args: argparse.Namespace) -> Row:
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "passes": decoders[FIRST].passes,
-        **{name: version(name) for name in ("torch", "transformers", "specinfer")},
+        **versions(),
     }
     report = Report(args.out, 60 * args.minutes, TABLES, **facts)
     whole = sum(SHARES[part] for part in args.parts)

@@ -43,7 +43,9 @@ class Report:
         began = perf_counter()
         self.share += share
         for case in cases:
-            reason = self._measured(case) if self.left() > 0 else "no time left"
+            rows, reason, failed = attempt(case.measure) if self.left() > 0 else ([], "no time left", False)
+            self.data[case.table] += rows
+            self.data["failures"] += failed
             if reason:
                 self.data["left_out"].append({"phase": name, "case": case.label, "reason": reason})
                 print(f"left out: {name}: {case.label}: {reason}", file=sys.stderr, flush=True)
@@ -53,19 +55,6 @@ class Report:
         self.write()
         free()
 
-    def _measured(self, case: Case) -> str:
-        """Measure a case; return why it has no rows, or nothing."""
-        try:
-            self.data[case.table] += case.measure()
-        except torch.OutOfMemoryError:
-            return "does not fit in memory"
-        except InputError as error:  # it is not for this pair
-            return str(error)
-        except Exception as error:  # the other cases go on
-            self.data["failures"] += 1
-            return f"failed: {type(error).__name__}: {str(error).strip()[:300]}"
-        return ""
-
     def write(self) -> None:
         """Write the file whole, if there is to be one."""
         if self.path is None:
@@ -73,6 +62,18 @@ class Report:
         unfinished = self.path.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(self.data, indent=1))
         os.replace(unfinished, self.path)
+
+
+def attempt(measure: Callable[[], list[Row]]) -> tuple[list[Row], str, bool]:
+    """Measure; return rows, or else why there are none, and whether that is a failure."""
+    try:
+        return measure(), "", False
+    except torch.OutOfMemoryError:
+        return [], "does not fit in memory", False
+    except InputError as error:  # it is not for this pair
+        return [], str(error), False
+    except Exception as error:  # the other cases go on
+        return [], f"{type(error).__name__}: {str(error).strip()[:300]}", True
 
 
 def free() -> None:

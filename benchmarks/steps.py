@@ -1,57 +1,41 @@
-"""What steps and passes cost on a device: tokens a second, milliseconds, kernels, host waits, memory.
+"""What passes, steps and texts cost on a device: milliseconds, kernels, host waits, tokens a second, memory.
 
-A step is measured over many steps, after the first ones, between two synchronisations.  Host waits are the operations
-that `torch.cuda.set_sync_debug_mode` reports; kernels are those that `torch.profiler` sees, in other steps.  Where
-there is no GPU these figures are None.
+Host waits are the operations that `torch.cuda.set_sync_debug_mode` reports; kernels are those that `torch.profiler`
+sees, in other steps.  Where there is no GPU these figures are None.
 
 Knows: decoders, sessions, transformers' generate, clocks.  Does not know: what is compared, files.
 """
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from device import CUDA, kernels, timed
+from report import Row, free
 
 from specinfer import SpeculativeDecoder
-from specinfer.attention import TreeModel, lay_out_chains, padded_width, running
-from specinfer.loading import resolve_device
-from specinfer.results import counts_by_depth
+from specinfer.attention import TreeModel, TreeSession, lay_out_chains, padded_width, running
+from specinfer.drafts.head import HeadDraftSession
+from specinfer.engine import loop, target_view
 
-Row = dict[str, Any]
 Ids = list[list[int]]
-CUDA = torch.cuda.is_available()
 WARM = 6  # steps or passes before those that are measured: kernels are chosen, graphs captured
 WATCHED = 3  # steps whose host waits are counted, and as many whose kernels are
 TIMED = 5  # passes of one size
-
-
-def wait() -> None:
-    """Wait for the GPU, if there is one."""
-    if CUDA:
-        torch.cuda.synchronize()
-
-
-def timed(run: Callable[[], Any]) -> float:
-    """Return the seconds that something takes on host and device."""
-    wait()
-    started = perf_counter()
-    run()
-    wait()
-    return perf_counter() - started
-
-
-def bandwidth(size: int) -> float:
-    """Return bytes a second, read and written, of a copy of so many bytes."""
-    source = torch.ones(size, dtype=torch.uint8, device=resolve_device("auto"))
-    target = torch.empty_like(source)
-    return 2 * size / min(timed(lambda: target.copy_(source)) for _ in range(7))
+PARTS = {  # of a step, and the functions that are them
+    "propose": [(loop, "propose")],
+    "score": [(TreeSession, "score")],  # until it is launched
+    "choose": [(target_view, "_choose")],  # waits for the pass
+    "commit": [(TreeSession, "commit"), (HeadDraftSession, "commit")],
+}
 
 
 def weight_bytes(model: Any) -> int:
@@ -60,60 +44,105 @@ def weight_bytes(model: Any) -> int:
     return sum(weight.nbytes for weight in model.parameters()) - looked_up
 
 
-def steps_row(
-    decoder: SpeculativeDecoder, prompts: Ids, steps: int, prepared: AbstractContextManager[None]
-) -> tuple[Row, Ids]:
-    """Measure the steps of a greedy call.
+def pass_rows(target: TreeModel, graphs: bool, context: int, sizes: Sequence[int], rate: float) -> list[Row]:
+    """Measure passes of one row over different numbers of nodes.
+
+    Args:
+        target: compiled or not.
+        graphs: whether passes are replayed.
+        context: tokens before the nodes.
+        sizes: numbers of nodes.
+        rate: bytes a second.
+
+    Returns:
+        by number of nodes the median milliseconds until a pass is launched and until it is done; the share of the
+        latter that reading the weights takes; kernels of a pass, and their milliseconds.
+    """
+    rows, bound = [], weight_bytes(target.model) / rate
+    with running(target):
+        session = target.session(1, context + padded_width(max(sizes)), graphs=graphs)
+        session.prefill([[1] * context])
+        for nodes in sizes:
+            run, seconds = partial(session.append_last, lay_out_chains([[1] * nodes], target.device)), []
+            for _ in range(WARM + TIMED):
+                seconds.append(timed(run))
+                session.commit([()])
+            launched, done = (median(times) for times in zip(*seconds[WARM:], strict=True))
+            rows.append({"nodes": nodes, "launch_ms": 1e3 * launched, "ms": 1e3 * done, "of_bound": bound / done})
+            rows[-1] |= _kernels(run, 1)
+            session.commit([()])
+    return rows
+
+
+def _kernels(run: Callable[[], Any], times: int) -> Row:
+    """Return how many kernels something launches that is done so many times, and their milliseconds, each time."""
+    found = kernels(lambda: [run() for _ in range(times)])
+    if found is None:
+        return {"kernels": None, "kernel_ms": None}
+    return {"kernels": len(found) / times, "kernel_ms": sum(milliseconds for _, milliseconds in found) / times}
+
+
+def step_row(decoder: SpeculativeDecoder, prompts: Ids, steps: int) -> Row:
+    """Measure the steps of a greedy call: where the milliseconds of one go, its kernels, and its host waits by line.
 
     Args:
         decoder: of a target whose texts do not end.
         prompts: token ids of each row.
         steps: how many are measured.
-        prepared: the context in which sessions read their prompts.
-
-    Returns:
-        the figures, and the new ids of each row.
     """
-    if CUDA:
-        torch.cuda.reset_peak_memory_stats()
     warm = 3 * WARM if decoder.graphs else WARM  # trees of different sizes are captured one by one
     most = (warm + steps + 2 * WATCHED) * (decoder.policy.max_depth + 1) + 1
     run = decoder.open(prompts, max_new_tokens=most, do_sample=False, seed=list(range(len(prompts))))
     advance = partial(next, iter(run))
-    with prepared:
-        for _ in range(warm):
-            advance()
+    for _ in range(warm):
+        advance()
     emitted: list[Any] = []
-    seconds = timed(lambda: emitted.extend(advance() for _ in range(steps)))
+    with clocked(PARTS) as spent:
+        seconds = timed(lambda: emitted.extend(advance() for _ in range(steps)))[1]
     every = [step for rows in emitted for _, step in rows]
-    tokens, counts = sum(len(step.tokens) for step in every), counts_by_depth(every)
     row = {
-        "tokens_per_second": tokens / seconds,
-        "ms_per_step": 1e3 * seconds / steps,
-        "tokens_per_pass": tokens / len(every),
-        "acceptance": sum(own for own, _ in counts) / (sum(own for _, own in counts) or 1),
-        **watched(advance, 1e3 * seconds / steps),
+        "ms": 1e3 * seconds / steps,
+        **{f"{part}_ms": 1e3 * spent[part] / steps for part in PARTS},
+        "rest_ms": 1e3 * (seconds - sum(spent.values())) / steps,
+        "tokens_per_step": sum(len(step.tokens) for step in every) / len(every),
+        "drafted": sum(step.tree.num_drafted for step in every) / len(every),
+        **_kernels(advance, WATCHED),
+        "waits": host_waits(advance) if CUDA else None,
     }
-    ids = [result.token_ids for result in run.results()]
     run.close()
-    return row, ids
+    return row
 
 
-def watched(advance: Callable[[], Any], milliseconds: float) -> Row:
-    """Return what a step of so many milliseconds asks of the GPU: see the module."""
-    names = "host_waits_per_step", "waits", "kernel_ms_per_step", "no_kernel_share", "peak_bytes"
-    if not CUDA:
-        return dict.fromkeys(names)
-    waits = host_waits(advance)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(WATCHED):
-            advance()
-        wait()
-    busy = sum(event.time_range.elapsed_us() for event in profile.events() if event.device_type.name == "CUDA")
-    kernels = busy / 1e3 / WATCHED
-    share = max(0.0, 1 - kernels / milliseconds)
-    figures = sum(waits.values()), waits, kernels, share, torch.cuda.max_memory_allocated()
-    return dict(zip(names, figures, strict=True))
+@contextmanager
+def clocked(parts: Mapping[str, Sequence[tuple[Any, str]]]) -> Iterator[Counter[str]]:
+    """Count the seconds that functions take, by part; one that another one calls counts as that one's.
+
+    Args:
+        parts: their functions, each as a class or module and a name in it.
+    """
+    spent: Counter[str] = Counter()
+    active: list[str] = []
+
+    def clock(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if active:
+                return function(*args, **kwargs)
+            active.append(part)
+            started = perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent[part] += perf_counter() - started
+                active.clear()
+
+        return call
+
+    with ExitStack() as stack:
+        for part, functions in parts.items():
+            for owner, name in functions:
+                stack.enter_context(patch.object(owner, name, clock(part, getattr(owner, name))))
+        yield spent
 
 
 def host_waits(advance: Callable[[], Any]) -> dict[str, float]:
@@ -131,45 +160,21 @@ def host_waits(advance: Callable[[], Any]) -> dict[str, float]:
     return {where: count / WATCHED for where, count in found.most_common()}
 
 
-def generate_row(model: Any, prompts: Ids, new: int, held: Callable[[], Any], **extra: Any) -> tuple[Row, Ids]:
-    """Measure transformers' generate.
-
-    Args:
-        model: whose texts do not end.
-        prompts: token ids of each row; shorter ones are padded on the left.
-        new: tokens, after a run over a few.
-        held: makes the cache to begin with, or None; then reading the prompts counts.
-        **extra: more options.
-
-    Returns:
-        the figures, and the new ids of each row.
-    """
-    width, found = max(map(len, prompts)), []
-    padded = [[(0, 0)] * (width - len(row)) + [(token, 1) for token in row] for row in prompts]
-    ids, mask = torch.tensor(padded, device=model.device).unbind(-1)
-
-    def run(count: int, cache: Any) -> None:
-        cached = {} if cache is None else {"past_key_values": cache}
-        options = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0, **cached, **extra}
-        found[:] = model.generate(input_ids=ids, attention_mask=mask, **options)[:, width:].tolist()
-
-    timed(partial(run, 4, held()))
-    seconds = timed(partial(run, new, held()))
-    return {"tokens_per_second": sum(map(len, found)) / seconds}, found
+def text_row(write: Callable[[], Ids]) -> tuple[Row, Ids]:
+    """Measure a text the second time that it is written, prompts included; return the figures and its new ids."""
+    free()  # else memory of earlier models would count
+    write()
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+    found: Ids = []
+    seconds = timed(lambda: found.extend(write()))[1]
+    row = {"tokens_per_second": sum(map(len, found)) / seconds, "seconds": seconds}
+    peaks = (torch.cuda.max_memory_allocated() / 1e9, torch.cuda.max_memory_reserved() / 1e9) if CUDA else (None, None)
+    return row | dict(zip(("peak_gb", "reserved_gb"), peaks, strict=True)), found
 
 
-def pass_times(
-    model: Any, batch: int, context: int, graphs: bool, sizes: Sequence[int], prepared: AbstractContextManager[None]
-) -> dict[int, float]:
-    """Return the median milliseconds of a target pass by its number of nodes."""
-    target, times = TreeModel(model), {}
-    with running(target), prepared:
-        session = target.session(batch, context + padded_width(max(sizes)), graphs=graphs)
-        session.prefill([[1] * context] * batch)
-        for nodes in sizes:
-            layout, seconds = lay_out_chains([[1] * nodes] * batch, target.device), []
-            for _ in range(WARM + TIMED):
-                seconds.append(timed(partial(session.append_last, layout)))
-                session.commit([()] * batch)
-            times[nodes] = 1e3 * median(seconds[WARM:])
-    return times
+def generated(model: Any, prompts: Ids, new: int, **extra: Any) -> Ids:
+    """Return the new ids of transformers' greedy generate for prompts of one length."""
+    ids = torch.tensor(prompts, device=model.device)
+    options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, **extra}
+    return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)[:, ids.shape[1] :].tolist()

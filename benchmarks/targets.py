@@ -1,29 +1,29 @@
-"""What `gpu.py` measures: the default pair, and targets of real shapes with random weights, whose text is known.
+"""What `gpu.py` and `growth.py` measure: a pair, and targets of real shapes with random weights, whose text is known.
 
-A draft can agree with a text that is known, as often as asked.  Weights and contexts are made in memory; nothing is
-downloaded, and what a pass costs does not depend on the numbers in it.  The output matrix is the embedding matrix,
-moved down by one row, and the layers add little: so token t is followed by t + 1, in any dtype, with a margin that
-rounding does not bridge.  Where the two matrices are one (tied), t is followed by t.
+A draft can agree with a text that is known, as often as asked.  Weights are made in memory; nothing is downloaded, and
+what a pass costs does not depend on the numbers in it.  The output matrix is the embedding matrix, moved down by one
+row, and the layers add little: so token t is followed by t + 1, in any dtype, with a margin that rounding does not
+bridge.  Where the two matrices are one (tied), t is followed by t.
 
 Knows: configurations, models, drafts, prompts.  Does not know: clocks.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import chain
 from math import log
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from specinfer import ModelDraft, SpeculativeDecoder, TokenTree
-from specinfer.attention import TreeSession
 from specinfer.decoder import WORDS, load_draft
 from specinfer.drafts.base import DraftContext, Scored
+from specinfer.drafts.head import HeadDraft, target_fingerprint
+from specinfer.drafts.head_network import HeadNetwork, head_config
 from specinfer.drafts.rows import DraftRows
 from specinfer.engine.gumbel import DRAFT, key, uniform
 from specinfer.errors import ModelError
@@ -46,10 +46,7 @@ class Subject:
     Attributes:
         name, model, tokenizer: of the target; its texts do not end.
         drafts: of our decoder.
-        assistant: a model for transformers' assisted generation, if there is one.
         prompts: of so many rows with so many tokens; those of the pair are as long as they are.
-        prepared: returns the context in which a session reads its prompts.
-        held: the cache (rows, tokens) that transformers' generate begins with; None where it reads the prompts itself.
         text: the ids that must follow a prompt, so many; None where they are not known.
     """
 
@@ -57,21 +54,18 @@ class Subject:
     model: Any
     tokenizer: Any
     drafts: list[Any]
-    assistant: Any
     prompts: Callable[[int, int], list[list[int]]]
-    prepared: Callable[[], AbstractContextManager[None]] = nullcontext
-    held: Callable[[int, int], Any] = lambda rows, tokens: None
     text: Callable[[list[int], int], list[int]] | None = None
 
 
 # ---- the default pair ----
 
 
-def pair(target: str | None, drafts: Sequence[str], assistant: str | None, dtype: str, tiny: bool) -> Subject:
+def pair(target: str | None, drafts: Sequence[str], dtype: str, tiny: bool) -> Subject:
     """Load a target and its drafts; where the default target is not at hand, make something of its shape.
 
     Raises:
-        ModelError: another target, a draft or the assistant cannot be loaded.
+        ModelError: another target or a draft cannot be loaded.
     """
     try:
         loaded = None if tiny else load(target, dtype)
@@ -85,8 +79,7 @@ def pair(target: str | None, drafts: Sequence[str], assistant: str | None, dtype
     named = [name if name in WORDS else load_draft(name, dtype, "auto") for name in drafts or ("auto",)]
     decoder = SpeculativeDecoder(loaded.model, loaded.tokenizer, [], None)
     prompts = [decoder.open(prompt, max_new_tokens=1).rows[0].ids for prompt in PROMPTS]
-    helper = load(assistant, dtype).model if assistant else None
-    return Subject(target or "default", loaded.model, loaded.tokenizer, named, helper, _repeated(prompts))
+    return Subject(target or "default", loaded.model, loaded.tokenizer, named, _repeated(prompts))
 
 
 def stand_in(config: PreTrainedConfig, dtype: str) -> Subject:
@@ -97,7 +90,7 @@ def stand_in(config: PreTrainedConfig, dtype: str) -> Subject:
         for weight in near.parameters():
             weight += 0.03 * (weight.std() if weight.ndim > 1 else 0) * torch.randn_like(weight)
     prompts = [[byte % config.vocab_size for byte in prompt.encode()] for prompt in PROMPTS]
-    return Subject("stand-in", model, None, [ModelDraft(near, name="noisy copy")], near, _repeated(prompts))
+    return Subject("stand-in", model, None, [ModelDraft(near, name="noisy copy")], _repeated(prompts))
 
 
 def _repeated(prompts: list[list[int]]) -> Callable[[int, int], list[list[int]]]:
@@ -117,7 +110,6 @@ SHAPES: dict[str, PreTrainedConfig] = {
     "SmolLM2-135M": LlamaConfig(**_llama(49152, 576, 1536, 30, 9, 3, True)),
     "Llama-3.2-1B": LlamaConfig(**_llama(128256, 2048, 8192, 16, 32, 8, True)),
     "Llama-3.1-8B": LlamaConfig(**_llama(128256, 4096, 14336, 32, 32, 8, False)),
-    "Qwen2.5-7B": Qwen2Config(**_llama(152064, 3584, 18944, 28, 28, 4, False)),
 }
 TINY: dict[str, PreTrainedConfig] = {
     "tiny": LlamaConfig(**_llama(128, 32, 48, 2, 4, 2, False)),
@@ -140,13 +132,10 @@ def shape(name: str, config: PreTrainedConfig, dtype: str, acceptance: float) ->
     def prompts(rows: int, tokens: int) -> list[list[int]]:
         return [[(row + i) % config.vocab_size for i in range(tokens)] for row in range(rows)]
 
-    def held(rows: int, tokens: int) -> DynamicCache:
-        return unread_cache(model, rows, tokens - 1)
-
     def text(prompt: list[int], new: int) -> list[int]:
         return [following(config, prompt[-1], step + 1) for step in range(new)]
 
-    return Subject(name, model, None, [Agreeing(config, acceptance)], None, prompts, unread, held, text)
+    return Subject(name, model, None, [Agreeing(config, acceptance)], prompts, text)
 
 
 @torch.no_grad()
@@ -162,6 +151,21 @@ def counting(config: PreTrainedConfig, dtype: str) -> Any:
 def following(config: PreTrainedConfig, tokens: Any, steps: int = 1) -> Any:
     """Return what a counting model writes so many steps after tokens."""
     return tokens if config.tie_word_embeddings else (tokens + steps) % config.vocab_size
+
+
+@torch.no_grad()
+def counting_head(model: Any) -> HeadDraft:
+    """Return an EAGLE-style head of one layer that says what a counting model says: its trees have all their levels."""
+    sizes = "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
+    fields = {name: getattr(model.config, name) for name in (*sizes, "max_position_embeddings", "rms_norm_eps")}
+    layers = model.config.num_hidden_layers
+    config = head_config(**fields, num_hidden_layers=1, aux_layers=[layers // 4, layers // 2, layers])
+    with model.device:
+        head = HeadNetwork(config, torch.arange(config.vocab_size)).to(model.dtype)
+        for weight in head.layers.parameters():
+            weight.normal_(std=1e-3) if weight.ndim > 1 else weight.fill_(1)
+        head.mix.weight.copy_(torch.eye(*head.mix.weight.shape))  # the embedding alone
+    return HeadDraft(head, target_fingerprint(model, SimpleNamespace(get_vocab=dict)))
 
 
 class Agreeing:
@@ -230,36 +234,3 @@ class AgreeingSession(DraftRows):
     def _rank(self, row: int, depth: int) -> int:
         """Return the rank of the target's token after the nodes of a depth."""
         return self.agreeing.rank(uniform(key(self.seeds[row], DRAFT, self.lengths[row] + depth), 0))
-
-
-@contextmanager
-def unread() -> Iterator[None]:
-    """Let sessions take their prompts as read: the slots hold random numbers, and passes over them cost what they do.
-
-    A prompt of 16,384 tokens would take seconds each time.  A counting model's text does not depend on it.
-    """
-    read = TreeSession.prefill
-
-    def take(session: TreeSession, prompts: Sequence[Sequence[int]], **inputs: Any) -> list[Tensor | None]:
-        states = read(session, [prompt[:1] for prompt in prompts], **inputs)
-        for stack in chain(*session.cache.stacks):
-            stack.data.normal_()  # not zeros, with which a GPU is faster
-        session.cache.lengths = [len(prompt) for prompt in prompts]
-        return states
-
-    TreeSession.prefill = take  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        TreeSession.prefill = read  # type: ignore[method-assign]
-
-
-def unread_cache(model: Any, rows: int, context: int) -> DynamicCache:
-    """Return a cache of transformers' that holds a context of random numbers."""
-    config, cache = model.config, DynamicCache(config=model.config)
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shape = rows, config.num_key_value_heads, context, size
-    for layer in range(config.num_hidden_layers):
-        states = torch.randn(2, *shape, dtype=model.dtype, device=model.device)
-        cache.update(states[0], states[1], layer)
-    return cache

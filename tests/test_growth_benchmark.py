@@ -56,7 +56,7 @@ def test_only_the_parts_asked_for_run(growth, monkeypatch, capsys):
 
 def test_methods_take_turns_over_the_same_text(growth):
     """Without speculation each stop is met exactly; drafts overshoot one and make up for it at the next."""
-    subject = growth.pair(None, [], None, "float32", True)
+    subject = growth.pair(None, [], "float32", True)
     trees = {"auto": growth.BestFirst(4, 3), "plain": None}
     decoders = {name: growth.decoder(subject.model, None, subject.drafts, tree) for name, tree in trees.items()}
     found = growth.race(decoders, subject.prompts(2, 0), (3, 6, 9), skipped=1)
