@@ -22,6 +22,7 @@ from specinfer.attention import Support, TreeModel, check_model
 from specinfer.attention.linear import ROUNDED_STATES
 from specinfer.attention.packages import attach
 from specinfer.common.advice import did_you_mean, nearest
+from specinfer.common.chat import ChatOptions
 from specinfer.common.model_options import checked_options
 from specinfer.common.ranks import ALONE, Ranks
 from specinfer.common.values import checked_count, checked_flag, plain
@@ -352,6 +353,11 @@ class SpeculativeDecoder:
         attention_mask: Any = None,
         token_type_ids: Any = None,
         position_ids: Any = None,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | str | None = None,
+        enable_thinking: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Run:
         """Check everything and prepare a run; no model runs before it is iterated.
@@ -361,7 +367,7 @@ class SpeculativeDecoder:
 
         Args:
             prompt: as `generate`.
-            raw: feed strings without the chat template.
+            raw: feed strings without the chat template.  Strings that begin as the template's texts do are fed so, too.
             seed: of all rows, or one per row; a row's text depends on its own seed only.  None draws one per row
                 from torch's global generator.  Of ``num_return_sequences`` of a prompt, the first has the seed, the
                 second the seed plus 1, and so on; without a seed, each has its own.
@@ -375,6 +381,10 @@ class SpeculativeDecoder:
             input_ids: token ids, instead of the prompt.
             attention_mask: 0 where token ids are padding, in their shape.
             token_type_ids, position_ids: in the same shape.
+            tools, enable_thinking: for the chat template, which must read them.
+            add_generation_prompt, continue_final_message: whether messages are followed by a new turn, or the last one
+                is continued.  By default it is if it is the assistant's.
+            chat_template_kwargs: other variables of the chat template, by name.
             **options: any ``GenerationConfig`` field: max_new_tokens, temperature (0 = greedy), top_p, ...  In a batch,
                 a list holds one number per row (`sampling.PER_ROW`).
 
@@ -383,7 +393,10 @@ class SpeculativeDecoder:
         """
         check_names(options, _options("open"), {name: _options(method) for method, name in METHODS.items()})
         beside = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
-        prompts = self.read(prompt, raw, input_ids, **beside)
+        chat = ChatOptions(
+            tools, add_generation_prompt, continue_final_message, plain(enable_thinking), chat_template_kwargs
+        )
+        prompts = self.read(prompt, raw, input_ids, chat, **beside)
         given = generation_config, logits_processor, stopping_criteria
         settings = [
             resolve(self.target.model.generation_config, *given, self.target.vocab_size, **row_options)
@@ -402,11 +415,11 @@ class SpeculativeDecoder:
             "gate": self.confidence_gate,
             "logprobs": checked_flag("logprobs", logprobs),
         }
-        repeated = [row for row in zip(prompts.rows, settings, budgets, strict=True) for _ in range(sequences)]
-        columns = zip(repeated, seeds, strict=True)
+        prepared = zip(prompts.rows, settings, budgets, prompts.notes, strict=True)
+        repeated = [row for row in prepared for _ in range(sequences)]
         rows = [
-            Row(index, ids, setting.of_row(BatchRow(index, len(repeated))), budget, row_seed, **common)
-            for index, ((ids, setting, budget), row_seed) in enumerate(columns)
+            Row(index, ids, setting.of_row(BatchRow(index, len(repeated))), budget, row_seed, note=note, **common)
+            for index, ((ids, setting, budget, note), row_seed) in enumerate(zip(repeated, seeds, strict=True))
         ]
         return Run(self, rows, prompts.single and sequences == 1)
 
@@ -421,7 +434,9 @@ class SpeculativeDecoder:
         """
         save_heads(self.drafts, folder)
 
-    def score(self, prompt: Prompt, continuation: Any, *, raw: bool = False, max_rows: int = MAX_ROWS) -> Any:
+    def score(
+        self, prompt: Prompt, continuation: Any, *, raw: bool = False, max_rows: int = MAX_ROWS, **chat: Any
+    ) -> Any:
         """Return how likely a continuation is under the target's own distribution, without processors.
 
         Of a batch, a few prompts of similar length are read at a time.  Continuations of one prompt are a token tree:
@@ -433,6 +448,7 @@ class SpeculativeDecoder:
                 without special tokens: pass ids if a token begins in the prompt and ends in the continuation.
             raw: feed strings without the chat template.
             max_rows: prompts that are read at a time.
+            **chat: tools, enable_thinking ..., as `open`.
 
         Returns:
             Score for one prompt, list[Score] for a batch.
@@ -442,7 +458,7 @@ class SpeculativeDecoder:
             UnsupportedModel: the target's passes give other logits for the same text.
             NumericalError: the target's logits are not numbers.
         """
-        rows, prompts = checked_count("max_rows", max_rows, 1), self.read(prompt, raw)
+        rows, prompts = checked_count("max_rows", max_rows, 1), self.read(prompt, raw, chat=_chat(chat))
         wanted = continuations(prompts, continuation, self.tokenizer, self.target.vocab_size)
         self.check_lengths(prompts.rows, [len(tokens) - 1 for tokens in wanted])  # no pass reads the last token
         self.supported(self.policy, [])
@@ -450,11 +466,19 @@ class SpeculativeDecoder:
         scores = score(self.target, prompts.rows, wanted, rows, branching)
         return scores[0] if prompts.single else scores
 
-    def read(self, prompt: Prompt = None, raw: bool = False, input_ids: Any = None, **beside: Any) -> Prompts:
+    def read(
+        self,
+        prompt: Prompt = None,
+        raw: bool = False,
+        input_ids: Any = None,
+        chat: ChatOptions = ChatOptions(),  # noqa: B008
+        **beside: Any,
+    ) -> Prompts:
         """Turn a caller's prompts into rows of the target's token ids, with padding separate.
 
         Args:
             prompt, raw, input_ids: as `open`.
+            chat: how messages become a prompt.
             **beside: attention_mask, token_type_ids, position_ids; or None.
 
         Raises:
@@ -470,7 +494,7 @@ class SpeculativeDecoder:
         if pad is None:
             pad = plain(self.target.model.generation_config.pad_token_id)
         given, mask = prompt if input_ids is None else input_ids, beside.pop("attention_mask", None)
-        prompts = encode(given, self.tokenizer, checked_flag("raw", raw), mask, pad)
+        prompts = encode(given, self.tokenizer, checked_flag("raw", raw), mask, pad, chat)
         check_ids(prompts.rows, self.target.vocab_size)
         if prompts.single:
             beside = {name: [value] for name, value in beside.items() if value is not None}
@@ -565,6 +589,13 @@ def _options(method: str) -> list[str]:
     """Return the names of the options of one of the decoder's methods."""
     parameters = inspect.signature(getattr(SpeculativeDecoder, method)).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+
+
+def _chat(given: Mapping[str, Any]) -> ChatOptions:
+    """Return how messages become a prompt; raise `InputError` for an option of something else."""
+    for name in given.keys() - {*ChatOptions._fields}:
+        raise InputError(f"unknown option {name}: {did_you_mean(name, ChatOptions._fields, 'leave it out')}")
+    return ChatOptions(**given)
 
 
 def _as_list(drafts: Any) -> list[Any]:

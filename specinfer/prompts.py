@@ -13,6 +13,7 @@ import torch
 from jinja2 import TemplateError
 
 from specinfer.attention import TreeModel, running
+from specinfer.common.chat import ChatOptions, begins_as_rendered, rendered
 from specinfer.common.files import parse_json
 from specinfer.common.values import plain
 from specinfer.errors import InputError
@@ -95,6 +96,7 @@ class Prompts(NamedTuple):
 
     padded: list[Padded]
     single: bool
+    notes: Sequence[str] = ()  # per row, what was decided about it, or nothing
 
     @property
     def rows(self) -> list[list[int]]:
@@ -114,7 +116,12 @@ class Prompts(NamedTuple):
 
 
 def encode(
-    prompt: Prompt, tokenizer: Any = None, raw: bool = False, mask: Any = None, pad: int | None = None
+    prompt: Prompt,
+    tokenizer: Any = None,
+    raw: bool = False,
+    mask: Any = None,
+    pad: int | None = None,
+    chat: ChatOptions = ChatOptions(),  # noqa: B008
 ) -> Prompts:
     """Turn one prompt or a batch of prompts into token ids.
 
@@ -122,9 +129,11 @@ def encode(
         prompt: a string; chat messages (a list of dicts with "role" and "content"); token ids (a list of ints or a
             1-D tensor); or a list (2-D tensor) of those for a batch.
         tokenizer: needed for text and messages.
-        raw: feed strings as they are; otherwise a string is a user's message if the tokenizer has a chat template.
+        raw: feed strings as they are; otherwise a string is a user's message if the tokenizer has a chat template,
+            unless it begins with the special token that this template begins with: then the template wrote it.
         mask: 0 where token ids are padding, in their shape.
         pad: the padding token, if known.
+        chat: how messages become a prompt.
 
     Raises:
         InputError: an empty prompt or row, an unknown kind of prompt, text without a tokenizer, a mask with holes, or
@@ -137,7 +146,8 @@ def encode(
         raise InputError("the prompt is empty: there is nothing to continue")
     single = isinstance(prompt, str) or isinstance(prompt[0], int | Mapping)
     items = [prompt] if single else prompt
-    rows = [_encode_one(item, tokenizer, raw) for item in items]
+    written = [_is_rendered(item, tokenizer, raw) for item in items]
+    rows = [_encode_one(item, tokenizer, raw or bool(by), chat) for item, by in zip(items, written, strict=True)]
     for index, row in enumerate(rows):
         if not row:
             which = "the prompt" if single else f"row {index} of the batch"
@@ -146,7 +156,8 @@ def encode(
         _check_padding([row for row, item in zip(rows, items, strict=True) if not _is_text(item)], pad)
     elif single:
         mask = [mask]
-    return Prompts(without_padding(rows, mask), single)
+    notes = [by and f"the prompt begins with {by}, as the chat template does, so it is fed as it is" for by in written]
+    return Prompts(without_padding(rows, mask), single, notes)
 
 
 def check_ids(rows: Sequence[Sequence[int]], vocab_size: int) -> None:
@@ -177,37 +188,64 @@ def _is_text(item: Any) -> bool:
     return isinstance(item, str) or (isinstance(item, Sequence) and bool(item) and isinstance(item[0], Mapping))
 
 
-def _encode_one(item: Any, tokenizer: Any, raw: bool) -> list[int]:
+def _is_rendered(item: Any, tokenizer: Any, raw: bool) -> str:
+    """Return the special token by which a string shows that a chat template wrote it, or ""."""
+    return begins_as_rendered(item, tokenizer) if isinstance(item, str) and not raw else ""
+
+
+def _encode_one(item: Any, tokenizer: Any, raw: bool, chat: ChatOptions) -> list[int]:
     if isinstance(item, str):
         if not item.strip():
             return []
         if raw or not getattr(_required(tokenizer), "chat_template", None):
+            _check_unused(chat, "text that no chat template is applied to")
             return tokenized(item, tokenizer)
         item = [{"role": "user", "content": item}]
     if _is_text(item):
         if not getattr(_required(tokenizer), "chat_template", None):
             raise InputError("chat messages need a chat template, and this tokenizer has none: pass text instead")
-        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
-        return _ids(lambda: tokenizer.apply_chat_template(list(item), **options))
+        return _ids(lambda: rendered(item, tokenizer, chat))
     if isinstance(item, Sequence) and not isinstance(item, bytes):
+        _check_unused(chat, "token ids")
         return list(item)
     raise InputError(f"a prompt must be text, chat messages or token ids, not {type(item).__name__}")
+
+
+def _check_unused(chat: ChatOptions, what: str) -> None:
+    """Raise `InputError` if an option of messages comes with something else."""
+    if chat.named:
+        raise InputError(f"{chat.named} is of chat messages, and the prompt is {what}: leave it out, or give messages")
 
 
 def tokenized(text: str, tokenizer: Any, **options: Any) -> list[int]:
     """Return the token ids of a text, without a chat template.
 
+    A text that begins with the beginning-of-sequence token gets no second one.
+
     Raises:
         InputError: there is no tokenizer, or it refuses the text.
     """
-    return _ids(lambda: _required(tokenizer)(text, **options))
+    ids = _ids(lambda: _required(tokenizer)(text, **options))
+    token, written = getattr(tokenizer, "bos_token_id", None), str(getattr(tokenizer, "bos_token", None))
+    begun = _repeated(text, written)
+    return ids[max(0, _repeated(ids, [token]) - begun) :] if begun else ids
+
+
+def _repeated(values: Any, part: Any) -> int:
+    """Return how many times text or ids begin with the same part."""
+    count = 0
+    while values[count * len(part) : (count + 1) * len(part)] == part:
+        count += 1
+    return count
 
 
 def _ids(encoding: Callable[[], Any]) -> list[int]:
     """Return the token ids that a tokenizer returns."""
     try:
         return list(encoding()["input_ids"])
-    except (TypeError, UnicodeError, TemplateError) as error:  # half a surrogate pair; messages a template refuses
+    except InputError:
+        raise
+    except (TypeError, ValueError, TemplateError) as error:  # half a surrogate pair; messages a template refuses
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"the tokenizer refuses this prompt ({reason}): give whole text, or other messages") from error
 

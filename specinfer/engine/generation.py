@@ -369,7 +369,7 @@ class Run:
             (passes - earlier, proposing - before)
             for (passes, proposing), (earlier, before) in zip(self.drafting, drafting, strict=True)
         ]
-        notes = [*decoder.notes, *self.notes]
+        notes = [*decoder.notes, *self.notes, *row.notes]
         if isinstance(self.policy, Auto):
             reasons = self.policy.reasons([draft.name for draft in decoder.drafts], len(self.rows))
             notes.append("; ".join(filter(None, [f"auto: {paid(steps)}", str(tree_sizes), reasons])))

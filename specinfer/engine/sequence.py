@@ -43,6 +43,10 @@ class Row:
         gate: draft nothing after a token to which the target gave a smaller probability; None = always draft.
         processors: from logits to scores; None = those of the settings.
         logprobs: whether steps keep the log-probabilities of their tokens.
+        note: for the result, what was decided about its prompt; or nothing.
+
+    Attributes:
+        notes: for the result.
 
     Raises:
         SamplingError: stop strings without a tokenizer, or an option that a processor refuses.
@@ -61,6 +65,7 @@ class Row:
         gate: float | None = None,
         processors: Processors | None = None,
         logprobs: bool = False,
+        note: str = "",
     ) -> None:
         self.index, self.seed, self.sampling, self.draft_names = index, seed, settings.do_sample, draft_names
         self.contrast, self.coupling, self.options = settings.contrast, Coupling(seed), settings.sampling
@@ -69,7 +74,7 @@ class Row:
         self.ids = list(prompt)
         self.prompt_length = len(prompt)
         self.step = 0
-        self.logprobs = logprobs
+        self.logprobs, self.notes = logprobs, [note] if note else []
         self.gate, self.confident = gate, True  # whether the last token passed the gate; a prompt's does
         self.finished: str | None = None  # "eos", "stop" or "length"
 

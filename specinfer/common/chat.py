@@ -1,0 +1,168 @@
+"""Chat messages through a tokenizer's template, with the options that transformers' `apply_chat_template` takes.
+
+Knows: roles, parts of contents, names in templates.  Does not know: batches, padding, decoding.
+
+Messages that end with the assistant's are a begun answer, which is continued, as in transformers' pipelines.  What a
+template does not read would be dropped without a word, so it is refused by name.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from specinfer.errors import InputError
+
+TEXTS = ("text", "input_text", "output_text")  # types of parts that are text, by OpenAI's names
+REPR = 16  # characters that show how parts look in Python; the end is cut where an answer is continued
+BEGINNING = [{"role": "user", "content": "x"}]  # messages that show what a template's texts begin with
+
+
+class ChatOptions(NamedTuple):
+    """How messages become a prompt; None is the usual.
+
+    Attributes:
+        tools: JSON schemas, or functions with type hints and a docstring.
+        add_generation_prompt: whether a new turn of the assistant is begun; usually, unless the last one is continued.
+        continue_final_message: whether the last message is continued; usually if it is the assistant's.
+        enable_thinking: whether a model that thinks aloud does.
+        chat_template_kwargs: other variables of the template.
+    """
+
+    tools: Sequence[Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | str | None = None
+    enable_thinking: bool | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+
+    @property
+    def named(self) -> str:
+        """The name of the first option that was given, "" if there is none."""
+        return next((name for name, value in self._asdict().items() if value is not None), "")
+
+    def of_template(self) -> dict[str, Any]:
+        """Return the variables of the template that these options set.
+
+        Raises:
+            InputError: a variable is given twice, or something is no option.
+        """
+        more = self.chat_template_kwargs or {}
+        if not isinstance(more, Mapping) or not all(isinstance(name, str) for name in more):
+            raise InputError(f"chat_template_kwargs={more!r:.60} is no dict: give variables of the template by name")
+        if twice := sorted(more.keys() & {*self._fields, "messages", "tokenize", "return_dict"}):
+            raise InputError(f"chat_template_kwargs holds {twice[0]}, which is an option of its own: give it as that")
+        if self.tools is not None and (isinstance(self.tools, str | Mapping) or not isinstance(self.tools, Sequence)):
+            raise InputError(f"tools={self.tools!r:.60} is no list: give JSON schemas, or functions with type hints")
+        given = {"tools": self.tools or None, "enable_thinking": self.enable_thinking}
+        return {**more, **{name: value for name, value in given.items() if value is not None}}
+
+
+def rendered(messages: Sequence[Any], tokenizer: Any, options: ChatOptions, tokenize: bool = True) -> Any:
+    """Return a tokenizer's encoding of messages, or the text that its template writes.
+
+    Raises:
+        InputError: a content that is no text, or an option that the template does not read.
+        Exception: what tokenizers and templates raise.
+    """
+    if not all(isinstance(message, Mapping) for message in messages):
+        raise InputError("a message is no dict: give each a role and a content")
+    variables = options.of_template()
+    for name in variables:
+        _check_read(name, tokenizer, variables.get("tools"))
+    ending = _ending(messages, options)
+
+    def write(given: Sequence[Any], tokenize: bool) -> Any:
+        return tokenizer.apply_chat_template([*given], tokenize=tokenize, return_dict=True, **ending, **variables)
+
+    return write(_as_read(messages, lambda given: write(given, False)), tokenize)
+
+
+def begins_as_rendered(text: str, tokenizer: Any) -> str:
+    """Return the special token that a text and all texts of a tokenizer's template begin with; "" if there is none."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    found = [token.content for token in added if token.special and text.startswith(token.content)]
+    if not found or not getattr(tokenizer, "chat_template", None):
+        return ""
+    try:
+        written = rendered(BEGINNING, tokenizer, ChatOptions(), tokenize=False)
+    except Exception:  # templates may raise anything
+        return ""
+    token = max(found, key=len)
+    return token if written.startswith(token) else ""
+
+
+def _ending(messages: Sequence[Any], options: ChatOptions) -> dict[str, Any]:
+    """Return how the prompt ends: with a turn that is begun, or in the last message.
+
+    Raises:
+        InputError: both are asked for, or neither an option's value is.
+    """
+    begin, continued = options.add_generation_prompt, options.continue_final_message
+    for name, value in (("add_generation_prompt", begin), ("continue_final_message", continued)):
+        if value is not None and not isinstance(value, bool if name.startswith("add") else bool | str):
+            raise InputError(f"{name}={value!r:.60} is neither True nor False: give one of them")
+    last = messages[-1]
+    is_begun = last.get("role") == "assistant" and last.get("content") is not None
+    if continued is None:
+        continued = is_begun and not begin
+    if begin and continued:
+        raise InputError("add_generation_prompt begins a new message, and continue_final_message goes on with the last")
+    return {"add_generation_prompt": not continued if begin is None else begin, "continue_final_message": continued}
+
+
+def _check_read(name: str, tokenizer: Any, tools: Any) -> None:
+    """Raise `InputError` unless the tokenizer's template has a variable of this name."""
+    choose = getattr(tokenizer, "get_chat_template", None)
+    template = choose(tools=tools) if choose else tokenizer.chat_template
+    if not re.search(rf"\b{re.escape(name)}\b", str(template)):
+        raise InputError(
+            f"this tokenizer's chat template does not read {name}, so it would change nothing: leave it out"
+        )
+
+
+def _as_read(messages: Sequence[Any], write: Callable[[Sequence[Any]], str]) -> Sequence[Any]:
+    """Return messages with contents in the form that a template writes out: as given, as strings, or as parts.
+
+    Raises:
+        InputError: a part is no text.
+    """
+    texts = [_text(message) for message in messages]
+    strings = [_with(message, text) for message, text in zip(messages, texts, strict=True)]
+    parts = [_with(message, [{"type": "text", "text": text}]) for message, text in zip(messages, texts, strict=True)]
+    for form in (messages, strings, parts):
+        if _is_written(form, texts, write):
+            return form
+    return messages if all(isinstance(message.get("content"), str | None) for message in messages) else strings
+
+
+def _is_written(messages: Sequence[Any], texts: Sequence[str], write: Callable[[Sequence[Any]], str]) -> bool:
+    """Return whether a template writes out what users say, and not how parts look in Python."""
+    try:
+        written = write(messages)
+    except Exception:  # templates may raise anything
+        return False
+    said = [text for message, text in zip(messages, texts, strict=True) if message.get("role") == "user"]
+    contents = [message.get("content") for message in messages]
+    looks = [str(content)[:REPR] for content in contents if isinstance(content, list | tuple)]
+    return all(text.strip() in written for text in said) and not any(each in written for each in looks)
+
+
+def _with(message: Mapping[str, Any], content: Any) -> Mapping[str, Any]:
+    """Return a message with its content in another form; what has none stays so."""
+    return message if message.get("content") is None else {**message, "content": content}
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    """Return the text of a message, whose content may be given as parts.
+
+    Raises:
+        InputError: a part is no text.
+    """
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return content if isinstance(content, str) else ""
+    for part in content:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in TEXTS or not isinstance(part.get("text"), str):
+            role = message.get("role")
+            raise InputError(f"a part of the {role}'s message is {kind!r:.40}, and the target reads text only")
+    return "".join(part["text"] for part in content)
