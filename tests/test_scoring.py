@@ -179,7 +179,7 @@ def test_models_are_left_as_they_were():
         ([[1], [2]], [[1]], "2 prompts and 1 continuations"),
         (["a", "b"], "no", "a list of continuations"),
         (["a", "b"], None, "a list of continuations"),
-        ([1] * 200, [2] * 57, "exceed the target's context of 256"),
+        ([1] * 200, [2] * 58, "exceed the target's context of 256"),
         ([], [1], "the prompt is empty"),
     ],
 )
@@ -187,6 +187,14 @@ def test_what_cannot_be_scored_is_named_before_a_model_runs(decoder, target, pro
     with counted(target) as passes, pytest.raises(InputError, match=message):
         decoder.score(prompt, continuation)
     assert not passes
+
+
+@pytest.mark.parametrize("length", [57, 256])
+def test_the_last_token_of_a_continuation_needs_no_room_in_the_context(decoder, target, length):
+    """No pass reads it: in a context of 256, 257 tokens are scored."""
+    prompt, continuation = [1] * (257 - length), [*range(2, 1 + length), 5]
+    found, (wanted, _) = decoder.score(prompt, continuation), by_hand(target, prompt, continuation)
+    assert found.log_probabilities == pytest.approx(wanted)
 
 
 def test_text_without_a_tokenizer_is_refused(target):
