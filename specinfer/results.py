@@ -468,11 +468,15 @@ def acceptance_by_depth(steps: list[Step]) -> tuple[float, ...]:
 
 
 def counts_by_depth(steps: Iterable[Step]) -> list[tuple[int, int]]:
-    """Return, per depth 1, 2, ..., how many steps accepted a node there, and how many had a node to test."""
+    """Return, per depth 1, 2, ..., how many steps accepted a node there, and how many had a node to test.
+
+    Levels after the end of the text count in neither, so the accepted nodes are the drafted tokens of the text.
+    """
     accepted, tested = Counter[int](), Counter[int]()
     for step in steps:
-        accepted.update(range(len(step.path)))
-        tested.update(depth for depth, node in enumerate((0, *step.path)) if step.tree.children(node))
+        parents = (0, *step.path)[: len(step.tokens)]  # of the tokens that the step emitted
+        accepted.update(range(min(len(step.path), len(step.tokens))))
+        tested.update(depth for depth, node in enumerate(parents) if step.tree.children(node))
     return [(accepted[depth], count) for depth, count in sorted(tested.items())]
 
 

@@ -32,13 +32,15 @@ WORDS = [
     "''",
     " ",
     "  ",
+    "abcdef",  # transformers' StopStringCriteria works only where this is known
 ]
 BYTES = [f"<0x{byte:02X}>" for byte in (0x41, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x8C, 0xB3, 0x0A)]
 
 
 def made(model, decoder, pre_tokenizer=None, **options):
     backend = Tokenizer(model)
-    backend.decoder = decoder
+    if decoder is not None:
+        backend.decoder = decoder
     if pre_tokenizer is not None:
         backend.pre_tokenizer = pre_tokenizer
     backend.add_special_tokens([AddedToken("<tool>", special=True)])
@@ -69,6 +71,20 @@ def word_piece(**options):
     return made(models.WordPiece(vocabulary, unk_token="<unk>"), decoder, pre_tokenizers.Whitespace(), **options)
 
 
+def unigram():
+    """What unigram models with byte fallback become: bytes are joined first, and the spaces follow."""
+    vocabulary = numbered([*BYTES, *("▁" + word.strip() for word in WORDS), *WORDS, "▁▁", "\n"])
+    model = models.Unigram([(token, -1.0) for token in vocabulary], 0)
+    steps = [decoders.ByteFallback(), decoders.Metaspace()]
+    return made(model, decoders.Sequence(steps), pre_tokenizers.Metaspace())
+
+
+def words():
+    """Whole words only, and no decoder: a space stands between any two."""
+    vocabulary = numbered(word.strip() for word in WORDS if word.strip())
+    return made(models.WordLevel(vocabulary, unk_token="<unk>"), None, pre_tokenizers.Whitespace())
+
+
 def suffixed():
     """A space belongs to the end of a word, but for the last one."""
     vocabulary = numbered([*(word.strip() + "</w>" for word in WORDS), *WORDS])
@@ -89,6 +105,8 @@ KINDS = {
     "word pieces": word_piece,
     "word pieces, cleaned up": cleaned,
     "suffixes": suffixed,
+    "unigram": unigram,
+    "words": words,
 }
 
 
@@ -110,10 +128,13 @@ def pieces_of(tokenizer, ids, sizes):
 
 
 def test_pieces_are_final(tokenizer):
-    """What was returned is the beginning of the text, whatever comes later: random ids, in steps of random sizes."""
+    """What was returned is the beginning of the text, whatever comes later: random ids, in steps of random sizes.
+
+    Some ids are beyond the tokenizer's table: targets whose embedding matrix is padded can choose these.
+    """
     for seed in range(150):
         chance = random.Random(seed)
-        few = chance.sample(range(len(tokenizer)), min(len(tokenizer), chance.choice([3, 6, 40])))
+        few = chance.sample(range(len(tokenizer) + 4), min(len(tokenizer), chance.choice([3, 6, 40])))
         ids = chance.choices(few, k=chance.randint(1, 40))
         pieces_of(tokenizer, ids, iter(lambda own=chance: own.choice([1, 1, 2, 5]), None))
 
@@ -144,14 +165,24 @@ def test_a_clean_up_reaches_back():
     assert found[0] == "well"
 
 
-def test_special_tokens_and_bytes_between_others():
+@pytest.mark.parametrize("silent", ["<tool>", None], ids=["special", "beyond the table"])
+def test_tokens_without_text_and_bytes_between_others(silent):
     """Tokens that are left out neither hide a space nor split a run of bytes."""
     tokenizer = llama()
-    tokens = ["▁a", "<tool>", "▁b", "<0x41>", "<eos>", "<0xE2>", "▁it", "<0xE2>", "<tool>", "<0x82>", "<0xAC>", "▁well"]
-    ids = tokenizer.convert_tokens_to_ids(tokens)
+    tokens = ["▁a", silent, "▁b", "<0x41>", silent, "<0xE2>", "▁it", "<0xE2>", silent, "<0x82>", "<0xAC>", "▁well"]
+    ids = [len(tokenizer) if token is None else tokenizer.convert_tokens_to_ids(token) for token in tokens]
     found, rest = pieces_of(tokenizer, ids, iter(lambda: 1, None))
     assert "".join(found) == "a b\ufffd\ufffd it€ well"
     assert rest == ""
+
+
+def test_tokens_without_text_cost_nothing(monkeypatch):
+    """A target may say padding for ever: then nothing is decoded."""
+    tokenizer, decoded = llama(), []
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **_: decoded.append(ids))
+    pieces, ids = Pieces(tokenizer), [len(tokenizer) + 1, tokenizer.eos_token_id] * 50
+    assert [pieces.more(ids[:end]) for end in range(1, len(ids) + 1)] == [""] * 100
+    assert decoded == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -169,7 +200,7 @@ def test_work_grows_with_the_text_and_not_with_its_square(kind, monkeypatch):
 
 def stream_of(tokenizer, ids):
     """A stream of these ids, a token a step."""
-    decoder = SpeculativeDecoder(tiny_llama(vocab=max(VOCAB, len(tokenizer))), tokenizer, (), None)
+    decoder = SpeculativeDecoder(tiny_llama(vocab=max(VOCAB, len(tokenizer) + 1)), tokenizer, (), None)
     force = following(ids, 1)
     return decoder.stream([1], max_new_tokens=len(ids), temperature=0, logits_processor=[force])
 
@@ -182,7 +213,9 @@ def test_a_stream_whose_text_is_cleaned_up_joins_to_the_text():
 
 def test_a_stream_whose_bytes_turn_out_to_be_none_joins_to_the_text():
     tokenizer = llama()
-    stream = stream_of(tokenizer, tokenizer.convert_tokens_to_ids(["▁a", "<0x41>", "<0xE2>", "▁b"]))
+    ids = tokenizer.convert_tokens_to_ids(["▁a", "<0x41>", "<tool>", "<0xE2>", "▁b"])
+    ids[2] = len(tokenizer)  # has no text
+    stream = stream_of(tokenizer, ids)
     assert "".join(stream) == stream.result.text == "a\ufffd\ufffd b"
 
 

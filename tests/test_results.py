@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PROMPTS, byte_tokenizer, like, tiny_llama
+from conftest import PROMPTS, Scripted, byte_tokenizer, following, like, tiny_llama
 from typer.testing import CliRunner
 
-from specinfer import BestFirst, Result, SpeculativeDecoder, __version__, cli
+from specinfer import BestFirst, Chain, Result, SpeculativeDecoder, __version__, cli
 from specinfer.cli import app
 from specinfer.errors import InputError
-from specinfer.results import Seconds, Step, paid
+from specinfer.results import Seconds, State, Step, counts_by_depth, paid
 from specinfer.tree import Draw, TokenTree
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "top_k": 0, "seed": 3}
@@ -123,3 +123,22 @@ def test_what_speculation_cost_and_gained_is_said_in_words():
     assert paid([*drafted, *plain[:3]]) == f"speculation on in 3 of 6 steps: {cost}"
     assert paid(plain) == "speculation off in 5 of 5 steps"
     assert paid(drafted) == "speculation on in 3 of 3 steps"
+
+
+@pytest.mark.parametrize(
+    ("end", "counts"),
+    [("e", [(2, 2), (1, 1), (1, 1)]), ("ef", [(2, 2), (2, 2), (1, 1)]), ("efg", [(2, 2)] * 3)],
+)
+def test_counts_by_depth_stop_where_the_text_does(end: str, counts: list[tuple[int, int]]) -> None:
+    """Chains of three that are always right, and a text that ends in the second: what follows counts in no figure."""
+    tokenizer = byte_tokenizer()
+    start, *script = tokenizer("xabcdefghijk")["input_ids"]
+    decoder = SpeculativeDecoder(tiny_llama(), tokenizer, Scripted(lambda row: script[len(row) - 1 :]), Chain(3))
+    result = decoder.generate([start], max_new_tokens=9, logits_processor=[following(script, 1)], stop_strings=end)
+    assert [len(step.path) for step in result.steps] == [3, 3]
+    assert result.text == f"abcd{end}"
+    assert counts_by_depth(result.steps) == counts
+    drafted = sum(bool(names) for step in result.steps for names in step.drafted_by)
+    states = [state for step in result.steps for state in step.states]
+    assert sum(accepted for accepted, _ in counts) == drafted == states.count(State.ACCEPTED)
+    assert result.stats.drafts[0].tokens == drafted

@@ -2,10 +2,10 @@
 
 Knows: how tokenizers write tokens.  Does not know: runs, models, why else a text may end.
 
-The rule is that of ``StopStringCriteria`` in transformers: each token has a text that depends on no later token, special
-tokens have theirs as well, and a stop string counts if it ends anywhere in the last token.  Texts are compared as bytes,
-so a character may consist of several tokens.  Only tokens that the strings can reach back to are read, and nothing is
-computed for the rest of the vocabulary.
+The rule is that of ``StopStringCriteria`` in transformers: each token, special ones included, has a text that depends
+on no later token; an id beyond the tokenizer's table has none, and no string reaches across it; a string counts if it
+ends anywhere in the last token.  Texts are compared as bytes, because a character may consist of several tokens.  Only
+tokens that a string can reach back to are read, and nothing is computed for the rest of the vocabulary.
 """
 
 from collections.abc import Sequence
@@ -72,9 +72,10 @@ class StopStrings:
         return self.known[key]
 
     def _read(self, before: int, token: int) -> bytes | None:
-        piece, alone = self.tokenizer.convert_ids_to_tokens(token), self._decode(token)
+        piece: str | None = self.tokenizer.convert_ids_to_tokens(token)
         if piece is None:
             return None
+        alone = self._decode(token)
         if BYTE.fullmatch(piece) and alone != piece:
             return sentence_piece(piece)
         if "\ufffd" in alone:  # it begins or ends inside a character

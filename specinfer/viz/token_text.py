@@ -7,7 +7,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from specinfer.common.token_bytes import BYTE, byte_level, sentence_piece
+from specinfer.common.token_bytes import BYTE, SPACE, byte_level, sentence_piece
 from specinfer.tree.drawing import visible
 
 
@@ -43,8 +43,8 @@ def plain_text(tokenizer: Any, token: int) -> str:
         return f"#{token}"
     if (found := split_bytes(tokenizer, token)) is not None:
         return found.decode("utf-8", "backslashreplace")
-    if piece.startswith("▁") and not text.startswith(" "):  # decoding drops the first space of a text
-        return f" {text}"
+    if (piece.startswith((SPACE, " ")) or BYTE.fullmatch(piece)) and text != piece:
+        return sentence_piece(piece).decode()  # decoding drops the first space of a text
     return str(text)
 
 
