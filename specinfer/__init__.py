@@ -10,7 +10,7 @@ Names are imported when first used, so that ``import specinfer`` does not wait f
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from specinfer.common import display
+from specinfer.common import display, versions
 from specinfer.errors import SpecinferError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from specinfer.viz.inspection import Inspection, StepInspection, inspect
     from specinfer.viz.live import watch
 
-__version__ = "0.1.0"
+__version__ = versions.VERSION
 
 _HOME = {
     "adaptive.policy": "Auto",

@@ -314,7 +314,8 @@ class SpeculativeDecoder:
             raise InputError(f"prompts={prompts!r:.60} are not many: give a list or an iterator, or use generate")
         keep, common = checked_flag("keep_stop_string", keep_stop_string), {**options, "seed": seed}
         first = row_seeds(0 if seed is None else seed, 1)
-        check_joins(self._row({**common, "seed": first}, [0], 0))  # or opening raises
+        length = {} if common.keys() & {"max_length", "generation_config"} else {"max_new_tokens": 1}  # prompts may say
+        check_joins(self._row({**length, **common, "seed": first}, [0], 0))  # or opening raises
         return finished(self, prompts, partial(self._row, common), checked_count("max_rows", max_rows, 1), keep)
 
     def _row(self, common: Mapping[str, Any], prompt: Any, index: int) -> Row:

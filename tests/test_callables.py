@@ -88,7 +88,7 @@ INDEXED = {
     "a prefix constraint": constraint,
     "a bias by row": lambda: Biased(len(PROMPTS)),
     "a loop over rows": Enumerating,
-    "a list in a list": lambda: LogitsProcessorList([constraint()]),
+    "a list in a list": lambda: [LogitsProcessorList([constraint()])],
     "a factory": lambda: factory,
     "a factory with arguments": lambda: functools.partial(lambda row, scale: factory(row * scale), scale=1),
 }
@@ -296,6 +296,11 @@ def test_a_factory_of_something_else_is_refused_by_name(decoder, given):
         decoder.generate(PROMPTS, max_new_tokens=3, logits_processor=given)
 
 
+def test_a_factory_that_fails_is_named(decoder):
+    with pytest.raises(SamplingError, match=r"takes one argument, row number 2: KeyError: 2"):
+        decoder.generate(PROMPTS, max_new_tokens=3, logits_processor=lambda row: {0: factory(0), 1: factory(1)}[row])
+
+
 def test_wrong_answers_name_the_shape(decoder):
     with pytest.raises(SamplingError, match=r"returns \(1, 3\) in place of scores \(4, 264\)"):
         decoder.generate(PROMPTS, max_new_tokens=3, logits_processor=lambda ids, scores: scores[:1, :3])
@@ -334,7 +339,7 @@ def test_custom_generate_gives_each_row_its_own(target):
 
 def test_lists_take_functions_of_two_arguments_or_a_rows_number():
     assert listed("logits_processor", None) == ()
-    assert len(listed("logits_processor", LogitsProcessorList([[constraint()], factory]))) == 2
+    assert len(listed("logits_processor", [LogitsProcessorList([constraint()]), factory])) == 2
     with pytest.raises(SamplingError, match="takes no ids and scores"):
         listed("logits_processor", [lambda: 0])
 

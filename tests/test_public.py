@@ -116,3 +116,27 @@ def test_the_version_is_the_distributions():
     from importlib.metadata import version
 
     assert specinfer.__version__ == version("specinfer")
+
+
+UNINSTALLED = """
+import importlib.metadata as metadata, sys
+found = metadata.Distribution.from_name
+
+def hidden(name):
+    if name == "specinfer":
+        raise metadata.PackageNotFoundError(name)
+    return found(name)
+
+metadata.Distribution.from_name = hidden
+from specinfer import cli
+from specinfer.common.versions import versions
+print("specinfer", versions()["specinfer"])
+sys.argv = ["specinfer", "--version"]
+cli.main()
+"""
+
+
+def test_a_tree_that_is_not_installed_knows_its_version():
+    """Results name it, and so does the command; there is no metadata to ask."""
+    done = subprocess.run([sys.executable, "-c", UNINSTALLED], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"specinfer {specinfer.__version__}"] * 2

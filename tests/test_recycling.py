@@ -24,6 +24,7 @@ from specinfer.drafts.recycling import (
     RecyclingTable,
     likeliest,
 )
+from specinfer.engine.sampling import WARPERS
 from specinfer.evaluation.compare.methods import HitRates
 from specinfer.tree import Draw, Frontier
 
@@ -250,6 +251,43 @@ def test_ids_are_those_without_speculation(target, drafts, tree):
         for prompts in (PROMPTS, PROMPTS[2:3]):
             found, wanted = (each.generate(prompts, max_new_tokens=16, **options) for each in (ours, alone))
             assert [result.token_ids for result in found] == [result.token_ids for result in wanted]
+
+
+WARPED = {  # a value of each option that warps what tokens are drawn from
+    "temperature": 0.7,
+    "top_k": 5,
+    "top_p": 0.8,
+    "min_p": 0.05,
+    "typical_p": 0.8,
+    "epsilon_cutoff": 0.01,
+    "eta_cutoff": 0.01,
+    "top_h": 0.4,
+}
+
+
+@pytest.mark.parametrize("warper", [*WARPERS, "renormalize_logits", "remove_invalid_values"])
+@pytest.mark.parametrize("draft", ["recycling", "ngram", "suffix", "lookahead", "ngram recycling"])
+def test_no_warper_sees_what_is_no_distribution(target, draft, warper):
+    """A table knows nothing of most nodes at first; look-ups rank without warpers.  A batch of ragged rows."""
+    options = {"temperature": 0.9, warper: WARPED.get(warper, True), "seed": 3, "max_new_tokens": 12}
+    ours, alone = decoders(target, draft.split(), "auto" if draft == "lookahead" else BestFirst(12, 5))
+    found, wanted = (each.generate(PROMPTS, **options) for each in (ours, alone))
+    assert [result.token_ids for result in found] == [result.token_ids for result in wanted]
+
+
+@pytest.mark.parametrize("warper", WARPERS)
+@pytest.mark.parametrize("vocab", [5, VOCAB])
+def test_unknown_nodes_have_no_children_whatever_warps(warper, vocab):
+    """Ranked and drawn: a row that was told something beside one that was not; few or many tokens."""
+    options = {"temperature": 0.9, warper: WARPED[warper], "do_sample": True}
+    for policy, coupled in ((Expansion((2, 1)), True), (Sampled((2, 1)), False)):
+        session = RecyclingDraft().open(context([[0, 1], [2]], vocab, coupled=coupled, **options))
+        session.commit(
+            [[0, 1], [0]], (), [said(tree_of(1, [], []), vocab=vocab), said(tree_of(2, [], []), vocab=vocab)]
+        )
+        trees = grown(session, policy)
+        assert [len(tree) > 1 for tree in trees] == [True, False]
+        assert np.isfinite(trees[0].scores).all()
 
 
 def test_merged_with_a_model_ids_hold_and_each_is_named(target, near):

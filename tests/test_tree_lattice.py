@@ -290,7 +290,8 @@ def test_a_session_predicts_once_a_step_and_only_if_asked():
 
 def test_nothing_to_predict_from_gives_bare_roots():
     class Silent(Plain):
-        ready = False
+        def levels_left(self):
+            return [0, 0]
 
     for policy in (BestFirst(8, 4), Expansion((2, 2)), Sampled((2, 2))):
         assert [tree.num_drafted for tree in session_of(Silent).propose(policy, 3)] == [0, 0]

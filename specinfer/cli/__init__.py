@@ -8,7 +8,6 @@ traceback.
 import os
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from typing import Annotated
 
 import typer
@@ -17,6 +16,7 @@ from specinfer.cli import checks, evidence, text, train
 from specinfer.cli.chat import chat
 from specinfer.cli.measure import PRESETS, compare
 from specinfer.cli.terminal import INTERRUPTED, close_bars
+from specinfer.common.versions import VERSION
 from specinfer.errors import SpecinferError
 
 # What libraries read when they are loaded, unless the environment says otherwise.  oneDNN keeps a kernel for each
@@ -48,7 +48,7 @@ for _name, _command in COMMANDS.items():
 
 def _print_version(asked: bool) -> None:
     if asked:
-        print(f"specinfer {metadata.version('specinfer')}")
+        print(f"specinfer {VERSION}")
         raise typer.Exit
 
 

@@ -1,14 +1,21 @@
-"""The versions that texts and figures may depend on."""
+"""The versions that texts and figures may depend on.
+
+Knows: this package's version, whether it is installed or run from a checkout.  Does not know: what is written with it.
+"""
 
 from functools import cache
-from importlib.metadata import version
 
-PACKAGES = ("specinfer", "torch", "transformers")
+VERSION = "0.1.0"  # as in pyproject.toml
+OTHERS = ("torch", "transformers")
 
 
 def versions() -> dict[str, str]:
     """Return them by package."""
-    return {package: _version(package) for package in PACKAGES}
+    return {"specinfer": VERSION, **{package: _installed(package) for package in OTHERS}}
 
 
-_version = cache(version)
+@cache
+def _installed(package: str) -> str:
+    from importlib.metadata import version  # as slow to import as all that `import specinfer` needs
+
+    return version(package)

@@ -8,7 +8,7 @@ every step the session is told which tokens each row committed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -33,6 +33,7 @@ class DraftContext:
     # per row, the target's hidden states (n - 1, aux_layers, H) at all prompt tokens except the root
     states: Sequence[Tensor | None] = ()
     graphs: bool = False  # replay passes as CUDA graphs
+    notes: Sequence[list[str]] = ()  # per row, what its result will say: sessions may add to it
 
 
 class Scored(Protocol):
@@ -86,6 +87,18 @@ class DraftSession(Proposer, Protocol):
     @property
     def prefill_seconds(self) -> float:
         """Wall-clock seconds in prefill passes."""
+
+
+@runtime_checkable
+class BoundedSession(DraftSession, Protocol):
+    """A session of a draft whose context may end.  A row that is committed nothing, (), stays as it is."""
+
+    @property
+    def limit(self) -> int | None:
+        """How many tokens the draft's context has; None if it has no end."""
+
+    def levels_left(self) -> list[int]:
+        """Return, per row, how many levels of a tree fit into the draft's context; 0 or less: none."""
 
 
 class Draft(Protocol):

@@ -4,6 +4,7 @@ Knows: how a block and new context become columns of a pass, what each row has n
 Does not know: networks, how candidates of several depths become a tree (`lattice`).
 """
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -54,10 +55,14 @@ class BlockRows(DepthsSession):
         return depth
 
     @property
-    def ready(self) -> bool:
-        """Whether the block ends within the head's context."""
-        limit = self.session.model.max_positions
-        return limit is None or max(self.lengths) + self.network.config.block_size <= limit
+    def limit(self) -> int | None:
+        """How many tokens the head's context has; None if it has no end."""
+        return self.session.model.max_positions
+
+    def levels_left(self) -> list[int]:
+        """Return, per row, how many levels can be predicted: all, if the block ends within the head's context."""
+        longest = sys.maxsize if self.limit is None else self.limit - self.network.config.block_size
+        return [self.depth if length <= longest else 0 for length in self.lengths]
 
     @property
     def passes(self) -> int:  # type: ignore[override]

@@ -94,18 +94,19 @@ class ModelDraftSession(DraftRows):
         return self.session.prefill_seconds
 
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
-        """Grow one tree per row below its last committed token; bare roots where the draft's context ends."""
+        """Grow one tree per row below its last committed token, as deep as the draft's context reaches."""
         self.level, self.fed = None, []
-        roots = self._roots()
-        max_depth = min(max_depth, self._levels_left())
+        roots, left = self._roots(), self.levels_left()
+        max_depth = min(max_depth, max(left))
         if max_depth <= 0:
             return Forest(policy.kind, roots)
         growth = policy.grow(self, max_depth)
         try:
-            return growth.trees(roots, self.draft)
+            trees = growth.trees(roots, self.draft)
         except TreeError as error:
             problem = f"draft {self.draft} proposed something that is not a tree ({error}), perhaps by NaN logits"
             raise NumericalError(f"{problem}. {CHECK_WEIGHTS}") from error
+        return trees if min(left) >= max_depth else trees.pruned([max(0, levels) for levels in left])
 
     def commit(
         self,
@@ -145,17 +146,21 @@ class ModelDraftSession(DraftRows):
         """Return each row's last committed token."""
         return [tokens[-1] for tokens in self.uncached]
 
-    def _longest(self) -> int:
-        """Return the number of this model's tokens in the longest row."""
-        return max(self.lengths)
+    @property
+    def limit(self) -> int | None:
+        """How many tokens the model's context has; None if it has no end."""
+        return self.session.model.max_positions
 
-    def _levels_left(self) -> int:
-        """Return how many levels fit into the draft's context below the longest row."""
-        model = self.session.model
-        if model.max_positions is None:
-            return sys.maxsize
-        spare = 0 if model.takes_positions else CATCH_UP  # without positions, a model counts padding, too
-        return model.max_positions - self._longest() - spare
+    def levels_left(self) -> list[int]:
+        """Return, per row, how many levels fit into the model's context below its last token."""
+        if self.limit is None:
+            return [sys.maxsize] * self.batch
+        spare = 0 if self.session.model.takes_positions else CATCH_UP  # without positions, a model counts padding, too
+        return [self.limit - spare - length for length in self._draft_lengths()]
+
+    def _draft_lengths(self) -> list[int]:
+        """Return the number of this model's tokens in each row."""
+        return self.lengths
 
     def _logits(self, frontier: Frontier) -> Tensor:
         """Return logits (B, W, V) after each frontier node, feeding them to the model."""

@@ -43,10 +43,9 @@ class DepthsSession(DraftRows):
     def depth(self) -> int:
         """D, how many depths are predicted."""
 
-    @property
-    def ready(self) -> bool:
-        """Whether there is something to predict from; a text of a single token has no states yet."""
-        return True
+    def levels_left(self) -> list[int]:
+        """Return, per row, how many levels can be predicted: all or none."""
+        return [self.depth] * self.batch
 
     @abstractmethod
     def predict(self) -> Tensor:
@@ -63,14 +62,16 @@ class DepthsSession(DraftRows):
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow one tree per row below its last committed token."""
         self._logits = None
-        max_depth = min(max_depth, self.depth)
-        if max_depth <= 0 or not self.ready:
+        left = self.levels_left()
+        max_depth = min(max_depth, max(left))
+        if max_depth <= 0:
             return Forest(policy.kind, self.roots)
         try:
-            return policy.grow(self, max_depth).trees(self.roots, self.draft)
+            trees = policy.grow(self, max_depth).trees(self.roots, self.draft)
         except (TreeError, NumericalError) as error:
             problem = f"draft {self.draft} proposed something that is not a tree ({error}), perhaps by NaN logits"
             raise NumericalError(f"{problem}. {CHECK_WEIGHTS}") from error
+        return trees if min(left) >= max_depth else trees.pruned(left)
 
     def commit(
         self,
@@ -185,7 +186,7 @@ class LatticeSession(DepthsSession):
 
     def _parents(self, frontier: Frontier) -> Tensor:
         """Return the tokens of frontier nodes, (B, 1, W)."""
-        return self._roots() if frontier.depth == 0 else frontier.tokens.to(self.logits.device)[:, None]
+        return self._roots() if frontier.depth == 0 else on_device(frontier.tokens, self.logits.device)[:, None]
 
     def _roots(self) -> Tensor:
         """Return the roots, (B, 1, 1)."""

@@ -20,7 +20,6 @@ from specinfer.drafts.checkpoint import Checkpoint, assign, renamed
 from specinfer.drafts.conventions import Convention
 from specinfer.drafts.lattice import LatticeSession
 from specinfer.drafts.network import moved_copy
-from specinfer.tree import Forest, Policy, TokenTree
 
 PREFIX = "medusa_head."  # of the names in some files
 NAMED = re.compile(r"(\d+)\.(\d+)\.(?:linear\.)?weight")  # head, and layer or output matrix, whose number is the last
@@ -89,10 +88,9 @@ class MedusaSession(LatticeSession):
         """D, the number of heads."""
         return len(self.network.heads)
 
-    @property
-    def ready(self) -> bool:
-        """Whether any row has a state."""
-        return any(state is not None for state in self.states)
+    def levels_left(self) -> list[int]:
+        """Return, per row, how many levels can be predicted: all, if a state chose its last token."""
+        return [0 if state is None else self.depth for state in self.states]
 
     def predict(self) -> Tensor:
         """Run the heads on all rows; those without a state count for nothing."""
@@ -102,13 +100,6 @@ class MedusaSession(LatticeSession):
         self.passes += 1
         self.seconds += perf_counter() - started
         return logits
-
-    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
-        """Grow one tree per row below its last committed token; bare roots where no state chose it."""
-        trees, bare = super().propose(policy, max_depth), Forest(policy.kind, self.roots)
-        if all(state is not None for state in self.states):
-            return trees
-        return [bare[row] if state is None else trees[row] for row, state in enumerate(self.states)]
 
     def commit(
         self,

@@ -51,11 +51,6 @@ class PEagleNetwork(Eagle3Network):
 class MaskedHeadSession(HeadDraftSession):
     """A head that is fed masked tokens behind the committed ones."""
 
-    @property
-    def ready(self) -> bool:
-        """Whether all depths fit into the head's context."""
-        return self._levels_left() >= self.session.model.model.depth
-
     def all_depths(self) -> Tensor:
         """Feed each row's uncached tokens and the masked ones, keep the former: logits (B, D, V') of depths 1 ... D."""
         network: PEagleNetwork = self.session.model.model
@@ -104,9 +99,13 @@ class PEagleSession(LatticeSession):
         self.head.join(other.head)
 
     @property
-    def ready(self) -> bool:
-        """Whether all depths fit into the head's context."""
-        return self.head.ready
+    def limit(self) -> int | None:
+        """How many tokens the head's context has; None if it has no end."""
+        return self.head.limit
+
+    def levels_left(self) -> list[int]:
+        """Return, per row, how many levels can be predicted: all, if they fit into the head's context."""
+        return [self.depth if levels >= self.depth else 0 for levels in self.head.levels_left()]
 
     def predict(self) -> Tensor:
         """Run the step's pass: logits (B, D, V')."""

@@ -176,9 +176,14 @@ class RecyclingSession(DraftRows):
         return self.drawn(dense, k, replacement, frontier.depth)
 
     def _processed(self, log_probs: Tensor) -> Tensor:
-        """Return log-probabilities (B, W, K) after the target's processors, up to a constant."""
-        scores = self.context.processors.scores(log_probs.flatten(0, 1), ()).view_as(log_probs)
-        return scores.masked_fill(log_probs == -inf, -inf)
+        """Return log-probabilities (B, W, K) after the target's processors, up to a constant.
+
+        After an unknown node all are -inf, which is no distribution: processors see a uniform one instead.
+        """
+        absent = log_probs == -inf
+        seen = log_probs.masked_fill(absent.all(-1, keepdim=True), 0.0)
+        scores = self.context.processors.scores(seen.flatten(0, 1), ()).view_as(log_probs)
+        return scores.masked_fill(absent, -inf)
 
     def _successors(self, frontier: Frontier) -> tuple[Tensor, Tensor]:
         """Return what the table says after every frontier node, (B, W, 2 KEPT), and remember the nodes' tokens."""

@@ -222,7 +222,7 @@ class TranslatedSession(ModelDraftSession):
         The last token is never left in the cache: the draft's distribution after it is asked for.
         """
         self.texts[row].extend(new)
-        self.roots[row] = new[-1]
+        self.roots[row] = (new or [self.roots[row]])[-1]
         cached, ids = self.cached[row], self.texts[row].ids
         same = min(len(cached), len(ids) - 1)
         if cached[:same] != ids[:same]:
@@ -233,8 +233,8 @@ class TranslatedSession(ModelDraftSession):
     def _roots(self) -> list[int]:
         return self.roots
 
-    def _longest(self) -> int:
-        return max(len(cached) + len(uncached) for cached, uncached in zip(self.cached, self.uncached, strict=True))
+    def _draft_lengths(self) -> list[int]:
+        return [len(cached) + len(uncached) for cached, uncached in zip(self.cached, self.uncached, strict=True)]
 
     def _logits(self, frontier: Frontier) -> Tensor:
         """Return logits (B, W, V') of the shared tokens after each frontier node, whose tokens are the target's.

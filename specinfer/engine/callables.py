@@ -177,7 +177,11 @@ def _of_row(function: Any, row: BatchRow, memo: dict[int, Any]) -> RowFunction:
     if isinstance(function, RowFunction):
         return function
     if not _takes(function, 2):
-        made = function(row.number)
+        try:
+            made = function(row.number)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+            raise SamplingError(f"{function!r:.60} takes one argument, row number {row.number}: {reason}") from error
         if not callable(made) or isinstance(made, type) or not _takes(made, 2):
             raise SamplingError(
                 f"{function!r:.60} returned {made!r:.40} for row {row.number}, which takes no ids and scores"
@@ -189,7 +193,7 @@ def _of_row(function: Any, row: BatchRow, memo: dict[int, Any]) -> RowFunction:
         return RowFunction(numbered, BatchRow())
     if isinstance(ignored := getattr(function, "prompt_ignore_length", None), Tensor) and row.rows:
         function = copy.copy(function)  # transformers' repetition penalty holds every row's padding
-        function.prompt_ignore_length = int(ignored[row.number])  # type: ignore[attr-defined]
+        function.prompt_ignore_length = int(ignored[row.number])
     if row.rows == 1 or type(function) in STATELESS or isinstance(function, BuiltinFunctionType):
         return RowFunction(function, row)
     if isinstance(function, FunctionType):
@@ -213,12 +217,14 @@ def _copied(function: Function, memo: dict[int, Any]) -> Function:
 
 
 def _flat(value: Any) -> Iterator[Any]:
-    """Yield the items of lists in lists; None is none."""
-    if isinstance(value, list | tuple):
-        for item in value:
+    """Yield the items of a list, and of transformers' lists in it; None is none."""
+    if value is None:
+        return
+    for item in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(item, generation.LogitsProcessorList | generation.StoppingCriteriaList):
             yield from _flat(item)
-    elif value is not None:
-        yield value
+        else:
+            yield item
 
 
 def _takes(function: Function, count: int) -> bool:

@@ -19,6 +19,7 @@ from specinfer.attention import TreeModel, TreeSession, in_one, padded_width, re
 from specinfer.common.progress import decoded
 from specinfer.common.versions import versions
 from specinfer.drafts.base import Draft, DraftContext, DraftSession, Scored
+from specinfer.drafts.contexts import within_context
 from specinfer.engine.contrastive import CandidateTrees, search, sized
 from specinfer.engine.gumbel import SILENT
 from specinfer.engine.loop import decode, idle
@@ -342,8 +343,10 @@ class Run:
             aux_layers=self._aux_layers(),
             states=states,
             graphs=decoder.graphs,
+            notes=[row.notes for row in rows],
         )
-        return decoder.drafts[number].open(context)
+        draft = decoder.drafts[number]
+        return within_context(draft.open(context), context, draft.name)
 
     def _tree_sizes(self) -> list[tuple[int, int]]:
         """Return nodes and levels of a draft's tree, as caches have room for them: at first, and at most."""
