@@ -11,6 +11,7 @@ from specinfer.attention.layout import Layout, lay_out_chains, lay_out_level, la
 from specinfer.attention.mask import AttentionSpec, attention_mask
 from specinfer.attention.model import TreeModel, TreeSession, evaluating, in_one, resumed, running
 from specinfer.attention.offload import device_of, is_dispatched, resident, value_of, weight_of
+from specinfer.attention.precision import autocast_as_now
 from specinfer.attention.verdicts import Support
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "TreeModel",
     "TreeSession",
     "attention_mask",
+    "autocast_as_now",
     "check_model",
     "device_of",
     "evaluating",

@@ -13,11 +13,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from specinfer.attention.layout import lay_out_chains
 from specinfer.attention.model import TreeModel, checked_model, running
-from specinfer.attention.offload import its_turn
-from specinfer.attention.recurrent import tensors
+from specinfer.attention.offload import device_of, its_turn
+from specinfer.attention.precision import autocast_dtype
+from specinfer.attention.recurrent import held, tensors
 from specinfer.attention.verdicts import Support, Verdict, read_verdict, verdict_file, write_verdict
 from specinfer.attention.watch import Watch
 from specinfer.errors import UnsupportedModel
@@ -44,7 +46,7 @@ class ModelCheck(NamedTuple):
     error: float  # largest error of a node's logits over the spread of the logits; NaN if none was measured
 
 
-_checked: WeakKeyDictionary[Any, tuple[Watch, ModelCheck]] = WeakKeyDictionary()
+_checked: WeakKeyDictionary[Any, tuple[Watch, str, ModelCheck]] = WeakKeyDictionary()  # with the types computed in
 _lock = RLock()
 
 
@@ -75,23 +77,29 @@ def check_model(model: Any) -> ModelCheck:
 
 def _known(model: Any) -> ModelCheck | None:
     """Return the kept result, None if the model has changed since."""
-    watch, check = _checked.get(model, (None, None))
-    return None if watch is None or watch.changed(model) else check
+    watch, types, check = _checked.get(model, (None, "", None))
+    return None if watch is None or types != _types(model) or watch.changed(model) else check
 
 
 def _checked_now(model: Any) -> ModelCheck:
-    watch, file = Watch(model), verdict_file(model)
+    dtype = _types(model)
+    watch, file = Watch(model), None if " in " in dtype else verdict_file(model)
     known = read_verdict(file) if file else None
     support, reason, error = known or _classify(model)
     implementation = str(model.config.get_text_config(decoder=True)._attn_implementation or "eager")
-    dtype = str(model.dtype).removeprefix("torch.")
     check = ModelCheck(type(model).__name__, dtype, implementation, support, reason, error)
     if support is not Support.UNSUPPORTED:  # else it may be due to these weights
         watch.settle()
-        _checked[model] = watch, check
+        _checked[model] = watch, dtype, check
         if file and not known:
             write_verdict(file, (support, reason, error))
     return check
+
+
+def _types(model: Any) -> str:
+    """Return the type of a model's weights, and the one that autocast computes in, if it does."""
+    own, cast = model.dtype, autocast_dtype(device_of(model), model.dtype)
+    return str(own).removeprefix("torch.") + (f" in {str(cast).removeprefix('torch.')}" if cast else "")
 
 
 def _classify(model: Any) -> Verdict:
@@ -105,8 +113,11 @@ def _classify(model: Any) -> Verdict:
 
 def _judge(model: TreeModel) -> Verdict:
     chain_reason = _why_chain_only(model)
-    tolerance = TOLERANCE.get(model.dtype, 1e-3)
+    computed_in = model.autocast or model.dtype
+    tolerance = TOLERANCE.get(computed_in, 1e-3)
     try:
+        if _remembers(model, tolerance):
+            return Support.UNSUPPORTED, "it keeps its states in its modules, where nothing can be taken back", nan
         if (leak := 0.0 if _compiles(model) else _leak(model)) > LEAKING * tolerance:
             reason = (
                 f"in a plain pass later tokens or other rows change a token's logits, by {leak:.1e}{_if_encoder(model)}"
@@ -115,7 +126,7 @@ def _judge(model: TreeModel) -> Verdict:
         tree_error = nan if chain_reason else _error(model, TREE_PARENTS, kept=(3, 4))
         if tree_error <= tolerance:
             return Support.EXACT, f"every node within {tree_error:.1e} of a plain pass over its path", tree_error
-        if model.stateful and not (lost := _state_error(model)) <= STATES.get(model.dtype, 3e-2):
+        if model.stateful and not (lost := _state_error(model)) <= STATES.get(computed_in, 3e-2):
             reason = "its kernels continue a state by one token only: two tokens at once leave states that are off by"
             return Support.UNSUPPORTED, f"{reason} {lost:.1e}", lost
         chain_error = _error(model, CHAIN_PARENTS, kept=(1, 2))
@@ -150,6 +161,33 @@ def _why_chain_only(model: TreeModel) -> str:
     if any(getattr(part, "alibi", False) for part in (config, getattr(config, "attn_config", None))):
         return "ALiBi biases are read from cache columns, so siblings cannot share a position"
     return "" if model.takes_positions else "its forward takes no position_ids, so siblings cannot share a position"
+
+
+def _remembers(model: TreeModel, tolerance: float) -> bool:
+    """Whether a pass over one row depends on what another row read before it: modules keep states.
+
+    All passes have the same shapes, so rotary frequencies, masks and bits are the same unless tokens matter.  Where
+    bits differ without states, as between runs of some kernels, modules hold the same; counters change no logits.
+    """
+    ids, others = _random_ids(model, 2, PREFIX).to(model.device)
+    logits, left = [], []
+    for between in (ids, others):
+        _, cache = _read(model, ids[:-1])
+        _read(model, between[:-1])
+        left.append(held(model.modules))
+        logits.append(_read(model, ids[-1:], PREFIX - 1, cache)[0])
+    changed = _difference(*logits)
+    return 0 < changed < inf and (changed > LEAKING * tolerance or not all(map(torch.equal, *left)))
+
+
+def _read(model: TreeModel, tokens: Tensor, first: int = 0, cache: Any = None) -> tuple[Tensor, Any]:
+    """Read a row's tokens from a position on: logits (1, N, V), and the cache, an empty one if none is returned."""
+    inputs = {"input_ids": tokens[None], model.cache_name: cache}
+    if model.takes_positions:
+        inputs["position_ids"] = torch.arange(first, first + len(tokens), device=tokens.device)[None]
+    output = model.model(**inputs, use_cache=True)
+    cache = getattr(output, model.cache_name, None)  # without one, the next pass would begin its states anew
+    return output.logits, DynamicCache(config=model.model.config) if cache is None else cache
 
 
 def _leak(model: TreeModel) -> float:
@@ -207,7 +245,7 @@ def _state_error(model: TreeModel) -> float:
 
 
 def _random_ids(model: TreeModel, rows: int, length: int) -> Tensor:
-    return torch.randint(model.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
+    return torch.randint(model.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0), device="cpu")
 
 
 def toy_tree(tokens: Sequence[int], parents: Sequence[int]) -> TokenTree:

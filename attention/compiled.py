@@ -84,7 +84,7 @@ class CompiledPass:
         self.watch = Watch(model.model)
         self.stamps: list[tuple[int, int]] = []  # of the weights when they were packed
         self.samples: list[Tensor] = []  # some entries of each weight, as views
-        self.sampled = torch.empty(0)  # their values when the weights were packed
+        self.sampled = torch.empty(0, device="cpu")  # their values when the weights were packed
 
     def serving(self, network: Any) -> "CompiledPass":
         """Return the same passes for another network of the same architecture; code is shared, weights are not."""
@@ -140,7 +140,7 @@ class CompiledPass:
             return packed[source.kind, source.names]
         dtype = DTYPES[source.dtype]
         if source.kind == "sizes":
-            return torch.zeros(1, dtype=dtype).expand(source.shape)
+            return torch.zeros(1, dtype=dtype, device="cpu").expand(source.shape)
         if source.kind == "joined":
             return torch.cat([weights[name] for name in source.names]).to(dtype)
         return weights[source.names[0]].to(dtype)
@@ -199,7 +199,7 @@ class _Runner:
 
 
 def _joined(samples: Sequence[Tensor]) -> Tensor:
-    return torch.cat([sample.float() for sample in samples]) if samples else torch.empty(0)
+    return torch.cat([sample.float() for sample in samples]) if samples else torch.empty(0, device="cpu")
 
 
 # ---- making a package ----
@@ -369,7 +369,7 @@ def limit_of(model: TreeModel) -> float:
 @torch.inference_mode()
 def _has_same_bits(model: TreeModel, compiled: CompiledPass) -> bool:
     """Whether a tree's nodes get the logits, bit by bit, that their tokens get one after the other."""
-    ids = torch.randint(model.vocab_size, (30,), generator=torch.Generator().manual_seed(1)).tolist()
+    ids = torch.randint(model.vocab_size, (30,), generator=torch.Generator().manual_seed(1), device="cpu").tolist()
     tree = toy_tree(ids[: len(BRANCHES) + 1], BRANCHES)
     trees, chains = (
         TreeSession(model, TreeCache(1, 64, uniform_layers=model.uniform_layers), compiled.aux_layers, compiled)
@@ -393,7 +393,7 @@ def _has_same_bits(model: TreeModel, compiled: CompiledPass) -> bool:
 def _difference(model: TreeModel, compiled: CompiledPass, extra: Mapping[str, Any], widths: Sequence[int]) -> float:
     """Compare three rows: one token, a prompt, a tree; then one of them: a tree, and chains."""
     generator, device, longest = torch.Generator().manual_seed(0), model.device, max(widths, default=0)
-    ids = torch.randint(model.vocab_size, (3, 24 + longest), generator=generator).tolist()
+    ids = torch.randint(model.vocab_size, (3, 24 + longest), generator=generator, device="cpu").tolist()
     trees = [toy_tree(row[12:18], BRANCHES) for row in (*ids, ids[0][6:])]
     prompts = [ids[0][1:12], ids[1][1:9], ids[2][1:6]]
     few = torch.tensor([0, 2], device=device)

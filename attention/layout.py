@@ -43,8 +43,17 @@ class Layout(NamedTuple):
 
 
 def on_device(values: Any, device: torch.device) -> Tensor:
-    """Return numbers as a tensor on a device, without waiting for the device."""
-    tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.as_tensor(values)
+    """Return numbers as a tensor on a device, without waiting for the device; floats as float32, ints as int64.
+
+    A tensor or an array keeps its type.
+    """
+    if isinstance(values, Tensor):
+        tensor = values
+    elif isinstance(values, np.ndarray):
+        tensor = torch.from_numpy(values)
+    else:  # without the defaults that a caller may have set for all of torch
+        tensor = torch.tensor(values, device="cpu")
+        tensor = torch.tensor(values, dtype=torch.float32, device="cpu") if tensor.is_floating_point() else tensor
     return tensor if tensor.device == device else tensor.to(device, non_blocking=True)  # `to` takes time on a CPU, too
 
 

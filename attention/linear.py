@@ -211,7 +211,7 @@ def _words(weight: Tensor, form: str) -> Tensor:
     numbers, scales = (functional.pad(each, rows) for each in found)
     groups = scales.shape[1]
     numbers = (numbers.int() + (1 << (bits - 1))).view(-1, 2, BLOCK // 2, groups, GROUP // inputs, inputs)
-    shifts = 2 * bits * torch.arange(inputs, dtype=torch.int32)
+    shifts = 2 * bits * torch.arange(inputs, dtype=torch.int32, device="cpu")
     low, high = numbers.unbind(1)
     words = ((low << shifts) + (high << (shifts + bits))).sum(-1, dtype=torch.int32).permute(0, 2, 3, 1)
     pairs = scales.bfloat16().view(torch.int16).int().view(-1, 2, BLOCK // 2, groups).permute(0, 3, 1, 2)

@@ -28,6 +28,7 @@ from specinfer.attention.layout import Layout, lay_out_behind, lay_out_chains, l
 from specinfer.attention.mask import AttentionSpec, attention_mask
 from specinfer.attention.offload import device_of, is_dispatched, its_turn, spans_devices
 from specinfer.attention.packing import Packing
+from specinfer.attention.precision import autocast_dtype
 from specinfer.attention.recurrent import StateCache
 from specinfer.attention.watch import modules_of
 from specinfer.common.ranks import Ranks
@@ -136,6 +137,11 @@ class TreeModel:
         return self.model.dtype
 
     @property
+    def autocast(self) -> torch.dtype | None:
+        """The floating type that passes compute in now, if autocast gives them another one."""
+        return autocast_dtype(self.device, self.dtype)
+
+    @property
     def runs_modules(self) -> bool:
         """Whether passes run the model's modules, as of the last call of `running`; compiled ones do not."""
         return self.compiled is None or bool(self.plain)
@@ -218,7 +224,8 @@ def running(*models: TreeModel) -> Iterator[None]:
         model.modules = modules_of(model.model)
     with resumed(*models):
         for model in models:
-            model.plain = model.compiled.refresh() if model.compiled else ""
+            reason = "" if model.compiled is None else "autocast is on" if model.autocast else model.compiled.refresh()
+            model.plain = reason
         yield
 
 
@@ -464,7 +471,7 @@ class TreeSession:
             inputs["logits_to_keep"] = columns
         output, *states = self._call(inputs)
         if getattr(output, model.cache_name, None) is None:
-            raise UnsupportedModel(f"{model.name} keeps its states in its modules, where nothing can be taken back")
+            raise UnsupportedModel(f"{model.name} returns no cache of what it read, so nothing can be taken back")
         logits = output.logits if model.takes_logits_to_keep else output.logits[:, columns]
         return logits, states[0] if states else None, output[model.cache_name]
 

@@ -73,7 +73,7 @@ def attach(model: TreeModel, aux_layers: Sequence[int], mode: bool | str, rounde
         return f"its weights are spread over {model.ranks.size} processes"
     if model.dispatched:
         return "its hooks fetch weights or move inputs during a pass, which compiled passes do not"
-    with _lock, resumed(model):
+    with _lock, without_autocast(model.device), resumed(model):
         try:
             found = forms([weight for weight in model.model.parameters() if weight.ndim == 2], rounded)
             may_fail = rounded or found[0] == ROUNDED_STATES  # and then it does so again

@@ -47,7 +47,8 @@ class Packing:
         """
         starts = [0, *accumulate(self.sizes)][:-1]
         if not isinstance(wanted, Tensor):
-            return torch.tensor([start + column for start, part in zip(starts, wanted, strict=True) for column in part])
+            columns = [start + column for start, part in zip(starts, wanted, strict=True) for column in part]
+            return torch.tensor(columns, device="cpu")
         sizes, first = (on_device(numbers, wanted.device)[:, None] for numbers in (self.sizes, starts))
         return (first + wanted.minimum(sizes - 1)).flatten()
 

@@ -1,6 +1,6 @@
 """States of models that cannot take a token back: each row keeps the cache that the model makes itself, and chains.
 
-Knows: copies of such caches, which tokens a row's cache has read, which of them were committed.
+Knows: copies of such caches, which tokens a row's cache has read, which of them were committed; what modules hold.
 Does not know: models, masks, trees that branch.
 
 A recurrent or convolutional layer folds all tokens into one state.  So a token has no siblings, and rejected tokens
@@ -19,12 +19,12 @@ grows with every rejection in a row: one of more than `REPLAY` tokens is read in
 Each row runs alone, a batch of one: a state cannot skip padding, and rows replay different numbers of tokens.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from specinfer.attention.layout import Layout
@@ -171,6 +171,12 @@ def copied(value: Any, name: str = "") -> Any:
     for attribute, part in vars(value).items():
         setattr(twin, attribute, copied(part, attribute))
     return twin
+
+
+def held(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return copies of what modules hold besides weights: floating-point buffers, attributes, and their parts."""
+    found = [tensor for module in modules for tensor in tensors({**vars(module), "_parameters": {}})]
+    return [tensor.clone() for tensor in found if tensor.is_floating_point() and not tensor.is_meta]
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

@@ -692,7 +692,7 @@ def row_seeds(seed: int | Sequence[int] | None, rows: int, ranks: Ranks = ALONE,
         InputError: not a whole number of 64 bits, or not one per row.
     """
     if seed is None:
-        return ranks.first([int(draw) for draw in torch.randint(2**62, (rows * sequences,))])
+        return ranks.first([int(draw) for draw in torch.randint(2**62, (rows * sequences,), device="cpu")])
     value = plain(seed)
     given = list(value) if isinstance(value, list | tuple | range) else [value] * rows
     if len(given) != rows or any(isinstance(s, bool) or not isinstance(s, int) for s in given):

@@ -294,7 +294,7 @@ class Result(Displayed):
     @property
     def sequences(self) -> Tensor:
         """Prompt and new tokens, long (1, T), as ``model.generate`` returns them."""
-        return torch.tensor([[*self.prompt_ids, *self.token_ids]])
+        return torch.tensor([[*self.prompt_ids, *self.token_ids]], device="cpu")
 
     @property
     def accept_lengths(self) -> list[int]:

@@ -355,8 +355,8 @@ class _HostPool:
     def admit(self, tokens: Tensor, log_probs: Tensor) -> None:
         """Let the candidates of the frontier, both (B, W, N at most), compete for the pool."""
         fronts = [[node.score for node in front[self.first :]] for front in self.fronts]
-        scores = torch.tensor(fronts, dtype=log_probs.dtype)[..., None] + log_probs.clamp(max=0)
-        worst = torch.tensor([self._worst(row) for row in range(len(fronts))], dtype=torch.float64)
+        scores = torch.tensor(fronts, dtype=log_probs.dtype, device="cpu")[..., None] + log_probs.clamp(max=0)
+        worst = torch.tensor([self._worst(row) for row in range(len(fronts))], dtype=torch.float64, device="cpu")
         likelier = ~(scores <= worst[:, None, None])  # or not a number
         rows, parents, _ = likelier.nonzero().T.tolist()
         columns = rows, parents, scores[likelier].tolist(), tokens[likelier].tolist()

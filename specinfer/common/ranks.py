@@ -112,7 +112,7 @@ class Ranks:
         if self.group is None:
             return list(values)
         kind = torch.float64 if any(isinstance(value, float) for value in values) else torch.int64
-        shared = torch.tensor(values, dtype=kind)
+        shared = torch.tensor(values, dtype=kind, device="cpu")
         with lost_ranks():
             dist.all_reduce(shared, dist.ReduceOp.MAX, self.group)
         return shared.tolist()

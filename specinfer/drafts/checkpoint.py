@@ -143,7 +143,7 @@ def vocabulary(checkpoint: Checkpoint, weights: dict[str, Tensor], vocab_size: i
         if used is not None and not bool(used.all()):
             raise checkpoint.refuse("it has t2d, a reduced vocabulary, but no d2t, which says what its tokens are")
         return None
-    ids = torch.arange(len(offsets)) + offsets.long()
+    ids = torch.arange(len(offsets), device=offsets.device) + offsets.long()
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids)):
         raise checkpoint.refuse(f"its d2t does not give different ids below {vocab_size}")
     if used is not None and not torch.equal(used.bool().nonzero()[:, 0], ids.sort().values):

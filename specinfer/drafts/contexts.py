@@ -76,7 +76,8 @@ class RowsWithin:
             self.session.commit(*(self._of_inside(values) for values in (tokens, states, scored)))
         kept = [row for row, new in enumerate(tokens) if new is not None]
         self.roots = [(tokens[row] or [self.roots[row]])[-1] for row in kept]
-        self.inside, self.notes = ([values[row] for row in kept] for values in (self.inside, self.notes))
+        self.inside = [self.inside[row] for row in kept]
+        self.notes = [self.notes[row] for row in kept]
         self._let_go()
 
     def join(self, other: Any) -> None:

@@ -301,7 +301,7 @@ def check_fingerprint(name: str, wanted: dict[str, Any], model: Any, tokenizer: 
 
 def _as_sketch(text: str) -> Tensor:
     """Return a fingerprint's sketch as numbers."""
-    return torch.tensor([float(value) for value in text.split()])
+    return torch.tensor([float(value) for value in text.split()], dtype=torch.float32, device="cpu")
 
 
 def _sizes(model: Any) -> dict[str, int]:
@@ -313,5 +313,7 @@ def _sizes(model: Any) -> dict[str, int]:
 def _sketch(model: Any) -> Tensor:
     """Return a few entries of the embedding matrix, float32."""
     weight = weight_of(model.get_input_embeddings())
-    rows = torch.linspace(0, weight.shape[0] - 1, SKETCH_ROWS).long().to(weight.device)
+    rows = (
+        torch.linspace(0, weight.shape[0] - 1, SKETCH_ROWS, dtype=torch.float32, device="cpu").long().to(weight.device)
+    )
     return weight[rows, :SKETCH_WIDTH].float().cpu().flatten()

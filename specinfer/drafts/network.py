@@ -80,7 +80,9 @@ class DraftNetwork(nn.Module):
                 self.output = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta").train(self.training)
             self.output.weight = nn.Parameter(rows, requires_grad=False)
         positions = torch.arange(self.config.max_position_embeddings, device=device)
-        cosines, sines = LlamaRotaryEmbedding(self.config).to(device)(next(self.parameters()), positions[None])
+        with torch.device("cpu"):  # whatever the caller's default is
+            rotary = LlamaRotaryEmbedding(self.config)
+        cosines, sines = rotary.to(device)(next(self.parameters()), positions[None])
         self.cosines, self.sines = cosines[0], sines[0]
         return self
 

@@ -171,7 +171,7 @@ class RecyclingSession(DraftRows):
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Draw k children per node from what the table says, normalised; unknown nodes have none."""
         tokens, log_probs = self._successors(frontier)
-        dense = torch.full((*tokens.shape[:2], self.context.vocab_size), -inf)
+        dense = torch.full((*tokens.shape[:2], self.context.vocab_size), -inf, dtype=torch.float32, device=self.device)
         dense.scatter_reduce_(2, tokens, self._processed(log_probs), "amax")  # small vocabularies leave ids unused
         return self.drawn(dense, k, replacement, frontier.depth)
 

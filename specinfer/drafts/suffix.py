@@ -189,18 +189,22 @@ class SuffixSession(DraftRows):
         ]
         width = max((len(node) for row in ranked for node in row), default=0) or 1
         padded = [[[*node, *[(0, 0.0)] * (width - len(node))] for node in row] for row in ranked]
-        table = torch.tensor(padded, dtype=torch.float64).view(self.batch, len(ranked[0]), width, 2)
+        table = torch.tensor(padded, dtype=torch.float64, device=self.device).view(self.batch, len(ranked[0]), width, 2)
         tokens, q = table[..., 0].long(), table[..., 1].float()
         return self.coupled(tokens, q, k, frontier.depth) if self.couplings else (tokens, q.log())
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Draw k children per node from the normalised successor distribution; nodes without successors have none."""
         distributions = self._distributions(frontier)
-        dense = torch.full((self.batch, len(distributions[0]), self.context.vocab_size), -inf)
+        dense = torch.full(
+            (self.batch, len(distributions[0]), self.context.vocab_size), -inf, dtype=torch.float32, device=self.device
+        )
         for row, nodes in enumerate(distributions):
             for node, distribution in enumerate(nodes):
                 if distribution:
-                    dense[row, node, list(distribution)] = torch.tensor(list(distribution.values())).log()
+                    dense[row, node, list(distribution)] = torch.tensor(
+                        list(distribution.values()), dtype=torch.float32, device=self.device
+                    ).log()
         return self.drawn(dense, k, replacement, frontier.depth)
 
     def _read(self) -> None:

@@ -185,10 +185,14 @@ class ThroughTextSession(TranslatedSession):
             return {path: min(log(share), 0.0) for path, share in shares.items()}
         coupling, first, vocab_size = self.couplings[row], self.lengths[row] - 1, self.context.vocab_size
         paths = sorted(shares, key=len)
-        q = torch.tensor([min(shares[path] / shares.get(path[:-1], 1.0), 1.0) for path in paths])
+        q = torch.tensor(
+            [min(shares[path] / shares.get(path[:-1], 1.0), 1.0) for path in paths], dtype=torch.float32, device="cpu"
+        )
         noise = [float(coupling.at(first + len(path), vocab_size, self.device)[path[-1]]) for path in paths]
         scores: ByPath = {(): 0.0}
-        for path, chance in zip(paths, log_chances(q, torch.tensor(noise)).tolist(), strict=True):
+        for path, chance in zip(
+            paths, log_chances(q, torch.tensor(noise, dtype=torch.float32, device="cpu")).tolist(), strict=True
+        ):
             scores[path] = scores[path[:-1]] + chance
         del scores[()]
         return scores

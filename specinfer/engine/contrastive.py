@@ -201,7 +201,7 @@ def _decidable(tree: TokenTree, row: Row, known: Candidates) -> TokenTree:
         parent = int(tree.parents[node])
         enough = len(tree.children(parent)) >= row.contrast.candidates
         keep.append(keep[parent] and (enough if parent else int(tree.tokens[node]) in known.tokens))
-    return tree.best(sum(keep) - 1, torch.tensor(keep).double().numpy())
+    return tree.best(sum(keep) - 1, torch.tensor(keep, device="cpu").double().numpy())
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from specinfer.adaptive.policy import Auto
-from specinfer.attention import TreeModel, TreeSession, in_one, padded_width, resumed, running
+from specinfer.attention import TreeModel, TreeSession, autocast_as_now, in_one, padded_width, resumed, running
 from specinfer.common.progress import decoded
 from specinfer.common.versions import versions
 from specinfer.drafts.base import Draft, DraftContext, DraftSession, Scored
@@ -130,6 +130,7 @@ class Run:
         self.learning = [draft for draft in decoder.drafts if hasattr(draft, "learn")]
         self.texts: list[list[int]] = []  # of rows that were taken, for drafts that learn
         self.shared = SharedPrefix()
+        self.as_called = autocast_as_now(decoder.target.device)
         self._iterator = self._run()
 
     def __iter__(self) -> Iterator[list[tuple[Row, Step]]]:
@@ -150,11 +151,11 @@ class Run:
                 raise InputError(f"streamer={streamer!r:.60} has no put and end: give a transformers streamer")
             if len(self.rows) > 1:
                 raise InputError("a streamer takes one prompt: pass the prompts one by one, or drop the streamer")
-            streamer.put(torch.tensor([self.rows[0].ids]))
+            streamer.put(torch.tensor([self.rows[0].ids], device="cpu"))
         try:
             for emitted in self:
                 if streamer is not None:
-                    streamer.put(torch.tensor(emitted[0][1].tokens))
+                    streamer.put(torch.tensor(emitted[0][1].tokens, device="cpu"))
         except SpecinferError as error:
             error.partial = tuple(self.results())
             raise
@@ -178,8 +179,9 @@ class Run:
     def _run(self) -> Generator[list[tuple[Row, Step]]]:
         started = perf_counter()
         models = self.decoder.networks
-        self.policy = self.decoder.supported(self.policy, self.notes)  # hooks may have come since the last call
-        with running(*models):  # only while passes run: between steps the models are as they were
+        with self.as_called():
+            self.policy = self.decoder.supported(self.policy, self.notes)  # hooks may have come since the last call
+        with self.as_called(), running(*models):  # only while passes run: between steps the models are as they were
             rows = self._admitted(0)
             if not rows:
                 return
@@ -198,7 +200,7 @@ class Run:
             newcomers = partial(self._newcomers, target, drafts)
             steps = decode(target, drafts, self.policy, self.decoder.verifier, rows, newcomers)
         while True:
-            with resumed(*run_plain):  # compiled passes are the same in train mode
+            with self.as_called(), resumed(*run_plain):  # compiled passes are the same in train mode
                 emitted = next(steps, None)
             if emitted is None:
                 return self._learn()

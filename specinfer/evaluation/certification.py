@@ -235,7 +235,7 @@ class EnumeratedIntersection(EnumeratedDraft):
         """Return what a session with a smaller vocabulary says that it draws from, float64 (V,)."""
         q = super().distribution(context)
         rows = DraftRows(DraftContext([context], 1, 1, len(q), self.draft, Processors([]), [0]))
-        shared = torch.tensor([token for token in range(len(q)) if token != self.draft % len(q)])
+        shared = torch.tensor([token for token in range(len(q)) if token != self.draft % len(q)], device="cpu")
         rows.token_ids = shared
         logits = torch.from_numpy(q + 1e-3).log()[shared]
         distribution: Probabilities = rows.warped(logits[None, None])[0, 0].softmax(-1).numpy()

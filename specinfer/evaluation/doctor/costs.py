@@ -109,7 +109,10 @@ class _FillerSession:
 
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow by the policy."""
-        source = DenseSource(lambda frontier: torch.zeros(*frontier.tokens.shape, self.vocab_size), len(self.roots))
+        source = DenseSource(
+            lambda frontier: torch.zeros(*frontier.tokens.shape, self.vocab_size, dtype=torch.float32, device="cpu"),
+            len(self.roots),
+        )
         return policy.grow(source, max_depth).trees(self.roots, self.draft)
 
     def commit(

@@ -72,7 +72,7 @@ def accepted_without_replacement(p: Tensor, q: Tensor, token: int, draws: int, c
         tests.append(now)
         rejected = (now * left - p).relu() - (before * left - p).relu()  # draw m's distribution, times R_m
         cumulative = rejected.cumsum(0)
-        drawn = torch.rand(1, generator=chance, dtype=p.dtype) * cumulative[-1]
+        drawn = torch.rand(1, generator=chance, dtype=p.dtype, device="cpu") * cumulative[-1]
         left[torch.searchsorted(cumulative, drawn, right=True).clamp_(max=len(p) - 1)] = 0
         before, mass = now, (p - now * q).clamp_(min=0).sum()
     return (torch.stack(tests) * q[token] / p[token]).clamp(max=1)

@@ -211,7 +211,7 @@ def _record(
             token_ids=text,
             seed=seeds[row],
             **distribution_arrays("target", distribution, plan.top),
-            probability=distribution[torch.arange(len(text)), text].numpy(),
+            probability=distribution[torch.arange(len(text), device="cpu"), text].numpy(),
             drafted=tuple(
                 replace(columns[row], **grown.arrays(row)) for columns, grown in zip(drafted, trees, strict=True)
             ),
