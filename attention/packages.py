@@ -29,6 +29,7 @@ from tqdm import tqdm
 from specinfer.attention import TreeModel, kernels, resumed
 from specinfer.attention.compiled import OPTIONS, RECORD, CompiledPass, check, computing, limit_of, make
 from specinfer.attention.linear import FORMS, ROUNDED_STATES, forms
+from specinfer.attention.precision import without_autocast
 from specinfer.attention.watch import architecture, machine
 from specinfer.common.files import cache_folder, parse_json, storing, write_json
 from specinfer.errors import InputError, NotCompiled
