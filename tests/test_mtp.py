@@ -87,7 +87,9 @@ class Along:
     def __init__(self, target, convention):
         self.target, self.layers = target, MtpModel.from_pretrained(target).eval()
         self.normed = dict(convention.options)["chains_normed"]
-        self.layers.layers[0].post_norm.register_forward_pre_hook(lambda _, given: setattr(self, "raw", given[0]))
+        self.layers.layers[0].post_norm.register_forward_hook(
+            lambda _, given, output: setattr(self, "states", output if self.normed else given[0])
+        )
 
     @torch.no_grad()
     def after(self, ids, path):
@@ -96,9 +98,9 @@ class Along:
         cache, found = DynamicCache(), []
         position, tokens = torch.arange(1, len(ids))[None], torch.tensor([ids[1:]])
         for token in [*path, None]:
-            normed = self.layers.forward_layer(0, states, position, cache, input_ids=tokens)
-            found.append(self.target.lm_head(normed[0, -1]).log_softmax(-1))
-            states = (normed if self.normed else self.raw)[:, -1:]
+            _, logits, _ = self.layers(tokens, states, torch.ones_like(tokens), position, cache)
+            found.append(logits[0, -1].log_softmax(-1))
+            states = self.states[:, -1:]
             position, tokens = position[:, -1:] + 1, torch.tensor([[token]]) if token is not None else None
         return torch.stack(found)
 

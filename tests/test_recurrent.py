@@ -5,6 +5,8 @@ Nothing is downloaded: every model is built from a configuration with few layers
 
 from collections.abc import Iterator
 from copy import deepcopy
+from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -198,6 +200,101 @@ def test_models_that_cannot_continue_several_tokens_are_refused_and_told_why(nam
 def test_sixteen_bits_are_chains_up_to_rounding(name: str) -> None:
     check = check_model(build(name, torch.bfloat16))
     assert check.support is Support.CHAIN_ONLY, check.reason
+
+
+# ---- states in modules ----
+
+
+def in_an_attribute(module: Any, states: Tensor) -> Tensor:
+    before, module.state = getattr(module, "state", states), states
+    return before
+
+
+def in_a_list(module: Any, states: Tensor) -> Tensor:
+    module.state = [*getattr(module, "state", [states])[-1:], states]
+    return module.state[0]
+
+
+def in_a_buffer(module: Any, states: Tensor) -> Tensor:
+    if not hasattr(module, "state"):
+        module.register_buffer("state", states.clone())
+    before = module.state.clone()
+    module.state.copy_(states)
+    return before
+
+
+def in_an_object(module: Any, states: Tensor) -> Tensor:
+    before = getattr(module, "state", SimpleNamespace(last=states)).last
+    module.state = SimpleNamespace(last=states)
+    return before
+
+
+@pytest.mark.parametrize(("keep", "share"), [
+    (in_an_attribute, 0.01),
+    (in_a_list, 0.01),
+    (in_a_buffer, 0.01),
+    (in_an_object, 0.1),  # which only the logits show
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_in_modules_are_refused_even_where_rounding_would_hide_them(
+    keep: Any, share: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass over one token continues what was read last, by whichever row; the cache is complete otherwise."""
+
+    def remember(module: Any, given: Any, output: Tensor) -> Tensor:
+        before = keep(module, output[:, -1:].mean(0))
+        return output + share * before if output.shape[1] == 1 else output
+
+    model = tiny_llama(3, VOCABULARY).to(dtype)
+    model.model.layers[0].mlp.register_forward_hook(remember)
+    check = check_model(model)
+    assert check.support is Support.UNSUPPORTED
+    assert check.reason == "it keeps its states in its modules, where nothing can be taken back"
+    monkeypatch.setattr(checking, "_remembers", lambda model, tolerance: False)
+    hidden = dtype == torch.bfloat16
+    assert (check_model(model).support is not Support.UNSUPPORTED) == hidden
+
+
+def counts(module: Any, output: Tensor) -> Tensor:
+    """Count, as experts do."""
+    module.count = getattr(module, "count", 0) + output.sum((0, 1))
+    return output
+
+
+def adapts_to_the_length(module: Any, output: Tensor) -> Tensor:
+    """Make a table again for each length, as rotary frequencies are."""
+    module.table = torch.arange(output.shape[1], dtype=output.dtype)[:, None] * 0
+    return output + module.table
+
+
+def differs_in_the_last_bits(module: Any, output: Tensor) -> Tensor:
+    """Round otherwise in each pass, as kernels that add in any order."""
+    module.order = -getattr(module, "order", 1)
+    return output * (1 + 1e-6 * module.order)
+
+
+@pytest.mark.parametrize("harmless", [counts, adapts_to_the_length, differs_in_the_last_bits])
+def test_other_tensors_in_modules_are_no_states(harmless: Any) -> None:
+    model = tiny_llama(3, VOCABULARY).float()
+    model.model.layers[0].mlp.register_forward_hook(lambda module, given, output: harmless(module, output))
+    check = check_model(model)
+    assert check.support is Support.EXACT, check.reason
+
+
+def test_a_model_that_returns_no_cache_is_told_so() -> None:
+    model = build("lfm2")
+    forward = model.forward
+
+    def without_cache(**inputs: Any) -> Any:
+        output = forward(**inputs)
+        output.past_key_values = None
+        return output
+
+    model.forward = without_cache
+    model.forward.__signature__ = signature(forward)
+    check = check_model(model)
+    assert check.support is Support.UNSUPPORTED
+    assert "Lfm2ForCausalLM returns no cache of what it read" in check.reason
 
 
 # ---- the states themselves ----

@@ -62,7 +62,8 @@ class Ranks:
         mesh = getattr(model, "_device_mesh", None)
         if mesh is None:
             return ALONE
-        sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+        names = mesh.mesh_dim_names or ["tp"]  # transformers 5.17 names no dimension if there is only this one
+        sizes = dict(zip(names, mesh.shape, strict=True))
         if sizes.pop("fsdp", 1) > 1 or mesh.size() != dist.get_world_size():
             problem = f"{type(model).__name__} is sharded for different texts in each process (FSDP)"
             raise UnsupportedModel(f"{problem}, and passes over trees are not the same there: use tensor parallelism")

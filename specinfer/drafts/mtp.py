@@ -109,7 +109,8 @@ class MtpNetwork(DraftNetwork):
         """Return the target's cosines and sines at positions; None if it has none."""
         if self.model.rotary_emb is None:
             return None
-        kind = {"layer_type": self.config.layer_types[0]} if self.model.has_per_layer_rope else {}
+        by_layer = getattr(self.model, "has_per_layer_rope", False)  # which transformers 5.17 does not ask
+        kind = {"layer_type": self.config.layer_types[0]} if by_layer else {}
         return self.model.rotary_emb(embedded, position_ids=position_ids, **kind)
 
     def _normed(self, layer: Any, hidden: Tensor) -> Tensor:
