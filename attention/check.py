@@ -116,7 +116,7 @@ def _judge(model: TreeModel) -> Verdict:
     computed_in = model.autocast or model.dtype
     tolerance = TOLERANCE.get(computed_in, 1e-3)
     try:
-        if _remembers(model, tolerance):
+        if not _compiles(model) and _remembers(model, tolerance):
             return Support.UNSUPPORTED, "it keeps its states in its modules, where nothing can be taken back", nan
         if (leak := 0.0 if _compiles(model) else _leak(model)) > LEAKING * tolerance:
             reason = (

@@ -104,6 +104,18 @@ def plain(model: Any, prompt: Sequence[int], new: int | None = 24, **options: An
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
 
 
+def gap_at_difference(model: Any, prompt: Sequence[int], wanted: Sequence[int], found: Sequence[int]) -> float:
+    """The gap between the two likeliest tokens where two texts part, over the logits' spread; 0 if they do not."""
+    first = next((i for i, (a, b) in enumerate(zip(wanted, found, strict=True)) if a != b), None)
+    if first is None:
+        return 0.0
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *wanted[:first]]])).logits[0, -1].float()
+    best = logits.topk(2)
+    assert {wanted[first], found[first]} == {*best.indices.tolist()}
+    return float((best.values[0] - best.values[1]) / logits.std())
+
+
 @contextmanager
 def counted(*models: Any) -> Iterator[list[Any]]:
     """Count the forward passes of models: one entry each.  Hooks are checked before, as decoders would."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROMPTS, byte_tokenizer, like, plain, tiny_llama
+from conftest import PROMPTS, byte_tokenizer, like, plain, tiny_llama, gap_at_difference
 from test_heads import draft_for
 
 import specinfer
@@ -123,17 +123,6 @@ def test_a_model_first_seen_under_autocast_is_supported(single):
     after = check_model(model)
     assert (after.support, after.dtype) == (Support.EXACT, "float32")
     assert after.error < 1e-4
-
-
-def gap_at_difference(model, prompt, wanted, found):
-    """The gap between the two likeliest tokens where two texts part, over the logits' spread; 0 if they do not."""
-    first = next((i for i, (a, b) in enumerate(zip(wanted, found, strict=True)) if a != b), None)
-    if first is None:
-        return 0.0
-    logits = model(torch.tensor([[*prompt, *wanted[:first]]])).logits[0, -1].float()
-    best = logits.topk(2)
-    assert {wanted[first], found[first]} == {*best.indices.tolist()}
-    return float((best.values[0] - best.values[1]) / logits.std())
 
 
 @pytest.mark.parametrize("made_inside", [False, True])
