@@ -546,7 +546,7 @@ class SpeculativeDecoder:
 
     def _attached(self, draft: Draft) -> Draft:
         """Return a draft for this decoder alone, attached to its target: the caller's may serve several decoders."""
-        if not isinstance(draft, ModelDraft) or isinstance(draft, TranslatedDraft):
+        if not isinstance(draft, ModelDraft) or type(draft).attach is not Draft.attach:
             return draft.attach(self.target, self.tokenizer)
         if draft.tokenizer is None or self.tokenizer is None:
             check_sizes(self.target, draft)
