@@ -98,8 +98,8 @@ def _checked_now(model: Any) -> ModelCheck:
 
 def _types(model: Any) -> str:
     """Return the type of a model's weights, and the one that autocast computes in, if it does."""
-    own, cast = model.dtype, autocast_dtype(device_of(model), model.dtype)
-    return str(own).removeprefix("torch.") + (f" in {str(cast).removeprefix('torch.')}" if cast else "")
+    types = [model.dtype, autocast_dtype(device_of(model), model.dtype)]
+    return " in ".join(str(dtype).removeprefix("torch.") for dtype in types if dtype)
 
 
 def _classify(model: Any) -> Verdict:

@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from specinfer import ModelDraft, SpeculativeDecoder, TokenTree
 from specinfer.decoder import WORDS, load_draft
-from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.head import HeadDraft, target_fingerprint
 from specinfer.drafts.head_network import HeadNetwork, head_config
 from specinfer.drafts.rows import DraftRows
+from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
 from specinfer.engine.gumbel import DRAFT, key, uniform
 from specinfer.errors import ModelError
 from specinfer.loading import load, resolve_device
@@ -168,7 +168,7 @@ def counting_head(model: Any) -> HeadDraft:
     return HeadDraft(head, target_fingerprint(model, SimpleNamespace(get_vocab=dict)))
 
 
-class Agreeing:
+class Agreeing(Draft):
     """A draft without weights whose q is right about itself.
 
     The candidate of rank r has the probability q(r) = a (1 - a) ** r, and the target's token has rank r just as often:
@@ -193,13 +193,10 @@ class Agreeing:
         return int(log(1 - chance) / log(1 - self.acceptance)) if self.acceptance < 1 else 0
 
 
-class AgreeingSession(DraftRows):
+class AgreeingSession(DraftRows, DraftSession):
     """The draft at work: a `Source` on the CPU."""
 
     per_row = (*DraftRows.per_row, "roots")
-    passes = 0
-    seconds = 0.0
-    prefill_seconds = 0.0
     device = torch.device("cpu")
 
     def __init__(self, context: DraftContext, agreeing: Agreeing) -> None:

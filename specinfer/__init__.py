@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from specinfer.attention import ModelCheck, check_model
     from specinfer.batch import generate_files, read_prompts
     from specinfer.decoder import SpeculativeDecoder
-    from specinfer.drafts.base import Draft
     from specinfer.drafts.head import HeadDraft
     from specinfer.drafts.language_model import ModelDraft
     from specinfer.drafts.lookahead import LookaheadDraft
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from specinfer.drafts.ngram import NGramDraft
     from specinfer.drafts.recycling import RecyclingDraft
     from specinfer.drafts.suffix import SuffixDraft
+    from specinfer.engine.draft import Draft
     from specinfer.engine.generation import Run
     from specinfer.engine.many import Finished
     from specinfer.engine.scoring import Score
@@ -49,7 +49,7 @@ _HOME = {
     "attention": "ModelCheck check_model",
     "batch": "generate_files read_prompts",
     "decoder": "SpeculativeDecoder",
-    "drafts.base": "Draft",
+    "engine.draft": "Draft",
     "drafts.head": "HeadDraft",
     "drafts.language_model": "ModelDraft",
     "drafts.lookahead": "LookaheadDraft",

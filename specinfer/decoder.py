@@ -26,7 +26,6 @@ from specinfer.common.chat import ChatOptions
 from specinfer.common.model_options import checked_options
 from specinfer.common.ranks import ALONE, Ranks
 from specinfer.common.values import checked_count, checked_flag, plain
-from specinfer.drafts.base import Draft
 from specinfer.drafts.bundled import bundled_drafts
 from specinfer.drafts.head import MODEL_TYPE, HeadDraft
 from specinfer.drafts.language_model import ModelDraft
@@ -42,6 +41,7 @@ from specinfer.drafts.through_text import ThroughTextDraft
 from specinfer.drafts.translated import TranslatedDraft
 from specinfer.engine.callables import FUNCTIONS, BatchRow, for_row, listed
 from specinfer.engine.contrastive import CandidateTrees
+from specinfer.engine.draft import Draft
 from specinfer.engine.generation import MAX_ROWS, Run
 from specinfer.engine.many import Finished, check_joins, finished
 from specinfer.engine.sampling import WARPERS, GenerationSettings, by_row, check_names, resolve
@@ -138,7 +138,7 @@ class SpeculativeDecoder:
         self.verifier, self.memory = chosen_verifier(verifier, policy.kind), checked_memory(memory)
         ready, notes = learners(self._ready(_as_list(drafts)) if tree is not None else [], share)
         self.drafts = [self._attached(draft) for draft in with_memory(ready, self.memory)]
-        self.notes += [*notes, *(note for draft in self.drafts for note in getattr(draft, "notes", ()))]
+        self.notes += [*notes, *(note for draft in self.drafts for note in draft.notes)]
         if graphs and any(model.dispatched for model in self.networks):
             raise InputError("graphs=True replays passes, and a model's hooks move weights or inputs: leave it out")
         if graphs and (elsewhere := {model.device.type for model in self.networks} - {"cuda"}):
@@ -147,11 +147,11 @@ class SpeculativeDecoder:
             raise InputError("graphs=True is for a target in one process: leave it out")
         self.policy = self.supported(policy, self.notes)
         for draft in self.drafts:
-            if hasattr(draft, "suited") and (suited := draft.suited(self.policy)) is not self.policy:
+            if (suited := draft.suited(self.policy)) is not self.policy:
                 self.policy = suited
                 self.notes.append(f"tree={suited}: {draft.name} has nodes that must not be cut")
         self.verifier.check(self.policy.kind)
-        self.aux_layers = sorted({layer for draft in self.drafts for layer in getattr(draft, "aux_layers", ())})
+        self.aux_layers = sorted({layer for draft in self.drafts for layer in draft.aux_layers})
         self.plain: list[Any] = []  # per network, why its passes are not compiled
         for model in self.networks:
             is_head = model is not self.target and hasattr(model.model, "pass_inputs")
@@ -219,7 +219,7 @@ class SpeculativeDecoder:
         return [model for _, model in self._named_networks()]
 
     def _named_networks(self) -> list[tuple[str, TreeModel]]:
-        drafts = [(draft.name, getattr(draft, "model", None)) for draft in self.drafts]
+        drafts = [(draft.name, draft.model) for draft in self.drafts]
         return [("target", self.target), *((name, model) for name, model in drafts if isinstance(model, TreeModel))]
 
     @property
@@ -546,10 +546,8 @@ class SpeculativeDecoder:
 
     def _attached(self, draft: Draft) -> Draft:
         """Return a draft for this decoder alone, attached to its target: the caller's may serve several decoders."""
-        if hasattr(draft, "attach"):
-            return draft.attach(self.target, self.tokenizer) or draft
-        if not isinstance(draft, ModelDraft):
-            return draft
+        if not isinstance(draft, ModelDraft) or type(draft).attach is not Draft.attach:
+            return draft.attach(self.target, self.tokenizer)
         if draft.tokenizer is None or self.tokenizer is None:
             check_sizes(self.target, draft)
             self.notes.append(f"draft {draft.name}: its tokenizer was not compared with the target's; give both")
@@ -639,10 +637,10 @@ def _as_draft(draft: Any) -> Draft:
     if _is_name(draft):
         advice = did_you_mean(draft, WORDS, "use SpeculativeDecoder.from_pretrained, or load the model")
         raise InputError(f"draft {str(draft)!r:.60} is a name: {advice}")
-    if hasattr(draft, "open"):
+    if isinstance(draft, Draft):
         return draft
     if not hasattr(draft, "config"):
-        raise InputError(f"{draft!r:.60} is not a draft: give a model, a name, or () for none")
+        raise InputError(f"{draft!r:.60} is not a draft: give a model, a name, a specinfer.Draft, or () for none")
     return ModelDraft(draft)
 
 

@@ -18,6 +18,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import io
+import json
 import logging
 import os
 import re
@@ -440,3 +441,9 @@ def _reason(error: BaseException) -> str:
     """Return an error's message as one line of at most 240 characters, or its type if it has none."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 240 else f"{text[:237]}..."
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Return the SHA-256 of a tokenizer's table of tokens."""
+    table = sorted((index, token) for token, index in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(table).encode()).hexdigest()

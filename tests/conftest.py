@@ -18,6 +18,7 @@ from tokenizers.models import BPE, WordPiece
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specinfer import TokenTree, check_model
+from specinfer.engine.draft import Draft, DraftSession
 from specinfer.tree import Draw
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a thread for each worker and for what it starts: more would wait
@@ -131,7 +132,7 @@ def counted(*models: Any) -> Iterator[list[Any]]:
             hook.remove()
 
 
-class Scripted:
+class Scripted(Draft):
     """A draft that proposes one chain: whatever `future` says will follow a row's ids."""
 
     def __init__(self, future: Callable[[list[int]], Sequence[int]], name: str = "scripted") -> None:
@@ -142,10 +143,8 @@ class Scripted:
         return ScriptedSession(self.future, context)
 
 
-class ScriptedSession:
+class ScriptedSession(DraftSession):
     """The rows' ids, and the script."""
-
-    passes, seconds, prefill_seconds = 0, 0.0, 0.0
 
     def __init__(self, future: Callable[[list[int]], Sequence[int]], context: Any) -> None:
         self.future, self.draft = future, context.draft

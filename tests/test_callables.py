@@ -106,7 +106,7 @@ def inside(results):
 @pytest.mark.parametrize("kind", INDEXED)
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}])
 def test_what_differs_by_row_is_the_rows_own(decoder, target, kind, options):
-    """In ragged batches, with more rows than run at a time: each row gets its number, and the text of plain decoding."""
+    """In ragged batches, with more rows than run at a time: each row gets its number, and plain decoding's text."""
     given = {"max_new_tokens": NEW, **options}
     results = decoder.generate(PROMPTS, logits_processor=INDEXED[kind](), max_rows=3, **given)
     assert inside(results) == [True] * len(PROMPTS)

@@ -345,6 +345,7 @@ def test_a_draft_that_reads_the_targets_states_keeps_its_taps_and_target(models)
 
         def attach(self, target, tokenizer=None):
             seen.append(target.model)
+            return self
 
         def open(self, context):
             session = super().open(context)

@@ -7,9 +7,9 @@ import torch
 from conftest import PROMPTS, VOCAB, counted, like, plain, tiny_llama
 
 from specinfer import BestFirst, Chain, Expansion, ModelDraft, NGramDraft, Sampled, SpeculativeDecoder
-from specinfer.drafts.base import DraftContext
 from specinfer.drafts.language_model import CATCH_UP, ModelDraftSession
 from specinfer.drafts.rows import _in_order
+from specinfer.engine.draft import DraftContext
 from specinfer.engine.gumbel import COUPLING, Coupling, gumbel, key
 from specinfer.engine.sampling import Processors, resolve
 

@@ -17,7 +17,9 @@ LAYERS = [
     ["tree"],
     ["attention"],
     ["loading", "results", "prompts"],
-    ["engine", "drafts", "adaptive"],
+    ["adaptive"],
+    ["engine"],
+    ["drafts"],
     ["decoder"],
     ["training", "evaluation", "batch"],
     ["viz"],
@@ -82,6 +84,15 @@ def test_imports_have_no_cycles():
         for name, path in MODULES.items()
     }
     tuple(TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def test_folders_have_no_cycles():
+    """Layers allow what is in one line to import each other; folders do not."""
+    graph = {}
+    for name, path in MODULES.items():
+        folder = name.split(".")[0]
+        graph.setdefault(folder, set()).update(other.split(".")[0] for other in imported(path))
+    tuple(TopologicalSorter({name: others - {name} for name, others in graph.items() if name}).static_order())
 
 
 def test_what_a_user_touches_is_little():

@@ -14,11 +14,11 @@ from specinfer import BestFirst, Chain, Expansion, NGramDraft, Sampled, Speculat
 from specinfer.attention import TreeModel
 from specinfer.attention.compiled import make
 from specinfer.drafts import dflash
-from specinfer.drafts.base import DraftContext
 from specinfer.drafts.checkpoint import Checkpoint
 from specinfer.drafts.conventions import Convention
 from specinfer.drafts.dflash_network import DFlashNetwork, block_config
 from specinfer.drafts.published import PublishedDraft, load_published
+from specinfer.engine.draft import DraftContext
 from specinfer.engine.sampling import Processors
 from specinfer.errors import ModelError, NotCompiled
 

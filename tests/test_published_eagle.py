@@ -13,12 +13,12 @@ from torch.nn import functional
 
 from specinfer import BestFirst, Chain, Expansion, NGramDraft, Sampled, SpeculativeDecoder
 from specinfer.attention import TreeModel, running
-from specinfer.drafts.base import DraftContext
 from specinfer.drafts.conventions import Convention
 from specinfer.drafts.eagle3 import Eagle3Network, eagle3_config
 from specinfer.drafts.lattice import LatticeSession
 from specinfer.drafts.published import load_published
 from specinfer.drafts.unrolled import unrolled_logits
+from specinfer.engine.draft import DraftContext
 from specinfer.engine.sampling import Processors
 from specinfer.errors import ModelError
 from specinfer.tree import Chain as Bare

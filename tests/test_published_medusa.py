@@ -13,10 +13,10 @@ from torch.nn import functional
 from specinfer import Auto, BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder
 from specinfer.attention import TreeModel
 from specinfer.drafts import medusa
-from specinfer.drafts.base import DraftContext
 from specinfer.drafts.checkpoint import Checkpoint
 from specinfer.drafts.conventions import Convention, write_text
 from specinfer.drafts.published import PublishedDraft, load_published
+from specinfer.engine.draft import DraftContext
 from specinfer.engine.sampling import Processors
 from specinfer.errors import ModelError
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specinfer.drafts.base import DraftContext
 from specinfer.drafts.lattice import LatticeSession
+from specinfer.engine.draft import DraftContext
 from specinfer.engine.gumbel import Coupling
 from specinfer.engine.sampling import Processors
 from specinfer.errors import NumericalError

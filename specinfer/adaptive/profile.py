@@ -7,7 +7,6 @@ from collections import defaultdict
 from math import inf
 from os import PathLike
 from pathlib import Path
-from threading import RLock
 from typing import Any
 
 from specinfer.adaptive.acceptance import DEPTHS, Acceptance, Rate
@@ -19,22 +18,6 @@ from specinfer.tree.token_tree import MOST_DRAFTS
 KIND, VERSION = "what adaptive trees learnt", 2
 MOST = 1e9  # no count and no number of seconds is larger
 ADVICE = "save a new one with Auto.save, or leave the profile out"
-
-
-class Lock:
-    """A lock that its thread may take again; copied or pickled, it is a new one."""
-
-    def __init__(self) -> None:
-        self._lock = RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-
-    def __reduce__(self) -> tuple[type["Lock"], tuple[()]]:
-        return Lock, ()
 
 
 class Damaged(Exception):

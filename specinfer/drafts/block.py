@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specinfer.attention import Layout, TreeModel, on_device
-from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.language_model import CATCH_UP
 from specinfer.drafts.lattice import DepthsSession, LatticeSession
 from specinfer.drafts.rows import DraftRows, state_columns
+from specinfer.engine.draft import DraftContext, Scored
 from specinfer.tree import Frontier
 
 
@@ -55,7 +55,7 @@ class BlockRows(DepthsSession):
         return depth
 
     @property
-    def limit(self) -> int | None:
+    def limit(self) -> int | None:  # type: ignore[override]
         """How many tokens the head's context has; None if it has no end."""
         return self.session.model.max_positions
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specinfer.attention import TreeModel, running
-from specinfer.drafts.base import DraftContext, DraftSession
+from specinfer.engine.draft import DraftContext, DraftSession
 from specinfer.engine.sampling import Processors
 from specinfer.errors import ModelError
 from specinfer.prompts import encode

@@ -12,9 +12,9 @@ from torch.nn.functional import pad
 from transformers import LlamaConfig
 
 from specinfer.attention import TreeModel
-from specinfer.drafts.base import DraftContext
 from specinfer.drafts.block import BlockSession
 from specinfer.drafts.dflash_network import BlockLayer, DFlashNetwork
+from specinfer.engine.draft import DraftContext
 
 
 class Convolution(nn.Module):

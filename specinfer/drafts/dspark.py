@@ -15,9 +15,9 @@ from torch.nn import functional
 from transformers import LlamaConfig
 
 from specinfer.attention import TreeModel
-from specinfer.drafts.base import DraftContext
 from specinfer.drafts.block import BlockSession, PathSession
 from specinfer.drafts.dflash_network import DFlashNetwork
+from specinfer.engine.draft import DraftContext
 from specinfer.tree import Frontier
 
 WIDTH = 16  # candidates of a depth whose pairs are scored

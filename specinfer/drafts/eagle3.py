@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
 
 from specinfer.attention import TreeModel
-from specinfer.drafts.base import DraftContext, DraftSession
 from specinfer.drafts.checkpoint import Checkpoint, assign, vocabulary
 from specinfer.drafts.conventions import Convention
 from specinfer.drafts.head import HeadDraftSession
 from specinfer.drafts.layers import Attention, mlp, norm
 from specinfer.drafts.network import DraftNetwork
+from specinfer.engine.draft import DraftContext, DraftSession
 from specinfer.errors import ModelError
 
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads")  # what every configuration says

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specinfer.attention import on_device
-from specinfer.drafts.base import Scored
 from specinfer.drafts.head_network import HeadNetwork
 from specinfer.drafts.unrolled import unrolled_logits
+from specinfer.engine.draft import Scored
 from specinfer.tree import TokenTree
 
 CONTEXT, LONGEST = 96, 192  # tokens of a window: before those that are learnt, at most; in all, about

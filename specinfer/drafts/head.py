@@ -10,8 +10,6 @@ no states yet, and the head uses its own.  Embedding and output matrix are the t
 the head's vocabulary (FR-Spec, arXiv 2502.14856), so a head's file is small.
 """
 
-import hashlib
-import json
 from collections.abc import Sequence
 from copy import copy
 from math import inf
@@ -27,12 +25,13 @@ from torch.nn import functional
 
 from specinfer.attention import TreeModel, device_of, lay_out_level, weight_of
 from specinfer.common.files import parse_json, write_json, write_whole
-from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.head_network import HeadNetwork, head_config
 from specinfer.drafts.language_model import ModelDraftSession
 from specinfer.drafts.network import check_readable
 from specinfer.drafts.rows import state_columns
+from specinfer.engine.draft import Draft, DraftContext, Scored
 from specinfer.errors import ModelError, TokenizerMismatch
+from specinfer.loading import tokenizer_fingerprint
 from specinfer.tree import Frontier
 
 MODEL_TYPE = "specinfer_eagle_head"  # in config.json
@@ -51,7 +50,7 @@ _copies: WeakKeyDictionary[Any, WeakKeyDictionary[HeadNetwork, tuple[list[Any], 
 _binding = Lock()
 
 
-class HeadDraft:
+class HeadDraft(Draft):
     """An EAGLE-style head as a draft.
 
     Attached to a target it runs on a copy of the head, which all decoders of that target share.  The head stays as it
@@ -274,12 +273,6 @@ def target_fingerprint(model: Any, tokenizer: Any) -> dict[str, Any]:
     """
     sketch = " ".join(f"{value:.4g}" for value in _sketch(model).tolist())
     return {"tokenizer": tokenizer_fingerprint(tokenizer), **_sizes(model), "sketch": sketch}
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Return the SHA-256 of a tokenizer's table of tokens."""
-    table = sorted((index, token) for token, index in tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps(table).encode()).hexdigest()
 
 
 def check_fingerprint(name: str, wanted: dict[str, Any], model: Any, tokenizer: Any) -> None:

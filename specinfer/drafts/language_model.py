@@ -14,15 +14,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level, on_device
 from specinfer.common.values import checked_names
-from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.rows import DraftRows
+from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
 from specinfer.errors import CHECK_WEIGHTS, InputError, NumericalError, TreeError
 from specinfer.tree import Forest, Frontier, Policy, TokenTree
 
 CATCH_UP = 32  # uncached tokens that are fed together with the root; of more, all but the root are prefilled
 
 
-class ModelDraft:
+class ModelDraft(Draft):
     """A small causal language model as a draft (a small speculative model, SSM).
 
     Args:
@@ -57,7 +57,7 @@ class ModelDraft:
         return ModelDraftSession(self.model, context)
 
 
-class ModelDraftSession(DraftRows):
+class ModelDraftSession(DraftRows, DraftSession):
     """A model draft at work: a `Source` of distributions over its own `TreeSession`.
 
     The first pass of a step feeds the root together with all accepted tokens that are not in the cache yet.  Each
@@ -79,17 +79,17 @@ class ModelDraftSession(DraftRows):
         self.draft_states: list[Tensor | None] = []  # this model's hidden states at the tokens fed last, root last
 
     @property
-    def passes(self) -> int:
+    def passes(self) -> int:  # type: ignore[override]
         """Forward passes so far, prefill excluded."""
         return self.session.passes
 
     @property
-    def seconds(self) -> float:
+    def seconds(self) -> float:  # type: ignore[override]
         """Wall-clock seconds in those passes."""
         return self.session.seconds
 
     @property
-    def prefill_seconds(self) -> float:
+    def prefill_seconds(self) -> float:  # type: ignore[override]
         """Wall-clock seconds in prefill passes."""
         return self.session.prefill_seconds
 
@@ -147,7 +147,7 @@ class ModelDraftSession(DraftRows):
         return [tokens[-1] for tokens in self.uncached]
 
     @property
-    def limit(self) -> int | None:
+    def limit(self) -> int | None:  # type: ignore[override]
         """How many tokens the model's context has; None if it has no end."""
         return self.session.model.max_positions
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from specinfer.attention import on_device
-from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.rows import DraftRows
+from specinfer.engine.draft import DraftContext, DraftSession, Scored
 from specinfer.errors import CHECK_WEIGHTS, NumericalError, TreeError
 from specinfer.tree import Forest, Frontier, Lattice, Policy, TokenTree
 
 
-class DepthsSession(DraftRows):
+class DepthsSession(DraftRows, DraftSession):
     """A draft that predicts all depths at once, at work.
 
     Subclasses give `depth` and `predict`, and answer a policy.
@@ -29,9 +29,6 @@ class DepthsSession(DraftRows):
 
     per_row = (*DraftRows.per_row, "roots")
     device = torch.device("cpu")  # of the answers
-    passes = 0
-    seconds = 0.0
-    prefill_seconds = 0.0
 
     def __init__(self, context: DraftContext) -> None:
         super().__init__(context)

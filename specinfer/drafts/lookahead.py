@@ -27,15 +27,15 @@ from torch import Tensor
 from specinfer.adaptive.policy import Auto
 from specinfer.attention import on_device
 from specinfer.common.values import checked_count
-from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.recycling import likeliest
 from specinfer.drafts.rows import DraftRows
+from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
 from specinfer.engine.gumbel import DRAFT, key, uniform
 from specinfer.errors import PolicyError
 from specinfer.tree import BestFirst, Forest, Policy, TokenTree
 
 
-class LookaheadDraft:
+class LookaheadDraft(Draft):
     """Lookahead decoding (arXiv 2402.02057) inside the target's tree passes; no weights, no passes of its own.
 
     The target scores the whole window in every step, to learn from it, so every tree has ``nodes`` nodes: that pays
@@ -53,6 +53,7 @@ class LookaheadDraft:
     """
 
     name = "lookahead"
+    is_whole = True
 
     def __init__(self, window: int = 7, ngram: int = 5, guesses: int = 7) -> None:
         self.window = checked_count("window", window, 1)
@@ -146,13 +147,10 @@ class Window:
         return self.prompt[int(uniform(self.key, next(self.counter)) * len(self.prompt))]
 
 
-class LookaheadSession(DraftRows):
+class LookaheadSession(DraftRows, DraftSession):
     """Lookahead at work: it grows no tree by asking for distributions, but proposes windows and guesses whole."""
 
     per_row = (*DraftRows.per_row, "windows")
-    passes = 0
-    seconds = 0.0
-    prefill_seconds = 0.0
 
     def __init__(self, context: DraftContext, draft: LookaheadDraft) -> None:
         super().__init__(context)

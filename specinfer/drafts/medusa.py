@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.checkpoint import Checkpoint, assign, renamed
 from specinfer.drafts.conventions import Convention
 from specinfer.drafts.lattice import LatticeSession
 from specinfer.drafts.network import moved_copy
+from specinfer.engine.draft import DraftContext, Scored
 
 PREFIX = "medusa_head."  # of the names in some files
 NAMED = re.compile(r"(\d+)\.(\d+)\.(?:linear\.)?weight")  # head, and layer or output matrix, whose number is the last

@@ -14,11 +14,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from specinfer.adaptive.profile import Lock
 from specinfer.common.files import checked_path, write_whole
-from specinfer.drafts.head import tokenizer_fingerprint
+from specinfer.common.lock import Lock
 from specinfer.drafts.text_index import BREAK, LENGTHS, MAX_CONTEXT, TextIndex
 from specinfer.errors import InputError, TokenizerMismatch
+from specinfer.loading import tokenizer_fingerprint
 
 FORMAT = "specinfer memory 1"
 LEAST_BYTES = 1 << 16

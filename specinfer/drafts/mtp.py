@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from specinfer.attention import TreeModel, device_of, resident
-from specinfer.drafts.base import DraftContext, DraftSession
 from specinfer.drafts.conventions import Convention
 from specinfer.drafts.head import HeadDraftSession
 from specinfer.drafts.network import DraftNetwork
 from specinfer.drafts.published import PublishedDraft
+from specinfer.engine.draft import Draft, DraftContext, DraftSession
 from specinfer.errors import ModelError, UnsupportedModel
 
 
@@ -120,7 +120,7 @@ class MtpNetwork(DraftNetwork):
         return layer.post_norm(hidden) if self.model.use_post_norm else hidden
 
 
-class MtpDraft:
+class MtpDraft(Draft):
     """A target's own multi-token prediction layer as a draft: ``drafts=["mtp"]``.
 
     Args:

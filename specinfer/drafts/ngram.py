@@ -7,11 +7,11 @@ from copy import copy
 from typing import Any
 
 from specinfer.common.values import checked_count
-from specinfer.drafts.base import DraftContext
 from specinfer.drafts.suffix import SuffixSession, special_ids, template_prefix
+from specinfer.engine.draft import Draft, DraftContext
 
 
-class NGramDraft:
+class NGramDraft(Draft):
     """Prompt lookup as a tree: what followed earlier occurrences of the last 1, 2, ... ``max_ngram`` tokens.
 
     Args:
@@ -33,6 +33,10 @@ class NGramDraft:
         bound = copy(self)
         bound.special, bound.template = special_ids(tokenizer), template_prefix(tokenizer)
         return bound
+
+    def identity(self) -> dict[str, Any]:
+        """Return the longest context."""
+        return {"max_ngram": self.max_ngram}
 
     def open(self, context: DraftContext) -> SuffixSession:
         """Start drafting for a batch of rows."""

@@ -28,10 +28,10 @@ from specinfer.attention import TreeModel
 from specinfer.common.files import storing
 from specinfer.common.ranks import ALONE, Ranks
 from specinfer.common.values import plain
-from specinfer.drafts.base import Draft, DraftContext, Scored
 from specinfer.drafts.examples import LONGEST, UNROLL, Example, ExampleBuffer, Recorder, example_loss
 from specinfer.drafts.head import HeadDraft, HeadDraftSession, read_config
 from specinfer.drafts.head_network import HeadNetwork
+from specinfer.engine.draft import Draft, DraftContext, Scored
 from specinfer.errors import InputError, ModelError
 
 SHARE = 0.05  # of the calls' seconds that learning takes at most
@@ -54,6 +54,7 @@ class OnlineHead(HeadDraft):
         swaps: how often better weights took over.
     """
 
+    learns = True
     buffer: "ExampleBuffer"  # these are of an attached draft
     budget: "Budget"
     student: "Student"

@@ -17,13 +17,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig
 
 from specinfer.attention import TreeModel, lay_out_chains
-from specinfer.drafts.base import DraftContext, DraftSession, Scored
 from specinfer.drafts.checkpoint import Checkpoint
 from specinfer.drafts.eagle3 import Eagle3Network, layer_config, load_network, read_weights
 from specinfer.drafts.head import HeadDraftSession
 from specinfer.drafts.language_model import CATCH_UP
 from specinfer.drafts.lattice import LatticeSession
 from specinfer.drafts.rows import DraftRows
+from specinfer.engine.draft import DraftContext, DraftSession, Scored
 
 MASK_IDS = ("mask_token_id", "pard_token", "ptd_token_id")  # names of the masked token's id
 DEPTH = 8  # predicted where a checkpoint does not say for how many it was trained
@@ -99,7 +99,7 @@ class PEagleSession(LatticeSession):
         self.head.join(other.head)
 
     @property
-    def limit(self) -> int | None:
+    def limit(self) -> int | None:  # type: ignore[override]
         """How many tokens the head's context has; None if it has no end."""
         return self.head.limit
 

@@ -17,11 +17,11 @@ from typing import Any, Protocol
 
 from specinfer.attention import TreeModel, running
 from specinfer.common.files import cache_folder, parse_json, read_json, weights_digest, write_json
-from specinfer.drafts.base import DraftContext, DraftSession
 from specinfer.drafts.checkpoint import Checkpoint, hub_config
 from specinfer.drafts.conventions import LEAST, Convention, agreement, choose, write_text
 from specinfer.drafts.head import target_fingerprint
 from specinfer.drafts.network import DraftNetwork, check_readable
+from specinfer.engine.draft import Draft, DraftContext, DraftSession
 from specinfer.errors import InputError, ModelError, SpecinferError
 
 FAMILIES = (
@@ -56,7 +56,7 @@ class Network(Protocol):
         """Return a copy that is bound to a target."""
 
 
-class PublishedDraft:
+class PublishedDraft(Draft):
     """A published head as a draft.
 
     Attributes:

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specinfer.adaptive.profile import Lock
-from specinfer.drafts.base import DraftContext, Scored
+from specinfer.common.lock import Lock
 from specinfer.drafts.rows import DraftRows
+from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
 from specinfer.tree import Frontier, Policy, TokenTree
 
 KEPT = 8  # tokens of an entry
@@ -99,7 +99,7 @@ def _mixed(
     return np.take_along_axis(tokens, order, 1), np.take_along_axis(probs, order, 1)
 
 
-class RecyclingDraft:
+class RecyclingDraft(Draft):
     """Token recycling (arXiv 2408.08696, section 3), with the probabilities kept.  No weights, no passes.
 
     What the target says at any node goes into a table, rejected nodes included: its 8 likeliest tokens, before
@@ -124,13 +124,10 @@ class RecyclingDraft:
         return RecyclingSession(context, self.table)
 
 
-class RecyclingSession(DraftRows):
+class RecyclingSession(DraftRows, DraftSession):
     """Token recycling at work: a `Source` of sparse distributions on the CPU."""
 
     per_row = (*DraftRows.per_row, "ends")
-    passes = 0
-    seconds = 0.0
-    prefill_seconds = 0.0
     device = torch.device("cpu")
 
     def __init__(self, context: DraftContext, table: RecyclingTable) -> None:

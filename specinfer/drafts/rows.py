@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specinfer.attention import on_device
-from specinfer.drafts.base import DraftContext
+from specinfer.engine.draft import DraftContext
 from specinfer.engine.gumbel import DRAFT, SILENT, key
 from specinfer.tree import draw_candidates
 

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from specinfer.attention import TreeModel
 from specinfer.common.values import checked_count
-from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.blending import successors
 from specinfer.drafts.memory import Memory
 from specinfer.drafts.passages import LEVEL, Passages
 from specinfer.drafts.rows import DraftRows
 from specinfer.drafts.text_index import LENGTHS, MAX_CONTEXT, TextIndex
+from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
 from specinfer.engine.shared_prefix import common
 from specinfer.errors import InputError
 from specinfer.prompts import encode
@@ -34,7 +34,7 @@ POWER = 0.5  # of every escape
 OTHERS = 4  # other rows of a call that a row drafts from, if there is a memory
 
 
-class SuffixDraft:
+class SuffixDraft(Draft):
     """Look-up of the longest suffixes of the row's text in that text, and in a memory, as a tree.
 
     Args:
@@ -68,6 +68,10 @@ class SuffixDraft:
         bound = copy(self)
         bound.special, bound.template = special_ids(tokenizer), template_prefix(tokenizer)
         return bound
+
+    def identity(self) -> dict[str, Any]:
+        """Return the longest context."""
+        return {"max_context": self.max_context}
 
     def open(self, context: DraftContext) -> "SuffixSession":
         """Start drafting for a batch of rows."""
@@ -115,13 +119,10 @@ def with_memory(drafts: Sequence[Any], memory: Memory | None) -> list[Any]:
     return ready
 
 
-class SuffixSession(DraftRows):
+class SuffixSession(DraftRows, DraftSession):
     """A draft that counts at work: a `Source` of sparse distributions on the CPU."""
 
     per_row = (*DraftRows.per_row, "texts", "unread", "passages")
-    passes = 0
-    seconds = 0.0
-    prefill_seconds = 0.0
     device = torch.device("cpu")
 
     def __init__(

@@ -32,10 +32,10 @@ from torch import Tensor
 
 from specinfer.adaptive.policy import Auto
 from specinfer.attention import TreeModel
-from specinfer.drafts.base import DraftContext
 from specinfer.drafts.language_model import ModelDraft
 from specinfer.drafts.rows import log_chances
 from specinfer.drafts.translated import TranslatedDraft, TranslatedSession, bare_encoder
+from specinfer.engine.draft import DraftContext
 from specinfer.tree import BestFirst, Expansion, Forest, Kind, Policy, TokenTree
 
 TAIL = 8  # committed tokens at a row's end that text is cut together with; a character has 4 at most

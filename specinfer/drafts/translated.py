@@ -23,8 +23,8 @@ from torch import Tensor
 
 from specinfer.attention import TreeModel, on_device
 from specinfer.common.token_bytes import BYTE, token_texts
-from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.language_model import ModelDraft, ModelDraftSession, fed_paths
+from specinfer.engine.draft import DraftContext, Scored
 from specinfer.errors import TokenizerMismatch, UnsupportedModel
 from specinfer.tree import Frontier
 

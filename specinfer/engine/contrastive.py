@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from specinfer.attention import TreeSession, on_device
-from specinfer.drafts.base import Proposer
+from specinfer.engine.draft import Proposer
 from specinfer.engine.sequence import Row
 from specinfer.engine.target_view import RowView, target_views
 from specinfer.engine.verify import Verdict

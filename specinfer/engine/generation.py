@@ -18,9 +18,9 @@ from specinfer.adaptive.policy import Auto
 from specinfer.attention import TreeModel, TreeSession, autocast_as_now, in_one, padded_width, resumed, running
 from specinfer.common.progress import decoded
 from specinfer.common.versions import versions
-from specinfer.drafts.base import Draft, DraftContext, DraftSession, Scored
-from specinfer.drafts.contexts import within_context
+from specinfer.engine.contexts import within_context
 from specinfer.engine.contrastive import CandidateTrees, search, sized
+from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
 from specinfer.engine.gumbel import SILENT
 from specinfer.engine.loop import decode, idle
 from specinfer.engine.sequence import Row
@@ -127,7 +127,7 @@ class Run:
         self.passes = 0  # of the target, those that read prompts excluded
         self.steps: dict[int, list[Step]] = {row.index: [] for row in self.rows}
         self.before: dict[int, tuple[Seconds, list[tuple[int, float]]]] = {}  # clocks when a row joined
-        self.learning = [draft for draft in decoder.drafts if hasattr(draft, "learn")]
+        self.learning = [draft for draft in decoder.drafts if draft.learns]
         self.texts: list[list[int]] = []  # of rows that were taken, for drafts that learn
         self.shared = SharedPrefix()
         self.as_called = autocast_as_now(decoder.target.device)

@@ -13,7 +13,7 @@ Knows: the order of these steps.  Does not know: how trees grow, how attention w
 from collections.abc import Callable, Iterator, Sequence
 
 from specinfer.attention import TreeSession
-from specinfer.drafts.base import Proposer
+from specinfer.engine.draft import Proposer
 from specinfer.engine.sequence import Row
 from specinfer.engine.target_view import target_views
 from specinfer.engine.verify import Verifier

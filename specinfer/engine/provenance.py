@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from specinfer.attention import TreeModel, value_of
-from specinfer.drafts.head import tokenizer_fingerprint
+from specinfer.engine.draft import Draft
 from specinfer.engine.generation import Decoder
+from specinfer.loading import tokenizer_fingerprint
 
 SKETCH = 16  # entries of each weight that stand for it in a fingerprint
 
@@ -39,11 +40,9 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _draft(draft: Any) -> dict[str, Any]:
-    model = getattr(draft, "model", None)
-    weights = _fingerprint(model.model) if isinstance(model, TreeModel) else None
-    sizes = {name: getattr(draft, name) for name in ("max_ngram", "max_context") if hasattr(draft, name)}
-    return {"name": draft.name, "weights": weights, **sizes}
+def _draft(draft: Draft) -> dict[str, Any]:
+    weights = _fingerprint(draft.model.model) if isinstance(draft.model, TreeModel) else None
+    return {"name": draft.name, "weights": weights, **draft.identity()}
 
 
 def _fingerprint(model: torch.nn.Module) -> str:

@@ -38,9 +38,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specinfer.drafts.base import DraftContext
 from specinfer.drafts.lattice import LatticeSession
 from specinfer.drafts.rows import DraftRows
+from specinfer.engine.draft import DraftContext
 from specinfer.engine.sampling import Processors
 from specinfer.engine.verify import ExactMatch, MultiStep, Probabilities, TargetView, Verdict
 from specinfer.errors import InputError

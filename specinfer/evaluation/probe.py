@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specinfer.drafts.base import Draft, DraftContext, DraftSession, Scored
+from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
 from specinfer.tree import Chain, Growth, Kind, Policy, Source, TokenTree
 
 
@@ -43,34 +43,42 @@ class Question(ABC):
         return trees
 
 
-class Probe:
+class Probe(Draft):
     """A draft that is asked a question instead of growing a policy's trees."""
 
     def __init__(self, draft: Draft, question: Question) -> None:
         self.draft, self.question = draft, question
+        self.name, self.aux_layers, self.model = draft.name, draft.aux_layers, draft.model
 
-    def __getattr__(self, name: str) -> Any:  # name, aux_layers, model: the draft's own
-        return getattr(self.draft, name)
-
-    @property
-    def attach(self) -> Any:
-        """The draft's own `attach`, if it has one, returning a probe of the attached draft."""
-        attach = self.draft.attach  # type: ignore[attr-defined]  # without one, a probe has none
-        return lambda *target: Probe(attach(*target) or self.draft, self.question)
+    def attach(self, target: Any, tokenizer: Any) -> "Probe":
+        """Return a probe of the attached draft."""
+        return Probe(self.draft.attach(target, tokenizer), self.question)
 
     def open(self, context: DraftContext) -> "ProbeSession":
         """Open the draft's own session."""
         return ProbeSession(self.draft.open(context), self.question)
 
 
-class ProbeSession:
+class ProbeSession(DraftSession):
     """The draft's own session, which is asked the question."""
 
     def __init__(self, session: DraftSession, question: Question) -> None:
         self.session, self.question = session, question
 
-    def __getattr__(self, name: str) -> Any:  # the clocks: the session's own
-        return getattr(self.session, name)
+    @property
+    def passes(self) -> int:  # type: ignore[override]
+        """Forward passes of the session."""
+        return self.session.passes
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        """Wall-clock seconds in those passes."""
+        return self.session.seconds
+
+    @property
+    def prefill_seconds(self) -> float:  # type: ignore[override]
+        """Wall-clock seconds in prefill passes."""
+        return self.session.prefill_seconds
 
     def propose(self, _: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Ask; return bare roots."""

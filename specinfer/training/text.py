@@ -28,8 +28,8 @@ from specinfer.attention import TreeModel
 from specinfer.common.files import lock_settings, write_whole
 from specinfer.common.ranks import ALONE, Ranks
 from specinfer.decoder import SpeculativeDecoder
-from specinfer.drafts.base import DraftContext, Scored
 from specinfer.drafts.head import target_fingerprint
+from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
 from specinfer.engine.gumbel import TRAINING, key
 from specinfer.engine.sampling import whole_distribution
 from specinfer.engine.stopping import Stopping
@@ -293,7 +293,7 @@ class StopOneLater(Stopping):
         return ended or None
 
 
-class Recorder:
+class Recorder(Draft, DraftSession):
     """A draft, and its own session, that proposes nothing and keeps the target's states.
 
     Args:
@@ -301,7 +301,6 @@ class Recorder:
     """
 
     name = "recorder"
-    passes, seconds, prefill_seconds = 0, 0.0, 0.0
 
     def __init__(self, aux_layers: Sequence[int]) -> None:
         self.aux_layers = tuple(aux_layers)

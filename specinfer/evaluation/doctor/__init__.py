@@ -8,7 +8,6 @@ Does not know: how models are timed (`costs`), what figures mean (`verdict`), ho
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from specinfer.common.values import Progress
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.drafts.ngram import NGramDraft
 from specinfer.drafts.suffix import SuffixDraft
+from specinfer.engine.draft import Draft
 from specinfer.errors import InputError
 from specinfer.evaluation.doctor.costs import PassCosts, measured_costs
 from specinfer.evaluation.doctor.report import DraftCheck, DraftReport, Expected, Gains
@@ -140,14 +140,14 @@ def _check(decoder: SpeculativeDecoder, trace: Trace, index: int, passes: PassCo
         reach=(proposed + 1) / decoder.target.vocab_size,
         level=gains.level / passes.target[0],
     )
-    agreements = [(words, list(rates)) for words, rates in getattr(draft, "agreements", ())]
+    agreements = [(words, list(rates)) for words, rates in draft.agreements]
     return DraftCheck(
         draft.name, *verdict(signs), table.tried[:depths].tolist(), within, signs.covered, gains, agreements
     )
 
 
-def _covered(draft: Any, trace: Trace) -> float:
+def _covered(draft: Draft, trace: Trace) -> float:
     """Return the share of the target's tokens that are in a draft's vocabulary; 1 where that is the target's."""
-    ids = getattr(getattr(getattr(draft, "model", None), "model", None), "token_ids", None)
+    ids = getattr(getattr(draft.model, "model", None), "token_ids", None)
     tokens = [token for text in trace.texts for token in text.token_ids]
     return 1.0 if ids is None else float(np.isin(tokens, ids.cpu().numpy()).mean())

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from specinfer.decoder import SpeculativeDecoder
-from specinfer.drafts.base import DraftContext
+from specinfer.engine.draft import Draft, DraftContext, DraftSession
 from specinfer.engine.sampling import whole_distribution
 from specinfer.tree import BestFirst, Chain, DenseSource, Policy, TokenTree
 
@@ -82,7 +82,7 @@ def _figures(decoder: SpeculativeDecoder, policy: Policy, prompt: Sequence[int],
     return [float(timed[:, 0].max()), *(1000 * np.median(timed[:, 1:], axis=0)).tolist()]
 
 
-class _Filler:
+class _Filler(Draft):
     """A draft whose trees are as large as the policy allows, and cost nothing."""
 
     name = "filler"
@@ -90,18 +90,13 @@ class _Filler:
     def __init__(self, vocab_size: int, aux_layers: Sequence[int]) -> None:
         self.vocab_size, self.aux_layers = vocab_size, tuple(aux_layers)
 
-    def attach(self, *_: object) -> None:
-        """It reads no state."""
-
     def open(self, context: DraftContext) -> "_FillerSession":
         """Start with the rows' last tokens."""
         return _FillerSession(self.vocab_size, context)
 
 
-class _FillerSession:
+class _FillerSession(DraftSession):
     """Uniform distributions below each row's last token."""
-
-    passes, seconds, prefill_seconds = 0, 0.0, 0.0
 
     def __init__(self, vocab_size: int, context: DraftContext) -> None:
         self.draft, self.vocab_size = context.draft, vocab_size

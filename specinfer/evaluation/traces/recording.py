@@ -171,7 +171,7 @@ def _check(decoder: SpeculativeDecoder, plan: Sizes) -> None:
             "this decoder has no drafts, so there is nothing to record: construct it with drafts and a tree"
         )
     for draft in decoder.drafts:
-        if hasattr(draft, "suited"):
+        if draft.is_whole:
             raise InputError(
                 f"draft {draft.name} proposes its trees whole, and a recording asks for them node by node: leave it "
                 "out, and compare it by decoding"

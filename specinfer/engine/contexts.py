@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specinfer.drafts.base import BoundedSession, DraftContext, DraftSession, Scored
+from specinfer.engine.draft import DraftContext, DraftSession, Scored
 from specinfer.tree import Forest, Policy, TokenTree
 
 
@@ -23,10 +23,10 @@ def within_context(session: DraftSession, context: DraftContext, name: str) -> D
         context: that it was opened with.
         name: of the draft, for notes.
     """
-    return RowsWithin(session, context, name) if isinstance(session, BoundedSession) else session
+    return session if session.limit is None else RowsWithin(session, context, name)
 
 
-class RowsWithin:
+class RowsWithin(DraftSession):
     """A session of B rows, of which the first ones that fit are its own draft's.
 
     Attributes:
@@ -35,7 +35,7 @@ class RowsWithin:
         notes: per row, where its result's notes are.
     """
 
-    def __init__(self, session: BoundedSession, context: DraftContext, name: str) -> None:
+    def __init__(self, session: DraftSession, context: DraftContext, name: str) -> None:
         self.session, self.name = session, name
         self.roots = [prompt[-1] for prompt in context.prompts]
         self.inside = [True] * len(self.roots)
@@ -43,17 +43,17 @@ class RowsWithin:
         self._let_go()
 
     @property
-    def passes(self) -> int:
+    def passes(self) -> int:  # type: ignore[override]
         """Forward passes so far, prefill excluded."""
         return self.session.passes
 
     @property
-    def seconds(self) -> float:
+    def seconds(self) -> float:  # type: ignore[override]
         """Wall-clock seconds in those passes."""
         return self.session.seconds
 
     @property
-    def prefill_seconds(self) -> float:
+    def prefill_seconds(self) -> float:  # type: ignore[override]
         """Wall-clock seconds in prefill passes."""
         return self.session.prefill_seconds
 

@@ -1,0 +1,170 @@
+"""What the engine asks of drafts: base classes, whose hooks all have defaults.
+
+Knows: prompts, noise, processors, the target's hidden states.
+Does not know: any draft, the target, verification, text.
+
+A `Draft` holds what lasts (weights, tokenizer).  `Draft.open` starts a `DraftSession` for one batch of rows.  After
+every step the session is told which tokens each row committed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from specinfer.engine.gumbel import Coupling
+from specinfer.engine.sampling import Processors
+from specinfer.tree import Policy, TokenTree
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """What a draft is told about the rows it will draft for."""
+
+    prompts: Sequence[Sequence[int]]  # token ids; the last one is the root of the first tree
+    capacity: int  # cache slots per row at first, for prompt and tree
+    max_capacity: int  # ... and at most
+    vocab_size: int  # of the target: distributions have this length
+    draft: int  # this draft's id in the trees
+    processors: Processors  # the target's, without those that read the prefix
+    seeds: Sequence[int]  # per row
+    couplings: Sequence[Coupling] = ()  # per row, the target's noise: it chooses argmax(log p + noise); () = none
+    aux_layers: Sequence[int] = ()  # the target's layers whose hidden states drafts get, counted as transformers does
+    # per row, the target's hidden states (n - 1, aux_layers, H) at all prompt tokens except the root
+    states: Sequence[Tensor | None] = ()
+    graphs: bool = False  # replay passes as CUDA graphs
+    notes: Sequence[list[str]] = ()  # per row, what its result will say: sessions may add to it
+
+
+class Scored(Protocol):
+    """One row of a step: the tree, and what the target said at its nodes."""
+
+    @property
+    def tree(self) -> TokenTree:
+        """The tree, N nodes."""
+
+    @property
+    def logits(self) -> Tensor:
+        """The target's logits after each node, before processors: (N or more, V), on its device; read, never kept."""
+
+
+class Proposer(Protocol):
+    """What the decode loop needs of a draft at work: see `DraftSession`."""
+
+    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
+        """Grow one tree per row below its last committed token, no deeper than ``max_depth``."""
+
+    def commit(
+        self,
+        tokens: Sequence[Sequence[int] | None],
+        states: Sequence[Tensor | None] = (),
+        scored: Sequence[Scored] = (),
+    ) -> None:
+        """Take note of what each row committed."""
+
+
+class DraftSession(ABC):
+    """One draft at work on one batch of rows, with its clocks.
+
+    Attributes:
+        passes: forward passes so far, prefill excluded.
+        seconds: wall-clock seconds in those passes.
+        prefill_seconds: wall-clock seconds in prefill passes.
+        limit: how many tokens the draft's context has; None if it has no end.
+    """
+
+    passes: int = 0
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    limit: int | None = None
+
+    @abstractmethod
+    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
+        """Grow one tree per row below its last committed token, no deeper than ``max_depth``."""
+
+    @abstractmethod
+    def commit(
+        self,
+        tokens: Sequence[Sequence[int] | None],
+        states: Sequence[Tensor | None] = (),
+        scored: Sequence[Scored] = (),
+    ) -> None:
+        """Take note of what each row committed.
+
+        Args:
+            tokens: per row, the accepted path, then the bonus token; None retires the row, and a row of a session with
+                a `limit` that is committed nothing, (), stays as it is.
+            states: per row (n, aux_layers, H), the target's hidden states from which those n tokens were chosen; for
+                drafts with `aux_layers`.
+            scored: per row, retired ones included, what the target said at all nodes, rejected ones included.
+        """
+
+    def join(self, other: Any) -> None:
+        """Take in the rows of another session of the same draft, after the own ones, between two steps."""
+        raise NotImplementedError(f"rows cannot join a {type(self).__name__}: generate them in one call")
+
+    def levels_left(self) -> list[int]:
+        """Return, per row, how many levels of a tree fit into the draft's context; 0 or less: none.
+
+        Only sessions with a `limit` are asked.
+        """
+        raise NotImplementedError
+
+
+class Draft(ABC):
+    """Anything that proposes trees: the base class of all drafts, with defaults for everything but `open`.
+
+    Attributes:
+        name: in results.
+        aux_layers: the target's layers whose hidden states it reads, counted as transformers does.
+        notes: what a decoder's results say about it.
+        model: the `TreeModel` that it runs; None if it runs none, or not behind a mask.
+        agreements: conventions that a published head may have, the one in use first, by agreement with the target.
+        learns: whether `learn` is to be called.
+        is_whole: whether it proposes its trees whole, and no policy may cut them.
+    """
+
+    name: str
+    aux_layers: Sequence[int] = ()
+    notes: Sequence[str] = ()
+    model: Any = None
+    agreements: Sequence[tuple[str, list[float]]] = ()
+    learns: bool = False
+    is_whole: bool = False
+
+    @abstractmethod
+    def open(self, context: DraftContext) -> DraftSession:
+        """Start drafting for a batch of rows."""
+
+    def attach(self, target: Any, tokenizer: Any) -> Draft:
+        """Return the draft that runs for one decoder: a copy bound to its target, or itself.
+
+        Args:
+            target: a `TreeModel`.
+            tokenizer: the target's, or None.
+        """
+        return self
+
+    def suited(self, policy: Policy) -> Policy:
+        """Return the policy for a decoder with this draft: the given one, or one that suits trees that come whole.
+
+        Raises:
+            PolicyError: there is none.
+        """
+        return policy
+
+    def learn(self, texts: Sequence[Sequence[int]], seconds: float) -> None:  # noqa: B027
+        """Learn between calls; what it spends is in the statistics.
+
+        Args:
+            texts: ids of each row, prompt and text.
+            seconds: that the call took.
+        """
+
+    def identity(self) -> dict[str, Any]:
+        """Return the settings, beside name and weights, that decide what it proposes, JSON-ready."""
+        return {}
