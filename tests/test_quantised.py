@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import PROMPTS, tiny_llama, gap_at_difference
+from conftest import PROMPTS, gap_at_difference, tiny_llama
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from specinfer import BestFirst, SpeculativeDecoder, check_model

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROMPTS, byte_tokenizer, like, plain, tiny_llama, gap_at_difference
+from conftest import PROMPTS, byte_tokenizer, gap_at_difference, like, plain, tiny_llama
 from test_heads import draft_for
 
 import specinfer
