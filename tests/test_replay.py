@@ -134,11 +134,11 @@ def test_a_pool_and_the_candidates_along_the_text_agree():
         for place in range(len(text.token_ids)):
             own = slice(*drafted.first[place : place + 2])
             tokens, parents = drafted.tree_tokens[own], drafted.tree_parents[own]
-            node = -1
+            node = 0
             for level in range(min(DEPTH, len(text.token_ids) - 1 - place)):
                 children = np.flatnonzero(parents == node)
                 assert tokens[children][:TOP].tolist() == drafted.tokens[place, level, : len(children)].tolist()
-                below = [child for child in children if tokens[child] == text.token_ids[place + level]]
+                below = [child + 1 for child in children if tokens[child] == text.token_ids[place + level]]
                 if not below:
                     break
                 node, seen = below[0], seen + 1

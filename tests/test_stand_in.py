@@ -249,10 +249,10 @@ STEADY = {  # draft, rows, options -> a step with graphs, once its passes are ca
     ("ngram", 1, "greedy"): Step(1, 5, 30),
     ("suffix", 1, "greedy"): Step(1, 5, 30),
     ("recycling", 1, "greedy"): Step(2, 5, 40),
-    ("model", 1, "greedy"): Step(3, 15, 400),
+    ("model", 1, "greedy"): Step(2, 15, 400),
     ("head", 1, "greedy"): Step(2, 15, 430),
     ("head", 4, "greedy"): Step(2, 30, 490),
-    ("model and recycling", 1, "greedy"): Step(4, 15, 410),
+    ("model and recycling", 1, "greedy"): Step(3, 15, 410),
 }
 
 
@@ -260,7 +260,7 @@ STEADY = {  # draft, rows, options -> a step with graphs, once its passes are ca
 def test_a_step_waits_and_launches_no_more_than_this(
     there: Side, device: StandIn, draft: str, rows: int, drawn: str
 ) -> None:
-    """One wait for the target's choices, one for each draft's tree, one each for what a model or the table was told."""
+    """One wait for the target's choices, one for each draft's tree, one for what the table was told."""
     steps, most = [], STEADY[draft, rows, drawn]
     options = SAMPLING if drawn == "sampling" else GREEDY
     decoder = there.decoder(draft, BestFirst(16, 6), graphs=True)

@@ -119,7 +119,7 @@ class Trees(TextQuestion):
 
         growth = grow_best_first(source, self.plan.nodes + 1, self.levels(max_depth), wanted=note)
         for row, *listed in zip(self.rows, asked, _by_row(growth, growth.scores), strict=True):
-            nodes = _union(listed[0], listed[1][: self.plan.nodes])
+            nodes = _union(listed[0], listed[1][1 : self.plan.nodes + 1])
             self.trees[row][self.position] = np.array(nodes, np.float64).reshape(-1, 3)
 
     def arrays(self, row: int) -> dict[str, np.ndarray]:
@@ -140,11 +140,11 @@ def _by_row(nodes: Frontier | Growth, scores: Tensor) -> list[list[_Node]]:
 
 
 def _union(asked: Sequence[_Node], grown: Sequence[_Node]) -> list[tuple[int, int, float]]:
-    """Return (token, parent, path score) of all nodes of a row, best first; parent -1 = the root.
+    """Return (token, parent, path score) of all nodes of a row but the root, best first.
 
     Args:
-        asked: the frontiers below the root; parents count all frontier nodes before, the root as 0.
-        grown: the tree; parents count its nodes, the root as 0.
+        asked: the frontiers below the root.
+        grown: the tree without the root.
     """
     found: dict[tuple[int, ...], tuple[float, int]] = {}  # tokens from the root -> path score, index in its list
     for nodes in (asked, grown):
@@ -154,8 +154,8 @@ def _union(asked: Sequence[_Node], grown: Sequence[_Node]) -> list[tuple[int, in
             if valid:
                 found.setdefault(paths[-1], (score, index))
     ranked = sorted(found, key=lambda path: (-found[path][0], len(path), found[path][1]))
-    rank = {path: i for i, path in enumerate([(), *ranked], -1)}
-    return [(path[-1], rank[path[:-1]], found[path][0]) for path in ranked]
+    numbers = {path: number for number, path in enumerate([(), *ranked])}
+    return [(path[-1], numbers[path[:-1]], found[path][0]) for path in ranked]
 
 
 def distribution_arrays(name: str, distributions: Tensor, top: int | None) -> dict[str, np.ndarray]:
