@@ -384,6 +384,20 @@ def test_few_texts_of_a_folder_stay_in_memory(tmp_path, monkeypatch):
         found.texts[len(PROMPTS)]
 
 
+def test_files_count_a_positions_nodes_from_zero_without_the_root(tmp_path):
+    """As they always did: format 3 gives the root -1, a `Trace` gives it 0."""
+    trace = trace_of()
+    trace.save(tmp_path)
+    own, written = trace.texts[0].drafted[0], load_file(tmp_path / "00000.safetensors")
+    assert json.loads((tmp_path / SETTINGS).read_text())["format"] == 3
+    assert written["0.tree_parents"].tolist() == (own.tree_parents - 1).tolist()
+    begun = own.first[:-1][np.diff(own.first) > 0]
+    for parents, root in ((written["0.tree_parents"], -1), (own.tree_parents, 0)):
+        assert parents.dtype == np.int32
+        assert set(parents[begun].tolist()) == {root} == {parents.min()}
+    assert Trace.load(tmp_path).texts[0].drafted[0].tree_parents.tolist() == own.tree_parents.tolist()
+
+
 def test_a_killed_recording_loses_nothing(tmp_path):
     """Kill -9 in the middle; the same command goes on, and files are those of a run that never stopped."""
     for name, model in (("target", tiny_llama(0)), ("near", like(tiny_llama(0)))):

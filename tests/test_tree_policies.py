@@ -281,6 +281,15 @@ def test_one_root_per_row() -> None:
         growth.trees([0])
 
 
+@pytest.mark.parametrize("cut", [slice(1, None), slice(0, 0)])
+def test_a_growth_begins_with_its_roots(cut: slice) -> None:
+    """Without them the first drafted node would be taken for the root, and all parents would be off by one."""
+    made = Expansion((2, 1)).grow(TableSource(torch.zeros(2, 4, 3)))
+    columns = {name: getattr(made, name)[:, cut] for name in ("tokens", "parents", "scores", "valid")}
+    with pytest.raises(TreeError, match="slot 0 of a grown tree is its root"):
+        made._replace(**columns).trees([0, 0])
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -39,6 +39,12 @@ class Frontier(NamedTuple):
         unknown = torch.full((rows, 1), -1, device=device)
         return cls(unknown, unknown, torch.ones_like(unknown, dtype=torch.bool), 0)
 
+    @classmethod
+    def chain(cls, tokens: Tensor, depth: int, valid: Tensor | None = None) -> Frontier:
+        """Return a level of one node a row, (B, 1), below the one node of the level before."""
+        valid = torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid
+        return cls(tokens, torch.full_like(tokens, depth - 1), valid, depth)
+
     def narrowed(self, width: int) -> Frontier:
         """Return the first nodes."""
         tokens, parents, valid, depth = self
@@ -72,8 +78,7 @@ class Growth(NamedTuple):
         Args:
             *beside: of truth values, int64, float32 or float64.
         """
-        columns = self.tokens, self.parents, self.scores, self.valid
-        tokens, parents, scores, valid, *others = to_host((*columns, *beside))
+        tokens, parents, scores, valid, *others = _fetched((*self[:4], *beside))
         return self._replace(tokens=tokens, parents=parents, scores=scores, valid=valid), others
 
     def trees(self, roots: Sequence[int], draft: int = 0) -> Forest:
@@ -91,25 +96,24 @@ class Growth(NamedTuple):
             raise TreeError(f"{len(roots)} roots for {len(self.tokens)} grown trees")
         if self.tokens.shape[1] == 1:
             return Forest(self.kind, roots)
-        columns = self.to_host()[0]
-        valid, parents = columns.valid.numpy(), columns.parents.numpy()
-        scores, row_of = columns.scores.double().numpy()[valid], valid.nonzero()[0]
+        tokens, parents, scores, valid = (column.numpy() for column in _fetched(self[:4]))
+        row_of = valid.nonzero()[0]
+        numbers = np.cumsum(valid).reshape(valid.shape) - 1  # through all rows
+        above = np.take_along_axis(numbers, parents, 1)[valid]
+        tokens, parents, scores = tokens[valid], parents[valid], scores[valid].astype(np.float64)
         if not np.isfinite(scores).all():
             raise TreeError(f"a node of row {row_of[~np.isfinite(scores)][0]} has a score that is not a number")
-        is_root = parents[valid] < 0
-        if not np.array_equal(is_root.nonzero()[0], np.searchsorted(row_of, np.arange(len(roots)))):
+        is_root = parents < 0
+        if np.count_nonzero(is_root) != len(roots):
             raise TreeError("slot 0 of a grown tree is its root, with parent -1, and no other node has that parent")
-        tokens = columns.tokens.numpy()[valid]
-        tokens[is_root] = roots
-        numbers = np.cumsum(valid).reshape(valid.shape) - 1  # through all rows
-        above = np.where(is_root, -1, np.take_along_axis(numbers, parents, 1)[valid])
+        tokens[is_root], above[is_root] = roots, -1
         drafted = np.flatnonzero(~is_root)
         listed = Listed(
             tokens,
             above,
             scores,
             Draws(drafted, np.full(len(drafted), draft), drafted),  # draws of one node stand in slot order
-            self._distributions(row_of[drafted], parents[valid][drafted], above[drafted], draft),
+            self._distributions(row_of[drafted], parents[drafted], above[drafted], draft),
             distinct=self.kind is not Kind.IID,
         )
         return Forest(self.kind, roots, listed)
@@ -131,7 +135,7 @@ def on_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _fetched(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Bring tensors to the host, in one transfer if any is on a device, which is waited for."""
     device = next((tensor.device for tensor in tensors if not on_host(tensor.device)), None)
     if device is None:

@@ -96,8 +96,7 @@ class CandidateTrees:
         levels = [(roots.tokens, roots.parents, torch.zeros_like(scores)), (tokens, torch.zeros_like(tokens), scores)]
         node, size = torch.ones_like(tokens), 2  # the node whose children are next, and nodes so far
         for depth in range(1, self.max_depth if max_depth is None else min(self.max_depth, max_depth)):
-            above = torch.full_like(tokens, depth - 1)
-            children, log_probs = source.top(Frontier(tokens, above, scores > -inf, depth), self.width)
+            children, log_probs = source.top(Frontier.chain(tokens, depth, scores > -inf), self.width)
             children, paths = children[:, 0], scores + log_probs[:, 0].clamp(max=0)
             levels.append((children, node.expand_as(children), paths))
             scores, best = paths.max(1, keepdim=True)

@@ -42,13 +42,9 @@ class TextQuestion(Question):
         padded = [[-1, *tokens, *[0] * self.plan.depth] for tokens in ahead]  # the root comes first
         for level in range(min(self.levels(max_depth), max(map(len, ahead)))):
             asked = [index for index, tokens in enumerate(ahead) if level < len(tokens)]
-            frontier = Frontier(
-                torch.tensor([[row[level]] for row in padded], device=source.device),
-                torch.full((len(ahead), 1), level - 1, device=source.device),  # the one node of the level above
-                torch.tensor([[not level or index in asked] for index in range(len(ahead))], device=source.device),
-                level,
-            )
-            yield level, frontier, asked
+            tokens = torch.tensor([[row[level]] for row in padded], device=source.device)
+            valid = [[not level or index in asked] for index in range(len(ahead))]
+            yield level, Frontier.chain(tokens, level, torch.tensor(valid, device=source.device)), asked
 
 
 class Candidates(TextQuestion):
