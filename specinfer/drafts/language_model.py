@@ -209,9 +209,9 @@ class ModelDraftSession(DraftRows):
 
 def _to_host(growth: Growth, fed: Sequence[Frontier]) -> tuple[Growth, list[Frontier]]:
     """Bring trees and the levels that were fed for them to the host, which waits once."""
-    growth, columns = growth.to_host(*[column for level in fed for column in level[:3]])
-    levels = zip(columns[::3], columns[1::3], columns[2::3], fed, strict=True)
-    return growth, [Frontier(*level, before.depth) for *level, before in levels]
+    growth, found = growth.to_host(*[column for level in fed for column in level[:3]])
+    columns = zip(found[::3], found[1::3], found[2::3], (level.depth for level in fed), strict=True)
+    return growth, [Frontier(*level) for level in columns]
 
 
 def fed_paths(fed: Sequence[Frontier], tokens: Sequence[Sequence[int] | None]) -> list[list[int] | None]:
@@ -223,7 +223,7 @@ def fed_paths(fed: Sequence[Frontier], tokens: Sequence[Sequence[int] | None]) -
     """
     if not fed:
         return [None if new is None else [] for new in tokens]
-    columns = [torch.cat([level[place] for level in fed], 1).tolist() for place in range(3)]
+    columns = [torch.cat(column, 1).tolist() for column in zip(*(level[:3] for level in fed), strict=True)]
     paths: list[list[int] | None] = []
     for new, *row in zip(tokens, *columns, strict=True):
         nodes = reversed([*enumerate(zip(*row, strict=True), 1)])  # of equal children the first one counts
