@@ -151,7 +151,7 @@ class TraceText:
         """Return the text as a safetensors file."""
         arrays = {name: getattr(self, name) for name in ("target_tokens", "target_probs", "probability")}
         arrays |= {name: np.array(getattr(self, name), np.int32) for name in ("prompt_ids", "token_ids")}
-        arrays |= {f"{i}.{name}": own for i, d in enumerate(self.drafted) for name, own in d.columns().items()}
+        arrays |= {f"{i}.{name}": array for i, d in enumerate(self.drafted) for name, array in d.columns().items()}
         # safetensors would write a view with gaps wrong
         return save({name: np.ascontiguousarray(a) for name, a in arrays.items()}, {"seed": str(self.seed)})
 
