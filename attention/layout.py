@@ -115,8 +115,8 @@ def lay_out_behind(
 def lay_out_level(frontier: Frontier, earlier: Layout | None, device: torch.device) -> Layout:
     """Lay out one level of growing trees, whose earlier levels are pending columns already.
 
-    The root (depth 0) is committed before growth starts.  So level 1 has no pending ancestors, and frontier parent
-    i > 0 is pending column i - 1.  ``earlier`` is the layout of the level before, ``None`` at level 1.
+    The root, node 0, is committed before growth starts.  So level 1 has no pending ancestors, and pending columns are
+    nodes 1, 2, ...  ``earlier`` is the layout of the level before, ``None`` at level 1.
     """
     tokens = torch.where(frontier.valid, frontier.tokens, 0).to(device)
     batch, width = tokens.shape
@@ -125,8 +125,8 @@ def lay_out_level(frontier: Frontier, earlier: Layout | None, device: torch.devi
     if earlier is None:
         return Layout(tokens, depths, diagonal)
     columns = earlier.visible.shape[2]
-    fed = columns - earlier.width  # pending columns before the level that `earlier` fed
-    parents = (frontier.parents.to(device) - 1 - fed).clamp(0, earlier.width - 1)  # (B, T) within that level
+    first = 1 + columns - earlier.width  # the first node of the level that `earlier` fed
+    parents = (frontier.parents.to(device) - first).clamp(0, earlier.width - 1)  # (B, T) within that level
     inherited = earlier.visible.gather(1, parents[:, :, None].expand(batch, width, columns))
     inherited = inherited & frontier.valid.to(device)[:, :, None]
     return Layout(tokens, torch.cat([earlier.depths, depths], 1), torch.cat([inherited, diagonal], 2))

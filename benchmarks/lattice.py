@@ -30,7 +30,7 @@ for depths, candidates, paired in SIZES:
     log_probs = (2 * torch.randn(1, depths, candidates if paired else 1, candidates)).log_softmax(-1)
     lattice = Lattice.of(tokens, log_probs)
     sort = milliseconds(Lattice.of, tokens, log_probs)
-    grow = milliseconds(lattice.best_first, 0, NODES, depths)
+    grow = milliseconds(lattice.best_first, NODES, depths)
     kind = "pairs" if paired else "marginals"
     size = f"{depths:2} depths x {candidates} candidates, {kind:9}"
     print(f"{size}: sort {sort:.2f} ms, grow {NODES} nodes {grow:.2f} ms")

@@ -134,11 +134,11 @@ def test_a_pool_and_the_candidates_along_the_text_agree():
         for place in range(len(text.token_ids)):
             own = slice(*drafted.first[place : place + 2])
             tokens, parents = drafted.tree_tokens[own], drafted.tree_parents[own]
-            node = -1
+            node = 0
             for level in range(min(DEPTH, len(text.token_ids) - 1 - place)):
                 children = np.flatnonzero(parents == node)
                 assert tokens[children][:TOP].tolist() == drafted.tokens[place, level, : len(children)].tolist()
-                below = [child for child in children if tokens[child] == text.token_ids[place + level]]
+                below = [child + 1 for child in children if tokens[child] == text.token_ids[place + level]]
                 if not below:
                     break
                 node, seen = below[0], seen + 1
@@ -382,6 +382,20 @@ def test_few_texts_of_a_folder_stay_in_memory(tmp_path, monkeypatch):
     assert same(found.texts[-1], trace.texts[-1])
     with pytest.raises(IndexError):
         found.texts[len(PROMPTS)]
+
+
+def test_files_count_a_positions_nodes_from_zero_without_the_root(tmp_path):
+    """As they always did: format 3 gives the root -1, a `Trace` gives it 0."""
+    trace = trace_of()
+    trace.save(tmp_path)
+    own, written = trace.texts[0].drafted[0], load_file(tmp_path / "00000.safetensors")
+    assert json.loads((tmp_path / SETTINGS).read_text())["format"] == 3
+    assert written["0.tree_parents"].tolist() == (own.tree_parents - 1).tolist()
+    begun = own.first[:-1][np.diff(own.first) > 0]
+    for parents, root in ((written["0.tree_parents"], -1), (own.tree_parents, 0)):
+        assert parents.dtype == np.int32
+        assert set(parents[begun].tolist()) == {root} == {parents.min()}
+    assert Trace.load(tmp_path).texts[0].drafted[0].tree_parents.tolist() == own.tree_parents.tolist()
 
 
 def test_a_killed_recording_loses_nothing(tmp_path):

@@ -53,7 +53,7 @@ def random_lattice(seed, rows=1, scored=None):
 
 
 def by_heap(raw, row, max_nodes, max_depth, least=-inf):
-    """Every child of a popped path is pushed: token, parent, score."""
+    """Every child of a popped path is pushed: token, parent, score; the root is the first."""
     depth, order, nodes = min(max_depth, raw.candidates.shape[1]), 0, []
     heap = [(0.0, 0, 0, 0, ())]  # -score, depth, rank of the parent, rank among siblings, path
     while heap and len(nodes) <= max_nodes:
@@ -65,7 +65,13 @@ def by_heap(raw, row, max_nodes, max_depth, least=-inf):
                 if -score + log_prob >= least:
                     heappush(heap, (score - log_prob, at + 1, order, rank, (*path, token)))
         order += 1
-    return nodes[1:]
+    return [(-1, -1, 0.0), *nodes[1:]]
+
+
+def listed(growth):
+    """The nodes of the first row as `by_heap` gives them."""
+    columns = (column[0].tolist() for column in (growth.tokens, growth.parents, growth.scores, growth.valid))
+    return [node[:3] for node in zip(*columns, strict=True) if node[3]]
 
 
 def limits(seed):
@@ -76,8 +82,8 @@ def limits(seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_best_first_is_a_heap_over_all_paths(seed):
     raw, (nodes, depth, least) = random_lattice(seed), limits(seed)
-    assert raw.made.best_first(0, nodes, depth) == by_heap(raw, 0, nodes, depth)
-    assert raw.made.best_first(0, nodes, depth, least) == by_heap(raw, 0, nodes, depth, least)
+    assert listed(raw.made.best_first(nodes, depth)) == by_heap(raw, 0, nodes, depth)
+    assert listed(raw.made.best_first(nodes, depth, least)) == by_heap(raw, 0, nodes, depth, least)
 
 
 def test_the_lattices_tie_and_are_of_all_sizes():
@@ -85,7 +91,7 @@ def test_the_lattices_tie_and_are_of_all_sizes():
     ties, shapes = 0, set()
     for seed in SEEDS:
         raw = random_lattice(seed)
-        scores = [score for *_, score in raw.made.best_first(0, 64, 16)]
+        scores = [score for *_, score in listed(raw.made.best_first(64, 16))]
         ties += len(set(scores)) < len(scores)
         shapes.add(tuple(raw.log_probs.shape[1:]))
     assert ties > 150
@@ -127,12 +133,12 @@ def every(frontier, _scores):
 
 def nodes_of(growth, row):
     """The nodes of a row as a set of paths with scores: level by level they come in pool order."""
-    paths = [()]
+    paths = []
     tokens, parents, scores, valid = (getattr(growth, name)[row].tolist() for name in growth._fields[:4])
     columns = list(zip(tokens, parents, scores, valid, strict=True))
     for token, parent, _, real in columns:
-        paths.append((*paths[parent], token) if real else None)
-    return {path: score for path, (_, _, score, real) in zip(paths[1:], columns, strict=True) if real}
+        paths.append(() if parent < 0 else (*paths[parent], token) if real else None)
+    return {path: score for path, (_, _, score, real) in zip(paths, columns, strict=True) if real}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -166,7 +172,7 @@ def test_a_node_pushes_its_next_sibling_and_its_first_child_alone(scored, nodes,
     pushed = []
     monkeypatch.setattr(module, "heappush", lambda heap, item: (pushed.append(item), heappush(heap, item)))
     raw = random_lattice(20, scored=scored)
-    assert len(raw.made.best_first(0, nodes, 16)) == nodes
+    assert len(listed(raw.made.best_first(nodes, 16))) == 1 + nodes
     assert len(pushed) <= 1 + 2 * nodes
 
 
@@ -187,7 +193,7 @@ def test_a_lattice_waits_for_its_device_once(scored, waits):
 
 @pytest.mark.parametrize(("nodes", "depth"), [(0, 4), (4, 0)])
 def test_nothing_is_grown_where_nothing_fits(nodes, depth):
-    assert random_lattice(4).made.best_first(0, nodes, depth) == []
+    assert listed(random_lattice(4).made.best_first(nodes, depth)) == [(-1, -1, 0.0)]
 
 
 # ---- sessions: from logits to lattices ----

@@ -25,6 +25,7 @@ from specinfer.tree import (
     Sampled,
     TokenTree,
     draw_candidates,
+    growth,
     policies,
     top_candidates,
 )
@@ -46,16 +47,17 @@ FALSE_ALARM = 1e-4  # chance that a chi-square test below fails for a correct sa
 def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run a test also on the path for devices that nobody may wait for: static widths, no early end."""
     if request.param == "device":
-        monkeypatch.setattr(policies, "_on_host", lambda tensor: False)
+        for module in (policies, growth):
+            monkeypatch.setattr(module, "on_host", lambda device: False)
     return request.param
 
 
 def heap_tree(table: list, max_nodes: int, max_depth: int) -> list[tuple[int, int, float]]:
-    """Textbook best-first search of one row, one node at a time: (token, parent, score); parent 0 is the root.
+    """Textbook best-first search of one row, one node at a time: (token, parent, score), the root first.
 
     A node's key is (score descending, depth ascending, the parent's key, sibling rank).
     """
-    nodes: list[tuple[int, int, float]] = []
+    nodes = [(-1, -1, 0.0)]
     heap: list[tuple] = []
 
     def expand(parent: int, key: tuple, state: int) -> None:
@@ -68,10 +70,10 @@ def heap_tree(table: list, max_nodes: int, max_depth: int) -> list[tuple[int, in
             heapq.heappush(heap, (child, token, parent, next_state(state, token, len(table))))
 
     expand(0, (-0.0, 0), 0)
-    while heap and len(nodes) < max_nodes:
+    while heap and len(nodes) <= max_nodes:
         key, token, parent, state = heapq.heappop(heap)
         nodes.append((token, parent, -key[0]))
-        expand(len(nodes), key, state)
+        expand(len(nodes) - 1, key, state)
     return nodes
 
 
@@ -115,14 +117,14 @@ def test_only_as_many_nodes_of_a_level_are_asked_about_as_are_wanted(route: str)
     assert [frontier.tokens.shape[1] for frontier in source.frontiers] == [1, 2, 2]
     for nodes, row in zip(rows(growth), table.tolist(), strict=True):
         parents = {parent for _, parent, _ in nodes}
-        depth = [0]  # of the root, and of each node
-        for _, parent, _ in nodes:
+        depth = [0]  # of each node
+        for _, parent, _ in nodes[1:]:
             depth.append(depth[parent] + 1)
-        inner = [node for node in parents if node]
+        inner = [node for node in parents if node > 0]
         assert all(sum(depth[place] == level for place in inner) <= 2 for level in (1, 2))
         assert max(depth) <= 3
         expected = heap_tree(row, 12, 1)
-        assert [node for node in nodes if node[1] == -1] == expected[: sum(node[1] == -1 for node in nodes)]
+        assert [node for node in nodes if node[1] <= 0] == expected[: sum(node[1] <= 0 for node in nodes)]
 
 
 def test_more_nodes_wanted_than_a_level_has_are_all_of_them(route: str) -> None:
@@ -279,6 +281,15 @@ def test_one_root_per_row() -> None:
         growth.trees([0])
 
 
+@pytest.mark.parametrize("cut", [slice(1, None), slice(0, 0)])
+def test_a_growth_begins_with_its_roots(cut: slice) -> None:
+    """Without them the first drafted node would be taken for the root, and all parents would be off by one."""
+    made = Expansion((2, 1)).grow(TableSource(torch.zeros(2, 4, 3)))
+    columns = {name: getattr(made, name)[:, cut] for name in ("tokens", "parents", "scores", "valid")}
+    with pytest.raises(TreeError, match="slot 0 of a grown tree is its root"):
+        made._replace(**columns).trees([0, 0])
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -380,7 +391,7 @@ def test_ordered_pairs_of_draws_have_the_exact_law(replacement: bool) -> None:
         if q[a] and q[b] and (replacement or a != b)
     }
     assert sum(expected.values()) == pytest.approx(1)
-    for first in (0, 2):  # the slots of the root's draws, then of the first child's
+    for first in (1, 3):  # the slots of the root's draws, then of the first child's
         pairs = list(map(tuple, growth.tokens[:, first : first + 2].tolist()))
         assert set(pairs) <= set(expected)
         counts = [pairs.count(pair) for pair in expected]
@@ -389,7 +400,7 @@ def test_ordered_pairs_of_draws_have_the_exact_law(replacement: bool) -> None:
 
 def test_a_wrong_law_fails_the_same_test() -> None:
     """Power: draws sorted by probability, instead of in drawing order, are told from the distribution."""
-    pairs = Sampled((2,)).grow(one_law(40_000, seed=5)).tokens[:, :2].tolist()
+    pairs = Sampled((2,)).grow(one_law(40_000, seed=5)).tokens[:, 1:3].tolist()
     q = LAW.tolist()
     expected = {(a, b): q[a] * q[b] / (1 - q[a]) for a, b in product((0, 1, 3, 4), repeat=2) if a != b}
     sorted_pairs = [tuple(sorted(pair)) for pair in pairs]

@@ -2,6 +2,7 @@
 
 from specinfer.tree.candidates import draw_candidates, top_candidates
 from specinfer.tree.forest import Forest, merge
+from specinfer.tree.growth import Frontier, Growth
 from specinfer.tree.lattice import Lattice
 from specinfer.tree.nodes import Nodes, ancestors
 from specinfer.tree.policies import (
@@ -9,8 +10,6 @@ from specinfer.tree.policies import (
     Chain,
     DenseSource,
     Expansion,
-    Frontier,
-    Growth,
     LatticeSource,
     Policy,
     Sampled,

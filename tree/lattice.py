@@ -20,9 +20,7 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import NumericalError
-
-# a node: token, parent (0 is the root, node i is i + 1), path score
-Grown = tuple[int, int, float]
+from specinfer.tree.growth import ROOT, Growth, Listing
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,20 +69,23 @@ class Lattice:
         """D, the number of depths."""
         return self.tokens.shape[1]
 
-    def best_first(self, row: int, max_nodes: int, max_depth: int, least: float = -inf) -> list[Grown]:
-        """Return the likeliest paths of a row, best first: the tree of a heap over all paths.
+    def best_first(self, max_nodes: int, max_depth: int, least: float = -inf) -> Growth:
+        """Return the likeliest paths of every row, best first: the tree of a heap over all paths.
 
         Equal scores are ranked by smaller depth, then by the parents' ranks, then by sibling rank, as `BestFirst` does.
 
         Args:
-            row: which.
             max_nodes, max_depth: at most.
             least: the smallest score of a node.
         """
+        return Growth.listed([self._row(row, max_nodes, max_depth, least) for row in range(len(self.tokens))])
+
+    def _row(self, row: int, max_nodes: int, max_depth: int, least: float) -> list[Listing]:
+        """Return the tree of a row, root first."""
         depth_limit, single = min(max_depth, self.depth), self.tokens.shape[2] == 1
         lists: dict[tuple[int, int], list[float]] = {}  # log-probabilities by depth and list
         heap: list[tuple[float, int, int, int, int, float]] = []  # -score, depth, parent, rank, list, parent's score
-        nodes: list[Grown] = []
+        nodes = [ROOT]
 
         def push(depth: int, parent: int, rank: int, which: int, above: float) -> None:
             known = lists.get((depth, which))
@@ -97,11 +98,11 @@ class Lattice:
 
         if depth_limit and max_nodes:
             push(1, 0, 0, 0, 0.0)
-        while heap and len(nodes) < max_nodes:
+        while heap and len(nodes) <= max_nodes:
             score, depth, parent, rank, which, above = heappop(heap)
             child = row, depth - 1, which, rank
             nodes.append((int(self.tokens[child]), parent, -score))
             push(depth, parent, rank + 1, which, above)
             if depth < depth_limit:
-                push(depth + 1, len(nodes), 0, 0 if single else int(self.indices[child]), -score)
+                push(depth + 1, len(nodes) - 1, 0, 0 if single else int(self.indices[child]), -score)
         return nodes

@@ -3,7 +3,12 @@
 Knows: numbers, and which node is whose parent.  Does not know: models, text.
 It makes no objects for nodes or rows: every function works on all nodes of all rows at once.
 
-A root has parent -1.  Roots stand in the order of their rows.
+One rule numbers the nodes of a row, wherever they are listed: the root is node 0, with parent -1; drafted nodes are 1,
+2, ... in the order of the list; a parent is given by its number.  It holds for the nodes that a policy asks about and a
+draft feeds (`Frontier`), for a grown tree (`Growth`: slot i is node i), for `TokenTree.from_nodes` and recorded trees
+(whose lists leave out the root), and for a finished `TokenTree`.
+
+The arrays of this module number the nodes of all rows through.  Roots stand in the order of their rows.
 """
 
 from __future__ import annotations

@@ -20,30 +20,17 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from specinfer.errors import PolicyError, TreeError
+from specinfer.errors import PolicyError
 from specinfer.tree.candidates import draw_candidates, top_candidates
 from specinfer.tree.forest import Forest
-from specinfer.tree.lattice import Grown, Lattice
-from specinfer.tree.nodes import Draws, Listed
+from specinfer.tree.growth import ROOT, Frontier, Growth, Listing, on_host
+from specinfer.tree.lattice import Lattice
 from specinfer.tree.token_tree import Kind, TokenTree
 
 MOST = 1 << 16  # nodes of a tree, and levels
 MANY = 1 << 12  # candidates of a row's level, above which a source is asked for fewer children of each node
-
-
-class Frontier(NamedTuple):
-    """The nodes whose next-token distributions a policy asks for: one level of B trees."""
-
-    tokens: Tensor  # (B, W) int64; -1 at the root, which the source knows; any real id in padding
-    parents: Tensor  # (B, W) int64: numbers among all nodes of earlier frontiers, padding included; -1 at the root
-    valid: Tensor  # (B, W) bool; False = padding
-    depth: int  # of these nodes; the root's is 0
-
-    def narrowed(self, width: int) -> Frontier:
-        """Return the first nodes."""
-        tokens, parents, valid, depth = self
-        return Frontier(tokens[:, :width], parents[:, :width], valid[:, :width], depth)
 
 
 class Source(Protocol):
@@ -111,66 +98,6 @@ class Policy(Protocol):
         """
 
 
-class Growth(NamedTuple):
-    """The trees of B rows, M node slots each, on the device of the distributions."""
-
-    tokens: Tensor  # (B, M) int64
-    parents: Tensor  # (B, M) int64: 0 is the root, and slot i is node i + 1
-    scores: Tensor  # (B, M) log-probability of the path, float32 or float64
-    valid: Tensor  # (B, M) bool; False = no node
-    kind: Kind
-    distributions: tuple[Tensor, ...] = ()  # sampled: (B, W, V) per level; joined: of nodes 0, 1, ...
-
-    def trees(self, roots: Sequence[int], draft: int = 0) -> Forest:
-        """Bring the trees to the host.  Waits for the device.
-
-        Args:
-            roots: the last committed token of each row.
-            draft: the id of the draft that grew them, for `Draw.draft`.
-
-        Raises:
-            TreeError: the number of roots is not the number of rows, or a draft's log-probability is not a number.
-        """
-        rows = len(roots)
-        if rows != len(self.tokens):
-            raise TreeError(f"{rows} roots for {len(self.tokens)} grown trees")
-        if not self.tokens.shape[1]:
-            return Forest(self.kind, roots)
-        tokens, parents, valid, scores = self._host_columns()
-        found, row_of = scores[valid], valid.nonzero()[0]
-        if not np.isfinite(found).all():
-            raise TreeError(f"a node of row {row_of[~np.isfinite(found)][0]} has a score that is not a number")
-        numbers = np.cumsum(valid).reshape(valid.shape) + (rows - 1)
-        numbers = np.concatenate((np.arange(rows)[:, None], numbers), 1)  # of each row's nodes, its root first
-        above = np.take_along_axis(numbers, parents, 1)[valid]
-        drafted = np.arange(rows, rows + len(found))
-        distributions: dict[tuple[int, int], np.ndarray] = {}
-        if self.distributions:
-            dense = torch.cat(self.distributions, 1).cpu().double().numpy()
-            dense.flags.writeable = False
-            drawn = zip(row_of.tolist(), parents[valid].tolist(), above.tolist(), strict=True)
-            distributions = {(number, draft): dense[row, node] for row, node, number in drawn}
-        listed = Listed(
-            np.concatenate((roots, tokens[valid])),
-            np.concatenate((np.full(rows, -1), above)),
-            np.concatenate((np.zeros(rows), found)),
-            Draws(drafted, np.full(len(drafted), draft), drafted),  # draws of one node stand in slot order
-            distributions,
-            distinct=self.kind is not Kind.IID,
-        )
-        return Forest(self.kind, roots, listed)
-
-    def _host_columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return tokens, parents, valid and scores, (B, M) each, in one transfer."""
-        if _on_host(self.tokens):
-            return self.tokens.numpy(), self.parents.numpy(), self.valid.numpy(), self.scores.double().numpy()
-        bits = torch.int64 if self.scores.dtype == torch.float64 else torch.int32
-        columns = (self.tokens, self.parents, self.valid, self.scores.view(bits))
-        packed = torch.stack([column.long() for column in columns]).cpu()  # (4, B, M)
-        tokens, parents, valid, _ = packed.numpy()
-        return tokens, parents, valid > 0, packed[3].to(bits).view(self.scores.dtype).double().numpy()
-
-
 @dataclass(frozen=True)
 class BestFirst:
     """The `max_nodes` likeliest paths no deeper than `max_depth`: the tree that a heap finds, in one pass per level.
@@ -228,10 +155,10 @@ def grow_best_first(
         return _bare(source, BestFirst.kind)
     least = log(min_probability) if min_probability else -inf
     if wanted is None and hasattr(source, "lattice"):  # a `LatticeSource`; `isinstance` takes far longer
-        return _from_lattice(source.lattice(max_nodes), source, max_nodes, max_depth, least)
-    pool = (_HostPool if _on_host(source) else _Pool)(source, max_nodes, least)
+        return source.lattice(max_nodes).best_first(max_nodes, max_depth, least)
+    pool = (_HostPool if on_host(source.device) else _Pool)(source, max_nodes, least)
     for depth in range(min(max_depth, max_nodes)):
-        frontier, scores = pool.newest(depth) if depth else (_root(source), None)
+        frontier, scores = pool.newest(depth) if depth else (Frontier.roots(source.batch, source.device), None)
         width = frontier.tokens.shape[1]
         if scores is not None and wanted and width:
             width = min(width, wanted(frontier, scores))
@@ -241,25 +168,6 @@ def grow_best_first(
             frontier = pool.narrowed(frontier, width)
         pool.admit(*source.top(frontier, pool.children()))
     return pool.growth()
-
-
-def _from_lattice(lattice: Lattice, source: Source, max_nodes: int, max_depth: int, least: float) -> Growth:
-    """Return the best-first trees over a lattice; they are on the host."""
-    return _listed(source, [lattice.best_first(row, max_nodes, max_depth, least) for row in range(source.batch)])
-
-
-def _listed(source: Source, rows: Sequence[Sequence[Grown]]) -> Growth:
-    """Return trees that are listed on the host, best nodes first."""
-    width = max(map(len, rows))
-    if not width:
-        return _bare(source, BestFirst.kind)
-    table = np.zeros((3, len(rows), width))
-    for row, nodes in enumerate(rows):
-        if nodes:
-            table[:, row, : len(nodes)] = np.array(nodes).T  # ids are below 2 ** 53
-    tokens, parents = torch.from_numpy(table[:2].astype(np.int64))
-    valid = torch.from_numpy(np.arange(width) < np.array([[len(nodes)] for nodes in rows]))
-    return Growth(tokens, parents, torch.from_numpy(table[2]), valid, BestFirst.kind)
 
 
 class _Pool:
@@ -322,12 +230,15 @@ class _Pool:
 
     def growth(self) -> Growth:
         """Return the pool as trees."""
-        parents = self.numbers.div(self.size, rounding_mode="floor")  # among frontier nodes
-        above = torch.cat(self.fronts, 1).gather(1, parents)  # (B, N) numbers of the parents
-        ascending, slots = self.numbers.sort(dim=1, stable=True)  # empty slots hold 0, too, and come later
-        parents = slots.gather(1, torch.searchsorted(ascending, above).clamp_(max=self.size - 1)) + 1
-        valid = self.scores != -inf  # NaN is valid, so that `Growth.trees` sees it
-        return Growth(self.tokens, parents.masked_fill_(above < 0, 0), self.scores, valid, BestFirst.kind)
+        numbers, scores = pad(self.numbers, (1, 0), value=-1), pad(self.scores, (1, 0))  # the root comes first
+        parents = numbers.div(self.size, rounding_mode="floor")  # among frontier nodes
+        above = torch.cat(self.fronts, 1).gather(1, parents.clamp(min=0))  # (B, 1 + N) numbers of the parents
+        ascending, slots = numbers.sort(dim=1, stable=True)  # empty slots hold 0, too, and come later
+        found = slots.gather(1, torch.searchsorted(ascending, above).clamp_(max=self.size))
+        valid = scores != -inf  # NaN is valid, so that `Growth.trees` sees it
+        return Growth(
+            pad(self.tokens, (1, 0), value=-1), found.masked_fill_(parents < 0, -1), scores, valid, BestFirst.kind
+        )
 
 
 class _Node(NamedTuple):
@@ -346,7 +257,7 @@ class _HostPool:
     """`_Pool` for distributions in host memory, in lists: candidates that cannot enter it are not looked at."""
 
     def __init__(self, source: Source, size: int, least: float) -> None:
-        self.source, self.size = source, size
+        self.size = size
         self.least = nextafter(least, -inf)  # a node's score is larger
         self.pools: list[list[_Node]] = [[] for _ in range(source.batch)]  # best first
         self.fronts = [[_ROOT] for _ in self.pools]  # the nodes of all frontiers
@@ -398,11 +309,11 @@ class _HostPool:
 
     def growth(self) -> Growth:
         """Return the pool as trees."""
-        rows: list[list[Grown]] = []
+        rows: list[list[Listing]] = []
         for pool, front in zip(self.pools, self.fronts, strict=True):
-            slots = {node: slot for slot, node in enumerate(pool, start=1)}
-            rows.append([(token, slots.get(front[parent], 0), score) for score, token, parent in pool])
-        return _listed(self.source, rows)
+            numbers = {node: number for number, node in enumerate(pool, start=1)}
+            rows.append([ROOT, *((token, numbers.get(front[parent], 0), score) for score, token, parent in pool)])
+        return Growth.listed(rows)
 
     def _worst(self, row: int) -> float:
         """Return the score that a candidate must exceed."""
@@ -447,9 +358,9 @@ class Expansion:
 
     def grow(self, source: Source, max_depth: int | None = None) -> Growth:
         """Grow one tree per row, asking the source once per level."""
-        frontier, scores = _root(source), torch.zeros(source.batch, 1, device=source.device)
+        frontier, scores = Frontier.roots(source.batch, source.device), _zeros(source)
         sent = 0  # nodes of earlier frontiers
-        levels: list[tuple[Tensor, ...]] = []  # tokens, parents, scores, valid
+        levels = [(frontier.tokens, frontier.parents, scores, frontier.valid)]
         distributions: list[Tensor] = []
         for depth, width in enumerate(self.expansion[: _limit(self.max_depth, max_depth)], start=1):
             tokens, log_probs, *distribution = self._ask(source, frontier, width)
@@ -460,10 +371,8 @@ class Expansion:
             frontier = Frontier(tokens.flatten(1), parents, scores != -inf, depth)
             levels.append((frontier.tokens, parents, scores, frontier.valid))
             sent += asked
-            if _on_host(scores) and not frontier.valid.any():
+            if on_host(scores.device) and not frontier.valid.any():
                 break
-        if not levels:
-            return _bare(source, self.kind)
         tokens, parents, scores, valid = (torch.cat(column, 1) for column in zip(*levels, strict=True))
         return Growth(tokens, parents, scores, valid, self.kind, tuple(distributions))
 
@@ -533,14 +442,9 @@ class DenseSource:
         return draw_candidates(self.log_probs(frontier), k, replacement, self.generator)
 
 
-def _on_host(where: Tensor | Source) -> bool:
-    """Whether reading a value of a tensor, or of a source's tensors, waits for no device."""
-    return where.device.type == "cpu"
-
-
-def _root(source: Source) -> Frontier:
-    unknown = torch.full((source.batch, 1), -1, device=source.device)
-    return Frontier(unknown, unknown, torch.ones_like(unknown, dtype=torch.bool), 0)
+def _zeros(source: Source) -> Tensor:
+    """Return the scores of the roots, (B, 1)."""
+    return torch.zeros(source.batch, 1, device=source.device)
 
 
 def _path_scores(scores: Tensor, log_probs: Tensor) -> Tensor:
@@ -553,8 +457,8 @@ def _path_scores(scores: Tensor, log_probs: Tensor) -> Tensor:
 
 def _bare(source: Source, kind: Kind) -> Growth:
     """Return trees that draft nothing."""
-    none = torch.empty(source.batch, 0, dtype=torch.int64, device=source.device)
-    return Growth(none, none, none.float(), none.bool(), kind)
+    tokens, parents, valid, _ = Frontier.roots(source.batch, source.device)
+    return Growth(tokens, parents, _zeros(source), valid, kind)
 
 
 def _limit(depth: int, max_depth: int | None) -> int:

@@ -166,7 +166,7 @@ class PathSession(BlockRows):
             self.carried = []
             above = slots.new_zeros(len(slots), 1, self.network.path_size)
         else:
-            every, parents = torch.cat(self.carried, 1), frontier.parents.to(self.device).clamp(min=0)
+            every, parents = torch.cat(self.carried, 1), frontier.parents.to(self.device)
             above = every.gather(1, parents[..., None].expand(-1, -1, every.shape[2]))
         state, gained = self.network.follow(above, tokens, slots, frontier.depth)
         self.carried.append(state)

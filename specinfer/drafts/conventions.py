@@ -134,9 +134,7 @@ class _Along:
         """Ask for every depth, along the text."""
         above = torch.full((source.batch, 1), -1, device=source.device)
         for level in range(DEPTHS if max_depth is None else min(DEPTHS, max_depth)):
-            parents = torch.full_like(above, level - 1)
-            frontier = Frontier(above, parents, torch.ones_like(above, dtype=torch.bool), level)
-            first = source.top(frontier, 1)[0][:, 0, 0].tolist()
+            first = source.top(Frontier.chain(above, level), 1)[0][:, 0, 0].tolist()
             columns = [start + self.position + level for start in self.text.prompt_lengths]
             true = [row[column] for row, column in zip(self.text.ids, columns, strict=True)]
             for found, token, column, end in zip(first, true, columns, self.text.ends, strict=True):

@@ -196,7 +196,7 @@ class HeadDraftSession(ModelDraftSession):
         self.level = lay_out_level(frontier, self.level, self.device)
         roots = torch.stack([states[-1:, 0] for states in self.draft_states if states is not None])  # (B, 1, H)
         fed = torch.cat([roots, *(states[:, :, 0] for states in self.session.aux_states)], 1)
-        parents = frontier.parents.clamp(min=0)[:, :, None].expand(-1, -1, fed.shape[2])
+        parents = frontier.parents[:, :, None].expand(-1, -1, fed.shape[2])
         return self.session.append(self.level, draft_states=fed.gather(1, parents))
 
     def _uncached_inputs(self) -> dict[str, list[Tensor]]:

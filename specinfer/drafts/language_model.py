@@ -17,7 +17,7 @@ from specinfer.common.values import checked_names
 from specinfer.drafts.rows import DraftRows
 from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
 from specinfer.errors import CHECK_WEIGHTS, InputError, NumericalError, TreeError
-from specinfer.tree import Forest, Frontier, Policy, TokenTree
+from specinfer.tree import Forest, Frontier, Growth, Policy, TokenTree
 
 CATCH_UP = 32  # uncached tokens that are fed together with the root; of more, all but the root are prefilled
 
@@ -74,7 +74,7 @@ class ModelDraftSession(DraftRows, DraftSession):
         self.session = model.session(self.batch, *slots, self.draft_layers, context.graphs)
         self.uncached = [list(prompt) for prompt in context.prompts]  # committed but not in the cache; root last
         self.level: Layout | None = None  # layout of the newest level fed
-        self.fed: list[Frontier] = []  # levels fed this step, root excluded: the cache's pending columns
+        self.fed: list[Frontier] = []  # levels fed this step, root excluded: pending columns are nodes 1, 2, ...
         self.vocab_size = min(model.vocab_size, context.vocab_size)
         self.draft_states: list[Tensor | None] = []  # this model's hidden states at the tokens fed last, root last
 
@@ -101,6 +101,8 @@ class ModelDraftSession(DraftRows, DraftSession):
         if max_depth <= 0:
             return Forest(policy.kind, roots)
         growth = policy.grow(self, max_depth)
+        if self.fed:
+            growth, self.fed = _to_host(growth, self.fed)
         try:
             trees = growth.trees(roots, self.draft)
         except TreeError as error:
@@ -205,21 +207,31 @@ class ModelDraftSession(DraftRows, DraftSession):
         return {}
 
 
+def _to_host(growth: Growth, fed: Sequence[Frontier]) -> tuple[Growth, list[Frontier]]:
+    """Bring trees and the levels that were fed for them to the host, which waits once."""
+    growth, found = growth.to_host(*[column for level in fed for column in level[:3]])
+    columns = zip(found[::3], found[1::3], found[2::3], (level.depth for level in fed), strict=True)
+    return growth, [Frontier(*level) for level in columns]
+
+
 def fed_paths(fed: Sequence[Frontier], tokens: Sequence[Sequence[int] | None]) -> list[list[int] | None]:
-    """Find, in every row, the pending columns along the committed tokens; the last token is always fed again."""
+    """Find, in every row, the pending columns along the committed tokens; the last token is always fed again.
+
+    Args:
+        fed: levels below the root, on the host: pending columns are nodes 1, 2, ...
+        tokens: that each row committed; None retires it.
+    """
     if not fed:
         return [None if new is None else [] for new in tokens]
-    columns = [torch.cat([getattr(level, name) for level in fed], 1) for name in ("tokens", "parents", "valid")]
-    rows = torch.stack([column.long() for column in columns], 1).tolist()  # (B, 3, S), one transfer
+    columns = [torch.cat(column, 1).tolist() for column in zip(*(level[:3] for level in fed), strict=True)]
     paths: list[list[int] | None] = []
-    for new, (token, parent, valid) in zip(tokens, rows, strict=True):
-        nodes = reversed([*enumerate(zip(parent, token, valid, strict=True))])  # of equal children the first one counts
-        children = {(p, t): column for column, (p, t, real) in nodes if real}
-        path: list[int] = []
+    for new, *row in zip(tokens, *columns, strict=True):
+        nodes = reversed([*enumerate(zip(*row, strict=True), 1)])  # of equal children the first one counts
+        children = {(parent, token): node for node, (token, parent, real) in nodes if real}
+        node, path = 0, []
         for wanted in (new or ())[:-1]:
-            column = children.get((path[-1] + 1 if path else 0, wanted))  # parents count the root as 0
-            if column is None:
+            if (child := children.get((node, wanted))) is None:
                 break
-            path.append(column)
+            path.append((node := child) - 1)
         paths.append(None if new is None else path)
     return paths

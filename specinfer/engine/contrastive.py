@@ -89,18 +89,18 @@ class CandidateTrees:
 
     def grow(self, source: Source, max_depth: int | None = None) -> Growth:
         """Grow the path, asking the source once at the root, whose candidates are known, and once per level."""
-        root = torch.full((source.batch, 1), -1, device=source.device)
-        source.top(Frontier(root, root, torch.ones_like(root, dtype=torch.bool), 0), 1)
+        roots = Frontier.roots(source.batch, source.device)
+        source.top(roots, 1)
         tokens = on_device([row.tokens[:1] for row in self.known], source.device)
         scores = on_device([[_log(row.probabilities[0])] for row in self.known], source.device)
-        levels, parents, size = [(tokens, torch.zeros_like(tokens), scores)], torch.ones_like(tokens), 1
+        levels = [(roots.tokens, roots.parents, torch.zeros_like(scores)), (tokens, torch.zeros_like(tokens), scores)]
+        node, size = torch.ones_like(tokens), 2  # the node whose children are next, and nodes so far
         for depth in range(1, self.max_depth if max_depth is None else min(self.max_depth, max_depth)):
-            above = torch.full_like(tokens, depth - 1)
-            children, log_probs = source.top(Frontier(tokens, above, scores > -inf, depth), self.width)
+            children, log_probs = source.top(Frontier.chain(tokens, depth, scores > -inf), self.width)
             children, paths = children[:, 0], scores + log_probs[:, 0].clamp(max=0)
-            levels.append((children, parents.expand_as(children), paths))
+            levels.append((children, node.expand_as(children), paths))
             scores, best = paths.max(1, keepdim=True)
-            tokens, parents, size = children.gather(1, best), best + size + 1, size + children.shape[1]
+            tokens, node, size = children.gather(1, best), best + size, size + children.shape[1]
         tokens, parents, scores = (torch.cat(column, 1) for column in zip(*levels, strict=True))
         return Growth(tokens, parents, scores, scores > -inf, self.kind)
 

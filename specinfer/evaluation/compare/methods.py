@@ -248,4 +248,4 @@ class _FirstChoices(Question):
 
     def ask(self, source: Source, max_depth: int | None) -> None:
         growth = Expansion((TOP,)).grow(source, max_depth)
-        self.ranked[self.position] = growth.tokens[0, growth.valid[0]].tolist()
+        self.ranked[self.position] = growth.tokens[0, growth.valid[0]].tolist()[1:]  # without the root

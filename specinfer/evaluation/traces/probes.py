@@ -42,13 +42,9 @@ class TextQuestion(Question):
         padded = [[-1, *tokens, *[0] * self.plan.depth] for tokens in ahead]  # the root comes first
         for level in range(min(self.levels(max_depth), max(map(len, ahead)))):
             asked = [index for index, tokens in enumerate(ahead) if level < len(tokens)]
-            frontier = Frontier(
-                torch.tensor([[row[level]] for row in padded], device=source.device),
-                torch.full((len(ahead), 1), level - 1, device=source.device),  # the one node of the level above
-                torch.tensor([[not level or index in asked] for index in range(len(ahead))], device=source.device),
-                level,
-            )
-            yield level, frontier, asked
+            tokens = torch.tensor([[row[level]] for row in padded], device=source.device)
+            valid = [[not level or index in asked] for index in range(len(ahead))]
+            yield level, Frontier.chain(tokens, level, torch.tensor(valid, device=source.device)), asked
 
 
 class Candidates(TextQuestion):
@@ -119,7 +115,7 @@ class Trees(TextQuestion):
 
         growth = grow_best_first(source, self.plan.nodes + 1, self.levels(max_depth), wanted=note)
         for row, *listed in zip(self.rows, asked, _by_row(growth, growth.scores), strict=True):
-            nodes = _union(listed[0], listed[1][: self.plan.nodes])
+            nodes = _union(listed[0], listed[1][1 : self.plan.nodes + 1])
             self.trees[row][self.position] = np.array(nodes, np.float64).reshape(-1, 3)
 
     def arrays(self, row: int) -> dict[str, np.ndarray]:
@@ -140,11 +136,11 @@ def _by_row(nodes: Frontier | Growth, scores: Tensor) -> list[list[_Node]]:
 
 
 def _union(asked: Sequence[_Node], grown: Sequence[_Node]) -> list[tuple[int, int, float]]:
-    """Return (token, parent, path score) of all nodes of a row, best first; parent -1 = the root.
+    """Return (token, parent, path score) of all nodes of a row but the root, best first.
 
     Args:
-        asked: the frontiers below the root; parents count all frontier nodes before, the root as 0.
-        grown: the tree; parents count its nodes, the root as 0.
+        asked: the frontiers below the root.
+        grown: the tree without the root.
     """
     found: dict[tuple[int, ...], tuple[float, int]] = {}  # tokens from the root -> path score, index in its list
     for nodes in (asked, grown):
@@ -154,8 +150,8 @@ def _union(asked: Sequence[_Node], grown: Sequence[_Node]) -> list[tuple[int, in
             if valid:
                 found.setdefault(paths[-1], (score, index))
     ranked = sorted(found, key=lambda path: (-found[path][0], len(path), found[path][1]))
-    rank = {path: i for i, path in enumerate([(), *ranked], -1)}
-    return [(path[-1], rank[path[:-1]], found[path][0]) for path in ranked]
+    numbers = {path: number for number, path in enumerate([(), *ranked])}
+    return [(path[-1], numbers[path[:-1]], found[path][0]) for path in ranked]
 
 
 def distribution_arrays(name: str, distributions: Tensor, top: int | None) -> dict[str, np.ndarray]:

@@ -205,7 +205,7 @@ def _tree(text: TraceText, draft: int, position: int, policy: BestFirst, max_dep
     """Return the tree that a draft would have grown at a position: the recorded nodes that the policy keeps."""
     drafted = text.drafted[draft]
     recorded = slice(*drafted.first[position : position + 2])
-    parents, scores = drafted.tree_parents[recorded] + 1, drafted.tree_scores[recorded]  # parent 0 = the root
+    parents, scores = drafted.tree_parents[recorded], drafted.tree_scores[recorded]
     least = np.float32(log(policy.min_probability)) if policy.min_probability else -np.inf
     depths = depths_of(np.append(-1, parents))[1:]
     keep = np.flatnonzero((depths <= max_depth) & (scores >= least))[: policy.max_nodes]

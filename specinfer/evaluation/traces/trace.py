@@ -72,8 +72,8 @@ class Drafted:
     Attributes:
         first: (n + 1,) where each position's tree begins in the three columns below.
         tree_tokens, tree_parents, tree_scores: every node of any best-first tree of at most the recorded nodes and
-            depth, best first.  A parent is an index within the position, -1 = the root; a score is the log-probability
-            of the path.
+            depth, best first.  A parent is a number within the position, where the root is node 0 and not among them;
+            a score is the log-probability of the path.
         tokens, log_probs: (n, D, k) the draft's first choices for token i + j and their log-probabilities, best first;
             when sampling, by the noise shared with the target.  Token -1 = none.
         distribution_tokens, distribution_probs: (n, D, k) the likeliest tokens of its distribution q without that
@@ -101,6 +101,15 @@ class Drafted:
         columns = _drafted_columns(n, depth, top, kept, draws, inf)
         arrays = {name: np.full([size or 0 for size in c[0]], c[1], _dtype(name)) for name, c in columns.items()}
         return cls(**arrays)
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """Return the columns as files hold them: their nodes count from 0, so the root is -1."""
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"tree_parents": self.tree_parents - 1}
+
+    @classmethod
+    def read(cls, columns: Mapping[str, Any]) -> "Drafted":
+        """Return what `columns` wrote."""
+        return cls(**{**columns, "tree_parents": columns["tree_parents"] + 1})
 
     def candidates(self, coupled: bool = True) -> Ids:
         """Return the tokens that the draft ranks first, (n, D, k); if not coupled, by its distribution.  -1 = none."""
@@ -142,7 +151,7 @@ class TraceText:
         """Return the text as a safetensors file."""
         arrays = {name: getattr(self, name) for name in ("target_tokens", "target_probs", "probability")}
         arrays |= {name: np.array(getattr(self, name), np.int32) for name in ("prompt_ids", "token_ids")}
-        arrays |= {f"{i}.{f.name}": getattr(d, f.name) for i, d in enumerate(self.drafted) for f in fields(Drafted)}
+        arrays |= {f"{i}.{name}": array for i, d in enumerate(self.drafted) for name, array in d.columns().items()}
         # safetensors would write a view with gaps wrong
         return save({name: np.ascontiguousarray(a) for name, a in arrays.items()}, {"seed": str(self.seed)})
 
@@ -164,7 +173,7 @@ class TraceText:
                 seed = int(file.metadata()["seed"])
             _check_arrays(arrays, settings, vocab_size or np.iinfo(np.int32).max)
             drafted = tuple(
-                Drafted(**{f.name: arrays.pop(f"{i}.{f.name}") for f in fields(Drafted)})
+                Drafted.read({f.name: arrays.pop(f"{i}.{f.name}") for f in fields(Drafted)})
                 for i in range(len(settings["drafts"]))
             )
             ids = {name: arrays.pop(name).tolist() for name in ("prompt_ids", "token_ids")}
