@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from specinfer.attention.layout import lay_out_chains
 from specinfer.attention.model import TreeModel, checked_model, running
 from specinfer.attention.offload import device_of, its_turn
+from specinfer.attention.per_node import PerNode
 from specinfer.attention.precision import autocast_dtype
 from specinfer.attention.recurrent import held, tensors
 from specinfer.attention.verdicts import Support, Verdict, read_verdict, verdict_file, write_verdict
@@ -258,16 +259,14 @@ def toy_tree(tokens: Sequence[int], parents: Sequence[int]) -> TokenTree:
     return TokenTree.from_nodes(tokens[0], [token for _, token in nodes], parents, [-1.0 - i for i in numbers], draws)
 
 
-def _largest_error(
-    model: TreeModel, logits: Sequence[Tensor], prefixes: Sequence[list[int]], trees: list[TokenTree]
-) -> float:
+def _largest_error(model: TreeModel, logits: PerNode, prefixes: Sequence[list[int]], trees: list[TokenTree]) -> float:
     worst = 0.0
     for row, (prefix, tree) in enumerate(zip(prefixes, trees, strict=True)):
         for leaf in set(range(len(tree))).difference(tree.parents.tolist()):
             nodes = tree.ancestors(leaf)
             ids = torch.tensor([[*prefix, *tree.tokens[nodes].tolist()]], device=model.device)
             plain = model.model(input_ids=ids, use_cache=False).logits[0, -len(nodes) :]
-            worst = max(worst, _difference(logits[row][nodes], plain))
+            worst = max(worst, _difference(logits.row(row)[nodes], plain))
     return worst
 
 

@@ -26,15 +26,13 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from specinfer.attention import attend, exported, linear
 from specinfer.attention.cache import TreeCache
 from specinfer.attention.check import toy_tree
 from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees
 from specinfer.attention.linear import BYTES, FORMS, IN_FLOAT32, ROUNDED_STATES, form_of, free_bytes, pack
-from specinfer.attention.model import TreeModel, TreeSession
-from specinfer.attention.packing import Packing
+from specinfer.attention.model import Columns, TreeModel, TreeSession
 from specinfer.attention.watch import Watch, altered, named_tensors
 from specinfer.errors import NotCompiled
 
@@ -308,7 +306,7 @@ def _layers(model: TreeModel) -> list[list[int]]:
     session = model.session(rows=1, capacity=4)
     extra = variants_of(model.model)[0].items()
     inputs = {name: torch.zeros(1, 1, *shape, device=model.device, dtype=model.dtype) for name, shape in extra}
-    session.append(lay_out_chains([[0]], model.device), **inputs)
+    session.append(lay_out_chains([[0]], model.device), None, **inputs)
     layers = (layer.buffers for layer in session.cache.layers)
     return [[keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]] for keys, values in layers]
 
@@ -377,11 +375,11 @@ def _has_same_bits(model: TreeModel, compiled: CompiledPass) -> bool:
     )
     for session in (trees, chains):
         session.prefill([ids[8:]])
-    found = trees.append(lay_out_trees([tree], model.device))[0]
+    found = trees.append(lay_out_trees([tree], model.device)).row(0)
     for leaf in {*range(len(tree))} - {*BRANCHES}:
         path = tree.ancestors(leaf)
         for node in path:
-            alone = chains.append(lay_out_chains([[int(tree.tokens[node])]], model.device))[0, 0]
+            alone = chains.append(lay_out_chains([[int(tree.tokens[node])]], model.device)).row(0)[0]
             if not torch.equal(alone, found[node]):
                 return False
             chains.commit([(0,)])
@@ -396,10 +394,9 @@ def _difference(model: TreeModel, compiled: CompiledPass, extra: Mapping[str, An
     ids = torch.randint(model.vocab_size, (3, 24 + longest), generator=generator, device="cpu").tolist()
     trees = [toy_tree(row[12:18], BRANCHES) for row in (*ids, ids[0][6:])]
     prompts = [ids[0][1:12], ids[1][1:9], ids[2][1:6]]
-    few = torch.tensor([0, 2], device=device)
-    steps: list[tuple[Layout, Tensor | None, Sequence[Sequence[int] | None]]] = [
+    steps: list[tuple[Layout, Columns, Sequence[Sequence[int] | None]]] = [
         (lay_out_chains([row[:1] for row in ids], device), None, [(0,)] * 3),
-        (lay_out_chains(prompts, device), few, [range(len(prompt)) for prompt in prompts]),
+        (lay_out_chains(prompts, device), [range(1, 3)] * 3, [range(len(prompt)) for prompt in prompts]),
         (lay_out_trees(trees[:3], device), None, [(0, 1, 4), None, None]),
         (lay_out_trees(trees[3:], device), None, [(0, 3)]),
         *((lay_out_chains([ids[0][:width]], device), None, [()]) for width in widths),
@@ -413,10 +410,8 @@ def _difference(model: TreeModel, compiled: CompiledPass, extra: Mapping[str, An
             name: torch.randn(*layout.tokens.shape, *shape, generator=generator).to(device, model.dtype)
             for name, shape in extra.items()
         }
-        results = [session.append(layout, columns, **given) for session in sessions]
-        real = Packing(layout)  # padding may have any states
-        found = [pad_sequence([*session.aux_states[0]], True) for session in sessions if session.aux_states]
-        states = [real.pack(each).flatten(2) for each in found]
+        results = [session.append(layout, columns, **given).flat() for session in sessions]
+        states = [session.aux_states[0].flat().flatten(1) for session in sessions if session.aux_states]
         worst = max(worst, _error(*results), _error(*states) if states else 0.0)
         for session in sessions:
             session.commit(paths)

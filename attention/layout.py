@@ -39,7 +39,7 @@ class Layout(NamedTuple):
             return self
         tokens, depths = pad(self.tokens, (0, more)), pad(self.depths, (0, more))
         diagonal = torch.eye(self.width + more, dtype=torch.bool, device=tokens.device)
-        return Layout(tokens, depths, pad(self.visible, (0, more, 0, more)) | diagonal)
+        return Layout(tokens, depths, pad(self.visible, (0, more, 0, more)) | diagonal, self.sizes)
 
 
 def on_device(values: Any, device: torch.device) -> Tensor:

@@ -28,6 +28,7 @@ from specinfer.attention.layout import Layout, lay_out_behind, lay_out_chains, l
 from specinfer.attention.mask import AttentionSpec, attention_mask
 from specinfer.attention.offload import device_of, is_dispatched, its_turn, spans_devices
 from specinfer.attention.packing import Packing
+from specinfer.attention.per_node import PerNode, Span
 from specinfer.attention.precision import autocast_dtype
 from specinfer.attention.recurrent import StateCache
 from specinfer.attention.watch import modules_of
@@ -37,6 +38,7 @@ from specinfer.tree import TokenTree
 
 Inputs = dict[str, Any]  # of the model's forward
 Outputs = tuple[Tensor, ...]
+Columns = Sequence[range] | None  # of each row, nodes of a layout; None: all
 
 CACHES = ("past_key_values", "cache_params", "state")  # names of caches in forwards
 LISTED = 6  # numbers of layers in a message
@@ -245,8 +247,8 @@ class TreeSession:
         seconds: wall-clock seconds in forward passes, prefill excluded (on CUDA until they are launched).
         prefill_seconds: wall-clock seconds in prefill.  A pass that reads ends of prompts beside trees counts here with
             its share of such tokens.
-        aux_states: hidden states of the pending slots, per pass (B, T, K, H) for K aux_layers; where rows of a packed
-            pass differ in their nodes, (N, K, H) of each.  Empty without aux_layers.
+        aux_states: hidden states of the pending slots, per pass (n, K, H) of each row for K aux_layers.  Empty without
+            aux_layers.
         held: per row, the end of its prompt, which the pass of the next `score` reads.
         read: per row, the pending slots of these tokens, until the commit.
     """
@@ -262,7 +264,7 @@ class TreeSession:
         self.cache: Any = cache
         self.aux_layers = tuple(aux_layers)
         self.compiled = compiled
-        self.aux_states: list[Any] = []
+        self.aux_states: list[PerNode] = []
         self.held: list[Sequence[int]] = []
         self.read: list[range] = []
         session = weakref.proxy(self)  # a cycle would keep the cache until garbage is collected
@@ -280,22 +282,25 @@ class TreeSession:
         """Whether its passes take the nodes of all rows as one row, so that padding costs nothing."""
         return self.compiled is not None and self.compiled.packs
 
-    def append(self, layout: Layout, columns: Tensor | None = None, **inputs: Tensor) -> Tensor:
+    def append(self, layout: Layout, columns: Columns = None, **inputs: Tensor) -> PerNode:
         """Feed a layout's nodes as new pending slots: ONE forward pass over all rows.
 
         Args:
             layout: T nodes a row; its S counts the columns already pending plus T.
-            columns: long (C,), the nodes whose logits are wanted; all when None.
+            columns: of each row, the nodes whose logits are wanted; all of the layout's when None.
             **inputs: what else the model's forward takes, one entry per node.
 
         Returns:
-            logits (B, C, V) in the dtype of the passes.
+            logits of these nodes, (n, V) of each row, in the dtype of the passes.
         """
-        logits = self._counted(layout, columns, inputs)
-        return logits if isinstance(logits, Tensor) else pad_sequence(list(logits), True)
+        started = perf_counter()
+        logits = self._forward(layout, columns, inputs, self._replay)
+        self.passes += 1
+        self.seconds += perf_counter() - started
+        return logits
 
-    def append_last(self, layout: Layout, columns: Tensor | None = None, **inputs: Tensor) -> Tensor:
-        """`append` for the only pass of a step, which may be padded: logits (B, T or more, V)."""
+    def append_last(self, layout: Layout, columns: Columns = None, **inputs: Tensor) -> PerNode:
+        """`append` for the only pass of a step, which may be padded."""
         more = self._padding(layout)
         padded = {name: pad(value, (*[0, 0] * (value.ndim - 2), 0, more)) for name, value in inputs.items()}
         return self.append(layout.padded(more), columns, **padded)
@@ -320,7 +325,7 @@ class TreeSession:
             chunks = [prompt[part] for prompt in prompts]
             layout = lay_out_chains(chunks, self.model.device)
             more = {name: pad_sequence([row[part] for row in rows], True) for name, rows in inputs.items()}
-            self._forward(layout, torch.zeros(1, dtype=torch.long, device=self.model.device), more, self._run)
+            self._forward(layout, [range(1)] * len(chunks), more, self._run)
             for row, states in zip(kept, self.commit([range(len(chunk)) for chunk in chunks]), strict=True):
                 row += [] if states is None else [states]
         if end is not None:
@@ -330,31 +335,25 @@ class TreeSession:
         self.prefill_seconds += perf_counter() - started
         return [in_one(states) for states in kept]
 
-    def score(self, trees: Sequence[TokenTree]) -> Sequence[Tensor]:
-        """Score every node of one tree per row in one pass: per row, logits (N or more, V) for the N nodes of its tree.
-
-        ``logits[b][i]`` follow node i of tree b; what is beyond the tree's size is padding.
-        """
+    def score(self, trees: Sequence[TokenTree]) -> PerNode:
+        """Score every node of one tree per row in one pass: logits (n, V) of each row, in the order of its nodes."""
         if self.held:
             return self._score_behind(trees)
         layout = lay_out_trees(trees, self.model.device)
-        return [*self._counted(layout.padded(self._padding(layout)), None, {})]
+        return self.append(layout.padded(self._padding(layout)))
 
-    def _score_behind(self, trees: Sequence[TokenTree]) -> Sequence[Tensor]:
+    def _score_behind(self, trees: Sequence[TokenTree]) -> PerNode:
         """`score` in a pass that reads the ends of prompts, too."""
-        started, packs, device = perf_counter(), self.packs, self.model.device
-        layout, self.read = lay_out_behind(self.held, trees, device, aligned=not packs)
-        columns: Tensor | Sequence[range]
-        if packs:
-            columns = [range(read.stop, read.stop + len(tree)) for read, tree in zip(self.read, trees, strict=True)]
-        else:
-            columns = torch.arange(self.read[0].stop, layout.width, device=device)
+        started = perf_counter()
+        layout, self.read = lay_out_behind(self.held, trees, self.model.device, aligned=not self.packs)
+        columns = [range(read.stop, read.stop + len(tree)) for read, tree in zip(self.read, trees, strict=True)]
+        if not self.packs:
             self.cache.allow(layout.width)
         logits = self._forward(layout, columns, {}, self._run)
         spent, read, scored = perf_counter() - started, sum(map(len, self.held)), sum(map(len, trees))
         self.seconds += spent * scored / (read + scored)
         self.prefill_seconds += spent * read / (read + scored)
-        return [*logits]
+        return logits
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> list[Tensor | None]:
         """Keep these pending slots of each row, forget the others, retire rows given None (`TreeCache.keep`).
@@ -373,15 +372,10 @@ class TreeSession:
         aux_states, self.aux_states = self.aux_states, []
         if not aux_states:
             return [None] * len(paths)
-        states = torch.cat(aux_states, 1) if len(aux_states) > 1 else aux_states[0]
-        padded = isinstance(states, Tensor)
-        if padded and {None, (0,)} >= {path if path is None else tuple(path) for path in paths}:  # steps without trees
-            roots = states[:, :1].clone() if states.shape[1] > 1 else states
-            return [None if path is None else row for path, row in zip(paths, roots, strict=True)]
-        return [
-            None if path is None else row if len(path) == len(row) and not padded else _chosen(row, path)
-            for path, row in zip(paths, states, strict=True)
-        ]
+        states = PerNode.joined(aux_states)
+        is_whole = states.count == sum(len(path or ()) for path in paths)  # then there is nothing else to free
+        rows = zip(paths, states, strict=True)
+        return [None if path is None else _chosen(row, path, is_whole) for path, row in rows]
 
     def join(self, other: "TreeSession") -> None:
         """Take in the rows of another session of the same model, after the own ones, between two steps."""
@@ -397,34 +391,23 @@ class TreeSession:
         """Return how many nodes of padding the only pass of a step gets."""
         return padded_width(layout.width) - layout.width if self.graphs else 0
 
-    def _counted(self, layout: Layout, columns: Tensor | None, extra: dict[str, Tensor]) -> Tensor | Sequence[Tensor]:
-        """Run a pass that is no prefill: see `_forward`."""
-        started = perf_counter()
-        logits = self._forward(layout, columns, extra, self._replay)
-        self.passes += 1
-        self.seconds += perf_counter() - started
-        return logits
-
     @torch.inference_mode()
     def _forward(
-        self,
-        layout: Layout,
-        columns: Tensor | Sequence[range] | None,
-        extra: dict[str, Tensor],
-        run: Callable[[Inputs], Outputs],
-    ) -> Tensor | Sequence[Tensor]:
-        """Feed a layout; return logits (B, C, V), or of each row, (N, V), where rows of a packed pass differ in N.
+        self, layout: Layout, columns: Columns, extra: dict[str, Tensor], run: Callable[[Inputs], Outputs]
+    ) -> PerNode:
+        """Feed a layout; return the logits of the wanted nodes.
 
         Args:
-            layout, extra: as `append`.
-            columns: (C,) whose logits are wanted; of a packed pass maybe the columns of each row; None = all.
+            layout, columns, extra: as `append`.
             run: runs the model.
         """
         model, cache = self.model, self.cache
+        wanted = None if columns is None else sorted({column for row in columns for column in row})
         if model.stateful:
-            logits, *aux_states = cache.feed(layout, columns, self._read_row)
-            self.aux_states += aux_states
-            return logits
+            nodes = None if wanted is None else on_device(wanted, layout.tokens.device)
+            logits, *aux_states = cache.feed(layout, nodes, self._read_row)
+            self.aux_states += [PerNode.padded_rows(each, layout.sizes) for each in aux_states]
+            return _of_columns(logits, columns, wanted, layout.sizes)
         packing = Packing(layout) if self.packs else None
         cache.stage(layout.width, layout.tokens.device, packing.sizes if packing else ())
         inputs: Inputs = {
@@ -434,22 +417,20 @@ class TreeSession:
         }
         if model.takes_positions:
             inputs["position_ids"] = self._positions(layout)
-        nodes = columns if packing is None or columns is None else packing.columns(columns)
         if packing:
-            inputs = packing.inputs(inputs, cache.staged(model.device))
+            inputs, wanted = packing.inputs(inputs, cache.staged(model.device)), packing.nodes(columns)
+        nodes = None if wanted is None else on_device(wanted, model.device)
         if nodes is not None and model.takes_logits_to_keep:
             inputs["logits_to_keep"] = nodes
         with model.ranks.together(*layout, cache.lengths):
             logits, *aux_states = run(inputs)
         logits = logits if nodes is None or model.takes_logits_to_keep else logits[:, nodes]
-        self.aux_states += map(packing.by_row, aux_states) if packing else aux_states
-        if packing is None:
-            return logits
-        if isinstance(columns, Tensor):
-            return logits.view(len(layout.tokens), -1, logits.shape[2])
-        if columns is not None:
-            return logits[0].split([*map(len, columns)])
-        return packing.by_row(logits)
+        self.aux_states += [
+            packing.by_row(each) if packing else PerNode.padded_rows(each, layout.sizes) for each in aux_states
+        ]
+        if packing:
+            return packing.by_row(logits, columns)
+        return _of_columns(logits, columns, wanted, layout.sizes)
 
     def _run(self, inputs: Inputs) -> Outputs:
         """Run the model: logits, and the auxiliary hidden states (B, T, K, H) if there are aux_layers."""
@@ -517,8 +498,17 @@ def in_one(parts: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(given) if len(given) > 1 else next(iter(given), None)
 
 
-def _chosen(states: Tensor, path: Sequence[int]) -> Tensor:
-    """Return states (S, ...) at ascending indices, (n, ...): a copy, so that the others can be freed."""
-    if not path or path[-1] == len(path) - 1:
-        return states[: len(path)].clone()
-    return states[on_device(list(path), states.device)]
+def _of_columns(logits: Tensor, columns: Columns, wanted: Sequence[int] | None, sizes: Sequence[int]) -> PerNode:
+    """Return the logits of each row's columns, from those of all wanted columns of all rows, (B, C, V)."""
+    if columns is None or wanted is None:
+        return PerNode.padded_rows(logits, sizes)
+    first = [wanted.index(row.start) if row else 0 for row in columns]
+    spans = zip(first, columns, strict=True)
+    return PerNode(logits, [Span(line, range(start, start + len(row))) for line, (start, row) in enumerate(spans)])
+
+
+def _chosen(states: Tensor, path: Sequence[int], is_whole: bool) -> Tensor:
+    """Return a row's states (S, ...) at ascending indices, (n, ...): a copy, so that the others can be freed."""
+    if path and path[-1] != len(path) - 1:
+        return states[on_device(list(path), states.device)]
+    return states if is_whole else states[: len(path)].clone()

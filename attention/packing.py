@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specinfer.attention.layout import Layout, on_device
+from specinfer.attention.per_node import PerNode
 
 
 class Packing:
@@ -40,21 +41,20 @@ class Packing:
         """Return the entries (B, T, ...) of all nodes, (1, N, ...)."""
         return (values.flatten(0, 1) if self.real is None else values[self.real])[None]
 
-    def columns(self, wanted: Tensor | Sequence[range]) -> Tensor:
-        """Return which nodes are in some columns: (C,) of all rows, or those of each row.
+    def nodes(self, columns: Sequence[range] | None) -> list[int] | None:
+        """Return the numbers of the nodes in some columns of each row, row after row; None of all.
 
-        They follow each other row by row.  Where a row has fewer than C columns, its last node counts.
+        Where a row has fewer columns, its last node counts.
         """
+        if columns is None:
+            return None
         starts = [0, *accumulate(self.sizes)][:-1]
-        if not isinstance(wanted, Tensor):
-            columns = [start + column for start, part in zip(starts, wanted, strict=True) for column in part]
-            return torch.tensor(columns, device="cpu")
-        sizes, first = (on_device(numbers, wanted.device)[:, None] for numbers in (self.sizes, starts))
-        return (first + wanted.minimum(sizes - 1)).flatten()
+        rows = zip(starts, self.sizes, columns, strict=True)
+        return [start + min(column, size - 1) for start, size, row in rows for column in row]
 
-    def by_row(self, found: Tensor) -> Tensor | Sequence[Tensor]:
-        """Return what was found for nodes, (1, N, ...), as (B, T, ...), or of each row where rows differ in size."""
-        return found[0].split(self.sizes) if self.is_ragged else found.view(*self.shape, *found.shape[2:])
+    def by_row(self, found: Tensor, columns: Sequence[range] | None = None) -> PerNode:
+        """Return what was found for some columns of each row, or for all nodes, (1, N, ...)."""
+        return PerNode.side_by_side(found, self.sizes if columns is None else [*map(len, columns)])
 
     def inputs(self, given: dict[str, Any], slots: Tensor) -> dict[str, Any]:
         """Return the inputs of a forward, (B, T, ...) each, for all nodes, with their rows and slots of the cache."""

@@ -24,7 +24,7 @@ LONGEST = 200  # tokens of a prompt
 def logits(model: TreeModel, ids: list[int]) -> Tensor:
     """Return the logits after each token, (T, V)."""
     session = model.session(1, len(ids))
-    return session.append(lay_out_chains([ids], model.device))[0].double()
+    return session.append(lay_out_chains([ids], model.device)).row(0).double()
 
 
 def main() -> None:

@@ -69,10 +69,9 @@ def test_packed_nodes_are_those_of_the_rows(sizes: list[int], columns: int) -> N
     assert packed.tolist() == [[5 * row + column for row, column in nodes]]
     assert packing.rows.tolist() == [[row for row, _ in nodes]]
     back = packing.by_row(packed)
-    assert isinstance(back, torch.Tensor) == (set(counts) == {5})
     assert [row.tolist() for row in back] == [row[:n].tolist() for row, n in zip(every, counts, strict=True)]
-    wanted = torch.arange(columns)
-    found = packed[0, packing.columns(wanted)].view(len(sizes), columns).tolist()
+    wanted = [range(columns)] * len(sizes)
+    found = packing.by_row(packed[:, packing.nodes(wanted)], wanted).padded().tolist()
     assert found == [[5 * row + min(column, n - 1) for column in range(columns)] for row, n in enumerate(counts)]
 
 
@@ -86,9 +85,10 @@ def test_the_inputs_of_a_packed_pass() -> None:
     assert packed["input_ids"].tolist() == [[7, 8, 9, 5]]
     assert packed["cache_rows"].tolist() == [[0, 0, 0, 1]]
     assert packed["cache_slots"].tolist() == [[4, 5, 6, 1]]
-    assert packing.columns(torch.tensor([0])).tolist() == [0, 3]
-    assert packing.columns(torch.tensor([0, 2])).tolist() == [0, 2, 3, 3]
-    assert packing.columns([range(1, 3), range(1)]).tolist() == [1, 2, 3]
+    assert packing.nodes(None) is None
+    assert packing.nodes([range(1), range(1)]) == [0, 3]
+    assert packing.nodes([range(1, 3), range(1, 3)]) == [1, 2, 3, 3]
+    assert packing.nodes([range(1, 3), range(1)]) == [1, 2, 3]
     assert torch.equal(packed["attention_mask"]["b"][0, 0], -torch.cat([mask[0, 0], mask[1, 0, :1]]))
     whole = lay_out_chains([[7, 8], [5, 6]], CPU)
     assert (

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 import specinfer.attention.model as adapter
 from specinfer.attention import Layout, TreeModel, TreeSession, lay_out_chains, lay_out_level
+from specinfer.attention.per_node import PerNode
 from specinfer.errors import CacheError, UnsupportedModel
 from specinfer.tree import Draw, Frontier, TokenTree
 
@@ -63,12 +64,12 @@ def plain(model: Any, ids: Sequence[int]) -> Tensor:
 
 
 def assert_nodes_match(
-    model: Any, logits: Sequence[Tensor], prefixes: Sequence[list[int]], trees: Sequence[TokenTree], tolerance: float
+    model: Any, logits: PerNode, prefixes: Sequence[list[int]], trees: Sequence[TokenTree], tolerance: float
 ) -> None:
     for row, (prefix, tree) in enumerate(zip(prefixes, trees, strict=True)):
         for node in range(len(tree)):
             wanted = plain(model, [*prefix, int(tree.tokens[0]), *tree.path(node)])
-            error = float((logits[row][node] - wanted).abs().max() / wanted.abs().max())
+            error = float((logits.row(row)[node] - wanted).abs().max() / wanted.abs().max())
             assert error <= tolerance, f"row {row}, node {node}: {error:.1e}"
 
 
@@ -91,7 +92,7 @@ def test_twenty_rounds_of_score_and_commit(name: str, attention: str, dtype: tor
     for step in range(20):
         trees = [random_tree(chance, chance.randrange(VOCAB), chance.randrange(7)) for _ in prefixes]
         logits = session.score(trees)
-        assert {tuple(row.shape) for row in logits} == {(max(map(len, trees)), VOCAB)}
+        assert [tuple(row.shape) for row in logits] == [(len(tree), VOCAB) for tree in trees]
         if step % 4 == 0 or step > 16:
             assert_nodes_match(model, logits, prefixes, trees, tolerance_of(name, attention, dtype))
         paths: list[list[int] | None] = [tree.ancestors(chance.randrange(len(tree))) for tree in trees]
@@ -130,9 +131,8 @@ def test_a_chunked_prefill_equals_a_whole_one(name: str, attention: str, monkeyp
         assert session.passes == 0
         scores.append(session.score(trees))
         assert_nodes_match(model, scores[-1], prompts, trees, tolerance_of(name, attention))
-    for row, tree in enumerate(trees):  # padding may differ: what it sees is its own affair
-        for other in scores[1:]:
-            torch.testing.assert_close(scores[0][row][: len(tree)], other[row][: len(tree)], rtol=1e-5, atol=1e-6)
+    for other in scores[1:]:
+        torch.testing.assert_close(scores[0].flat(), other.flat(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("chunk", [512, 4])
@@ -194,7 +194,7 @@ def test_a_tree_fed_level_by_level_scores_like_the_whole(name: str) -> None:
         for row, (prefix, tree, nodes) in enumerate(zip(prefixes, trees, rows, strict=True)):
             for place, node in enumerate(nodes):
                 wanted = plain(model, [*prefix, int(tree.tokens[0]), *tree.path(node)])
-                error = float((logits[row, place] - wanted).abs().max() / wanted.abs().max())
+                error = float((logits.row(row)[place] - wanted).abs().max() / wanted.abs().max())
                 assert error <= MODELS[name][2]
                 sent[row][node] = count + place
         count += width
@@ -211,7 +211,7 @@ def test_rows_do_not_know_of_each_other() -> None:
     for row, (prompt, tree) in enumerate(zip(prompts, trees, strict=True)):
         single = model.session(1, capacity=32)
         single.prefill([prompt])
-        torch.testing.assert_close(single.score([tree])[0], together[row][: len(tree)], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(single.score([tree]).row(0), together.row(row), rtol=1e-10, atol=1e-12)
 
 
 class Reluctant(LlamaForCausalLM):
@@ -256,14 +256,16 @@ def tiny(cls: type, **options: Any) -> Any:
 def test_only_the_wanted_columns_come_back(cls: type) -> None:
     model = TreeModel(tiny(cls))
     assert model.takes_logits_to_keep is (cls is LlamaForCausalLM)
-    chains, columns = [[5, 6, 7, 8], [9, 10]], torch.tensor([0, 1, 3])
-    logits = []
-    for wanted in (None, columns):
+    chains, logits = [[5, 6, 7, 8], [9, 10]], []
+    columns = [None, [range(2), range(2)], [range(3, 4), range(1, 2)], [range(1, 4), range(2)], [range(4), range(0)]]
+    for wanted in columns:
         session = model.session(2, capacity=16)
         session.prefill([[1, 2, 3], [4]])
         logits.append(session.append(lay_out_chains(chains, model.device), wanted))
-    assert logits[0].shape == (2, 4, VOCAB)
-    torch.testing.assert_close(logits[1], logits[0][:, columns])
+    assert [len(row) for row in logits[0]] == [4, 2]
+    for wanted, found in zip(columns[1:], logits[1:], strict=True):
+        for row, part in enumerate(wanted or ()):
+            torch.testing.assert_close(found.row(row), logits[0].row(row)[part.start : part.stop])
 
 
 def test_a_model_without_positions_still_scores_chains() -> None:
@@ -275,7 +277,7 @@ def test_a_model_without_positions_still_scores_chains() -> None:
     logits = session.append(lay_out_chains([[4, 5, 6]], tree_model.device))
     for last in range(3):
         wanted = plain(model, [1, 2, 3, 4, 5, 6][: 4 + last])
-        torch.testing.assert_close(logits[0, last], wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(logits.row(0)[last], wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_without_a_cache_is_refused() -> None:
@@ -394,7 +396,7 @@ def test_longrope_is_exact_up_to_its_original_context_only() -> None:
         session = tree_model.session(1, capacity=48)
         session.prefill([list(range(length))])
         root = plain(model, [*range(length), 5])
-        errors.append(float((session.score([chain])[0][0] - root).abs().max()))
+        errors.append(float((session.score([chain]).row(0)[0] - root).abs().max()))
     assert errors[0] < 1e-5
     assert errors[1] > 1e-3
 

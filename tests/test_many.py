@@ -245,7 +245,7 @@ def test_numbers_that_are_none_end_the_run_and_keep_what_was_done(target):
 def test_drafts_learn_from_all_rows_at_the_end(target):
     made = decoder(target, ["ngram"])
     heard = []
-    made.drafts[0].learn = lambda texts, seconds: heard.append(texts)
+    made.drafts[0].learns, made.drafts[0].learn = True, lambda texts, seconds: heard.append(texts)
     found = taken(made.generate_many(own(temperature=0), max_rows=3))
     assert sorted(heard[0]) == sorted([*row.prompt_ids, *row.token_ids] for row in found)
 
@@ -312,7 +312,7 @@ def test_random_schedules_keep_the_cache(target, seed):
             logits = session.score([toy_tree([7], [])] * len(texts))
             for row, text in enumerate(texts):
                 wanted = target(torch.tensor([[*text, 7]])).logits[0, -1]
-                torch.testing.assert_close(logits[row][0], wanted, rtol=1e-9, atol=1e-9)
+                torch.testing.assert_close(logits.row(row)[0], wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_caches_join_between_steps_only():

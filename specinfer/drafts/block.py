@@ -88,13 +88,14 @@ class BlockRows(DepthsSession):
         self.uncached = [[row[:0]] for row in states]
         counts = [len(row) for row in states]
         layout = lay_out_blocks(self.roots, config.mask_token_id, config.block_size, counts, device)
-        wanted = on_device(range(config.block_size - self.depth, config.block_size), device)
-        logits = self.session.append_last(layout, wanted, target_states=pad_sequence(states, batch_first=True))
+        wanted = range(config.block_size - self.depth, config.block_size)
+        fed = pad_sequence(states, batch_first=True)
+        logits = self.session.append_last(layout, [wanted] * len(counts), target_states=fed)
         if self.network.draft_layers:
-            self.slot_states = self.session.aux_states.pop()[:, wanted, 0]
+            self.slot_states = self.session.aux_states.pop().padded()[:, wanted.start : wanted.stop, 0]
         first = config.block_size
         self.session.commit([range(first, first + count) for count in counts])
-        return logits
+        return logits.padded()
 
     def read_ahead(self) -> None:
         """Feed and commit all uncached context."""

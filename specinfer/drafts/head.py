@@ -195,9 +195,9 @@ class HeadDraftSession(ModelDraftSession):
             return self._feed_uncached()
         self.level = lay_out_level(frontier, self.level, self.device)
         roots = torch.stack([states[-1:, 0] for states in self.draft_states if states is not None])  # (B, 1, H)
-        fed = torch.cat([roots, *(states[:, :, 0] for states in self.session.aux_states)], 1)
+        fed = torch.cat([roots, *(states.padded()[:, :, 0] for states in self.session.aux_states)], 1)
         parents = frontier.parents[:, :, None].expand(-1, -1, fed.shape[2])
-        return self.session.append(self.level, draft_states=fed.gather(1, parents))
+        return self.session.append(self.level, draft_states=fed.gather(1, parents)).padded()
 
     def _uncached_inputs(self) -> dict[str, list[Tensor]]:
         """Return the target's states that chose each row's uncached tokens, and keep none."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level, on_device
+from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level
 from specinfer.common.values import checked_names
 from specinfer.drafts.rows import DraftRows
 from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
@@ -171,7 +171,7 @@ class ModelDraftSession(DraftRows, DraftSession):
         tokens = frontier.tokens.clamp(max=self.session.model.embedded - 1)
         self.level = lay_out_level(frontier._replace(tokens=tokens), self.level, self.device)
         self.fed.append(frontier)
-        return self.session.append(self.level)[..., : self.vocab_size]
+        return self.session.append(self.level).padded()[..., : self.vocab_size]
 
     def _feed_uncached(self) -> Tensor:
         """Feed and commit each row's uncached tokens, the root last; return the logits after the root, (B, 1, V)."""
@@ -179,12 +179,11 @@ class ModelDraftSession(DraftRows, DraftSession):
             self.read_ahead()
         chains = self._chains()
         padded = {name: pad_sequence(rows, batch_first=True) for name, rows in self._uncached_inputs().items()}
-        columns = sorted({len(chain) - 1 for chain in chains})  # where the roots are
-        layout = lay_out_chains(chains, self.device)
-        logits = self.session.append_last(layout, on_device(columns, self.device), **padded)
+        roots = [range(len(chain) - 1, len(chain)) for chain in chains]
+        logits = self.session.append_last(lay_out_chains(chains, self.device), roots, **padded)
         self.draft_states = self.session.commit([range(len(chain)) for chain in chains])
         self.uncached = [[] for _ in chains]
-        return torch.stack([logits[row, columns.index(len(chain) - 1)] for row, chain in enumerate(chains)])[:, None]
+        return logits.padded()
 
     def read_ahead(self) -> None:
         """Feed and commit each row's uncached tokens except the root."""

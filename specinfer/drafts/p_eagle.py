@@ -61,11 +61,13 @@ class MaskedHeadSession(HeadDraftSession):
         mask = network.mask_hidden.expand(masked, -1, -1)
         fed = pad_sequence([torch.cat([row.to(mask.dtype), mask]) for row in states], batch_first=True)
         layout = lay_out_chains([[*chain, *[network.mask_token_id] * masked] for chain in chains], self.device)
-        logits = self.session.append_last(layout, target_states=fed)
+        roots = [len(chain) - 1 for chain in chains]
+        logits = self.session.append_last(
+            layout, [range(root, root + network.depth) for root in roots], target_states=fed
+        )
         self.session.commit([range(len(chain)) for chain in chains])
         self.uncached = [[] for _ in chains]
-        roots = [len(chain) - 1 for chain in chains]
-        return torch.stack([row[root : root + network.depth] for row, root in zip(logits, roots, strict=True)])
+        return logits.padded()
 
 
 class PEagleSession(LatticeSession):

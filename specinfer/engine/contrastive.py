@@ -164,7 +164,7 @@ def _begun(target: TreeSession, policy: Policy, rows: Sequence[Row], states: Seq
     """Return the rows' texts before the first step, by a pass over bare roots that nothing is kept of."""
     roots = Forest(policy.kind, [row.ids[-1] for row in rows])
     views = target_views(rows, roots, target.score(roots))
-    none = target.aux_states[-1][0][:0]
+    none = target.aux_states[-1].row(0)[:0]
     target.commit([()] * len(rows))
     return [
         _Text(_directions(none if before is None else before), Candidates.after(view, 0))
@@ -216,7 +216,7 @@ class _Text:
 
         Args:
             view: the target at the tree's nodes.
-            fed: (N or more, H) directions of the last hidden states at the nodes.
+            fed: (N, H) directions of the last hidden states at the nodes.
         """
         tree, alpha, path = view.tree, view.row.contrast.alpha, [0]
         penalties = self.penalties(tree, fed[: len(tree)])

@@ -49,7 +49,7 @@ class Scored(Protocol):
 
     @property
     def logits(self) -> Tensor:
-        """The target's logits after each node, before processors: (N or more, V), on its device; read, never kept."""
+        """The target's logits after each node, before processors: (N, V), on its device; read, never kept."""
 
 
 class Proposer(Protocol):

@@ -3,7 +3,7 @@
 Knows: logits, one sequence's processors and noise.  Does not know: models, caches, which nodes verification visits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from math import isfinite
 from typing import Any
@@ -26,8 +26,8 @@ from specinfer.prompts import check_ids
 from specinfer.tree import TokenTree
 
 
-def target_views(rows: Sequence[Row], trees: Sequence[TokenTree], logits: Sequence[Tensor]) -> list["RowView"]:
-    """Return a view of the target for every row's tree, from its logits (N or more, V)."""
+def target_views(rows: Sequence[Row], trees: Sequence[TokenTree], logits: Iterable[Tensor]) -> list["RowView"]:
+    """Return a view of the target for every row's tree, from its logits (N, V)."""
     for row in rows:
         row.step += 1
     views = [RowView(*row) for row in zip(rows, trees, logits, strict=True)]

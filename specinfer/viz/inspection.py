@@ -60,7 +60,7 @@ def inspect(decoder: Any, result: Result, **options: Any) -> "Inspection":
     with running(target):
         session.prefill([row.ids[:-1]])
         for number, step in enumerate(result.steps):
-            logits = session.score([step.tree])[0]
+            logits = session.score([step.tree]).row(0)
             differences += rescorer.differences(number, row, step, logits)
             rescored, prefix = rescorer.rescored(row, step.tree, logits, step), _Prefix(rescorer, number)
             steps.append(StepInspection(number, step.tree, *rescored, AS_DECODED, step, prefix))
@@ -360,7 +360,7 @@ class _Prefix:
         target = self.rescorer.decoder.target
         _check_branches([target], tree)
         with running(target):
-            logits = self.session.score([tree])[0]
+            logits = self.session.score([tree]).row(0)
             self.session.commit([()])
         return self.rescorer.rescored(self.rescorer.row(self.number), tree, logits)
 

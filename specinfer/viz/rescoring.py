@@ -143,7 +143,7 @@ class Rescorer:
         Args:
             row: before the step.
             tree: of N nodes.
-            logits: (N or more, V) of the target after its nodes.
+            logits: (N, V) of the target after its nodes.
             record: what was decided when the text was written; without it, the verifier decides now.
         """
         view = _Watched(row, tree, logits)
