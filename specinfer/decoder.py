@@ -291,7 +291,7 @@ class SpeculativeDecoder:
     ) -> Iterator[Finished]:
         """Generate for any number of prompts, a few at a time, and yield what finishes as it does.
 
-        A prompt joins the running rows when another has ended.  A row's text is what it would be alone.  Only the rows
+        A prompt joins the running rows when another has ended.  Batching never changes a row's text.  Only the rows
         under way are kept, and prompts are asked for as they are needed, so both may be without end.
 
         Args:
