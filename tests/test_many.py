@@ -245,7 +245,7 @@ def test_numbers_that_are_none_end_the_run_and_keep_what_was_done(target):
 def test_drafts_learn_from_all_rows_at_the_end(target):
     made = decoder(target, ["ngram"])
     heard = []
-    made.drafts[0].learn = lambda texts, seconds: heard.append(texts)
+    made.drafts[0].learns, made.drafts[0].learn = True, lambda texts, seconds: heard.append(texts)
     found = taken(made.generate_many(own(temperature=0), max_rows=3))
     assert sorted(heard[0]) == sorted([*row.prompt_ids, *row.token_ids] for row in found)
 
