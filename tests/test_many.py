@@ -13,6 +13,7 @@ from test_heads import draft_for
 from specinfer import BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder
 from specinfer.attention import TreeCache, TreeModel, padded_width, resumed
 from specinfer.attention.check import toy_tree
+from specinfer.drafts.ngram import NGramDraft
 from specinfer.drafts.suffix import SuffixDraft
 from specinfer.engine.sequence import Row
 from specinfer.errors import CacheError, InputError, NumericalError, SamplingError
@@ -243,9 +244,16 @@ def test_numbers_that_are_none_end_the_run_and_keep_what_was_done(target):
 
 
 def test_drafts_learn_from_all_rows_at_the_end(target):
-    made = decoder(target, ["ngram"])
     heard = []
-    made.drafts[0].learns, made.drafts[0].learn = True, lambda texts, seconds: heard.append(texts)
+
+    class Listening(NGramDraft):
+        def attach(self, target, tokenizer):
+            return self
+
+        def learn(self, texts, seconds):
+            heard.append(texts)
+
+    made = decoder(target, [Listening()])
     found = taken(made.generate_many(own(temperature=0), max_rows=3))
     assert sorted(heard[0]) == sorted([*row.prompt_ids, *row.token_ids] for row in found)
 

@@ -53,8 +53,10 @@ def texts(target, drafts, tree, options):
     """Everything in the setting: the decoder is made, and generates in several ways."""
     decoder = SpeculativeDecoder(target, byte_tokenizer(), drafts, tree, compile=False)
     results = decoder.generate(PROMPTS, max_new_tokens=8, logprobs=True, **options)
-    trees = [[step.tree.tokens.tolist() for step in result.steps] for result in results] if tree != "auto" else None
-    found = [result.token_ids for result in results], [result.logprobs for result in results], trees
+    is_timed = tree == "auto"  # then times decide about trees, and these about the last bits
+    trees = None if is_timed else [[step.tree.tokens.tolist() for step in result.steps] for result in results]
+    logprobs = [[round(value, 9) if is_timed else value for value in result.logprobs] for result in results]
+    found = [result.token_ids for result in results], logprobs, trees
     if "penalty_alpha" in options:
         return found
     many = sorted(decoder.generate_many(PROMPTS, max_rows=2, max_new_tokens=8, **options))

@@ -54,7 +54,6 @@ class OnlineHead(HeadDraft):
         swaps: how often better weights took over.
     """
 
-    learns = True
     buffer: "ExampleBuffer"  # these are of an attached draft
     budget: "Budget"
     student: "Student"

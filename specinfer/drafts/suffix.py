@@ -79,6 +79,11 @@ class SuffixDraft(Draft):
         resuming, known = len(lengths) > LEVEL, (self.special, self.template)
         return SuffixSession(context, lengths, self.max_context, POWER, self.memory, resuming, *known)
 
+    @property
+    def learns(self) -> bool:
+        """Whether it has a memory."""
+        return self.memory is not None
+
     def learn(self, texts: Sequence[Sequence[int]], seconds: float) -> None:
         """Remember the texts of a call, prompts included but for the template's beginning, if there is a memory."""
         if self.memory:

@@ -124,7 +124,6 @@ class Draft(ABC):
         notes: what a decoder's results say about it.
         model: the `TreeModel` that it runs; None if it runs none, or not behind a mask.
         agreements: conventions that a published head may have, the one in use first, by agreement with the target.
-        learns: whether `learn` is to be called.
         is_whole: whether it proposes its trees whole, and no policy may cut them.
     """
 
@@ -133,7 +132,6 @@ class Draft(ABC):
     notes: Sequence[str] = ()
     model: Any = None
     agreements: Sequence[tuple[str, list[float]]] = ()
-    learns: bool = False
     is_whole: bool = False
 
     @abstractmethod
@@ -156,6 +154,11 @@ class Draft(ABC):
             PolicyError: there is none.
         """
         return policy
+
+    @property
+    def learns(self) -> bool:
+        """Whether there is something to learn: a draft with a `learn` of its own."""
+        return type(self).learn is not Draft.learn
 
     def learn(self, texts: Sequence[Sequence[int]], seconds: float) -> None:  # noqa: B027
         """Learn between calls; what it spends is in the statistics.
