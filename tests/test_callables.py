@@ -222,6 +222,17 @@ def test_an_object_that_is_processor_and_criterion_is_one_object_in_each_row(dec
     assert both.calls >= 3  # a single row uses the object itself, as in transformers
 
 
+class Counter:
+    """Counts."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def count(self):
+        """Count."""
+        self.calls += 1
+
+
 def counting_by(kind):
     """A function that counts its calls where rows would share the count."""
     calls, total = {"all": 0}, 0
@@ -244,14 +255,40 @@ def counting_by(kind):
         return scores
 
     in_an_attribute.calls = 0
+    script, buffer, counter = iter(range(99)), torch.zeros(1), Counter()
+
+    def in_an_iterator(ids, scores):
+        next(script)
+        return scores
+
+    def in_a_tensor(ids, scores):
+        buffer.add_(1)
+        return scores
+
+    def in_an_object(ids, scores):
+        counter.calls += 1
+        return scores
+
+    count = counter.count
+
+    def in_a_method(ids, scores):
+        count()
+        return scores
+
     return locals()[kind]
 
 
-@pytest.mark.parametrize("kind", ["in_a_container", "in_a_variable", "in_a_default", "in_an_attribute"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("in_a_container", "in_a_variable", "in_a_default", "in_an_attribute"),
+        *("in_an_iterator", "in_a_tensor", "in_an_object", "in_a_method"),
+    ],
+)
 def test_functions_that_keep_state_are_refused_for_several_rows(decoder, kind):
     """With the way out; a single row may keep it, and so may a factory."""
     given = {"max_new_tokens": 3, "temperature": 0}
-    with pytest.raises(SamplingError, match=r"rows would share (it|that): give a function of one argument"):
+    with pytest.raises(SamplingError, match=r"rows would share( it| that)?: give a function of one argument"):
         decoder.generate(PROMPTS, logits_processor=counting_by(kind), **given)
     with pytest.raises(SamplingError, match="rows would share"):
         list(decoder.generate_many(PROMPTS, logits_processor=counting_by(kind), **given))

@@ -35,6 +35,11 @@ Function = Callable[..., Any]
 FUNCTIONS = ("logits_processor", "stopping_criteria")  # names of the options that hold them
 ADVICE = "give a function of one argument, the row's number, that returns a function for that row"
 CONTAINERS = (list, dict, set, bytearray)
+FIXED = (  # types of values that do not change
+    *(int, float, complex, str, bytes, tuple, frozenset, range, slice, type(None), type(...), type),
+    *(ModuleType, FunctionType, BuiltinFunctionType),
+)
+LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "threading", "re", "regex", "functools", "enum")
 # Classes of transformers' that remember nothing from call to call, and look at each row by itself.
 STATELESS = (
     *(generation.TemperatureLogitsWarper, generation.TopKLogitsWarper, generation.TopPLogitsWarper),
@@ -199,6 +204,8 @@ def _of_row(function: Any, row: BatchRow, memo: dict[int, Any]) -> RowFunction:
     if isinstance(function, FunctionType):
         if written := _written(function.__code__):
             raise SamplingError(f"{function!r:.60} keeps {written}, and rows would share it: {ADVICE}")
+        if hidden := next(filter(_is_hidden, _reached(function)), None):
+            raise SamplingError(f"{function!r:.60} holds {hidden!r:.60}, whose state rows would share: {ADVICE}")
         return RowFunction(function, row)
     return RowFunction(_copied(function, memo), row)
 
@@ -250,13 +257,18 @@ def _written(code: CodeType) -> str:
     return ""
 
 
-def _captured(function: FunctionType) -> tuple[Any, ...]:
-    """Return what a function could keep state in: what it closes over, its defaults and attributes, globals."""
-    names = [name for name in function.__code__.co_names if name in function.__globals__]
+def _reached(function: FunctionType) -> Iterator[Any]:
+    """Yield what a function could keep state in: what it closes over, its defaults, globals that it names."""
     found = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     found += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    found += [function.__globals__[name] for name in names]
-    return (vars(function), *filter(_can_change, found))
+    found += [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
+    for value in found:
+        yield getattr(value, "__self__", value) if inspect.ismethod(value) else value
+
+
+def _captured(function: FunctionType) -> tuple[Any, ...]:
+    """Return those of these values whose changes can be seen, and the function's attributes."""
+    return (vars(function), *filter(_can_change, _reached(function)))
 
 
 def _is_filled(cell: Any) -> bool:
@@ -266,17 +278,27 @@ def _is_filled(cell: Any) -> bool:
         return False
 
 
+def _is_of_library(value: Any) -> bool:
+    """Whether a value's class is one of libraries whose objects change by themselves only, as caches do."""
+    return type(value).__module__.split(".")[0] in LIBRARIES
+
+
 def _can_change(value: Any) -> bool:
-    """Whether a value is a container, or an object of a class of the caller's."""
-    if isinstance(value, CONTAINERS):
+    """Whether a value is a container, a tensor, or an object of a class of the caller's, whose changes can be seen."""
+    if isinstance(value, (*CONTAINERS, Tensor)):
         return True
-    if isinstance(value, type | ModuleType | FunctionType | Tensor) or not hasattr(value, "__dict__"):
-        return False
-    return type(value).__module__.split(".")[0] not in ("torch", "transformers", "tokenizers", "numpy", "threading")
+    return not isinstance(value, FIXED) and not _is_of_library(value) and hasattr(value, "__dict__")
+
+
+def _is_hidden(value: Any) -> bool:
+    """Whether a value may keep state that cannot be seen: iterators, objects of compiled code."""
+    return not (isinstance(value, FIXED) or _can_change(value) or _is_of_library(value))
 
 
 def _held(value: Any) -> list[Any]:
-    """Return what a container or an object holds now."""
+    """Return what a container or an object holds now; of a tensor, how often it was written to."""
+    if isinstance(value, Tensor):
+        return [] if value.is_inference() else [value._version]
     if isinstance(value, dict):
         return [*value, *value.values()]
     return [*value] if isinstance(value, CONTAINERS) else [*vars(value).values()]
@@ -284,4 +306,5 @@ def _held(value: Any) -> list[Any]:
 
 def _same(before: list[Any], after: list[Any]) -> bool:
     """Whether the same things are held."""
-    return len(before) == len(after) and all(old is new for old, new in zip(before, after, strict=True))
+    pairs = zip(before, after, strict=False)
+    return len(before) == len(after) and all(a is b or (isinstance(a, int) and a == b) for a, b in pairs)
