@@ -1,4 +1,4 @@
-"""Write docs/api.md, the reference of what `import specinfer` and its larger parts offer: python docs/api.py
+"""Write docs/api.md, the reference of what `import specinfer` and its parts offer: python docs/api.py
 
 Everything comes from signatures and docstrings.
 """
@@ -6,8 +6,10 @@ Everything comes from signatures and docstrings.
 import inspect
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from griffe import Docstring, DocstringSection
 
@@ -21,8 +23,8 @@ PAGE = Path(__file__).with_name("api.md")
 INTRODUCTION = """\
 # API reference
 
-What `import specinfer` offers, then `specinfer.evaluation.traces`, `specinfer.viz`, `specinfer.viz.plots` and how
-things show themselves.  `docs/api.py` writes it from signatures and docstrings: do not edit it by hand.
+What `import specinfer` offers, then what to import from its modules.  `docs/api.py` writes it from signatures and
+docstrings: do not edit it by hand.
 Shapes use B rows, N nodes, T tokens of a pass, V tokens of the vocabulary.
 """
 
@@ -44,14 +46,15 @@ def anchors(names: list[str]) -> dict[str, str]:
 
 
 def public() -> dict[str, dict[str, Any]]:
-    """Return everything by module and name."""
-    homes: dict[str, dict[str, Any]] = {}
-    for name in sorted(specinfer.__all__, key=lambda name: name != "SpeculativeDecoder"):  # what readers come for
-        thing = getattr(specinfer, name)
-        homes.setdefault(thing.__module__, {})[name] = thing
+    """Return everything by the module to import it from, and by name."""
+    first = sorted(specinfer.__all__, key=lambda name: name != "SpeculativeDecoder")  # what readers come for
+    homes: dict[str, dict[str, Any]] = {"specinfer": {name: getattr(specinfer, name) for name in first}}
+    for name, module in specinfer._HOME.items():
+        if name not in specinfer.__all__:
+            homes.setdefault(module, {})[name] = getattr(import_module(module), name)
     drawings = ((viz, ["SideBySide"]), (plots, plots.__all__), (display, ["Displayed"]))
     for module, names in ((traces, traces.__all__), *drawings):
-        homes[module.__name__] = {name: getattr(module, name) for name in names if name not in specinfer.__all__}
+        homes.setdefault(module.__name__, {}).update({name: getattr(module, name) for name in names})
     return homes
 
 
@@ -72,9 +75,21 @@ def call(name: str, thing: Any) -> str:
     """Return a call as a reader would write it, without annotations' quotes and modules."""
     if inspect.isclass(thing) and (issubclass(thing, BaseException) or getattr(thing, "_is_protocol", False)):
         return f"class {name}"
+    if is_typeddict(thing):
+        keys = (f"    {key}: {typed(hint)}" for key, hint in get_type_hints(thing).items())
+        return "\n".join([f"class {name}(TypedDict, total=False):", *keys])
     parameters = [p for p in inspect.signature(thing).parameters.values() if p.name not in ("self", "cls")]
-    told = ", ".join(str(p.replace(annotation=p.empty)) for p in parameters)
-    return f"{name}({re.sub('<function .*?>+ at 0x[0-9a-f]+>', '...', told)})"
+    told = inspect.Signature([p.replace(annotation=p.empty) for p in parameters])
+    return name + re.sub("<function .*?>+ at 0x[0-9a-f]+>", "...", str(told))
+
+
+def typed(hint: Any) -> str:
+    """Return a type as its author would write it."""
+    parts = [typed(part) for part in get_args(hint)]
+    if get_origin(hint) in (Union, UnionType):
+        return " | ".join(parts)
+    name = {NoneType: "None", ...: "..."}.get(hint) or hint.__name__
+    return f"{name}[{', '.join(parts)}]" if parts else name
 
 
 def documented(thing: Any) -> Iterator[str]:

@@ -17,8 +17,8 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 from PIL import Image
 
-from specinfer import BestFirst, Chain, Expansion, SpeculativeDecoder, Trace, inspect, record, replay
-from specinfer.evaluation.traces import calibration, hits, oracle
+from specinfer import BestFirst, Chain, Expansion, SpeculativeDecoder, inspect
+from specinfer.evaluation.traces import Trace, calibration, hits, oracle, record, replay
 from specinfer.viz import SideBySide
 from specinfer.viz.plots import plot_acceptance, plot_calibration, plot_mask, plot_timeline
 

@@ -52,7 +52,7 @@ print(f"\n\n{stream.result.stats.tokens_per_target_pass:.2f} tokens per target p
 # and the newest tree as they come:
 
 # %%
-from specinfer import watch
+from specinfer.viz.live import watch
 
 watched = watch(decoder, "Count from one to ten, then count from one to ten again.", max_new_tokens=48)
 

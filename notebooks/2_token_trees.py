@@ -11,8 +11,8 @@
 # %%
 import torch
 
-from specinfer import BestFirst, Chain, Expansion, merge
-from specinfer.tree import DenseSource
+from specinfer import BestFirst, Chain, Expansion
+from specinfer.tree import DenseSource, merge
 from specinfer.viz import text
 
 words = ["the", "cat", "dog", "sat", "ran", "away"]

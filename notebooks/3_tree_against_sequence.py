@@ -34,7 +34,8 @@ ax = comparison.plot()
 # A trace keeps the target's texts, and what the drafts would have proposed at every position of them.
 
 # %%
-from specinfer import SpeculativeDecoder, record
+from specinfer import SpeculativeDecoder
+from specinfer.evaluation.traces import record
 
 decoder = SpeculativeDecoder.from_pretrained()
 trace = record(decoder, prompts, max_new_tokens=40, nodes=32, depth=8, top=8)
@@ -49,8 +50,8 @@ trace
 # %%
 import matplotlib.pyplot as plt
 
-from specinfer import BestFirst, Chain, Expansion, replay
-from specinfer.evaluation.traces import oracle
+from specinfer import BestFirst, Chain, Expansion
+from specinfer.evaluation.traces import oracle, replay
 
 families = {
     "chain": [Chain(g) for g in (1, 2, 3, 4, 6, 8)],
@@ -93,7 +94,8 @@ ax = plot_calibration([calibration(trace, draft.name) for draft in decoder.draft
 # other texts, so their figures are expectations given this text; each line says which kind it is.
 
 # %%
-from specinfer import ExactMatch, MultiStep, Sampled
+from specinfer import Sampled
+from specinfer.engine.verify import ExactMatch, MultiStep
 
 sampled = record(decoder, prompts, max_new_tokens=40, temperature=1.0, nodes=0, depth=8, top=8)
 expansion = (1, 1, 5, 1, 1, 1, 1, 1)

@@ -10,7 +10,8 @@
 # only predicts it: another tree takes other passes to the same text.
 
 # %%
-from specinfer import BestFirst, Expansion, MultiStep, Sampled, SpeculativeDecoder
+from specinfer import BestFirst, Expansion, Sampled, SpeculativeDecoder
+from specinfer.engine.verify import MultiStep
 from specinfer.errors import PairingError
 
 decoder = SpeculativeDecoder.from_pretrained(dtype="float32", tree=None)
@@ -49,7 +50,8 @@ for tree in (Sampled((2, 2, 1)), Sampled((1, 1, 1))):
 # zero.
 
 # %%
-from specinfer import ExactMatch, certify
+from specinfer import certify
+from specinfer.engine.verify import ExactMatch
 from specinfer.evaluation.certification import Pair, likeliest
 
 pairs = {
@@ -137,8 +139,8 @@ except PairingError as error:
 # Anything with `verify(tree, target)` can be certified.
 
 # %%
-from specinfer import certify_verifier
 from specinfer.engine.verify import Verdict
+from specinfer.evaluation.certification import certify_verifier
 
 
 class AcceptLikely:

@@ -62,9 +62,9 @@ legend = ax.legend(frameon=False)
 # 95 % intervals.
 
 # %%
-from specinfer import BestFirst, record, replay
+from specinfer import BestFirst
 from specinfer.drafts.head import HeadDraft
-from specinfer.evaluation.traces import hits
+from specinfer.evaluation.traces import hits, record, replay
 
 drafts = [HeadDraft.load(trained["folder"]) for trained in made["drafts"]]
 measured = SpeculativeDecoder(model, tokenizer, drafts=[*drafts, "bundled", "ngram"])

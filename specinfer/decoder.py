@@ -12,9 +12,10 @@ from functools import cache, partial
 from itertools import islice
 from math import inf
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import torch
+from transformers import GenerationConfig
 
 from specinfer import loading
 from specinfer.adaptive.policy import Auto
@@ -44,13 +45,14 @@ from specinfer.engine.contrastive import CandidateTrees
 from specinfer.engine.draft import Draft
 from specinfer.engine.generation import MAX_ROWS, Run
 from specinfer.engine.many import Finished, check_joins, finished
+from specinfer.engine.options import GenerateOptions, Options, ScoreOptions, names, part, spelled_out
 from specinfer.engine.sampling import WARPERS, GenerationSettings, by_row, check_names, resolve
-from specinfer.engine.scoring import continuations, score
+from specinfer.engine.scoring import Score, continuations, score
 from specinfer.engine.sequence import Row
 from specinfer.engine.text_stream import TextStream
 from specinfer.engine.verify import Verifier, chosen_verifier
 from specinfer.errors import InputError, ModelError, SamplingError, TokenizerMismatch, UnsupportedModel
-from specinfer.prompts import Prompt, Prompts, check_beside, check_ids, encode
+from specinfer.prompts import Inputs, OnePrompt, Prompt, Prompts, check_beside, check_ids, encode
 from specinfer.results import Result
 from specinfer.tree import BestFirst, Chain, Kind, Policy
 from specinfer.tree.token_tree import MOST_DRAFTS
@@ -70,7 +72,7 @@ METHODS = {  # that take other options than `open`, and their names for advice; 
     "__init__": "SpeculativeDecoder",
 }
 TREES = ("auto", "BestFirst", "Expansion", "Chain", "Sampled")  # a word, and classes
-Functions = Sequence[Callable[..., Any]] | Callable[..., Any] | None
+OURS = frozenset(names(Options)) - vars(GenerationConfig()).keys()  # options that transformers does not know
 DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8, min_probability=0.05)
 PADDING = 128  # of embeddings beyond the tokens, at most, by which models of one family differ
 CHAIN = 8  # length of the chain that is taken where "auto" may not branch
@@ -122,6 +124,7 @@ class SpeculativeDecoder:
         tokenizer: Any = None,
         drafts: Sequence[Any] | str = "auto",
         tree: Policy | str | None = "auto",
+        *,
         verifier: Verifier | None = None,
         confidence_gate: float | None = None,
         graphs: bool = False,
@@ -164,6 +167,7 @@ class SpeculativeDecoder:
         target: str | None = None,
         drafts: Sequence[Any] | str = "auto",
         tree: Policy | str | None = "auto",
+        *,
         verifier: Verifier | None = None,
         dtype: Any = "auto",
         device: Any = "auto",
@@ -206,8 +210,18 @@ class SpeculativeDecoder:
             load_draft(os.fspath(draft), dtype, device, **rounding) if _is_name(draft) and draft not in WORDS else draft
             for draft in _as_list(drafts)
         ]
-        rest = confidence_gate, graphs, compile, memory, online
-        return cls(loaded.model, loaded.tokenizer, ready, tree, verifier, *rest)
+        return cls(
+            loaded.model,
+            loaded.tokenizer,
+            ready,
+            tree,
+            verifier=verifier,
+            confidence_gate=confidence_gate,
+            graphs=graphs,
+            compile=compile,
+            memory=memory,
+            online=online,
+        )
 
     def __repr__(self) -> str:
         drafts = [draft.name for draft in self.drafts]
@@ -236,17 +250,20 @@ class SpeculativeDecoder:
         return [self.target, *(draft.model for draft in self.drafts if isinstance(draft, ModelDraft))]
 
     @overload
-    def generate(self, prompt: str | list[str], *, num_return_sequences: int, **options: Any) -> Any: ...
+    def generate(
+        self, prompt: Prompt = None, *, num_return_sequences: int | None, **options: Unpack[GenerateOptions]
+    ) -> Any: ...
 
     @overload
-    def generate(self, prompt: str, **options: Any) -> Result: ...
+    def generate(self, prompt: OnePrompt, **options: Unpack[GenerateOptions]) -> Result: ...
 
     @overload
-    def generate(self, prompt: list[str], **options: Any) -> list[Result]: ...
+    def generate(self, prompt: list[str] | list[list[int]], **options: Unpack[GenerateOptions]) -> list[Result]: ...
 
     @overload
-    def generate(self, prompt: Prompt = None, **options: Any) -> Any: ...
+    def generate(self, prompt: Prompt = None, **options: Unpack[GenerateOptions]) -> Any: ...
 
+    @spelled_out
     def generate(
         self,
         prompt: Prompt = None,
@@ -254,7 +271,8 @@ class SpeculativeDecoder:
         streamer: Any = None,
         keep_stop_string: bool = True,
         max_rows: int = MAX_ROWS,
-        **options: Any,
+        num_return_sequences: int | None = None,
+        **options: Unpack[Options],
     ) -> Any:
         """Generate to the end.
 
@@ -264,7 +282,8 @@ class SpeculativeDecoder:
             streamer: a ``transformers`` streamer (one prompt only).
             keep_stop_string: False cuts the text before the stop string that ended it; token ids stay.
             max_rows: of a batch, rows decoded at a time; the others wait, and join as some end.
-            **options: see `open`.
+            num_return_sequences: texts of each prompt.
+            **options: see `Options`.
 
         Returns:
             Result for one prompt, list[Result] for a batch.  With ``num_return_sequences=n``, a list of n for one
@@ -274,20 +293,20 @@ class SpeculativeDecoder:
             SpecinferError: what `open` raises; or NumericalError later, whose ``partial`` holds the results so far.
         """
         keep, rows = checked_flag("keep_stop_string", keep_stop_string), checked_count("max_rows", max_rows, 1)
-        run = self.open(prompt, **options)
+        run = self.open(prompt, num_return_sequences=num_return_sequences, **options)
         run.max_rows, run.keep_stop_string = rows, keep
         run.finish(streamer)
         results = run.results()
         return results[0] if run.single else results
 
+    @spelled_out
     def generate_many(
         self,
         prompts: Iterable[Any],
         *,
         max_rows: int = MAX_ROWS,
         keep_stop_string: bool = True,
-        seed: int | None = None,
-        **options: Any,
+        **options: Unpack[Options],
     ) -> Iterator[Finished]:
         """Generate for any number of prompts, a few at a time, and yield what finishes as it does.
 
@@ -299,8 +318,7 @@ class SpeculativeDecoder:
                 for example ``{"prompt": "Why?", "seed": 7, "temperature": 0.5}``.
             max_rows: rows decoded at a time.
             keep_stop_string: as `generate`.
-            seed: the same for all; None draws one for each.
-            **options: see `open`.
+            **options: see `Options`.  A seed is the same for all; without one, each prompt has its own.
 
         Returns:
             an iterator of `Finished`: the prompt's number from 0, and its result or the error that it is refused with.
@@ -312,7 +330,8 @@ class SpeculativeDecoder:
         """
         if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
             raise InputError(f"prompts={prompts!r:.60} are not many: give a list or an iterator, or use generate")
-        keep, common = checked_flag("keep_stop_string", keep_stop_string), {**options, "seed": seed}
+        keep, seed = checked_flag("keep_stop_string", keep_stop_string), options.get("seed")
+        common: dict[str, Any] = {**options}
         first = row_seeds(0 if seed is None else seed, 1)
         length = {} if common.keys() & {"max_length", "generation_config"} else {"max_new_tokens": 1}  # prompts may say
         check_joins(self._row({**length, **common, "seed": first}, [0], 0))  # or opening raises
@@ -330,36 +349,20 @@ class SpeculativeDecoder:
         run.rows[0].index = index
         return run.rows[0]
 
-    def stream(self, prompt: Prompt = None, **options: Any) -> TextStream:
+    @spelled_out
+    def stream(self, prompt: Prompt = None, **options: Unpack[Options]) -> TextStream:
         """Generate one prompt piece by piece: iterate over the text; `TextStream.result` has the rest.
 
-        In a coroutine iterate with ``async for``.
+        In a coroutine iterate with ``async for``.  For options see `Options`.
 
         Raises:
             InputError: a batch, or no tokenizer.
         """
         return TextStream(self.open(prompt, **options))
 
+    @spelled_out
     def open(
-        self,
-        prompt: Prompt = None,
-        *,
-        raw: bool = False,
-        seed: int | Sequence[int] | None = None,
-        logprobs: bool = False,
-        generation_config: Any = None,
-        logits_processor: Functions = None,
-        stopping_criteria: Functions = None,
-        input_ids: Any = None,
-        attention_mask: Any = None,
-        token_type_ids: Any = None,
-        position_ids: Any = None,
-        tools: Sequence[Any] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool | str | None = None,
-        enable_thinking: bool | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        **options: Any,
+        self, prompt: Prompt = None, *, num_return_sequences: int | None = None, **options: Unpack[Options]
     ) -> Run:
         """Check everything and prepare a run; no model runs before it is iterated.
 
@@ -368,53 +371,34 @@ class SpeculativeDecoder:
 
         Args:
             prompt: as `generate`.
-            raw: feed strings without the chat template.  Strings that begin as the template's texts do are fed so, too.
-            seed: of all rows, or one per row; a row's text depends on its own seed only.  None draws one per row
-                from torch's global generator.  Of ``num_return_sequences`` of a prompt, the first has the seed, the
-                second the seed plus 1, and so on; without a seed, each has its own.
-            logprobs: keep the target's log-probability of every new token: `Result.logprobs`.
-            generation_config: a ``transformers.GenerationConfig`` or a dict of options, over the model's own.
-            logits_processor: functions of ids (B, T) and scores (B, V) that return scores, or one, as in transformers.
-                Each is called once for every token of a row's text, in order, with B copies of the row; of the answer
-                the line of the row's number counts.  An object is copied for each row, so it may keep state.  A
-                function of one argument, the row's number, returns the row's own function, which sees (1, T).
-            stopping_criteria: functions of ids that return True or False, or one for each row, likewise.
-            input_ids: token ids, instead of the prompt.
-            attention_mask: 0 where token ids are padding, in their shape.
-            token_type_ids, position_ids: in the same shape.
-            tools, enable_thinking: for the chat template, which must read them.
-            add_generation_prompt, continue_final_message: whether messages are followed by a new turn, or the last one
-                is continued.  By default it is if it is the assistant's.
-            chat_template_kwargs: other variables of the chat template, by name.
-            **options: any ``GenerationConfig`` field: max_new_tokens, temperature (0 = greedy), top_p, ...  In a batch,
-                a list holds one number per row (`sampling.PER_ROW`).
+            num_return_sequences: as `generate`.
+            **options: see `Options`.
 
         Raises:
             InputError, SamplingError: what is wrong, why, and what to do.
         """
-        check_names(options, _options("open"), {name: _options(method) for method, name in METHODS.items()})
-        beside = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
-        chat = ChatOptions(
-            tools, add_generation_prompt, continue_final_message, plain(enable_thinking), chat_template_kwargs
-        )
-        prompts = self.read(prompt, raw, input_ids, chat, **beside)
-        given = generation_config, logits_processor, stopping_criteria
+        ours: dict[str, Any] = {name: value for name, value in options.items() if name in OURS}
+        config = {name: value for name, value in options.items() if name not in OURS}
+        check_names(config, _options("open"), {name: _options(method) for method, name in METHODS.items()})
+        prompts = self.read(prompt, ours.get("raw", False), part(ours, ChatOptions), **part(ours, Inputs))
+        given: dict[str, Any] = {name: ours.get(name) for name in ("generation_config", *FUNCTIONS)}
+        config["num_return_sequences"] = num_return_sequences
         settings = [
-            resolve(self.target.model.generation_config, *given, self.target.vocab_size, **row_options)
-            for row_options in by_row(options, len(prompts.rows))
+            resolve(self.target.model.generation_config, vocab_size=self.target.vocab_size, **given, **row_options)
+            for row_options in by_row(config, len(prompts.rows))
         ]
         settings *= len(prompts.rows) // len(settings)
         self._check_same_warpers(settings)
         budgets = [setting.budget(len(row)) for setting, row in zip(settings, prompts.rows, strict=True)]
         self.check_lengths(prompts.rows, budgets)
         sequences = settings[0].sequences
-        seeds = row_seeds(seed, len(prompts.rows), self.target.ranks, sequences)
+        seeds = row_seeds(ours.get("seed"), len(prompts.rows), self.target.ranks, sequences)
         common: dict[str, Any] = {
             "device": self.target.device,
             "tokenizer": self.tokenizer,
             "draft_names": [draft.name for draft in self.drafts],
             "gate": self.confidence_gate,
-            "logprobs": checked_flag("logprobs", logprobs),
+            "logprobs": checked_flag("logprobs", ours.get("logprobs", False)),
         }
         prepared = zip(prompts.rows, settings, budgets, prompts.notes, strict=True)
         repeated = [row for row in prepared for _ in range(sequences)]
@@ -435,8 +419,26 @@ class SpeculativeDecoder:
         """
         save_heads(self.drafts, folder)
 
+    @overload
+    def score(self, prompt: OnePrompt, continuation: str | Sequence[int], **options: Unpack[ScoreOptions]) -> Score: ...
+
+    @overload
     def score(
-        self, prompt: Prompt, continuation: Any, *, raw: bool = False, max_rows: int = MAX_ROWS, **chat: Any
+        self, prompt: Prompt, continuation: list[str] | list[list[int]], **options: Unpack[ScoreOptions]
+    ) -> list[Score]: ...
+
+    @overload
+    def score(self, prompt: Prompt, continuation: Any, **options: Unpack[ScoreOptions]) -> Any: ...
+
+    @spelled_out
+    def score(
+        self,
+        prompt: Prompt,
+        continuation: Any,
+        *,
+        raw: bool = False,
+        max_rows: int = MAX_ROWS,
+        **chat: Unpack[ChatOptions],
     ) -> Any:
         """Return how likely a continuation is under the target's own distribution, without processors.
 
@@ -449,7 +451,7 @@ class SpeculativeDecoder:
                 without special tokens: pass ids if a token begins in the prompt and ends in the continuation.
             raw: feed strings without the chat template.
             max_rows: prompts that are read at a time.
-            **chat: tools, enable_thinking ..., as `open`.
+            **chat: see `ChatOptions`.
 
         Returns:
             Score for one prompt, list[Score] for a batch.
@@ -459,7 +461,7 @@ class SpeculativeDecoder:
             UnsupportedModel: the target's passes give other logits for the same text.
             NumericalError: the target's logits are not numbers.
         """
-        rows, prompts = checked_count("max_rows", max_rows, 1), self.read(prompt, raw, chat=_chat(chat))
+        rows, prompts = checked_count("max_rows", max_rows, 1), self.read(prompt, raw, _chat(chat))
         wanted = continuations(prompts, continuation, self.tokenizer, self.target.vocab_size)
         self.check_lengths(prompts.rows, [len(tokens) - 1 for tokens in wanted])  # no pass reads the last token
         self.supported(self.policy, [])
@@ -471,21 +473,22 @@ class SpeculativeDecoder:
         self,
         prompt: Prompt = None,
         raw: bool = False,
-        input_ids: Any = None,
         chat: ChatOptions = ChatOptions(),  # noqa: B008
-        **beside: Any,
+        **inputs: Unpack[Inputs],
     ) -> Prompts:
         """Turn a caller's prompts into rows of the target's token ids, with padding separate.
 
         Args:
-            prompt, raw, input_ids: as `open`.
+            prompt: as `generate`.
+            raw: see `Options`.
             chat: how messages become a prompt.
-            **beside: attention_mask, token_type_ids, position_ids; or None.
+            **inputs: see `Inputs`.
 
         Raises:
             InputError: no prompt or two, a bad one, or something beside it that would change the text.
         """
-        beside = {name: value for name, value in beside.items() if value is not None}
+        beside = {name: value for name, value in inputs.items() if value is not None}
+        input_ids = beside.pop("input_ids", None)
         if isinstance(prompt, Mapping) and "input_ids" in prompt and not beside:
             beside = dict(prompt)
             prompt = beside.pop("input_ids")
@@ -592,9 +595,9 @@ def _options(method: str) -> list[str]:
 
 def _chat(given: Mapping[str, Any]) -> ChatOptions:
     """Return how messages become a prompt; raise `InputError` for an option of something else."""
-    for name in given.keys() - {*ChatOptions._fields}:
-        raise InputError(f"unknown option {name}: {did_you_mean(name, ChatOptions._fields, 'leave it out')}")
-    return ChatOptions(**given)
+    for name in given.keys() - {*names(ChatOptions)}:
+        raise InputError(f"unknown option {name}: {did_you_mean(name, names(ChatOptions), 'leave it out')}")
+    return part(given, ChatOptions)
 
 
 def _as_list(drafts: Any) -> list[Any]:

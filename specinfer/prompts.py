@@ -7,7 +7,7 @@ Does not know: options, decoding.
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import torch
 from jinja2 import TemplateError
@@ -20,7 +20,24 @@ from specinfer.errors import InputError
 
 LISTED = 5  # lines of a file that a message names
 PROBED = 8  # tokens that a model reads to find out whether token types of 0 change anything
-Prompt = Any  # str | list[int] | list[{"role", "content"}]; see `encode`
+OnePrompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids or chat messages
+Prompt: TypeAlias = Any  # one, a batch, arrays, or what a tokenizer returns; see `encode`
+
+
+class Inputs(TypedDict, total=False):
+    """What a tokenizer returns, by name.
+
+    Attributes:
+        input_ids: token ids, instead of the prompt.
+        attention_mask: 0 where token ids are padding, in their shape.
+        token_type_ids: in the same shape; accepted if they change nothing.
+        position_ids: likewise.
+    """
+
+    input_ids: Any
+    attention_mask: Any
+    token_type_ids: Any
+    position_ids: Any
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -213,8 +230,8 @@ def _encode_one(item: Any, tokenizer: Any, raw: bool, chat: ChatOptions) -> list
 
 def _check_unused(chat: ChatOptions, what: str) -> None:
     """Raise `InputError` if an option of messages comes with something else."""
-    if chat.named:
-        raise InputError(f"{chat.named} is of chat messages, and the prompt is {what}: leave it out, or give messages")
+    if named := next((name for name, value in chat.items() if value is not None), ""):
+        raise InputError(f"{named} is of chat messages, and the prompt is {what}: leave it out, or give messages")
 
 
 def tokenized(text: str, tokenizer: Any, **options: Any) -> list[int]:

@@ -17,17 +17,17 @@ from specinfer import (
     BestFirst,
     Chain,
     Expansion,
-    LookaheadDraft,
     Memory,
     ModelDraft,
-    NGramDraft,
     Result,
     Sampled,
     SpeculativeDecoder,
-    SuffixDraft,
     check_model,
     cli,
 )
+from specinfer.drafts.lookahead import LookaheadDraft
+from specinfer.drafts.ngram import NGramDraft
+from specinfer.drafts.suffix import SuffixDraft
 from specinfer.errors import SpecinferError
 
 

@@ -10,7 +10,8 @@ import pytest
 from conftest import byte_tokenizer, like, tiny_llama
 from typer.testing import CliRunner
 
-from specinfer import BestFirst, SpeculativeDecoder, generate_files, read_prompts
+from specinfer import BestFirst, SpeculativeDecoder
+from specinfer.batch import generate_files, read_prompts
 from specinfer.cli import app
 from specinfer.common.records import RECORDS, SETTINGS
 from specinfer.errors import InputError, NumericalError, SamplingError

@@ -7,10 +7,11 @@ import torch
 from conftest import byte_tokenizer, tiny_llama
 from test_heads import draft_for
 
-from specinfer import BestFirst, Memory, NGramDraft, SpeculativeDecoder
+from specinfer import BestFirst, Memory, SpeculativeDecoder
 from specinfer.drafts import bundled as bundled
 from specinfer.drafts.bundled import FOLDER, bundled_drafts
 from specinfer.drafts.head import HeadDraft
+from specinfer.drafts.ngram import NGramDraft
 
 LIMIT = 40_000_000  # bytes, in all
 HEADS = sorted(FOLDER.glob("*/"))

@@ -18,16 +18,17 @@ from conftest import PROMPTS, byte_tokenizer, like, plain, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import specinfer.loading
-from specinfer import Chain, Comparison, ModelDraft, SpeculativeDecoder, TokenTree, check_model, cli, compare, merge
+from specinfer import Chain, ModelDraft, SpeculativeDecoder, TokenTree, check_model, cli, compare
 from specinfer.common.records import RECORDS, SETTINGS
 from specinfer.errors import InputError, ModelError, SpecinferError
+from specinfer.evaluation.compare import Comparison
 from specinfer.evaluation.compare.files import read_prompt_file
 from specinfer.evaluation.compare.methods import METHODS, OURS, HitRates, OnePath, build_methods, count_hits
 from specinfer.evaluation.compare.report import bootstrap, summarise
 from specinfer.evaluation.compare.runner import common_prefix, generation_options
 from specinfer.evaluation.published import SPECINFER_TABLE_1
 from specinfer.loading import Loaded
-from specinfer.tree import Draw
+from specinfer.tree import Draw, merge
 
 NEW = 8
 PROMPTS_ON_DISK = 12

@@ -33,21 +33,11 @@ from transformers import (
 
 import specinfer.attention.model
 import specinfer.decoder
-from specinfer import (
-    BestFirst,
-    Chain,
-    ExactMatch,
-    Expansion,
-    Memory,
-    ModelDraft,
-    MultiStep,
-    NGramDraft,
-    Sampled,
-    SpeculativeDecoder,
-    TextStream,
-    TokenTree,
-)
+from specinfer import BestFirst, Chain, Expansion, Memory, ModelDraft, Sampled, SpeculativeDecoder, TokenTree
 from specinfer.attention import Support, TreeCache
+from specinfer.drafts.ngram import NGramDraft
+from specinfer.engine.text_stream import TextStream
+from specinfer.engine.verify import ExactMatch, MultiStep
 from specinfer.errors import (
     InputError,
     NumericalError,

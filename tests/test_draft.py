@@ -6,8 +6,9 @@ import pytest
 import torch
 from conftest import PROMPTS, VOCAB, counted, like, plain, tiny_llama
 
-from specinfer import BestFirst, Chain, Expansion, ModelDraft, NGramDraft, Sampled, SpeculativeDecoder
+from specinfer import BestFirst, Chain, Expansion, ModelDraft, Sampled, SpeculativeDecoder
 from specinfer.drafts.language_model import CATCH_UP, ModelDraftSession
+from specinfer.drafts.ngram import NGramDraft
 from specinfer.drafts.rows import _in_order
 from specinfer.engine.draft import DraftContext
 from specinfer.engine.gumbel import COUPLING, Coupling, gumbel, key

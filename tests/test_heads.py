@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import DynamicCache
 
-from specinfer import BestFirst, Chain, Expansion, ModelDraft, NGramDraft, Sampled, SpeculativeDecoder
+from specinfer import BestFirst, Chain, Expansion, ModelDraft, Sampled, SpeculativeDecoder
 from specinfer.attention import TreeModel, TreeSession
 from specinfer.drafts.head import HeadDraft, target_fingerprint
 from specinfer.drafts.head_network import HeadNetwork, head_config
+from specinfer.drafts.ngram import NGramDraft
 from specinfer.drafts.unrolled import chained_mask
 from specinfer.errors import ModelError, TokenizerMismatch, UnsupportedModel
 

@@ -14,8 +14,9 @@ from transformers import (
     LogitsProcessorList,
 )
 
-from specinfer import BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder, compare, record, replay
+from specinfer import BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder, compare
 from specinfer.errors import InputError, ModelError, PolicyError, SamplingError, SpecinferError
+from specinfer.evaluation.traces import record, replay
 
 
 @pytest.fixture(scope="module")

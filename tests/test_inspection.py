@@ -8,11 +8,13 @@ from conftest import PROMPTS, counted, like, oracle, plain
 from transformers import MptConfig, MptForCausalLM
 
 import specinfer.viz.rescoring
-from specinfer import Auto, BestFirst, Chain, MultiStep, Sampled, SpeculativeDecoder, StepInspection, inspect
+from specinfer import Auto, BestFirst, Chain, Sampled, SpeculativeDecoder, inspect
 from specinfer.engine.gumbel import COUPLING, gumbel, key
 from specinfer.engine.target_view import RowView
+from specinfer.engine.verify import MultiStep
 from specinfer.errors import InputError, PairingError, SamplingError, TreeError, UnsupportedModel
 from specinfer.results import Result, State, Stats
+from specinfer.viz.inspection import StepInspection
 
 WARPED = {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "repetition_penalty": 1.2}
 WAYS = {"greedy": {}, "sampled": {"temperature": 1.0, "top_k": 0, "seed": 3}, "warped": {**WARPED, "seed": 5}}

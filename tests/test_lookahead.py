@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from strategies import PROPERTY
 from test_draft import context
 
-from specinfer import Auto, BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder, record
+from specinfer import Auto, BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder
 from specinfer.drafts.lookahead import LookaheadDraft, Window
 from specinfer.errors import InputError, PolicyError
+from specinfer.evaluation.traces import record
 
 Said = namedtuple("Said", "tree logits")
 CPU = torch.device("cpu")

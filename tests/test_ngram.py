@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from strategies import PROPERTY
 from test_draft import context
 
-from specinfer import BestFirst, Chain, Expansion, Memory, NGramDraft, Sampled, SpeculativeDecoder, SuffixDraft
+from specinfer import BestFirst, Chain, Expansion, Memory, Sampled, SpeculativeDecoder
 from specinfer.drafts.blending import successors
+from specinfer.drafts.ngram import NGramDraft
+from specinfer.drafts.suffix import SuffixDraft
 from specinfer.drafts.text_index import RECENT, TextIndex
 from specinfer.errors import InputError
 from specinfer.prompts import encode, tokenized

@@ -15,9 +15,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from specinfer import Auto, BestFirst, Chain, NGramDraft, SpeculativeDecoder, check_model, cli
+from specinfer import Auto, BestFirst, Chain, SpeculativeDecoder, check_model, cli
 from specinfer.attention import Support, TreeCache, TreeModel, TreeSession, device_of, value_of, weight_of
 from specinfer.drafts.head import HeadDraft
+from specinfer.drafts.ngram import NGramDraft
 from specinfer.errors import InputError, ModelError, UnsupportedModel
 from specinfer.loading import load
 

@@ -8,10 +8,11 @@ import torch
 from conftest import PROMPTS, VOCAB, like, tiny_llama
 from test_heads import draft_for, states_of
 
-from specinfer import BestFirst, Chain, NGramDraft, Sampled, SpeculativeDecoder
+from specinfer import BestFirst, Chain, Sampled, SpeculativeDecoder
 from specinfer.drafts import examples, online
 from specinfer.drafts.examples import Example, ExampleBuffer, example_loss
 from specinfer.drafts.head import HeadDraft
+from specinfer.drafts.ngram import NGramDraft
 from specinfer.drafts.online import Budget, OnlineHead
 from specinfer.errors import InputError, ModelError
 

@@ -17,12 +17,13 @@ import pytest
 from hypothesis import given, settings
 from strategies import PROPERTY, token_trees
 
-from specinfer import SpeculativeDecoder, StepInspection
+from specinfer import SpeculativeDecoder
 from specinfer.errors import InputError
 from specinfer.evaluation.compare.methods import METHODS
 from specinfer.evaluation.traces.statistics import CalibrationCurve, HitTable, wilson
 from specinfer.results import Result, Seconds, Stats, Step
 from specinfer.tree import BestFirst, Draw, TokenTree
+from specinfer.viz.inspection import StepInspection
 from specinfer.viz.plots import (
     axes,
     measures,

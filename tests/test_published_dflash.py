@@ -10,13 +10,14 @@ from conftest import PROMPTS, VOCAB, tiny_llama
 from safetensors.torch import save_file
 from torch.nn import functional
 
-from specinfer import BestFirst, Chain, Expansion, NGramDraft, Sampled, SpeculativeDecoder
+from specinfer import BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder
 from specinfer.attention import TreeModel
 from specinfer.attention.compiled import make
 from specinfer.drafts import dflash
 from specinfer.drafts.checkpoint import Checkpoint
 from specinfer.drafts.conventions import Convention
 from specinfer.drafts.dflash_network import DFlashNetwork, block_config
+from specinfer.drafts.ngram import NGramDraft
 from specinfer.drafts.published import PublishedDraft, load_published
 from specinfer.engine.draft import DraftContext
 from specinfer.engine.sampling import Processors

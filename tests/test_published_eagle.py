@@ -11,11 +11,12 @@ from conftest import PROMPTS, VOCAB, tiny_llama
 from safetensors.torch import save_file
 from torch.nn import functional
 
-from specinfer import BestFirst, Chain, Expansion, NGramDraft, Sampled, SpeculativeDecoder
+from specinfer import BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder
 from specinfer.attention import TreeModel, running
 from specinfer.drafts.conventions import Convention
 from specinfer.drafts.eagle3 import Eagle3Network, eagle3_config
 from specinfer.drafts.lattice import LatticeSession
+from specinfer.drafts.ngram import NGramDraft
 from specinfer.drafts.published import load_published
 from specinfer.drafts.unrolled import unrolled_logits
 from specinfer.engine.draft import DraftContext

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from strategies import PROPERTY
 from test_draft import context
 
-from specinfer import BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder, TokenTree, record, replay
+from specinfer import BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder, TokenTree
 from specinfer.drafts.recycling import (
     ALONE,
     GROUPS,
@@ -26,6 +26,7 @@ from specinfer.drafts.recycling import (
 )
 from specinfer.engine.sampling import WARPERS
 from specinfer.evaluation.compare.methods import HitRates
+from specinfer.evaluation.traces import record, replay
 from specinfer.tree import Draw, Frontier
 
 Said = namedtuple("Said", "tree logits")

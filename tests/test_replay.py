@@ -19,26 +19,25 @@ from strategies import TableSource, coarse_table
 from test_heads import draft_for
 
 import specinfer.loading
-from specinfer import (
-    Auto,
-    BestFirst,
-    Chain,
-    ExactMatch,
-    Expansion,
-    MultiStep,
-    Sampled,
-    SpeculativeDecoder,
+from specinfer import Auto, BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder, cli
+from specinfer.common.files import locked
+from specinfer.common.records import RECORDS
+from specinfer.engine.verify import ExactMatch, MultiStep
+from specinfer.errors import InputError, PairingError
+from specinfer.evaluation.certification import EnumeratedTarget, Pair, RandomModels, _emitted, _target, _trees, outcomes
+from specinfer.evaluation.traces import (
+    Costs,
     Trace,
-    cli,
+    TraceText,
+    calibration,
+    cost_model,
+    hits,
+    measured,
+    oracle,
     paper_tables,
     record,
     replay,
 )
-from specinfer.common.files import locked
-from specinfer.common.records import RECORDS
-from specinfer.errors import InputError, PairingError
-from specinfer.evaluation.certification import EnumeratedTarget, Pair, RandomModels, _emitted, _target, _trees, outcomes
-from specinfer.evaluation.traces import Costs, TraceText, calibration, cost_model, hits, measured, oracle
 from specinfer.evaluation.traces.acceptance import accepted_without_replacement, expected_tests
 from specinfer.evaluation.traces.costs import expected_tokens
 from specinfer.evaluation.traces.paper import RULES, WIDTHS, expansion

@@ -10,7 +10,8 @@ from torch.nn.functional import log_softmax
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import specinfer.engine.scoring
-from specinfer import Score, SpeculativeDecoder, check_model
+from specinfer import SpeculativeDecoder, check_model
+from specinfer.engine.scoring import Score
 from specinfer.errors import InputError, NumericalError, UnsupportedModel
 
 CONTINUATIONS = [[7, 7, 8], [1], [200, 3, 5, 9, 100, 4, 4], [0, 263]]

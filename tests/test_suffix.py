@@ -14,12 +14,14 @@ from safetensors.numpy import save_file
 from strategies import PROPERTY
 from test_draft import context
 
-from specinfer import Auto, BestFirst, Expansion, Memory, Sampled, SpeculativeDecoder, SuffixDraft, record, replay
+from specinfer import Auto, BestFirst, Expansion, Memory, Sampled, SpeculativeDecoder
 from specinfer.drafts.blending import successors
 from specinfer.drafts.memory import LEAST_BYTES
 from specinfer.drafts.passages import SPAN, Passages
+from specinfer.drafts.suffix import SuffixDraft
 from specinfer.drafts.text_index import LENGTHS, RECENT, TextIndex
 from specinfer.errors import InputError, TokenizerMismatch
+from specinfer.evaluation.traces import record, replay
 
 DEEP = BestFirst(64, 32, 0.05)
 SYMBOLS = st.lists(st.integers(0, 3), min_size=1, max_size=12)

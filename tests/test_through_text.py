@@ -8,10 +8,11 @@ from conftest import byte_tokenizer, plain, tiny_llama
 from test_draft import context
 from test_translated import KINDS, TEXTS, bytes_of, draft_for, english, merged, pieces, renumbered
 
-from specinfer import Auto, BestFirst, Chain, Expansion, ModelDraft, Sampled, SpeculativeDecoder, record, replay
+from specinfer import Auto, BestFirst, Chain, Expansion, ModelDraft, Sampled, SpeculativeDecoder
 from specinfer.drafts.through_text import TAIL, Segmenter
 from specinfer.drafts.translated import Translation, bare_encoder
 from specinfer.engine.gumbel import Coupling
+from specinfer.evaluation.traces import record, replay
 from specinfer.tree import TokenTree
 
 TARGETS = {"bytes": byte_tokenizer, "merged": merged, "pieces": pieces}

@@ -10,8 +10,9 @@ from conftest import PROMPTS, byte_tokenizer, gap_at_difference, like, plain, ti
 from test_heads import draft_for
 
 import specinfer
-from specinfer import BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder, check_model, verify_tree
+from specinfer import BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder, check_model
 from specinfer.attention import Support
+from specinfer.engine.target_view import verify_tree
 
 DRAFTS = {
     "look-ups": lambda target: ["ngram", "suffix"],

@@ -12,9 +12,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 import specinfer
-from specinfer import Auto, BestFirst, Chain, Expansion, ModelDraft, MultiStep, Sampled, SpeculativeDecoder
+from specinfer import Auto, BestFirst, Chain, Expansion, ModelDraft, Sampled, SpeculativeDecoder
 from specinfer.common.token_bytes import token_texts
 from specinfer.drafts.translated import KEPT, Translation, _Text
+from specinfer.engine.verify import MultiStep
 from specinfer.errors import InputError, TokenizerMismatch
 from specinfer.evaluation.compare.methods import build_methods
 from specinfer.evaluation.traces import record, replay
@@ -253,7 +254,7 @@ def test_ids_equal_those_without_speculation(options, kinds, tree, target):
 def test_sampled_trees_hold_the_distribution_over_shared_tokens(replacement):
     """The temperature is the target's, and nothing is left for tokens that the draft does not know."""
     policy, target = Sampled((2, 2), replacement), byte_tokenizer()
-    decoder = SpeculativeDecoder(english(), target, draft_for("pieces"), policy, MultiStep(replacement))
+    decoder = SpeculativeDecoder(english(), target, draft_for("pieces"), policy, verifier=MultiStep(replacement))
     draft = decoder.drafts[0]
     shared = draft.translation.shared
     assert len(shared) < 264

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from conftest import PROMPTS, byte_tokenizer, like, tiny_llama
 
-from specinfer import BestFirst, SpeculativeDecoder, watch
+from specinfer import BestFirst, SpeculativeDecoder
 from specinfer.common.progress import text_progress
 from specinfer.errors import InputError, NumericalError
 from specinfer.viz import live
+from specinfer.viz.live import watch
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "seed": 3}
 

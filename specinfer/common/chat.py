@@ -8,8 +8,9 @@ template does not read would be dropped without a word, so it is refused by name
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypedDict
 
+from specinfer.common.values import plain
 from specinfer.errors import InputError
 
 TEXTS = ("text", "input_text", "output_text")  # types of parts that are text, by OpenAI's names
@@ -17,43 +18,39 @@ REPR = 16  # characters that show how parts look in Python; the end is cut where
 BEGINNING = [{"role": "user", "content": "x"}]  # messages that show what a template's texts begin with
 
 
-class ChatOptions(NamedTuple):
+class ChatOptions(TypedDict, total=False):
     """How messages become a prompt; None is the usual.
 
     Attributes:
-        tools: JSON schemas, or functions with type hints and a docstring.
+        tools: JSON schemas, or functions with type hints and a docstring; the template must read them.
         add_generation_prompt: whether a new turn of the assistant is begun; usually, unless the last one is continued.
         continue_final_message: whether the last message is continued; usually if it is the assistant's.
-        enable_thinking: whether a model that thinks aloud does.
-        chat_template_kwargs: other variables of the template.
+        enable_thinking: whether a model that thinks aloud does; the template must read it.
+        chat_template_kwargs: other variables of the template, by name.
     """
 
-    tools: Sequence[Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | str | None = None
-    enable_thinking: bool | None = None
-    chat_template_kwargs: Mapping[str, Any] | None = None
+    tools: Sequence[Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | str | None
+    enable_thinking: bool | None
+    chat_template_kwargs: Mapping[str, Any] | None
 
-    @property
-    def named(self) -> str:
-        """The name of the first option that was given, "" if there is none."""
-        return next((name for name, value in self._asdict().items() if value is not None), "")
 
-    def of_template(self) -> dict[str, Any]:
-        """Return the variables of the template that these options set.
+def _variables(options: ChatOptions) -> dict[str, Any]:
+    """Return the variables of the template that options set.
 
-        Raises:
-            InputError: a variable is given twice, or something is no option.
-        """
-        more = self.chat_template_kwargs or {}
-        if not isinstance(more, Mapping) or not all(isinstance(name, str) for name in more):
-            raise InputError(f"chat_template_kwargs={more!r:.60} is no dict: give variables of the template by name")
-        if twice := sorted(more.keys() & {*self._fields, "messages", "tokenize", "return_dict"}):
-            raise InputError(f"chat_template_kwargs holds {twice[0]}, which is an option of its own: give it as that")
-        if self.tools is not None and (isinstance(self.tools, str | Mapping) or not isinstance(self.tools, Sequence)):
-            raise InputError(f"tools={self.tools!r:.60} is no list: give JSON schemas, or functions with type hints")
-        given = {"tools": self.tools or None, "enable_thinking": self.enable_thinking}
-        return {**more, **{name: value for name, value in given.items() if value is not None}}
+    Raises:
+        InputError: a variable is given twice, or something is no option.
+    """
+    more, tools = options.get("chat_template_kwargs") or {}, options.get("tools")
+    if not isinstance(more, Mapping) or not all(isinstance(name, str) for name in more):
+        raise InputError(f"chat_template_kwargs={more!r:.60} is no dict: give variables of the template by name")
+    if twice := sorted(more.keys() & {*ChatOptions.__annotations__, "messages", "tokenize", "return_dict"}):
+        raise InputError(f"chat_template_kwargs holds {twice[0]}, which is an option of its own: give it as that")
+    if tools is not None and (isinstance(tools, str | Mapping) or not isinstance(tools, Sequence)):
+        raise InputError(f"tools={tools!r:.60} is no list: give JSON schemas, or functions with type hints")
+    given = {"tools": tools or None, "enable_thinking": plain(options.get("enable_thinking"))}
+    return {**more, **{name: value for name, value in given.items() if value is not None}}
 
 
 def rendered(messages: Sequence[Any], tokenizer: Any, options: ChatOptions, tokenize: bool = True) -> Any:
@@ -65,7 +62,7 @@ def rendered(messages: Sequence[Any], tokenizer: Any, options: ChatOptions, toke
     """
     if not all(isinstance(message, Mapping) for message in messages):
         raise InputError("a message is no dict: give each a role and a content")
-    variables = options.of_template()
+    variables = _variables(options)
     for name in variables:
         _check_read(name, tokenizer, variables.get("tools"))
     ending = _ending(messages, options)
@@ -96,7 +93,7 @@ def _ending(messages: Sequence[Any], options: ChatOptions) -> dict[str, Any]:
     Raises:
         InputError: both are asked for, or neither an option's value is.
     """
-    begin, continued = options.add_generation_prompt, options.continue_final_message
+    begin, continued = options.get("add_generation_prompt"), options.get("continue_final_message")
     for name, value in (("add_generation_prompt", begin), ("continue_final_message", continued)):
         if value is not None and not isinstance(value, bool if name.startswith("add") else bool | str):
             raise InputError(f"{name}={value!r:.60} is neither True nor False: give one of them")

@@ -14,7 +14,8 @@ somebody really made.  They show that the enumeration has the power to notice.
 
 Anything with ``verify(tree, target) -> Verdict`` can be certified:
 
-    >>> from specinfer import Sampled, certify_verifier
+    >>> from specinfer import Sampled
+    >>> from specinfer.evaluation.certification import certify_verifier
     >>> from specinfer.engine.verify import Verdict
     >>> class AcceptLikely:
     ...     def verify(self, tree, target):

@@ -1,6 +1,7 @@
 """Record once, answer many questions: traces of target and drafts along texts, and what verification makes of them.
 
-from specinfer import BestFirst, SpeculativeDecoder, record, replay
+from specinfer import BestFirst, SpeculativeDecoder
+from specinfer.evaluation.traces import record, replay
 trace = record(SpeculativeDecoder.from_pretrained(), ["Count to ten, twice."], max_new_tokens=32)
 for nodes in (4, 8, 16, 32):
     print(replay(trace, BestFirst(nodes, 8)))

@@ -189,7 +189,7 @@ def _record(
     options: dict[str, Any] = {"seed": seeds, "max_new_tokens": plan.max_new_tokens, **whole_distribution(temperature)}
     model, tokenizer = decoder.target.model, decoder.tokenizer
     writer = _Writer(len(rows))
-    results = SpeculativeDecoder(model, tokenizer, (), None, writer).generate(prompts, **options)
+    results = SpeculativeDecoder(model, tokenizer, (), None, verifier=writer).generate(prompts, **options)
     texts = [result.token_ids for result in results]
     distributions = [torch.stack(steps) for steps in writer.distributions]
 
@@ -204,7 +204,7 @@ def _record(
             questions.append(Distributions(plan, texts, drafted[-1], distributions, seeds))
         probes += [Probe(draft, question) for question in questions]
     capacity = BestFirst(plan.nodes + 1, plan.depth)  # what caches must hold
-    SpeculativeDecoder(model, tokenizer, probes, capacity, _Reader(texts)).generate(prompts, **options)
+    SpeculativeDecoder(model, tokenizer, probes, capacity, verifier=_Reader(texts)).generate(prompts, **options)
     return [
         TraceText(
             prompt_ids=prompts[row],
