@@ -3,9 +3,9 @@
 Knows: names that torch may change in any version, and what stands behind them.
 Does not know: models, trees, passes, what its callers are for.
 
-Each function says why no public one does.  All were tried with torch 2.11.0 and 2.13.0, the oldest and the newest
-version that ``pyproject.toml`` allows.  ``tests/test_torch_private.py`` tries each on a CPU, and says which one a
-version of torch broke.  No other module uses such a name; the same tests look for them.
+Each function, or the heading of its group, says why no public one does.  All were tried with torch 2.11.0 and 2.13.0,
+the oldest and the newest version that ``pyproject.toml`` allows.  ``tests/test_torch_private.py`` tries each on a CPU,
+and names the one that a version of torch broke.  No other module uses such names; the same tests look for them.
 """
 
 import warnings
@@ -60,7 +60,7 @@ def direct_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 def with_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> Any:
     """Return a copy of a module with other parameters, and all else shared.
 
-    A public copy would copy the weights, too; and to register a parameter in a shallow one changes the original.
+    `copy.deepcopy` would copy the weights.  To register a parameter in a shallow copy would change the original.
     """
     copied = copy(module)
     copied._parameters = {name: nn.Parameter(value, requires_grad=False) for name, value in values.items()}
@@ -144,8 +144,8 @@ def pack_weight(weight: Tensor, rows: int) -> Tensor:
 def compile_package(graph: fx.GraphModule, path: Path) -> None:
     """Compile a graph, whose placeholders have example values in ``meta["val"]``, into a package.
 
-    The documented way in is private by its name, too (``torch._inductor.aoti_compile_and_package``).  It takes
-    exported programs only, whose weights become a part of the package.
+    Even the documented way in has a private name (``torch._inductor.aoti_compile_and_package``).  It takes exported
+    programs only, whose weights become a part of the package.
 
     Args:
         graph: with tensors as inputs and outputs.
@@ -164,8 +164,8 @@ def compile_package(graph: fx.GraphModule, path: Path) -> None:
 def load_package(path: Path, device: torch.device) -> Callable[[list[Tensor]], list[Tensor]]:
     """Return the function that a package holds, from its graph's inputs to its outputs.
 
-    The documented way in is private by its name, too (``torch._inductor.aoti_load_package``).  What it returns takes
-    inputs as the traced function did, and flattens them in every call.
+    Even the documented way in has a private name (``torch._inductor.aoti_load_package``).  What it returns takes inputs
+    as the traced function did, and flattens them in every call.
 
     Args:
         path: of what `compile_package` wrote.
@@ -181,8 +181,8 @@ def load_package(path: Path, device: torch.device) -> Callable[[list[Tensor]], l
 
 # ---- the compiler: how an operator is compiled ----
 #
-# Values are tensors that Inductor has not computed yet.  In public it can be given operators as calls of Python
-# (`torch.library`) or as kernels in Triton, and a package for a CPU has neither.
+# A value stands for a tensor that compiled code will compute.  In public, an operator can be given to Inductor as a
+# function in Python or as kernels in Triton (`torch.library`); a package on a CPU can call neither.
 
 
 def lowering(operator: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

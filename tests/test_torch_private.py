@@ -34,7 +34,7 @@ def tries(*functions: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
         def named(*args: Any, **options: Any) -> Any:
             try:
                 return test(*args, **options)
-            except Exception as error:
+            except (Exception, pytest.fail.Exception) as error:
                 at_work = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
                 inside = [code.co_qualname for code in at_work if code.co_filename == private.__file__]
                 names = inside[-1].split(".")[0] if inside else ", ".join(functions)
