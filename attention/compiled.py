@@ -11,7 +11,6 @@ changed in another way, the plain model runs, and `TreeModel.plain` says why.
 
 import hashlib
 import json
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy, deepcopy
@@ -33,6 +32,7 @@ from specinfer.attention.check import toy_tree
 from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees
 from specinfer.attention.linear import BYTES, FORMS, IN_FLOAT32, ROUNDED_STATES, form_of, free_bytes, pack
 from specinfer.attention.model import Columns, TreeModel, TreeSession
+from specinfer.attention.torch_private import compile_package, load_package, stamps
 from specinfer.attention.watch import Watch, altered, named_tensors
 from specinfer.errors import NotCompiled
 
@@ -44,7 +44,6 @@ ROUNDED = 0.3  # the same where weights or states are rounded
 MOST = 0.75  # of a pass's nodes must be within that in 16 bits; the others may be outliers
 SAMPLED = 32  # entries of a weight that are compared before every call
 SPARE = 1.2  # bytes of free memory that packing needs, per byte of packed weights
-OPTIONS = {"cpp.dynamic_threads": True, "aot_inductor.precompile_headers": False}
 RECORD = "package.json"
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 BRANCHES = (0, 1, 0, 3, 4)  # parents of a tree: two chains below the root, one two deep, one three
@@ -110,8 +109,8 @@ class CompiledPass:
         names = sorted({name for source in sources for name in source.names})
         tensors = dict(named_tensors(self.network()))
         weights = {name: tensors[name].detach() for name in names}
-        stamps = [(tensors[name].data_ptr(), tensors[name]._version) for name in names]  # writes through .data hide
-        if stamps == self.stamps and torch.equal(_joined(self.samples), self.sampled):
+        stamped = stamps(tensors[name] for name in names)
+        if stamped == self.stamps and torch.equal(_joined(self.samples), self.sampled):
             return ""
         groups = {(source.kind, source.names) for source in sources if source.kind in FORMS}
         parts = [(weights[name], form) for form, group in groups for name in group]
@@ -125,7 +124,7 @@ class CompiledPass:
             runner.weights = [self._input(source, weights, packed) for source in runner.sources]
         flat = [weight.view(-1) for weight in weights.values() if weight.is_contiguous()]
         self.samples = [weight[:: len(weight) // SAMPLED + 1] for weight in flat]
-        self.stamps, self.sampled = stamps, _joined(self.samples)
+        self.stamps, self.sampled = stamped, _joined(self.samples)
         return ""
 
     def _input(
@@ -184,10 +183,7 @@ class _Runner:
             exported.Source(kind, tuple(names), tuple(shape), dtype) for kind, names, shape, dtype in record["sources"]
         ]
         self.weights: list[Tensor] = []
-        on_gpu = device.type == "cuda"  # there it must run on the current stream, as graphs capture no other
-        index = (device.index or 0) if on_gpu else -1
-        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", on_gpu, 1, index)
-        self.run, self.lock = loader.run, Lock()
+        self.run, self.lock = load_package(path, device), Lock()
 
     def __call__(self, tensors: exported.Tensors) -> Outputs:
         parts = (part if isinstance(part, list) else [part] for part in tensors)
@@ -253,7 +249,7 @@ def make(model: TreeModel, aux_layers: Sequence[int], folder: Path, stored: Any)
         graphs, packs = _graphs(model, aux_layers, layers, stored)
         for number, (extra, (graph, sources)) in enumerate(zip(variants_of(model.model), graphs, strict=True)):
             path = folder / f"pass-{number}.pt2"
-            _compile(graph, path)
+            compile_package(graph, path)
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
             variants.append({"extra": sorted(extra), "file": path.name, "sha256": digest, "sources": sources})
     except Exception as error:  # of any kind: torch cannot trace or compile some models
@@ -288,17 +284,6 @@ def _graphs(
 def variants_of(model: Any) -> tuple[dict[str, tuple[int, ...]], ...]:
     """Return the sets of unusual inputs that a model's forward takes: name -> shape after (B, T)."""
     return getattr(model, "pass_inputs", ({},))
-
-
-def _compile(graph: torch.fx.GraphModule, path: Path) -> None:
-    from torch._inductor import aot_compile
-    from torch._inductor.package import package_aoti
-    from torch._inductor.utils import fresh_cache
-
-    inputs = tuple(node.meta["val"] for node in graph.graph.find_nodes(op="placeholder"))
-    with torch.no_grad(), fresh_cache(dir=str(path.parent)), warnings.catch_warnings(action="ignore"):
-        files: Any = aot_compile(graph, inputs, options={**OPTIONS, "aot_inductor.package": True})
-        package_aoti(str(path), files)
 
 
 def _layers(model: TreeModel) -> list[list[int]]:

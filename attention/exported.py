@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, export
-from torch.fx.experimental import _config
 from transformers.cache_utils import Cache
 
 from specinfer.attention.attend import keys_of_rows, replace_attention
 from specinfer.attention.linear import ROUNDED_STATES, packed_shape
+from specinfer.attention.torch_private import run_time_check, sizes_may_be_one
 from specinfer.attention.watch import named_tensors
 
 aten = torch.ops.aten
@@ -150,15 +150,14 @@ def export_pass(
         extra,
     )
     options: Any = {"strict": False, "prefer_deferred_runtime_asserts_over_guards": True}
-    settings: Any = _config
-    with torch.no_grad(), settings.patch(backed_size_oblivious=True):  # so that one is a size like others
+    with torch.no_grad(), sizes_may_be_one():
         program = export(model, (example,), dynamic_shapes=(Tensors(*shapes),), **options)
     module = program.module(check_guards=False)
     _drop_checks(module.graph)
     replace_attention(module.graph)
     sources = _WeightInputs(module, model.model, stored).run(form_of)
     module.graph.lint()
-    module.graph._codegen = fx.graph.CodeGen()
+    module.graph.set_codegen(fx.graph.CodeGen())
     return fx.GraphModule(module, module.graph), sources
 
 
@@ -169,9 +168,10 @@ def _drop_checks(graph: fx.Graph) -> None:
         ValueError: there is another check, so the graph would hold for some sizes only.
     """
     for node in reversed(graph.nodes):
-        if node.target is aten._assert_scalar.default and not EXPECTED.search(str(node.args[1])):
-            raise ValueError(f"the graph would hold for some sizes only: {node.args[1]}")
-        if node.target in (aten._assert_scalar.default, aten._assert_tensor_metadata.default):
+        message = run_time_check(node)
+        if message and not EXPECTED.search(message):
+            raise ValueError(f"the graph would hold for some sizes only: {message}")
+        if message is not None:
             graph.erase_node(node)
     graph.eliminate_dead_code()
 
@@ -256,9 +256,9 @@ class _WeightInputs:
         """Read rows of embeddings as they are stored."""
         for lookup in [*node.users]:
             with self.graph.inserting_after(lookup):
-                rows = self.graph.call_function(aten._to_copy.default, (lookup,), {"dtype": tensor.dtype})
+                rows = self.graph.call_function(aten.to.dtype, (lookup, tensor.dtype))
             lookup.replace_all_uses_with(rows)
-            rows.args = (lookup,)
+            rows.args = (lookup, tensor.dtype)
         _replace(node, self.input("weight", (name,), tuple(tensor.shape), self.stored[name]))
 
     def product(
@@ -277,7 +277,7 @@ class _WeightInputs:
             packed = self.input(form, names, shape, dtype)
             return self.graph.call_function(torch.ops.specinfer.linear.default, (states, like, packed, bias))
         if form == ROUNDED_STATES:
-            states = self.graph.call_function(aten._to_copy.default, (states,), {"dtype": torch.bfloat16})
+            states = self.graph.call_function(aten.to.dtype, (states, torch.bfloat16))
         kind = "bf16" if form == ROUNDED_STATES else form
         of_words = torch.bfloat16 if kind in ("bf16", "rounded") else torch.int32
         packed = self.input(kind, names, packed_shape(outputs, size, form), of_words)
@@ -290,8 +290,7 @@ class _WeightInputs:
         if source not in self.sources:
             with self.graph.inserting_after(self.last):
                 self.last = self.graph.placeholder(f"weight_{len(self.sources)}")
-            with self.example.fake_mode:
-                self.last.meta["val"] = torch.empty(source.shape, dtype=dtype, device=self.example.device)
+            self.last.meta["val"] = self.example.new_empty(source.shape, dtype=dtype)
             self.sources[source] = self.last
         return self.sources[source]
 

@@ -22,7 +22,7 @@ are for heads, which only propose.  Language models do not tolerate states of 8 
 thousand times as large as the rest, and set the scale.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from math import inf
 from pathlib import Path
@@ -34,6 +34,16 @@ from torch.nn import functional
 
 from specinfer.attention import kernels
 from specinfer.attention.rounding import GROUP, integers
+from specinfer.attention.torch_private import (
+    contiguous,
+    has_packed_products,
+    in_memory,
+    lowering,
+    pack_weight,
+    packed_product,
+    reshaped,
+    sizes_of,
+)
 
 EXACT = "int4", "int8", "bf16"  # forms of that kernel that change no number, smallest first
 ROUNDED_STATES = "bf16_states"  # of models; it is the graph that rounds, and its weights are packed as bf16
@@ -143,13 +153,17 @@ def _holds(form: str, weight: Tensor) -> bool:
 
 def _is_slow_in_bfloat16() -> bool:
     """Whether this is an x86 processor without AMX."""
-    return torch.backends.cpu.get_cpu_capability().startswith("AVX") and not torch.cpu._is_amx_tile_supported()
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX") and not _has("amx_tile")
 
 
 def _multiplies_pairs() -> bool:
     """Whether this processor multiplies pairs of bfloat16 numbers as fast as single float32 numbers."""
-    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(capabilities.get("avx512_bf16"))
+    return _has("avx512_bf16")
+
+
+def _has(capability: str) -> bool:
+    """Whether this processor has instructions, by torch's name for them."""
+    return bool(torch.cpu.get_capabilities().get(capability))
 
 
 def _is_bfloat16(weight: Tensor) -> bool:
@@ -158,24 +172,14 @@ def _is_bfloat16(weight: Tensor) -> bool:
 
 def packable(weight: Tensor) -> bool:
     """Whether this machine has packed products for a weight (N, K) in its own type."""
-    if weight.device.type != "cpu" or weight.ndim != 2 or not torch.backends.mkldnn.is_available():
-        return False
-    supported = {
-        torch.float32: torch._C.has_mkl,
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
-    }
-    return bool(supported.get(weight.dtype, False))
+    return weight.device.type == "cpu" and weight.ndim == 2 and has_packed_products(weight.dtype)
 
 
 @torch.inference_mode()
 def pack_whole(weights: Sequence[Tensor]) -> Tensor:
     """Return weights (N_i, K) as one packed weight (sum of N_i, K) of their own type."""
     joined = torch.cat([weight.detach() for weight in weights]) if len(weights) > 1 else weights[0].detach()
-    rows = ROWS[joined.dtype]
-    if joined.dtype == torch.float32:
-        return torch.ops.mkl._mkl_reorder_linear_weight(joined, rows)
-    return torch.ops.mkldnn._reorder_linear_weight(joined, rows)
+    return pack_weight(joined, ROWS[joined.dtype])
 
 
 @torch.inference_mode()
@@ -221,7 +225,7 @@ def _words(weight: Tensor, form: str) -> Tensor:
 
 def packable_dynamic_int8(weight: Tensor) -> bool:
     """Whether products of a weight (N, K) in 8 bits are fast here, which they are with AVX512-VNNI."""
-    fast = torch.backends.cpu.get_cpu_capability().startswith("AVX512") and torch.cpu._is_vnni_supported()
+    fast = torch.backends.cpu.get_cpu_capability().startswith("AVX512") and _has("avx512_vnni")
     return fits_blocks(weight) and weight.shape[1] % 4 == 0 and weight.shape[1] <= LONGEST and fast
 
 
@@ -241,34 +245,23 @@ def pack_dynamic_int8(weights: Sequence[Tensor]) -> Tensor:
 def teach_compiler() -> None:
     """Tell Inductor how to call packed products.
 
-    MKL's product takes any number of states, whatever number its weight was packed for.  Torch's operator compares the
-    two numbers, so it is given the current one.  New packages are compared with plain passes of many sizes.
-    ``kernels/linear.h`` becomes a part of the compiled code.
+    They take any number of states; new packages are compared with plain passes of many sizes.  ``kernels/linear.h``
+    becomes a part of the compiled code.
     """
-    from torch._inductor import ir, mkldnn_ir
-    from torch._inductor.lowering import register_lowering, view
 
-    @register_lowering(torch.ops.specinfer.linear, type_promotion_kind=None)
+    @lowering(torch.ops.specinfer.linear)
     def lower(states: Any, like: Any, packed: Any, bias: Any) -> Any:
-        *before, _ = states.get_size()
-        flat = ir.ExternKernel.realize_input(view(states, [-1, states.get_size()[-1]]))
-        bias = bias if bias is None else ir.ExternKernel.realize_input(bias)
-        if states.get_dtype() == torch.float32:
-            flat = ir.ExternKernel.require_contiguous(flat)
-            product = mkldnn_ir.MKLPackedLinear.create(flat, packed, like, bias, flat.get_size()[0])
-        else:
-            product = mkldnn_ir.LinearUnary.create(flat, packed, bias, "none", [], "")
-        return view(ir.TensorBox.create(product), [*before, like.get_size()[0]])
+        *before, size = sizes_of(states)
+        product = packed_product(reshaped(states, [-1, size]), packed, like, bias)
+        return reshaped(product, [*before, sizes_of(like)[0]])
 
-    @register_lowering(torch.ops.specinfer.linear_blocks, type_promotion_kind=None)
+    @lowering(torch.ops.specinfer.linear_blocks)
     def lower_blocks(states: Any, packed: Any, outputs: int, form: str) -> Any:
-        *before, size = states.get_size()
-        flat = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(view(states, [-1, size])))
-        device: Any = flat.get_device()
-        layout = ir.FixedLayout(device, torch.float32, [flat.get_size()[0], outputs])
-        inputs = [flat, ir.ExternKernel.realize_input(packed)]
-        product = kernels.call("linear", f"linear_{'bf16' if form == 'rounded' else form}", layout, inputs)
-        return view(product, [*before, outputs])
+        *before, size = sizes_of(states)
+        flat = contiguous(reshaped(states, [-1, size]))
+        function = f"linear_{'bf16' if form == 'rounded' else form}"
+        product = kernels.call("linear", function, [flat, in_memory(packed)], [sizes_of(flat)[0], outputs])
+        return reshaped(product, [*before, outputs])
 
 
 def free_bytes() -> float:

@@ -31,7 +31,7 @@ from specinfer.attention.packing import Packing
 from specinfer.attention.per_node import PerNode, Span
 from specinfer.attention.precision import autocast_dtype
 from specinfer.attention.recurrent import StateCache
-from specinfer.attention.watch import modules_of
+from specinfer.attention.torch_private import modules_of
 from specinfer.common.ranks import Ranks
 from specinfer.errors import InputError, ModelError, UnsupportedModel
 from specinfer.tree import TokenTree

@@ -10,7 +10,6 @@ are offloaded; until then these are on the "meta" device, without values.  Logit
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from copy import copy
 from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from specinfer.attention.torch_private import with_parameters
 from specinfer.common.ranks import whole
 from specinfer.errors import ModelError
 
@@ -80,12 +80,11 @@ def resident(module: Any) -> Any:
     """
     if module.weight.device.type != "meta":
         return module
-    held = copy(module)
+    names = [name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
+    values = {name: value_of(module, name) for name in names}
+    held = with_parameters(module, {**values, "weight": weight_of(module)})
     for name in ("_hf_hook", "_old_forward", "forward"):  # what a hook adds
         vars(held).pop(name, None)
-    values = {name: value_of(module, name) for name, tensor in module._parameters.items() if tensor is not None}
-    values["weight"] = weight_of(module)
-    held._parameters = {name: nn.Parameter(value, requires_grad=False) for name, value in values.items()}
     return held
 
 

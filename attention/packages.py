@@ -27,9 +27,10 @@ import transformers
 from tqdm import tqdm
 
 from specinfer.attention import TreeModel, kernels, resumed
-from specinfer.attention.compiled import OPTIONS, RECORD, CompiledPass, check, computing, limit_of, make
+from specinfer.attention.compiled import RECORD, CompiledPass, check, computing, limit_of, make
 from specinfer.attention.linear import FORMS, ROUNDED_STATES, forms
 from specinfer.attention.precision import without_autocast
+from specinfer.attention.torch_private import COMPILER_OPTIONS
 from specinfer.attention.watch import architecture, machine
 from specinfer.common.files import cache_folder, parse_json, storing, write_json
 from specinfer.errors import InputError, NotCompiled
@@ -144,7 +145,7 @@ def package_of(model: TreeModel) -> Path:
     """Return the folder that a model's package is in, or would be."""
     parts = [
         FORMAT,
-        OPTIONS,
+        COMPILER_OPTIONS,
         torch.__version__,
         transformers.__version__,
         machine(model.device),

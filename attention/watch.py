@@ -15,6 +15,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from specinfer.attention.torch_private import direct_tensors, forward_hooks, global_forward_hooks, modules_of
+
 RECORDERS = "transformers.utils.output_capturing"  # its hooks stay after hidden states were asked for, and do nothing
 IGNORED = {  # settings that do not affect a pass, or are compared in another way
     *("training", "architectures", "dtype", "transformers_version", "name_or_path", "_name_or_path", "_commit_hash"),
@@ -56,7 +58,7 @@ def attentions(model: nn.Module) -> dict[str, Any]:
 
 def altered(model: nn.Module) -> str:
     """Return, in words, a change of the model that an exported graph would not have; "" if there is none."""
-    if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
+    if global_forward_hooks():
         return "all modules have a hook"
     for name, module in model.named_modules():
         if _hooks(module):
@@ -65,10 +67,10 @@ def altered(model: nn.Module) -> str:
             return f"{name or 'the model'} has a patched forward"
         if module.training:
             return f"{name or 'the model'} is in train mode"
-        for weight, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+        for weight, tensor in direct_tensors(module):
+            if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
                 return f"{name}.{weight} is a {type(tensor).__name__}"
-            if tensor is not None and tensor.is_inference():
+            if tensor.is_inference():
                 return f"{name}.{weight} is an inference tensor, whose changes cannot be seen"
     return ""
 
@@ -102,18 +104,6 @@ def _has_changed(setting: tuple[Any, str, Any]) -> bool:
     return vars(owner()).get(name, ...) != value
 
 
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """Return a model's modules, each once; ``model.modules()`` takes several times as long."""
-    found: dict[nn.Module, None] = {}  # in order
-    waiting: list[nn.Module | None] = [model]
-    while waiting:
-        module = waiting.pop()
-        if module is not None and module not in found:
-            found[module] = None
-            waiting += module._modules.values()
-    return [*found]
-
-
 def _configs(modules: Sequence[nn.Module]) -> list[Any]:
     """Return the configurations of modules, each once."""
     configs = {id(config): config for module in modules if (config := vars(module).get("config"))}
@@ -129,25 +119,19 @@ def _state(model: nn.Module) -> list[Any]:
 
     modules = modules_of(model)
     configs = _configs(modules)
-    columns = (column for module in modules for column in (module._parameters, module._buffers))
     return [
         *map(ref, (*modules, *configs)),
         *(ref(vars(module).get("forward", type(module))) for module in modules),
         *(FUNCTIONS.get(config._attn_implementation) for config in configs),
-        *map(tuple, (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)),
+        global_forward_hooks(),
         *((type(module), type(module).forward, *_hooks(module)) for module in modules),
-        *_kinds_of(enumerate(tensor for column in columns for tensor in column.values() if tensor is not None)),
+        *_kinds_of(enumerate(tensor for module in modules for _, tensor in direct_tensors(module))),
     ]
 
 
 def _hooks(module: nn.Module) -> list[int]:
     """Return the numbers of a module's hooks; torch uses each number once."""
-    return [
-        number
-        for hooks in (module._forward_pre_hooks, module._forward_hooks)
-        for number, hook in hooks.items()
-        if getattr(hook, "__module__", None) != RECORDERS
-    ]
+    return [number for number, hook in forward_hooks(module) if getattr(hook, "__module__", None) != RECORDERS]
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -203,7 +203,7 @@ def compiled(tiny: bool) -> Iterator[Case]:
 def compiled_rows(name: str, tiny: bool) -> list[Row]:
     """Return the seconds that compiling takes, and what passes cost then; or else what the compiler said."""
     model, sizes, said = counting(name, tiny).model, sizes_of(tiny), list[str]()
-    compile_graph = compiler._compile
+    compile_graph = compiler.compile_package
 
     def listening(*args: Any) -> None:
         try:
@@ -213,7 +213,7 @@ def compiled_rows(name: str, tiny: bool) -> list[Row]:
             raise
 
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, SPECINFER_CACHE=folder):
-        with patch.object(compiler, "_compile", listening):
+        with patch.object(compiler, "compile_package", listening):
             started = perf_counter()
             decoder = SpeculativeDecoder(model, None, [], None, compile=True)
             seconds = perf_counter() - started

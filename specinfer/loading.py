@@ -198,9 +198,8 @@ def _computes_bfloat16(device: torch.device) -> bool:
             return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type != "cpu":
         return False
-    # AVX512, AMX or ARM's BF16; older releases of torch do not have this function
-    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(capabilities.get(word, False) for word in ("avx512_bf16", "amx_bf16", "bf16"))
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(word, False) for word in ("avx512_bf16", "amx_bf16", "bf16"))  # AVX512, AMX or ARM
 
 
 def reach_hub() -> None:

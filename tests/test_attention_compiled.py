@@ -127,7 +127,8 @@ def test_drafts_multiply_in_8_bits_and_targets_never_do() -> None:
 
 
 def test_a_machine_that_is_slow_in_8_bits_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    slow = {**torch.cpu.get_capabilities(), "avx512_vnni": False}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: slow)
     assert not packable_dynamic_int8(torch.zeros(4, 4))
     model = float_llama()
     made = decoder(model, TREE, [draft_for(model)], compile="auto")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 import specinfer
 import specinfer.attention
@@ -59,3 +60,14 @@ def test_the_versions_that_the_tests_run_with_are_allowed():
         version = versions.get(normal(own.name))  # none is settings of what the tests do without
         assert version is None or own.specifier.contains(version), own
     assert {normal(own.name) for own in requirements(extras=False)} <= versions.keys()
+
+
+@pytest.mark.skipif(not CONSTRAINTS.exists(), reason="the wheel comes without")
+@pytest.mark.parametrize("name", ["torch", "transformers"])
+def test_no_versions_are_allowed_beyond_the_oldest_and_the_newest_that_are_tested(name: str) -> None:
+    """The newest are what the tests run with, the oldest what `make test-oldest` does."""
+    (requirement,) = (each for each in requirements(extras=False) if each.name == name)
+    (oldest,) = re.findall(rf"\b{name}==(\S+)", (ROOT / "Makefile").read_text())
+    (newest,) = map(Version, re.findall(rf"^{name}==(\S+)", CONSTRAINTS.read_text(), re.MULTILINE))
+    bounds = {each.operator: Version(each.version) for each in requirement.specifier}
+    assert bounds == {">=": Version(oldest), "<": Version(f"{newest.major}.{newest.minor + 1}")}

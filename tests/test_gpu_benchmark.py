@@ -298,7 +298,7 @@ def test_what_the_linker_says_is_an_answer(script, monkeypatch):
         raise RuntimeError("C++ compile error\n\nCommand:\ng++ -lcuda\n\nOutput:\n/bin/ld: cannot find -lcuda\n")
 
     monkeypatch.setattr(answers.compiler, "_graphs", lambda *given: ([(None, ())], False))
-    monkeypatch.setattr(answers.compiler, "_compile", failing)
+    monkeypatch.setattr(answers.compiler, "compile_package", failing)
     (row,) = answers.compiled_rows("tiny", True)
     assert row["said"] == ["/bin/ld: cannot find -lcuda"]
     assert "cannot be compiled" in row["passes"]

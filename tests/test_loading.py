@@ -315,7 +315,7 @@ def test_unknown_and_absent_devices_are_refused(word):
     ],
 )
 def test_auto_dtype_on_a_cpu_is_what_it_computes_natively(capabilities, expected, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     assert models.resolve_dtype("auto", torch.device("cpu")) == expected
 
 
@@ -328,11 +328,6 @@ def test_auto_dtype_on_a_gpu_is_what_it_computes_natively(native, expected, monk
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native or including_emulation)
     assert models.resolve_dtype("auto", torch.device("cuda", 0)) == expected
-
-
-def test_auto_dtype_where_torch_cannot_tell_is_float32(monkeypatch):
-    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-    assert models.resolve_dtype("auto", torch.device("cpu")) == torch.float32
 
 
 def test_auto_device_is_cuda_where_there_is_one(monkeypatch):

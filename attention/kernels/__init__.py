@@ -1,11 +1,13 @@
 """C++ that becomes a part of compiled passes on a CPU: one header for each kernel.
 
-Knows: how code that Inductor writes calls a function of a header.  Does not know: what kernels compute.
+Knows: where the headers are, and what their functions are called.  Does not know: what kernels compute.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from specinfer.attention.torch_private import call_of_header
 
 FOLDER = Path(__file__).parent
 
@@ -15,22 +17,20 @@ def source() -> str:
     return "".join(path.read_text() for path in sorted(FOLDER.glob("*.h")))
 
 
-def call(header: str, function: str, layout: Any, inputs: Sequence[Any], constants: Sequence[Any] = ()) -> Any:
-    """Return Inductor's tensor of a layout that a function of a header fills.
+def call(
+    header: str,
+    function: str,
+    inputs: Sequence[Any],
+    sizes: Sequence[Any],
+    constants: Sequence[float] = (),
+    strides: Sequence[Any] | None = None,
+) -> Any:
+    """Return the value that a function of a header fills, as `call_of_header` does.
 
     Args:
         header: its name, without ``.h``.
-        function: its name after ``aoti_torch_specinfer_``; it takes the result, the inputs, and the constants.
-        layout: of the result.
-        inputs: Inductor's tensors.
-        constants: numbers.
+        function: its name after ``aoti_torch_specinfer_``.
+        inputs, sizes, constants, strides: as there.
     """
-    from torch._inductor import ir
-
-    class Kernel(ir.ExternKernelOut):
-        def codegen(self, wrapper: Any) -> None:
-            wrapper.include_extra_header(str(FOLDER / f"{header}.h"))
-            super().codegen(wrapper)
-
     name = f"aoti_torch_specinfer_{function}"
-    return ir.TensorBox.create(Kernel(layout, inputs, tuple(constants), cpp_kernel_name=name))
+    return call_of_header(FOLDER / f"{header}.h", name, inputs, sizes, constants, strides)
