@@ -32,7 +32,7 @@ from specinfer.attention.check import toy_tree
 from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees
 from specinfer.attention.linear import BYTES, FORMS, IN_FLOAT32, ROUNDED_STATES, form_of, free_bytes, pack
 from specinfer.attention.model import Columns, TreeModel, TreeSession
-from specinfer.attention.torch_private import compile_package, load_package, stamps
+from specinfer.attention.torch_private import compile_package, load_package, writes
 from specinfer.attention.watch import Watch, altered, named_tensors
 from specinfer.errors import NotCompiled
 
@@ -109,8 +109,8 @@ class CompiledPass:
         names = sorted({name for source in sources for name in source.names})
         tensors = dict(named_tensors(self.network()))
         weights = {name: tensors[name].detach() for name in names}
-        stamped = stamps(tensors[name] for name in names)
-        if stamped == self.stamps and torch.equal(_joined(self.samples), self.sampled):
+        stamps = [(tensors[name].data_ptr(), writes(tensors[name])) for name in names]
+        if stamps == self.stamps and torch.equal(_joined(self.samples), self.sampled):
             return ""
         groups = {(source.kind, source.names) for source in sources if source.kind in FORMS}
         parts = [(weights[name], form) for form, group in groups for name in group]
@@ -124,7 +124,7 @@ class CompiledPass:
             runner.weights = [self._input(source, weights, packed) for source in runner.sources]
         flat = [weight.view(-1) for weight in weights.values() if weight.is_contiguous()]
         self.samples = [weight[:: len(weight) // SAMPLED + 1] for weight in flat]
-        self.stamps, self.sampled = stamped, _joined(self.samples)
+        self.stamps, self.sampled = stamps, _joined(self.samples)
         return ""
 
     def _input(

@@ -9,7 +9,7 @@ and names the one that a version of torch broke.  No other module uses such name
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from pathlib import Path
@@ -25,12 +25,15 @@ COMPILER_OPTIONS = {"cpp.dynamic_threads": True, "aot_inductor.precompile_header
 # ---- tensors and modules ----
 
 
-def stamps(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Return where each tensor's values are, and how often they were written; writes through ``.data`` hide.
+def writes(tensor: Tensor) -> int:
+    """Return how often a tensor was written to; writes through ``.data`` hide.
 
-    Torch counts writes for autograd, and shows the count nowhere else.
+    Torch counts them for autograd, and shows the count nowhere else.
+
+    Raises:
+        RuntimeError: it is an inference tensor, whose writes are not counted.
     """
-    return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+    return tensor._version
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:

@@ -65,15 +65,16 @@ class Block(nn.Module):
         return self.second(self.first(states * self.weight))
 
 
-@tries("stamps")
+@tries("writes")
 def test_writes_are_counted() -> None:
     weight = nn.Parameter(torch.zeros(3))
-    ((at, count),) = private.stamps([weight])
+    count = private.writes(weight)
     with torch.no_grad():
         weight.add_(1)
-    assert private.stamps([weight]) == [(at, count + 1)]
-    weight.data = torch.ones(3)
-    assert private.stamps([weight])[0][0] != at
+        weight[0] = 2
+    assert private.writes(weight) == count + 2
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="version counter"):
+        private.writes(torch.zeros(3))
 
 
 @tries("modules_of")
@@ -357,6 +358,6 @@ def test_what_breaks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.delattr(registry, "_global_forward_hooks")
         with pytest.raises(AssertionError, match=r"torch_private.py: global_forward_hooks relies on: AttributeError"):
             tries("global_forward_hooks")(private.global_forward_hooks)()
-    monkeypatch.setattr(private, "stamps", lambda tensors: [(0, 0) for _ in tensors])
-    with pytest.raises(AssertionError, match=r"torch_private.py: stamps relies on"):
+    monkeypatch.setattr(private, "writes", lambda _: 0)
+    with pytest.raises(AssertionError, match=r"torch_private.py: writes relies on"):
         test_writes_are_counted()

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specinfer.attention import TreeModel, device_of, lay_out_level, weight_of
-from specinfer.attention.torch_private import stamps
+from specinfer.attention.torch_private import writes
 from specinfer.common.files import parse_json, write_json, write_whole
 from specinfer.drafts.head_network import HeadNetwork, head_config
 from specinfer.drafts.language_model import ModelDraftSession
@@ -134,7 +134,7 @@ class HeadDraft(Draft):
 
 def _bound(head: HeadNetwork, target: Any) -> HeadNetwork:
     """Return a copy of a head that is bound to a target; it is made again if the head has changed."""
-    stamp = [device_of(target), target.dtype, *stamps(head.parameters())]
+    stamp = [device_of(target), target.dtype, *((w.data_ptr(), writes(w)) for w in head.parameters())]
     with _binding:
         copies = _copies.setdefault(target, WeakKeyDictionary())
         earlier, network = copies.get(head, (None, head))

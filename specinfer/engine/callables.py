@@ -21,7 +21,6 @@ import dis
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import chain
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 from transformers import generation
 
-from specinfer.attention.torch_private import stamps
+from specinfer.attention.torch_private import writes
 from specinfer.common.values import plain
 from specinfer.errors import SamplingError
 
@@ -300,7 +299,7 @@ def _is_hidden(value: Any) -> bool:
 def _held(value: Any) -> list[Any]:
     """Return what a container or an object holds now; of a tensor, how often it was written to."""
     if isinstance(value, Tensor):
-        return [] if value.is_inference() else [*chain(*stamps([value]))]
+        return [] if value.is_inference() else [writes(value)]
     if isinstance(value, dict):
         return [*value, *value.values()]
     return [*value] if isinstance(value, CONTAINERS) else [*vars(value).values()]
