@@ -108,7 +108,7 @@ class Options(UsualOptions, ChatOptions, Inputs, ConfigOptions, total=False):
     value per row.
 
     Attributes:
-        raw: feed strings without the chat template.  Strings that begin as the template's texts do are fed so, too.
+        raw: feed strings without the chat template.  Strings that begin as the template's texts do are always fed so.
         logprobs: keep the target's log-probability of every new token: `Result.logprobs`.
         generation_config: a ``transformers.GenerationConfig`` or a dict of options, over the model's own.
         logits_processor: functions of ids (B, T) and scores (B, V) that return scores, or one, as in transformers.
