@@ -10,6 +10,7 @@ Knows: transformers' names for sizes of contexts, types of rotary embeddings.  D
 """
 
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 SIZES = ("max_position_embeddings", "max_seq_len")  # mpt: the latter
@@ -41,10 +42,11 @@ class Context(NamedTuple):
             for part in parts
             if _type(part) in CHANGING
         ]
-        exact, changer = min(((limit, part) for limit, part in changing if limit), key=_first, default=(None, {}))
+        by_size = itemgetter(0)
+        exact, changer = min(((limit, part) for limit, part in changing if limit), key=by_size, default=(None, {}))
         if size is None:
             return cls(None, exact, f"rope_type={_type(changer)}" if exact else "")
-        extended, extender = min(((_extended(part, size), part) for part in parts), key=_first, default=(size, {}))
+        extended, extender = min(((_extended(part, size), part) for part in parts), key=by_size, default=(size, {}))
         if exact is not None:
             setting = f"{ORIGINAL}, beyond which {_type(changer)} rotary embeddings change with the longest row"
         elif extended > size:
@@ -70,7 +72,3 @@ def _extended(part: Mapping[str, Any], size: int) -> int:
     if _type(part) not in EXTENDING or not isinstance(factor, int | float):
         return size
     return max(size, int(factor * (part.get(ORIGINAL) or size)))
-
-
-def _first(pair: tuple[int, Any]) -> int:
-    return pair[0]

@@ -402,13 +402,13 @@ class TreeSession:
             run: runs the model.
         """
         model, cache = self.model, self.cache
-        wanted = None if columns is None else sorted({column for row in columns for column in row})
+        packing = Packing(layout) if self.packs and not model.stateful else None
+        wanted = packing.nodes(columns) if packing else _union(columns)
         if model.stateful:
             nodes = None if wanted is None else on_device(wanted, layout.tokens.device)
             logits, *aux_states = cache.feed(layout, nodes, self._read_row)
             self.aux_states += [PerNode.padded_rows(each, layout.sizes) for each in aux_states]
             return _of_columns(logits, columns, wanted, layout.sizes)
-        packing = Packing(layout) if self.packs else None
         cache.stage(layout.width, layout.tokens.device, packing.sizes if packing else ())
         inputs: Inputs = {
             "input_ids": layout.tokens,
@@ -418,7 +418,7 @@ class TreeSession:
         if model.takes_positions:
             inputs["position_ids"] = self._positions(layout)
         if packing:
-            inputs, wanted = packing.inputs(inputs, cache.staged(model.device)), packing.nodes(columns)
+            inputs = packing.inputs(inputs, cache.staged(model.device))
         nodes = None if wanted is None else on_device(wanted, model.device)
         if nodes is not None and model.takes_logits_to_keep:
             inputs["logits_to_keep"] = nodes
@@ -496,6 +496,11 @@ def in_one(parts: Sequence[Tensor | None]) -> Tensor | None:
     """Return tensors one after the other: a single one itself, and None if all are None."""
     given = [part for part in parts if part is not None]
     return torch.cat(given) if len(given) > 1 else next(iter(given), None)
+
+
+def _union(columns: Columns) -> list[int] | None:
+    """Return the columns that any row wants, ascending; None: all."""
+    return None if columns is None else sorted({column for row in columns for column in row})
 
 
 def _of_columns(logits: Tensor, columns: Columns, wanted: Sequence[int] | None, sizes: Sequence[int]) -> PerNode:

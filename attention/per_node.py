@@ -4,6 +4,7 @@ Knows: where each row's nodes are in a tensor.  Does not know: trees, models, wh
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -43,7 +44,7 @@ class PerNode:
     @classmethod
     def side_by_side(cls, values: Tensor, sizes: Sequence[int]) -> "PerNode":
         """Return values (1, N, ...) of the nodes of all rows, row after row."""
-        ends = [sum(sizes[: row + 1]) for row in range(len(sizes))]
+        ends = accumulate(sizes)
         return cls(values, [Span(0, range(end - size, end)) for end, size in zip(ends, sizes, strict=True)])
 
     @classmethod

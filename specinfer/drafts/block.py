@@ -15,11 +15,11 @@ from specinfer.attention import Layout, TreeModel, on_device
 from specinfer.drafts.language_model import CATCH_UP
 from specinfer.drafts.lattice import DepthsSession, LatticeSession
 from specinfer.drafts.rows import DraftRows, state_columns
-from specinfer.engine.draft import DraftContext, Scored
+from specinfer.engine.draft import Clocked, DraftContext, Scored
 from specinfer.tree import Frontier
 
 
-class BlockRows(DepthsSession):
+class BlockRows(Clocked, DepthsSession):
     """A block head at work, however it answers a policy.
 
     The context of a row is every token but the root: the target's states at them.  A text of a single token has none,
@@ -63,21 +63,6 @@ class BlockRows(DepthsSession):
         """Return, per row, how many levels can be predicted: all, if the block ends within the head's context."""
         longest = sys.maxsize if self.limit is None else self.limit - self.network.config.block_size
         return [self.depth if length <= longest else 0 for length in self.lengths]
-
-    @property
-    def passes(self) -> int:  # type: ignore[override]
-        """Forward passes so far, prefill excluded."""
-        return self.session.passes
-
-    @property
-    def seconds(self) -> float:  # type: ignore[override]
-        """Wall-clock seconds in those passes."""
-        return self.session.seconds
-
-    @property
-    def prefill_seconds(self) -> float:  # type: ignore[override]
-        """Wall-clock seconds in prefill passes."""
-        return self.session.prefill_seconds
 
     def predict(self) -> Tensor:
         """Feed a block and the uncached context; keep the context: logits (B, D, V') of depths 1 ... D."""

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level
 from specinfer.common.values import checked_names
 from specinfer.drafts.rows import DraftRows
-from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
+from specinfer.engine.draft import Clocked, Draft, DraftContext, Scored
 from specinfer.errors import CHECK_WEIGHTS, InputError, NumericalError, TreeError
 from specinfer.tree import Forest, Frontier, Growth, Policy, TokenTree
 
@@ -57,7 +57,7 @@ class ModelDraft(Draft):
         return ModelDraftSession(self.model, context)
 
 
-class ModelDraftSession(DraftRows, DraftSession):
+class ModelDraftSession(DraftRows, Clocked):
     """A model draft at work: a `Source` of distributions over its own `TreeSession`.
 
     The first pass of a step feeds the root together with all accepted tokens that are not in the cache yet.  Each
@@ -77,21 +77,6 @@ class ModelDraftSession(DraftRows, DraftSession):
         self.fed: list[Frontier] = []  # levels fed this step, root excluded: pending columns are nodes 1, 2, ...
         self.vocab_size = min(model.vocab_size, context.vocab_size)
         self.draft_states: list[Tensor | None] = []  # this model's hidden states at the tokens fed last, root last
-
-    @property
-    def passes(self) -> int:  # type: ignore[override]
-        """Forward passes so far, prefill excluded."""
-        return self.session.passes
-
-    @property
-    def seconds(self) -> float:  # type: ignore[override]
-        """Wall-clock seconds in those passes."""
-        return self.session.seconds
-
-    @property
-    def prefill_seconds(self) -> float:  # type: ignore[override]
-        """Wall-clock seconds in prefill passes."""
-        return self.session.prefill_seconds
 
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow one tree per row below its last committed token, as deep as the draft's context reaches."""

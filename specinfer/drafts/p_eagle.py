@@ -23,7 +23,7 @@ from specinfer.drafts.head import HeadDraftSession
 from specinfer.drafts.language_model import CATCH_UP
 from specinfer.drafts.lattice import LatticeSession
 from specinfer.drafts.rows import DraftRows
-from specinfer.engine.draft import DraftContext, DraftSession, Scored
+from specinfer.engine.draft import Clocked, DraftContext, DraftSession, Scored
 
 MASK_IDS = ("mask_token_id", "pard_token", "ptd_token_id")  # names of the masked token's id
 DEPTH = 8  # predicted where a checkpoint does not say for how many it was trained
@@ -70,14 +70,16 @@ class MaskedHeadSession(HeadDraftSession):
         return logits.padded()
 
 
-class PEagleSession(LatticeSession):
+class PEagleSession(Clocked, LatticeSession):
     """A P-EAGLE head at work."""
 
     def __init__(self, model: TreeModel, aux_layers: Sequence[int], context: DraftContext) -> None:
         super().__init__(context)
         self.token_ids, self.max_depth = model.model.token_ids, model.model.depth
         slots = {name: getattr(context, name) + self.depth for name in ("capacity", "max_capacity")}
-        self.head = MaskedHeadSession(model, aux_layers, self.inverse_temperature, replace(context, **slots))
+        self.session = self.head = MaskedHeadSession(
+            model, aux_layers, self.inverse_temperature, replace(context, **slots)
+        )
 
     @property
     def depth(self) -> int:
@@ -111,9 +113,7 @@ class PEagleSession(LatticeSession):
 
     def predict(self) -> Tensor:
         """Run the step's pass: logits (B, D, V')."""
-        logits, clocks = self.head.all_depths(), self.head.session
-        self.passes, self.seconds, self.prefill_seconds = clocks.passes, clocks.seconds, clocks.prefill_seconds
-        return logits
+        return self.head.all_depths()
 
 
 def recognises(checkpoint: Checkpoint) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specinfer.engine.draft import DraftContext, DraftSession, Scored
+from specinfer.engine.draft import Clocked, DraftContext, DraftSession, Scored
 from specinfer.tree import Forest, Policy, TokenTree
 
 
@@ -26,7 +26,7 @@ def within_context(session: DraftSession, context: DraftContext, name: str) -> D
     return session if session.limit is None else RowsWithin(session, context, name)
 
 
-class RowsWithin(DraftSession):
+class RowsWithin(Clocked):
     """A session of B rows, of which the first ones that fit are its own draft's.
 
     Attributes:
@@ -41,21 +41,6 @@ class RowsWithin(DraftSession):
         self.inside = [True] * len(self.roots)
         self.notes: list[list[str]] = list(context.notes) or [[] for _ in self.roots]
         self._let_go()
-
-    @property
-    def passes(self) -> int:  # type: ignore[override]
-        """Forward passes so far, prefill excluded."""
-        return self.session.passes
-
-    @property
-    def seconds(self) -> float:  # type: ignore[override]
-        """Wall-clock seconds in those passes."""
-        return self.session.seconds
-
-    @property
-    def prefill_seconds(self) -> float:  # type: ignore[override]
-        """Wall-clock seconds in prefill passes."""
-        return self.session.prefill_seconds
 
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Grow one tree per row below its last committed token; bare roots for rows that have left."""

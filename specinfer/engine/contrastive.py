@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from specinfer.attention import TreeSession, on_device
-from specinfer.engine.draft import Proposer
+from specinfer.engine.draft import DraftSession
 from specinfer.engine.sequence import Row
 from specinfer.engine.target_view import RowView, target_views
 from specinfer.engine.verify import Verdict
@@ -128,7 +128,7 @@ def sized(policy: Policy, rows: Sequence[Row]) -> Policy:
 
 def search(
     target: TreeSession,
-    drafts: Sequence[Proposer],
+    drafts: Sequence[DraftSession],
     policy: CandidateTrees,
     rows: Sequence[Row],
     states: Sequence[Tensor | None],
@@ -172,7 +172,7 @@ def _begun(target: TreeSession, policy: Policy, rows: Sequence[Row], states: Seq
     ]
 
 
-def _propose(drafts: Sequence[Proposer], policy: CandidateTrees, rows: Sequence[Row]) -> Forest:
+def _propose(drafts: Sequence[DraftSession], policy: CandidateTrees, rows: Sequence[Row]) -> Forest:
     """Return one tree per row: its candidates and what drafts grow below them, as deep as the row may emit."""
     roots, depths = [row.ids[-1] for row in rows], [row.max_depth + 1 for row in rows]
     asked = drafts if policy.levels and max(depths) > 1 else ()

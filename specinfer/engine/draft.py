@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specinfer.engine.gumbel import Coupling
 from specinfer.engine.sampling import Processors
+from specinfer.errors import InputError
 from specinfer.tree import Policy, TokenTree
 
 
@@ -50,21 +51,6 @@ class Scored(Protocol):
     @property
     def logits(self) -> Tensor:
         """The target's logits after each node, before processors: (N, V), on its device; read, never kept."""
-
-
-class Proposer(Protocol):
-    """What the decode loop needs of a draft at work: see `DraftSession`."""
-
-    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
-        """Grow one tree per row below its last committed token, no deeper than ``max_depth``."""
-
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
-        """Take note of what each row committed."""
 
 
 class DraftSession(ABC):
@@ -105,7 +91,7 @@ class DraftSession(ABC):
 
     def join(self, other: Any) -> None:
         """Take in the rows of another session of the same draft, after the own ones, between two steps."""
-        raise NotImplementedError(f"rows cannot join a {type(self).__name__}: generate them in one call")
+        raise InputError(f"rows cannot join a {type(self).__name__}: generate them in one call, or give it `join`")
 
     def levels_left(self) -> list[int]:
         """Return, per row, how many levels of a tree fit into the draft's context; 0 or less: none.
@@ -113,6 +99,27 @@ class DraftSession(ABC):
         Only sessions with a `limit` are asked.
         """
         raise NotImplementedError
+
+
+class Clocked(DraftSession):
+    """A session that works through another one, of a draft or of a model: its clocks are the other's."""
+
+    session: Any
+
+    @property
+    def passes(self) -> int:  # type: ignore[override]
+        """Forward passes so far, prefill excluded."""
+        return int(self.session.passes)
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        """Wall-clock seconds in those passes."""
+        return float(self.session.seconds)
+
+    @property
+    def prefill_seconds(self) -> float:  # type: ignore[override]
+        """Wall-clock seconds in prefill passes."""
+        return float(self.session.prefill_seconds)
 
 
 class Draft(ABC):

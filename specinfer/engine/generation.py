@@ -20,7 +20,7 @@ from specinfer.common.progress import decoded
 from specinfer.common.versions import versions
 from specinfer.engine.contexts import within_context
 from specinfer.engine.contrastive import CandidateTrees, search, sized
-from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
+from specinfer.engine.draft import Clocked, Draft, DraftContext, DraftSession, Scored
 from specinfer.engine.gumbel import SILENT
 from specinfer.engine.loop import decode, idle
 from specinfer.engine.sequence import Row
@@ -63,7 +63,7 @@ States = Sequence[torch.Tensor | None]  # per row, the target's auxiliary hidden
 
 
 @dataclass
-class Timed:
+class Timed(Clocked):
     """A draft's session with a clock: seconds in its proposals (passes, look-ups, growing) without prefill.
 
     Rows whose prompts a pass reads beside the trees of others join after that pass.
@@ -77,11 +77,11 @@ class Timed:
 
     def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Propose as the session does."""
-        started = perf_counter() - self.session.prefill_seconds
+        started = perf_counter() - self.prefill_seconds
         try:
             return self.session.propose(policy, max_depth)
         finally:
-            self.proposing += perf_counter() - self.session.prefill_seconds - started
+            self.proposing += perf_counter() - self.prefill_seconds - started
 
     def commit(
         self,
@@ -220,11 +220,11 @@ class Run:
         before, proposed, passes = self.seconds, [seconds for _, seconds in self.drafting], self.passes
         self.seconds = Seconds(
             total=perf_counter() - started,
-            prefill=target.prefill_seconds + sum(draft.session.prefill_seconds for draft in drafts),
+            prefill=target.prefill_seconds + sum(draft.prefill_seconds for draft in drafts),
             target=target.seconds,
-            draft=sum(draft.session.seconds for draft in drafts),
+            draft=sum(draft.seconds for draft in drafts),
         )
-        self.drafting, self.passes = [(draft.session.passes, draft.proposing) for draft in drafts], target.passes
+        self.drafting, self.passes = [(draft.passes, draft.proposing) for draft in drafts], target.passes
         spent = self.seconds - before
         if steps and isinstance(self.policy, Auto):
             proposing = [draft.proposing - earlier for draft, earlier in zip(drafts, proposed, strict=True)]
@@ -263,7 +263,7 @@ class Run:
 
     def _newcomers(self, target: TreeSession, drafts: Sequence[Timed], active: int) -> list[Row]:
         """Return rows that join the sessions, with what was read of their prompts; all that takes is prefill time."""
-        started, read = perf_counter(), target.prefill_seconds + sum(draft.session.prefill_seconds for draft in drafts)
+        started, read = perf_counter(), target.prefill_seconds + sum(draft.prefill_seconds for draft in drafts)
         rows = self._admitted(active)
         if rows:
             others, states = self._open_target(rows, joining=True)
@@ -273,7 +273,7 @@ class Run:
                 else:
                     draft.session.join(draft.open(rows, states))
             target.join(others)
-            read -= target.prefill_seconds + sum(draft.session.prefill_seconds for draft in drafts)
+            read -= target.prefill_seconds + sum(draft.prefill_seconds for draft in drafts)
             target.prefill_seconds += perf_counter() - started + read
         return rows
 

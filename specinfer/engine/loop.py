@@ -13,7 +13,7 @@ Knows: the order of these steps.  Does not know: how trees grow, how attention w
 from collections.abc import Callable, Iterator, Sequence
 
 from specinfer.attention import TreeSession
-from specinfer.engine.draft import Proposer
+from specinfer.engine.draft import DraftSession
 from specinfer.engine.sequence import Row
 from specinfer.engine.target_view import target_views
 from specinfer.engine.verify import Verifier
@@ -24,7 +24,7 @@ from specinfer.tree import Forest, Policy
 
 def decode(
     target: TreeSession,
-    drafts: Sequence[Proposer],
+    drafts: Sequence[DraftSession],
     policy: Policy,
     verifier: Verifier,
     rows: Sequence[Row],
@@ -60,7 +60,7 @@ def decode(
         rows += newcomers(len(rows))
 
 
-def propose(drafts: Sequence[Proposer], policy: Policy, rows: Sequence[Row]) -> Forest:
+def propose(drafts: Sequence[DraftSession], policy: Policy, rows: Sequence[Row]) -> Forest:
     """Return one tree per row: the drafts' trees, merged, and cut to the depth that the row may still emit.
 
     If no row may grow a tree, or the policy is idle, all get bare roots and the drafts are not asked.

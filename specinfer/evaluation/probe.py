@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
+from specinfer.engine.draft import Clocked, Draft, DraftContext, DraftSession, Scored
 from specinfer.tree import Chain, Growth, Kind, Policy, Source, TokenTree
 
 
@@ -59,26 +59,11 @@ class Probe(Draft):
         return ProbeSession(self.draft.open(context), self.question)
 
 
-class ProbeSession(DraftSession):
+class ProbeSession(Clocked):
     """The draft's own session, which is asked the question."""
 
     def __init__(self, session: DraftSession, question: Question) -> None:
         self.session, self.question = session, question
-
-    @property
-    def passes(self) -> int:  # type: ignore[override]
-        """Forward passes of the session."""
-        return self.session.passes
-
-    @property
-    def seconds(self) -> float:  # type: ignore[override]
-        """Wall-clock seconds in those passes."""
-        return self.session.seconds
-
-    @property
-    def prefill_seconds(self) -> float:  # type: ignore[override]
-        """Wall-clock seconds in prefill passes."""
-        return self.session.prefill_seconds
 
     def propose(self, _: Policy, max_depth: int) -> Sequence[TokenTree]:
         """Ask; return bare roots."""
