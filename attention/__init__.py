@@ -6,10 +6,9 @@ Knows token trees and models; does not know drafting, verification, sampling or 
 
 from specinfer.attention.cache import TreeCache
 from specinfer.attention.check import ModelCheck, check_model
-from specinfer.attention.graphs import padded_width, size_bucket
-from specinfer.attention.layout import Layout, lay_out_chains, lay_out_level, lay_out_trees, on_device
+from specinfer.attention.layout import Layout, lay_out_chains, lay_out_level, lay_out_trees
 from specinfer.attention.mask import AttentionSpec, attention_mask
-from specinfer.attention.model import TreeModel, TreeSession, evaluating, in_one, resumed, running
+from specinfer.attention.model import TreeModel, TreeSession, evaluating, resumed, running
 from specinfer.attention.offload import device_of, is_dispatched, resident, value_of, weight_of
 from specinfer.attention.precision import autocast_as_now
 from specinfer.attention.verdicts import Support
@@ -27,17 +26,13 @@ __all__ = [
     "check_model",
     "device_of",
     "evaluating",
-    "in_one",
     "is_dispatched",
     "lay_out_chains",
     "lay_out_level",
     "lay_out_trees",
-    "on_device",
-    "padded_width",
     "resident",
     "resumed",
     "running",
-    "size_bucket",
     "value_of",
     "weight_of",
 ]

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from specinfer.attention.graphs import padded_kv_length
-from specinfer.attention.layout import on_device
+from specinfer.attention.passes.graphs import padded_kv_length
+from specinfer.common.tensors import on_device
 from specinfer.errors import CacheError
 
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from specinfer.attention.compiler.watch import Watch
 from specinfer.attention.layout import lay_out_chains
 from specinfer.attention.model import TreeModel, checked_model, running
 from specinfer.attention.offload import device_of, its_turn
+from specinfer.attention.passes.stateful import held, tensors
 from specinfer.attention.per_node import PerNode
 from specinfer.attention.precision import autocast_dtype
-from specinfer.attention.recurrent import held, tensors
 from specinfer.attention.verdicts import Support, Verdict, read_verdict, verdict_file, write_verdict
-from specinfer.attention.watch import Watch
 from specinfer.errors import UnsupportedModel
 from specinfer.tree import Draw, TokenTree
 

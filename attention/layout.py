@@ -10,13 +10,14 @@ side leaves them out (`packing`).
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from specinfer.common.tensors import on_device
 from specinfer.tree import Forest, Frontier, TokenTree, ancestors
 
 
@@ -40,21 +41,6 @@ class Layout(NamedTuple):
         tokens, depths = pad(self.tokens, (0, more)), pad(self.depths, (0, more))
         diagonal = torch.eye(self.width + more, dtype=torch.bool, device=tokens.device)
         return Layout(tokens, depths, pad(self.visible, (0, more, 0, more)) | diagonal, self.sizes)
-
-
-def on_device(values: Any, device: torch.device) -> Tensor:
-    """Return numbers as a tensor on a device, without waiting for the device; floats as float32, ints as int64.
-
-    A tensor or an array keeps its type.
-    """
-    if isinstance(values, Tensor):
-        tensor = values
-    elif isinstance(values, np.ndarray):
-        tensor = torch.from_numpy(values)
-    else:  # without the defaults that a caller may have set for all of torch
-        tensor = torch.tensor(values, device="cpu")
-        tensor = torch.tensor(values, dtype=torch.float32, device="cpu") if tensor.is_floating_point() else tensor
-    return tensor if tensor.device == device else tensor.to(device, non_blocking=True)  # `to` takes time on a CPU, too
 
 
 def lay_out_trees(trees: Sequence[TokenTree], device: torch.device) -> Layout:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specinfer.attention.layout import Layout, on_device
+from specinfer.attention.layout import Layout
+from specinfer.common.tensors import on_device
 from specinfer.errors import UnsupportedModel
 
 IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention")

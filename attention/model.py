@@ -23,16 +23,17 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specinfer.attention.cache import TreeCache
 from specinfer.attention.context import Context
-from specinfer.attention.graphs import Graphs, padded_width
-from specinfer.attention.layout import Layout, lay_out_behind, lay_out_chains, lay_out_trees, on_device
+from specinfer.attention.layout import Layout, lay_out_behind, lay_out_chains, lay_out_trees
 from specinfer.attention.mask import AttentionSpec, attention_mask
 from specinfer.attention.offload import device_of, is_dispatched, its_turn, spans_devices
 from specinfer.attention.packing import Packing
+from specinfer.attention.passes.graphs import Graphs
+from specinfer.attention.passes.stateful import StateCache
 from specinfer.attention.per_node import PerNode, Span
 from specinfer.attention.precision import autocast_dtype
-from specinfer.attention.recurrent import StateCache
 from specinfer.attention.torch_private import modules_of
 from specinfer.common.ranks import Ranks
+from specinfer.common.tensors import concat, on_device, padded_width
 from specinfer.errors import InputError, ModelError, UnsupportedModel
 from specinfer.tree import TokenTree
 
@@ -333,7 +334,7 @@ class TreeSession:
         if self.model.device.type == "cuda":  # else the time of the first step would include it
             torch.cuda.synchronize(self.model.device)
         self.prefill_seconds += perf_counter() - started
-        return [in_one(states) for states in kept]
+        return [concat(states) for states in kept]
 
     def score(self, trees: Sequence[TokenTree]) -> PerNode:
         """Score every node of one tree per row in one pass: logits (n, V) of each row, in the order of its nodes."""
@@ -490,12 +491,6 @@ class TreeSession:
         if limit is None or max(lengths) + columns <= limit:  # no node is deeper than there are columns
             return positions
         return positions.clamp(max=limit - 1)
-
-
-def in_one(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Return tensors one after the other: a single one itself, and None if all are None."""
-    given = [part for part in parts if part is not None]
-    return torch.cat(given) if len(given) > 1 else next(iter(given), None)
 
 
 def _union(columns: Columns) -> list[int] | None:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specinfer.attention.layout import Layout, on_device
+from specinfer.attention.layout import Layout
 from specinfer.attention.per_node import PerNode
+from specinfer.common.tensors import on_device
 
 
 class Packing:

@@ -4,8 +4,9 @@ Knows: names that torch may change in any version, and what stands behind them.
 Does not know: models, trees, passes, what its callers are for.
 
 Each function, or the heading of its group, says why no public one does.  All were tried with torch 2.11.0 and 2.13.0,
-the oldest and the newest version that ``pyproject.toml`` allows.  ``tests/test_torch_private.py`` tries each on a CPU,
-and names the one that a version of torch broke.  No other module uses such names; the same tests look for them.
+the oldest and the newest version that ``pyproject.toml`` allows.  ``tests/attention/test_torch_private.py`` tries each
+on a CPU, and names the one that a version of torch broke.  No other module uses such names; the same tests look for
+them.
 """
 
 import warnings

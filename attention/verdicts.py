@@ -18,7 +18,7 @@ import torch
 import transformers
 from torch import nn
 
-from specinfer.attention.watch import altered, architecture, attentions, machine
+from specinfer.attention.compiler.watch import altered, architecture, attentions, machine
 from specinfer.common.files import cache_folder, read_json, write_json
 from specinfer.errors import SpecinferError
 
@@ -47,7 +47,7 @@ def verdict_file(model: nn.Module) -> Path | None:
         return None
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return None
-    sources = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    sources = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(__file__).parent.rglob("*.py"))]
     parts = [sources, torch.__version__, transformers.__version__, machine(next(model.parameters()).device)]
     parts += [str(model.dtype), [*functions], architecture(model)]
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -14,7 +14,7 @@ from typing import Any
 
 from specinfer import BestFirst, Chain, Expansion, ModelDraft, SpeculativeDecoder
 from specinfer.decoder import DEFAULT_TREE, WORDS
-from specinfer.evaluation.compare.files import read_prompt_file
+from specinfer.evaluation.compare.prompts import read_prompt_file
 from specinfer.evaluation.compare.runner import common_prefix
 from specinfer.loading import load
 

@@ -210,7 +210,7 @@ def test_rows(root: Path, selected: str, seconds: float) -> list[Line]:
 
     If the time ends before they do, those that are over count.
     """
-    files = [path for path in (root / "tests").glob("test_*.py") if "mark.cuda" in path.read_text()]
+    files = [path for path in (root / "tests").rglob("test_*.py") if "mark.cuda" in path.read_text()]
     files.sort(key=lambda path: ("graphs" in path.name, "policies" not in path.name, path.name))
     command = [sys.executable, "-u", "-P", "-m", "pytest", "-v", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
     command += ["-m", "cuda", "-k", selected, *map(str, files)]

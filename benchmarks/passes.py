@@ -43,7 +43,7 @@ def opened(model: Any, rows: int, prefix: int, engine: bool, compiled: bool, ext
     from specinfer.attention import running
 
     if engine and compiled:
-        from specinfer.attention.packages import attach
+        from specinfer.attention.compiler.packages import attach
 
         rounded = {name: True for name in ("rounded", "int8") if extra and name in signature(attach).parameters}
         if reason := attach(model, (0,) if extra else (), "auto", **rounded):
@@ -65,7 +65,7 @@ def worker(target: str | None, dtype: str, rows: int, prefix: int) -> None:
 
     loaded = load(target, dtype)
     try:
-        import specinfer.attention.packages  # noqa: F401
+        import specinfer.attention.compiler.packages  # noqa: F401
 
         compiled = True
     except ImportError:

@@ -16,7 +16,7 @@ from common import load_target, parser, read_prompts
 from torch import Tensor
 
 from specinfer.attention import TreeModel, lay_out_chains, running
-from specinfer.attention.packages import attach
+from specinfer.attention.compiler.packages import attach
 
 LONGEST = 200  # tokens of a prompt
 

@@ -22,7 +22,8 @@ from device import CUDA, kernels, timed
 from report import Row, free
 
 from specinfer import SpeculativeDecoder
-from specinfer.attention import TreeModel, TreeSession, lay_out_chains, padded_width, running
+from specinfer.attention import TreeModel, TreeSession, lay_out_chains, running
+from specinfer.common.tensors import padded_width
 from specinfer.drafts.head import HeadDraftSession
 from specinfer.engine import loop, target_view
 

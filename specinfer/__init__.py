@@ -18,11 +18,12 @@ if TYPE_CHECKING:  # for type checkers, which read no tables
     from specinfer.attention import check_model as check_model
     from specinfer.decoder import SpeculativeDecoder as SpeculativeDecoder
     from specinfer.drafts.language_model import ModelDraft as ModelDraft
-    from specinfer.drafts.memory import Memory as Memory
+    from specinfer.drafts.lookup.memory import Memory as Memory
     from specinfer.engine.draft import Draft as Draft
     from specinfer.evaluation.certification import certify as certify
     from specinfer.evaluation.compare import compare as compare
     from specinfer.evaluation.doctor import check_draft as check_draft
+    from specinfer.evaluation.inspect.inspection import inspect as inspect
     from specinfer.integrations.transformers import custom_generate as custom_generate
     from specinfer.results import Result as Result
     from specinfer.tree import BestFirst as BestFirst
@@ -30,7 +31,6 @@ if TYPE_CHECKING:  # for type checkers, which read no tables
     from specinfer.tree import Expansion as Expansion
     from specinfer.tree import Sampled as Sampled
     from specinfer.tree import TokenTree as TokenTree
-    from specinfer.viz.inspection import inspect as inspect
 
 __version__ = versions.VERSION
 
@@ -42,18 +42,18 @@ _PUBLIC = {
     "decoder": "SpeculativeDecoder |",
     "drafts.head": "| HeadDraft",
     "drafts.language_model": "ModelDraft |",
-    "drafts.lookahead": "| LookaheadDraft",
-    "drafts.memory": "Memory |",
-    "drafts.ngram": "| NGramDraft",
-    "drafts.recycling": "| RecyclingDraft",
-    "drafts.suffix": "| SuffixDraft",
+    "drafts.lookup.lookahead": "| LookaheadDraft",
+    "drafts.lookup.memory": "Memory |",
+    "drafts.lookup.ngram": "| NGramDraft",
+    "drafts.lookup.recycling": "| RecyclingDraft",
+    "drafts.lookup.suffix": "| SuffixDraft",
     "engine.draft": "Draft |",
     "engine.generation": "| Run",
-    "engine.many": "| Finished",
+    "calls.many": "| Finished",
     "engine.options": "| Options UsualOptions ChatOptions Inputs ConfigOptions",
-    "engine.scoring": "| Score",
+    "calls.scoring": "| Score",
     "engine.target_view": "| verify_tree",
-    "engine.text_stream": "| TextStream",
+    "calls.text_stream": "| TextStream",
     "engine.verify": "| ExactMatch MultiStep Verdict Verifier",
     "errors": "SpecinferError |",
     "evaluation.certification": "certify | Certificate certify_verifier",
@@ -63,7 +63,7 @@ _PUBLIC = {
     "integrations.transformers": "custom_generate |",
     "results": "Result | Stats Step",
     "tree": "BestFirst Chain Expansion Sampled TokenTree | merge",
-    "viz.inspection": "inspect | Inspection StepInspection",
+    "evaluation.inspect.inspection": "inspect | Inspection StepInspection",
     "viz.live": "| watch",
 }
 _HOME = {name: f"specinfer.{module}" for module, names in _PUBLIC.items() for name in names.split() if name != "|"}

@@ -20,8 +20,11 @@ from transformers import GenerationConfig
 from specinfer import loading
 from specinfer.adaptive.policy import Auto
 from specinfer.attention import Support, TreeModel, check_model
-from specinfer.attention.linear import ROUNDED_STATES
-from specinfer.attention.packages import attach
+from specinfer.attention.compiler.linear import ROUNDED_STATES
+from specinfer.attention.compiler.packages import attach
+from specinfer.calls.many import Finished, check_joins, finished
+from specinfer.calls.scoring import Score, continuations, score
+from specinfer.calls.text_stream import TextStream
 from specinfer.common.advice import did_you_mean, nearest
 from specinfer.common.chat import ChatOptions
 from specinfer.common.model_options import checked_options
@@ -30,26 +33,23 @@ from specinfer.common.values import checked_count, checked_flag, plain
 from specinfer.drafts.bundled import bundled_drafts
 from specinfer.drafts.head import MODEL_TYPE, HeadDraft
 from specinfer.drafts.language_model import ModelDraft
-from specinfer.drafts.lookahead import LookaheadDraft
-from specinfer.drafts.memory import Memory, checked_memory
-from specinfer.drafts.mtp import MtpDraft
-from specinfer.drafts.ngram import NGramDraft
+from specinfer.drafts.lookup.lookahead import LookaheadDraft
+from specinfer.drafts.lookup.memory import Memory, checked_memory
+from specinfer.drafts.lookup.ngram import NGramDraft
+from specinfer.drafts.lookup.recycling import RecyclingDraft
+from specinfer.drafts.lookup.suffix import SuffixDraft, with_memory
 from specinfer.drafts.online import checked_share, learners, save_heads
-from specinfer.drafts.published import draft_config, load_published, may_be_head
-from specinfer.drafts.recycling import RecyclingDraft
-from specinfer.drafts.suffix import SuffixDraft, with_memory
+from specinfer.drafts.published.formats import draft_config, load_published, may_be_head
+from specinfer.drafts.published.mtp import MtpDraft
 from specinfer.drafts.through_text import ThroughTextDraft
 from specinfer.drafts.translated import TranslatedDraft
 from specinfer.engine.callables import FUNCTIONS, BatchRow, for_row, listed
 from specinfer.engine.contrastive import CandidateTrees
 from specinfer.engine.draft import Draft
 from specinfer.engine.generation import MAX_ROWS, Run
-from specinfer.engine.many import Finished, check_joins, finished
 from specinfer.engine.options import GenerateOptions, Options, ScoreOptions, names, part, spelled_out
 from specinfer.engine.sampling import WARPERS, GenerationSettings, by_row, check_names, resolve
-from specinfer.engine.scoring import Score, continuations, score
 from specinfer.engine.sequence import Row
-from specinfer.engine.text_stream import TextStream
 from specinfer.engine.verify import Verifier, chosen_verifier
 from specinfer.errors import InputError, ModelError, SamplingError, TokenizerMismatch, UnsupportedModel
 from specinfer.prompts import Inputs, OnePrompt, Prompt, Prompts, check_beside, check_ids, encode

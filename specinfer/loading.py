@@ -132,7 +132,7 @@ def load(
         try:
             model, tokenizer = source(name, options)
             if quantize is not None:
-                from specinfer.attention.rounding import round_weights
+                from specinfer.attention.compiler.rounding import round_weights
 
                 round_weights(model, quantize)
             return Loaded((model if placement else model.to(where)).eval(), tokenizer, name)

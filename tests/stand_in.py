@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specinfer.attention import graphs
+from specinfer.attention.passes import graphs
 from specinfer.errors import UnsupportedModel
 
 DEVICE = torch.device("cuda:99")  # no machine has it: what is cached by device stays apart from a real one's

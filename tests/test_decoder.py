@@ -35,8 +35,8 @@ import specinfer.attention.model
 import specinfer.decoder
 from specinfer import BestFirst, Chain, Expansion, Memory, ModelDraft, Sampled, SpeculativeDecoder, TokenTree
 from specinfer.attention import Support, TreeCache
-from specinfer.drafts.ngram import NGramDraft
-from specinfer.engine.text_stream import TextStream
+from specinfer.calls.text_stream import TextStream
+from specinfer.drafts.lookup.ngram import NGramDraft
 from specinfer.engine.verify import ExactMatch, MultiStep
 from specinfer.errors import (
     InputError,

@@ -15,7 +15,6 @@ from unicodedata import east_asian_width
 
 from specinfer.tree.tidy import tidy
 
-VISIBLE = {" ": "␠", "\n": "⏎", "\t": "⇥"}
 BONUS = "bonus"  # the state of the target's own token
 STATES = {  # what became of a node: its mark, and the words of a legend
     "root": ("", "root"),
@@ -109,12 +108,6 @@ class TreeDrawing:
         for node, width in zip(self.nodes, widths, strict=True):
             widest[node.depth] = max(widest[node.depth], width)
         return list(accumulate((width + gap for width in widest), initial=0.0))
-
-
-def visible(text: str) -> str:
-    """Return the text with white space shown as ␠ ⏎ ⇥ and whatever cannot be printed as an escape."""
-    signs = (VISIBLE.get(c) or (c if c.isprintable() else c.encode("unicode_escape").decode()) for c in text)
-    return "".join(signs) or "∅"
 
 
 def columns(text: str) -> int:

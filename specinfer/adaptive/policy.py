@@ -27,9 +27,9 @@ from torch import Tensor
 from specinfer.adaptive.acceptance import DEPTHS
 from specinfer.adaptive.cost_model import FAR, Average, Seconds
 from specinfer.adaptive.profile import Profile
-from specinfer.attention import size_bucket
 from specinfer.common.files import write_json
 from specinfer.common.lock import Lock
+from specinfer.common.tensors import size_bucket
 from specinfer.errors import InputError, PolicyError
 from specinfer.results import reach
 from specinfer.tree import (

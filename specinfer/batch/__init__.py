@@ -14,15 +14,15 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from specinfer.calls.many import Finished
 from specinfer.common.files import locked
 from specinfer.common.records import Records
 from specinfer.common.values import checked_names
 from specinfer.common.versions import versions
 from specinfer.decoder import SpeculativeDecoder, row_seeds
 from specinfer.engine.generation import MAX_ROWS
-from specinfer.engine.many import Finished
-from specinfer.engine.provenance import machine, models_of
 from specinfer.errors import InputError
+from specinfer.evaluation.provenance import machine, models_of
 from specinfer.prompts import read_objects
 
 FIELDS = {"number", "file", "line"}  # of every record

@@ -106,7 +106,7 @@ class Chat:
 
     def begin(self) -> None:
         """Forget everything that was said."""
-        from specinfer.engine.conversation import Conversation
+        from specinfer.calls.conversation import Conversation
 
         self.messages = [*self.beginning]
         self.read = Conversation()

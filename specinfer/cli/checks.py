@@ -85,7 +85,7 @@ def check_draft(
 ) -> None:
     """Say how well drafts fit a target, what trees they should gain here, and what is wrong if it is little."""
     with loading():
-        from specinfer.evaluation.compare.files import read_prompt_file
+        from specinfer.evaluation.compare.prompts import read_prompt_file
         from specinfer.evaluation.doctor import PROMPTS
         from specinfer.evaluation.doctor import check_draft as run
 
@@ -111,7 +111,7 @@ def check_draft(
 def _unrefused(name: str, dtype: str, device: str, quantize: str | None) -> Any:
     """Load a draft by name, a published head even if it does not fit its target; words stay words."""
     from specinfer.decoder import WORDS, load_draft
-    from specinfer.drafts.published import PublishedDraft
+    from specinfer.drafts.published.formats import PublishedDraft
 
     quieten()
     if name in WORDS:
@@ -144,7 +144,7 @@ def compile_passes(
 ) -> None:
     """Compile the passes of a target and its drafts for this machine: minutes, once. Needs a C++ compiler."""
     with loading():
-        from specinfer.attention.packages import packages, packages_folder, remove_packages
+        from specinfer.attention.compiler.packages import packages, packages_folder, remove_packages
 
     if remove:
         print(f"{remove_packages()} packages removed from {packages_folder()}", file=sys.stderr)

@@ -49,7 +49,7 @@ def record(
 ) -> None:
     """Record texts of the target, and what the drafts would have proposed along them, for `replay`."""
     with loading():
-        from specinfer.evaluation.compare.files import read_prompt_file
+        from specinfer.evaluation.compare.prompts import read_prompt_file
         from specinfer.evaluation.traces import record
 
     texts = [text for path in prompts or () for _, text in read_prompt_file(path, split, count)]
@@ -165,7 +165,7 @@ def paper_tables(
 ) -> None:
     """Print SpecInfer's Tables 1 to 3 for this pair (the first draft), beside the paper's figures."""
     with loading():
-        from specinfer.evaluation.compare.files import read_prompt_file
+        from specinfer.evaluation.compare.prompts import read_prompt_file
         from specinfer.evaluation.traces import paper_tables
 
     sets = {path.stem: [text for _, text in read_prompt_file(path, split, count)] for path in prompts}

@@ -290,7 +290,7 @@ def build_policy(tree: str, nodes: int | None, depth: int | None, expansion: str
 
 def read_memory(path: Path | None) -> Any:
     """Return the memory that a file holds, or a new one if there is no such file."""
-    from specinfer.drafts.memory import Memory
+    from specinfer.drafts.lookup.memory import Memory
 
     return path and (Memory.load(path) if path.exists() else Memory())
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specinfer.attention import on_device
+from specinfer.common.tensors import on_device
 from specinfer.drafts.head_network import HeadNetwork
 from specinfer.drafts.unrolled import unrolled_logits
 from specinfer.engine.draft import Scored

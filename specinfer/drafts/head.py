@@ -28,7 +28,7 @@ from specinfer.attention.torch_private import writes
 from specinfer.common.files import parse_json, write_json, write_whole
 from specinfer.drafts.head_network import HeadNetwork, head_config
 from specinfer.drafts.language_model import ModelDraftSession
-from specinfer.drafts.network import check_readable
+from specinfer.drafts.published.network import check_readable
 from specinfer.drafts.rows import state_columns
 from specinfer.engine.draft import Draft, DraftContext, Scored
 from specinfer.errors import ModelError, TokenizerMismatch

@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
-from specinfer.drafts.network import DraftNetwork
+from specinfer.drafts.published.network import DraftNetwork
 
 
 def head_config(**fields: Any) -> LlamaConfig:

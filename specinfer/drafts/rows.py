@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specinfer.attention import on_device
+from specinfer.common.tensors import on_device
 from specinfer.engine.draft import DraftContext
 from specinfer.engine.gumbel import DRAFT, SILENT, key
 from specinfer.tree import draw_candidates

@@ -21,7 +21,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from specinfer.attention import TreeModel, on_device
+from specinfer.attention import TreeModel
+from specinfer.common.tensors import on_device
 from specinfer.common.token_bytes import BYTE, token_texts
 from specinfer.drafts.language_model import ModelDraft, ModelDraftSession, fed_paths
 from specinfer.engine.draft import DraftContext, Scored

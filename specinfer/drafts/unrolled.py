@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
 
-from specinfer.drafts.eagle3 import Eagle3Network
 from specinfer.drafts.head_network import HeadNetwork
+from specinfer.drafts.published.eagle3 import Eagle3Network
 
 
 def unrolled_logits(

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from specinfer.attention import TreeSession, on_device
+from specinfer.attention import TreeSession
+from specinfer.common.tensors import on_device
 from specinfer.engine.draft import DraftSession
 from specinfer.engine.sequence import Row
 from specinfer.engine.target_view import RowView, target_views

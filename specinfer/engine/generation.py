@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import torch
 
 from specinfer.adaptive.policy import Auto
-from specinfer.attention import TreeModel, TreeSession, autocast_as_now, in_one, padded_width, resumed, running
+from specinfer.attention import TreeModel, TreeSession, autocast_as_now, resumed, running
 from specinfer.common.progress import decoded
+from specinfer.common.tensors import concat, padded_width
 from specinfer.common.versions import versions
 from specinfer.engine.contexts import within_context
 from specinfer.engine.contrastive import CandidateTrees, search, sized
@@ -97,7 +98,7 @@ class Timed(Clocked):
         joining = [(row, before, new) for row, before, new in found if not row.finished]
         if joining:
             rows, *parts = zip(*joining, strict=True)
-            self.session.join(self.open(rows, [in_one(states) for states in zip(*parts, strict=True)]))
+            self.session.join(self.open(rows, [concat(states) for states in zip(*parts, strict=True)]))
 
 
 class Run:

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import logits_process as hf
 
-from specinfer.attention import on_device
 from specinfer.common.advice import where_to_give
+from specinfer.common.tensors import on_device
 from specinfer.common.values import plain
 from specinfer.engine.callables import BatchRow, RowFunction, for_row, listed
 from specinfer.errors import InputError, SamplingError

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from specinfer.attention import TreeModel, TreeSession, in_one
+from specinfer.attention import TreeModel, TreeSession
+from specinfer.common.tensors import concat
 
 LEAST = 16  # tokens of a beginning; shorter ones are not worth a pass of their own
 
@@ -51,7 +52,7 @@ class SharedPrefix:
         if self.states is None:
             return rest
         known = self.states[:length]
-        return [in_one([known, states]) for states in rest]
+        return [concat([known, states]) for states in rest]
 
     def _find(self, session: TreeSession, prompts: Sequence[Sequence[int]]) -> int:
         """Return how many tokens all prompts share with what is kept; keep a longer beginning if there is one."""

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from specinfer.attention import on_device
+from specinfer.common.tensors import on_device
 from specinfer.common.values import plain
 from specinfer.engine.gumbel import COIN, key, uniform
 from specinfer.engine.sampling import resolve
-from specinfer.engine.scoring import log_probabilities
 from specinfer.engine.sequence import Row
 from specinfer.engine.verify import Probabilities, Verdict, Verifier, chosen_verifier
 from specinfer.errors import CHECK_WEIGHTS, InputError, NumericalError
@@ -153,6 +152,12 @@ class RowView:
             raise NumericalError(
                 f"{where}: the target's logits after {length} tokens are NaN, infinite or all -inf. {CHECK_WEIGHTS}"
             )
+
+
+def log_probabilities(logits: Tensor, tokens: Sequence[int]) -> list[float]:
+    """Return the natural logarithms of the probabilities of T tokens, under the logits (T, V) that choose them."""
+    found = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return found.gather(1, on_device(tokens, logits.device)[:, None])[:, 0].tolist()
 
 
 def _choose(wanted: Sequence[tuple[RowView, Sequence[int]]]) -> None:

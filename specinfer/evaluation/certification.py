@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specinfer.drafts.lattice import LatticeSession
+from specinfer.drafts.depths import LatticeSession
 from specinfer.drafts.rows import DraftRows
 from specinfer.engine.draft import DraftContext
 from specinfer.engine.sampling import Processors

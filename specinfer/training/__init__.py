@@ -24,7 +24,7 @@ from specinfer.training.card import ARCHITECTURES, LOSSES, describe_data, write_
 from specinfer.training.job import ProgressCallback, TrainingJob, TrainingSettings, processes
 from specinfer.training.logits import check_logits
 from specinfer.training.losses import RANKS
-from specinfer.training.text import (
+from specinfer.training.recorded_text import (
     TextFolder,
     TextSettings,
     TrainingPrompt,

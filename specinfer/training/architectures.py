@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specinfer.drafts.dflash_network import DFlashNetwork, block_config
-from specinfer.drafts.dspark import DSparkNetwork
-from specinfer.drafts.eagle3 import Eagle3Network, eagle3_config
+from specinfer.drafts.published.dflash_network import DFlashNetwork, block_config
+from specinfer.drafts.published.dspark import DSparkNetwork
+from specinfer.drafts.published.eagle3 import Eagle3Network, eagle3_config
 from specinfer.engine.gumbel import TRAINING, key
 from specinfer.errors import InputError
 from specinfer.training.data import Texts

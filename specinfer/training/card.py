@@ -11,7 +11,7 @@ from typing import Any
 
 from specinfer.common.files import write_whole
 from specinfer.training.job import TrainingJob
-from specinfer.training.text import TextSettings, TrainingPrompt
+from specinfer.training.recorded_text import TextSettings, TrainingPrompt
 
 LOSS_ROWS = 12  # of the card's table of losses
 PLOT = "loss.png"

@@ -16,10 +16,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from specinfer.common.files import read_json, storing, write_json, write_whole
-from specinfer.drafts import eagle3
-from specinfer.drafts.checkpoint import Checkpoint
-from specinfer.drafts.dflash_network import DFlashNetwork
-from specinfer.drafts.eagle3 import Eagle3Network
+from specinfer.drafts.published import eagle3
+from specinfer.drafts.published.checkpoint import Checkpoint
+from specinfer.drafts.published.dflash_network import DFlashNetwork
+from specinfer.drafts.published.eagle3 import Eagle3Network
 from specinfer.errors import InputError
 
 FORMATS = ("eagle3", "speculators")

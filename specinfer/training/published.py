@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from specinfer.drafts.dflash_network import DFlashNetwork
-from specinfer.drafts.dspark import DSparkNetwork
-from specinfer.drafts.eagle3 import Eagle3Network
-from specinfer.drafts.medusa import ResidualBlock
+from specinfer.drafts.published.dflash_network import DFlashNetwork
+from specinfer.drafts.published.dspark import DSparkNetwork
+from specinfer.drafts.published.eagle3 import Eagle3Network
+from specinfer.drafts.published.medusa import ResidualBlock
 from specinfer.drafts.unrolled import unrolled_logits
 from specinfer.training.data import Texts
 from specinfer.training.job import TrainingSettings

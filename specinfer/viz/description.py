@@ -42,13 +42,13 @@ from functools import cache
 from math import isfinite
 from typing import Any
 
+from specinfer.common.token_text import Piece, last_piece, piece_after, plain_text, split_bytes, visible
+from specinfer.evaluation.inspect.inspection import StepInspection
+from specinfer.evaluation.inspect.rescoring import BY_HAND
 from specinfer.results import Result, Step, best_step
 from specinfer.tree import TokenTree
-from specinfer.tree.drawing import STATES, TreeDrawing, columns, visible
-from specinfer.viz.inspection import StepInspection
-from specinfer.viz.rescoring import BY_HAND
+from specinfer.tree.drawing import STATES, TreeDrawing, columns
 from specinfer.viz.style import SHAPES, by_draft
-from specinfer.viz.token_text import Piece, last_piece, piece_after, plain_text, split_bytes
 
 PROMPT_CHARACTERS = 4000  # of a longer prompt, the last ones are shown
 LONGEST_CHARACTER = 4  # bytes, in UTF-8

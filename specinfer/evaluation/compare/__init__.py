@@ -18,8 +18,8 @@ from specinfer.common.files import locked
 from specinfer.common.progress import text_progress
 from specinfer.common.values import Progress, checked_names, plain
 from specinfer.errors import InputError
-from specinfer.evaluation.compare.files import records_of
 from specinfer.evaluation.compare.plan import Plan
+from specinfer.evaluation.compare.prompts import records_of
 from specinfer.evaluation.compare.result import Comparison
 from specinfer.evaluation.compare.runner import Runner
 

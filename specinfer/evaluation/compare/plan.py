@@ -14,11 +14,11 @@ from specinfer import loading
 from specinfer.common.files import weights_digest
 from specinfer.common.values import checked_count, checked_flag, checked_names, checked_temperature
 from specinfer.common.versions import versions
-from specinfer.engine.provenance import machine
 from specinfer.errors import InputError
-from specinfer.evaluation.compare.files import read_prompt_file
 from specinfer.evaluation.compare.methods import METHODS
-from specinfer.evaluation.published import ALL
+from specinfer.evaluation.compare.prompts import read_prompt_file
+from specinfer.evaluation.paper_figures import ALL
+from specinfer.evaluation.provenance import machine
 
 TEXTS = "texts"  # the set of prompts that were given as text
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from specinfer.common.tables import fitted, folded, html_table, interval
-from specinfer.evaluation.published import ALL, SPECINFER_TABLE_1
+from specinfer.evaluation.paper_figures import ALL, SPECINFER_TABLE_1
 
 Record = dict[str, Any]
 Rows = Sequence[dict[str, Any]]  # one method's or one draft's part of each record

@@ -11,7 +11,7 @@ from typing import Any
 
 from specinfer.common.display import draw
 from specinfer.errors import InputError
-from specinfer.evaluation.compare.files import records_of
+from specinfer.evaluation.compare.prompts import records_of
 from specinfer.evaluation.compare.report import html, summarise, tables
 
 

@@ -14,12 +14,12 @@ import numpy as np
 from specinfer.attention import Support, check_model
 from specinfer.common.values import Progress
 from specinfer.decoder import SpeculativeDecoder
-from specinfer.drafts.ngram import NGramDraft
-from specinfer.drafts.suffix import SuffixDraft
+from specinfer.drafts.lookup.ngram import NGramDraft
+from specinfer.drafts.lookup.suffix import SuffixDraft
 from specinfer.engine.draft import Draft
 from specinfer.errors import InputError
-from specinfer.evaluation.doctor.costs import PassCosts, measured_costs
-from specinfer.evaluation.doctor.report import DraftCheck, DraftReport, Expected, Gains
+from specinfer.evaluation.doctor.draft_report import DraftCheck, DraftReport, Expected, Gains
+from specinfer.evaluation.doctor.measured_costs import PassCosts, measured_costs
 from specinfer.evaluation.doctor.verdict import Signs, verdict
 from specinfer.evaluation.traces import Trace, hits, oracle, record, replay
 from specinfer.prompts import Prompt

@@ -7,7 +7,7 @@ for nodes in (4, 8, 16, 32):
     print(replay(trace, BestFirst(nodes, 8)))
 """
 
-from specinfer.evaluation.traces.costs import CostModel, Costs, cost_model, measured
+from specinfer.evaluation.traces.chain_costs import CostModel, Costs, cost_model, measured
 from specinfer.evaluation.traces.paper import PaperTables, paper_tables
 from specinfer.evaluation.traces.recording import record
 from specinfer.evaluation.traces.replaying import Replay, oracle, replay

@@ -25,7 +25,7 @@ from specinfer.common.versions import versions
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.engine.verify import ExactMatch
 from specinfer.errors import InputError
-from specinfer.evaluation.published import ALL, SPECINFER_TABLE_1, SPECINFER_TABLE_2, SPECINFER_TABLE_3
+from specinfer.evaluation.paper_figures import ALL, SPECINFER_TABLE_1, SPECINFER_TABLE_2, SPECINFER_TABLE_3
 from specinfer.evaluation.traces.recording import record
 from specinfer.evaluation.traces.replaying import ratio, replay
 from specinfer.evaluation.traces.trace import Trace, TraceText

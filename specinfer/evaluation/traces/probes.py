@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specinfer.engine.gumbel import RECORDING, key
 from specinfer.evaluation.probe import Question
-from specinfer.evaluation.traces.acceptance import accepted_without_replacement, expected_tests
+from specinfer.evaluation.traces.closed_forms import accepted_without_replacement, expected_tests
 from specinfer.evaluation.traces.trace import Drafted, Sizes
 from specinfer.tree import Frontier, Growth, Source, grow_best_first, top_candidates
 

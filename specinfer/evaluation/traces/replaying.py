@@ -26,7 +26,7 @@ from specinfer.common.values import checked_flag, plain
 from specinfer.engine.verify import ExactMatch, MultiStep, Verifier, chosen_verifier
 from specinfer.errors import InputError
 from specinfer.evaluation.compare.report import bootstrap, ratio_of_sums
-from specinfer.evaluation.traces.acceptance import Floats, multi_step, naive, survival
+from specinfer.evaluation.traces.closed_forms import Floats, multi_step, naive, survival
 from specinfer.evaluation.traces.trace import Trace, TraceText
 from specinfer.tree import BestFirst, Chain, Draw, Expansion, Policy, Sampled, TokenTree, merge
 from specinfer.tree.nodes import depths_of

@@ -31,8 +31,8 @@ from specinfer.common.records import SETTINGS, Records
 from specinfer.common.values import checked_count, checked_temperature
 from specinfer.common.versions import versions
 from specinfer.decoder import SpeculativeDecoder
-from specinfer.engine.provenance import machine, models_of
 from specinfer.errors import InputError
+from specinfer.evaluation.provenance import machine, models_of
 
 FORMAT = 3
 FIELDS = {"number"}  # of every record

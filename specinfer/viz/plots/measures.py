@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specinfer.errors import InputError
-from specinfer.evaluation.published import ALL
+from specinfer.evaluation.paper_figures import ALL
 from specinfer.results import Result, counts_by_depth
 from specinfer.tree.drawing import percent
 from specinfer.viz.plots.axes import (

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specinfer.errors import InputError
+from specinfer.evaluation.inspect.inspection import StepInspection
 from specinfer.results import Step
 from specinfer.tree import TokenTree
 from specinfer.tree.drawing import DrawnNode, columns
 from specinfer.viz.description import Description, describe
-from specinfer.viz.inspection import StepInspection
 from specinfer.viz.plots.axes import (
     BLUE,
     FONT,

@@ -1,0 +1,304 @@
+"""A model's pass as a graph: the unmodified model exported, its weights turned into inputs.
+
+Knows: `torch.export`, the operations of an exported graph, which weights multiply which states.
+Does not know: compilers, files, trees, how the graph is used (`attention.compiled`).
+
+The graph is a function of the tensors of the pass and of the model.  Rows, nodes, slots of the cache, columns attended
+to, and columns whose logits are wanted may all vary.  Three things are changed in it, but not what it computes:
+
+- Weights are inputs, so a graph is good for every model of one architecture, and no weight is stored with it.
+- Linear layers that read the same states (queries, keys and values; gate and up) become one product of packed weights.
+- Attention reads keys as they are, without a copy for each query: by our own kernel, or with the queries that share
+  a key as one (`attention.attend`).
+
+Where our kernel does all attention, a pass takes the nodes of all rows as one row (`packing`).
+"""
+
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, export
+from transformers.cache_utils import Cache
+
+from specinfer.attention.compiler.attend import keys_of_rows, replace_attention
+from specinfer.attention.compiler.linear import ROUNDED_STATES, packed_shape
+from specinfer.attention.compiler.watch import named_tensors
+from specinfer.attention.torch_private import run_time_check, sizes_may_be_one
+
+aten = torch.ops.aten
+# run-time checks of export: equal sizes, more than one row or node, enough slots
+EXPECTED = re.compile(r"expression (Eq\(s\d+, s\d+\)|Ne\(s\d+, 1\)|s\d+ <= s\d+) ")
+LARGEST = 1 << 16  # the most integers of one tensor that a graph may hold: constants of the code, not weights
+
+
+class Source(NamedTuple):
+    """An input of the graph that comes from the model."""
+
+    # "weight": as it is; a form of `linear`: joined and packed; "joined": biases; "sizes": its shape alone counts
+    kind: str
+    names: tuple[str, ...]  # of the model's parameters or buffers
+    shape: tuple[int, ...]
+    dtype: str  # in the graph
+
+
+class Tensors(NamedTuple):
+    """The tensors of one pass, in the order of the graph's inputs; in a packed one B = 1, and the cache has R rows."""
+
+    ids: Tensor  # (B, T)
+    rows: list[Tensor]  # one (B, T) in a packed pass, the rows of the cache; else none, and R = B
+    positions: list[Tensor]  # one (B, T), or none where the forward takes none
+    masks: list[Tensor]  # (B, 1, T, L), one for each kind of layer
+    slots: Tensor  # (B, T) of the cache, to write to
+    columns: Tensor  # (C,) nodes whose logits are wanted
+    keys: list[Tensor]  # (R, heads, slots, dim), one a layer
+    values: list[Tensor]
+    extra: list[Tensor]  # unusual inputs of the forward, (B, T, ...)
+
+
+class Pass(nn.Module):
+    """A model's pass as a function of tensors.
+
+    Args:
+        model: a causal LM.
+        kinds: names of its kinds of layers, in the order of the masks; a single mask is passed without its name.
+        aux_layers: the hidden states to return.
+        keeps: whether its forward takes ``logits_to_keep``.
+        extra: names of the unusual inputs of its forward.
+    """
+
+    def __init__(
+        self, model: Any, kinds: Sequence[str], aux_layers: Sequence[int], keeps: bool, extra: Sequence[str]
+    ) -> None:
+        super().__init__()
+        self.model, self.kinds, self.aux_layers, self.keeps, self.extra = model, kinds, aux_layers, keeps, extra
+
+    def forward(self, tensors: Tensors) -> tuple[Tensor, ...]:
+        """Return logits (B, C, V), and hidden states (B, T, K, H) if layers are named."""
+        masks = dict(zip(self.kinds, tensors.masks, strict=True))
+        inputs: dict[str, Any] = dict(zip(self.extra, tensors.extra, strict=True))
+        inputs |= {"position_ids": tensors.positions[0]} if tensors.positions else {}
+        inputs |= {"logits_to_keep": tensors.columns} if self.keeps else {}
+        inputs |= {"output_hidden_states": True} if self.aux_layers else {}
+        inputs |= {"input_ids": tensors.ids, "attention_mask": masks if len(masks) > 1 else tensors.masks[0]}
+        output = self.model(**inputs, past_key_values=_ExportedCache(tensors), use_cache=True, return_dict=True)
+        logits = output.logits if self.keeps else output.logits[:, tensors.columns]
+        if not self.aux_layers:
+            return (logits,)
+        return logits, torch.stack([output.hidden_states[layer] for layer in self.aux_layers], 2)
+
+
+class _ExportedCache(Cache):
+    """Buffers of a `TreeCache`, as models see them during export."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__(layers=[])
+        self.tensors = tensors
+        self.kv_length = tensors.masks[0].shape[-1]
+        every = torch.arange(tensors.ids.shape[0], device=tensors.ids.device)[:, None]
+        self.rows = tensors.rows[0] if tensors.rows else every
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        """Write (B, heads, T, dim) states at the slots; return the columns attended to."""
+        buffers = self.tensors.keys[layer_idx], self.tensors.values[layer_idx]
+        for buffer, states in zip(buffers, (key_states, value_states), strict=True):
+            buffer[self.rows, :, self.tensors.slots] = states.transpose(1, 2)
+        found = (buffer.narrow(2, 0, self.kv_length) for buffer in buffers)
+        return tuple(keys_of_rows(buffer, self.rows) for buffer in found) if self.tensors.rows else tuple(found)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0: positions are given."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Return (columns attended to, 0)."""
+        return self.kv_length, 0
+
+
+def export_pass(
+    model: Pass, example: Tensors, form_of: Callable[[Tensor], str], stored: Mapping[str, torch.dtype]
+) -> tuple[fx.GraphModule, tuple[Source, ...]]:
+    """Export a pass as a graph.  Its inputs are the tensors of the pass, then one for each source.
+
+    Args:
+        model: in evaluation mode.
+        example: tensors of a pass over at least two rows (of the cache) and nodes, all sizes different.
+        form_of: the form that a weight of linear layers is to be packed in, "" for none.
+        stored: dtypes of embeddings by name; only the rows that are read are converted.
+
+    Raises:
+        Exception: the model cannot be exported: it branches on data, or the graph would hold for some sizes only; or
+            the pass is packed, and our kernel does not do all of its attention.
+    """
+    rows, nodes, slots, kv_length, kept = (Dim(name, min=1) for name in ("rows", "nodes", "slots", "kv_length", "kept"))
+    each = {} if example.rows else {0: rows}
+    per_node, buffers = {**each, 1: nodes}, [{0: rows, 2: slots}] * len(example.keys)
+    per_mask = {**each, 2: nodes, 3: kv_length}
+    given, positions, extra = ([per_node] * len(part) for part in (example.rows, example.positions, example.extra))
+    shapes: Any = (
+        per_node,
+        given,
+        positions,
+        [per_mask] * len(example.masks),
+        per_node,
+        {0: kept},
+        buffers,
+        buffers,
+        extra,
+    )
+    options: Any = {"strict": False, "prefer_deferred_runtime_asserts_over_guards": True}
+    with torch.no_grad(), sizes_may_be_one():
+        program = export(model, (example,), dynamic_shapes=(Tensors(*shapes),), **options)
+    module = program.module(check_guards=False)
+    _drop_checks(module.graph)
+    replace_attention(module.graph)
+    sources = _WeightInputs(module, model.model, stored).run(form_of)
+    module.graph.lint()
+    module.graph.set_codegen(fx.graph.CodeGen())
+    return fx.GraphModule(module, module.graph), sources
+
+
+def _drop_checks(graph: fx.Graph) -> None:
+    """Erase run-time checks that all passes satisfy, or that compare with one node and one row.
+
+    Raises:
+        ValueError: there is another check, so the graph would hold for some sizes only.
+    """
+    for node in reversed(graph.nodes):
+        message = run_time_check(node)
+        if message and not EXPECTED.search(message):
+            raise ValueError(f"the graph would hold for some sizes only: {message}")
+        if message is not None:
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+# ---- weights as inputs ----
+
+
+def _replace(node: fx.Node, other: fx.Node) -> None:
+    node.replace_all_uses_with(other)
+    node.graph.erase_node(node)
+
+
+def _is_embedding(node: fx.Node) -> bool:
+    """Whether an attribute of the graph is only looked up by token ids."""
+    return all(user.target is aten.embedding.default for user in node.users)
+
+
+def _before_rounding(states: Any) -> fx.Node | None:
+    """Return the states that were rounded to bfloat16, and are in their own type again; None for others."""
+    rounded: Any = states.args[0] if states.target is aten.to.dtype else None
+    if rounded is not None and rounded.target is aten.to.dtype and rounded.args[1] == torch.bfloat16:
+        return rounded.args[0]
+    return None
+
+
+class _WeightInputs:
+    """Turns the model's tensors that a graph holds into inputs, in the order of `Source`s.
+
+    Args:
+        module: the graph, with the model's tensors as attributes.
+        model: the exported model, whose names `Source` has.
+        stored: dtypes of embeddings by name.
+    """
+
+    def __init__(self, module: fx.GraphModule, model: nn.Module, stored: Mapping[str, torch.dtype]) -> None:
+        self.module, self.graph, self.stored = module, module.graph, stored
+        self.names = {(t.data_ptr(), t.shape, t.dtype): name for name, t in reversed(named_tensors(model))}
+        self.last = self.graph.find_nodes(op="placeholder")[-1]
+        self.example = self.last.meta["val"]
+        self.sources: dict[Source, fx.Node] = {}
+
+    def run(self, form_of: Callable[[Tensor], str]) -> tuple[Source, ...]:
+        """Make the inputs; return where each comes from."""
+        layers: dict[tuple[fx.Node, bool, str], list[fx.Node]] = {}
+        for node in self.graph.find_nodes(op="call_function", target=aten.linear.default):
+            if node.args[1].op == "get_attr" and (form := form_of(self.tensor(node.args[1]))):
+                biased = len(node.args) > 2 and node.args[2] is not None
+                whole = _before_rounding(node.args[0]) if form == "bf16" else None
+                states, form = (node.args[0], form) if whole is None else (whole, ROUNDED_STATES)
+                layers.setdefault((states, biased, form), []).append(node)
+        for (states, biased, form), group in layers.items():
+            self.join(states, biased, form, group)
+        for node in self.graph.find_nodes(op="get_attr"):
+            tensor, name = self.tensor(node), self.names.get(self.key(node))
+            if name is not None and tensor.dtype != self.stored[name] and _is_embedding(node):
+                self.embed(node, name, tensor)
+            elif name is not None:
+                _replace(node, self.input("weight", (name,), tuple(tensor.shape), tensor.dtype))
+            elif tensor.numel() > (1 if tensor.is_floating_point() else LARGEST):
+                raise ValueError(f"the graph would hold {tuple(tensor.shape)} numbers that are no parameter or buffer")
+        return tuple(self.sources)
+
+    def join(self, states: fx.Node, biased: bool, form: str, group: Sequence[fx.Node]) -> None:
+        """Make one product of layers that read the same states, with weights of one form."""
+        weights = [self.tensor(node.args[1]) for node in group]
+        sizes, dtype = [len(weight) for weight in weights], weights[0].dtype
+        names, *biases = (
+            tuple(self.names[self.key(node.args[index])] for node in group) for index in range(1, 2 + biased)
+        )
+        bias = self.input("joined", biases[0], (sum(sizes),), dtype) if biased else None
+        with self.graph.inserting_before(group[0]):
+            product = self.product(states, form, names, bias, (sum(sizes), weights[0].shape[1]), dtype)
+            parts = [product]
+            if len(group) > 1:
+                split = self.graph.call_function(aten.split_with_sizes.default, (product, sizes, -1))
+                parts = [self.graph.call_function(operator.getitem, (split, index)) for index in range(len(group))]
+        for node, part in zip(group, parts, strict=True):
+            _replace(node, part)
+        self.graph.eliminate_dead_code()
+
+    def embed(self, node: fx.Node, name: str, tensor: Tensor) -> None:
+        """Read rows of embeddings as they are stored."""
+        for lookup in [*node.users]:
+            with self.graph.inserting_after(lookup):
+                rows = self.graph.call_function(aten.to.dtype, (lookup, tensor.dtype))
+            lookup.replace_all_uses_with(rows)
+            rows.args = (lookup, tensor.dtype)
+        _replace(node, self.input("weight", (name,), tuple(tensor.shape), self.stored[name]))
+
+    def product(
+        self,
+        states: fx.Node,
+        form: str,
+        names: tuple[str, ...],
+        bias: fx.Node | None,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> fx.Node:
+        """Return states times the weights (N, K) of some names, plus a bias."""
+        outputs, size = shape
+        if form == "packed":
+            like = self.input("sizes", (), shape, dtype)
+            packed = self.input(form, names, shape, dtype)
+            return self.graph.call_function(torch.ops.specinfer.linear.default, (states, like, packed, bias))
+        if form == ROUNDED_STATES:
+            states = self.graph.call_function(aten.to.dtype, (states, torch.bfloat16))
+        kind = "bf16" if form == ROUNDED_STATES else form
+        of_words = torch.bfloat16 if kind in ("bf16", "rounded") else torch.int32
+        packed = self.input(kind, names, packed_shape(outputs, size, form), of_words)
+        product = self.graph.call_function(torch.ops.specinfer.linear_blocks.default, (states, packed, outputs, form))
+        return product if bias is None else self.graph.call_function(aten.add.Tensor, (product, bias))
+
+    def input(self, kind: str, names: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
+        """Return the input for a source, one for each."""
+        source = Source(kind, names, shape, str(dtype).removeprefix("torch."))
+        if source not in self.sources:
+            with self.graph.inserting_after(self.last):
+                self.last = self.graph.placeholder(f"weight_{len(self.sources)}")
+            self.last.meta["val"] = self.example.new_empty(source.shape, dtype=dtype)
+            self.sources[source] = self.last
+        return self.sources[source]
+
+    def tensor(self, node: Any) -> Tensor:
+        """Return the tensor of a graph's attribute."""
+        return operator.attrgetter(node.target)(self.module)
+
+    def key(self, node: Any) -> tuple[int, torch.Size, torch.dtype]:
+        """Return the key of an attribute in `names`."""
+        tensor = self.tensor(node)
+        return tensor.data_ptr(), tensor.shape, tensor.dtype

@@ -1,0 +1,273 @@
+"""Products of a few states with weights packed once, as compiled passes multiply them on a CPU.
+
+Knows: the forms that weights are packed in, how a compiled pass calls their products.  Does not know: models, graphs.
+
+`torch.nn.Linear` repacks its weight in every product.  Weights in these forms are packed once:
+
+    packed    the weight in its own type, by MKL (float32) or oneDNN (16 bits)
+    bf16      weights whose numbers are bfloat16 numbers, as most checkpoints have, by states in float32: products and
+              sums are those of float32, and half its bytes are read (``kernels/linear.h``)
+    bf16_states
+              the same by states that are rounded to bfloat16 before every product, as a model in bfloat16 rounds
+              them; sums, and all between the products, are float32.  Half as many instructions
+    int8      the same as bf16 where they are numbers of 8 bits with scales (`rounding`): about a quarter of the bytes
+    int4      of 4 bits: about a seventh
+    rounded   weights rounded to bfloat16, by states in float32
+    dynamic_int8
+              weights rounded to 8 bits with a scale for each output, states with a scale for each state; products and
+              sums are those of integers
+
+A model's form is its narrowest one; wider weights keep theirs.  The last two forms change the results a little, so they
+are for heads, which only propose.  Language models do not tolerate states of 8 bits: a few of their states are a
+thousand times as large as the rest, and set the scale.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from specinfer.attention.compiler import kernels
+from specinfer.attention.compiler.rounding import GROUP, integers
+from specinfer.attention.torch_private import (
+    contiguous,
+    has_packed_products,
+    in_memory,
+    lowering,
+    pack_weight,
+    packed_product,
+    reshaped,
+    sizes_of,
+)
+
+EXACT = "int4", "int8", "bf16"  # forms of that kernel that change no number, smallest first
+ROUNDED_STATES = "bf16_states"  # of models; it is the graph that rounds, and its weights are packed as bf16
+IN_FLOAT32 = (*EXACT, ROUNDED_STATES, "rounded", "dynamic_int8")  # in these passes are float32, whatever the weights
+FORMS = ("packed", *IN_FLOAT32)
+BITS = {"int4": 4, "int8": 8}
+# of a packed number, if they are not its own; scales are bfloat16
+BYTES = {"int4": 0.5 + 2 / GROUP, "int8": 1 + 2 / GROUP, "bf16": 2, "rounded": 2, "dynamic_int8": 1}
+BLOCK = 32  # outputs of a block there
+PART = 4096  # outputs that are packed at a time
+SAMPLED = 4  # rows of a weight that tell what its numbers are; packing looks at every one
+SMALLEST = 1e-12  # a scale times 127, at least
+LONGEST = 1 << 16  # inputs whose products of 8 bits have a sum of 32 bits
+ROWS = {torch.float32: 64, torch.bfloat16: 16, torch.float16: 16}  # the number of states that packing is tuned for
+
+_library = torch.library.Library("specinfer", "DEF")
+# states (..., K), a weight (N, K) of which only the shape counts, the weight packed, bias (N,): returns (..., N)
+_library.define("linear(Tensor states, Tensor like, Tensor packed, Tensor? bias) -> Tensor")
+# states (..., K), a weight (N, K) packed, N, a form of ``kernels/linear.h``: returns (..., N), float32
+_library.define("linear_blocks(Tensor states, Tensor packed, int outputs, str form) -> Tensor")
+
+
+@torch.library.register_fake("specinfer::linear", lib=_library)
+def _shape(states: Tensor, like: Tensor, _packed: Tensor, _bias: Tensor | None) -> Tensor:
+    return states.new_empty(*states.shape[:-1], len(like))
+
+
+@torch.library.register_fake("specinfer::linear_blocks", lib=_library)
+def _shape_blocks(states: Tensor, _packed: Tensor, outputs: int, _form: str) -> Tensor:
+    return states.new_empty(*states.shape[:-1], outputs, dtype=torch.float32)
+
+
+def forms(weights: Sequence[Tensor], rounded: bool) -> list[str]:
+    """Return the forms that suit a model's matrices on this machine, fastest products first.
+
+    Args:
+        weights: of the model, (N, K) each.  Where they are bfloat16, passes in float32 are faster than torch's in
+            bfloat16 on processors without AMX (measured on an AMD EPYC with AVX512-BF16), and more precise.
+        rounded: whether they may be rounded.
+    """
+    found = ["dynamic_int8"] if rounded and packable_dynamic_int8(weights[0]) else []
+    whole = all(weight.dtype == torch.float32 for weight in weights) or _is_slow_in_bfloat16()
+    if rounded:
+        return [
+            *found,
+            *(["rounded"] if whole and all(fits(weight, "rounded") for weight in weights) else []),
+            "packed",
+        ]
+    pairs = [weight for weight in weights if weight.shape[1] % 2 == 0]  # the others are not packed
+    samples = (weight[:: len(weight) // SAMPLED + 1] for weight in pairs)
+    smallest = [form_of(sample, EXACT[0]) for sample in samples]
+    if smallest and all(smallest) and (whole or {*smallest} != {"bf16"}):
+        found.append(min(smallest, key=EXACT.index))
+    if found == ["bf16"] and all(weight.dtype == torch.bfloat16 for weight in weights) and _multiplies_pairs():
+        found.insert(0, ROUNDED_STATES)
+    return [*found, "packed"]
+
+
+def form_of(weight: Tensor, form: str) -> str:
+    """Return the form that a weight is packed in if its model's is `form`; "" if it is not packed."""
+    form = "bf16" if form == ROUNDED_STATES else form
+    if form not in EXACT:
+        return form if fits(weight, form) else ""
+    return next((each for each in EXACT[EXACT.index(form) :] if fits(weight, each) and _holds(each, weight)), "")
+
+
+def fits(weight: Tensor, form: str) -> bool:
+    """Whether this machine has products for a weight (N, K) in a form, as far as its type and shape tell."""
+    if form == "dynamic_int8":
+        return packable_dynamic_int8(weight)
+    return fits_blocks(weight) if form in IN_FLOAT32 else packable(weight)
+
+
+def fits_blocks(weight: Tensor) -> bool:
+    """Whether ``kernels/linear.h`` has products for a weight (N, K), as far as its type and shape tell."""
+    is_matrix = weight.device.type == "cpu" and weight.ndim == 2 and weight.shape[1] % 2 == 0
+    return is_matrix and weight.dtype in (torch.float32, torch.bfloat16)
+
+
+def pack(weights: Sequence[Tensor], form: str) -> Tensor:
+    """Return weights (N_i, K) as one packed weight (sum of N_i, K).
+
+    Raises:
+        ValueError: the form is one of `EXACT`, and they are not such numbers.
+    """
+    if form == "dynamic_int8":
+        return pack_dynamic_int8(weights)
+    if form in BITS:
+        return pack_integers(weights, form)
+    return pack_whole(weights) if form == "packed" else pack_bf16(weights, rounded=form == "rounded")
+
+
+def packed_shape(outputs: int, size: int, form: str) -> tuple[int, ...]:
+    """Return the shape of a weight (N, K) in a form of the kernel, of words of 32 bits or of bfloat16 numbers."""
+    blocks = -(-outputs // BLOCK)
+    if form == "dynamic_int8":
+        return blocks, size // 4 + 2, BLOCK
+    if form in BITS:
+        return blocks, size // GROUP, 1 + 2 * BITS[form], BLOCK // 2
+    return blocks, size // 2, BLOCK, 2
+
+
+def _holds(form: str, weight: Tensor) -> bool:
+    """Whether all numbers of a weight are of a form."""
+    return _is_bfloat16(weight) if form == "bf16" else integers(weight, form) is not None
+
+
+def _is_slow_in_bfloat16() -> bool:
+    """Whether this is an x86 processor without AMX."""
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX") and not _has("amx_tile")
+
+
+def _multiplies_pairs() -> bool:
+    """Whether this processor multiplies pairs of bfloat16 numbers as fast as single float32 numbers."""
+    return _has("avx512_bf16")
+
+
+def _has(capability: str) -> bool:
+    """Whether this processor has instructions, by torch's name for them."""
+    return bool(torch.cpu.get_capabilities().get(capability))
+
+
+def _is_bfloat16(weight: Tensor) -> bool:
+    return torch.equal(weight.bfloat16().to(weight.dtype), weight)
+
+
+def packable(weight: Tensor) -> bool:
+    """Whether this machine has packed products for a weight (N, K) in its own type."""
+    return weight.device.type == "cpu" and weight.ndim == 2 and has_packed_products(weight.dtype)
+
+
+@torch.inference_mode()
+def pack_whole(weights: Sequence[Tensor]) -> Tensor:
+    """Return weights (N_i, K) as one packed weight (sum of N_i, K) of their own type."""
+    joined = torch.cat([weight.detach() for weight in weights]) if len(weights) > 1 else weights[0].detach()
+    return pack_weight(joined, ROWS[joined.dtype])
+
+
+@torch.inference_mode()
+def pack_bf16(weights: Sequence[Tensor], rounded: bool = False) -> Tensor:
+    """Return weights (N_i, K) as one packed weight (blocks, K / 2, 32, 2), bfloat16, as ``kernels/linear.h`` reads it.
+
+    Raises:
+        ValueError: a number is not a bfloat16 number, and none may be rounded.
+    """
+    if not rounded and not all(map(_is_bfloat16, weights)):
+        raise ValueError("not all are bfloat16 numbers any more")
+    joined = torch.cat([weight.detach().bfloat16() for weight in weights])
+    blocks = functional.pad(joined, (0, 0, 0, -len(joined) % BLOCK)).view(-1, BLOCK, joined.shape[1] // 2, 2)
+    return blocks.transpose(1, 2).contiguous()
+
+
+@torch.inference_mode()
+def pack_integers(weights: Sequence[Tensor], form: str) -> Tensor:
+    """Return weights (N_i, K) as one packed weight, int32: the words of ``kernels/linear.h``, scales first.
+
+    Raises:
+        ValueError: the numbers are not of the form.
+    """
+    joined = torch.cat([weight.detach() for weight in weights])
+    return torch.cat([_words(part, form) for part in joined.split(PART)])
+
+
+def _words(weight: Tensor, form: str) -> Tensor:
+    bits, inputs = BITS[form], 16 // BITS[form]  # inputs of a word
+    if (found := integers(weight, form)) is None:
+        raise ValueError(f"not all are numbers of {bits} bits any more")
+    rows = 0, 0, 0, -len(weight) % BLOCK  # that fill the last block up
+    numbers, scales = (functional.pad(each, rows) for each in found)
+    groups = scales.shape[1]
+    numbers = (numbers.int() + (1 << (bits - 1))).view(-1, 2, BLOCK // 2, groups, GROUP // inputs, inputs)
+    shifts = 2 * bits * torch.arange(inputs, dtype=torch.int32, device="cpu")
+    low, high = numbers.unbind(1)
+    words = ((low << shifts) + (high << (shifts + bits))).sum(-1, dtype=torch.int32).permute(0, 2, 3, 1)
+    pairs = scales.bfloat16().view(torch.int16).int().view(-1, 2, BLOCK // 2, groups).permute(0, 3, 1, 2)
+    low, high = pairs.unbind(2)
+    return torch.cat([((high << 16) | (low & 0xFFFF))[:, :, None], words], 2)
+
+
+def packable_dynamic_int8(weight: Tensor) -> bool:
+    """Whether products of a weight (N, K) in 8 bits are fast here, which they are with AVX512-VNNI."""
+    fast = torch.backends.cpu.get_cpu_capability().startswith("AVX512") and _has("avx512_vnni")
+    return fits_blocks(weight) and weight.shape[1] % 4 == 0 and weight.shape[1] <= LONGEST and fast
+
+
+@torch.inference_mode()
+def pack_dynamic_int8(weights: Sequence[Tensor]) -> Tensor:
+    """Return weights (N_i, K) as one packed weight, int32: the words of ``kernels/linear.h`` for rounded numbers."""
+    joined = torch.cat([weight.detach().float() for weight in weights])
+    scales = joined.abs().amax(1, keepdim=True).clamp(min=SMALLEST) / 127
+    numbers = (joined / scales).round_().to(torch.int8)
+    offsets = 128 * numbers.sum(1, keepdim=True, dtype=torch.int32)
+    words = torch.cat([numbers.view(torch.int32), scales.view(torch.int32), offsets], 1)
+    blocks = functional.pad(words, (0, 0, 0, -len(words) % BLOCK)).view(-1, BLOCK, words.shape[1])
+    return blocks.transpose(1, 2).contiguous()
+
+
+@cache
+def teach_compiler() -> None:
+    """Tell Inductor how to call packed products.
+
+    They take any number of states; new packages are compared with plain passes of many sizes.  ``kernels/linear.h``
+    becomes a part of the compiled code.
+    """
+
+    @lowering(torch.ops.specinfer.linear)
+    def lower(states: Any, like: Any, packed: Any, bias: Any) -> Any:
+        *before, size = sizes_of(states)
+        product = packed_product(reshaped(states, [-1, size]), packed, like, bias)
+        return reshaped(product, [*before, sizes_of(like)[0]])
+
+    @lowering(torch.ops.specinfer.linear_blocks)
+    def lower_blocks(states: Any, packed: Any, outputs: int, form: str) -> Any:
+        *before, size = sizes_of(states)
+        flat = contiguous(reshaped(states, [-1, size]))
+        function = f"linear_{'bf16' if form == 'rounded' else form}"
+        product = kernels.call("linear", function, [flat, in_memory(packed)], [sizes_of(flat)[0], outputs])
+        return reshaped(product, [*before, outputs])
+
+
+def free_bytes() -> float:
+    """Return the memory available without swapping, infinite if the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return inf

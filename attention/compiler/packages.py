@@ -1,0 +1,241 @@
+"""Packages of compiled passes in the cache folder: found, made, shared, listed, removed.
+
+Knows: where packages are kept, and which one belongs to a model on this machine.
+Does not know: how passes are compiled or compared (`attention.compiled`).
+
+A package holds code and no weights, so it belongs to an architecture.  Its name is a digest of what the model is made
+of, the versions of torch and transformers, and the kind of machine.  Fine-tuned models share the package of the base
+model.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from threading import RLock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import transformers
+from tqdm import tqdm
+
+from specinfer.attention import TreeModel, resumed
+from specinfer.attention.compiler import kernels
+from specinfer.attention.compiler.linear import FORMS, ROUNDED_STATES, forms
+from specinfer.attention.compiler.watch import architecture, machine
+from specinfer.attention.passes.compiled import RECORD, CompiledPass, check, computing, limit_of, make
+from specinfer.attention.precision import without_autocast
+from specinfer.attention.torch_private import COMPILER_OPTIONS
+from specinfer.common.files import cache_folder, parse_json, storing, write_json
+from specinfer.errors import InputError, NotCompiled
+
+FORMAT = 8  # of packages; raised when their inputs change
+WIDTHS = (1, 2, 3, 5, 8, 9, 16, 17, 24, 33, 64, 65, 130, 512)  # of the passes that check a new package, in nodes
+MODES = ("auto", True, False)
+UNREADABLE = (OSError, ValueError, KeyError, TypeError)  # what reading a damaged record raises
+
+# by form and network, so weights are packed once
+_loaded: dict[str, WeakKeyDictionary[Any, CompiledPass]] = {form: WeakKeyDictionary() for form in FORMS}
+_lock = RLock()
+
+
+def packages_folder() -> Path:
+    """Return where packages are kept: ``compiled`` in the cache folder."""
+    return cache_folder() / "compiled"
+
+
+def attach(model: TreeModel, aux_layers: Sequence[int], mode: bool | str, rounded: bool = False) -> str:
+    """Give a model its compiled passes, if there are some; else return why it has none.
+
+    Args:
+        model: runs plain until it has compiled passes.
+        aux_layers: hidden states that its passes must return.
+        mode: "auto" takes an existing package.  True makes one if there is none, and says so on stderr.  False takes
+            none.
+        rounded: whether its weights may be rounded, where this machine is faster then.
+
+    Raises:
+        InputError: the mode is none of these.
+    """
+    if mode not in MODES:
+        raise InputError(f"compile={mode!r}: give True, False or 'auto'")
+    if mode is False:
+        return "not compiled, as asked"
+    if reason := getattr(model.model, "never_compiled", ""):
+        return reason
+    if model.stateful:
+        return "it keeps states, which compiled passes cannot write"
+    if model.ranks.size > 1:
+        return f"its weights are spread over {model.ranks.size} processes"
+    if model.dispatched:
+        return "its hooks fetch weights or move inputs during a pass, which compiled passes do not"
+    with _lock, without_autocast(model.device), resumed(model):
+        try:
+            found = forms([weight for weight in model.model.parameters() if weight.ndim == 2], rounded)
+            may_fail = rounded or found[0] == ROUNDED_STATES  # and then it does so again
+            known = found if may_fail or mode is not True else found[:1]
+            model.compiled = _first(partial(_usable, anew=mode is True), model, aux_layers, known)
+            if mode is True and model.compiled is None:
+                model.compiled = _first(_made, model, aux_layers, found)
+            advice = "not compiled yet: `specinfer compile` does it in minutes, once, and passes get faster"
+            return "" if model.compiled else missing_compiler() or advice
+        except NotCompiled as error:
+            return str(error)
+        except (OSError, RuntimeError) as error:  # no access to the folder, no home
+            return f"packages cannot be looked for ({error})"
+
+
+def _first(
+    find: Callable[..., CompiledPass | None], model: TreeModel, aux_layers: Sequence[int], found: Sequence[str]
+) -> CompiledPass | None:
+    """Return the first passes that are found, with weights in one of some forms, as the model then says.
+
+    Raises:
+        NotCompiled: there are none, and the last search says why.
+    """
+    problem: NotCompiled | None = None
+    for model.form in found:
+        try:
+            problem = None
+            if (compiled := find(model, aux_layers)) is not None:
+                return compiled
+        except NotCompiled as error:
+            problem = error
+    if problem is not None:
+        raise problem
+    return None
+
+
+def packages() -> list[dict[str, Any]]:
+    """Return the packages in the cache folder.
+
+    Returns:
+        per package its name, that of the model that it was made for, what that is, number of layers, aux_layers, the
+        largest error when it was made and the limit that it was held to (see `check`), megabytes.  None stands for
+        what is not known: the package is damaged, or of an older version.
+    """
+    found: list[dict[str, Any]] = []
+    for path in sorted(packages_folder().glob(f"*/{RECORD}")):
+        found.append(dict.fromkeys(["package", "model", "is", "layers", "aux_layers", "error", "limit", "MB"]))
+        found[-1] |= {"package": path.parent.name, "model": path.parent.name.rpartition("-")[0]}
+        with suppress(*UNREADABLE):
+            record = parse_json(path.read_text())
+            size = sum(file.stat().st_size for file in path.parent.iterdir()) / 1e6
+            is_head = any(variant["extra"] for variant in record["variants"])
+            found[-1] |= {"layers": len(record["layers"]), "aux_layers": record["aux_layers"], "MB": round(size, 1)}
+            found[-1] |= {"is": "draft head" if is_head else "language model", **record.get("made", {})}
+    return found
+
+
+def remove_packages() -> int:
+    """Remove every package, and the rests of killed compilations; return how many packages there were."""
+    count = len(packages())
+    with storing(packages_folder()), suppress(FileNotFoundError):
+        shutil.rmtree(packages_folder())
+    return count
+
+
+def package_of(model: TreeModel) -> Path:
+    """Return the folder that a model's package is in, or would be."""
+    parts = [
+        FORMAT,
+        COMPILER_OPTIONS,
+        torch.__version__,
+        transformers.__version__,
+        machine(model.device),
+        architecture(model.model),
+    ]
+    parts += [kernels.source()] if model.device.type == "cpu" else []
+    digest = hashlib.sha256(json.dumps([*parts, model.form, str(model.dtype)]).encode()).hexdigest()
+    return packages_folder() / f"{model.name}-{digest[:16]}"
+
+
+def _usable(model: TreeModel, aux_layers: Sequence[int], anew: bool = False) -> CompiledPass | None:
+    """Return the passes of the model's package, None if there is none, or if it will be made anew as it is unusable.
+
+    Raises:
+        NotCompiled: the package is damaged, wrong, or returns other hidden states; or the model is patched.
+    """
+    compiled = _loaded[model.form].get(model.model)
+    if compiled is not None and set(aux_layers) <= set(compiled.aux_layers) and not compiled.refresh():
+        return compiled
+    folder = package_of(model)
+    if not (folder / RECORD).is_file():
+        return None
+    try:
+        compiled = CompiledPass(model, folder)
+        if not set(aux_layers) <= set(compiled.aux_layers):
+            raise NotCompiled("compiled for other drafts: run `specinfer compile` with these, too")
+        if not (reason := compiled.refresh()):
+            check(model, compiled)
+    except NotCompiled:
+        if anew:
+            return None
+        raise
+    if reason:
+        raise NotCompiled(reason)
+    _loaded[model.form][model.model] = compiled
+    return compiled
+
+
+def _made(model: TreeModel, aux_layers: Sequence[int]) -> CompiledPass:
+    """Make a package, compare it with the plain model, and move it to where it will be found."""
+    from filelock import FileLock
+
+    folder = package_of(model)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f".{folder.name}.lock")):
+            if (compiled := _usable(model, aux_layers, anew=True)) is not None:  # another process made it
+                return compiled
+            if missing := missing_compiler():
+                raise NotCompiled(missing)
+            _tell(f"compiling the passes of {_checkpoint_name(model)}: minutes, once")
+            with suppress(*UNREADABLE):  # so that the new package also serves the models of the old one
+                aux_layers = [*aux_layers, *parse_json((folder / RECORD).read_text())["aux_layers"]]
+            with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as temporary:
+                made = Path(temporary) / folder.name
+                made.mkdir()
+                source = computing(model)
+                make(source, sorted(set(aux_layers)), made, model.model)
+                compiled = CompiledPass(source, made)
+                if reason := compiled.refresh():
+                    raise NotCompiled(reason)
+                error, limit = check(source, compiled, WIDTHS), limit_of(source)
+                _tell(f"compiled; largest error against the plain model {error:.1e}, where rounding explains {limit:g}")
+                record = parse_json((made / RECORD).read_text())
+                record["made"] = {"model": _checkpoint_name(model), "error": error, "limit": limit}
+                write_json(made / RECORD, record)
+                shutil.rmtree(folder, ignore_errors=True)
+                made.rename(folder)
+                if source is not model:
+                    compiled = compiled.serving(model.model)
+                    if reason := compiled.refresh():
+                        raise NotCompiled(reason)
+    except OSError as error:
+        raise NotCompiled(f"packages cannot be kept in {folder.parent} ({error.strerror or error})") from error
+    _loaded[model.form][model.model] = compiled
+    return compiled
+
+
+def _checkpoint_name(model: TreeModel) -> str:
+    """Return what a checkpoint is called, without its path; its class where it has no name."""
+    return Path(getattr(model.model.config, "_name_or_path", "") or model.name).name
+
+
+def _tell(line: str) -> None:
+    tqdm.write(line, file=sys.stderr)  # above bars, if there are any
+
+
+def missing_compiler() -> str:
+    """Return what to do if this machine has no C++ compiler, else \"\"."""
+    if any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")))):
+        return ""
+    return "no C++ compiler was found, which compiled passes need: install g++ (Debian: `apt install g++`) or clang"

@@ -1,0 +1,45 @@
+"""Numbers as tensors, and sizes of passes.
+
+Knows: devices, shapes.  Does not know: models, trees.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NARROWEST = 8  # the fewest tokens of a padded pass
+
+
+def on_device(values: Any, device: torch.device) -> Tensor:
+    """Return numbers as a tensor on a device, without waiting for the device; floats as float32, ints as int64.
+
+    A tensor or an array keeps its type.
+    """
+    if isinstance(values, Tensor):
+        tensor = values
+    elif isinstance(values, np.ndarray):
+        tensor = torch.from_numpy(values)
+    else:  # without the defaults that a caller may have set for all of torch
+        tensor = torch.tensor(values, device="cpu")
+        tensor = torch.tensor(values, dtype=torch.float32, device="cpu") if tensor.is_floating_point() else tensor
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=True)  # `to` takes time on a CPU, too
+
+
+def concat(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Return tensors one after the other: a single one itself, and None if all are None."""
+    given = [part for part in parts if part is not None]
+    return torch.cat(given) if len(given) > 1 else next(iter(given), None)
+
+
+def size_bucket(size: int) -> int:
+    """Return the smallest size allowed for passes that is at least this one; there are four in every octave."""
+    step = 1 << max(0, (size - 1).bit_length() - 3)
+    return -(-size // step) * step
+
+
+def padded_width(tokens: int) -> int:
+    """Return the number of tokens that a pass over so many is padded to."""
+    return size_bucket(max(tokens, NARROWEST))

@@ -1,0 +1,90 @@
+"""Tokens as text: one alone, and several whose bytes join into characters.
+
+Knows: tokenizers, UTF-8.  Does not know: trees, pictures.
+"""
+
+from codecs import getincrementaldecoder
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from specinfer.common.token_bytes import BYTE, SPACE, byte_level, sentence_piece
+
+VISIBLE = {" ": "␠", "\n": "⏎", "\t": "⇥"}
+
+
+def visible(text: str) -> str:
+    """Return the text with white space shown as ␠ ⏎ ⇥ and whatever cannot be printed as an escape."""
+    signs = (VISIBLE.get(c) or (c if c.isprintable() else c.encode("unicode_escape").decode()) for c in text)
+    return "".join(signs) or "∅"
+
+
+class Piece(NamedTuple):
+    """A token's share of a text, where characters may begin in one token and end in another."""
+
+    text: str  # the characters that end in it
+    rest: bytes  # its bytes that end none
+    open: bytes = b""  # what the next token may complete
+
+    def __str__(self) -> str:
+        return visible(self.text + self.rest.decode("ascii", "backslashreplace"))
+
+
+def token_text(tokenizer: Any, token: int) -> str:
+    """Return one token's text with visible white space: see `plain_text`."""
+    return visible(plain_text(tokenizer, token))
+
+
+def plain_text(tokenizer: Any, token: int) -> str:
+    """Return one token's text.
+
+    Bytes that are no complete character are written as ``\\xe2``, ids that the tokenizer does not know as ``#264``.
+
+    Args:
+        tokenizer: None gives the id.
+        token: the id.
+    """
+    if tokenizer is None:
+        return str(token)
+    piece, text = tokenizer.convert_ids_to_tokens(token), tokenizer.decode([token])
+    if piece is None:
+        return f"#{token}"
+    if (found := split_bytes(tokenizer, token)) is not None:
+        return found.decode("utf-8", "backslashreplace")
+    if (piece.startswith((SPACE, " ")) or BYTE.fullmatch(piece)) and text != piece:
+        return sentence_piece(piece).decode()  # decoding drops the first space of a text
+    return str(text)
+
+
+def split_bytes(tokenizer: Any, token: int) -> bytes | None:
+    """Return the bytes of a token that begins or ends inside a character; None of all others.
+
+    They are known from how the token is written in a byte-level table, or as <0xE2>.
+    """
+    piece = None if tokenizer is None else tokenizer.convert_ids_to_tokens(token)
+    if piece is None or "\ufffd" not in tokenizer.decode([token]):
+        return None
+    return (sentence_piece if BYTE.fullmatch(piece) else byte_level)(piece)
+
+
+def piece_after(before: bytes, found: bytes | None) -> Piece | None:
+    """Return a token's share of a text; None if no character is split in it.
+
+    Args:
+        before: the bytes that were left open: see `Piece.open`.
+        found: the token's: see `split_bytes`.
+    """
+    if found is None:
+        return None
+    decoder = getincrementaldecoder("utf-8")("surrogateescape")
+    decoded = decoder.decode(before + found)
+    left = decoder.getstate()[0]
+    text = "".join(c for c in decoded if not "\udc80" <= c <= "\udcff")
+    return Piece(text, left[-len(found) :] if text else found, left)
+
+
+def last_piece(pieces: Iterable[bytes | None]) -> Piece | None:
+    """Return the share of the last of several tokens, given the bytes of each: see `split_bytes`."""
+    piece: Piece | None = None
+    for found in pieces:
+        piece = piece_after(piece.open if piece else b"", found)
+    return piece

@@ -1,0 +1,184 @@
+"""Sessions of block heads: one pass a step, over the block's slots and the tokens committed since the last one.
+
+Knows: how a block and new context become columns of a pass, what each row has not fed yet.
+Does not know: networks, how candidates of several depths become a tree (`lattice`).
+"""
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from specinfer.attention import Layout, TreeModel
+from specinfer.common.tensors import on_device
+from specinfer.drafts.depths import DepthsSession, LatticeSession
+from specinfer.drafts.language_model import CATCH_UP
+from specinfer.drafts.rows import DraftRows, state_columns
+from specinfer.engine.draft import Clocked, DraftContext, Scored
+from specinfer.tree import Frontier
+
+
+class BlockRows(Clocked, DepthsSession):
+    """A block head at work, however it answers a policy.
+
+    The context of a row is every token but the root: the target's states at them.  A text of a single token has none,
+    and its block reads itself alone.
+
+    Args:
+        model: with a `DFlashNetwork`.
+        aux_layers: the target's hidden states that it reads.
+        context: what it is told.
+    """
+
+    per_row = (*DepthsSession.per_row, "uncached")
+
+    def __init__(self, model: TreeModel, aux_layers: Sequence[int], context: DraftContext) -> None:
+        super().__init__(context)
+        self.network, self.token_ids = model.model, model.model.token_ids
+        slots = self.network.config.block_size + CATCH_UP
+        capacities = context.capacity + slots, context.max_capacity + slots
+        self.session = model.session(self.batch, *capacities, self.network.draft_layers, context.graphs)
+        self.columns = state_columns(aux_layers, context, model.device)
+        shape = len(self.network.config.target_layer_ids), self.network.target_size
+        nothing = torch.zeros(0, *shape, dtype=model.dtype, device=model.device)
+        self.uncached = [  # per row, the target's states at tokens that are committed but not in the cache
+            [nothing] if states is None else [nothing, states[:, self.columns].to(nothing)]
+            for states in context.states or [None] * self.batch
+        ]
+        self.slot_states: Tensor | None = None  # (B, D, H) of this step, for heads that read them
+
+    @property
+    def depth(self) -> int:
+        """D, how many depths are predicted."""
+        depth: int = self.network.depth
+        return depth
+
+    @property
+    def limit(self) -> int | None:  # type: ignore[override]
+        """How many tokens the head's context has; None if it has no end."""
+        return self.session.model.max_positions
+
+    def levels_left(self) -> list[int]:
+        """Return, per row, how many levels can be predicted: all, if the block ends within the head's context."""
+        longest = sys.maxsize if self.limit is None else self.limit - self.network.config.block_size
+        return [self.depth if length <= longest else 0 for length in self.lengths]
+
+    def predict(self) -> Tensor:
+        """Feed a block and the uncached context; keep the context: logits (B, D, V') of depths 1 ... D."""
+        config, device = self.network.config, self.session.model.device
+        if self._longest_uncached() > CATCH_UP:
+            self.read_ahead()
+        states = [torch.cat(row) for row in self.uncached]
+        self.uncached = [[row[:0]] for row in states]
+        counts = [len(row) for row in states]
+        layout = lay_out_blocks(self.roots, config.mask_token_id, config.block_size, counts, device)
+        wanted = range(config.block_size - self.depth, config.block_size)
+        fed = pad_sequence(states, batch_first=True)
+        logits = self.session.append_last(layout, [wanted] * len(counts), target_states=fed)
+        if self.network.draft_layers:
+            self.slot_states = self.session.aux_states.pop().padded()[:, wanted.start : wanted.stop, 0]
+        first = config.block_size
+        self.session.commit([range(first, first + count) for count in counts])
+        return logits.padded()
+
+    def read_ahead(self) -> None:
+        """Feed and commit all uncached context."""
+        states = [torch.cat(row) for row in self.uncached]
+        self.session.prefill([[0] * len(row) for row in states], target_states=states)
+        self.uncached = [[row[:0]] for row in states]
+
+    def _longest_uncached(self) -> int:
+        return max((sum(map(len, row)) for row in self.uncached), default=0)
+
+    def commit(
+        self,
+        tokens: Sequence[Sequence[int] | None],
+        states: Sequence[Tensor | None] = (),
+        scored: Sequence[Scored] = (),
+    ) -> None:
+        """Take the states at the root and at the accepted tokens as context, and the last token as the next root."""
+        self.session.commit([None if new is None else () for new in tokens])
+        for row, new, chose in zip(self.uncached, tokens, states, strict=True):
+            if new is not None and chose is not None:
+                row.append(chose[:, self.columns].to(row[0]))
+        super().commit(tokens, states, scored)
+
+    def join(self, other: DraftRows) -> None:
+        """Take in the rows of another session, and what its cache holds of them; see `ModelDraftSession.join`."""
+        assert isinstance(other, BlockRows)
+        if self._longest_uncached() <= CATCH_UP:
+            other.read_ahead()
+        super().join(other)
+        self.session.join(other.session)
+
+
+class BlockSession(BlockRows, LatticeSession):
+    """A block head whose depths are independent, or depend on the parent's token alone."""
+
+
+class PathSession(BlockRows):
+    """A block head with a small recurrent network along the path: it answers level by level, without passes.
+
+    Its network has `path_size`, and `follow`.
+    """
+
+    def __init__(self, model: TreeModel, aux_layers: Sequence[int], context: DraftContext) -> None:
+        super().__init__(model, aux_layers, context)
+        self.device = model.device  # of the answers
+        self.carried: list[Tensor] = []  # (B, W, path_size) of each level's nodes in this step
+
+    def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
+        """Return each node's k likeliest choices of the target and their log-probabilities, both (B, W, k)."""
+        found = self.ranked(self._follow(frontier), [frontier.depth], k)
+        return self.ids(found.indices), found.scores - found.total
+
+    def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw k children per node from the draft's distribution after the target's warpers."""
+        return self.drawn(self.warped(self._follow(frontier)), k, replacement, frontier.depth)
+
+    def nodes(self, frontier: Frontier) -> tuple[Tensor, Tensor]:
+        """Return the tokens (B, W) of frontier nodes, and the states (B, W, H) of the slot below them."""
+        is_root = frontier.depth == 0
+        tokens = on_device(self.roots, self.device)[:, None] if is_root else frontier.tokens.to(self.device)
+        assert self.slot_states is not None
+        return tokens, self.slot_states[:, frontier.depth, None].expand(-1, tokens.shape[1], -1)
+
+    def _follow(self, frontier: Frontier) -> Tensor:
+        """Return logits (B, W, V') after frontier nodes; keep their states for the nodes below."""
+        base = self.logits[:, frontier.depth, None]
+        tokens, slots = self.nodes(frontier)
+        if frontier.depth == 0:
+            self.carried = []
+            above = slots.new_zeros(len(slots), 1, self.network.path_size)
+        else:
+            every, parents = torch.cat(self.carried, 1), frontier.parents.to(self.device)
+            above = every.gather(1, parents[..., None].expand(-1, -1, every.shape[2]))
+        state, gained = self.network.follow(above, tokens, slots, frontier.depth)
+        self.carried.append(state)
+        return (base + gained).expand(-1, tokens.shape[1], -1)
+
+
+def lay_out_blocks(
+    roots: Sequence[int], mask_token: int, size: int, counts: Sequence[int], device: torch.device
+) -> Layout:
+    """Lay out a block per row, then its new context, padded on the right: T = S = size plus the most context.
+
+    Every slot sees all slots and its row's context.  Of the context only keys and values are used.
+
+    Args:
+        roots: last committed token of each row.
+        mask_token: what the other slots hold.
+        size: slots of a block.
+        counts: tokens of each row's new context; they come before the root.
+        device: of the layout.
+    """
+    width = size + max(counts)
+    tokens = on_device([[root, *[mask_token] * (size - 1), *[0] * (width - size)] for root in roots], device)
+    columns, count = torch.arange(width, device=device), on_device(list(counts), device)[:, None]
+    is_slot = columns < size
+    real = is_slot | (columns < size + count)  # (B, T)
+    depths = torch.where(is_slot, columns + count, (columns - size) * real)
+    visible = is_slot[:, None] & real[:, None] | torch.eye(width, dtype=torch.bool, device=device)
+    return Layout(tokens, depths, visible)

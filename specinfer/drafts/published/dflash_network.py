@@ -1,0 +1,200 @@
+"""The network of block heads (DFlash, arXiv 2602.06036): a few layers that fill a block of masked slots in one pass.
+
+Knows: its layers, what slots read, which of them predict.  Does not know: drafting, how caches work, files.
+
+The slots of a block hold the root and mask tokens.  The target's states of earlier tokens are fused to one each; all
+layers take keys and values of it as it is, and only of the slots what their layers made of them.  So a token of the
+context costs two matrices a layer, once.  Slots see the whole context and each other, or with causal slots (JetSpec,
+arXiv 2606.18394) only the slots before them.
+"""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from specinfer.drafts.published.conventions import Convention
+from specinfer.drafts.published.layers import Attention, mlp, norm
+from specinfer.drafts.published.network import DraftNetwork
+from specinfer.errors import ModelError
+
+FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers, as transformers names them
+DEFAULTS: dict[str, Any] = {
+    "target_size": None,  # of the states that it reads; None = hidden_size
+    "layer_offset": 1,  # id i is the target's hidden_states[i + 1], the output of layer i
+    "from_anchor": False,
+    "measured_anchor": False,  # whether from_anchor is a guess
+    "causal_types": (),
+    "input_scale": 1.0,  # of embeddings
+    "output_scale": 1.0,  # of logits
+    "softcap": None,  # of scaled logits
+    "sliding_window": None,
+    "attention_bias": False,
+    "qkv_bias": False,
+}
+
+
+def block_config(**fields: Any) -> LlamaConfig:
+    """Return a block head's configuration.
+
+    Args:
+        **fields: sizes as transformers names them (``hidden_size``, ``head_dim``, ``layer_types``, ...); and
+            ``target_layer_ids``, ``block_size``, ``mask_token_id``; and those of `DEFAULTS` that differ.
+    """
+    types = fields.get("layer_types") or [FULL] * fields["num_hidden_layers"]
+    config = LlamaConfig(**{**DEFAULTS, **fields, "layer_types": types, "attn_implementation": "sdpa"})
+    config.target_size = config.target_size or config.hidden_size
+    return config
+
+
+class DFlashNetwork(DraftNetwork):
+    """The network of a DFlash or JetSpec head.
+
+    Attributes:
+        from_anchor: whether slot i predicts the token after its position, so that the root's slot predicts, too;
+            else slot i predicts the token at its position.
+        draft_layers: hidden states that its session needs: 0, the last, for heads that read the slots' states.
+
+    Args:
+        config: of `block_config`.
+        token_ids, embeds, outputs: as in `DraftNetwork`.
+    """
+
+    draft_layers: tuple[int, ...] = ()
+    never_compiled = "block heads run as they are"  # why, for `attention.packages`
+
+    def __init__(
+        self, config: LlamaConfig, token_ids: Tensor | None = None, embeds: bool = False, outputs: bool = False
+    ) -> None:
+        super().__init__(config, token_ids, embeds, outputs)
+        self.from_anchor: bool = config.from_anchor
+        self.target_size: int = config.target_size
+        self.vocab_size: int = config.vocab_size  # the target's
+        size, states = config.hidden_size, len(config.target_layer_ids)
+        self.fc = nn.Linear(states * self.target_size, size, bias=False)  # the target's states -> one
+        self.hidden_norm = norm(config)
+        self.layers = nn.ModuleList(self.layer(i) for i in range(config.num_hidden_layers))
+        self.norm = norm(config)
+
+    def layer(self, index: int) -> "BlockLayer":
+        """Return a new layer."""
+        return BlockLayer(self.config, index)
+
+    @property
+    def depth(self) -> int:
+        """How many depths a block predicts."""
+        return self.config.block_size - (not self.from_anchor)
+
+    def conventions(self, layers: int) -> Sequence[Convention]:
+        """Return what the checkpoint may mean for a target of so many layers, what its format says first."""
+        first = self.config.layer_offset
+        found = [tuple(i + offset for i in self.config.target_layer_ids) for offset in (first, 1 - first)]
+        possible = [states for states in found if all(0 <= i <= layers for i in states)] or found[:1]
+        if not self.config.measured_anchor:
+            return [Convention(states) for states in possible]
+        anchors = self.config.from_anchor, not self.config.from_anchor
+        return [Convention(states, (("from_anchor", anchor),)) for anchor in anchors for states in possible]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        target_states: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **_: Any,
+    ) -> SimpleNamespace:
+        """Return ``logits`` (B, slots or kept, V') and ``hidden_states``, one (B, slots, H), of the slots.
+
+        A pass without slots stores the context, and its logits are empty.
+
+        Args:
+            input_ids: (B, T) ids of the target: first those of the slots, then any, one for each token of the context.
+            attention_mask: (B, 1, T, L), as the attention implementation takes it, or a dict of them by layer type.
+            position_ids: (B, T).
+            past_key_values: a cache of keys and values of earlier context.
+            target_states: (B, C, K, Ht) the target's states at the C tokens of the context that are new; T - C slots.
+            logits_to_keep: slots whose logits are wanted; 0 = all.
+        """
+        if target_states is None:
+            raise ModelError("a block head runs with the target's states of its context, and is never compiled")
+        assert position_ids is not None
+        context = self.hidden_norm(self.fc(target_states.to(self.dtype).flatten(2)))
+        slots = input_ids.shape[1] - context.shape[1]
+        rotary = self.rotary(position_ids, context.dtype)
+        if not slots:
+            for layer in self.layers:
+                attention: Any = layer.self_attn
+                attention.stored(context, rotary, past_key_values)
+            return SimpleNamespace(logits=context[:, :0], hidden_states=(context[:, :0],))
+        masks = self._masks(attention_mask, slots, position_ids)
+        hidden = self.embed(input_ids[:, :slots]) * self.config.input_scale
+        for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
+            hidden = layer(hidden, context, masks[kind], rotary, past_key_values)
+        hidden = self.norm(hidden)
+        kept = hidden if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep]
+        return SimpleNamespace(logits=self.logits(kept), hidden_states=(hidden,))
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return logits (..., V') over the network's vocabulary of its final states (..., H)."""
+        logits, softcap = super().logits(states), self.config.softcap
+        logits = logits if self.config.output_scale == 1 else logits * self.config.output_scale
+        return torch.tanh(logits / softcap) * softcap if softcap else logits
+
+    def _masks(self, given: Any, slots: int, position_ids: Tensor) -> dict[str, Tensor]:
+        """Return the mask (B, 1, slots, L) of each type of layer; causal types hide later slots.
+
+        The new columns of a row follow its committed ones, and the first of them has the smallest position.
+        """
+        types = dict.fromkeys(self.config.layer_types)
+        masks = {kind: (given[kind] if isinstance(given, dict) else given)[:, :, :slots] for kind in types}
+        if not self.config.causal_types:
+            return masks
+        columns = torch.arange(next(iter(masks.values())).shape[3], device=position_ids.device)
+        columns = columns - position_ids.amin(1)[:, None]  # (B, L): the slots are 0 ... slots - 1
+        later = (columns[:, None] > torch.arange(slots, device=columns.device)[:, None]) & (columns < slots)[:, None]
+        for kind in self.config.causal_types:
+            if kind in masks:
+                masks[kind] = masks[kind].masked_fill(later[:, None], torch.finfo(masks[kind].dtype).min)
+        return masks
+
+
+class BlockLayer(nn.Module):
+    """A layer of slots: attention to context and slots, and an MLP, each after a norm.
+
+    Args:
+        config: of `block_config`.
+        index: of the layer in the cache.
+    """
+
+    def __init__(self, config: LlamaConfig, index: int) -> None:
+        super().__init__()
+        self.input_layernorm = norm(config)
+        self.self_attn = Attention(config, index, config.hidden_size, norms=True)
+        self.post_attention_layernorm = norm(config)
+        self.mlp = mlp(config)
+
+    def forward(
+        self, hidden: Tensor, context: Tensor, mask: Tensor, rotary: tuple[Tensor, Tensor], cache: Any
+    ) -> Tensor:
+        """Return the slots' next states, (B, slots, H).
+
+        Args:
+            hidden: (B, slots, H).
+            context: (B, C, H) the fused states of new tokens of the context, which no layer changes.
+            mask: (B, 1, slots, L) additive.
+            rotary: cosines and sines, (B, slots + C, D).
+            cache: keys and values of earlier context.
+        """
+        hidden = hidden + self.attend(self.input_layernorm(hidden), context, mask, rotary, cache)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    def attend(
+        self, normed: Tensor, context: Tensor, mask: Tensor, rotary: tuple[Tensor, Tensor], cache: Any
+    ) -> Tensor:
+        """Return what slots read of the context and of each other."""
+        return self.self_attn(normed, torch.cat((normed, context), 1), mask, rotary, cache)

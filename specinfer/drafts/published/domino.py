@@ -1,0 +1,66 @@
+"""Domino heads (arXiv 2605.29707): DFlash, and a recurrent unit over the path's tokens that corrects the slots' logits.
+
+Knows: the unit, where its correction starts.  Does not know: the layers below it (`dflash_network`), caches, files.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from specinfer.drafts.published.dflash_network import DFlashNetwork
+
+
+class PrefixUnit(nn.Module):
+    """A gated recurrent unit without biases, its weights named as by `torch.nn.GRU`.
+
+    Args:
+        width: of its inputs.
+        size: of its state.
+    """
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.weight_ih_l0 = nn.Parameter(torch.zeros(3 * size, width))
+        self.weight_hh_l0 = nn.Parameter(torch.zeros(3 * size, size))
+
+    def forward(self, inputs: Tensor, state: Tensor) -> Tensor:
+        """Return the state (N, G) after inputs (N, width) and the state before."""
+        return torch.gru_cell(inputs, state, self.weight_ih_l0, self.weight_hh_l0)
+
+
+class DominoNetwork(DFlashNetwork):
+    """The network of a Domino head.
+
+    Args:
+        config: of `block_config`, with ``gru_hidden_dim``, ``emb_dim`` and ``pure_draft_prefix_len``, the first depths
+            that are not corrected.
+        token_ids, embeds, outputs: as in `DraftNetwork`.
+    """
+
+    draft_layers = (0,)
+
+    def __init__(
+        self, config: LlamaConfig, token_ids: Tensor | None = None, embeds: bool = False, outputs: bool = False
+    ) -> None:
+        super().__init__(config, token_ids, embeds, outputs)
+        size, words = config.hidden_size, config.vocab_size if token_ids is None else len(token_ids)
+        self.prefix_gru = PrefixUnit(size, config.gru_hidden_dim)
+        self.embed_proj = nn.Sequential(
+            nn.Linear(size + config.gru_hidden_dim, config.emb_dim, bias=False),
+            nn.SiLU(),
+            nn.Linear(config.emb_dim, words, bias=False),
+        )
+
+    @property
+    def path_size(self) -> int:
+        """Width of the state that is carried along a path."""
+        size: int = self.config.gru_hidden_dim
+        return size
+
+    def follow(self, state: Tensor, tokens: Tensor, slots: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """Return the state after tokens (B, W) at a depth, and what the logits of their children gain, (B, W, V')."""
+        inputs = self.embed(tokens)
+        state = self.prefix_gru(inputs.flatten(0, 1), state.flatten(0, 1)).view(*tokens.shape, -1)
+        if depth < self.config.pure_draft_prefix_len:
+            return state, state.new_zeros(())
+        return state, self.embed_proj(torch.cat((slots, state), -1))

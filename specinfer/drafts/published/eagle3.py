@@ -1,0 +1,373 @@
+"""EAGLE-3 heads: their network, and how checkpoints of EAGLE, SpecForge, SGLang and vLLM's speculators name it.
+
+Knows: tensor names, the layers' formulas, what a configuration leaves open.
+Does not know: drafting, caches, which convention a checkpoint was made with (`conventions` measures it).
+
+EAGLE-3 (arXiv 2503.01840, section 3.1) fuses states of several layers of the target into one, g.  The first layer reads
+the token's embedding beside it.  Below the root g is the head's own last state.  EAGLE-3.1 norms the target's states
+one by one, and hands on its last state after the norm.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, Qwen3Config
+
+from specinfer.attention import TreeModel
+from specinfer.drafts.head import HeadDraftSession
+from specinfer.drafts.published.checkpoint import Checkpoint, assign, vocabulary
+from specinfer.drafts.published.conventions import Convention
+from specinfer.drafts.published.layers import Attention, mlp, norm
+from specinfer.drafts.published.network import DraftNetwork
+from specinfer.engine.draft import DraftContext, DraftSession
+from specinfer.errors import ModelError
+
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads")  # what every configuration says
+FIELDS = ("rms_norm_eps", "hidden_act", "mlp_bias", "rope_theta", "rope_scaling", "rope_parameters")  # may say
+ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "llama3"}  # whose tables do not change with the length of a text
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+# attributes of `eagle3_config` beside a Llama's
+DEFAULTS: dict[str, Any] = {
+    "qkv_bias": False,  # with `attention_bias`: the attention's output has none
+    "qk_norm": False,  # queries and keys are normed, as Qwen3's
+    "target_hidden_size": None,  # None: `hidden_size`
+    "num_aux_layers": 3,  # K, states of the target that are fused
+    "fc": True,  # whether there is a matrix that fuses them
+    "fc_bias": False,
+    "fc_norm": False,  # they are normed one by one (EAGLE-3.1) ...
+    "norm_before_fc": False,  # ... or together
+    "norm_before_residual": None,  # the first residual is the normed state; None: not known
+    "norm_output": None,  # the state handed on is the normed one; None: not known
+    "layer_ids": None,  # of the K states; None: EAGLE's three
+    "layer_shift": 0,  # what the format adds to them to count as transformers does
+}
+
+
+def eagle3_config(**fields: Any) -> LlamaConfig:
+    """Return a head's configuration: a Llama's of the head's sizes, with the attributes in `DEFAULTS`.
+
+    ``vocab_size`` is the target's.
+    """
+    config = LlamaConfig(**{**DEFAULTS, **fields, "attn_implementation": "sdpa"})
+    config.target_hidden_size = config.target_hidden_size or config.hidden_size
+    return config
+
+
+class AutoregressiveNetwork(DraftNetwork):
+    """A head that drafts level by level, from the target's states or, below the root, from its own."""
+
+    skips_first = True
+
+    @abstractmethod
+    def fused(self, states: Tensor) -> Tensor:
+        """Return the target's states (B, T, K, Ht) as one, (B, T, H)."""
+
+    @abstractmethod
+    def next_states(self, states: Tensor, embedded: Tensor, **attention: Any) -> Tensor:
+        """Return the head's own states, which it hands on, of those that chose the tokens; all (B, T, H).
+
+        Args:
+            states: that chose the tokens.
+            embedded: embeddings of the tokens.
+            **attention: mask, rotary and cache of `layers.Attention`.
+        """
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        target_states: Tensor | None = None,
+        draft_states: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **_: Any,
+    ) -> SimpleNamespace:
+        """Return ``logits`` (B, T or kept, V') of what follows each token, and ``hidden_states``, one (B, T, H).
+
+        Args:
+            input_ids: (B, T) ids of the target.
+            attention_mask: (B, 1, T, L), as the attention implementation takes it.
+            position_ids: (B, T).
+            past_key_values: a cache of keys and values.
+            target_states: (B, T, K, Ht) the target's states that chose the tokens; or else
+            draft_states: (B, T, H) the head's own states that did.
+            logits_to_keep: columns whose logits are wanted; 0 = all.
+        """
+        assert position_ids is not None
+        if draft_states is None:
+            assert target_states is not None
+            draft_states = self.fused(target_states.to(self.dtype))
+        attention = {"mask": attention_mask, "rotary": self.rotary(position_ids, self.dtype), "cache": past_key_values}
+        hidden = self.next_states(draft_states.to(self.dtype), self.embed(input_ids), **attention)
+        kept = hidden if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep]
+        return SimpleNamespace(logits=self.logits(kept), hidden_states=(hidden,))
+
+
+class Eagle3Layer(nn.Module):
+    """A decoder layer.  The first one reads embeddings beside states, and norms them apart."""
+
+    def __init__(self, config: Any, index: int) -> None:
+        super().__init__()
+        self.input_layernorm = norm(config)
+        self.hidden_norm = None if index else norm(config)
+        self.self_attn = Attention(config, index, (1 if index else 2) * config.hidden_size, config.qk_norm)
+        self.post_attention_layernorm = norm(config)
+        self.mlp = mlp(config)
+
+    def forward(self, states: Tensor, embedded: Tensor, normed_residual: bool, **attention: Any) -> Tensor:
+        """Return states (B, T, H) after the layer.
+
+        Args:
+            states: (B, T, H).
+            embedded: (B, T, H) embeddings.
+            normed_residual: whether the first layer adds to the normed states.
+            **attention: mask, rotary and cache of `Attention`.
+        """
+        if self.hidden_norm is None:
+            read = self.input_layernorm(states)
+        else:
+            normed = self.hidden_norm(states)
+            read = torch.cat((self.input_layernorm(embedded), normed), -1)
+            states = normed if normed_residual else states
+        states = states + self.self_attn(read, read, **attention)
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class Eagle3Network(AutoregressiveNetwork):
+    """An EAGLE-3 head.
+
+    Attributes:
+        norm_before_residual, norm_output: the convention that it runs under.
+
+    Args:
+        config: of `eagle3_config`.
+        token_ids, embeds, outputs: as `DraftNetwork`.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, token_ids: Tensor | None = None, embeds: bool = False, outputs: bool = True
+    ) -> None:
+        super().__init__(config, token_ids, embeds, outputs)
+        self.target_size, self.vocab_size = config.target_hidden_size, config.vocab_size
+        self.norm_before_residual, self.norm_output = bool(config.norm_before_residual), bool(config.norm_output)
+        states, width = config.num_aux_layers, config.num_aux_layers * self.target_size
+        self.fc_norm = nn.ModuleList(norm(config, self.target_size) for _ in range(states)) if config.fc_norm else None
+        self.input_norm = norm(config, width) if config.norm_before_fc else None
+        self.fc = nn.Linear(width, config.hidden_size, bias=config.fc_bias) if config.fc else None
+        self.layers = nn.ModuleList(Eagle3Layer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = norm(config)
+
+    @property
+    def pass_inputs(self) -> tuple[dict[str, tuple[int, ...]], ...]:
+        """The additional inputs of each kind of pass: name -> shape after (B, T)."""
+        below: dict[str, tuple[int, ...]] = {"draft_states": (self.config.hidden_size,)}
+        return {"target_states": (self.config.num_aux_layers, self.target_size)}, below
+
+    def conventions(self, layers: int) -> list[Convention]:
+        """Return what the checkpoint may mean for a target of so many layers, what its format says first.
+
+        Raises:
+            ModelError: it reads the last layer before the final norm, which transformers does not hand out.
+        """
+        ids, shift = self.config.layer_ids, self.config.layer_shift
+        if ids is None:
+            readings = [(layers,) if self.config.num_aux_layers == 1 else (2, layers // 2, layers - 3)]
+        else:
+            readings = [tuple(layer + more for layer in ids) for more in (shift, 1 - shift)]
+            readings = [reading for reading in readings if max(reading) < layers]
+        if not readings:
+            raise ModelError(
+                f"this draft reads the states of layers {', '.join(map(str, ids))} of a target with {layers}, the last "
+                "before the final norm or beyond, and no such state is handed out: choose another head"
+            )
+        options = []
+        for name in ("norm_before_residual", "norm_output"):
+            known = getattr(self.config, name)
+            options.append([(name, value) for value in ((False, True) if known is None else (known,))])
+        return [Convention(reading, chosen) for reading in readings for chosen in product(*options)]
+
+    def fused(self, states: Tensor) -> Tensor:
+        """Return the target's states (B, T, K, Ht) as one, (B, T, H)."""
+        if self.fc_norm is not None:
+            parts = zip(self.fc_norm, states.unbind(2), strict=True)
+            states = torch.stack([normed(part) for normed, part in parts], 2)
+        flat = states.flatten(2)
+        flat = flat if self.input_norm is None else self.input_norm(flat)
+        return flat if self.fc is None else self.fc(flat)
+
+    def next_states(self, states: Tensor, embedded: Tensor, **attention: Any) -> Tensor:
+        """Return the states that are handed on, (B, T, H)."""
+        for layer in self.layers:
+            states = layer(states, embedded, self.norm_before_residual, **attention)
+        return self.norm(states) if self.norm_output else states
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return logits (..., V') over the network's vocabulary of states that it hands on (..., H)."""
+        return super().logits(states if self.norm_output else self.norm(states))
+
+
+# ---- checkpoints ----
+
+
+def recognises(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint is an EAGLE-3 head's."""
+    config = checkpoint.config
+    if kind := config.get("speculators_model_type"):
+        return bool(kind == "eagle3")
+    if any("eagle3" in str(name).lower() for name in config.get("architectures") or ()):
+        return True
+    names = checkpoint.keys()
+    return any(_plain_name(name).startswith("layers.0.hidden_norm.") for name in names)
+
+
+def load(checkpoint: Checkpoint) -> tuple[Eagle3Network, Any]:
+    """Return a checkpoint's network and what opens its session.
+
+    Raises:
+        ModelError: something is missing, unknown or contradictory.
+    """
+    return load_network(checkpoint, read_weights(checkpoint), Eagle3Network), open_session
+
+
+def open_session(model: TreeModel, aux_layers: Sequence[int], context: DraftContext) -> DraftSession:
+    """Open the session of a head that drafts level by level."""
+    return HeadDraftSession(model, aux_layers, 1.0, context)
+
+
+def read_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Return the weights under the network's names."""
+    return {_plain_name(name): weight for name, weight in checkpoint.weights().items()}
+
+
+def load_network(checkpoint: Checkpoint, weights: dict[str, Tensor], kind: type[Eagle3Network]) -> Any:
+    """Return the network that a checkpoint holds; its optional parts are those that the weights have."""
+    given = layer_config(checkpoint)
+    config = read_config(checkpoint, given, weights)
+    token_ids = vocabulary(checkpoint, weights, config.vocab_size)
+    found = config.vocab_size if token_ids is None else len(token_ids)
+    if (words := checkpoint.size("draft_vocab_size", default=found)) != found:
+        raise checkpoint.refuse(f"its draft_vocab_size is {words}, but its d2t does not name as many tokens")
+    if token_ids is not None:
+        weights["token_ids"] = token_ids
+    apart = config.hidden_size != config.target_hidden_size  # then the target's matrices do not fit
+    embeds = apart or "embed_tokens.weight" in weights
+    outputs = apart or token_ids is not None or "lm_head.weight" in weights
+    with torch.device("meta"):
+        network = kind(config, token_ids, embeds, outputs)
+    assign(checkpoint, network, weights)
+    return network
+
+
+def read_config(checkpoint: Checkpoint, given: Mapping[str, Any], weights: Mapping[str, Tensor]) -> LlamaConfig:
+    """Return the configuration of a checkpoint's network.
+
+    Args:
+        checkpoint: whose.
+        given: its part about the layers.
+        weights: under the network's names.
+    """
+    top = checkpoint.config
+    ids, shift = _layer_ids(checkpoint)
+    fused = (top.get("eagle_config") or {}).get("use_aux_hidden_state") is not False  # else the last state alone
+    fields = layer_fields(checkpoint, given, weights) | {
+        "target_hidden_size": checkpoint.size("target_hidden_size", default=checkpoint.size("hidden_size", of=given)),
+        "num_aux_layers": (len(ids) if ids else 3) if fused else 1,
+        "fc": fused or "fc.weight" in weights,
+        "fc_bias": "fc.bias" in weights,
+        "fc_norm": bool(top.get("fc_norm")) or "fc_norm.0.weight" in weights,
+        "norm_before_fc": bool(top.get("norm_before_fc")) or "input_norm.weight" in weights,
+        "norm_before_residual": _flag(checkpoint, "norm_before_residual"),
+        "layer_ids": ids if fused else None,
+        "layer_shift": shift,
+    }
+    handed_on = _flag(checkpoint, "norm_output")
+    if not fields["fc_norm"] and handed_on:  # elsewhere it says that there is a norm before the output matrix
+        handed_on = None
+    return eagle3_config(**fields, norm_output=handed_on)
+
+
+def layer_fields(
+    checkpoint: Checkpoint, given: Mapping[str, Any], weights: Mapping[str, Tensor], layer: str = "layers.0."
+) -> dict[str, Any]:
+    """Return what a configuration says of its layers, and what their weights show.
+
+    Raises:
+        ModelError: a size is missing, or the layers are of a kind that is not known.
+    """
+    fields = {name: checkpoint.size(name, of=given) for name in (*SIZES, "vocab_size")}
+    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+    for name, default in (
+        ("num_key_value_heads", heads),
+        ("head_dim", hidden // heads or 1),
+        ("num_hidden_layers", 1),
+        ("max_position_embeddings", 2048),
+    ):
+        fields[name] = checkpoint.size(name, default=default, of=given)
+    fields |= {name: given[name] for name in FIELDS if given.get(name) is not None}
+    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise checkpoint.refuse(f"its rotary embeddings are of type {kind!r:.40}, not {', '.join(sorted(ROPE_TYPES))}")
+    if set(given.get("layer_types") or ()) - {"full_attention"}:
+        raise checkpoint.refuse("some of its layers do not attend to all tokens")
+    attention = f"{layer}self_attn."
+    return fields | {
+        "attention_bias": f"{attention}q_proj.bias" in weights or given.get("qkv_bias") is True,
+        "qkv_bias": f"{attention}o_proj.bias" not in weights,
+        "qk_norm": f"{attention}q_norm.weight" in weights,
+    }
+
+
+def layer_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Return the configuration of the layers; a nested one leaves out what is its kind's default."""
+    nested = checkpoint.config.get("transformer_layer_config")
+    if nested is None:
+        return checkpoint.config
+    kinds = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+    if not isinstance(nested, dict) or nested.get("model_type", "llama") not in kinds:
+        raise checkpoint.refuse(f"its layers are not those of {' or '.join(kinds)}")
+    try:
+        return kinds[nested.get("model_type", "llama")](**nested).to_dict()
+    except Exception as error:  # a value of a wrong type may raise anything
+        reason = " ".join(str(error).split())[:100]
+        raise checkpoint.refuse(f"its transformer_layer_config is damaged ({reason})") from error
+
+
+def _layer_ids(checkpoint: Checkpoint) -> tuple[list[int] | None, int]:
+    """Return the ids of the layers that are read, and what their format adds to count as transformers does."""
+    config = checkpoint.config
+    inner = config.get("eagle_config") or {}
+    target_ids = config.get("target_layer_ids", (config.get("dflash_config") or {}).get("target_layer_ids"))
+    ids = config.get(LAYER_IDS) or inner.get(LAYER_IDS) or target_ids
+    if not ids:
+        return None, 0
+    if not isinstance(ids, list) or not all(type(layer) is int and layer >= 0 for layer in ids):
+        raise checkpoint.refuse(f"the layers that it reads are {ids!r:.60}, not a list of their numbers")
+    if config.get(LAYER_IDS):  # vLLM's
+        return ids, 0
+    return ids, int(ids[0] == 1) if inner.get(LAYER_IDS) else 1  # SGLang's; DeepSpec's
+
+
+def _flag(checkpoint: Checkpoint, name: str) -> bool | None:
+    """Return what a configuration says of a convention; None: nothing."""
+    value = checkpoint.config.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise checkpoint.refuse(f"its {name} is {value!r:.40}, not true or false")
+    return value
+
+
+def _plain_name(name: str) -> str:
+    """Return a weight's name without what some writers put before it, the first layer's as that of the others."""
+    name = name.removeprefix("model.")
+    if name.startswith("midlayer."):
+        return f"layers.0.{name.removeprefix('midlayer.')}"
+    if name.startswith("additional_layers."):
+        index, _, rest = name.removeprefix("additional_layers.").partition(".")
+        return f"layers.{int(index) + 1}.{rest}" if index.isdigit() else name
+    return name

@@ -1,0 +1,162 @@
+"""P-EAGLE heads: EAGLE-3's network, which predicts all depths in one pass.
+
+Knows: the masked tokens that stand for those below the root, and their state.
+Does not know: how the network is named in checkpoints otherwise (`eagle3`), how trees grow.
+
+Below the root, tokens and states are not known yet.  P-EAGLE (arXiv 2602.01469) learns one token and one state in their
+stead.  The pass that feeds the root feeds as many of them after it as depths remain.  Each attends to all before it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LlamaConfig
+
+from specinfer.attention import TreeModel, lay_out_chains
+from specinfer.drafts.depths import LatticeSession
+from specinfer.drafts.head import HeadDraftSession
+from specinfer.drafts.language_model import CATCH_UP
+from specinfer.drafts.published.checkpoint import Checkpoint
+from specinfer.drafts.published.eagle3 import Eagle3Network, layer_config, load_network, read_weights
+from specinfer.drafts.rows import DraftRows
+from specinfer.engine.draft import Clocked, DraftContext, DraftSession, Scored
+
+MASK_IDS = ("mask_token_id", "pard_token", "ptd_token_id")  # names of the masked token's id
+DEPTH = 8  # predicted where a checkpoint does not say for how many it was trained
+
+
+class PEagleNetwork(Eagle3Network):
+    """A P-EAGLE head.
+
+    Attributes:
+        mask_token_id: the token below the root.
+        depth: how many depths it predicts.
+
+    Args:
+        config, token_ids, embeds, outputs: as `Eagle3Network`.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, token_ids: Tensor | None = None, embeds: bool = False, outputs: bool = True
+    ) -> None:
+        super().__init__(config, token_ids, embeds, outputs)
+        self.mask_token_id, self.depth = 0, DEPTH
+        self.mask_hidden = nn.Parameter(torch.zeros(config.num_aux_layers, self.target_size))
+
+
+class MaskedHeadSession(HeadDraftSession):
+    """A head that is fed masked tokens behind the committed ones."""
+
+    def all_depths(self) -> Tensor:
+        """Feed each row's uncached tokens and the masked ones, keep the former: logits (B, D, V') of depths 1 ... D."""
+        network: PEagleNetwork = self.session.model.model
+        if max(map(len, self.uncached)) > CATCH_UP:
+            self.read_ahead()
+        chains, states = self.uncached, self._uncached_inputs()["target_states"]
+        masked = network.depth - 1
+        mask = network.mask_hidden.expand(masked, -1, -1)
+        fed = pad_sequence([torch.cat([row.to(mask.dtype), mask]) for row in states], batch_first=True)
+        layout = lay_out_chains([[*chain, *[network.mask_token_id] * masked] for chain in chains], self.device)
+        roots = [len(chain) - 1 for chain in chains]
+        logits = self.session.append_last(
+            layout, [range(root, root + network.depth) for root in roots], target_states=fed
+        )
+        self.session.commit([range(len(chain)) for chain in chains])
+        self.uncached = [[] for _ in chains]
+        return logits.padded()
+
+
+class PEagleSession(Clocked, LatticeSession):
+    """A P-EAGLE head at work."""
+
+    def __init__(self, model: TreeModel, aux_layers: Sequence[int], context: DraftContext) -> None:
+        super().__init__(context)
+        self.token_ids, self.max_depth = model.model.token_ids, model.model.depth
+        slots = {name: getattr(context, name) + self.depth for name in ("capacity", "max_capacity")}
+        self.session = self.head = MaskedHeadSession(
+            model, aux_layers, self.inverse_temperature, replace(context, **slots)
+        )
+
+    @property
+    def depth(self) -> int:
+        """How many depths are predicted."""
+        return self.max_depth
+
+    def commit(
+        self,
+        tokens: Sequence[Sequence[int] | None],
+        states: Sequence[Tensor | None] = (),
+        scored: Sequence[Scored] = (),
+    ) -> None:
+        """Take note of the committed tokens and of the target's states that chose them."""
+        self.head.commit(tokens, states, scored)
+        super().commit(tokens, states, scored)
+
+    def join(self, other: DraftRows) -> None:
+        """Take in the rows of another session, and what its head has read of them."""
+        assert isinstance(other, PEagleSession)
+        super().join(other)
+        self.head.join(other.head)
+
+    @property
+    def limit(self) -> int | None:  # type: ignore[override]
+        """How many tokens the head's context has; None if it has no end."""
+        return self.head.limit
+
+    def levels_left(self) -> list[int]:
+        """Return, per row, how many levels can be predicted: all, if they fit into the head's context."""
+        return [self.depth if levels >= self.depth else 0 for levels in self.head.levels_left()]
+
+    def predict(self) -> Tensor:
+        """Run the step's pass: logits (B, D, V')."""
+        return self.head.all_depths()
+
+
+def recognises(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint is a P-EAGLE head's."""
+    config = checkpoint.config
+    if kind := config.get("speculators_model_type"):
+        return bool(kind == "peagle")
+    if any("peagle" in str(name).lower() for name in config.get("architectures") or ()):
+        return True
+    return bool({"mask_hidden", "model.mask_hidden"} & checkpoint.keys())
+
+
+def load(checkpoint: Checkpoint) -> tuple[PEagleNetwork, Any]:
+    """Return a checkpoint's network and what opens its session.
+
+    Raises:
+        ModelError: something is missing, unknown or contradictory.
+    """
+    weights = read_weights(checkpoint)
+    mask = weights.get("mask_hidden")
+    size = checkpoint.size("target_hidden_size", default=checkpoint.size("hidden_size", of=layer_config(checkpoint)))
+    if mask is not None and mask.numel() % size == 0:
+        weights["mask_hidden"] = mask.reshape(-1, size)
+    network = load_network(checkpoint, weights, PEagleNetwork)
+    network.mask_token_id = _mask_token_id(checkpoint, network.vocab_size)
+    network.depth = _depth(checkpoint)
+    return network, open_session
+
+
+def open_session(model: TreeModel, aux_layers: Sequence[int], context: DraftContext) -> DraftSession:
+    """Open the session of a head that predicts all depths at once."""
+    return PEagleSession(model, aux_layers, context)
+
+
+def _mask_token_id(checkpoint: Checkpoint, vocab_size: int) -> int:
+    """Return the masked token's id."""
+    found = next((checkpoint.config[name] for name in MASK_IDS if checkpoint.config.get(name) is not None), None)
+    if type(found) is not int or not 0 <= found < vocab_size:
+        raise checkpoint.refuse(f"its {MASK_IDS[0]} is {found!r:.40}, not the id of a token")
+    return found
+
+
+def _depth(checkpoint: Checkpoint) -> int:
+    """Return how many depths a checkpoint was made to predict."""
+    methods = (checkpoint.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return checkpoint.size("speculative_tokens", default=DEPTH, of=methods[0])

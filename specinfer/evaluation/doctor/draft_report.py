@@ -1,0 +1,152 @@
+"""What `check_draft` found: figures by draft and by size of the tree, as data and as text.
+
+Knows: figures.  Does not know: how anything was measured, what is concluded (`verdict`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from textwrap import wrap
+from typing import Any
+
+from specinfer.common.display import draw
+from specinfer.common.tables import aligned
+from specinfer.evaluation.doctor.measured_costs import PassCosts
+
+WIDTH = 100  # columns of the text
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What steps of one tree size should be."""
+
+    tree: str  # "chain 4", "tree 16": best-first
+    nodes: float  # drafted, on average
+    tokens_per_pass: list[float]  # with the bounds of the 95 % interval over texts
+    milliseconds: float  # of a step
+    speed_up: float  # of tokens per second, to plain decoding
+
+
+@dataclass(frozen=True)
+class Gains:
+    """What a draft, or several that are merged, should gain by size of the tree."""
+
+    sizes: list[Expected]
+    ideal: list[float]  # tokens per pass if the right one of the candidates were always in the tree (`oracle`)
+    level: float  # milliseconds of a level of the longest chain
+
+    @property
+    def best(self) -> Expected | None:
+        """The size with the most tokens per second; None if plain decoding has as many."""
+        found = max(self.sizes, key=lambda size: size.speed_up)
+        return found if found.speed_up > 1 else None
+
+    @property
+    def advice(self) -> str:
+        """The best size in words."""
+        if self.best is None:
+            return "On this machine no size pays: plain decoding is faster."
+        return f"Best on this machine: {self.best.tree}, {self.best.speed_up:.2f} times plain decoding expected."
+
+
+@dataclass(frozen=True)
+class DraftCheck:
+    """What was found about one draft."""
+
+    draft: str
+    grade: str  # good, weak or bad: whether it fits, whatever it costs
+    words: str
+    positions: list[int]  # of the texts, that have a token at depth 1, 2, ...
+    hits: dict[str, list[float]]  # by depth, the share of these with the target's token among the top 1, 4, 16
+    covered: float  # the share of the target's tokens that are in the draft's vocabulary
+    gains: Gains
+    agreements: list[tuple[str, list[float]]]  # convention, top-1 agreement by depth; the one in use first
+
+    def __str__(self) -> str:
+        """Return verdict and tables."""
+        depths = range(1, 1 + len(self.positions))
+        shares = [(name, [f"{rate:.0%}" for rate in rates]) for name, rates in self.hits.items()]
+        tables = [_table("depth", map(str, depths), [*shares, ("positions", list(map(str, self.positions)))])]
+        if self.agreements:
+            rows = [(f"{words:.50}", [f"{rate:.0%}" for rate in rates]) for words, rates in self.agreements]
+            tables.append(_table("convention", map(str, depths), _even(rows, len(depths))))
+        verdict = wrap(f"{self.draft}: {self.grade}. {self.words} {self.gains.advice}", WIDTH)
+        return "\n\n".join(map("\n".join, [verdict, *tables, gains_table(self.gains)]))
+
+
+@dataclass(frozen=True)
+class DraftReport:
+    """How well each draft of a decoder fits its target, and what trees it should gain on this machine.
+
+    Attributes:
+        target, dtype, device: what was measured.
+        texts, tokens: how many texts, and new tokens of all.
+        passes: milliseconds of the target's passes.
+        drafts: one per draft.
+        together: all drafts merged; None if there is one.
+    """
+
+    target: str
+    dtype: str
+    device: str
+    texts: int
+    tokens: int
+    passes: PassCosts
+    drafts: list[DraftCheck]
+    together: Gains | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        drafts = [asdict(check) | {"agreements": list(map(list, check.agreements))} for check in self.drafts]
+        best = [check.gains.best and check.gains.best.tree for check in self.drafts]
+        found = asdict(self) | {"passes": self.passes._asdict()}
+        return found | {"drafts": [each | {"best": size} for each, size in zip(drafts, best, strict=True)]}
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw tokens per pass and speed-up by size of the tree (`plots.plot_drafts`); return the Axes.
+
+        Raises:
+            InputError: matplotlib is not installed.
+        """
+        return draw("plot_drafts", self, ax=ax)
+
+    def __str__(self) -> str:
+        """Return all tables, at most 100 columns wide."""
+        nodes, target, rest = self.passes
+        rows = [(name, [f"{ms:.1f}" for ms in column]) for name, column in (("target ms", target), ("rest ms", rest))]
+        head = [
+            f"{self.target} in {self.dtype} on {self.device}: {self.tokens} tokens of {self.texts} texts; "
+            f"a plain step takes {self.passes.step(0):.1f} ms",
+            "",
+            *_table("nodes", map(str, nodes), rows),
+        ]
+        parts = ["\n".join(head), *map(str, self.drafts)]
+        if self.together is not None:
+            title = wrap(f"all {len(self.drafts)} drafts together: {self.together.advice}", WIDTH)
+            parts.append("\n".join([*title, "", *gains_table(self.together)]))
+        return "\n\n".join(parts)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+
+def gains_table(gains: Gains) -> list[str]:
+    """Return the lines of a table, a column per size."""
+    rows = [
+        ("tokens/pass", [f"{size.tokens_per_pass[0]:.2f}" for size in gains.sizes]),
+        ("ms/step", [f"{size.milliseconds:.1f}" for size in gains.sizes]),
+        ("speed-up", [f"{size.speed_up:.2f}" for size in gains.sizes]),
+    ]
+    kinds, sizes = zip(*(size.tree.split() for size in gains.sizes), strict=True)
+    named = [kind if kind not in kinds[:index] else "" for index, kind in enumerate(kinds)]
+    ideal = f"an ideal choice among 16 candidates a node: {gains.ideal[0]:.2f} tokens/pass"
+    return [*_table("", named, [("nodes", sizes), *rows]), f"{ideal}; a level of a chain: {gains.level:.1f} ms"]
+
+
+def _even(rows: Sequence[tuple[str, list[str]]], columns: int) -> list[tuple[str, list[str]]]:
+    """Return rows of so many cells, cut or padded."""
+    return [(name, [*cells, *[""] * columns][:columns]) for name, cells in rows]
+
+
+def _table(name: str, columns: Any, rows: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
+    return aligned([[name, *columns], *([label, *cells] for label, cells in rows)])

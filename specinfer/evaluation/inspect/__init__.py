@@ -1,0 +1,1 @@
+"""What the target says of a result's steps, and what other trees would have given."""

@@ -1,0 +1,134 @@
+"""Passes at fixed shapes: that a recorded pass, run again over other inputs, is the pass itself.
+
+A CUDA graph bakes in whatever a pass does not read from its tensors: numbers of Python, views, addresses.  On a CPU a
+trace does the same (`torch.fx`'s ``make_fx``: operators over the same memory, numbers as they were), so it stands in.
+"""
+
+import copy
+
+import pytest
+import torch
+from conftest import PROMPTS, plain
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from specinfer import BestFirst, Expansion, SpeculativeDecoder
+from specinfer.attention import TreeCache, TreeSession
+from specinfer.attention.passes import graphs
+from specinfer.attention.passes.graphs import SEEN, Graphs
+from specinfer.common.tensors import size_bucket
+from specinfer.errors import InputError
+
+NEW = 48  # tokens: every shape comes several times
+TREES = {"best-first": BestFirst(7, 3), "expansion": Expansion((2, 2))}
+
+
+def traced(run, places):
+    """Capture as a CUDA graph does, but by tracing; what replays it."""
+    trace = make_fx(lambda *values: run(dict(zip(places, values, strict=True))))(*places.values())
+    return lambda: trace(*places.values())
+
+
+# ---- sizes ----
+
+
+def test_rungs():
+    """Four sizes in every octave; never smaller than what was asked, nor larger by more than a quarter."""
+    sizes = sorted({size_bucket(size) for size in range(1, 1025)})
+    assert sizes[:16] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32]
+    assert len(sizes) == 8 + 4 * 7
+    for size in range(1, 1025):
+        assert size <= size_bucket(size) <= 1.25 * size
+        assert size_bucket(size_bucket(size)) == size_bucket(size)
+
+
+# ---- what is captured ----
+
+
+def test_a_shape_is_captured_when_it_comes_again(monkeypatch):
+    replays = []
+
+    def capture(run, places):
+        def replay():
+            replays.append(1)
+            return run(places)
+
+        return replay
+
+    def double(tensors):
+        return (2 * tensors["x"],)
+
+    monkeypatch.setattr(graphs, "CudaCapture", lambda: capture)
+    passes = Graphs(double)
+    for turn in range(SEEN + 3):
+        (result,) = passes({"x": torch.full((2,), float(turn))}, memory=1)
+        assert result.tolist() == [2.0 * turn] * 2
+    assert len(replays) == 3
+    passes({"x": torch.ones(3)}, memory=1)
+    assert len(replays) == 3
+    for _ in range(SEEN + 1):  # the memory has moved: captured anew
+        passes({"x": torch.ones(2)}, memory=2)
+    assert len(replays) == 4
+    assert len(passes.made) == 1
+
+
+def test_results_outlive_the_next_replay(monkeypatch):
+    monkeypatch.setattr(graphs, "CudaCapture", lambda: lambda run, inputs: lambda: run(inputs))
+    passes = Graphs(lambda tensors: (tensors["x"],))
+    results = [passes({"x": torch.full((1,), float(turn))}, None)[0] for turn in range(SEEN + 3)]
+    assert torch.cat(results).tolist() == list(range(SEEN + 3))
+
+
+# ---- whole texts ----
+
+
+@pytest.fixture
+def replaying(monkeypatch):
+    """Models whose passes are traced and replayed; how many replays there were."""
+    count = []
+
+    def capture(run, places):
+        replay = traced(run, places)
+        return lambda: (count.append(1), replay())[1]
+
+    monkeypatch.setattr(graphs, "CudaCapture", lambda: capture)
+    monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # whose tensors cannot be traced
+    for owner, name in ((TreeSession, "_forward"), (TreeCache, "keep")):
+        monkeypatch.setattr(owner, name, torch.no_grad()(getattr(owner, name).__wrapped__))
+    return count
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.8, "seed": 3}], ids=str)
+def test_replayed_texts_are_the_texts(replaying, target, near, tree, options):
+    """Rows of different lengths, drafts and target replayed, caches that grow."""
+    wanted = [plain(target, prompt, NEW) for prompt in PROMPTS] if not options["temperature"] else None
+    decoder = SpeculativeDecoder(target, drafts=[near], tree=tree)
+    decoder.graphs = True  # which asks for a GPU when it is made
+    results = decoder.generate(PROMPTS, max_new_tokens=NEW, **options)
+    assert len(replaying) > 5  # of passes
+    decoder.graphs = False
+    again = decoder.generate(PROMPTS, max_new_tokens=NEW, **options)
+    assert [r.token_ids for r in results] == [r.token_ids for r in again]
+    assert wanted is None or [r.token_ids for r in results] == wanted
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.8, "seed": 3}], ids=str)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_graphs_on_a_gpu_write_the_same_texts(target, near, tree, options, compiled, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
+    models = [copy.deepcopy(model).to("cuda") for model in (target, near)]
+    texts = []
+    for replay in (False, True):
+        options_of = {"graphs": replay, "compile": replay and compiled}
+        decoder = SpeculativeDecoder(models[0], drafts=[models[1]], tree=tree, **options_of)
+        assert (decoder.passes == "passes: compiled") == options_of["compile"], decoder.passes
+        texts.append([result.token_ids for result in decoder.generate(PROMPTS, max_new_tokens=NEW, **options)])
+    assert texts[0] == texts[1]
+
+
+def test_graphs_need_a_gpu(target):
+    with pytest.raises(InputError, match="graphs=True is for GPUs, and a model is on the cpu"):
+        SpeculativeDecoder(target, drafts="ngram", graphs=True)

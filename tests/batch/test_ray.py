@@ -1,0 +1,152 @@
+"""Ray Data on a local cluster of two workers: texts as without it, and a killed worker loses nothing."""
+
+import os
+import signal
+import sys
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+from conftest import byte_tokenizer, like, tiny_llama
+
+from specinfer import BestFirst, SpeculativeDecoder
+from specinfer.errors import InputError
+
+ray = pytest.importorskip("ray", reason="an extra")
+pytest.importorskip("ray.data", reason="an extra")
+
+NEW, BLOCK = 8, 4
+PROMPTS = [f"{number}, {number + 1}, " for number in range(24)]
+
+
+def made():
+    """A decoder of tiny models."""
+    target = tiny_llama()
+    return SpeculativeDecoder(target, byte_tokenizer(), [like(target)], BestFirst(7, 4), compile=False)
+
+
+def loaded(log, target, drafts, **options):
+    """The same, which writes down who generated what: a file for each process, a line for each prompt."""
+    decoder, path = made(), Path(log) / f"{os.getpid()}"
+    row = decoder._row
+
+    def noted(common, prompt, index):
+        with path.open("a") as file:
+            file.write(f"{prompt['prompt']}\n" if isinstance(prompt, dict) else "")  # options are tried out first
+        return row(common, prompt, index)
+
+    path.touch()
+    decoder._row = noted
+    return decoder
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    here = str(Path(__file__).parents[1])
+    paths = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
+    environment = {"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}}
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=environment)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    yield
+    ray.shutdown()
+
+
+def generated(dataset, log, **options):
+    from specinfer.integrations.ray import generate
+
+    log.mkdir()
+    return generate(dataset, load=partial(loaded, str(log)), block=BLOCK, max_new_tokens=NEW, **options)
+
+
+def lines(log):
+    """What each process generated, in files of processes."""
+    return {path.name: path.read_text().splitlines() for path in log.iterdir()}
+
+
+def items(prompts):
+    return ray.data.from_items([{"prompt": prompt, "number": i} for i, prompt in enumerate(prompts)])
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_texts_are_those_without_it(cluster, tmp_path, temperature):
+    found = generated(items(PROMPTS), tmp_path / "log", concurrency=2, temperature=temperature, seed=5).take_all()
+    wanted = [made().generate(prompt, max_new_tokens=NEW, temperature=temperature, seed=5) for prompt in PROMPTS]
+    assert [row["number"] for row in found] == [*range(len(PROMPTS))]
+    assert [row["text"] for row in found] == [result.text for result in wanted]
+    assert [list(row["token_ids"]) for row in found] == [result.token_ids for result in wanted]
+    assert [row["seed"] for row in found] == [5 if temperature else None] * len(PROMPTS)
+    assert {row["finish_reason"] for row in found} == {result.finish_reason for result in wanted}
+    assert {row["error"] for row in found} == {None}
+    assert all(1 <= row["target_passes"] <= NEW for row in found)
+    assert len(lines(tmp_path / "log")) in (1, 2)  # a worker that starts late finds nothing to do
+
+
+def test_bad_rows_are_reported_and_the_others_go_on(cluster, tmp_path):
+    prompts = [" ", "good", "x" * 300, "good"]
+    found = generated(items(prompts), tmp_path / "log", temperature=0).take_all()
+    assert [row["error"] is None for row in found] == [False, True, False, True]
+    assert "empty" in found[0]["error"]
+    assert "exceed" in found[2]["error"]
+    assert found[1]["text"] == found[3]["text"] != found[0]["text"]
+
+
+def test_a_column_of_seeds_and_one_of_ids(cluster, tmp_path):
+    rows = [{"ids": [5, 9, 17], "seed": seed} for seed in (3, 4, 3)]
+    found = generated(ray.data.from_items(rows), tmp_path / "log", column="ids", temperature=1).take_all()
+    assert [row["seed"] for row in found] == [3, 4, 3]
+    texts = [list(row["token_ids"]) for row in found]
+    assert texts[0] == texts[2] != texts[1]
+    assert texts[1] == made().generate([5, 9, 17], seed=4, temperature=1, max_new_tokens=NEW).token_ids
+
+
+def test_a_killed_worker_loses_nothing(cluster, tmp_path):
+    """Kill -9 in the middle: every row is there, in order, and none outside the lost blocks was generated twice."""
+    log, killed, fetched = tmp_path / "log", None, set()
+    prompts, found = [f"{number}, {number + 1}, " for number in range(96)], []
+    for row in generated(items(prompts), log, concurrency=2, temperature=0).iter_rows():
+        found.append(row)
+        if killed is None and len(found) > BLOCK:
+            fetched = {row["prompt"] for row in found}
+            killed = max(lines(log), key=lambda name: len(lines(log)[name]))
+            os.kill(int(killed), signal.SIGKILL)
+    assert [row["prompt"] for row in found] == prompts
+    assert {row["error"] for row in found} == {None}
+    wanted = [made().generate(prompt, max_new_tokens=NEW, temperature=0).text for prompt in prompts[::12]]
+    assert [row["text"] for row in found[::12]] == wanted
+    generated_by = lines(log)
+    assert len(generated_by) == 3  # two workers, and the one that took a dead one's place
+    assert 0 < len(generated_by[killed]) < len(found)
+    times = Counter(prompt for texts in generated_by.values() for prompt in texts)
+    repeated = {prompt for prompt, count in times.items() if count > 1}
+    assert repeated.isdisjoint(fetched)
+    assert repeated <= {*generated_by[killed]}
+    assert len(repeated) <= 2 * BLOCK  # the block under way, and one that was finished and not fetched yet
+
+
+def test_bad_input_is_refused_before_anything_runs(cluster, tmp_path):
+    from specinfer.integrations.ray import generate
+
+    dataset = items(PROMPTS)
+    for arguments, options, words in (
+        ((PROMPTS,), {}, "not of Ray Data"),
+        ((dataset, "text"), {}, "no column 'text', but prompt, number"),
+        ((dataset,), {"concurrency": 0}, "concurrency=0"),
+        ((dataset,), {"block": 0}, "block=0"),
+        ((dataset.add_column("text", len),), {}, "column 'text' already"),
+        ((dataset,), {"seed": "x"}, "seed"),
+    ):
+        with pytest.raises(InputError, match=words):
+            generate(*arguments, **options)
+    with pytest.raises(ray.exceptions.RayTaskError, match="max_tokens"):
+        generated(dataset, tmp_path / "log", max_tokens=3).take_all()
+
+
+def test_without_ray_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setitem(sys.modules, "ray.data", None)
+    from specinfer.integrations.ray import generate
+
+    with pytest.raises(InputError, match="pip install"):
+        generate(None)

@@ -1,0 +1,160 @@
+"""Conversations: a turn reads what is new, and its text is the one that a fresh call on the whole history gives."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from conftest import like, tiny_llama
+from test_heads import draft_for
+from test_shared_prefix import Read, windowed
+from test_stateful import build
+
+from specinfer import BestFirst, SpeculativeDecoder
+from specinfer.attention import TreeSession
+from specinfer.calls.conversation import Conversation
+
+FIRST, MORE = [*range(60, 90)], [[7, 8, 9], [5], [200, 201]]
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_llama()
+
+
+def drafts_for(target):
+    return {"head": [draft_for(target)], "model": [like(target)], "both": ["ngram", draft_for(target)], "none": []}
+
+
+def turn(decoder, conversation, prompt, **options):
+    run = conversation.begin(decoder.open(prompt, **options))
+    run.finish()
+    conversation.end(run)
+    return run.results()[0]
+
+
+@contextmanager
+def reading(decoder):
+    """Count what the target reads; the check of a model with a hook is over."""
+    with Read(decoder.target.model) as read:
+        decoder.generate([1], max_new_tokens=1)
+        read.tokens = 0
+        yield read
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("drafts", ["head", "model", "both", "none"])
+@pytest.mark.parametrize("make", [tiny_llama, windowed])
+def test_every_turn_is_what_a_fresh_call_gives(make, drafts, temperature):
+    model = make()
+    decoder = SpeculativeDecoder(model, None, drafts_for(model)[drafts], BestFirst(7, 4), compile=False)
+    conversation, history = Conversation(), FIRST
+    for number, more in enumerate(MORE):
+        options = {"max_new_tokens": NEW, "temperature": temperature, "seed": number}
+        found = turn(decoder, conversation, history, **options)
+        wanted = decoder.generate(history, **options)
+        assert (found.token_ids, found.accept_lengths) == (wanted.token_ids, wanted.accept_lengths)
+        conversation.session.cache.check_integrity()
+        history = [*history, *found.token_ids, *more]
+
+
+def test_a_turn_reads_what_is_new(target):
+    """The last step of the answer, from its root on, and what comes after the answer."""
+    decoder = SpeculativeDecoder(target, None, [draft_for(target)], BestFirst(7, 4), compile=False)
+    conversation, options = Conversation(), {"max_new_tokens": NEW, "temperature": 0}
+    first = turn(decoder, conversation, FIRST, **options)
+    second = [*FIRST, *first.token_ids, *MORE[0]]
+    run = conversation.begin(decoder.open(second, **options))
+    with reading(decoder) as read:
+        next(iter(run))
+    run.close()
+    new, scored = 1 + len(first.steps[-1].tokens) + len(MORE[0]) - 1, 1 + 7  # without the new root; it and its tree
+    assert read.tokens <= new + scored < len(second)
+    with reading(decoder) as read:
+        next(iter(decoder.open(second, **options)))
+    assert read.tokens >= len(second)  # a fresh call
+
+
+def test_a_history_that_was_rewritten_shares_what_is_left(target):
+    decoder = SpeculativeDecoder(target, None, [], None, compile=False)
+    conversation, options = Conversation(), {"max_new_tokens": 1, "temperature": 0}
+    for kept in (20, 9, 0):
+        turn(decoder, conversation, FIRST, **options)
+        rewritten = [*FIRST[:kept], *range(100, 120)]
+        with reading(decoder) as read:
+            found = turn(decoder, conversation, rewritten, **options)
+        assert read.tokens == len(rewritten) - kept
+        assert found.token_ids == decoder.generate(rewritten, **options).token_ids
+
+
+def test_a_turn_that_was_cut_short_is_kept_as_far_as_it_was_read(target):
+    """Closed between steps, or left in the middle of a pass."""
+    decoder = SpeculativeDecoder(target, None, [draft_for(target)], BestFirst(7, 4), compile=False)
+    options = {"max_new_tokens": NEW, "temperature": 0}
+    for fails in (False, True):
+        conversation = Conversation()
+        run = conversation.begin(decoder.open(FIRST, **options))
+        steps = iter(run)
+        next(steps)
+        next(steps)
+        if fails:
+            handle = target.register_forward_hook(lambda *_, **__: pytest.fail("interrupted"))
+            with pytest.raises(pytest.fail.Exception):
+                next(steps)
+            handle.remove()
+        run.close()
+        conversation.end(run)
+        history = [*FIRST, *run.results()[0].token_ids, *MORE[0]]
+        with reading(decoder) as read:
+            found = turn(decoder, conversation, history, **options)
+        assert found.token_ids == decoder.generate(history, **options).token_ids
+        assert read.tokens < len(history) + len(found.steps) * 8 - len(FIRST)
+
+
+def test_a_turn_that_was_never_read_leaves_what_the_last_one_read(target):
+    """An error while its prompt is read, which differs from the last turn's."""
+    decoder = SpeculativeDecoder(target, None, [draft_for(target)], BestFirst(7, 4), compile=False)
+    conversation, options = Conversation(), {"max_new_tokens": NEW, "temperature": 0}
+    turn(decoder, conversation, FIRST, **options)
+    rewritten = [*FIRST[:9], *range(100, 140)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TreeSession, "prefill", lambda *_, **__: pytest.fail("interrupted"))
+        run = conversation.begin(decoder.open(rewritten, **options))
+        with pytest.raises(pytest.fail.Exception):
+            run.finish()
+        conversation.end(run)
+    found = turn(decoder, conversation, rewritten, **options)
+    assert conversation.known == 9
+    assert found.token_ids == decoder.generate(rewritten, **options).token_ids
+
+
+def test_a_target_that_keeps_states_reads_every_turn_whole():
+    """Its states cannot be taken back to where two texts part."""
+    decoder = SpeculativeDecoder(build("lfm2"), None, ["suffix"], compile=False)
+    conversation, history = Conversation(), [*range(5, 25)]
+    for more in ([7, 8, 9], [5], [30]):
+        found = turn(decoder, conversation, history, max_new_tokens=NEW, temperature=0)
+        assert found.token_ids == decoder.generate(history, max_new_tokens=NEW, temperature=0).token_ids
+        assert conversation.known == 0
+        history = [*history, *found.token_ids, *more]
+
+
+def test_conversations_share_nothing(target):
+    decoder = SpeculativeDecoder(target, None, [], None, compile=False)
+    turn(decoder, Conversation(), FIRST, max_new_tokens=1)
+    with reading(decoder) as read:
+        turn(decoder, Conversation(), FIRST, max_new_tokens=1)
+        decoder.generate(FIRST, max_new_tokens=1)
+    assert read.tokens == 2 * len(FIRST)
+
+
+def test_states_are_kept_in_order(target):
+    """As one pass over everything gives them."""
+    decoder = SpeculativeDecoder(target, None, [draft_for(target)], BestFirst(7, 4), compile=False)
+    conversation = Conversation()
+    first = turn(decoder, conversation, FIRST, max_new_tokens=NEW, temperature=0)
+    turn(decoder, conversation, [*FIRST, *first.token_ids, *MORE[0]], max_new_tokens=NEW, temperature=0)
+    plain = decoder.target.session(1, 200, 200, decoder.aux_layers)
+    with torch.inference_mode():
+        (wanted,) = plain.prefill([conversation.ids])
+    torch.testing.assert_close(conversation.states, wanted, rtol=1e-9, atol=1e-9)

@@ -1,0 +1,307 @@
+"""Decoding on a stand-in for a GPU: ids are the CPU's, nothing mixes devices, few waits, copies and launches a step.
+
+The stand-in is tested first: a count is worth something only if it would notice one more.
+"""
+
+import copy
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from conftest import PROMPTS, like, tiny_llama
+from stand_in import DEVICE, StandIn, on_device, standing_in
+from test_heads import draft_for
+from test_published_dflash import LAYERS, load, random_head
+
+from specinfer import BestFirst, Expansion, Sampled, SpeculativeDecoder
+from specinfer.attention.passes import graphs
+from specinfer.errors import UnsupportedModel
+from specinfer.tree import Chain, DenseSource, Growth, Kind
+
+TREE = BestFirst(8, 3)
+NEW, LENGTHS = 10, [10, 4, 10, 7]
+GREEDY: dict[str, Any] = {"temperature": 0}
+SAMPLING: dict[str, Any] = {"temperature": 0.8, "seed": 3}
+DRAFTS = ("none", "ngram", "suffix", "recycling", "lookahead", "model", "head", "model and recycling")
+
+
+class Side(NamedTuple):
+    """The models of one device."""
+
+    target: Any
+    near: Any
+    head: Any
+
+    def decoder(self, draft: str, tree: Any, graphs: bool = False) -> SpeculativeDecoder:
+        """Return a decoder with drafts of a kind."""
+        objects = {"model": self.near, "head": self.head}
+        names = [] if draft == "none" else draft.split(" and ")
+        tree = {"none": None, "lookahead": "auto"}.get(draft, tree)
+        return SpeculativeDecoder(self.target, None, [objects.get(name, name) for name in names], tree, graphs=graphs)
+
+
+@pytest.fixture(scope="module")
+def host() -> Side:
+    target = tiny_llama(0, max_position_embeddings=512)
+    return Side(target, like(target), draft_for(target))
+
+
+@pytest.fixture(scope="module")
+def there(host: Side) -> Side:
+    with standing_in():
+        target, near = (copy.deepcopy(model).to(DEVICE) for model in host[:2])
+    return Side(target, near, host.head)
+
+
+@pytest.fixture
+def device() -> Any:
+    with standing_in() as device:
+        yield device
+
+
+def ids(results: Any) -> list[list[int]]:
+    return [result.token_ids for result in results]
+
+
+# ---- the stand-in ----
+
+
+def test_tensors_are_where_their_values_were_put_or_computed(device: StandIn) -> None:
+    here, moved = torch.ones(3), torch.ones(3).to(DEVICE)
+    made = [
+        torch.zeros(2, device=DEVICE),
+        torch.tensor([1], device=DEVICE),
+        moved.new_zeros(4),
+        torch.arange(3).to(moved),
+    ]
+    for tensor in (moved, moved[1:], 2 * moved, moved.double(), moved.add_(1), torch.cat((moved, moved)), *made):
+        assert tensor.device == DEVICE
+        assert tensor.is_cuda
+    for tensor in (here, moved.cpu(), moved.to("cpu"), moved.new_zeros(2, device="cpu"), torch.zeros_like(here)):
+        assert tensor.device.type == "cpu"
+        assert not tensor.is_cuda
+    assert moved.tolist() == [2.0] * 3
+    assert here.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    "mixed",
+    [
+        lambda here, there: there + here,
+        lambda here, there: here.add_(there),
+        lambda here, there: torch.cat((there, here)),
+        lambda here, there: there @ here,
+        lambda here, there: torch.where(there > 0, there, here),
+        lambda here, there: there.gather(0, here.long()),
+        lambda here, there: torch.stack((there[0], here[0])),
+        lambda here, there: torch.nn.functional.linear(there[None], here[None]),
+    ],
+)
+def test_operands_on_two_devices_are_refused(device: StandIn, mixed: Any) -> None:
+    here = torch.ones(3)
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        mixed(here, here.to(DEVICE))
+
+
+def test_numbers_of_the_host_are_allowed_and_numpy_is_not(device: StandIn) -> None:
+    there = torch.ones(3, device=DEVICE)
+    assert (there + torch.tensor(1.0)).tolist() == torch.minimum(torch.tensor(2.0), there + 5).tolist() == [2.0] * 3
+    for read in (lambda: there.numpy(), lambda: np.asarray(there)):
+        with pytest.raises(TypeError, match="copy it to the host first"):
+            read()
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda there: there.tolist(),
+        lambda there: there.cpu(),
+        lambda there: there.to("cpu"),
+        lambda there: there[0].item(),
+        lambda there: bool(there[0] > 0),
+        lambda there: range(3)[there.long()[0]],
+        lambda there: there.nonzero(),
+        lambda there: there[there > 0],
+        lambda there: there[[0, 1]],
+        lambda there: there.repeat_interleave(there.long()),
+        lambda there: torch.empty(3).copy_(there),
+        lambda there: there.copy_(torch.empty(3)),
+        lambda there: torch.ones(3).to(there),
+        lambda there: torch.tensor([1], device=DEVICE),
+        lambda there: torch.cuda.synchronize(),
+    ],
+)
+def test_what_waits_is_counted_and_cannot_be_captured(device: StandIn, wait: Any) -> None:
+    there = torch.ones(3, device=DEVICE)
+    wait(there)
+    assert device.waits.total() == 1
+    with pytest.raises(UnsupportedModel, match="a pass cannot be captured"):
+        device.capture(lambda inputs: (wait(inputs["x"]),), {"x": there})
+
+
+def test_copies_and_launches_are_counted(device: StandIn) -> None:
+    there = torch.ones(3).to(DEVICE, non_blocking=True)
+    assert (device.copies.total(), device.launches.total(), device.waits.total()) == (1, 0, 0)
+    ((there[1:] + 1).view(2, 1).expand(2, 2) * 2).contiguous()  # views launch nothing, and nothing is to be copied
+    torch.nn.functional.linear(there[None], torch.empty(3, 3, device=DEVICE))
+    there[there > 0] = 2.0
+    assert dict(device.launches) == {"add": 1, "mul": 1, "mm": 1, "gt": 1, "index_put_": 1}
+    assert (device.copies.total(), device.waits.total()) == (1, 0)
+
+
+def test_a_replay_is_one_launch_and_reads_its_inputs_anew(device: StandIn) -> None:
+    def run(inputs: graphs.Tensors) -> tuple[torch.Tensor, ...]:
+        total = torch.zeros(2, device=DEVICE)
+        total += inputs["x"]
+        return (total.view(2, 1) * 3,)
+
+    inputs = {"x": torch.ones(2, device=DEVICE)}
+    replay = device.capture(run, inputs)
+    assert not any(name in device.launches for name in ("zeros", "add_", "mul"))
+    for value in (4.0, 5.0):
+        inputs["x"].fill_(value)
+        device.reset()
+        assert replay()[0].flatten().tolist() == [3 * value] * 2
+        assert dict(device.launches) == {"graph": 1}
+
+
+def test_torch_is_as_it_was_afterwards() -> None:
+    before = torch.cuda.synchronize, torch.cuda.get_device_name, torch.Generator, graphs.CudaCapture
+    with standing_in():
+        there = torch.ones(3).to(DEVICE)
+    assert on_device(there)
+    assert there.device.type == "cpu"
+    assert (torch.cuda.synchronize, torch.cuda.get_device_name, torch.Generator, graphs.CudaCapture) == before
+    assert (there + torch.ones(3)).tolist() == [2.0] * 3
+
+
+# ---- ids ----
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("options", [GREEDY, SAMPLING], ids=["greedy", "sampling"])
+def test_ids_are_the_cpus(host: Side, there: Side, device: StandIn, draft: str, options: dict[str, Any]) -> None:
+    """A ragged batch, whose rows end at different steps, and one row whose passes are replayed."""
+    found = there.decoder(draft, TREE).generate(PROMPTS, max_new_tokens=LENGTHS, **options)
+    assert ids(found) == ids(host.decoder(draft, TREE).generate(PROMPTS, max_new_tokens=LENGTHS, **options))
+    assert not device.launches["graph"]
+    one = there.decoder(draft, TREE, graphs=True).generate(PROMPTS[2], max_new_tokens=20, **options)
+    assert one.token_ids == host.decoder(draft, TREE).generate(PROMPTS[2], max_new_tokens=20, **options).token_ids
+    assert device.launches["graph"] > 1
+
+
+@pytest.mark.parametrize("draft", ["recycling", "model", "head"])
+@pytest.mark.parametrize("tree", [Expansion((2, 2)), Sampled((2, 1)), "auto"], ids=str)
+def test_ids_are_the_cpus_with_other_trees(host: Side, there: Side, device: StandIn, draft: str, tree: Any) -> None:
+    found = there.decoder(draft, tree).generate(PROMPTS, max_new_tokens=NEW, **SAMPLING)
+    assert ids(found) == ids(host.decoder(draft, tree).generate(PROMPTS, max_new_tokens=NEW, **SAMPLING))
+
+
+@pytest.mark.parametrize("draft", ["none", "recycling", "model", "head"])
+def test_ids_are_the_cpus_where_rows_join(host: Side, there: Side, device: StandIn, draft: str) -> None:
+    many = there.decoder(draft, TREE, graphs=True).generate_many(PROMPTS, max_rows=2, max_new_tokens=8, **GREEDY)
+    found = {done.number: done.result.token_ids for done in many}
+    wanted = host.decoder(draft, TREE).generate(PROMPTS, max_new_tokens=8, **GREEDY)
+    assert found == dict(enumerate(ids(wanted)))
+
+
+@pytest.mark.parametrize("kind", ["z-lab", "dflash2", "dspark gated", "dspark rnn", "domino"])
+@pytest.mark.parametrize("tree", [TREE, Expansion((2, 2))], ids=str)
+def test_published_heads_copy_without_waiting(device: StandIn, tmp_path: Path, kind: str, tree: Any) -> None:
+    """Their ids are the CPU's, and what a level brings to the device is not waited for."""
+    target, head = tiny_llama(3, num_hidden_layers=LAYERS), load(random_head(tmp_path / "head", kind, 0)[0])
+    wanted = SpeculativeDecoder(target, None, [head], tree, compile=False).generate(PROMPTS, max_new_tokens=4, **GREEDY)
+    decoder = SpeculativeDecoder(target.to(DEVICE), None, [head], tree, compile=False)
+    device.reset()
+    assert ids(decoder.generate(PROMPTS, max_new_tokens=4, **GREEDY)) == ids(wanted)
+    assert not [wait for wait in device.waits if "blocking" in wait]
+
+
+@pytest.mark.parametrize("warper", [{"eta_cutoff": 0.01}, {"top_h": 0.4}], ids=str)
+@pytest.mark.parametrize("draft", ["recycling", "head"])
+def test_drafts_on_both_devices_use_the_targets_warpers(
+    host: Side, there: Side, device: StandIn, draft: str, warper: dict[str, float]
+) -> None:
+    """The table is on the CPU, wherever the target is."""
+    options = {"max_new_tokens": NEW, **SAMPLING, **warper}
+    found, wanted = (side.decoder(draft, TREE).generate(PROMPTS, **options) for side in (there, host))
+    assert ids(found) == ids(wanted)
+
+
+# ---- counts ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_trees_and_what_lies_beside_them_come_to_the_host_as_they_are_and_at_once(device: StandIn, dtype: Any) -> None:
+    """Of odd sizes and all types, bit for bit; a bare root brings nothing."""
+    scores = torch.tensor([[0, -1 / 3, -torch.inf], [-0.0, -1e-40, torch.nan]], dtype=dtype)
+    numbers = torch.tensor([[-1, 0, 1], [-1, 2**62 + 1, -(2**62)]])
+    columns = numbers, numbers + 1, scores, scores > -torch.inf
+    beside = torch.tensor([[7]]), torch.zeros(2, 0, dtype=torch.int64), torch.tensor([True]), scores[:, 1:]
+    moved, others = [[each.to(DEVICE, non_blocking=True) for each in part] for part in (columns, beside)]
+    growth = Growth(*moved, Kind.RANKED)
+    device.reset()
+    growth, found = growth.to_host(*others)
+    assert device.waits.total() == 1
+    for was, now in zip((*columns, *beside), (*growth[:4], *found), strict=True):
+        assert now.device.type == "cpu"
+        assert (now.dtype, now.shape, now.numpy().tobytes()) == (was.dtype, was.shape, was.numpy().tobytes())
+    bare = Chain(0).grow(DenseSource(lambda _: scores, 2, device=DEVICE))
+    device.reset()
+    assert [len(tree) for tree in bare.trees([5, 6])] == [1, 1]
+    assert not device.waits
+
+
+class Step(NamedTuple):
+    """What a step does at most: waits exactly, copies and launches in the median step."""
+
+    waits: int
+    copies: int
+    launches: int
+
+
+STEADY = {  # draft, rows, options -> a step with graphs, once its passes are captured
+    ("none", 1, "greedy"): Step(1, 4, 30),
+    ("none", 4, "greedy"): Step(1, 6, 40),
+    ("none", 1, "sampling"): Step(1, 4, 40),
+    ("none", 4, "sampling"): Step(1, 6, 70),
+    ("ngram", 1, "greedy"): Step(1, 5, 30),
+    ("suffix", 1, "greedy"): Step(1, 5, 30),
+    ("recycling", 1, "greedy"): Step(2, 5, 40),
+    ("model", 1, "greedy"): Step(2, 15, 400),
+    ("head", 1, "greedy"): Step(2, 15, 430),
+    ("head", 4, "greedy"): Step(2, 30, 490),
+    ("model and recycling", 1, "greedy"): Step(3, 15, 410),
+}
+
+
+@pytest.mark.parametrize(("draft", "rows", "drawn"), STEADY, ids=str)
+def test_a_step_waits_and_launches_no_more_than_this(
+    there: Side, device: StandIn, draft: str, rows: int, drawn: str
+) -> None:
+    """One wait for the target's choices, one for each draft's tree, one for what the table was told."""
+    steps, most = [], STEADY[draft, rows, drawn]
+    options = SAMPLING if drawn == "sampling" else GREEDY
+    decoder = there.decoder(draft, BestFirst(16, 6), graphs=True)
+    device.reset()
+    for _ in decoder.open(PROMPTS if rows == 4 else PROMPTS[2], max_new_tokens=24, **options):
+        steps.append(Step(device.waits.total(), device.copies.total(), device.launches.total()))
+        assert not [wait for wait in device.waits if "blocking" in wait]
+        device.reset()
+    steady = steps[len(steps) // 2 : -1]
+    assert {step.waits for step in steady} == {most.waits}
+    assert median(step.copies for step in steady) <= most.copies
+    assert most.launches / 2 < median(step.launches for step in steady) <= most.launches
+
+
+def test_without_graphs_a_step_launches_every_operator(there: Side, device: StandIn) -> None:
+    """Of the tiny target's two layers; graphs leave a quarter."""
+    decoder = there.decoder("none", None)
+    launches = []
+    for _ in decoder.open(PROMPTS[2], max_new_tokens=6, **GREEDY):
+        launches.append(device.launches.total())
+        device.reset()
+    assert 100 <= launches[-2] <= 120
