@@ -191,7 +191,7 @@ def test_host_waits_are_counted_by_line(script, monkeypatch):
         warnings.warn("something else", stacklevel=1)
 
     ((where, count),) = steps.host_waits(advance).items()
-    assert where.startswith("tests/project/test_gpu_benchmark.py:")
+    assert where.startswith("project/test_gpu_benchmark.py:")
     assert count == 2
     assert modes == ["warn", "default"]
 

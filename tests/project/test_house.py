@@ -20,6 +20,7 @@ LAYERS = [
     ["adaptive"],
     ["engine"],
     ["drafts"],
+    ["calls"],
     ["decoder"],
     ["training", "evaluation", "batch"],
     ["viz"],
