@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from specinfer.tree import DenseSource, merge
+from specinfer.tree import DenseSource, Forest, merge
 
 VOCAB = 12  # of which the first half is ever right
 TOKENS = (1, 2, 4, 8, 16, 24, 32)  # fed in a pass ...
@@ -80,7 +80,7 @@ class Machine:
             distributions = [np.roll(np.where(np.arange(VOCAB) < 6, own, -np.inf), 6) for own in distributions]
         sources = [self._source(draft, own) for draft, own in enumerate(distributions)]
         grown = [self.policy.grow(source, 8).trees([0], source.draft) for source in sources]
-        (tree,) = self.policy.fit([merge(own) for own in zip(*grown, strict=True)])
+        (tree,) = self.policy.fit(Forest.of([merge(own) for own in zip(*grown, strict=True)]))
         path, emitted, node = [], [], 0
         while node is not None:
             emitted.append(int(self.chance.choice(6, p=distribution)))

@@ -10,6 +10,7 @@ A policy decides how many children a sampled node gets before it draws them.  Ve
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
@@ -70,36 +71,79 @@ class LatticeSource(Source, Protocol):
         """Return the candidates of all depths, `width` at each if there are so many."""
 
 
-class Policy(Protocol):
+class Policy(ABC):
     """How a tree grows: at most `max_nodes` drafted nodes, in at most `max_depth` rounds.
 
-    A policy may have an attribute ``idle``: whether it asks no draft in the next step.
+    A policy that adapts has answers of its own to the questions that the engine asks while it decodes; the others keep
+    the defaults.
+
+    Attributes:
+        kind: how children are chosen.
+        max_nodes: the most nodes a tree can have, root excluded.
+        max_depth: the greatest depth a node can have.
+        idle: whether no draft is asked in the next step.
     """
 
-    @property
-    def kind(self) -> Kind:
-        """How children are chosen."""
+    kind: Kind
+    max_nodes: int
+    max_depth: int
+    idle: bool = False
 
-    @property
-    def max_nodes(self) -> int:
-        """The most nodes a tree can have, root excluded."""
-
-    @property
-    def max_depth(self) -> int:
-        """The greatest depth a node can have."""
-
+    @abstractmethod
     def grow(self, source: Source, max_depth: int | None = None) -> Growth:
         """Grow one tree per row of the source, no deeper than `max_depth` in this call (0 asks nothing)."""
 
-    def fit(self, trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
+    def fit(self, trees: Forest) -> Forest:
         """Return the part of each row's tree that the target scores; each is merged from all drafts' trees.
 
         A sampled tree must come back complete: whether a draw is kept may not depend on what was drawn.
         """
+        return trees
+
+    def begin(self, drafts: int, coupled: bool, rows: int = 1, packed: bool = False) -> Policy:
+        """Return the policy for one batch of rows.
+
+        Args:
+            drafts: how many there are.
+            coupled: whether drafts rank by the target's noise.
+            rows: that are decoded at a time, at first.
+            packed: whether trees of different sizes cost no more than their nodes.
+        """
+        return self
+
+    def observe(  # noqa: B027
+        self,
+        trees: Sequence[TokenTree],
+        paths: Sequence[Sequence[int]],
+        tokens: Sequence[Sequence[int]],
+        proposing: Sequence[float],
+        seconds: float | None,
+    ) -> None:
+        """Learn from a step.
+
+        Args:
+            trees: what the target scored, one per row.
+            paths: accepted nodes, root excluded.
+            tokens: what each row emitted.
+            proposing: seconds of each draft.
+            seconds: of the whole step, drafts included; None if its pass read a prompt as well.
+        """
+
+    def room(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return nodes and levels of a tree as caches have room for them: at first, and at most."""
+        return (self.max_nodes, self.max_depth), (self.max_nodes, self.max_depth)
+
+    def hidden_layers(self, layers: int) -> Sequence[int]:
+        """Return those of a target's layers whose hidden states it needs, counted as transformers does."""
+        return ()
+
+    def reasons(self, names: Sequence[str], rows: int) -> str | None:
+        """Return what its choices rest on, in words for a result; None if it makes none.  Names are the drafts'."""
+        return None
 
 
 @dataclass(frozen=True)
-class BestFirst:
+class BestFirst(Policy):
     """The `max_nodes` likeliest paths no deeper than `max_depth`: the tree that a heap finds, in one pass per level.
 
     Log-probabilities add up downwards, so the N likeliest nodes include their ancestors.  Each round scores all nodes
@@ -131,9 +175,9 @@ class BestFirst:
         """Grow one tree per row, asking the source at most `max_depth` times."""
         return grow_best_first(source, self.max_nodes, _limit(self.max_depth, max_depth), self.min_probability)
 
-    def fit(self, trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
+    def fit(self, trees: Forest) -> Forest:
         """Return the `max_nodes` likeliest paths of each tree, so that several drafts share one budget."""
-        return Forest.of(trees).best(self.max_nodes)
+        return trees.best(self.max_nodes)
 
 
 def grow_best_first(
@@ -322,7 +366,7 @@ class _HostPool:
 
 
 @dataclass(frozen=True)
-class Expansion:
+class Expansion(Policy):
     """The `expansion[d]` likeliest children of every node at depth d.
 
     This is SpecInfer's expansion configuration <k1, k2, ...> (arXiv 2305.09781, section 3).
@@ -342,17 +386,17 @@ class Expansion:
         _check_size("the sum of all levels' nodes", self.max_nodes, 0)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> Kind:  # type: ignore[override]
         """How children are chosen."""
         return Kind.RANKED
 
     @property
-    def max_nodes(self) -> int:
+    def max_nodes(self) -> int:  # type: ignore[override]
         """The most nodes a tree can have, root excluded."""
         return sum(accumulate(self.expansion, mul))
 
     @property
-    def max_depth(self) -> int:
+    def max_depth(self) -> int:  # type: ignore[override]
         """The number of levels below the root."""
         return len(self.expansion)
 
@@ -375,10 +419,6 @@ class Expansion:
                 break
         tokens, parents, scores, valid = (torch.cat(column, 1) for column in zip(*levels, strict=True))
         return Growth(tokens, parents, scores, valid, self.kind, tuple(distributions))
-
-    def fit(self, trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
-        """Return the trees as they are: the expansion fixes their sizes, and drawn nodes must not be chosen from."""
-        return trees
 
     def _ask(self, source: Source, frontier: Frontier, k: int) -> tuple[Tensor, ...]:
         return source.top(frontier, k)
@@ -415,7 +455,7 @@ class Sampled(Expansion):
             raise PolicyError(f"replacement must be True or False, got {self.replacement!r}")
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> Kind:  # type: ignore[override]
         """How children are chosen."""
         return Kind.IID if self.replacement else Kind.WITHOUT_REPLACEMENT
 

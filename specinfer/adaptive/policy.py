@@ -39,6 +39,7 @@ from specinfer.tree import (
     Growth,
     Kind,
     Nodes,
+    Policy,
     Source,
     TokenTree,
     grow_best_first,
@@ -113,7 +114,7 @@ class DraftRecord:
         return True
 
 
-class Auto:
+class Auto(Policy):
     """Best-first trees whose drafts, levels and nodes are chosen step by step to maximise tokens per second.
 
     One object serves one decoder: it learns what this target and these drafts cost, and which tokens are accepted.
@@ -217,7 +218,7 @@ class Auto:
     # ---- what is chosen ----
 
     @property
-    def idle(self) -> bool:
+    def idle(self) -> bool:  # type: ignore[override]
         """Whether no draft is asked in the next step."""
         return not self.asked
 
@@ -234,6 +235,10 @@ class Auto:
         wanted = None if hasattr(source, "lattice") else _Levels(self, source)
         return grow_best_first(source, nodes, depth, least, wanted)
 
+    def room(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return nodes and levels of a tree as caches have room for them: at first, and however cheap they are."""
+        return (self.max_nodes, self.max_depth), (self.most_nodes, self.most_depth)
+
     def limits(self, rows: int) -> tuple[int, int]:
         """Return the most nodes and levels of a tree now: twice as many when trees of the last size proved cheap."""
         nodes = self.max_nodes
@@ -241,12 +246,12 @@ class Auto:
             nodes = min(2 * nodes + 1, self.most_nodes)
         return nodes, max(self.max_depth, min(nodes, self.most_depth))
 
-    def fit(self, trees: Sequence[TokenTree]) -> Forest:
+    def fit(self, trees: Forest) -> Forest:
         """Return each tree's nodes that are worth their part of the target's pass, or none.
 
         They are as many in all rows, unless passes are packed: then some rows may have none.
         """
-        forest = self.grown = Forest.of(trees)
+        forest = self.grown = trees
         if len(forest.nodes) == len(forest):
             self.worth = False
             return forest

@@ -58,7 +58,7 @@ class Candidates(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CandidateTrees:
+class CandidateTrees(Policy):
     """A growth policy: a path below the root's likeliest candidate, and more children of each node of the path.
 
     Args:
@@ -75,12 +75,12 @@ class CandidateTrees:
     kind = Kind.RANKED  # of the class: no field
 
     @property
-    def max_nodes(self) -> int:
+    def max_nodes(self) -> int:  # type: ignore[override]
         """The most nodes that a tree of one draft has, candidates included and root excluded."""
         return self.most + self.levels * self.width
 
     @property
-    def max_depth(self) -> int:
+    def max_depth(self) -> int:  # type: ignore[override]
         """The number of levels below the root."""
         return 1 + self.levels
 
@@ -105,9 +105,9 @@ class CandidateTrees:
         tokens, parents, scores = (torch.cat(column, 1) for column in zip(*levels, strict=True))
         return Growth(tokens, parents, scores, scores > -inf, self.kind)
 
-    def fit(self, trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
-        """Return the trees as they are: which nodes are of use depends on the row."""
-        return trees
+    def hidden_layers(self, layers: int) -> Sequence[int]:
+        """Return the last layer: its states are compared."""
+        return (layers,)
 
 
 def sized(policy: Policy, rows: Sequence[Row]) -> Policy:

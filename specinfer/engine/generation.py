@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 
-from specinfer.adaptive.policy import Auto
 from specinfer.attention import TreeModel, TreeSession, autocast_as_now, resumed, running
 from specinfer.common.progress import decoded
 from specinfer.common.tensors import concat, padded_width
@@ -23,7 +22,7 @@ from specinfer.engine.contexts import within_context
 from specinfer.engine.contrastive import CandidateTrees, search, sized
 from specinfer.engine.draft import Clocked, Draft, DraftContext, DraftSession, Scored
 from specinfer.engine.gumbel import SILENT
-from specinfer.engine.loop import decode, idle
+from specinfer.engine.loop import decode
 from specinfer.engine.sequence import Row
 from specinfer.engine.shared_prefix import SharedPrefix
 from specinfer.engine.verify import ExactMatch, Verifier
@@ -187,8 +186,7 @@ class Run:
             if not rows:
                 return
             target, drafts, states = self.open_sessions(rows)
-            if isinstance(self.policy, Auto):
-                self.policy = self.policy.begin(len(drafts), self._coupled(rows), len(rows), target.packs)
+            self.policy = self.policy.begin(len(drafts), self._coupled(rows), len(rows), target.packs)
             self.notes.append(self.decoder.passes)
             run_plain = [each for each in models if each.runs_modules or (each is models[0] and not target.compiled)]
         self._read_clocks(started, target, drafts)
@@ -227,7 +225,7 @@ class Run:
         )
         self.drafting, self.passes = [(draft.passes, draft.proposing) for draft in drafts], target.passes
         spent = self.seconds - before
-        if steps and isinstance(self.policy, Auto):
+        if steps:
             proposing = [draft.proposing - earlier for draft, earlier in zip(drafts, proposed, strict=True)]
             *proposing, decoding = self.decoder.target.ranks.largest([*proposing, spent.decoding])
             self.policy.observe(
@@ -318,7 +316,7 @@ class Run:
         nodes = padded_width(1 + most)
         target = self.shared.open(model, len(rows), first, end + nodes, aux_layers, self.decoder.graphs)
         fetches = model.dispatched and not aux_layers and not model.stateful
-        waits = joining and target.packs and (not drafts or idle(self.policy))
+        waits = joining and target.packs and (not drafts or self.policy.idle)
         return target, self.shared.prefill(target, [list(row.ids[:-1]) for row in rows], hold=fetches or waits)
 
     def _open_draft(self, number: int, rows: Sequence[Row], states: States) -> DraftSession:
@@ -353,14 +351,11 @@ class Run:
 
     def _tree_sizes(self) -> list[tuple[int, int]]:
         """Return nodes and levels of a draft's tree, as caches have room for them: at first, and at most."""
-        policy, usual = self.policy, (self.policy.max_nodes, self.policy.max_depth)
-        most = (policy.most_nodes, policy.most_depth) if isinstance(policy, Auto) else usual
-        return [(nodes, max(1, levels)) for nodes, levels in (usual, most)]
+        return [(nodes, max(1, levels)) for nodes, levels in self.policy.room()]
 
     def _aux_layers(self) -> list[int]:
         """Return the target's layers whose hidden states are needed."""
-        last = [self.decoder.target.layers] if isinstance(self.policy, CandidateTrees) else []
-        return sorted({*self.decoder.aux_layers, *last})
+        return sorted({*self.decoder.aux_layers, *self.policy.hidden_layers(self.decoder.target.layers)})
 
     def _end(self, rows: Sequence[Row]) -> int:
         """Return how many tokens a row has at most."""
@@ -376,8 +371,7 @@ class Run:
             for (passes, proposing), (earlier, before) in zip(self.drafting, drafting, strict=True)
         ]
         notes = [*decoder.notes, *self.notes, *row.notes]
-        if isinstance(self.policy, Auto):
-            reasons = self.policy.reasons([draft.name for draft in decoder.drafts], len(self.rows))
+        if (reasons := self.policy.reasons([draft.name for draft in decoder.drafts], len(self.rows))) is not None:
             notes.append("; ".join(filter(None, [f"auto: {paid(steps)}", str(tree_sizes), reasons])))
         stats = Stats(
             new_tokens=len(new),

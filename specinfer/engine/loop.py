@@ -69,16 +69,11 @@ def propose(drafts: Sequence[DraftSession], policy: Policy, rows: Sequence[Row])
         TreeError: a draft's trees grow from other tokens than the rows' last ones.
     """
     roots, depths = [row.ids[-1] for row in rows], [row.max_depth for row in rows]
-    if drafts and policy.max_nodes and max(depths) and not idle(policy):
+    if drafts and policy.max_nodes and max(depths) and not policy.idle:
         trees = Forest.merged([draft.propose(policy, max(depths)) for draft in drafts]).pruned(depths)
     else:
         trees = Forest(policy.kind, roots)
-    fitted = Forest.of(policy.fit(trees))
+    fitted = policy.fit(trees)
     if fitted.roots != roots:
         raise TreeError(f"trees with roots {fitted.roots} were drafted for rows that end in {roots}")
     return fitted
-
-
-def idle(policy: Policy) -> bool:
-    """Whether a policy asks no draft in the next step; most always ask, and have no attribute that says so."""
-    return bool(getattr(policy, "idle", False))

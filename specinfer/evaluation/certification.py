@@ -45,7 +45,7 @@ from specinfer.engine.draft import DraftContext
 from specinfer.engine.sampling import Processors
 from specinfer.engine.verify import ExactMatch, MultiStep, Probabilities, TargetView, Verdict
 from specinfer.errors import InputError
-from specinfer.tree import BestFirst, Chain, Draw, Expansion, Frontier, Policy, Sampled, TokenTree, merge
+from specinfer.tree import BestFirst, Chain, Draw, Expansion, Forest, Frontier, Policy, Sampled, TokenTree
 from specinfer.tree.candidates import top_candidates
 
 EXACT = 1e-12  # total variation that rounding in float64 may cause
@@ -555,7 +555,7 @@ def _trees(
         return source.propose(pair.policy, max_depth)[0]
 
     for proposals in product(*(outcomes(partial(grow, draft)) for draft in range(len(pair.behaviours)))):
-        (tree,) = pair.policy.fit([merge([tree for _, tree in proposals])])
+        (tree,) = pair.policy.fit(Forest.merged([[tree] for _, tree in proposals]))
         yield prod(weight for weight, _ in proposals), pair.edit(tree) if pair.edit else tree
 
 

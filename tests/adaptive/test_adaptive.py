@@ -55,7 +55,7 @@ class World:
         for _ in range(steps):
             sources = [self.source(draft) for draft in range(len(self.distributions))]
             grown = [self.policy.grow(source, self.depth).trees([0] * self.rows, source.draft) for source in sources]
-            trees = self.policy.fit([merge(own) for own in zip(*grown, strict=True)])
+            trees = self.policy.fit(Forest.of([merge(own) for own in zip(*grown, strict=True)]))
             self.trees.append(trees[0])
             self.levels.append([source.asked for source in sources])
             paths, tokens = zip(*map(self.verify, trees), strict=True)
@@ -227,7 +227,7 @@ def test_drafts_are_judged_anew_when_half_of_the_rows_are_left():
 def test_rows_share_one_number_of_nodes():
     policy = Auto()
     world = World([GOOD], flat(0.1, 0.002), 0.001, rows=3, policy=policy).run(40)
-    sizes = [len(tree) for tree in policy.fit([source_tree(world, row) for row in range(3)])]
+    sizes = [len(tree) for tree in policy.fit(Forest.of([source_tree(world, row) for row in range(3)]))]
     assert len(set(sizes)) == 1
 
 
@@ -361,7 +361,7 @@ def test_packed_trees_are_chosen_among_all_rows():
     sizes = {}
     for packed in (True, False):
         auto.start(1, coupled=False, rows=2, packed=packed)
-        sizes[packed] = [tree.num_drafted for tree in auto.fit([sure, unsure])]
+        sizes[packed] = [tree.num_drafted for tree in auto.fit(Forest.of([sure, unsure]))]
     assert sizes[True] == [2, 0]
     assert sizes[False][0] == sizes[False][1]
 
@@ -418,7 +418,7 @@ def test_an_observer_of_nothing_is_calm():
     policy = Auto()
     policy.start(0, coupled=True)
     for _ in range(20):
-        trees = policy.fit([TokenTree.root_only(3)])
+        trees = policy.fit(Forest.of([TokenTree.root_only(3)]))
         policy.observe(trees, [()], [(5,)], [], 0.1)
     assert policy.reasons([], 1).startswith("a plain step costs 100.0 ms")
 
@@ -463,7 +463,7 @@ def test_fit_maximises_tokens_less_the_price_of_seconds(base, node):
     price = 2 / 0.05
     gains = np.sort(np.exp([tree.scores[1:] for tree in trees]), 1)[:, ::-1].sum(0)
     values = [gains[:n].sum() - price * (policy.costs.trees.at(2 * (n + 1)) if n else 0.05) for n in range(6)]
-    assert [tree.num_drafted for tree in policy.fit(trees)] == [int(np.argmax(values))] * 2
+    assert [tree.num_drafted for tree in policy.fit(Forest.of(trees))] == [int(np.argmax(values))] * 2
 
 
 def test_nodes_that_several_drafts_propose_are_trusted_by_experience():
@@ -544,7 +544,7 @@ def test_a_step_that_read_a_prompt_too_teaches_what_is_accepted_and_no_costs():
     policy = world.policy
     (tree,) = policy.grow(world.source(0), 8).trees([0], 0)
     before = policy.acceptance.edge(0, 1)
-    policy.fit([tree])
+    policy.fit(Forest.of([tree]))
     policy.observe([tree], [()], [(9,)], [1.0], None)
     assert policy.acceptance.edge(0, 1) < before
     assert not policy.costs.plain

@@ -23,7 +23,7 @@ from specinfer.engine.draft import DraftContext
 from specinfer.engine.sampling import Processors
 from specinfer.errors import ModelError
 from specinfer.tree import Chain as Bare
-from specinfer.tree import Frontier, Kind
+from specinfer.tree import Frontier, Kind, Policy
 
 LAYERS, SIZE = 6, 32  # of the target
 FORMATS = ("eagle3", "speculators", "eagle", "peagle")
@@ -280,7 +280,7 @@ def same(found, wanted):
 # ---- every node ----
 
 
-class Asked:
+class Asked(Policy):
     """A policy that asks for levels of made-up nodes, and keeps the logits: it grows bare roots."""
 
     kind, max_nodes, max_depth = Kind.RANKED, 16, 4
@@ -302,10 +302,6 @@ class Asked:
             above = torch.tensor([parents] * source.batch)
             self.logits.append(source._logits(Frontier(torch.tensor(tokens), above, above >= 0, depth)))
         return Bare(0).grow(source)
-
-    def fit(self, trees):
-        """Return the trees as they are."""
-        return trees
 
 
 def context(target, prompts, layers, vocab=VOCAB):

@@ -28,7 +28,7 @@ from specinfer.evaluation.compare.report import bootstrap, summarise
 from specinfer.evaluation.compare.runner import common_prefix, generation_options
 from specinfer.evaluation.paper_figures import SPECINFER_TABLE_1
 from specinfer.loading import Loaded
-from specinfer.tree import Draw, merge
+from specinfer.tree import Draw, Forest, merge
 
 NEW = 8
 PROMPTS_ON_DISK = 12
@@ -182,10 +182,10 @@ def test_the_sequence_of_several_drafts_is_one_of_their_chains():
         ([0.9], [0.3, 0.3, 0.3], [5]),
         ([0.4, 0.5, 0.5], [0.6], [5, 6, 7]),
     ]:
-        (tree,) = OnePath(3).fit([merged(first, second)])
+        (tree,) = OnePath(3).fit(Forest.of([merged(first, second)]))
         assert tree.paths() == [wanted]
     bare = TokenTree.root_only(1)
-    assert OnePath(3).fit([bare]) == [bare]
+    assert OnePath(3).fit(Forest.of([bare])) == [bare]
 
 
 def test_one_draft_is_the_first_alone(models):

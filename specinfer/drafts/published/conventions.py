@@ -20,7 +20,7 @@ from specinfer.engine.draft import DraftContext, DraftSession
 from specinfer.engine.sampling import Processors
 from specinfer.errors import ModelError
 from specinfer.prompts import encode
-from specinfer.tree import Chain, Forest, Frontier, Growth, Kind, Source, TokenTree
+from specinfer.tree import Chain, Forest, Frontier, Growth, Kind, Policy, Source
 
 PROMPTS = (
     "Write a short story about a lighthouse keeper.",
@@ -119,7 +119,7 @@ def agreement(
 
 
 @dataclass
-class _Along:
+class _Along(Policy):
     """Asks a draft what follows each token of known texts: to its session, a policy that grows bare roots."""
 
     text: WrittenText
@@ -142,10 +142,6 @@ class _Along:
                 self.counts[level] += column < end
             above = torch.tensor(true, device=source.device)[:, None]
         return Chain(0).grow(source)
-
-    def fit(self, trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
-        """Return the trees as they are."""
-        return trees
 
 
 def choose(name: str, measured: dict[Convention, list[float]], least: float = LEAST) -> tuple[Convention, str]:

@@ -21,7 +21,7 @@ from specinfer.errors import InputError, SpecinferError, UnsupportedModel
 from specinfer.evaluation.probe import Probe, Question
 from specinfer.loading import Loaded, same_tokens
 from specinfer.results import Result
-from specinfer.tree import BestFirst, Chain, Expansion, Policy, Source, TokenTree
+from specinfer.tree import BestFirst, Chain, Expansion, Forest, Policy, Source
 
 GATE = 0.5
 LOOKUP_TOKENS = 10  # of transformers' prompt lookup
@@ -37,14 +37,14 @@ class OnePath(Chain):
     `BestFirst` keeps the nodes with the largest sum of path probabilities; this keeps the path with the largest sum.
     """
 
-    def fit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+    def fit(self, trees: Forest) -> Forest:
         """Return the path of each merged tree on which most tokens are expected to be accepted."""
         fitted = []
         for tree in trees:
             paths = tree.ancestor_mask()  # (N, N): a row per path
             best = paths[(paths[:, 1:] @ np.exp(tree.scores[1:])).argmax()]
             fitted.append(tree.best(int(best[1:].sum()), best))
-        return fitted
+        return Forest.of(fitted)
 
 
 # name -> (nodes, depth) -> options of a decoder with all drafts

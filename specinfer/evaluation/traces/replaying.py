@@ -28,7 +28,7 @@ from specinfer.errors import InputError
 from specinfer.evaluation.compare.report import bootstrap, ratio_of_sums
 from specinfer.evaluation.traces.closed_forms import Floats, multi_step, naive, survival
 from specinfer.evaluation.traces.trace import Trace, TraceText
-from specinfer.tree import BestFirst, Chain, Draw, Expansion, Policy, Sampled, TokenTree, merge
+from specinfer.tree import BestFirst, Chain, Draw, Expansion, Forest, Policy, Sampled, TokenTree
 from specinfer.tree.nodes import depths_of
 
 EXACT = "exact"
@@ -190,7 +190,7 @@ def _followed(text: TraceText, policy: BestFirst, drafts: Sequence[int], budget:
     lengths = np.zeros((n, policy.max_depth + 1))
     while position < n:
         depth = min(policy.max_depth, budget - position - 1)
-        (tree,) = policy.fit([merge([_tree(text, draft, position, policy, depth) for draft in drafts])])
+        (tree,) = policy.fit(Forest.merged([[_tree(text, draft, position, policy, depth)] for draft in drafts]))
         ahead = [*text.token_ids[position:], -1]  # no node has token -1
         accepted, node = 0, tree.child(0, ahead[0])
         while node is not None:
