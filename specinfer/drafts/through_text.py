@@ -30,13 +30,12 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from specinfer.adaptive.policy import Auto
 from specinfer.attention import TreeModel
 from specinfer.drafts.language_model import ModelDraft
 from specinfer.drafts.rows import log_chances
 from specinfer.drafts.translated import TranslatedDraft, TranslatedSession, bare_encoder
 from specinfer.engine.draft import DraftContext
-from specinfer.tree import BestFirst, Expansion, Forest, Kind, Policy, TokenTree
+from specinfer.tree import Forest, Kind, Policy, TokenTree
 
 TAIL = 8  # committed tokens at a row's end that text is cut together with; a character has 4 at most
 LEAST = 1e-9  # the rest of a node at least, so that logarithms are finite
@@ -129,14 +128,14 @@ class ThroughTextSession(TranslatedSession):
         self.special = {draft: target for target, draft in draft.translation.shared.items()}
         self.ends = [list(prompt[-TAIL:]) for prompt in context.prompts]  # the target's tokens
 
-    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
+    def propose(self, policy: Policy, roots: Sequence[int], max_depth: int) -> Forest:
         """Grow a tree of the draft's tokens per row, and return their texts as trees of the target's tokens."""
-        self.token_ids = None if _grows_text(policy) else self.shared_ids
-        grown = super().propose(policy, max_depth)
-        if self.token_ids is not None:
+        asks_for_tokens = policy.prescribes or policy.kind is not Kind.RANKED
+        self.token_ids = self.shared_ids if asks_for_tokens else None
+        grown = super().propose(policy, roots, max_depth)
+        if asks_for_tokens:
             return grown
-        chain = isinstance(policy, Expansion) and set(policy.expansion) <= {1}
-        trees = [self._tree(row, tree, chain) for row, tree in enumerate(grown)]
+        trees = [self._tree(row, tree, policy.branches) for row, tree in enumerate(grown)]
         return Forest.of(trees).best(policy.max_nodes)
 
     def noise_of(self, *asked: Any) -> Tensor | None:
@@ -153,7 +152,7 @@ class ThroughTextSession(TranslatedSession):
         self.ends[row] = [*self.ends[row], *new][-TAIL:]
         return super()._read(row, new)
 
-    def _tree(self, row: int, grown: TokenTree, chain: bool) -> TokenTree:
+    def _tree(self, row: int, grown: TokenTree, branches: bool) -> TokenTree:
         """Return a row's tree of the target's tokens; its likeliest path only where trees must not branch."""
         shares: ByPath = defaultdict(float)
         reached = np.exp(grown.scores)
@@ -163,7 +162,8 @@ class ThroughTextSession(TranslatedSession):
             for end in range(1, len(path) + 1):
                 shares[tuple(path[:end])] += share
         scores = self._scores(row, shares)
-        return TokenTree.from_paths(self.roots[row], _likeliest(scores) if chain else scores, self.draft)
+        root = int(grown.tokens[0])
+        return TokenTree.from_paths(root, scores if branches else _likeliest(scores), self.draft)
 
     def _cut(self, row: int, grown: TokenTree) -> Iterator[list[int]]:
         """Yield, per node, its text as the target's tokens; nothing for text that the target does not know."""
@@ -196,11 +196,6 @@ class ThroughTextSession(TranslatedSession):
             scores[path] = scores[path[:-1]] + chance
         del scores[()]
         return scores
-
-
-def _grows_text(policy: Policy) -> bool:
-    """Return whether a policy's trees may be of the draft's tokens: nothing is asked that depends on the target's."""
-    return isinstance(policy, BestFirst | Auto | Expansion) and policy.kind is Kind.RANKED
 
 
 def _likeliest(scores: ByPath) -> ByPath:

@@ -182,7 +182,7 @@ class TranslatedSession(ModelDraftSession):
     Its candidates are the target's tokens: those in ``token_ids``, which both tables know.
     """
 
-    per_row = (*ModelDraftSession.per_row, "texts", "cached", "roots")
+    per_row = (*ModelDraftSession.per_row, "texts", "cached")
 
     def __init__(self, model: TreeModel, context: DraftContext, translation: Translation) -> None:
         super().__init__(model, replace(context, max_capacity=sys.maxsize))  # a text may be many tokens of the draft
@@ -190,7 +190,6 @@ class TranslatedSession(ModelDraftSession):
         self.texts = [_Text(translation, prompt) for prompt in context.prompts]
         self.cached: list[list[int]] = [[] for _ in self.texts]  # tokens in the draft's cache
         self.uncached = [text.ids for text in self.texts]
-        self.roots = [prompt[-1] for prompt in context.prompts]  # the target's
         shared = sorted((ours, theirs) for theirs, ours in translation.shared.items())
         self.columns, self.shared_ids = on_device(shared, self.device).T.contiguous()
         self.fed_ids = torch.zeros(context.vocab_size, dtype=torch.long, device=self.device)  # of the target's ids
@@ -223,16 +222,12 @@ class TranslatedSession(ModelDraftSession):
         The last token is never left in the cache: the draft's distribution after it is asked for.
         """
         self.texts[row].extend(new)
-        self.roots[row] = (new or [self.roots[row]])[-1]
         cached, ids = self.cached[row], self.texts[row].ids
         same = min(len(cached), len(ids) - 1)
         if cached[:same] != ids[:same]:
             same = next(i for i, (was, now) in enumerate(zip(cached, ids, strict=False)) if was != now)
         self.cached[row] = cached[:same]
         return ids[same:]
-
-    def _roots(self) -> list[int]:
-        return self.roots
 
     def _draft_lengths(self) -> list[int]:
         return [len(cached) + len(uncached) for cached, uncached in zip(self.cached, self.uncached, strict=True)]
