@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
-from specinfer import ModelDraft, SpeculativeDecoder, TokenTree
+from specinfer import ModelDraft, SpeculativeDecoder
 from specinfer.decoder import WORDS, load_draft
 from specinfer.drafts.head import HeadDraft, target_fingerprint
 from specinfer.drafts.head_network import HeadNetwork, head_config
@@ -28,7 +28,7 @@ from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
 from specinfer.engine.gumbel import DRAFT, key, uniform
 from specinfer.errors import ModelError
 from specinfer.loading import load, resolve_device
-from specinfer.tree import Frontier, Policy
+from specinfer.tree import Frontier, Source
 
 CANDIDATES = 8  # of every node
 PROMPTS = [
@@ -196,16 +196,17 @@ class Agreeing(Draft):
 class AgreeingSession(DraftRows, DraftSession):
     """The draft at work: a `Source` on the CPU."""
 
-    per_row = (*DraftRows.per_row, "roots")
     device = torch.device("cpu")
+    roots: Sequence[int]  # per row, its last committed token in this step
 
     def __init__(self, context: DraftContext, agreeing: Agreeing) -> None:
         super().__init__(context)
-        self.agreeing, self.roots = agreeing, [prompt[-1] for prompt in context.prompts]
+        self.agreeing = agreeing
 
-    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
-        """Grow one tree per row below its last committed token."""
-        return policy.grow(self, max_depth).trees(self.roots, self.draft)
+    def source(self, roots: Sequence[int]) -> Source:
+        """Return the session itself."""
+        self.roots = roots
+        return self
 
     def commit(
         self,
@@ -213,8 +214,7 @@ class AgreeingSession(DraftRows, DraftSession):
         states: Sequence[Tensor | None] = (),
         scored: Sequence[Scored] = (),
     ) -> None:
-        """Take the last committed token of each row as its next root; None retires the row."""
-        self.roots = [new[-1] if new else root for root, new in zip(self.roots, tokens, strict=True)]
+        """Take note of what each row committed; None retires the row."""
         self.advance(tokens)
 
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:

@@ -42,7 +42,6 @@ from specinfer.drafts.published.formats import draft_config, load_published, may
 from specinfer.drafts.published.mtp import MtpDraft
 from specinfer.drafts.through_text import ThroughTextDraft
 from specinfer.engine.callables import FUNCTIONS, BatchRow, for_row, listed
-from specinfer.engine.contrastive import CandidateTrees
 from specinfer.engine.draft import Draft
 from specinfer.engine.generation import MAX_ROWS, Run
 from specinfer.engine.options import GenerateOptions, Options, ScoreOptions, names, part, spelled_out
@@ -570,13 +569,12 @@ class SpeculativeDecoder:
             if check.support is not Support.CHAIN_ONLY:
                 continue
             limit = f"{check.model} can score chains only ({check.reason})"
-            if isinstance(policy, CandidateTrees):
+            if policy.prescribes:
                 raise UnsupportedModel(f"{limit}: leave out penalty_alpha, whose candidates are branches")
-            is_chain = set(getattr(policy, "expansion", (0,))) <= {1}
-            if len(self.drafts) > 1 or not (is_chain or policy.kind is Kind.RANKED):
+            if len(self.drafts) > 1 or (policy.branches and policy.kind is not Kind.RANKED):
                 raise UnsupportedModel(f"{limit}: use one draft and tree=Chain(k)")
-            if not is_chain:
-                policy = Chain(min(policy.max_depth, CHAIN) if isinstance(policy, Auto) else policy.max_depth)
+            if policy.branches:
+                policy = Chain(min(policy.max_depth, CHAIN) if policy.adapts else policy.max_depth)
                 notes.append(f"tree={policy}: {limit}")
         return policy
 

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specinfer import TokenTree, check_model
 from specinfer.engine.draft import Draft, DraftSession
-from specinfer.tree import Draw
+from specinfer.tree import Draw, Forest, Policy
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a thread for each worker and for what it starts: more would wait
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -132,6 +132,11 @@ def counted(*models: Any) -> Iterator[list[Any]]:
             hook.remove()
 
 
+def ends(rows: Sequence[Sequence[int]]) -> list[int]:
+    """The last token of each row: the roots of its trees."""
+    return [row[-1] for row in rows]
+
+
 class Scripted(Draft):
     """A draft that proposes one chain: whatever `future` says will follow a row's ids."""
 
@@ -150,9 +155,9 @@ class ScriptedSession(DraftSession):
         self.future, self.draft = future, context.draft
         self.rows = [list(prompt) for prompt in context.prompts]
 
-    def propose(self, policy: Any, max_depth: int) -> list[TokenTree]:
+    def propose(self, policy: Policy, roots: Sequence[int], max_depth: int) -> Forest:
         """Return one chain a row."""
-        return [self._chain(row, min(policy.max_depth, max_depth)) for row in self.rows]
+        return Forest.of([self._chain(row, min(policy.max_depth, max_depth)) for row in self.rows])
 
     def commit(self, tokens: Sequence[Sequence[int] | None], states: Sequence[object] = (), scored: Any = ()) -> None:
         """Append what was committed; None retires a row."""

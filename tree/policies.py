@@ -82,12 +82,20 @@ class Policy(ABC):
         max_nodes: the most nodes a tree can have, root excluded.
         max_depth: the greatest depth a node can have.
         idle: whether no draft is asked in the next step.
+        branches: whether a node may have several children.
+        adapts: whether it chooses sizes by what it observes.
+        takes_whole: whether it takes trees that it did not grow, and cuts them by score alone.
+        prescribes: whether it asks about tokens that no source has named, so only sources of the target's tokens do.
     """
 
     kind: Kind
     max_nodes: int
     max_depth: int
     idle: bool = False
+    branches: bool = True
+    adapts: bool = False
+    takes_whole: bool = False
+    prescribes: bool = False
 
     @abstractmethod
     def grow(self, source: Source, max_depth: int | None = None) -> Growth:
@@ -163,6 +171,7 @@ class BestFirst(Policy):
     max_depth: int
     min_probability: float = 0.0
     kind = Kind.RANKED  # of the class: no field
+    takes_whole = True
 
     def __post_init__(self) -> None:
         _check_size("max_nodes", self.max_nodes, 0)
@@ -399,6 +408,11 @@ class Expansion(Policy):
     def max_depth(self) -> int:  # type: ignore[override]
         """The number of levels below the root."""
         return len(self.expansion)
+
+    @property
+    def branches(self) -> bool:  # type: ignore[override]
+        """Whether a node has several children."""
+        return any(width > 1 for width in self.expansion)
 
     def grow(self, source: Source, max_depth: int | None = None) -> Growth:
         """Grow one tree per row, asking the source once per level."""

@@ -134,6 +134,7 @@ class Auto(Policy):
     """
 
     kind = Kind.RANKED  # of the class: no field
+    adapts = True
 
     def __init__(
         self,

@@ -17,8 +17,7 @@ from torch import Tensor
 from specinfer.common.tensors import on_device
 from specinfer.drafts.rows import DraftRows
 from specinfer.engine.draft import DraftContext, DraftSession, Scored
-from specinfer.errors import CHECK_WEIGHTS, NumericalError, TreeError
-from specinfer.tree import Forest, Frontier, Lattice, Policy, TokenTree
+from specinfer.tree import Frontier, Lattice, Source
 
 
 class DepthsSession(DraftRows, DraftSession):
@@ -27,12 +26,11 @@ class DepthsSession(DraftRows, DraftSession):
     Subclasses give `depth` and `predict`, and answer a policy.
     """
 
-    per_row = (*DraftRows.per_row, "roots")
     device = torch.device("cpu")  # of the answers
+    roots: Sequence[int]  # per row, its last committed token in this step
 
     def __init__(self, context: DraftContext) -> None:
         super().__init__(context)
-        self.roots = [prompt[-1] for prompt in context.prompts]
         self._logits: Tensor | None = None  # (B, D, V') of this step
 
     @property
@@ -56,19 +54,10 @@ class DepthsSession(DraftRows, DraftSession):
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Draw k children per node: see `Source.draw`."""
 
-    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
-        """Grow one tree per row below its last committed token."""
-        self._logits = None
-        left = self.levels_left()
-        max_depth = min(max_depth, max(left))
-        if max_depth <= 0:
-            return Forest(policy.kind, self.roots)
-        try:
-            trees = policy.grow(self, max_depth).trees(self.roots, self.draft)
-        except (TreeError, NumericalError) as error:
-            problem = f"draft {self.draft} proposed something that is not a tree ({error}), perhaps by NaN logits"
-            raise NumericalError(f"{problem}. {CHECK_WEIGHTS}") from error
-        return trees if min(left) >= max_depth else trees.pruned(left)
+    def source(self, roots: Sequence[int]) -> Source:
+        """Return the session itself; nothing is predicted yet."""
+        self.roots, self._logits = roots, None
+        return self
 
     def commit(
         self,
@@ -76,8 +65,7 @@ class DepthsSession(DraftRows, DraftSession):
         states: Sequence[Tensor | None] = (),
         scored: Sequence[Scored] = (),
     ) -> None:
-        """Take the last committed token of each row as its next root; None retires the row."""
-        self.roots = [new[-1] if new else root for root, new in zip(self.roots, tokens, strict=True)]
+        """Take note of what each row committed; None retires the row."""
         self.advance(tokens)
 
     @property
@@ -114,10 +102,10 @@ class LatticeSession(DepthsSession):
         """Return the log of the chance that any child of a parent (B, D, A) is accepted; None: it is not known."""
         return None
 
-    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
-        """Grow one tree per row below its last committed token."""
+    def source(self, roots: Sequence[int]) -> Source:
+        """Return the session itself; nothing is predicted yet."""
         self._lattices = {}
-        return super().propose(policy, max_depth)
+        return super().source(roots)
 
     def lattice(self, width: int) -> Lattice:
         """Return the candidates of all depths; with scored pairs as many as the draft's width."""

@@ -15,8 +15,8 @@ from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level
 from specinfer.common.values import checked_names
 from specinfer.drafts.rows import DraftRows
 from specinfer.engine.draft import Clocked, Draft, DraftContext, Scored
-from specinfer.errors import CHECK_WEIGHTS, InputError, NumericalError, TreeError
-from specinfer.tree import Forest, Frontier, Growth, Policy, TokenTree
+from specinfer.errors import InputError
+from specinfer.tree import Frontier, Growth, Source
 
 CATCH_UP = 32  # uncached tokens that are fed together with the root; of more, all but the root are prefilled
 
@@ -75,22 +75,17 @@ class ModelDraftSession(DraftRows, Clocked):
         self.vocab_size = min(model.vocab_size, context.vocab_size)
         self.draft_states: list[Tensor | None] = []  # this model's hidden states at the tokens fed last, root last
 
-    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
-        """Grow one tree per row below its last committed token, as deep as the draft's context reaches."""
+    def source(self, roots: Sequence[int]) -> Source:
+        """Return the session itself; nothing is fed yet."""
         self.level, self.fed = None, []
-        roots, left = self._roots(), self.levels_left()
-        max_depth = min(max_depth, max(left))
-        if max_depth <= 0:
-            return Forest(policy.kind, roots)
-        growth = policy.grow(self, max_depth)
-        if self.fed:
-            growth, self.fed = _to_host(growth, self.fed)
-        try:
-            trees = growth.trees(roots, self.draft)
-        except TreeError as error:
-            problem = f"draft {self.draft} proposed something that is not a tree ({error}), perhaps by NaN logits"
-            raise NumericalError(f"{problem}. {CHECK_WEIGHTS}") from error
-        return trees if min(left) >= max_depth else trees.pruned([max(0, levels) for levels in left])
+        return self
+
+    def grown(self, growth: Growth) -> Growth:
+        """Bring a tree and the levels that were fed for it to the host, which waits once."""
+        growth, found = growth.to_host(*[column for level in self.fed for column in level[:3]])
+        columns = zip(found[::3], found[1::3], found[2::3], (level.depth for level in self.fed), strict=True)
+        self.fed = [Frontier(*level) for level in columns]
+        return growth
 
     def commit(
         self,
@@ -125,10 +120,6 @@ class ModelDraftSession(DraftRows, Clocked):
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Draw k children per node from q, the draft's after the target's warpers (`tree.draw_candidates`)."""
         return self.drawn(self.warped(self._logits(frontier)), k, replacement, frontier.depth)
-
-    def _roots(self) -> list[int]:
-        """Return each row's last committed token."""
-        return [tokens[-1] for tokens in self.uncached]
 
     @property
     def limit(self) -> int | None:  # type: ignore[override]
@@ -186,13 +177,6 @@ class ModelDraftSession(DraftRows, Clocked):
     def _uncached_inputs(self) -> dict[str, list[Tensor]]:
         """Return what else the model is fed with each row's uncached tokens, by name: one entry per token."""
         return {}
-
-
-def _to_host(growth: Growth, fed: Sequence[Frontier]) -> tuple[Growth, list[Frontier]]:
-    """Bring trees and the levels that were fed for them to the host, which waits once."""
-    growth, found = growth.to_host(*[column for level in fed for column in level[:3]])
-    columns = zip(found[::3], found[1::3], found[2::3], (level.depth for level in fed), strict=True)
-    return growth, [Frontier(*level) for level in columns]
 
 
 def fed_paths(fed: Sequence[Frontier], tokens: Sequence[Sequence[int] | None]) -> list[list[int] | None]:

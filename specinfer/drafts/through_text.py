@@ -33,7 +33,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specinfer.adaptive.policy import Auto
 from specinfer.attention import TreeModel
 from specinfer.common.tensors import on_device
 from specinfer.drafts.language_model import ModelDraft, ModelDraftSession, fed_paths
@@ -41,7 +40,7 @@ from specinfer.drafts.rows import log_chances
 from specinfer.drafts.two_tokenizers import TAIL, RowText, Segmenter, Translation, bare_encoder
 from specinfer.engine.draft import DraftContext, Scored
 from specinfer.errors import TokenizerMismatch, UnsupportedModel
-from specinfer.tree import BestFirst, Expansion, Forest, Frontier, Kind, Policy, TokenTree
+from specinfer.tree import Forest, Frontier, Kind, Policy, TokenTree
 
 LEAST = 1e-9  # the rest of a node at least, so that logarithms are finite
 
@@ -119,14 +118,14 @@ class ThroughTextSession(ModelDraftSession):
         self.fed_ids = torch.zeros(context.vocab_size, dtype=torch.long, device=self.device)  # of the target's ids
         self.fed_ids[self.shared_ids] = self.columns
 
-    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
+    def propose(self, policy: Policy, roots: Sequence[int], max_depth: int) -> Forest:
         """Grow a tree of the draft's tokens per row, and return their texts as trees of the target's tokens."""
-        self.token_ids = None if _grows_text(policy) else self.shared_ids
-        grown = super().propose(policy, max_depth)
-        if self.token_ids is not None:
+        asks_for_tokens = policy.prescribes or policy.kind is not Kind.RANKED
+        self.token_ids = self.shared_ids if asks_for_tokens else None
+        grown = super().propose(policy, roots, max_depth)
+        if asks_for_tokens:
             return grown
-        chain = isinstance(policy, Expansion) and set(policy.expansion) <= {1}
-        trees = [self._tree(row, tree, chain) for row, tree in enumerate(grown)]
+        trees = [self._tree(row, tree, policy.branches) for row, tree in enumerate(grown)]
         return Forest.of(trees).best(policy.max_nodes)
 
     def commit(
@@ -163,9 +162,6 @@ class ThroughTextSession(ModelDraftSession):
         self.cached[row] = cached[:same]
         return ids[same:]
 
-    def _roots(self) -> list[int]:
-        return [end[-1] for end in self.ends]
-
     def _draft_lengths(self) -> list[int]:
         return [len(cached) + len(uncached) for cached, uncached in zip(self.cached, self.uncached, strict=True)]
 
@@ -197,7 +193,7 @@ class ThroughTextSession(ModelDraftSession):
             return super().scored(logits, noise)
         return self.context.processors.scores(logits.flatten(0, 1), ()).view(*logits.shape)
 
-    def _tree(self, row: int, grown: TokenTree, chain: bool) -> TokenTree:
+    def _tree(self, row: int, grown: TokenTree, branches: bool) -> TokenTree:
         """Return a row's tree of the target's tokens; its likeliest path only where trees must not branch."""
         shares: ByPath = defaultdict(float)
         reached = np.exp(grown.scores)
@@ -207,7 +203,8 @@ class ThroughTextSession(ModelDraftSession):
             for end in range(1, len(path) + 1):
                 shares[tuple(path[:end])] += share
         scores = self._scores(row, shares)
-        return TokenTree.from_paths(self.ends[row][-1], _likeliest(scores) if chain else scores, self.draft)
+        root = int(grown.tokens[0])
+        return TokenTree.from_paths(root, scores if branches else _likeliest(scores), self.draft)
 
     def _cut(self, row: int, grown: TokenTree) -> Iterator[list[int]]:
         """Yield, per node, its text as the target's tokens; nothing for text that the target does not know."""
@@ -240,11 +237,6 @@ class ThroughTextSession(ModelDraftSession):
             scores[path] = scores[path[:-1]] + chance
         del scores[()]
         return scores
-
-
-def _grows_text(policy: Policy) -> bool:
-    """Return whether a policy's trees may be of the draft's tokens: nothing is asked that depends on the target's."""
-    return isinstance(policy, BestFirst | Auto | Expansion) and policy.kind is Kind.RANKED
 
 
 def _likeliest(scores: ByPath) -> ByPath:

@@ -73,6 +73,7 @@ class CandidateTrees(Policy):
     levels: int
     known: Sequence[Candidates] = ()
     kind = Kind.RANKED  # of the class: no field
+    prescribes = True
 
     @property
     def max_nodes(self) -> int:  # type: ignore[override]
@@ -177,7 +178,8 @@ def _propose(drafts: Sequence[DraftSession], policy: CandidateTrees, rows: Seque
     """Return one tree per row: its candidates and what drafts grow below them, as deep as the row may emit."""
     roots, depths = [row.ids[-1] for row in rows], [row.max_depth + 1 for row in rows]
     asked = drafts if policy.levels and max(depths) > 1 else ()
-    drafted = Forest.merged([Forest(policy.kind, roots), *(draft.propose(policy, max(depths)) for draft in asked)])
+    grown = [draft.propose(policy, roots, max(depths)) for draft in asked]
+    drafted = Forest.merged([Forest(policy.kind, roots), *grown])
     others = [_undrafted(*row) for row in zip(drafted, rows, policy.known, strict=True)]
     trees = Forest.merged([drafted, others]).pruned(depths)
     return Forest.of([_decidable(*row) for row in zip(trees, rows, policy.known, strict=True)])

@@ -1,4 +1,4 @@
-"""What the engine asks of drafts: base classes, whose hooks all have defaults.
+"""What the engine asks of drafts: base classes, whose hooks all have defaults.  Trees grow here, and nowhere else.
 
 Knows: prompts, noise, processors, the target's hidden states.
 Does not know: any draft, the target, verification, text.
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from specinfer.engine.gumbel import Coupling
 from specinfer.engine.sampling import Processors
-from specinfer.errors import InputError
-from specinfer.tree import Policy, TokenTree
+from specinfer.errors import CHECK_WEIGHTS, InputError, NumericalError, TreeError
+from specinfer.tree import Forest, Growth, Policy, Source, TokenTree
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,46 @@ class DraftSession(ABC):
     prefill_seconds: float = 0.0
     limit: int | None = None
 
-    @abstractmethod
-    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
-        """Grow one tree per row below its last committed token, no deeper than ``max_depth``."""
+    def source(self, roots: Sequence[int]) -> Source | None:
+        """Return what a policy may ask in this step; None: nothing is known, and no row gets a tree.
+
+        Args:
+            roots: each row's last committed token.
+        """
+        return None
+
+    def levels_left(self) -> Sequence[int]:
+        """Return, per row, how many levels of a tree the draft can say something about; (): of as many as wanted."""
+        return ()
+
+    def grown(self, growth: Growth) -> Growth:
+        """Take note of what a policy grew on the source; return it."""
+        return growth
+
+    def propose(self, policy: Policy, roots: Sequence[int], max_depth: int) -> Forest:
+        """Return one tree per row: what the policy grows on the source, as deep as the draft reaches.
+
+        A draft whose trees are not grown overrides this.
+
+        Args:
+            policy: how trees grow.
+            roots: each row's last committed token.
+            max_depth: of the trees.
+
+        Raises:
+            NumericalError: what was grown is no tree.
+        """
+        left = self.levels_left()
+        depth = min(max_depth, max(left, default=max_depth))
+        source = self.source(roots) if depth > 0 else None
+        if source is None:
+            return Forest(policy.kind, roots)
+        try:
+            trees = self.grown(policy.grow(source, depth)).trees(roots, source.draft)
+        except (TreeError, NumericalError) as error:
+            problem = f"draft {source.draft} proposed something that is not a tree ({error}), perhaps by NaN logits"
+            raise NumericalError(f"{problem}. {CHECK_WEIGHTS}") from error
+        return trees if min(left, default=depth) >= depth else trees.pruned([max(0, levels) for levels in left])
 
     @abstractmethod
     def commit(
@@ -92,13 +129,6 @@ class DraftSession(ABC):
     def join(self, other: Any) -> None:
         """Take in the rows of another session of the same draft, after the own ones, between two steps."""
         raise InputError(f"rows cannot join a {type(self).__name__}: generate them in one call, or give it `join`")
-
-    def levels_left(self) -> list[int]:
-        """Return, per row, how many levels of a tree fit into the draft's context; 0 or less: none.
-
-        Only sessions with a `limit` are asked.
-        """
-        raise NotImplementedError
 
 
 class Clocked(DraftSession):

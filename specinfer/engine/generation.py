@@ -4,7 +4,7 @@ Knows: sessions, rows, seconds, how token ids become text.  Does not know: how a
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -17,9 +17,9 @@ import torch
 from specinfer.attention import TreeModel, TreeSession, autocast_as_now, resumed, running
 from specinfer.common.tensors import concat, padded_width
 from specinfer.common.versions import versions
-from specinfer.engine.contexts import within_context
 from specinfer.engine.contrastive import CandidateTrees, search, sized
-from specinfer.engine.draft import Clocked, Draft, DraftContext, DraftSession, Scored
+from specinfer.engine.draft import Draft, DraftContext, Scored
+from specinfer.engine.drafting import Drafting
 from specinfer.engine.gumbel import SILENT
 from specinfer.engine.loop import decode
 from specinfer.engine.sequence import Row
@@ -27,7 +27,7 @@ from specinfer.engine.shared_prefix import SharedPrefix
 from specinfer.engine.verify import ExactMatch, Verifier
 from specinfer.errors import InputError, SpecinferError
 from specinfer.results import Result, Seconds, Stats, Step, TreeSizes, acceptance_by_depth, contribution, paid
-from specinfer.tree import Policy, TokenTree
+from specinfer.tree import Policy
 
 FIRST_TOKENS = 2048  # new tokens that caches hold at first; beyond it they double
 MAX_ROWS = 16  # decoded at a time, if there are more
@@ -61,26 +61,12 @@ class Decoder(Protocol):
 States = Sequence[torch.Tensor | None]  # per row, the target's auxiliary hidden states (n, K, H)
 
 
-@dataclass
-class Timed(Clocked):
-    """A draft's session with a clock: seconds in its proposals (passes, look-ups, growing) without prefill.
+class Joined(Drafting):
+    """A draft at work, which rows whose prompts a pass reads beside the trees of others join after that pass."""
 
-    Rows whose prompts a pass reads beside the trees of others join after that pass.
-    """
-
-    session: DraftSession
-    open: Callable[[Sequence[Row], States], DraftSession]  # a session of other rows, from states before their roots
-    proposing: float = 0.0  # seconds
+    open: Callable[[Sequence[Row], States], "Joined"]  # a session of other rows, from states before their roots
     late: Sequence[Row] = ()  # those rows, the last ones of the batch ...
     read: States = ()  # ... and states at the tokens that were read before
-
-    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
-        """Propose as the session does."""
-        started = perf_counter() - self.prefill_seconds
-        try:
-            return self.session.propose(policy, max_depth)
-        finally:
-            self.proposing += perf_counter() - self.prefill_seconds - started
 
     def commit(
         self,
@@ -90,13 +76,13 @@ class Timed(Clocked):
     ) -> None:
         """Commit as the session does, and let late rows join it."""
         known, late, read = len(tokens) - len(self.late), self.late, self.read
-        self.session.commit(tokens[:known], states[:known], scored[:known])
+        super().commit(tokens[:known], states[:known], scored[:known])
         self.late = self.read = ()
         found = zip(late, read, states[known:], strict=True)
         joining = [(row, before, new) for row, before, new in found if not row.finished]
         if joining:
             rows, *parts = zip(*joining, strict=True)
-            self.session.join(self.open(rows, [concat(states) for states in zip(*parts, strict=True)]))
+            self.join(self.open(rows, [concat(states) for states in zip(*parts, strict=True)]))
 
 
 class Run:
@@ -212,7 +198,7 @@ class Run:
             started += perf_counter() - paused  # the caller's time is not counted
 
     def _read_clocks(
-        self, started: float, target: TreeSession, drafts: Sequence[Timed], steps: Sequence[Step] = ()
+        self, started: float, target: TreeSession, drafts: Sequence[Joined], steps: Sequence[Step] = ()
     ) -> Seconds:
         """Return the seconds since the last reading, and tell an adaptive policy how the steps went."""
         before, proposed, passes = self.seconds, [seconds for _, seconds in self.drafting], self.passes
@@ -259,7 +245,7 @@ class Run:
                 self.steps[row.index] = []
         return rows
 
-    def _newcomers(self, target: TreeSession, drafts: Sequence[Timed], active: int) -> list[Row]:
+    def _newcomers(self, target: TreeSession, drafts: Sequence[Joined], active: int) -> list[Row]:
         """Return rows that join the sessions, with what was read of their prompts; all that takes is prefill time."""
         started, read = perf_counter(), target.prefill_seconds + sum(draft.prefill_seconds for draft in drafts)
         rows = self._admitted(active)
@@ -269,7 +255,7 @@ class Run:
                 if any(others.unread) and others.aux_layers:  # not all states are known yet
                     draft.late, draft.read = rows, states
                 else:
-                    draft.session.join(draft.open(rows, states))
+                    draft.join(draft.open(rows, states))
             target.join(others)
             read -= target.prefill_seconds + sum(draft.prefill_seconds for draft in drafts)
             target.prefill_seconds += perf_counter() - started + read
@@ -279,7 +265,7 @@ class Run:
         """Whether drafts rank by the rows' noise."""
         return isinstance(self.decoder.verifier, ExactMatch) and any(row.sampling for row in rows)
 
-    def open_sessions(self, rows: Sequence[Row]) -> tuple[TreeSession, list[Timed], States]:
+    def open_sessions(self, rows: Sequence[Row]) -> tuple[TreeSession, list[Joined], States]:
         """Read the tokens of rows so far into a session of the target and one of each draft; ready for a step.
 
         Args:
@@ -289,8 +275,7 @@ class Run:
             the sessions, and per row the target's auxiliary hidden states at the tokens before the root.
         """
         target, states = self._open_target(rows)
-        openers = [partial(self._open_draft, number) for number in range(len(self.decoder.drafts))]
-        return target, [Timed(opened(rows, states), opened) for opened in openers], states
+        return target, [self._open_draft(number, rows, states) for number in range(len(self.decoder.drafts))], states
 
     def _open_target(self, rows: Sequence[Row], joining: bool = False) -> tuple[TreeSession, States]:
         """Read the tokens of rows so far into a session of the target.
@@ -318,7 +303,7 @@ class Run:
         waits = joining and target.run.packs and (not drafts or self.policy.idle)
         return target, self.shared.prefill(target, [list(row.ids[:-1]) for row in rows], hold=fetches or waits)
 
-    def _open_draft(self, number: int, rows: Sequence[Row], states: States) -> DraftSession:
+    def _open_draft(self, number: int, rows: Sequence[Row], states: States) -> Joined:
         """Open a session of a draft for rows.
 
         Args:
@@ -345,8 +330,9 @@ class Run:
             graphs=decoder.graphs,
             notes=[row.notes for row in rows],
         )
-        draft = decoder.drafts[number]
-        return within_context(draft.open(context), context, draft.name)
+        drafting = Joined(decoder.drafts[number].open(context), context, decoder.drafts[number].name)
+        drafting.open = partial(self._open_draft, number)
+        return drafting
 
     def _tree_sizes(self) -> list[tuple[int, int]]:
         """Return nodes and levels of a draft's tree, as caches have room for them: at first, and at most."""

@@ -70,7 +70,7 @@ def propose(drafts: Sequence[DraftSession], policy: Policy, rows: Sequence[Row])
     """
     roots, depths = [row.ids[-1] for row in rows], [row.max_depth for row in rows]
     if drafts and policy.max_nodes and max(depths) and not policy.idle:
-        trees = Forest.merged([draft.propose(policy, max(depths)) for draft in drafts]).pruned(depths)
+        trees = Forest.merged([draft.propose(policy, roots, max(depths)) for draft in drafts]).pruned(depths)
     else:
         trees = Forest(policy.kind, roots)
     fitted = policy.fit(trees)

@@ -42,11 +42,11 @@ from torch import Tensor
 from specinfer.common.progress import Progress, tracked
 from specinfer.drafts.depths import LatticeSession
 from specinfer.drafts.rows import DraftRows
-from specinfer.engine.draft import DraftContext
+from specinfer.engine.draft import DraftContext, DraftSession
 from specinfer.engine.sampling import Processors
 from specinfer.engine.verify import ExactMatch, MultiStep, Probabilities, TargetView, Verdict
 from specinfer.errors import InputError
-from specinfer.tree import BestFirst, Chain, Draw, Expansion, Forest, Frontier, Policy, Sampled, TokenTree
+from specinfer.tree import BestFirst, Chain, Draw, Expansion, Forest, Frontier, Policy, Sampled, Source, TokenTree
 from specinfer.tree.candidates import top_candidates
 
 EXACT = 1e-12  # total variation that rounding in float64 may cause
@@ -182,7 +182,7 @@ def peeks(q: Probabilities, choice: int) -> Probabilities:
 
 
 @dataclass
-class EnumeratedDraft:
+class EnumeratedDraft(DraftSession):
     """One draft below one context: a `Source` that takes its draws from an `EnumeratedChance`."""
 
     models: RandomModels
@@ -216,9 +216,14 @@ class EnumeratedDraft:
 
         return _drawn(distributions, frontier, k, replacement, self.chance, weights)
 
-    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
-        """Grow a tree, level by level."""
-        return policy.grow(self, max_depth).trees([_root(self.root)], self.draft)
+    def source(self, roots: Sequence[int]) -> Source:
+        """Return the draft itself."""
+        return self
+
+    def commit(
+        self, tokens: Sequence[Sequence[int] | None], states: Sequence[object] = (), scored: Sequence[object] = ()
+    ) -> None:
+        """Keep nothing: every step has a draft of its own."""
 
     def _contexts(self, frontier: Frontier) -> list[Context]:
         """Return the tokens up to each frontier node, and remember them as parents of later ones."""
@@ -553,7 +558,7 @@ def _trees(
 
     def grow(draft: int, chance: EnumeratedChance) -> TokenTree:
         source = pair.draft(models, pair.behaviours[draft], choice, chance, context, draft)
-        return source.propose(pair.policy, max_depth)[0]
+        return source.propose(pair.policy, [_root(context)], max_depth)[0]
 
     for proposals in product(*(outcomes(partial(grow, draft)) for draft in range(len(pair.behaviours)))):
         (tree,) = pair.policy.fit(Forest.merged([[tree] for _, tree in proposals]))

@@ -4,20 +4,21 @@ Knows: the draft interface.
 Does not know: what is asked (`traces.probes`, `compare.methods`), and what the answers are used for.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from specinfer.engine.draft import Clocked, Draft, DraftContext, DraftSession, Scored
-from specinfer.tree import Chain, Growth, Kind, Policy, Source, TokenTree
+from specinfer.tree import Chain, Forest, Growth, Kind, Policy, Source
 
 
-class Question(ABC):
+class Question(Policy):
     """What a draft is asked.  To the draft's session it is a policy that grows bare roots."""
 
     kind = Kind.RANKED
+    prescribes = True
     max_nodes = max_depth = 0
 
     def __init__(self, rows: int) -> None:
@@ -37,10 +38,6 @@ class Question(ABC):
         """Ask the question, and grow nothing."""
         self.ask(source, max_depth)
         return Chain(0).grow(source)
-
-    def fit(self, trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
-        """Return the trees as they are."""
-        return trees
 
 
 class Probe(Draft):
@@ -65,10 +62,10 @@ class ProbeSession(Clocked):
     def __init__(self, session: DraftSession, question: Question) -> None:
         self.session, self.question = session, question
 
-    def propose(self, _: Policy, max_depth: int) -> Sequence[TokenTree]:
+    def propose(self, policy: Policy, roots: Sequence[int], max_depth: int) -> Forest:
         """Ask; return bare roots."""
         self.question.wanted += 1
-        return self.session.propose(self.question, max_depth)
+        return self.session.propose(self.question, roots, max_depth)
 
     def commit(
         self,

@@ -313,10 +313,6 @@ class Recorder(Draft, DraftSession):
         self.active = list(self.rows)
         return self
 
-    def propose(self, policy: Any, max_depth: int) -> list[Any]:
-        """Never called: trees have no nodes."""
-        raise NotImplementedError
-
     def commit(
         self,
         tokens: Sequence[Sequence[int] | None],

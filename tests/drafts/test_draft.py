@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from conftest import PROMPTS, VOCAB, counted, like, plain, tiny_llama
+from conftest import PROMPTS, VOCAB, counted, ends, like, plain, tiny_llama
 
 from specinfer import BestFirst, Chain, Expansion, ModelDraft, Sampled, SpeculativeDecoder
 from specinfer.drafts.language_model import CATCH_UP, ModelDraftSession
@@ -50,7 +50,7 @@ def test_distributions_are_those_of_a_fresh_pass_after_many_commits(far, policy)
     rows = [list(prompt) for prompt in PROMPTS]
     session = ModelDraft(far).open(context(rows))
     for step in range(12):
-        trees = session.propose(policy, policy.max_depth)
+        trees = session.propose(policy, ends(rows), policy.max_depth)
         committed = []
         for ids, tree in zip(rows, trees, strict=True):
             check_tree(far, ids, tree)
@@ -71,10 +71,10 @@ def test_many_tokens_behind_are_caught_up(far, length):
     """A draft that lacks many tokens prefills them; what it says is the same."""
     rows = [list(prompt) for prompt in PROMPTS[:2]]
     session = ModelDraft(far).open(context(rows))
-    session.propose(Chain(2), 2)
+    session.propose(Chain(2), ends(rows), 2)
     new = [[(3 * i) % 50 for i in range(length)], [7]]
     session.commit(new)
-    for ids, more, tree in zip(rows, new, session.propose(Chain(3), 3), strict=True):
+    for ids, more, tree in zip(rows, new, session.propose(Chain(3), ends(new), 3), strict=True):
         check_tree(far, ids + more, tree)
 
 
@@ -85,7 +85,7 @@ def test_steps_without_a_proposal_lose_nothing(far):
     for new in ([4, 5], [6], [7, 8, 9]):
         session.commit([new])
         ids += new
-    check_tree(far, ids, session.propose(Chain(2), 2)[0])
+    check_tree(far, ids, session.propose(Chain(2), ids[-1:], 2)[0])
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, Sampled((2, 2))], ids=str)
@@ -99,14 +99,14 @@ def test_a_tree_costs_one_pass_a_level(far, policy):
     rows = [[9] * (CATCH_UP + 8), [5, 4]]
     session = ModelDraft(far).open(context(rows))
     with counted(far) as passes:
-        trees = session.propose(policy, policy.max_depth)
+        trees = session.propose(policy, ends(rows), policy.max_depth)
     assert 0 <= session.passes - max(tree.depth for tree in trees) <= slack
     assert len(passes) == session.passes + 1  # the long prompt's prefill
     for _ in range(4):
         session.commit([[*tree.path(len(tree) - 1), 3] for tree in trees])
         before = session.passes
         with counted(far) as passes:
-            trees = session.propose(policy, policy.max_depth)
+            trees = session.propose(policy, [3, 3], policy.max_depth)
         assert len(passes) == session.passes - before <= policy.max_depth
         assert 0 <= len(passes) - max(tree.depth for tree in trees) <= slack
     assert session.seconds > 0
@@ -117,7 +117,7 @@ def test_no_level_costs_no_pass(far):
     """A bare root asks the model nothing."""
     session = ModelDraft(far).open(context(PROMPTS))
     with counted(far) as passes:
-        trees = session.propose(Chain(3), 0)
+        trees = session.propose(Chain(3), ends(PROMPTS), 0)
     assert not passes
     assert [len(tree) for tree in trees] == [1] * 4
 
@@ -129,10 +129,11 @@ def test_vocabularies_of_other_sizes(target, own):
     rows = [[VOCAB - 1, VOCAB - 2, 5], [VOCAB - 1]]
     session = ModelDraft(model).open(context(rows))
     for _ in range(3):
-        trees = session.propose(BestFirst(12, 3), 3)
+        trees = session.propose(BestFirst(12, 3), ends(rows), 3)
         assert all(int(tree.tokens[1:].max()) < min(own, VOCAB) for tree in trees)
-        session.commit([[VOCAB - 1, 3], [VOCAB - 3]])
-    tree = ModelDraft(model).open(context([[5]])).propose(Sampled((3, 2)), 2)[0]
+        rows = [[VOCAB - 1, 3], [VOCAB - 3]]
+        session.commit(rows)
+    tree = ModelDraft(model).open(context([[5]])).propose(Sampled((3, 2)), [5], 2)[0]
     for distribution in tree.distributions.values():
         assert distribution.shape == (VOCAB,)
         assert distribution[min(own, VOCAB) :].sum() == 0
@@ -142,7 +143,7 @@ def test_vocabularies_of_other_sizes(target, own):
 def test_sampled_laws_are_the_warped_law_of_a_fresh_pass(far):
     """q is what the tokens are drawn from: after temperature and top-k, in float64."""
     session = ModelDraft(far).open(context([PROMPTS[0]], temperature=0.7, top_k=6))
-    tree = session.propose(Sampled((3, 2)), 2)[0]
+    tree = session.propose(Sampled((3, 2)), PROMPTS[0][-1:], 2)[0]
     for (node, draft), distribution in tree.distributions.items():
         logits = fresh(far, [*PROMPTS[0], *tree.path(node)]) / 0.7
         logits[logits < logits.topk(6).values[-1]] = -torch.inf
@@ -157,7 +158,7 @@ def test_coupled_candidates_are_ranked_by_the_targets_own_noise(far, inverse_tem
     ids = list(PROMPTS[0])
     session = ModelDraft(far).open(context([ids], coupled=True, temperature=1.0, top_k=0))
     session.inverse_temperature = inverse_temperature
-    tree = session.propose(Chain(3), 3)[0]
+    tree = session.propose(Chain(3), ids[-1:], 3)[0]
     for token in tree.path(len(tree) - 1):
         noise = gumbel(key(9, COUPLING, len(ids)), VOCAB)
         assert token == int((inverse_temperature * fresh(far, ids) + noise).argmax())
@@ -166,9 +167,9 @@ def test_coupled_candidates_are_ranked_by_the_targets_own_noise(far, inverse_tem
 
 def test_rows_of_a_batch_draft_as_alone(far):
     """Ranked trees of a ragged batch are those of each row alone, up to rounding in the scores."""
-    together = ModelDraft(far).open(context(PROMPTS)).propose(BestFirst(10, 4), 4)
+    together = ModelDraft(far).open(context(PROMPTS)).propose(BestFirst(10, 4), ends(PROMPTS), 4)
     for prompt, tree in zip(PROMPTS, together, strict=True):
-        alone = ModelDraft(far).open(context([prompt])).propose(BestFirst(10, 4), 4)[0]
+        alone = ModelDraft(far).open(context([prompt])).propose(BestFirst(10, 4), prompt[-1:], 4)[0]
         assert tree.tokens.tolist() == alone.tokens.tolist()
         assert tree.parents.tolist() == alone.parents.tolist()
 

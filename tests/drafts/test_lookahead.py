@@ -5,7 +5,7 @@ from math import exp
 
 import pytest
 import torch
-from conftest import PROMPTS, VOCAB, plain
+from conftest import PROMPTS, VOCAB, ends, plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import PROPERTY
@@ -59,7 +59,7 @@ class Paper:
 
 def step(session, rows, choose):
     """Score all nodes of a step's trees, commit what exact match accepts; return the trees and the tokens."""
-    trees, views, committed = session.propose(BestFirst(500, 50), 50), [], []
+    trees, views, committed = session.propose(BestFirst(500, 50), ends(rows), 50), [], []
     for ids, tree in zip(rows, trees, strict=True):
         logits = torch.zeros(len(tree) + 1, VOCAB)  # a row more, as where rows are ragged
         choices = [choose([*ids, *tree.path(node)]) for node in range(len(tree))]
@@ -173,7 +173,7 @@ def test_guesses_share_their_paths_and_the_window_is_never_cut():
     session = draft.open(context([[9]]))
     session.windows[0].rows = [[9, 5], [6, 7]]
     session.windows[0].pool[9] = dict.fromkeys([(1, 2), (1, 3), (4, 5)])
-    tree = session.propose(BestFirst(50, 9), 9)[0]
+    tree = session.propose(BestFirst(50, 9), [9], 9)[0]
     scores = {tuple(tree.path(node)): exp(tree.scores[node]) for node in range(1, len(tree))}
     guesses = {(1,): 2 / 4, (1, 2): 1 / 4, (1, 3): 1 / 4, (4,): 1 / 4, (4, 5): 1 / 4}
     assert scores == pytest.approx({(5,): 1, (6,): 1, (5, 7): 1, **guesses})
@@ -185,7 +185,7 @@ def test_coupled_guesses_are_the_targets_choices_with_its_noise():
     draft = LookaheadDraft(3, 3, 2)
     session = draft.open(context([[5, 9]], coupled=True, do_sample=True, temperature=0.7, top_k=0))
     coupling, window = session.couplings[0], session.windows[0]
-    tree = session.propose(BestFirst(50, 9), 9)[0]
+    tree = session.propose(BestFirst(50, 9), [9], 9)[0]
     torch.manual_seed(0)
     logits = torch.randn(len(tree), VOCAB)
     ends = [0, *(next(n for n in range(len(tree)) if tree.path(n) == path) for path in window.paths()[1:])]

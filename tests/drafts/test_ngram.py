@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import PROMPTS, VOCAB, byte_tokenizer
+from conftest import PROMPTS, VOCAB, byte_tokenizer, ends
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import PROPERTY
@@ -108,8 +108,8 @@ def test_trees_follow_the_text_and_rows_are_independent(policy):
     rows = [[1, 2, 3, 1, 2, 4, 1], [7, 7, 7], [5], [2, 9, 2, 9, 2]]
     session = NGramDraft().open(context(rows))
     for _ in range(3):
-        for ids, tree in zip(rows, session.propose(policy, 3), strict=True):
-            alone = NGramDraft().open(context([ids])).propose(policy, 3)[0]
+        for ids, tree in zip(rows, session.propose(policy, ends(rows), 3), strict=True):
+            alone = NGramDraft().open(context([ids])).propose(policy, ids[-1:], 3)[0]
             assert tree == alone
             for node in range(1, len(tree)):
                 parent = int(tree.parents[node])
@@ -124,7 +124,7 @@ def test_trees_follow_the_text_and_rows_are_independent(policy):
 
 def test_a_repeated_text_is_continued():
     """The likeliest path after a repeated passage is how it went on."""
-    tree = NGramDraft().open(context([[4, 5, 6, 7, 8, 1, 4, 5]])).propose(Chain(4), 4)[0]
+    tree = NGramDraft().open(context([[4, 5, 6, 7, 8, 1, 4, 5]])).propose(Chain(4), [5], 4)[0]
     assert tree.path(len(tree) - 1) == [6, 7, 8, 1] or list(tree.path(len(tree) - 1)) == [6, 7, 8, 1]
 
 
@@ -132,7 +132,7 @@ def test_a_repeated_text_is_continued():
 def test_sampled_laws_are_normalised_successor_laws(replacement):
     """Draws come from PPM's successors, normalised over the target's vocabulary; none where there are none."""
     rows = [[1, 2, 3, 1, 2, 4, 1], [5]]
-    trees = NGramDraft().open(context(rows)).propose(Sampled((3, 1), replacement), 2)
+    trees = NGramDraft().open(context(rows)).propose(Sampled((3, 1), replacement), ends(rows), 2)
     assert len(trees[1]) == 1
     assert len(trees[0]) > 1
     for (node, _), distribution in trees[0].distributions.items():
@@ -152,16 +152,16 @@ def test_contexts_have_at_least_one_token(max_ngram):
 def test_max_ngram_bounds_the_context():
     """With one-token contexts the longer history does not count."""
     ids = [5, 1, 8, 6, 1, 9, 7, 1, 9, 5, 1]
-    short = NGramDraft(1).open(context([ids])).propose(Chain(1), 1)[0]
-    long = NGramDraft(2).open(context([ids])).propose(Chain(1), 1)[0]
+    short = NGramDraft(1).open(context([ids])).propose(Chain(1), [1], 1)[0]
+    long = NGramDraft(2).open(context([ids])).propose(Chain(1), [1], 1)[0]
     assert (int(short.tokens[1]), int(long.tokens[1])) == (9, 8)
 
 
 def test_bare_roots(near):
     """Depth zero and rows without any match give a root."""
     session = NGramDraft().open(context(PROMPTS))
-    assert [len(tree) for tree in session.propose(Chain(3), 0)] == [1] * 4
-    assert len(NGramDraft().open(context([[3]])).propose(BestFirst(4, 2), 2)[0]) == 1
+    assert [len(tree) for tree in session.propose(Chain(3), ends(PROMPTS), 0)] == [1] * 4
+    assert len(NGramDraft().open(context([[3]])).propose(BestFirst(4, 2), [3], 2)[0]) == 1
 
 
 # ---- chat templates ----
@@ -178,7 +178,7 @@ def chat(*messages):
 def proposed(ids, draft=None):
     """All that n-grams propose after a text, when 0 and 1 are special tokens."""
     bound = (draft or NGramDraft()).attach(None, SimpleNamespace(all_special_ids=[START, END]))
-    (tree,) = bound.open(context([ids], draft=0)).propose(BestFirst(12, 3), 3)
+    (tree,) = bound.open(context([ids], draft=0)).propose(BestFirst(12, 3), ids[-1:], 3)
     return [tree.path(node) for node in range(1, len(tree))]
 
 
@@ -188,7 +188,7 @@ def test_headers_of_a_chat_template_propose_nothing(draft):
     asked = chat((USER, [10, 11, 12]))
     assert proposed(asked, draft) == []
     assert proposed([*asked, 13, NEWLINE], draft) == []
-    untold = draft.open(context([asked], draft=0)).propose(BestFirst(12, 3), 3)
+    untold = draft.open(context([asked], draft=0)).propose(BestFirst(12, 3), asked[-1:], 3)
     assert len(untold[0]) > 1  # the same text without knowledge of special tokens
 
 
@@ -212,7 +212,7 @@ def test_what_a_template_says_by_itself_is_not_proposed(draft):
 
     def continued(draft, prompt):
         ids = [*encode(prompt, tokenizer).only, *tokenized("ab", tokenizer)]
-        (tree,) = draft.open(context([ids], draft=0)).propose(Chain(2), 2)
+        (tree,) = draft.open(context([ids], draft=0)).propose(Chain(2), ids[-1:], 2)
         return tokenizer.decode(tree.tokens[1:].tolist())
 
     assert continued(draft, "hello") == "cd"
@@ -245,6 +245,6 @@ def test_a_draft_that_is_not_asked_indexes_nothing():
     session, rows = NGramDraft().open(context([[1, 2, 3, 1, 2], [7, 8, 7]])), [[1, 2, 3, 1, 2, 3], [7, 8, 7, 8]]
     session.commit([[3], [8]])
     assert not any(len(text.ids) for text in session.texts)
-    trees = session.propose(BestFirst(3, 2), 2)
+    trees = session.propose(BestFirst(3, 2), ends(rows), 2)
     assert [text.ids.tolist() for text in session.texts] == rows
-    assert [*trees] == [NGramDraft().open(context([ids])).propose(BestFirst(3, 2), 2)[0] for ids in rows]
+    assert [*trees] == [NGramDraft().open(context([ids])).propose(BestFirst(3, 2), ids[-1:], 2)[0] for ids in rows]

@@ -408,7 +408,7 @@ def test_random_heads_agree_with_the_formulas(target, texts, tmp_path, kind, see
     with torch.inference_mode():
         session = opened(draft, target, rows, lengths)
         for step in range(3):
-            trees = session.propose(BestFirst(6, 5), 5)
+            trees = session.propose(BestFirst(6, 5), [ids[n - 1] for (ids, _), n in zip(rows, lengths, strict=True)], 5)
             for (ids, states), length, tree in zip(rows, lengths, trees, strict=True):
                 base, slots = formulas.block(states[: length - 1, fact["states"]], ids[length - 1])
                 for above, token, log_prob in edges(tree):
@@ -457,7 +457,7 @@ def test_sampled_trees_hold_what_they_were_drawn_from(target, texts, tmp_path, k
     folder, config, fact, weights = random_head(tmp_path / "head", kind, 1)
     draft, formulas = load(folder), Formulas(config, fact, weights, target)
     with torch.inference_mode():
-        tree = opened(draft, target, texts[:1], [7]).propose(Sampled((2, 2)), 4)[0]
+        tree = opened(draft, target, texts[:1], [7]).propose(Sampled((2, 2)), [texts[0][0][6]], 4)[0]
     ids, states = texts[0]
     base, slots = formulas.block(states[:6, fact["states"]], ids[6])
     assert tree.distributions
@@ -479,7 +479,7 @@ def test_confidence_scales_paths(target, texts, tmp_path, kind):
     draft, formulas = load(folder), Formulas(config, fact, weights, target)
     draft.network.use_confidence = True
     with torch.inference_mode():
-        tree = opened(draft, target, texts[:1], [7]).propose(BestFirst(9, 3), 3)[0]
+        tree = opened(draft, target, texts[:1], [7]).propose(BestFirst(9, 3), [texts[0][0][6]], 3)[0]
     ids, states = texts[0]
     base, slots = formulas.block(states[:6, fact["states"]], ids[6])
     for above, token, log_prob in edges(tree):

@@ -7,7 +7,7 @@ from math import pi
 
 import pytest
 import torch
-from conftest import PROMPTS, VOCAB, tiny_llama
+from conftest import PROMPTS, VOCAB, ends, tiny_llama
 from safetensors.torch import save_file
 from torch.nn import functional
 
@@ -330,7 +330,7 @@ def steps(draft, target, policy, texts):
     told = context(target, [list(text) for text in texts], draft.aux_layers)
     session = draft.open(told)
     with running(draft.model):
-        session.propose(policy, 8)
+        session.propose(policy, ends(told.prompts), 8)
         yield session
         new = [[7, 200], [3], [9, 9, 9, 1]]
         for text, more in zip(texts, new, strict=True):
@@ -339,7 +339,7 @@ def steps(draft, target, policy, texts):
             states_of(target, text, told.aux_layers)[-len(more) - 1 : -1] for text, more in zip(texts, new, strict=True)
         ]
         session.commit(new, chose)
-        session.propose(policy, 8)
+        session.propose(policy, ends(texts), 8)
         yield session
 
 
@@ -393,7 +393,7 @@ def test_trees_hold_tokens_of_the_heads_vocabulary(small, tmp_path, kind):
     draft, formulas = loaded(kind, seed, tmp_path, small)
     ids = torch.arange(VOCAB) if kind == "eagle" else formulas.w["d2t"] + torch.arange(len(formulas.w["d2t"]))
     with running(draft.model):
-        (tree,) = draft.open(context(small, [[5, 9, 17]], draft.aux_layers)).propose(Expansion((4,)), 1)
+        (tree,) = draft.open(context(small, [[5, 9, 17]], draft.aux_layers)).propose(Expansion((4,)), [17], 1)
     wanted = formulas.after(states_of(small, [5, 9], draft.aux_layers), [5, 9, 17], [[]])[0].log_softmax(-1)
     assert set(tree.tokens[1:].tolist()) == set(ids[wanted.topk(4).indices].tolist())
     for token, score in zip(tree.tokens[1:].tolist(), tree.scores[1:].tolist(), strict=True):

@@ -83,12 +83,12 @@ def test_random_checkpoints_agree_with_the_formula_at_every_node(seed, tmp_path)
     )
     opened = session(network, (4,), context)
     with torch.inference_mode():
-        trees = opened.propose(Expansion((3, 2, 2)), 8)
+        trees = opened.propose(Expansion((3, 2, 2)), [5, 7, 8], 8)
         assert [int(tree.depths.max()) for tree in trees] == [min(3, heads)] * 3
         checked = sum(check_tree(tree, s[-1, 1], weights, layers) for tree, s in zip(trees, states, strict=True))
         new = [torch.randn(2, 2, size), None, torch.randn(1, 2, size)]
         opened.commit([[9, 10], None, [11]], new)
-        trees = opened.propose(BestFirst(12, 4), 8)
+        trees = opened.propose(BestFirst(12, 4), [10, 11], 8)
         assert [int(tree.tokens[0]) for tree in trees] == [10, 11]
         left = [states for states in new if states is not None]
         checked += sum(check_tree(tree, s[-1, 1], weights, layers) for tree, s in zip(trees, left, strict=True))
@@ -139,7 +139,7 @@ def test_the_heads_run_once_a_step_and_only_if_asked(target, head):
     session = attached.open(
         DraftContext([[1, 2]], 8, 8, VOCAB, 0, Processors([]), [0], aux_layers=(2,), states=[torch.randn(1, 1, SIZE)])
     )
-    assert session.propose(idle, 4)[0].num_drafted == 0
+    assert session.propose(idle, [2], 4)[0].num_drafted == 0
     assert session.passes == 0
 
 

@@ -106,7 +106,7 @@ def test_texts_of_an_index_do_not_run_into_each_other():
 def test_a_long_match_is_drafted_deep(policy):
     """Thirty tokens below a match of ten."""
     session = SuffixDraft().open(context([[*STORY, 1, 2, *STORY[:10]]]))
-    (tree,) = session.propose(policy, 40)
+    (tree,) = session.propose(policy, STORY[9:10], 40)
     chain = max((list(tree.path(node)) for node in range(len(tree))), key=len)
     assert chain == [*STORY[10:], 1, 2][: len(chain)]
     assert len(chain) >= 30
@@ -126,7 +126,7 @@ def test_a_form_goes_on_after_a_value_that_was_never_seen():
     session, form = draft.open(context([[9]])), filled([120, 121], [122, 123, 124], [125])
     for start, end, key in ((0, 6, 20), (6, 15, 30)):
         session.commit([form[start:end]])
-        (tree,) = session.propose(BestFirst(24, 8, 0.05), 8)
+        (tree,) = session.propose(BestFirst(24, 8, 0.05), form[end - 1 : end], 8)
         assert [3, 4, 1, key, key + 1, 2] in [list(tree.path(node)) for node in range(len(tree))]
 
 
@@ -174,7 +174,7 @@ def test_rows_of_a_call_read_each_other_if_there_is_a_memory():
     for memory in (None, Memory()):
         draft = SuffixDraft()
         draft.memory = memory
-        trees = draft.open(context([STORY, STORY[:3]])).propose(DEEP, 8)
+        trees = draft.open(context([STORY, STORY[:3]])).propose(DEEP, [STORY[-1], STORY[2]], 8)
         assert [len(tree) > 8 for tree in trees] == [False, memory is not None]
 
 
@@ -216,7 +216,7 @@ def test_sampled_trees_draw_from_what_they_report(replacement):
     memory.learn([[4, 1, 2, 9]])
     draft = SuffixDraft()
     draft.memory = memory
-    (tree,) = draft.open(context([row])).propose(Sampled((3, 1), replacement), 2)
+    (tree,) = draft.open(context([row])).propose(Sampled((3, 1), replacement), row[-1:], 2)
     assert len(tree) > 1
     for (node, _), distribution in tree.distributions.items():
         wanted = np.zeros(VOCAB)

@@ -4,7 +4,7 @@ from math import exp, log
 
 import pytest
 import torch
-from conftest import byte_tokenizer, plain, tiny_llama
+from conftest import byte_tokenizer, ends, plain, tiny_llama
 from test_draft import context
 from test_two_tokenizers import KINDS, TEXTS, bytes_of, draft_for, english, merged, pieces, renumbered
 
@@ -105,7 +105,7 @@ def grown(probabilities, tokenizer=None):
 def tree_of(target, draft, nodes):
     """The target's tree after a space."""
     decoder = pair(target, draft, BestFirst(8, 4))
-    return session_of(decoder, [decoder.tokenizer.encode("a ")])._tree(0, nodes, False)
+    return session_of(decoder, [decoder.tokenizer.encode("a ")])._tree(0, nodes, True)
 
 
 def by_text(tokenizer, tree):
@@ -146,7 +146,7 @@ def test_in_coupled_sampling_the_targets_noise_ranks_the_tree():
     """A child's log-probability is that of being chosen: -(1 - q) / q exp(-g), with the noise of its position."""
     decoder, nodes = pair("merged", "bytes", BestFirst(8, 4)), grown({"t": 0.5, "tx": 0.3, "x": 0.2})
     prompt, size = merged().encode("a "), decoder.target.vocab_size
-    greedy, coupled = (session_of(decoder, [prompt], coupled=noisy)._tree(0, nodes, False) for noisy in (False, True))
+    greedy, coupled = (session_of(decoder, [prompt], coupled=noisy)._tree(0, nodes, True) for noisy in (False, True))
     assert sorted(map(tuple, greedy.paths())) == sorted(map(tuple, coupled.paths()))
     for node in range(1, len(coupled)):
         path = coupled.path(node)
@@ -162,7 +162,7 @@ def test_trees_hold_the_targets_tokens_within_the_budget(target, policy):
     decoder = pair(target, "pieces" if target == "merged" else "merged", policy)
     tokenizer = decoder.tokenizer
     rows = [tokenizer.encode(text, add_special_tokens=False) for text in ("the c", "日本", "a")]
-    trees = session_of(decoder, rows).propose(policy, 8)
+    trees = session_of(decoder, rows).propose(policy, ends(rows), 8)
     assert [int(tree.tokens[0]) for tree in trees] == [row[-1] for row in rows]
     assert any(tree.num_drafted for tree in trees)
     for tree in trees:
@@ -249,9 +249,9 @@ def test_text_and_tokens_take_turns_over_one_cache():
     session = session_of(decoder, prompts)
     ids = plain(english(), prompts[0], 8)
     for position, token in enumerate(ids):
-        tree = session.propose((Sampled((1, 1)), BestFirst(4, 2))[position % 2], 2)[0]
-        fresh = session_of(decoder, [prompts[0] + ids[:position]])
-        wanted = fresh.propose((Sampled((1, 1)), BestFirst(4, 2))[position % 2], 2)[0]
+        policy, text = (Sampled((1, 1)), BestFirst(4, 2))[position % 2], prompts[0] + ids[:position]
+        tree = session.propose(policy, text[-1:], 2)[0]
+        wanted = session_of(decoder, [text]).propose(policy, text[-1:], 2)[0]
         assert tree.tokens.tolist() == wanted.tokens.tolist()
         session.commit([[token]])
 

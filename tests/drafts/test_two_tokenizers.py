@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import byte_tokenizer, counted, plain, tiny_llama, word_pieces
+from conftest import byte_tokenizer, counted, ends, plain, tiny_llama, word_pieces
 from test_draft import context
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -178,7 +178,9 @@ def test_long_texts_lose_nothing_and_only_their_end_is_cut_again(text):
 
 
 class OneByOne:
-    """A growth policy that may be of any kind, as far as a draft knows."""
+    """A growth policy that asks for distributions over the target's tokens."""
+
+    prescribes = True
 
     def __init__(self, policy):
         self.policy = policy
@@ -212,7 +214,7 @@ def test_distributions_are_those_of_a_fresh_pass_over_the_text_after_many_commit
     session = draft.open(context(rows))
     cut_again = 0
     for step in range(10):
-        trees = session.propose(OneByOne(policy), policy.max_depth)
+        trees = session.propose(OneByOne(policy), ends(rows), policy.max_depth)
         assert [int(tree.tokens[0]) for tree in trees] == [row[-1] for row in rows]
         check_trees(session, draft, [RowText(draft.translation, row).ids for row in rows], trees)
         committed = []
@@ -248,7 +250,7 @@ def test_sampled_trees_hold_the_distribution_over_shared_tokens(replacement):
     shared = draft.translation.shared
     assert len(shared) < 264
     prompt = target.encode("the cat")
-    (tree,) = draft.open(context([prompt], do_sample=True, temperature=0.7, top_k=0)).propose(policy, 2)
+    (tree,) = draft.open(context([prompt], do_sample=True, temperature=0.7, top_k=0)).propose(policy, prompt[-1:], 2)
     columns = list(shared.values())
     for (node, _), q in tree.distributions.items():
         ids = [*RowText(draft.translation, prompt).ids, *(shared[token] for token in tree.path(node))]

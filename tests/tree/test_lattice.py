@@ -158,7 +158,7 @@ def test_level_by_level_gives_the_same_trees_in_every_row(seed):
 
 def test_children_are_as_many_as_asked_for():
     session = session_of(Plain)
-    session.propose(Chain(1), 3)
+    session.propose(Chain(1), ROOTS, 3)
     one = torch.tensor([[5, 6], [5, 6]])
     tokens, log_probs = session.top(Frontier(one, torch.zeros_like(one), one >= 0, 1), 2)
     assert tokens.shape == log_probs.shape == (2, 2, 2)
@@ -199,6 +199,7 @@ def test_nothing_is_grown_where_nothing_fits(nodes, depth):
 # ---- sessions: from logits to lattices ----
 
 LOGITS = torch.randn(2, 3, 12, generator=torch.Generator().manual_seed(3))  # two rows, three depths
+ROOTS = [5, 9]
 SCORES = torch.randn(12, 12, generator=torch.Generator().manual_seed(4))  # of a parent and a child
 
 
@@ -223,7 +224,7 @@ class Scored(Plain):
 
 
 def session_of(kind, couplings=(), processors=()):
-    return kind(DraftContext([[5], [9]], 8, 8, 12, 0, Processors(list(processors)), [0, 1], couplings))
+    return kind(DraftContext([[root] for root in ROOTS], 8, 8, 12, 0, Processors(list(processors)), [0, 1], couplings))
 
 
 def noise_at(couplings, depth):
@@ -234,8 +235,8 @@ def noise_at(couplings, depth):
 @pytest.mark.parametrize("kind", [Plain, Scored])
 def test_scores_are_those_of_the_formulas(kind, couplings):
     """softmax of logits (+ noise); with pairs softmax of their sums, times what the candidates have of the depth."""
-    trees = session_of(kind, couplings).propose(Expansion((2, 2, 2)), 3)
-    for row, (tree, root) in enumerate(zip(trees, (5, 9), strict=True)):
+    trees = session_of(kind, couplings).propose(Expansion((2, 2, 2)), ROOTS, 3)
+    for row, (tree, root) in enumerate(zip(trees, ROOTS, strict=True)):
         assert len(tree) == 15
         for node in range(1, 15):
             depth, parent, token = int(tree.depths[node]) - 1, int(tree.parents[node]), int(tree.tokens[node])
@@ -253,7 +254,7 @@ def test_scores_are_those_of_the_formulas(kind, couplings):
 def test_pairs_are_scored_after_tokens_that_are_no_candidates():
     """As texts that are gone through hold them: level by level, every token's own score counts."""
     session = session_of(Scored)
-    session.propose(Chain(1), 3)
+    session.propose(Chain(1), ROOTS, 3)
     (other, *_) = (token for token in range(12) if token not in LOGITS[0, 0].topk(4).indices)
     one = torch.tensor([[other], [other]])
     tokens, log_probs = session.top(Frontier(one, torch.zeros_like(one), one >= 0, 1), 4)
@@ -266,7 +267,7 @@ def test_pairs_are_scored_after_tokens_that_are_no_candidates():
 @pytest.mark.parametrize("kind", [Plain, Scored])
 def test_draws_come_from_the_distributions_that_are_stated(kind):
     session = session_of(kind)
-    (tree, *_) = session.propose(Sampled((2, 2)), 3)
+    (tree, *_) = session.propose(Sampled((2, 2)), ROOTS, 3)
     for (node, _), q in tree.distributions.items():
         depth, token = int(tree.depths[node]), int(tree.tokens[node]) if node else 5
         wanted = LOGITS[0, depth].softmax(-1)
@@ -287,10 +288,10 @@ def test_a_session_predicts_once_a_step_and_only_if_asked():
             return super().predict()
 
     session = session_of(Counting)
-    session.propose(BestFirst(0, 4), 3)
+    session.propose(BestFirst(0, 4), ROOTS, 3)
     assert len(calls) == 0
     for policy in (BestFirst(8, 4), Expansion((2, 2)), Sampled((2, 2))):
-        session.propose(policy, 3)
+        session.propose(policy, ROOTS, 3)
     assert len(calls) == 3
 
 
@@ -300,7 +301,7 @@ def test_nothing_to_predict_from_gives_bare_roots():
             return [0, 0]
 
     for policy in (BestFirst(8, 4), Expansion((2, 2)), Sampled((2, 2))):
-        assert [tree.num_drafted for tree in session_of(Silent).propose(policy, 3)] == [0, 0]
+        assert [tree.num_drafted for tree in session_of(Silent).propose(policy, ROOTS, 3)] == [0, 0]
 
 
 def test_logits_that_are_no_numbers_are_named():
@@ -310,12 +311,12 @@ def test_logits_that_are_no_numbers_are_named():
 
     for policy in (BestFirst(8, 4), Expansion((2, 2))):
         with pytest.raises(NumericalError, match=r"draft 0 .*not a number"):
-            session_of(Broken).propose(policy, 3)
+            session_of(Broken).propose(policy, ROOTS, 3)
 
 
 def test_a_frontier_below_the_last_depth_is_not_asked_for():
     """A tree is no deeper than what is predicted."""
-    trees = session_of(Plain).propose(Expansion((1, 1, 1, 1, 1)), 9)
+    trees = session_of(Plain).propose(Expansion((1, 1, 1, 1, 1)), ROOTS, 9)
     assert [int(tree.depths.max()) for tree in trees] == [3, 3]
     found = session_of(Plain).top(Frontier(*[torch.zeros(2, 1, dtype=torch.long)] * 3, 2), 2)
     assert found[0].shape == (2, 1, 2)

@@ -24,7 +24,6 @@ from math import log
 import torch
 from torch import Tensor
 
-from specinfer.adaptive.policy import Auto
 from specinfer.common.tensors import on_device
 from specinfer.common.values import checked_count
 from specinfer.drafts.lookup.recycling import likeliest
@@ -76,9 +75,9 @@ class LookaheadDraft(Draft):
         Raises:
             PolicyError: this policy would.
         """
-        if isinstance(policy, Auto):
+        if policy.adapts:
             return BestFirst(self.nodes + policy.max_nodes, max(self.depth, policy.max_depth), 0.05)
-        if not isinstance(policy, BestFirst) or policy.max_nodes < self.nodes or policy.max_depth < self.depth:
+        if not policy.takes_whole or policy.max_nodes < self.nodes or policy.max_depth < self.depth:
             sizes = f"{self.window} columns, {self.ngram}-grams and {self.guesses} guesses"
             raise PolicyError(
                 f"tree={policy} would cut the window of lookahead ({sizes}), which is scored whole: give "
@@ -157,11 +156,11 @@ class LookaheadSession(DraftRows, DraftSession):
         keys = [key(seed, DRAFT, self.draft, length) for seed, length in zip(self.seeds, self.lengths, strict=True)]
         self.windows = [Window(draft, *row) for row in zip(context.prompts, keys, strict=True)]
 
-    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
+    def propose(self, policy: Policy, roots: Sequence[int], max_depth: int) -> Forest:
         """Return each row's window and guesses; bare roots where the target cannot score trees."""
-        if not isinstance(policy, BestFirst):  # a chain: a model was changed after the decoder was made
-            return Forest(policy.kind, [window.rows[0][0] for window in self.windows])
-        return [self._tree(window, max_depth) for window in self.windows]
+        if not policy.takes_whole:  # a chain: a model was changed after the decoder was made
+            return Forest(policy.kind, roots)
+        return Forest.of([self._tree(window, max_depth) for window in self.windows])
 
     def commit(
         self,

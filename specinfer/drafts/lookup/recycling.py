@@ -19,7 +19,7 @@ from torch import Tensor
 from specinfer.common.lock import Lock
 from specinfer.drafts.rows import DraftRows
 from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
-from specinfer.tree import Frontier, Policy, TokenTree
+from specinfer.tree import Frontier, Source, TokenTree
 
 KEPT = 8  # tokens of an entry
 ENTRIES = 1 << 16  # of a table: 16 MB at most
@@ -136,10 +136,10 @@ class RecyclingSession(DraftRows, DraftSession):
         self.ends = [_end((-1, -1, *prompt)) for prompt in context.prompts]  # per row, its last two tokens
         self.pairs: list[list[Key]] = []  # per row, of every frontier node so far
 
-    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
-        """Grow one tree per row below its last committed token."""
+    def source(self, roots: Sequence[int]) -> Source:
+        """Return the session itself; nothing is asked yet."""
         self.pairs = [[] for _ in self.ends]
-        return policy.grow(self, max_depth).trees([end[1] for end in self.ends], self.draft)
+        return self
 
     def commit(
         self,

@@ -28,7 +28,7 @@ from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
 from specinfer.engine.shared_prefix import common
 from specinfer.errors import InputError
 from specinfer.prompts import encode
-from specinfer.tree import Forest, Frontier, Policy, TokenTree
+from specinfer.tree import Frontier, Source
 
 POWER = 0.5  # of every escape
 OTHERS = 4  # other rows of a call that a row drafts from, if there is a memory
@@ -163,14 +163,11 @@ class SuffixSession(DraftRows, DraftSession):
         known = any(index.seen(recent) for index in self.indices(row))
         return known or bool(self.passages and self.passages[row].texts)
 
-    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
-        """Grow one tree per row below its last committed token."""
+    def source(self, roots: Sequence[int]) -> Source | None:
+        """Return the session itself; None if nothing is known that may follow any row."""
         self._read()
-        roots = [text.ids[-1] for text in self.texts]
-        if not any(map(self.known, range(self.batch))):
-            return Forest(policy.kind, roots)
         self.paths = [[] for _ in self.texts]
-        return policy.grow(self, max_depth).trees(roots, self.draft)
+        return self if any(map(self.known, range(self.batch))) else None
 
     def commit(
         self,

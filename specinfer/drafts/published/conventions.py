@@ -110,8 +110,8 @@ def agreement(
     asked = _Along(text)
     session = open_session(context)
     for _ in range(TOKENS):
-        session.propose(asked, DEPTHS)
         columns = [start + asked.position for start in starts]
+        session.propose(asked, [row[column - 1] for row, column in zip(text.ids, columns, strict=True)], DEPTHS)
         tokens = [[row[column]] for row, column in zip(text.ids, columns, strict=True)]
         session.commit(tokens, [row[column - 1 : column] for row, column in zip(text.states, columns, strict=True)])
         asked.position += 1
@@ -129,6 +129,7 @@ class _Along(Policy):
     kind: Kind = Kind.RANKED
     max_nodes: int = DEPTHS
     max_depth: int = DEPTHS
+    prescribes = True
 
     def grow(self, source: Source, max_depth: int | None = None) -> Growth:
         """Ask for every depth, along the text."""

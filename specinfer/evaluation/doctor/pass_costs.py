@@ -13,7 +13,7 @@ import torch
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.engine.draft import Draft, DraftContext, DraftSession
 from specinfer.engine.sampling import whole_distribution
-from specinfer.tree import BestFirst, Chain, DenseSource, Policy, TokenTree
+from specinfer.tree import BestFirst, Chain, DenseSource, Policy
 
 SIZES = (0, 1, 4, 8, 16, 32, 64)  # drafted nodes of a timed target pass
 STEPS, ROUNDS = 4, 2  # a figure is the least of the rounds' medians over steps: interruptions only add
@@ -100,18 +100,16 @@ class _FillerSession(DraftSession):
 
     def __init__(self, vocab_size: int, context: DraftContext) -> None:
         self.draft, self.vocab_size = context.draft, vocab_size
-        self.roots = [prompt[-1] for prompt in context.prompts]
 
-    def propose(self, policy: Policy, max_depth: int) -> Sequence[TokenTree]:
-        """Grow by the policy."""
-        source = DenseSource(
+    def source(self, roots: Sequence[int]) -> DenseSource:
+        """Return what knows nothing."""
+        return DenseSource(
             lambda frontier: torch.zeros(*frontier.tokens.shape, self.vocab_size, dtype=torch.float32, device="cpu"),
-            len(self.roots),
+            len(roots),
+            draft=self.draft,
         )
-        return policy.grow(source, max_depth).trees(self.roots, self.draft)
 
     def commit(
         self, tokens: Sequence[Sequence[int] | None], states: Sequence[object] = (), scored: Sequence[object] = ()
     ) -> None:
-        """Go on from the last tokens."""
-        self.roots = [new[-1] for new in tokens if new is not None]
+        """Keep nothing."""

@@ -17,7 +17,6 @@ from functools import cached_property
 from math import isinf
 from typing import Any
 
-from specinfer.adaptive.policy import Auto
 from specinfer.attention import Support, TreeModel, TreeSession, check_model, running
 from specinfer.common.display import Displayed, draw
 from specinfer.engine.generation import Run
@@ -367,7 +366,7 @@ class _Prefix:
     def grown(self, policy: Policy) -> TokenTree:
         """Return the tree that the drafts grow here.  Raises as `StepInspection.with_policy`."""
         decoder = copy.copy(self.rescorer.decoder)
-        if isinstance(policy, Auto) or not hasattr(policy, "grow"):
+        if not isinstance(policy, Policy) or policy.adapts:
             raise InputError(
                 f"tree={policy!r} has no size of its own (Auto's is chosen by a run's clock): give a policy of a fixed "
                 "size, such as BestFirst(16, 8)"
