@@ -15,12 +15,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from specinfer.calls.run import Run
 from specinfer.common.values import checked_flag, plain
 from specinfer.decoder import SpeculativeDecoder, row_seeds
-from specinfer.engine.callables import BatchRow, listed
-from specinfer.engine.generation import Run
-from specinfer.engine.sampling import Processors, resolve
-from specinfer.engine.sequence import Row
+from specinfer.engine.callables import listed
+from specinfer.engine.requests import make_requests
+from specinfer.engine.sampling import resolve
 from specinfer.errors import InputError
 from specinfer.prompts import Padded, check_beside, check_ids, without_padding
 from specinfer.results import Result
@@ -100,16 +100,11 @@ def custom_generate(
     budget = settings.budget(input_ids.shape[1])
     decoder.check_lengths(prompts, [budget] * len(prompts))
     _check_inputs(model_inputs, padded, decoder)
-    names, rows, logprobs = [draft.name for draft in decoder.drafts], [], checked_flag("logprobs", logprobs)
     sequences = settings.sequences  # transformers has repeated each prompt so many times
     seeds = row_seeds(seed, len(padded) // sequences, decoder.target.ranks, sequences)
     settings = replace(settings, processors=listed("logits_processor", [*logits_processor]))
-    for index, (row, row_seed) in enumerate(zip(padded, seeds, strict=True)):
-        row_settings = settings.of_row(BatchRow(index, len(padded)))
-        processors = Processors(row_settings.processors, row.left)
-        given = index, row.ids, row_settings, budget, row_seed, input_ids.device
-        rows.append(Row(*given, draft_names=names, processors=processors, logprobs=logprobs))
-    run = Run(decoder, rows, single=len(rows) == 1)
+    given, paddings = (prompts, [settings] * len(prompts), seeds), [row.left for row in padded]
+    run = Run(make_requests(decoder, *given, paddings=paddings, logprobs=checked_flag("logprobs", logprobs)))
     run.finish(spec_streamer)
     return _output(run.results(), input_ids, generation_config)
 

@@ -27,7 +27,7 @@ CHECKED = """
 from typing import Any, assert_type
 
 from specinfer import BestFirst, Result, SpeculativeDecoder
-from specinfer.engine.generation import Run
+from specinfer.calls.run import Run
 from specinfer.calls.scoring import Score
 from specinfer.calls.text_stream import TextStream
 

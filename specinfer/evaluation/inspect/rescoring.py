@@ -133,7 +133,7 @@ class Rescorer:
 
     def row(self, step: int) -> Row:
         """Return the row as it was before a step."""
-        row = self.decoder.open(self.result.prompt_ids, seed=self.result.seed or 0, **self.options).rows[0]
+        row: Row = self.decoder.prepare(self.result.prompt_ids, seed=self.result.seed or 0, **self.options).row
         row.ids += [token for earlier in self.result.steps[:step] for token in earlier.tokens]
         return row
 
