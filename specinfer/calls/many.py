@@ -32,15 +32,15 @@ def finished(
 
     Args:
         scheduler: that nobody else uses.
-        prompts: any number; the next ones are asked for when there is room for them.  Those of an iterator come from a
-            thread of its own, so that rows under way do not wait for it.
+        prompts: any number; the next ones are asked for when there is room for them.  A thread of its own asks
+            for them, so that rows under way do not wait for an iterator.
         request_of: makes a request of a prompt and its number, or raises a `SpecinferError`: the others go on.
 
     Raises:
         NumericalError: the target's logits, or a draft's, are not numbers; ``partial`` holds the rows under way.
     """
     alone = isinstance(prompts, list | tuple) or scheduler.decoder.target.ranks.size > 1  # ranks decode in lockstep
-    source, numbers = (Given if alone else Awaited)(prompts), dict[Request, int]()
+    source, numbers = Source(prompts, patient=alone), dict[Request, int]()
     try:
         while not (source.ended and scheduler.idle):
             while len(numbers) < (scheduler.max_rows or 1) and (found := source.next(wait=not numbers)):
@@ -59,44 +59,31 @@ def finished(
         scheduler.close()
 
 
-class Given:
-    """Prompts that are there, or whose iterator may be waited for.
-
-    Attributes:
-        ended: whether there are no more.
-    """
-
-    def __init__(self, prompts: Iterable[Any]) -> None:
-        self._prompts, self.ended = enumerate(prompts), False
-
-    def next(self, wait: bool) -> tuple[int, Any] | None:
-        """Return the next prompt and its number, or None if there is none."""
-        found = next(self._prompts, None)
-        self.ended = found is None
-        return found
-
-
-class Awaited:
+class Source:
     """Prompts of an iterator that may take its time: a thread asks it for one, when one is wanted.
 
+    Args:
+        prompts: any number.
+        patient: whether to wait for each of them.
+
     Attributes:
         ended: whether there are no more.
     """
 
-    def __init__(self, prompts: Iterable[Any]) -> None:
+    def __init__(self, prompts: Iterable[Any], patient: bool) -> None:
         self._wanted, self._found = SimpleQueue[bool](), SimpleQueue[tuple[Any, BaseException | None]]()
-        self._asked = self.ended = False
+        self._patient, self._asked, self.ended = patient, False, False
         Thread(target=_serve, args=(enumerate(prompts), self._wanted, self._found), daemon=True).start()
 
     def next(self, wait: bool) -> tuple[int, Any] | None:
-        """Return the next prompt and its number; None if there is none, or none yet and `wait` is False."""
+        """Return the next prompt and its number; None if there is none, or none yet and nobody is to wait for it."""
         if self.ended:
             return None
         fresh, self._asked = not self._asked, True
         if fresh:
             self._wanted.put(True)
         try:
-            found, error = self._found.get(timeout=None if wait else PATIENCE if fresh else 0)
+            found, error = self._found.get(timeout=None if wait or self._patient else PATIENCE * fresh)
         except Empty:
             return None
         self._asked, self.ended = False, found is None

@@ -12,6 +12,7 @@ from textwrap import shorten
 from specinfer.attention import TreeModel, resumed, running
 from specinfer.engine.clocks import Reading
 from specinfer.engine.contrastive import search, sized
+from specinfer.engine.draft import Draft
 from specinfer.engine.loop import Emitted, decode
 from specinfer.engine.outcome import Batch
 from specinfer.engine.requests import Request
@@ -118,16 +119,8 @@ class Decoding:
 
     def learn(self) -> None:
         """Let drafts that learn between calls learn from all that has ended."""
-        clocks = self._batch.clocks
-        clocks.resume()
-        for draft in self._learning:
-            try:
-                draft.learn(self._texts, clocks.now.seconds.total)
-            except Exception as error:  # the text is whole, and is not lost
-                note = f"draft {draft.name} could not learn from this call: {shorten(str(error), 200)}"
-                self._batch.notes.append(note)
         if self._learning:
-            clocks.learnt()
+            _learn(self._learning, self._texts, self._batch)
 
     def _open(self) -> Generator[Steps]:
         """Open the sessions; return the steps."""
@@ -143,9 +136,7 @@ class Decoding:
         self._read_clocks()
         if not self._searches:
             return decode(self, sessions, decoder.verifier)
-        plain = compiled is None and models[0].compiled and not models[0].plain
-        reason = " (the target's passes are plain: compiled ones return no last hidden states)" if plain else ""
-        batch.notes.append(f"{batch.policy}{reason}")
+        batch.notes.append(_search_note(sessions))
         return search(self, sessions, rows)
 
     def _join(self, requests: Sequence[Request]) -> None:
@@ -159,3 +150,22 @@ class Decoding:
         """Return what was spent since the last reading."""
         assert self._sessions is not None, "sessions are open while a step is under way"
         return self._batch.clocks.read(self._sessions.target, self._sessions.drafts)
+
+
+def _search_note(sessions: Sessions) -> str:
+    """Return how contrastive search goes, in words."""
+    target, model = sessions.target, sessions.target.model
+    plain = target.compiled is None and model.compiled and not model.plain
+    reason = " (the target's passes are plain: compiled ones return no last hidden states)" if plain else ""
+    return f"{sessions.policy}{reason}"
+
+
+def _learn(drafts: Sequence[Draft], texts: list[list[int]], batch: Batch) -> None:
+    """Let drafts learn from the texts of a batch."""
+    batch.clocks.resume()
+    for draft in drafts:
+        try:
+            draft.learn(texts, batch.clocks.now.seconds.total)
+        except Exception as error:  # the text is whole, and is not lost
+            batch.notes.append(f"draft {draft.name} could not learn from this call: {shorten(str(error), 200)}")
+    batch.clocks.learnt()
