@@ -376,8 +376,8 @@ class SpeculativeDecoder:
             raise InputError("stream takes one prompt, for one text: use generate for several")
         if self.tokenizer is None:
             raise InputError("stream yields text and needs a tokenizer: construct the decoder with one")
-        place = scheduler or Scheduler(self)
-        return TextStream(place.add(request), place, own=scheduler is None)
+        taker = scheduler or Scheduler(self)
+        return TextStream(taker.add(request), taker, alone=scheduler is None)
 
     @spelled_out
     def open(

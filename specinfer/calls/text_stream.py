@@ -23,11 +23,11 @@ class TextStream:
     Args:
         request: that was added to the scheduler.
         scheduler: takes steps when the stream is iterated over.
-        own: whether it has no other requests.
+        alone: whether the scheduler has no other requests.
     """
 
-    def __init__(self, request: Request, scheduler: Scheduler, own: bool) -> None:
-        self._request, self._scheduler, self._own = request, scheduler, own
+    def __init__(self, request: Request, scheduler: Scheduler, alone: bool) -> None:
+        self._request, self._scheduler, self._alone = request, scheduler, alone
         self._pieces = self._decode()
         self._thread: ThreadPoolExecutor | None = None
         self._step: Future[str | None] | None = None  # the newest one in the thread
@@ -70,11 +70,11 @@ class TextStream:
     @property
     def result(self) -> Result:
         """The result so far; complete once the stream has ended."""
-        return self._request.batch_result if self._own else self._request.result
+        return self._request.batch_result if self._alone else self._request.result
 
     def _close(self) -> None:
         self._pieces.close()
-        if self._own:
+        if self._alone:
             self._scheduler.close()
         else:
             self._scheduler.abort(self._request)

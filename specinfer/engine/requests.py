@@ -120,8 +120,8 @@ def make_requests(
     each_prompt = zip(prompts, settings, befores, notes or [""] * len(prompts), strict=True)
     repeated, made = [each for each in each_prompt for _ in range(sequences)], []
     for index, ((ids, setting, before, note), seed) in enumerate(zip(repeated, seeds, strict=True)):
-        own, budget = setting.of_row(BatchRow(index, len(repeated))), setting.budget(len(before) + len(ids))
-        processors = Processors(own.processors, before) if paddings else None
-        row = Row(first + index, ids, own, budget, seed, processors=processors, note=note, **common)
+        of_row, budget = setting.of_row(BatchRow(index, len(repeated))), setting.budget(len(before) + len(ids))
+        processors = Processors(of_row.processors, before) if paddings else None
+        row = Row(first + index, ids, of_row, budget, seed, processors=processors, note=note, **common)
         made.append(Request(decoder, row, keep_stop_string))
     return made

@@ -37,7 +37,7 @@ def inspect(decoder: Any, result: Result, **options: Any) -> "Inspection":
     Args:
         decoder: with the target and the kind of verifier that made the result.
         result: of `SpeculativeDecoder.generate` or of a stream that has ended.
-        **options: those of the call that made it, as `SpeculativeDecoder.open` takes them: temperature, top_p,
+        **options: those of the call that made it, as `SpeculativeDecoder.prepare` takes them: temperature, top_p,
             logits_processor, generation_config ...; the seed is the result's.
 
     Returns:

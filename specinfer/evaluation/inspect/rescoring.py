@@ -99,7 +99,7 @@ class Rescorer:
     Args:
         decoder: with the target, and the kind of verifier, that made the result.
         result: at least one step of it is there.
-        options: of the call, as `SpeculativeDecoder.open` takes them; ``max_new_tokens`` may be left out.
+        options: of the call, as `SpeculativeDecoder.prepare` takes them; ``max_new_tokens`` may be left out.
 
     Raises:
         InputError: a result without steps or of another vocabulary, or options that sample where it was greedy.
