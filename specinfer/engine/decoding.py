@@ -130,13 +130,13 @@ class Decoding:
             policy = decoder.supported(batch.policy, batch.notes)  # hooks may have come since the last batch
         with self._as_called(), running(*models):  # only while passes run: between steps the models are as they were
             sessions = self._sessions = Sessions(Openings(decoder, policy, self._shared), rows)
-            batch.policy, compiled = sessions.policy, sessions.target.compiled
+            batch.policy, runs = sessions.policy, {models[0]: sessions.target.run}
             batch.notes.append(decoder.passes)
-            self._run_plain = [each for each in models if each.runs_modules or (each is models[0] and not compiled)]
+            self._run_plain = [each for each in models if runs.get(each, each.ways.best()).runs_modules]
         self._read_clocks()
         if not self._searches:
             return decode(self, sessions, decoder.verifier)
-        batch.notes.append(_search_note(sessions))
+        batch.notes.append(_search_note(sessions, models[0]))
         return search(self, sessions, rows)
 
     def _join(self, requests: Sequence[Request]) -> None:
@@ -152,12 +152,10 @@ class Decoding:
         return self._batch.clocks.read(self._sessions.target, self._sessions.drafts)
 
 
-def _search_note(sessions: Sessions) -> str:
+def _search_note(sessions: Sessions, target: TreeModel) -> str:
     """Return how contrastive search goes, in words."""
-    target, model = sessions.target, sessions.target.model
-    plain = target.compiled is None and model.compiled and not model.plain
-    reason = " (the target's passes are plain: compiled ones return no last hidden states)" if plain else ""
-    return f"{sessions.policy}{reason}"
+    reason = " (the target's passes are plain: compiled ones return no last hidden states)"
+    return f"{sessions.policy}{'' if sessions.target.run is target.ways.best() else reason}"
 
 
 def _learn(drafts: Sequence[Draft], texts: list[list[int]], batch: Batch) -> None:

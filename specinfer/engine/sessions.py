@@ -81,7 +81,7 @@ class Openings:
         nodes = padded_width(1 + most)
         target = self.shared.open(model, len(rows), first, end + nodes, aux_layers, self.decoder.graphs)
         fetches = model.dispatched and not aux_layers and not model.stateful
-        waits = joining and target.packs and (not drafts or self.policy.idle)
+        waits = joining and target.run.packs and (not drafts or self.policy.idle)
         return target, self.shared.prefill(target, [list(row.ids[:-1]) for row in rows], hold=fetches or waits)
 
     def draft(self, number: int, rows: Sequence[Row], states: States) -> DraftSession:
@@ -146,14 +146,14 @@ class Sessions:
         openers = [partial(openings.draft, number) for number in range(len(decoder.drafts))]
         self.drafts = [Timed(opened(rows, self.states), opened) for opened in openers]
         coupled = openings.coupled(rows)
-        self.policy = openings.policy = openings.policy.begin(len(openers), coupled, len(rows), self.target.packs)
+        self.policy = openings.policy = openings.policy.begin(len(openers), coupled, len(rows), self.target.run.packs)
 
     def join(self, rows: Sequence[Row]) -> None:
         """Let rows join, with what was read of their prompts; all that it takes is prefill time."""
         started, before = perf_counter(), self._prefill_seconds
         others, states = self._openings.target(rows, joining=True)
         for draft in self.drafts:
-            if others.held and others.aux_layers:  # not all states are known yet
+            if any(others.unread) and others.aux_layers:  # not all states are known yet
                 draft.late, draft.read = rows, states
             else:
                 draft.session.join(draft.open(rows, states))

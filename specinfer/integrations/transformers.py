@@ -20,7 +20,7 @@ from specinfer.common.values import checked_flag, plain
 from specinfer.decoder import SpeculativeDecoder, row_seeds
 from specinfer.engine.callables import listed
 from specinfer.engine.requests import make_requests
-from specinfer.engine.sampling import resolve
+from specinfer.engine.sampling import GenerationSettings, resolve
 from specinfer.errors import InputError
 from specinfer.prompts import Padded, check_beside, check_ids, without_padding
 from specinfer.results import Result
@@ -90,23 +90,30 @@ def custom_generate(
     decoder = SpeculativeDecoder(model, target_tokenizer, "ngram" if draft is None else draft, tree)
     vocab_size = decoder.target.vocab_size
     settings = resolve(model.generation_config, generation_config, None, stopping_criteria, vocab_size, complete=True)
+    settings = replace(settings, processors=listed("logits_processor", [*logits_processor]))
+    padded = _read(input_ids, model_inputs, settings, decoder)
+    sequences = settings.sequences  # transformers has repeated each prompt so many times
+    seeds = row_seeds(seed, len(padded) // sequences, decoder.target.ranks, sequences)
+    given, paddings = ([row.ids for row in padded], [settings] * len(padded), seeds), [row.left for row in padded]
+    run = Run(make_requests(decoder, *given, paddings=paddings, logprobs=checked_flag("logprobs", logprobs)))
+    run.finish(spec_streamer)
+    return _output(run.results(), input_ids, generation_config)
+
+
+def _read(
+    input_ids: Tensor, model_inputs: dict[str, Any], settings: GenerationSettings, decoder: SpeculativeDecoder
+) -> list[Padded]:
+    """Return the prompts without their padding; raise `InputError` for one that cannot be continued."""
     mask = model_inputs.pop("attention_mask", None)  # if it were a parameter, transformers would pass it twice
     padded = without_padding(input_ids.tolist(), mask)
     for index, row in enumerate(padded):
         if row.right:
             raise InputError(f"row {index} is padded on the right, where its text will stand: pad prompts on the left")
     prompts = [row.ids for row in padded]
-    check_ids(prompts, vocab_size)
-    budget = settings.budget(input_ids.shape[1])
-    decoder.check_lengths(prompts, [budget] * len(prompts))
+    check_ids(prompts, decoder.target.vocab_size)
+    decoder.check_lengths(prompts, [settings.budget(input_ids.shape[1])] * len(prompts))
     _check_inputs(model_inputs, padded, decoder)
-    sequences = settings.sequences  # transformers has repeated each prompt so many times
-    seeds = row_seeds(seed, len(padded) // sequences, decoder.target.ranks, sequences)
-    settings = replace(settings, processors=listed("logits_processor", [*logits_processor]))
-    given, paddings = (prompts, [settings] * len(prompts), seeds), [row.left for row in padded]
-    run = Run(make_requests(decoder, *given, paddings=paddings, logprobs=checked_flag("logprobs", logprobs)))
-    run.finish(spec_streamer)
-    return _output(run.results(), input_ids, generation_config)
+    return padded
 
 
 class _Prompted:

@@ -14,7 +14,7 @@ from specinfer import BestFirst, Chain, ModelDraft, SpeculativeDecoder, check_dr
 from specinfer.drafts.language_model import ModelDraftSession
 from specinfer.errors import InputError
 from specinfer.evaluation.doctor import CHAINS, TREES
-from specinfer.evaluation.doctor import measured_costs as costs
+from specinfer.evaluation.doctor import pass_costs as costs
 from specinfer.evaluation.doctor.verdict import RULES, Signs, verdict
 from specinfer.loading import Loaded
 from specinfer.viz.plots import plot_drafts
