@@ -12,9 +12,8 @@ from typing import Any, Protocol
 
 from specinfer.attention import TreeModel, TreeSession
 from specinfer.common.tensors import padded_width
-from specinfer.engine.clocks import States, Timed
-from specinfer.engine.contexts import within_context
-from specinfer.engine.draft import Draft, DraftContext, DraftSession
+from specinfer.engine.draft import Draft, DraftContext, States
+from specinfer.engine.drafting import Drafting
 from specinfer.engine.gumbel import SILENT
 from specinfer.engine.sequence import Row
 from specinfer.engine.shared_prefix import SharedPrefix
@@ -84,7 +83,7 @@ class Openings:
         waits = joining and target.run.packs and (not drafts or self.policy.idle)
         return target, self.shared.prefill(target, [list(row.ids[:-1]) for row in rows], hold=fetches or waits)
 
-    def draft(self, number: int, rows: Sequence[Row], states: States) -> DraftSession:
+    def draft(self, number: int, rows: Sequence[Row], states: States) -> Drafting:
         """Open a session of a draft for rows.
 
         Args:
@@ -112,7 +111,7 @@ class Openings:
             notes=[row.notes for row in rows],
         )
         draft = decoder.drafts[number]
-        return within_context(draft.open(context), context, draft.name)
+        return Drafting(draft.open(context), context, draft.name, partial(self.draft, number))
 
     def coupled(self, rows: Sequence[Row]) -> bool:
         """Whether drafts rank by the rows' noise."""
@@ -143,10 +142,11 @@ class Sessions:
     def __init__(self, openings: Openings, rows: Sequence[Row]) -> None:
         decoder, self._openings = openings.decoder, openings
         self.target, self.states = openings.target(rows)
-        openers = [partial(openings.draft, number) for number in range(len(decoder.drafts))]
-        self.drafts = [Timed(opened(rows, self.states), opened) for opened in openers]
+        self.drafts = [openings.draft(number, rows, self.states) for number in range(len(decoder.drafts))]
         coupled = openings.coupled(rows)
-        self.policy = openings.policy = openings.policy.begin(len(openers), coupled, len(rows), self.target.run.packs)
+        self.policy = openings.policy = openings.policy.begin(
+            len(self.drafts), coupled, len(rows), self.target.run.packs
+        )
 
     def join(self, rows: Sequence[Row]) -> None:
         """Let rows join, with what was read of their prompts; all that it takes is prefill time."""
@@ -154,9 +154,9 @@ class Sessions:
         others, states = self._openings.target(rows, joining=True)
         for draft in self.drafts:
             if any(others.unread) and others.aux_layers:  # not all states are known yet
-                draft.late, draft.read = rows, states
+                draft.late = rows, states
             else:
-                draft.session.join(draft.open(rows, states))
+                draft.join(draft.open(rows, states))
         self.target.join(others)
         self.target.prefill_seconds += perf_counter() - started - (self._prefill_seconds - before)
 

@@ -88,14 +88,15 @@ def custom_generate(
     draft = _only(draft_model=draft_model, assistant_model=assistant_model)
     spec_streamer = _only(spec_streamer=spec_streamer, streamer=None if streamer is None else _Prompted(streamer))
     decoder = SpeculativeDecoder(model, target_tokenizer, "ngram" if draft is None else draft, tree)
-    vocab_size = decoder.target.vocab_size
-    settings = resolve(model.generation_config, generation_config, None, stopping_criteria, vocab_size, complete=True)
+    given = model.generation_config, generation_config, None, stopping_criteria
+    settings = resolve(*given, decoder.target.vocab_size, complete=True)
     settings = replace(settings, processors=listed("logits_processor", [*logits_processor]))
     padded = _read(input_ids, model_inputs, settings, decoder)
-    sequences = settings.sequences  # transformers has repeated each prompt so many times
+    sequences = settings.sequences  # as often has transformers repeated each prompt
     seeds = row_seeds(seed, len(padded) // sequences, decoder.target.ranks, sequences)
-    given, paddings = ([row.ids for row in padded], [settings] * len(padded), seeds), [row.left for row in padded]
-    run = Run(make_requests(decoder, *given, paddings=paddings, logprobs=checked_flag("logprobs", logprobs)))
+    prompts, paddings = [row.ids for row in padded], [row.left for row in padded]
+    more: dict[str, Any] = {"paddings": paddings, "logprobs": checked_flag("logprobs", logprobs)}
+    run = Run(make_requests(decoder, prompts, [settings] * len(padded), seeds, **more))
     run.finish(spec_streamer)
     return _output(run.results(), input_ids, generation_config)
 
