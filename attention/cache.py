@@ -4,11 +4,12 @@ Knows: buffers, the length of each row, which slots the next pass writes, which 
 Does not know: tokens, trees, masks, models.
 
 Every row has ``lengths[b]`` *committed* slots, followed by the *pending* slots of the current step, which are
-written by forward passes and then either kept (moved down to follow the committed ones) or forgotten.  A pass
-appends the same number of pending slots to every row, padding included, each row at its offset:
+written by forward passes and then either kept (moved down to follow the committed ones) or forgotten:
 
     row 0   c c c c c c p p p .        c committed, p pending (the step's nodes), . free
-    row 1   c c c p p p . . . .
+    row 1   c c c p p . . . . .
+
+A pass that pads rows writes beyond their pending slots, where the next pass writes again.
 
 It implements transformers' cache interface (``Cache.update``), so unmodified models write into it.
 """
@@ -18,15 +19,15 @@ from collections.abc import Sequence
 from functools import cache, partial
 from itertools import chain, pairwise
 from math import prod
-from typing import Any
+from operator import add
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from specinfer.attention.passes.graphs import padded_kv_length
-from specinfer.common.tensors import on_device
+from specinfer.common.tensors import on_device, padded_kv_length
 from specinfer.errors import CacheError
 
 
@@ -149,10 +150,11 @@ class TreeCache(Cache):
         self.uniform_layers = uniform_layers
         self.stacks: tuple[list[Stack], list[Stack]] = [], []  # of keys, and of values
         self.fixed = fixed
-        self.pending = 0  # slots written since the last `keep`, the same count in every row
+        self.pending = [0] * rows  # slots of each row that were written since the last `keep`
         self.kv_length = 0  # columns that the current pass attends to
-        self._staged: slice | None = None  # the staged slots, if they are the same in every row ...
+        self._staged: slice | None = None  # the slots that a pass writes, if they are the same in every row ...
         self.slots: Tensor | None = None  # ... else those of all rows, (rows, T)
+        self._first, self._turn, self._width = [0] * rows, cast(Sequence[int], ()), 0  # as `stage` was told
         self._buffers: tuple[list[Tensor], list[Tensor]] | None = None  # see `buffers`
 
     @property
@@ -160,37 +162,36 @@ class TreeCache(Cache):
         """Bytes held by all buffers."""
         return sum(stack.data.nbytes for kind in self.stacks for stack in kind)
 
-    def stage(self, count: int, device: torch.device, sizes: Sequence[int] = ()) -> None:
-        """Reserve the next ``count`` slots of every row for the pass that follows.
+    def stage(self, sizes: Sequence[int], width: int = 0, turn: Sequence[int] = ()) -> None:
+        """Reserve the next slots of every row for the pass that follows.
 
         Args:
-            count: T.
-            device: of `slots`.
-            sizes: how many of them each row writes; the others may lie beyond its capacity.  () = all.
+            sizes: how many each row needs.
+            width: T, how many it writes, padding included; 0 = the pass knows the slots of its nodes.
+            turn: per row, how many of the T are padding on the left, which is written behind the others; () = none.
 
         Raises:
             CacheError: a row would need more than ``max_capacity`` slots.
         """
-        first = [length + self.pending for length in self.lengths]
-        self.kv_length = max(map(sum, zip(first, sizes or [count] * self.rows, strict=True)))
-        self._reserve(self.kv_length)
-        same = len(set(first)) == 1 and not self.fixed
-        self._staged = slice(first[0], first[0] + count) if same else None
-        if not same:
-            self.slots = on_device(first, device)[:, None] + torch.arange(count, device=device)
+        first = list(map(add, self.lengths, self.pending))
+        self.kv_length = max(map(add, first, sizes))
+        self._reserve(self.kv_length, max(first) + width)
+        if width:
+            same = len(set(first)) == 1 and not (self.fixed or any(turn))
+            self._staged = slice(first[0], first[0] + width) if same else None
+            self._first, self._width, self._turn = first, width, turn
+            self.slots = None
         if self.fixed:
             self.kv_length = min(padded_kv_length(self.kv_length), self.capacity)
-        self.pending += count
-
-    def allow(self, count: int) -> None:
-        """Allow so many pending slots in every row: a pass may read the prompts of others, too."""
-        self.max_capacity = max(self.max_capacity, max(self.lengths) + count)
+        self.pending = list(map(add, self.pending, sizes))
 
     def staged(self, device: torch.device) -> Tensor:
-        """Return the staged slots, (rows, T) long."""
-        if self._staged is not None:
-            return torch.arange(self._staged.start, self._staged.stop, device=device).expand(self.rows, -1)
-        assert self.slots is not None
+        """Return the slots that the pass writes, (rows, T) long."""
+        if self.slots is None:
+            columns = torch.arange(self._width, device=device)
+            if any(self._turn):
+                columns = (columns - on_device(self._turn, device)[:, None]) % self._width
+            self.slots = on_device(self._first, device)[:, None] + columns
         return self.slots
 
     def open_layers(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> None:
@@ -212,8 +213,7 @@ class TreeCache(Cache):
         if self._staged is not None:
             buffer[: self.rows, :, self._staged] = states
         else:
-            assert self.slots is not None
-            slots = on_device(self.slots, buffer.device)  # layers may execute on several devices
+            slots = on_device(self.staged(buffer.device), buffer.device)  # layers may execute on several devices
             buffer[_all_rows(self.rows, slots.device), :, slots] = states.transpose(1, 2)
         return buffer[: self.rows, :, : self.kv_length]
 
@@ -235,7 +235,7 @@ class TreeCache(Cache):
         `keep`).  An empty path keeps nothing.  ``None`` retires the row, and the rows after it move up.
         """
         self._check_paths(paths)
-        if not self.pending and None not in paths:
+        if not any(self.pending) and None not in paths:
             return
         moves = [
             (row, self.lengths[row] + source, self.lengths[row] + target)
@@ -249,8 +249,8 @@ class TreeCache(Cache):
             for stack in stacks:
                 stack.move_slots(*on_device(columns, stack.data.device))
         self.lengths = [n + len(path or ()) for n, path in zip(self.lengths, paths, strict=True)]
-        self.pending = 0
         survivors = [row for row, path in enumerate(paths) if path is not None]
+        self.pending = [0] * len(survivors)
         if len(survivors) == self.rows:
             return
         for target, source in enumerate(survivors):
@@ -265,8 +265,8 @@ class TreeCache(Cache):
     @torch.inference_mode()
     def join(self, other: "TreeCache") -> None:
         """Take in the rows of another cache of the same model, after the own ones; nothing may be pending in either."""
-        if self.pending or other.pending:
-            raise CacheError(f"caches are joined between steps, not with {self.pending + other.pending} slots pending")
+        if count := sum([*self.pending, *other.pending]):
+            raise CacheError(f"caches are joined between steps, not with {count} slots pending")
         self.max_capacity = max(self.max_capacity, other.max_capacity)
         longest = max((*self.lengths, *other.lengths), default=0)
         self._reserve(longest)
@@ -277,7 +277,7 @@ class TreeCache(Cache):
             for mine, theirs in zip(chain(*self.stacks), chain(*other.stacks), strict=True):
                 mine.take(theirs.data, self.rows, other.lengths)
         self.rows += other.rows
-        self.lengths = [*self.lengths, *other.lengths]
+        self.lengths, self.pending = [*self.lengths, *other.lengths], [0] * self.rows
         self._buffers = None
 
     @torch.inference_mode()
@@ -287,7 +287,7 @@ class TreeCache(Cache):
         Raises:
             CacheError: this cache has slots already, or the other has not so many.
         """
-        if self.pending or any(self.lengths) or not 0 < length <= other.lengths[0]:
+        if any((*self.pending, *self.lengths)) or not 0 < length <= other.lengths[0]:
             raise CacheError(f"rows of {self.lengths} slots cannot begin with {length} of {other.lengths[0]} others")
         self._reserve(length)
         self._open_layers_of(other)
@@ -299,16 +299,17 @@ class TreeCache(Cache):
     def forget(self, counts: Sequence[int]) -> None:
         """Drop the last ``counts[b]`` committed slots of every row; nothing may be pending."""
         lengths = [length - count for length, count in zip(self.lengths, counts, strict=True)]
-        if self.pending or min((*counts, *lengths), default=0) < 0:
-            raise CacheError(f"cannot forget {list(counts)} of {self.lengths} slots, {self.pending} of them pending")
+        if any(self.pending) or min((*counts, *lengths), default=0) < 0:
+            raise CacheError(f"cannot forget {list(counts)} of {self.lengths} slots, with {self.pending} pending")
         self.lengths = lengths
 
     def check_integrity(self) -> None:
         """Raise `CacheError` unless lengths, pending slots, buffers and layers agree, as they do after every commit."""
-        used = max(self.lengths, default=0) + self.pending
-        if len(self.lengths) != self.rows or min(self.lengths, default=0) < 0 or self.pending < 0:
+        used = max(map(add, self.lengths, self.pending), default=0)
+        counts = [*self.lengths, *self.pending]
+        if len(self.lengths) != self.rows or len(counts) != 2 * self.rows or min(counts, default=0) < 0:
             raise CacheError(f"{self.rows} rows but lengths {self.lengths} with {self.pending} pending slots")
-        if not used <= self.capacity <= self.max_capacity:
+        if used > min(self.capacity, self.max_capacity):
             raise CacheError(f"{used} slots in use, capacity {self.capacity}, maximum {self.max_capacity}")
         for index, layer in enumerate(self.layers):
             for shape in (tuple(buffer.shape) for buffer in layer.buffers if layer.is_initialized):
@@ -322,13 +323,13 @@ class TreeCache(Cache):
             if layer.is_initialized:
                 self.layers[-1].lazy_initialization(*layer.buffers)
 
-    def _reserve(self, needed: int) -> None:
-        if needed <= self.capacity:
-            return
+    def _reserve(self, needed: int, written: int = 0) -> None:
+        """Have so many slots in every row, and those that padding is written to, which the maximum does not count."""
         if needed > self.max_capacity:
             advice = "shorten the prompt, ask for fewer new tokens, or use a smaller tree"
             raise CacheError(f"a row needs {needed} cache slots but the maximum is {self.max_capacity}: {advice}")
-        self._resize(self.rows, min(max(2 * self.capacity, needed), self.max_capacity))
+        if (room := max(needed, written)) > self.capacity:
+            self._resize(self.rows, max(room, min(2 * self.capacity, self.max_capacity)))
 
     def _resize(self, rows: int, capacity: int) -> None:
         """Move what is in use to buffers of so many rows at least, and so many slots, unless they are such already."""
@@ -337,7 +338,7 @@ class TreeCache(Cache):
         for layer in written:
             layer.keys = layer.values = None  # else these views would keep every old stack until all have grown
         for stack in chain(*self.stacks):
-            stack.resize(rows, capacity, [length + self.pending for length in self.lengths])
+            stack.resize(rows, capacity, [*map(add, self.lengths, self.pending)])
         for layer in written:
             layer.take_buffers()
         self._buffers = None
@@ -346,8 +347,8 @@ class TreeCache(Cache):
         if len(paths) != self.rows:
             raise CacheError(f"{len(paths)} paths for {self.rows} rows: give one path (or None) a row")
         for row, path in enumerate(paths):
-            if path and not all(a < b for a, b in pairwise((-1, *path, self.pending))):
-                raise CacheError(f"row {row}: path {list(path)} is not ascending within {self.pending} slots")
+            if path and not all(a < b for a, b in pairwise((-1, *path, self.pending[row]))):
+                raise CacheError(f"row {row}: path {list(path)} is not ascending within {self.pending[row]} slots")
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:

@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from specinfer.attention.compiler.watch import Watch
+from specinfer.attention.forward import checked_model
 from specinfer.attention.layout import lay_out_chains
-from specinfer.attention.model import TreeModel, checked_model, running
+from specinfer.attention.model import TreeModel, running
 from specinfer.attention.offload import device_of, its_turn
 from specinfer.attention.passes.stateful import held, tensors
 from specinfer.attention.per_node import PerNode

@@ -3,7 +3,7 @@
 Knows: layouts, committed lengths, window sizes, the mask conventions of transformers.
 Does not know: caches, weights, what tokens mean.
 
-    sdpa, eager       additive float (B, 1, T, L): 0 = attend.  With a bool mask eager is silently wrong (it adds 0/1),
+    sdpa, eager       additive float (R, 1, T, L): 0 = attend.  With a bool mask eager is silently wrong (it adds 0/1),
                       and sdpa converts the mask again in every layer
     flex_attention    BlockMask
     flash_attention_* takes no tree mask: refused by name
@@ -13,7 +13,7 @@ transformers passes a 4-D mask through unchanged, so a sliding window must be in
 tree *positions* (committed length + depth), not between cache columns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +61,12 @@ class AttentionSpec(NamedTuple):
 
 
 def attention_mask(
-    spec: AttentionSpec, layout: Layout, lengths: Sequence[int], dtype: torch.dtype, kv_length: int | None = None
+    spec: AttentionSpec,
+    layout: Layout,
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+    kv_length: int | None = None,
+    arrange: Callable[[Tensor], Tensor] = lambda values: values[None],
 ) -> Any:
     """Build the mask of one pass over the committed prefix and the pending columns.
 
@@ -72,35 +77,36 @@ def attention_mask(
         dtype: the model's floating type, for additive masks.
         kv_length: L, the columns of the pass.  None = those up to the S pending columns of the longest row; any columns
             beyond are free, and hidden.
+        arrange: from values of nodes (N, ...) to the (R, T, ...) of the forward; one row of all nodes by default.
 
     Returns:
-        What the model's ``attention_mask`` argument takes: one mask, or a dict of masks by layer type.
+        What the model's ``attention_mask`` argument takes: one mask (R, 1, T, L), or a dict of masks by layer type.
     """
-    kv_length = kv_length or max(lengths) + layout.visible.shape[2]
+    kv_length = kv_length or max(lengths) + layout.visible.shape[1]
     masks = {
-        name: _converted(spec.implementation, _visible(layout, lengths, window, kv_length), dtype)
+        name: _converted(spec.implementation, arrange(_visible(layout, lengths, window, kv_length)), dtype)
         for name, window in spec.windows.items()
     }
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 def _visible(layout: Layout, prefix: Sequence[int], window: int | None, kv_length: int) -> Tensor:
-    """Return (B, T, L) bool: which of the L columns each node attends to."""
-    pending, device = layout.visible.shape[2], layout.visible.device
+    """Return (N, L) bool: which of the L columns of its row each node attends to."""
+    pending, device = layout.visible.shape[1], layout.visible.device
     if window is None and len(set(prefix)) == 1:  # above all, a single row
-        visible = pad(layout.visible, (prefix[0], 0), value=True)
-        return pad(visible, (0, kv_length - visible.shape[2])) if kv_length > visible.shape[2] else visible
-    lengths = on_device(prefix, device)
+        visible = pad(layout.visible[:, : kv_length - prefix[0]], (prefix[0], 0), value=True)
+        return pad(visible, (0, kv_length - visible.shape[1])) if kv_length > visible.shape[1] else visible
+    lengths = on_device(prefix, device)[layout.rows, None]  # (N, 1)
     columns = torch.arange(kv_length, device=device)
-    relative = columns - lengths[:, None]  # (B, L): < 0 committed, 0 <= .. < S pending, beyond: free
+    relative = columns - lengths  # (N, L): < 0 committed, 0 <= .. < S pending, beyond: free
     index = relative.clamp(0, pending - 1)
-    visible = layout.visible.gather(2, index[:, None].expand(-1, layout.width, -1))  # (B, T, L)
-    visible = torch.where((relative < 0)[:, None], True, visible & (relative < pending)[:, None])
+    visible = torch.where(relative < 0, True, layout.visible.gather(1, index) & (relative < pending))
     if window is None:
         return visible
-    keys = torch.where(relative < 0, columns, lengths[:, None] + layout.depths.gather(1, index))  # positions
-    queries = lengths[:, None] + layout.depths[:, -layout.width :]
-    return visible & (queries[:, :, None] - keys[:, None] < window)
+    depths = layout.depths[layout.rows].gather(1, index)
+    keys = torch.where(relative < 0, columns, lengths + depths)  # positions
+    queries = lengths + layout.node_depths[:, None]
+    return visible & (queries - keys < window)
 
 
 def _converted(implementation: str, visible: Tensor, dtype: torch.dtype) -> Any:

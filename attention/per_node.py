@@ -36,10 +36,11 @@ class PerNode:
         self.values, self.spans = values, spans
 
     @classmethod
-    def padded_rows(cls, values: Tensor, sizes: Sequence[int] = ()) -> "PerNode":
-        """Return values (B, T, ...) of rows, of which so many are no padding; () = all."""
-        widths = sizes or [values.shape[1]] * len(values)
-        return cls(values, [Span(row, range(width)) for row, width in enumerate(widths)])
+    def of_rows(cls, rows: Sequence[Tensor | None]) -> "PerNode":
+        """Return values of rows, (n, ...) each; None: a row without nodes."""
+        given = [row for row in rows if row is not None]
+        values = given[0] if len(given) == 1 else torch.cat(given)
+        return cls.side_by_side(values[None], [0 if row is None else len(row) for row in rows])
 
     @classmethod
     def side_by_side(cls, values: Tensor, sizes: Sequence[int]) -> "PerNode":
@@ -50,9 +51,7 @@ class PerNode:
     @classmethod
     def joined(cls, parts: Sequence["PerNode"]) -> "PerNode":
         """Return values of passes that followed each other, each row's nodes in order."""
-        if len(parts) == 1:
-            return parts[0]
-        return cls.padded_rows(torch.cat([part.padded() for part in parts], 1))
+        return parts[0] if len(parts) == 1 else cls.of_rows([torch.cat(rows) for rows in zip(*parts, strict=True)])
 
     def __len__(self) -> int:
         """Return B, the number of rows."""
@@ -65,6 +64,11 @@ class PerNode:
         """Return the values of one row's nodes, (n, ...), a view."""
         line, columns = self.spans[row]
         return self.values[line, columns.start : columns.stop]
+
+    def part(self, columns: Sequence[range]) -> "PerNode":
+        """Return the values of some of each row's nodes."""
+        spans = zip(self.spans, columns, strict=True)
+        return PerNode(self.values, [Span(line, whole[part.start : part.stop]) for (line, whole), part in spans])
 
     @property
     def count(self) -> int:

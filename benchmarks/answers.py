@@ -219,7 +219,7 @@ def compiled_rows(name: str, tiny: bool) -> list[Row]:
             seconds = perf_counter() - started
         told = [line for line in said if "ld: " in line] or [line for line in said if "error" in line] or said
         rows = [{"target": name, "seconds": seconds, "passes": decoder.passes, "said": told[:1]}]
-        for graphs in (False, True)[: (1 + CUDA) * (decoder.target.compiled is not None)]:
+        for graphs in (False, True)[: (1 + CUDA) * (decoder.target.ways.fast is not None)]:
             found = pass_rows(decoder.target, graphs, sizes.context, sizes.nodes, rate(tiny))
             rows += [{"target": name, "graphs": graphs, **row} for row in found]
     return rows

@@ -13,7 +13,6 @@ of an environment with another version of specinfer.  "level" is a pass of the f
 import argparse
 import sys
 from contextlib import nullcontext
-from inspect import signature
 from itertools import islice
 from statistics import median
 from time import perf_counter
@@ -38,16 +37,15 @@ def bandwidth() -> float:
     return data.nbytes / min(seconds)
 
 
-def opened(model: Any, rows: int, prefix: int, engine: bool, compiled: bool, extra: dict[str, int]) -> Any:
+def opened(model: Any, rows: int, prefix: int, engine: bool, extra: dict[str, int]) -> Any:
     """Return a session on a model with a prefix read, and how to feed it."""
     from specinfer.attention import running
 
-    if engine and compiled:
-        from specinfer.attention.compiler.packages import attach
+    if engine:
+        from specinfer.attention.passes.registry import equip
 
-        rounded = {name: True for name in ("rounded", "int8") if extra and name in signature(attach).parameters}
-        if reason := attach(model, (0,) if extra else (), "auto", **rounded):
-            print(f"{model.name} runs plain: {reason}", file=sys.stderr)
+        equip(model, (0,) if extra else (), "auto", rounded=bool(extra))
+        print(f"{model.name}: {model.ways}", file=sys.stderr)
     session = model.session(rows, prefix + 64)
     states = {name: torch.randn(prefix, size).to(model.dtype) for name, size in extra.items()}
     with running(model) if engine else nullcontext():
@@ -64,21 +62,15 @@ def worker(target: str | None, dtype: str, rows: int, prefix: int) -> None:
     from specinfer.loading import load
 
     loaded = load(target, dtype)
-    try:
-        import specinfer.attention.compiler.packages  # noqa: F401
-
-        compiled = True
-    except ImportError:
-        compiled = False
     passes: Passes = {
-        "plain": opened(TreeModel(loaded.model), rows, prefix, False, False, {}),
-        "engine": opened(TreeModel(loaded.model), rows, prefix, True, compiled, {}),
+        "plain": opened(TreeModel(loaded.model), rows, prefix, False, {}),
+        "engine": opened(TreeModel(loaded.model), rows, prefix, True, {}),
     }
     for draft in islice(bundled_drafts(loaded.model, loaded.tokenizer), 1):
         head = draft.attach(passes["plain"][1], loaded.tokenizer).model
         size = {"draft_states": loaded.model.config.hidden_size}
-        passes["plain level"] = opened(head, rows, prefix, False, False, size)
-        passes["level"] = opened(TreeModel(head.model), rows, prefix, True, compiled, size)
+        passes["plain level"] = opened(head, rows, prefix, False, size)
+        passes["level"] = opened(TreeModel(head.model), rows, prefix, True, size)
 
     def answer(kind: str = "", nodes: int = 1) -> Any:
         if not kind:
@@ -86,7 +78,7 @@ def worker(target: str | None, dtype: str, rows: int, prefix: int) -> None:
             return {"kinds": list(passes), "weights": weights, "dtype": str(loaded.model.dtype)}
         session, model, engine, extra = passes[kind]
         layout = lay_out_chains([list(range(nodes))] * rows, model.device)
-        states = {name: torch.randn(rows, nodes, size).to(model.dtype) for name, size in extra.items()}
+        states = {name: torch.randn(rows * nodes, size).to(model.dtype) for name, size in extra.items()}
         with running(model) if engine else nullcontext():
             started = perf_counter()
             session.append(layout, **states)

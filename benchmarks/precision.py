@@ -16,7 +16,7 @@ from common import load_target, parser, read_prompts
 from torch import Tensor
 
 from specinfer.attention import TreeModel, lay_out_chains, running
-from specinfer.attention.compiler.packages import attach
+from specinfer.attention.passes.registry import equip
 
 LONGEST = 200  # tokens of a prompt
 
@@ -34,11 +34,12 @@ def main() -> None:
     args = p.parse_args()
     network, tokenizer = load_target(args.target, args.dtype)
     plain, compiled = TreeModel(network), TreeModel(network)
-    if reason := attach(compiled, (), "auto"):
-        raise SystemExit(f"passes run plain: {reason}")
+    equip(compiled, (), "auto")
+    if compiled.ways.fast is None:
+        raise SystemExit(f"passes run plain: {compiled.ways.missing}")
     reference = TreeModel(deepcopy(network).float())
     prompts: list[Any] = [tokenizer(text)["input_ids"][:LONGEST] for text in read_prompts(args.prompts, args.count)]
-    errors: dict[str, list[Tensor]] = {"plain": [], compiled.form: []}
+    errors: dict[str, list[Tensor]] = {"plain": [], str(compiled.ways.fast): []}
     others = dict.fromkeys(errors, 0)
     with running(reference, plain, compiled):
         for ids in prompts:

@@ -64,7 +64,7 @@ def pass_rows(target: TreeModel, graphs: bool, context: int, sizes: Sequence[int
         session = target.session(1, context + padded_width(max(sizes)), graphs=graphs)
         session.prefill([[1] * context])
         for nodes in sizes:
-            run, seconds = partial(session.append_last, lay_out_chains([[1] * nodes], target.device)), []
+            run, seconds = partial(session.append, lay_out_chains([[1] * nodes], target.device)), []
             for _ in range(WARM + TIMED):
                 seconds.append(timed(run))
                 session.commit([()])

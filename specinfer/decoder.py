@@ -20,8 +20,7 @@ from transformers import GenerationConfig
 from specinfer import loading
 from specinfer.adaptive.policy import Auto
 from specinfer.attention import Support, TreeModel, check_model
-from specinfer.attention.compiler.linear import ROUNDED_STATES
-from specinfer.attention.compiler.packages import attach
+from specinfer.attention.passes.registry import equip
 from specinfer.calls.many import Finished, check_joins, finished
 from specinfer.calls.scoring import Score, continuations, score
 from specinfer.calls.text_stream import TextStream
@@ -42,7 +41,6 @@ from specinfer.drafts.online import checked_share, learners, save_heads
 from specinfer.drafts.published.formats import draft_config, load_published, may_be_head
 from specinfer.drafts.published.mtp import MtpDraft
 from specinfer.drafts.through_text import ThroughTextDraft
-from specinfer.drafts.translated import TranslatedDraft
 from specinfer.engine.callables import FUNCTIONS, BatchRow, for_row, listed
 from specinfer.engine.draft import Draft
 from specinfer.engine.generation import MAX_ROWS, Run
@@ -63,7 +61,6 @@ NAMED: dict[str, Callable[[], Draft]] = {  # words for drafts that need no files
     "lookahead": LookaheadDraft,
     "mtp": MtpDraft,
 }
-RETOKENIZED = {"translate": TranslatedDraft, "text": ThroughTextDraft}  # ways of a draft with another tokenizer
 WORDS = ("auto", "bundled", *NAMED)  # words for drafts; others are names of models
 METHODS = {  # that take other options than `open`, and their names for advice; what several take is the last one's
     "generate": "generate",
@@ -154,11 +151,10 @@ class SpeculativeDecoder:
                 self.notes.append(f"tree={suited}: {draft.name} has nodes that must not be cut")
         self.verifier.check(self.policy.kind)
         self.aux_layers = sorted({layer for draft in self.drafts for layer in draft.aux_layers})
-        self.plain: list[Any] = []  # per network, why its passes are not compiled
         for model in self.networks:
             is_head = model is not self.target and hasattr(model.model, "pass_inputs")
             aux_layers = self.aux_layers if model is self.target else [0] if is_head else []
-            self.plain.append(attach(model, aux_layers, plain(compile), rounded=is_head))
+            equip(model, aux_layers, plain(compile), rounded=is_head)
 
     @classmethod
     def from_pretrained(
@@ -238,8 +234,7 @@ class SpeculativeDecoder:
     @property
     def passes(self) -> str:
         """How the passes of target and drafts run, and why some are not compiled, in one line."""
-        reasons = [model.plain or reason for model, reason in zip(self.networks, self.plain, strict=True)]
-        ways = [_way(model, reason) for model, reason in zip(self.networks, reasons, strict=True)]
+        ways = [str(model.ways) for model in self.networks]
         named = [f"{name} {way}" for (name, _), way in zip(self._named_networks(), ways, strict=True)]
         return f"passes: {', '.join(named if len(set(ways)) > 1 else ways[:1])}"
 
@@ -553,8 +548,8 @@ class SpeculativeDecoder:
         if draft.tokenizer is None or self.tokenizer is None:
             check_sizes(self.target, draft)
             self.notes.append(f"draft {draft.name}: its tokenizer was not compared with the target's; give both")
-        elif draft.tokens in RETOKENIZED and self.tokenizer.get_vocab() != draft.tokenizer.get_vocab():
-            return RETOKENIZED[draft.tokens](draft, self.target, self.tokenizer)
+        elif draft.tokens == "text" and self.tokenizer.get_vocab() != draft.tokenizer.get_vocab():
+            return ThroughTextDraft(draft, self.target, self.tokenizer)
         else:
             loading.same_tokens(self.tokenizer, draft.tokenizer)
         draft = copy(draft)
@@ -610,16 +605,6 @@ def _as_policy(tree: Any) -> Policy:
         meant = f"{did_you_mean(tree, TREES, advice)} For example, tree=BestFirst(16, 8)"
         raise InputError(f"tree={tree!r:.60} is not a growth policy: {meant}")
     return policy
-
-
-def _way(model: TreeModel, reason: str) -> str:
-    """Return how passes run, in a few words."""
-    if reason or model.compiled is None:
-        return f"plain ({reason})"
-    dtype = str(model.compiled.dtype).removeprefix("torch.")
-    if model.form == ROUNDED_STATES:
-        return f"compiled (bfloat16 products, {dtype} sums)"
-    return "compiled" if model.compiled.dtype == model.dtype else f"compiled ({dtype})"
 
 
 def _check_arguments(model: Any, tokenizer: Any, gate: Any) -> None:

@@ -38,6 +38,7 @@ from specinfer.common import ranks
 from specinfer.common.advice import did_you_mean
 from specinfer.common.files import cache_folder
 from specinfer.common.model_options import DEVICES, HUB, checked_options, checked_placement
+from specinfer.common.progress import close_bars
 from specinfer.common.values import checked_count
 from specinfer.errors import ModelError, TokenizerMismatch, UnsupportedModel
 
@@ -219,7 +220,7 @@ def same_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase)
     Raises:
         TokenizerMismatch: names the first id that differs and its text on each side.
     """
-    advice = 'choose a draft with the target\'s tokenizer, or give ModelDraft tokens="text" or tokens="translate"'
+    advice = 'choose a draft with the target\'s tokenizer, or give ModelDraft tokens="text"'
     ours, theirs = target.get_vocab(), draft.get_vocab()
     if ours != theirs:
         first = min(index for _, index in ours.items() ^ theirs.items())
@@ -424,7 +425,9 @@ def _quietly(bars: bool = False) -> Iterator[None]:
     levels, enabled = [logger.level for logger in loggers], noise.is_progress_bar_enabled()
     for logger in loggers:
         logger.setLevel(logging.ERROR)
-    if enabled and not bars:
+    if bars:
+        close_bars()  # theirs take the place of ours
+    elif enabled:
         noise.disable_progress_bar()
     try:
         with nullcontext() if bars else redirect_stderr(io.StringIO()):  # some bars cannot be disabled

@@ -7,15 +7,16 @@ All counts are derived from the steps, so the parts of a result agree with each 
 
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import accumulate, takewhile
 from math import exp
 from os import PathLike
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from msgspec import MsgspecError, convert
 from torch import Tensor
 
 from specinfer.common.display import Displayed, draw
@@ -25,6 +26,7 @@ from specinfer.errors import InputError, SpecinferError
 from specinfer.tree import Kind, TokenTree
 
 FORMAT = 1  # of saved results
+Kept = TypeVar("Kept")
 REPR = 60  # characters of a text in its result's repr
 
 
@@ -55,11 +57,6 @@ class Seconds:
     def to_dict(self) -> dict[str, float]:
         """Return a JSON-ready dict, bookkeeping included."""
         return _attributes(self, "total", "prefill", "target", "draft", "learning", "bookkeeping")
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, float]) -> "Seconds":
-        """Return what `to_dict` described."""
-        return cls(*(data[f.name] for f in fields(cls)))
 
 
 class State(StrEnum):
@@ -122,11 +119,7 @@ class Step(Displayed):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Step":
         """Return what `to_dict` described."""
-        names = tuple(map(tuple, data["drafted_by"]))
-        tree, seconds = TokenTree.from_dict(data["tree"]), Seconds.from_dict(data["seconds"])
-        logprobs = data.get("logprobs")  # older files have none
-        path, tokens = tuple(data["path"]), tuple(data["tokens"])
-        return cls(tree, path, tokens, names, seconds, None if logprobs is None else tuple(logprobs))
+        return _restored(data, cls)
 
 
 @dataclass(frozen=True)
@@ -229,16 +222,7 @@ class Stats:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Stats":
         """Return what `to_dict` described."""
-        return cls(
-            data["new_tokens"],
-            data["target_passes"],
-            data["draft_passes"],
-            tuple(data["acceptance_by_depth"]),
-            Seconds.from_dict(data["seconds"]),
-            tuple(data["notes"]),
-            TreeSizes(**data["tree_sizes"]),
-            tuple(Contribution(**draft) for draft in data["drafts"]),
-        )
+        return _restored(data, cls)
 
     def __str__(self) -> str:
         """Summarise in two lines."""
@@ -350,16 +334,14 @@ class Result(Displayed):
                 raise InputError(
                     f"{path} is of format {data['specinfer result']!r:.20}, and this version reads {FORMAT}"
                 )
-            steps, stats = [Step.from_dict(step) for step in data["steps"]], Stats.from_dict(data["stats"])
-            named = {name: data[name] for name in ("text", "token_ids", "prompt_ids", "finish_reason", "seed")}
-            named["made_by"] = data.get("made_by", {})  # files of older versions have none
-            return cls(**named, stats=stats, steps=steps, tokenizer=data["known"] and KnownTokens(**data["known"]))
+            return replace(_restored(data, cls), tokenizer=data["known"] and KnownTokens(**data["known"]))
         except OSError as error:
             raise InputError(f"{path} cannot be read ({error.strerror or error})") from error
         except InputError:
             raise
-        except (LookupError, TypeError, ValueError, AttributeError, SpecinferError) as error:
-            raise InputError(f"{path} holds no saved result: give a file that Result.save wrote") from error
+        except (LookupError, TypeError, ValueError, AttributeError, SpecinferError, MsgspecError) as error:
+            reason = f"holds no saved result ({error!s:.120})"
+            raise InputError(f"{path} {reason}: give a file that Result.save wrote") from error
 
     def to_pandas(self) -> Any:
         """Return a data frame with a row for each new token.
@@ -431,6 +413,11 @@ def known_tokens(result: Result) -> KnownTokens | None:
     return KnownTokens.of(
         result.tokenizer, [*result.prompt_ids, *result.token_ids, *drafted, *emitted], [result.prompt_ids]
     )
+
+
+def _restored(data: Any, kind: type[Kept]) -> Kept:
+    """Return what `to_dict` described; raise `MsgspecError` with the field that is wrong, or `TreeError`."""
+    return convert(data, kind, dec_hook=lambda _, tree: TokenTree.from_dict(tree))
 
 
 def _attributes(value: Any, *names: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Packages of compiled passes in the cache folder: found, made, shared, listed, removed.
 
 Knows: where packages are kept, and which one belongs to a model on this machine.
-Does not know: how passes are compiled or compared (`attention.compiled`).
+Does not know: how passes are compiled or compared (`making`).
 
 A package holds code and no weights, so it belongs to an architecture.  Its name is a digest of what the model is made
 of, the versions of torch and transformers, and the kind of machine.  Fine-tuned models share the package of the base
@@ -24,13 +24,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 import transformers
-from tqdm import tqdm
 
 from specinfer.attention import TreeModel, resumed
 from specinfer.attention.compiler import kernels
 from specinfer.attention.compiler.linear import FORMS, ROUNDED_STATES, forms
+from specinfer.attention.compiler.making import check, computing, limit_of, make
 from specinfer.attention.compiler.watch import architecture, machine
-from specinfer.attention.passes.compiled import RECORD, CompiledPass, check, computing, limit_of, make
+from specinfer.attention.passes.compiled import RECORD, CompiledPass
 from specinfer.attention.precision import without_autocast
 from specinfer.attention.torch_private import COMPILER_OPTIONS
 from specinfer.common.files import cache_folder, parse_json, storing, write_json
@@ -51,60 +51,66 @@ def packages_folder() -> Path:
     return cache_folder() / "compiled"
 
 
-def attach(model: TreeModel, aux_layers: Sequence[int], mode: bool | str, rounded: bool = False) -> str:
-    """Give a model its compiled passes, if there are some; else return why it has none.
+def offer(model: TreeModel, aux_layers: Sequence[int], mode: bool | str, rounded: bool = False) -> CompiledPass:
+    """Return the compiled passes of a model.
 
     Args:
-        model: runs plain until it has compiled passes.
-        aux_layers: hidden states that its passes must return.
+        model: whose passes they are.
+        aux_layers: hidden states that they must return.
         mode: "auto" takes an existing package.  True makes one if there is none, and says so on stderr.  False takes
             none.
         rounded: whether its weights may be rounded, where this machine is faster then.
 
     Raises:
         InputError: the mode is none of these.
+        NotCompiled: there are none, and why.
     """
     if mode not in MODES:
         raise InputError(f"compile={mode!r}: give True, False or 'auto'")
-    if mode is False:
-        return "not compiled, as asked"
+    if reason := "not compiled, as asked" if mode is False else _why_never(model):
+        raise NotCompiled(reason)
+    with _lock, without_autocast(model.device), resumed(model):
+        try:
+            found = forms([weight for weight in model.model.parameters() if weight.ndim == 2], rounded)
+            may_fail = rounded or found[0] == ROUNDED_STATES  # and then it does so again
+            known = found if may_fail or mode is not True else found[:1]
+            compiled = _first(partial(_usable, anew=mode is True), model, aux_layers, known)
+            if mode is True and compiled is None:
+                compiled = _first(_made, model, aux_layers, found)
+        except (OSError, RuntimeError) as error:  # no access to the folder, no home
+            raise NotCompiled(f"packages cannot be looked for ({error})") from error
+    if compiled is None:
+        advice = "not compiled yet: `specinfer compile` does it in minutes, once, and passes get faster"
+        raise NotCompiled(missing_compiler() or advice)
+    return compiled
+
+
+def _why_never(model: TreeModel) -> str:
+    """Return why a model cannot have compiled passes, or ""."""
     if reason := getattr(model.model, "never_compiled", ""):
-        return reason
+        return str(reason)
     if model.stateful:
         return "it keeps states, which compiled passes cannot write"
     if model.ranks.size > 1:
         return f"its weights are spread over {model.ranks.size} processes"
     if model.dispatched:
         return "its hooks fetch weights or move inputs during a pass, which compiled passes do not"
-    with _lock, without_autocast(model.device), resumed(model):
-        try:
-            found = forms([weight for weight in model.model.parameters() if weight.ndim == 2], rounded)
-            may_fail = rounded or found[0] == ROUNDED_STATES  # and then it does so again
-            known = found if may_fail or mode is not True else found[:1]
-            model.compiled = _first(partial(_usable, anew=mode is True), model, aux_layers, known)
-            if mode is True and model.compiled is None:
-                model.compiled = _first(_made, model, aux_layers, found)
-            advice = "not compiled yet: `specinfer compile` does it in minutes, once, and passes get faster"
-            return "" if model.compiled else missing_compiler() or advice
-        except NotCompiled as error:
-            return str(error)
-        except (OSError, RuntimeError) as error:  # no access to the folder, no home
-            return f"packages cannot be looked for ({error})"
+    return ""
 
 
 def _first(
     find: Callable[..., CompiledPass | None], model: TreeModel, aux_layers: Sequence[int], found: Sequence[str]
 ) -> CompiledPass | None:
-    """Return the first passes that are found, with weights in one of some forms, as the model then says.
+    """Return the first passes that are found, with weights in one of some forms.
 
     Raises:
         NotCompiled: there are none, and the last search says why.
     """
     problem: NotCompiled | None = None
-    for model.form in found:
+    for form in found:
         try:
             problem = None
-            if (compiled := find(model, aux_layers)) is not None:
+            if (compiled := find(model, form, aux_layers)) is not None:
                 return compiled
         except NotCompiled as error:
             problem = error
@@ -142,8 +148,8 @@ def remove_packages() -> int:
     return count
 
 
-def package_of(model: TreeModel) -> Path:
-    """Return the folder that a model's package is in, or would be."""
+def package_of(model: TreeModel, form: str) -> Path:
+    """Return the folder that a model's package is in, or would be, with weights in a form."""
     parts = [
         FORMAT,
         COMPILER_OPTIONS,
@@ -153,24 +159,24 @@ def package_of(model: TreeModel) -> Path:
         architecture(model.model),
     ]
     parts += [kernels.source()] if model.device.type == "cpu" else []
-    digest = hashlib.sha256(json.dumps([*parts, model.form, str(model.dtype)]).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([*parts, form, str(model.dtype)]).encode()).hexdigest()
     return packages_folder() / f"{model.name}-{digest[:16]}"
 
 
-def _usable(model: TreeModel, aux_layers: Sequence[int], anew: bool = False) -> CompiledPass | None:
+def _usable(model: TreeModel, form: str, aux_layers: Sequence[int], anew: bool = False) -> CompiledPass | None:
     """Return the passes of the model's package, None if there is none, or if it will be made anew as it is unusable.
 
     Raises:
         NotCompiled: the package is damaged, wrong, or returns other hidden states; or the model is patched.
     """
-    compiled = _loaded[model.form].get(model.model)
+    compiled = _loaded[form].get(model.model)
     if compiled is not None and set(aux_layers) <= set(compiled.aux_layers) and not compiled.refresh():
         return compiled
-    folder = package_of(model)
+    folder = package_of(model, form)
     if not (folder / RECORD).is_file():
         return None
     try:
-        compiled = CompiledPass(model, folder)
+        compiled = CompiledPass(model, folder, form)
         if not set(aux_layers) <= set(compiled.aux_layers):
             raise NotCompiled("compiled for other drafts: run `specinfer compile` with these, too")
         if not (reason := compiled.refresh()):
@@ -181,19 +187,19 @@ def _usable(model: TreeModel, aux_layers: Sequence[int], anew: bool = False) -> 
         raise
     if reason:
         raise NotCompiled(reason)
-    _loaded[model.form][model.model] = compiled
+    _loaded[form][model.model] = compiled
     return compiled
 
 
-def _made(model: TreeModel, aux_layers: Sequence[int]) -> CompiledPass:
+def _made(model: TreeModel, form: str, aux_layers: Sequence[int]) -> CompiledPass:
     """Make a package, compare it with the plain model, and move it to where it will be found."""
     from filelock import FileLock
 
-    folder = package_of(model)
+    folder = package_of(model, form)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):
-            if (compiled := _usable(model, aux_layers, anew=True)) is not None:  # another process made it
+            if (compiled := _usable(model, form, aux_layers, anew=True)) is not None:  # another process made it
                 return compiled
             if missing := missing_compiler():
                 raise NotCompiled(missing)
@@ -203,12 +209,12 @@ def _made(model: TreeModel, aux_layers: Sequence[int]) -> CompiledPass:
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as temporary:
                 made = Path(temporary) / folder.name
                 made.mkdir()
-                source = computing(model)
-                make(source, sorted(set(aux_layers)), made, model.model)
-                compiled = CompiledPass(source, made)
+                source = computing(model, form)
+                make(source, form, sorted(set(aux_layers)), made, model.model)
+                compiled = CompiledPass(source, made, form)
                 if reason := compiled.refresh():
                     raise NotCompiled(reason)
-                error, limit = check(source, compiled, WIDTHS), limit_of(source)
+                error, limit = check(source, compiled, WIDTHS), limit_of(source, form)
                 _tell(f"compiled; largest error against the plain model {error:.1e}, where rounding explains {limit:g}")
                 record = parse_json((made / RECORD).read_text())
                 record["made"] = {"model": _checkpoint_name(model), "error": error, "limit": limit}
@@ -221,7 +227,7 @@ def _made(model: TreeModel, aux_layers: Sequence[int]) -> CompiledPass:
                         raise NotCompiled(reason)
     except OSError as error:
         raise NotCompiled(f"packages cannot be kept in {folder.parent} ({error.strerror or error})") from error
-    _loaded[model.form][model.model] = compiled
+    _loaded[form][model.model] = compiled
     return compiled
 
 
@@ -231,7 +237,7 @@ def _checkpoint_name(model: TreeModel) -> str:
 
 
 def _tell(line: str) -> None:
-    tqdm.write(line, file=sys.stderr)  # above bars, if there are any
+    print(line, file=sys.stderr)
 
 
 def missing_compiler() -> str:

@@ -1,22 +1,19 @@
-"""The compiled passes of a model: made once into a folder, compared with the plain model, called in its place.
+"""Passes from a package of compiled code.
 
-Knows: the compiler (AOTInductor), packages, when a package may be used for a model.
-Does not know: what the graph contains (`exported`), where packages are kept (`packages`), text.
+Knows: what a package holds, when it may stand for a model, packed weights.
+Does not know: how packages are made (`compiler.making`), where they are kept (`compiler.packages`).
 
 A package holds code and no weights: every call passes it the model's weights, those of linear layers packed.  The model
 is only read.  A package is used while the model is the one it was compared with: the same modules with the same
 settings, no hooks, no patched forwards.  Weights may be written or replaced; they are packed again.  If the model
-changed in another way, the plain model runs, and `TreeModel.plain` says why.
+changed in another way, the plain model runs, and its `Ways` say why.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from copy import copy, deepcopy
-from functools import partial
+from copy import copy
 from itertools import chain
-from math import inf
 from pathlib import Path
 from textwrap import shorten
 from threading import Lock
@@ -27,45 +24,40 @@ import torch
 from torch import Tensor
 
 from specinfer.attention.cache import TreeCache
-from specinfer.attention.check import toy_tree
-from specinfer.attention.compiler import attend, exported, linear
-from specinfer.attention.compiler.linear import BYTES, FORMS, IN_FLOAT32, ROUNDED_STATES, form_of, free_bytes, pack
+from specinfer.attention.compiler import exported
+from specinfer.attention.compiler.linear import BYTES, FORMS, ROUNDED_STATES, free_bytes, pack
 from specinfer.attention.compiler.watch import Watch, altered, named_tensors
-from specinfer.attention.layout import Layout, lay_out_chains, lay_out_trees
-from specinfer.attention.model import Columns, TreeModel, TreeSession
-from specinfer.attention.torch_private import compile_package, load_package, writes
+from specinfer.attention.forward import Forward, Inputs, Outputs
+from specinfer.attention.passes.plain import TensorPass
+from specinfer.attention.torch_private import load_package, writes
 from specinfer.errors import NotCompiled
 
-# Largest error of a pass's logits, root mean square over that of the logits, that rounding explains.  A wrong mask,
-# position or weight costs 1e-2 (random weights) to 1.  Bfloat16 itself moves the logits of SmolLM2 by 0.05 to 0.36 from
-# those in float32, so in 16 bits only gross mistakes are seen.
-ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 4e-1, torch.float16: 1e-1}
-ROUNDED = 0.3  # the same where weights or states are rounded
-MOST = 0.75  # of a pass's nodes must be within that in 16 bits; the others may be outliers
 SAMPLED = 32  # entries of a weight that are compared before every call
 SPARE = 1.2  # bytes of free memory that packing needs, per byte of packed weights
 RECORD = "package.json"
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-BRANCHES = (0, 1, 0, 3, 4)  # parents of a tree: two chains below the root, one two deep, one three
 USUAL = {"input_ids", "position_ids", "attention_mask", "logits_to_keep", "slots", "cache_rows", "cache_slots"}
 
-Outputs = tuple[Tensor, ...]
-Graph = tuple[torch.fx.GraphModule, tuple[exported.Source, ...]]
 Group = tuple[str, tuple[str, ...]]  # kind and names of a `Source`
 
 
-class CompiledPass:
+class CompiledPass(TensorPass):
     """A model's passes, from a package.
 
     Args:
         model: whose passes they are; all of its weights are read, none is written.
-        folder: holds what `make` wrote.
+        folder: holds what `making.make` wrote.
+        form: of its weights: see `compiler.linear`.
 
     Raises:
         NotCompiled: the package is damaged.
     """
 
-    def __init__(self, model: TreeModel, folder: Path) -> None:
+    runs_modules = False
+    dtype: torch.dtype
+
+    def __init__(self, model: Forward, folder: Path, form: str) -> None:
+        self.form, self.stored = form, model.dtype
         self.network: Callable[[], Any] = ref(model.model)  # alive while it is used
         try:
             record = json.loads((folder / RECORD).read_text())
@@ -73,7 +65,7 @@ class CompiledPass:
             self.layers: list[list[int]] = record["layers"]  # heads and dimension of keys, then of values
             self.dtype = DTYPES[record["dtype"]]  # that passes compute in
             self.runners = {tuple(each["extra"]): _Runner(folder, each, model.device) for each in record["variants"]}
-            self.packs: bool = record["packs"]  # whether it takes the nodes of all rows as one row
+            self.packs = bool(record["packs"])
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise NotCompiled(f"the package in {folder} is damaged ({shorten(str(error), 200)})") from error
         self.kinds = sorted(model.spec.windows)
@@ -86,7 +78,7 @@ class CompiledPass:
     def serving(self, network: Any) -> "CompiledPass":
         """Return the same passes for another network of the same architecture; code is shared, weights are not."""
         other = copy(self)
-        other.network, other.watch, other.lock = ref(network), Watch(network), Lock()
+        other.network, other.watch, other.lock, other.stored = ref(network), Watch(network), Lock(), network.dtype
         other.runners = {extra: copy(runner) for extra, runner in self.runners.items()}
         other.stamps, other.samples = [], []
         return other
@@ -142,14 +134,8 @@ class CompiledPass:
             return torch.cat([weights[name] for name in source.names]).to(dtype)
         return weights[source.names[0]].to(dtype)
 
-    def __call__(self, inputs: Mapping[str, Any], cache: TreeCache, aux_layers: Sequence[int]) -> Outputs:
-        """Run a pass: logits (B, C, V), and the auxiliary hidden states (B, T, K, H) if there are aux_layers.
-
-        Args:
-            inputs: of the model's forward, as `TreeSession` makes them; of a packed pass, as `Packing` does.
-            cache: with the slots of the pass staged.
-            aux_layers: hidden states wanted, some of the package's.
-        """
+    def run(self, model: Forward, inputs: Inputs, cache: TreeCache, aux_layers: Sequence[int]) -> Outputs:
+        """Run the package of these inputs."""
         ids, masks = inputs["input_ids"], inputs["attention_mask"]
         columns = inputs.get("logits_to_keep")
         extra = {name: inputs[name] for name in sorted(inputs.keys() - USUAL)}
@@ -170,6 +156,13 @@ class CompiledPass:
             return (outputs[0],)
         indices = [self.aux_layers.index(layer) for layer in aux_layers]
         return outputs[0], outputs[1] if indices == list(range(len(self.aux_layers))) else outputs[1][:, :, indices]
+
+    def __str__(self) -> str:
+        """Say in what numbers they compute."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        if self.form == ROUNDED_STATES:
+            return f"compiled (bfloat16 products, {dtype} sums)"
+        return "compiled" if self.dtype == self.stored else f"compiled ({dtype})"
 
 
 class _Runner:
@@ -194,220 +187,3 @@ class _Runner:
 
 def _joined(samples: Sequence[Tensor]) -> Tensor:
     return torch.cat([sample.float() for sample in samples]) if samples else torch.empty(0, device="cpu")
-
-
-# ---- making a package ----
-
-
-@torch.inference_mode(False)  # so that writes to the copy's weights are counted
-def computing(model: TreeModel) -> TreeModel:
-    """Return the model whose passes are compiled: itself, or a copy in float32 if passes of its form are.
-
-    Linear layers of the copy round their states where the form does.
-
-    Raises:
-        NotCompiled: the copy does not fit into memory.
-    """
-    if model.form not in IN_FLOAT32 or model.dtype == torch.float32:
-        return model
-    needed = SPARE * sum(4 * tensor.numel() for tensor in model.model.parameters())
-    if needed > free_bytes():
-        raise NotCompiled(f"compiling {model.name} takes {needed / 1e9:.1f} GB of memory, and less is free")
-    copied = TreeModel(deepcopy(model.model).float())
-    copied.form = model.form
-    for module in copied.model.modules():
-        if model.form == ROUNDED_STATES and type(module) is torch.nn.Linear:
-            module.__class__ = _RoundingLinear
-    return copied
-
-
-class _RoundingLinear(torch.nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input.to(torch.bfloat16).to(input.dtype))
-
-
-def make(model: TreeModel, aux_layers: Sequence[int], folder: Path, stored: Any) -> None:
-    """Export and compile a model's passes into an existing folder.
-
-    Args:
-        model: in evaluation mode; only read.
-        aux_layers: hidden states that passes return.
-        folder: gets one file for each set of inputs that the forward takes, and a record of the files.
-        stored: the network that it computes, maybe in another dtype; passes read its embeddings as they are.
-
-    Raises:
-        NotCompiled: the model cannot be exported, or the compiler fails; it says why.
-    """
-    if reason := altered(model.model):
-        raise NotCompiled(reason)
-    if model.spec.implementation == "flex_attention":
-        raise NotCompiled("flex attention's masks are not tensors")
-    try:
-        linear.teach_compiler()
-        attend.teach_compiler()
-        layers, variants = _layers(model), []
-        graphs, packs = _graphs(model, aux_layers, layers, stored)
-        for number, (extra, (graph, sources)) in enumerate(zip(variants_of(model.model), graphs, strict=True)):
-            path = folder / f"pass-{number}.pt2"
-            compile_package(graph, path)
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            variants.append({"extra": sorted(extra), "file": path.name, "sha256": digest, "sources": sources})
-    except Exception as error:  # of any kind: torch cannot trace or compile some models
-        reason = shorten(f"{type(error).__name__}: {error}", 200)
-        raise NotCompiled(f"{model.name} cannot be compiled: {reason}") from error
-    dtype = str(model.dtype).removeprefix("torch.")
-    record = {"aux_layers": list(aux_layers), "dtype": dtype, "layers": layers, "packs": packs, "variants": variants}
-    (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
-
-
-def _graphs(
-    model: TreeModel, aux_layers: Sequence[int], layers: Sequence[Sequence[int]], stored: Any
-) -> tuple[list[Graph], bool]:
-    """Export a model's passes, packed if they can be; return them, and whether they are."""
-    dtypes = {name: tensor.dtype for name, tensor in named_tensors(stored)}
-
-    def export(packed: bool) -> list[Graph]:
-        found = []
-        for extra in variants_of(model.model):
-            kinds, names = sorted(model.spec.windows), sorted(extra)
-            one = exported.Pass(model.model, kinds, aux_layers, model.takes_logits_to_keep, names)
-            given = _example(model, layers, extra, packed), partial(form_of, form=model.form), dtypes
-            found.append(exported.export_pass(one.eval(), *given))
-        return found
-
-    if model.device.type == "cpu" and model.dtype == torch.float32 and model.spec.implementation == "sdpa":
-        with suppress(Exception):  # of any kind: a model may look at the rows of its cache
-            return export(packed=True), True
-    return export(packed=False), False
-
-
-def variants_of(model: Any) -> tuple[dict[str, tuple[int, ...]], ...]:
-    """Return the sets of unusual inputs that a model's forward takes: name -> shape after (B, T)."""
-    return getattr(model, "pass_inputs", ({},))
-
-
-def _layers(model: TreeModel) -> list[list[int]]:
-    """Return heads and dimension of each cached layer's keys and values, as a plain pass writes them."""
-    session = model.session(rows=1, capacity=4)
-    extra = variants_of(model.model)[0].items()
-    inputs = {name: torch.zeros(1, 1, *shape, device=model.device, dtype=model.dtype) for name, shape in extra}
-    session.append(lay_out_chains([[0]], model.device), None, **inputs)
-    layers = (layer.buffers for layer in session.cache.layers)
-    return [[keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]] for keys, values in layers]
-
-
-def _example(
-    model: TreeModel, layers: Sequence[Sequence[int]], extra: Mapping[str, tuple[int, ...]], packed: bool
-) -> exported.Tensors:
-    """Return tensors of a pass, all sizes different: two rows, six nodes, 40 columns of 96 slots, logits of three."""
-    cached, nodes, kv_length, capacity = 2, 6, 40, 96
-    rows = 1 if packed else cached
-
-    def zeros(*shape: int, rows: int = rows) -> Tensor:
-        return torch.zeros(rows, *shape, dtype=model.dtype, device=model.device)
-
-    slots = torch.arange(kv_length - nodes, kv_length, device=model.device).repeat(rows, 1)
-    return exported.Tensors(
-        torch.zeros_like(slots),
-        [torch.zeros_like(slots)] if packed else [],
-        [slots] if model.takes_positions else [],
-        [zeros(1, nodes, kv_length) for _ in model.spec.windows],
-        slots.clone(),
-        torch.arange(3, device=model.device),
-        [zeros(heads, capacity, dim, rows=cached) for heads, dim, _, _ in layers],
-        [zeros(heads, capacity, dim, rows=cached) for _, _, heads, dim in layers],
-        [zeros(nodes, *shape) for _, shape in sorted(extra.items())],
-    )
-
-
-# ---- is it right? ----
-
-
-def check(model: TreeModel, compiled: CompiledPass, widths: Sequence[int] = ()) -> float:
-    """Compare compiled passes with plain ones: prompts, trees, chains of some widths, each over its cache.
-
-    Returns:
-        the largest error of a node's logits or auxiliary hidden states, root mean square over that of the plain ones.
-
-    Raises:
-        NotCompiled: the error is more than rounding explains; or states are rounded, and a tree's logits are not those
-            of its tokens one after the other, bit by bit.
-    """
-    try:
-        worst = max(_difference(model, compiled, extra, widths) for extra in variants_of(model.model))
-    except RuntimeError as error:
-        raise NotCompiled(f"compiled passes of {model.name} fail: {shorten(str(error), 200)}") from error
-    if not worst <= (limit := limit_of(model)):
-        raise NotCompiled(f"compiled passes of {model.name} are off by {worst:.1e} where rounding explains {limit:.0e}")
-    if model.form == ROUNDED_STATES and not _has_same_bits(model, compiled):
-        raise NotCompiled(f"compiled passes of {model.name} with rounded states depend on what else a pass holds")
-    return worst
-
-
-def limit_of(model: TreeModel) -> float:
-    """Return the largest error of a model's compiled passes that rounding explains, as `check` measures it."""
-    return ROUNDED if model.form in ("dynamic_int8", "rounded", ROUNDED_STATES) else ROUNDING.get(model.dtype, 1e-4)
-
-
-@torch.inference_mode()
-def _has_same_bits(model: TreeModel, compiled: CompiledPass) -> bool:
-    """Whether a tree's nodes get the logits, bit by bit, that their tokens get one after the other."""
-    ids = torch.randint(model.vocab_size, (30,), generator=torch.Generator().manual_seed(1), device="cpu").tolist()
-    tree = toy_tree(ids[: len(BRANCHES) + 1], BRANCHES)
-    trees, chains = (
-        TreeSession(model, TreeCache(1, 64, uniform_layers=model.uniform_layers), compiled.aux_layers, compiled)
-        for _ in range(2)
-    )
-    for session in (trees, chains):
-        session.prefill([ids[8:]])
-    found = trees.append(lay_out_trees([tree], model.device)).row(0)
-    for leaf in {*range(len(tree))} - {*BRANCHES}:
-        path = tree.ancestors(leaf)
-        for node in path:
-            alone = chains.append(lay_out_chains([[int(tree.tokens[node])]], model.device)).row(0)[0]
-            if not torch.equal(alone, found[node]):
-                return False
-            chains.commit([(0,)])
-        chains.cache.forget([len(path)])
-    return True
-
-
-@torch.inference_mode()
-def _difference(model: TreeModel, compiled: CompiledPass, extra: Mapping[str, Any], widths: Sequence[int]) -> float:
-    """Compare three rows: one token, a prompt, a tree; then one of them: a tree, and chains."""
-    generator, device, longest = torch.Generator().manual_seed(0), model.device, max(widths, default=0)
-    ids = torch.randint(model.vocab_size, (3, 24 + longest), generator=generator, device="cpu").tolist()
-    trees = [toy_tree(row[12:18], BRANCHES) for row in (*ids, ids[0][6:])]
-    prompts = [ids[0][1:12], ids[1][1:9], ids[2][1:6]]
-    steps: list[tuple[Layout, Columns, Sequence[Sequence[int] | None]]] = [
-        (lay_out_chains([row[:1] for row in ids], device), None, [(0,)] * 3),
-        (lay_out_chains(prompts, device), [range(1, 3)] * 3, [range(len(prompt)) for prompt in prompts]),
-        (lay_out_trees(trees[:3], device), None, [(0, 1, 4), None, None]),
-        (lay_out_trees(trees[3:], device), None, [(0, 3)]),
-        *((lay_out_chains([ids[0][:width]], device), None, [()]) for width in widths),
-    ]
-    caches = (TreeCache(3, 24 + longest, uniform_layers=model.uniform_layers) for _ in range(2))
-    passes = zip(caches, (None, compiled), strict=True)
-    sessions = [TreeSession(model, cache, compiled.aux_layers, each) for cache, each in passes]
-    worst = 0.0
-    for layout, columns, paths in steps:
-        given = {
-            name: torch.randn(*layout.tokens.shape, *shape, generator=generator).to(device, model.dtype)
-            for name, shape in extra.items()
-        }
-        results = [session.append(layout, columns, **given).flat() for session in sessions]
-        states = [session.aux_states[0].flat().flatten(1) for session in sessions if session.aux_states]
-        worst = max(worst, _error(*results), _error(*states) if states else 0.0)
-        for session in sessions:
-            session.commit(paths)
-    return worst
-
-
-def _error(plain: Tensor, found: Tensor) -> float:
-    """Return the largest error of a node, root mean square over that of the plain values; in 16 bits of most nodes."""
-    few_bits = torch.finfo(plain.dtype).bits < 32
-    plain, found = plain.double(), found.double()
-    spread = (plain - plain.mean(-1, keepdim=True)).square().mean(-1)
-    errors = ((plain - found).square().mean(-1) / spread.clamp(min=1e-24)).sqrt().flatten()
-    worst = float(errors.quantile(MOST) if few_bits else errors.max())
-    return worst if worst == worst else inf

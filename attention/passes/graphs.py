@@ -1,49 +1,51 @@
 """Passes that repeat in the same shapes: captured as CUDA graphs, and replayed.
 
-Knows: shapes seen so far, tensors that must stay where a graph reads them.  Does not know: trees, models, caches.
+Knows: shapes seen so far, tensors that must stay where a graph reads them.  Does not know: trees, models.
 
 A GPU finishes the many small kernels of a pass over a few tokens faster than a CPU launches them.  A graph launches all
-of them at once.  It holds for one set of shapes, so passes use few: a pass attends to a power of two of slots, and if
-nothing follows it in its step, its tokens are padded (`padded_width`).  Levels of a tree keep their sizes.
+of them at once.  It holds for one set of shapes, so passes use few: a pass attends to a power of two of slots, and
+its rows are padded (`padded_width`).
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from specinfer.attention.cache import TreeCache
+from specinfer.attention.forward import Forward, Inputs, Outputs
+from specinfer.attention.layout import Layout
+from specinfer.attention.passes.base import Pass, Result
+from specinfer.attention.passes.plain import TensorPass
+from specinfer.common.tensors import padded_width
 from specinfer.errors import UnsupportedModel
 
 Tensors = dict[str, Tensor]
 Replay = Callable[[], tuple[Tensor, ...]]
-Pass = Callable[[Tensors], tuple[Tensor, ...]]
+Function = Callable[[Tensors], tuple[Tensor, ...]]
 
-FEWEST = 512  # the fewest slots that it attends to; masked slots cost little
 SEEN = 2  # passes of a shape before it is captured: they warm kernels up, and many shapes come only once
 
 
-def padded_kv_length(slots: int) -> int:
-    """Return the number of slots attended to by a pass that needs so many."""
-    return max(FEWEST, 1 << (slots - 1).bit_length())
-
-
 class Graphs:
-    """A pass, captured once for every set of shapes.
+    """A pass, captured once for every set of shapes."""
 
-    Args:
-        run: the pass.  It must depend on nothing but its tensors, and memory that does not move.
-    """
-
-    def __init__(self, run: Pass) -> None:
-        self.run, self.capture = run, CudaCapture()
+    def __init__(self) -> None:
+        self.capture = CudaCapture()
         self.seen: Counter[Hashable] = Counter()
         self.made: dict[Hashable, tuple[Tensors, Replay]] = {}
         self.memory: Hashable = None  # that `made` was captured with
 
-    def __call__(self, tensors: Mapping[str, Tensor], memory: Hashable) -> tuple[Tensor, ...]:
-        """Run the pass.  Another ``memory`` than in the last call drops all graphs."""
+    def __call__(self, run: Function, tensors: Mapping[str, Tensor], memory: Hashable) -> tuple[Tensor, ...]:
+        """Run a pass.
+
+        Args:
+            run: the pass, the same in every call.  It depends on nothing but its tensors, and memory that stays.
+            tensors: its inputs.
+            memory: another one than in the last call drops all graphs.
+        """
         if memory != self.memory:
             self.made.clear()
             self.seen.clear()  # kernels have to warm up to the new memory
@@ -51,14 +53,46 @@ class Graphs:
         shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
         self.seen[shapes] += 1
         if self.seen[shapes] <= SEEN:
-            return self.run(dict(tensors))
+            return run(dict(tensors))
         if shapes not in self.made:
             inputs = {name: tensor.clone() for name, tensor in tensors.items()}
-            self.made[shapes] = inputs, self.capture(self.run, inputs)
+            self.made[shapes] = inputs, self.capture(run, inputs)
         inputs, replay = self.made[shapes]
         for name, tensor in tensors.items():
             inputs[name].copy_(tensor)
         return tuple(output.clone() for output in replay())  # the next replay overwrites them
+
+
+class GraphedPass(Pass):
+    """Another pass, replayed as graphs where its inputs are tensors.
+
+    Args:
+        inner: runs the pass; a `TensorPass`.
+    """
+
+    def __init__(self, inner: Pass) -> None:
+        assert isinstance(inner, TensorPass)
+        self.inner, self.graphs = inner, Graphs()
+
+    def cache(self, model: Forward, rows: int, capacity: int, max_capacity: int | None, fixed: bool) -> TreeCache:
+        """Return an empty cache that graphs can write."""
+        return self.inner.cache(model, rows, capacity, max_capacity, True)
+
+    def __call__(self, model: Forward, nodes: Layout, cache: TreeCache, aux_layers: Sequence[int]) -> Result:
+        """Feed nodes."""
+        return self.inner.through(self._replay, model, nodes, cache, aux_layers, padded_width(max(nodes.sizes)))
+
+    def _replay(self, model: Forward, inputs: Inputs, cache: TreeCache, aux_layers: Sequence[int]) -> Outputs:
+        """Run the inner pass, from a graph if there is one for inputs of these shapes."""
+        if not isinstance(inputs["attention_mask"], Tensor):  # a mask for each kind of layer
+            return self.inner.run(model, inputs, cache, aux_layers)
+
+        def run(given: Tensors) -> Outputs:
+            cache.slots = given["slots"]
+            others = {name: value for name, value in given.items() if name != "slots"}
+            return self.inner.run(model, others, cache, aux_layers)
+
+        return self.graphs(run, {**inputs, "slots": cache.staged(model.device)}, cache.capacity)
 
 
 class CudaCapture:
@@ -68,7 +102,7 @@ class CudaCapture:
         self.pool: Any = None
         self.stream: Any = None
 
-    def __call__(self, run: Pass, inputs: Tensors) -> Replay:
+    def __call__(self, run: Function, inputs: Tensors) -> Replay:
         """Capture a pass over inputs; return what runs it again over the values that they hold then.
 
         Raises:

@@ -19,16 +19,22 @@ grows with every rejection in a row: one of more than `REPLAY` tokens is read in
 Each row runs alone, a batch of one: a state cannot skip padding, and rows replay different numbers of tokens.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
+from specinfer.attention.forward import Forward, Inputs
 from specinfer.attention.layout import Layout
-from specinfer.errors import CacheError
+from specinfer.attention.passes.base import Pass, Result
+from specinfer.attention.per_node import PerNode
+from specinfer.common.tensors import on_device
+from specinfer.errors import CacheError, InputError, UnsupportedModel
 
 REPLAY = 16  # the most tokens that the next step's pass reads again
 CACHES = (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin)
@@ -57,35 +63,31 @@ class StateCache:
         """Committed tokens of each row."""
         return [row.committed for row in self.rows]
 
-    def feed(self, layout: Layout, columns: Tensor | None, read: Read) -> tuple[Tensor, ...]:
+    def feed(self, nodes: Layout, read: Read) -> Result:
         """Read a layout of chains, row by row, each after its replay.
 
         Args:
-            layout: of T nodes a row.
-            columns: long (C,), the nodes whose logits are wanted; all when None.
+            nodes: the layout.
             read: runs the model on one row.
 
         Returns:
-            logits (B, C, V), and hidden states (B, T, K, H) if there are any.  Padding repeats the last real node.
+            logits and hidden states, if there are any.
 
         Raises:
             CacheError: the layout branches, or a row would hold more than ``max_capacity`` tokens.
         """
-        width, device = layout.width, layout.tokens.device
-        nodes = torch.arange(width, device=device)
-        depths = layout.depths[:, -width:]
-        real = depths == nodes + layout.depths.shape[1] - width  # in a chain, depths are columns
-        if bool((~real & (depths > 0)).any()):
+        if bool((nodes.node_depths != nodes.columns).any()):
             raise CacheError("a tree that branches was fed to a model that keeps states: use chains")
-        counts = real.sum(1).clamp(min=1).tolist()
-        wanted, outputs = nodes if columns is None else columns, []
-        for row, tokens, count in zip(self.rows, layout.tokens.tolist(), counts, strict=True):
-            if row.committed + len(row.fed) + count > self.max_capacity:
+        device, tokens, outputs = nodes.tokens.device, iter(nodes.tokens.tolist()), []
+        for number, (row, size) in enumerate(zip(self.rows, nodes.sizes, strict=True)):
+            if row.committed + len(row.fed) + size > self.max_capacity:
                 advice = "shorten the prompt, ask for fewer new tokens, or use a shorter chain"
                 raise CacheError(f"a row needs more than its maximum of {self.max_capacity} tokens: {advice}")
-            logits, states = row.feed(tokens[:count], wanted.clamp(max=count - 1), read)
-            outputs.append((logits, *(states[:, nodes.clamp(max=count - 1)] for states in states)))
-        return tuple(map(torch.cat, zip(*outputs, strict=True)))
+            wanted = range(size) if nodes.wanted is None else nodes.wanted[number]
+            columns = torch.arange(wanted.start, wanted.stop, device=device)
+            outputs.append(row.feed([*islice(tokens, size)], columns, read) if size else ())
+        kinds = range(max(map(len, outputs)))  # logits, and maybe states
+        return tuple(PerNode.of_rows([found[kind] if found else None for found in outputs]) for kind in kinds)
 
     def keep(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Commit the first pending tokens of every row, ``paths[b]`` = 0, 1, ...; None retires a row.
@@ -116,6 +118,38 @@ class StateCache:
                     raise CacheError(f"row {number}: a layer holds {held} tokens where {row.length} were read")
 
 
+class StatefulPass(Pass):
+    """Calls the model row by row, each over the cache that the model made for it."""
+
+    def cache(self, model: Forward, rows: int, capacity: int, max_capacity: int | None, fixed: bool) -> StateCache:
+        """Return empty caches.
+
+        Raises:
+            InputError: they are for graphs.
+        """
+        if fixed:
+            raise InputError(f"graphs=True: {model.name} keeps states, which graphs do not write: leave it out")
+        return StateCache(rows, max(capacity, max_capacity or 0))
+
+    def __call__(self, model: Forward, nodes: Layout, cache: StateCache, aux_layers: Sequence[int]) -> Result:
+        """Feed nodes, which are chains."""
+
+        def read(tokens: Sequence[int], first: int, row: Any, columns: Tensor) -> tuple[Tensor, Tensor | None, Any]:
+            inputs: Inputs = {"input_ids": on_device([[*tokens]], columns.device), model.cache_name: row}
+            if model.takes_positions:
+                positions = torch.arange(first, first + len(tokens), device=columns.device)[None]
+                inputs["position_ids"] = positions.clamp(max=(model.max_positions or sys.maxsize) - 1)
+            if model.takes_logits_to_keep:
+                inputs["logits_to_keep"] = columns
+            output, *states = model.call(inputs, aux_layers)
+            if getattr(output, model.cache_name, None) is None:
+                raise UnsupportedModel(f"{model.name} returns no cache of what it read, so nothing can be taken back")
+            logits = output.logits if model.takes_logits_to_keep else output.logits[:, columns]
+            return logits, states[0] if states else None, output[model.cache_name]
+
+        return cache.feed(nodes, read)
+
+
 class _Row:
     """One row: the model's cache after ``length`` tokens, and the tokens not yet committed or not yet in it."""
 
@@ -130,17 +164,17 @@ class _Row:
     def committed(self) -> int:
         return (self.boundary[1] if self.boundary else self.length) + len(self.replay)
 
-    def feed(self, tokens: list[int], wanted: Tensor, read: Read) -> tuple[Tensor, list[Tensor]]:
-        """Read more pending tokens; return logits and hidden states after them, without those of the replay."""
+    def feed(self, tokens: list[int], wanted: Tensor, read: Read) -> tuple[Tensor, ...]:
+        """Read more pending tokens; return logits (C, V) and hidden states (T, K, H), without those of the replay."""
         if self.boundary is None:
             if len(self.replay) > REPLAY:
-                self._read(self.replay, torch.zeros_like(wanted[:1]), read)
+                self._read(self.replay, wanted.new_zeros(1), read)
                 self.replay = []
             self.boundary = copied(self.cache), self.length
         again = [] if self.fed else self.replay
         logits, states = self._read([*again, *tokens], wanted + len(again), read)
         self.fed += tokens
-        return logits, [] if states is None else [states[:, len(again) :]]
+        return (logits[0],) if states is None else (logits[0], states[0, len(again) :])
 
     def keep(self, count: int) -> None:
         """Commit so many pending tokens."""

@@ -7,21 +7,35 @@ from collections import defaultdict
 from math import inf
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, MsgspecError, Struct, convert, json
 
 from specinfer.adaptive.acceptance import DEPTHS, Acceptance, Rate
 from specinfer.adaptive.cost_model import Costs, Seconds
-from specinfer.common.files import parse_json
+from specinfer.common.values import plain
 from specinfer.errors import InputError
 from specinfer.tree.token_tree import MOST_DRAFTS
 
 KIND, VERSION = "what adaptive trees learnt", 2
-MOST = 1e9  # no count and no number of seconds is larger
+MOST = 1_000_000_000  # no count and no number of seconds is larger
+Number = Annotated[float, Meta(ge=0, le=MOST)]
+Count = Annotated[int, Meta(ge=0, le=MOST)]
+Flag = Annotated[int, Meta(ge=0, le=1)]
+Depth = Annotated[int, Meta(ge=0, le=DEPTHS)]
 ADVICE = "save a new one with Auto.save, or leave the profile out"
 
 
-class Damaged(Exception):
-    """A field of a profile is damaged; the text says which and why."""
+class Saved(Struct):
+    """A profile as JSON: see `Profile.to_json`."""
+
+    kind: str
+    version: int
+    drafts: Annotated[int, Meta(ge=0, le=MOST_DRAFTS)]
+    trees: tuple[Number, Number]
+    plain: Annotated[list[tuple[Count, Number, Number, Number]], Meta(min_length=1)]
+    levels: list[tuple[Count, Number]]
+    accepted: list[tuple[Flag, Flag, Count, Depth, Number, Number]]
 
 
 class Profile:
@@ -68,39 +82,36 @@ class Profile:
         Raises:
             InputError: the file cannot be read; or it is no profile, of another version, or damaged: says where.
         """
-        if not isinstance(profile, dict):
-            try:
-                found = parse_json(Path(profile).read_text(encoding="utf-8"))
-            except (OSError, ValueError, TypeError) as error:
-                raise InputError(f"cannot read the profile {profile!s:.200} ({error!s:.100}): {ADVICE}") from None
-            profile = found if isinstance(found, dict) else {}
+        name = "this profile" if isinstance(profile, dict) else f"the profile {profile!s:.200}"
         try:
-            return cls._restored(profile)
-        except (Damaged, RecursionError) as error:
-            raise InputError(f"this profile cannot be used ({error!s:.120}): {ADVICE}") from None
+            if isinstance(profile, dict):
+                return cls._restored(convert(plain(profile), Saved))
+            return cls._restored(json.decode(Path(profile).read_bytes(), type=Saved))
+        except (OSError, TypeError, ValueError, RecursionError, MsgspecError) as error:
+            raise InputError(f"{name} cannot be used ({error!s:.120}): {ADVICE}") from None
 
     @classmethod
-    def _restored(cls, profile: dict[str, Any]) -> "Profile":
-        version = profile.get("version")
-        if profile.get("kind") != KIND or version != VERSION or isinstance(version, bool):
-            raise Damaged(f"it does not say that it is {KIND!r}, version {VERSION}")
+    def _restored(cls, saved: "Saved") -> "Profile":
+        """Raise `ValueError` for another version, or for drafts that there are not."""
+        if (saved.kind, saved.version) != (KIND, VERSION):
+            raise ValueError(f"it does not say that it is {KIND!r}, version {VERSION}")
+        if any(draft >= saved.drafts for draft, _ in saved.levels):
+            raise ValueError(f"levels names other drafts than the first {saved.drafts}")
+        if any(who > 2**saved.drafts for _, _, who, *_ in saved.accepted):
+            raise ValueError(f"accepted names other drafts than the first {saved.drafts}")
         learnt = cls()
-        learnt.drafts = _count(profile.get("drafts"), "drafts", MOST_DRAFTS)
+        learnt.drafts = saved.drafts
         trees = learnt.costs.trees
-        ((trees.base, trees.slope),) = _rows([profile.get("trees")], "trees", 2)
+        trees.base, trees.slope = saved.trees
         trees.count, trees.largest, learnt.costs.cheap = 3, inf, inf  # the line is given, for all sizes
-        for rows, plain, tokens, spent in _rows(profile.get("plain"), "plain", 4):
-            batch = _count(rows, "plain", MOST)
-            learnt.costs.plain[batch] = _average(plain)
-            learnt.costs.tokens[batch], learnt.costs.spent[batch] = tokens, spent
-        if not learnt.costs.plain:
-            raise Damaged("'plain' is empty")
-        for draft, level in _rows(profile.get("levels"), "levels", 2):
-            learnt.costs.levels[_count(draft, "levels", max(learnt.drafts - 1, 0))] = _average(level)
-        for coupled, kind, who, depth, accepted, expected in _rows(profile.get("accepted"), "accepted", 6):
-            found = learnt.acceptance[bool(_count(coupled, "accepted", 1))]
-            rates = found.families if _count(kind, "accepted", 1) else found.edges
-            rate = rates[_count(who, "accepted", 2**learnt.drafts), _count(depth, "accepted", DEPTHS)] = Rate()
+        for rows, seconds, tokens, spent in saved.plain:
+            learnt.costs.plain[rows] = _average(seconds)
+            learnt.costs.tokens[rows], learnt.costs.spent[rows] = tokens, spent
+        for draft, level in saved.levels:
+            learnt.costs.levels[draft] = _average(level)
+        for coupled, kind, who, depth, accepted, expected in saved.accepted:
+            found = learnt.acceptance[bool(coupled)]
+            rate = (found.families if kind else found.edges)[who, depth] = Rate()
             rate.accepted, rate.expected = accepted, max(expected, 1e-9)
         return learnt
 
@@ -109,23 +120,3 @@ def _average(value: float) -> Seconds:
     average = Seconds()
     average.add(value)
     return average
-
-
-def _count(value: Any, name: str, most: float) -> int:
-    """Return a whole number within its bounds."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most or value != int(value):
-        raise Damaged(f"{name!r} has something else than whole numbers from 0 to {most:g}")
-    return int(value)
-
-
-def _rows(value: Any, name: str, width: int) -> list[list[Any]]:
-    """Return a list of lists of that length, of finite numbers that are not negative."""
-    if not isinstance(value, list):
-        raise Damaged(f"{name!r} is no list")
-    for row in value:
-        if not isinstance(row, list) or len(row) != width:
-            raise Damaged(f"{name!r} has an entry that is no list of {width}")
-        for number in row:
-            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= MOST:
-                raise Damaged(f"{name!r} has something else than numbers from 0 to {MOST:g}")
-    return list(value)

@@ -7,7 +7,7 @@ A line of a file is an object with "prompt" (text, chat messages or token ids), 
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from specinfer.calls.many import Finished
 from specinfer.common.files import locked
+from specinfer.common.progress import Progress
 from specinfer.common.records import Records
 from specinfer.common.values import checked_names
 from specinfer.common.versions import versions
@@ -26,7 +27,6 @@ from specinfer.evaluation.provenance import machine, models_of
 from specinfer.prompts import read_objects
 
 FIELDS = {"number", "file", "line"}  # of every record
-Progress = Callable[[str, int, int, dict[str, Any]], None]  # (what, number done, of all, figures)
 
 
 class PromptLine(NamedTuple):
@@ -117,7 +117,7 @@ def generate_files(
         out: the folder.
         max_rows: prompts decoded at a time.  In float32 no text depends on it, so it may change when a run goes on.
         seed: of the first prompt; each has one more than the one before it, unless its options say otherwise.
-        progress: called with "prompts", how many are done, of how many, and tokens/s, once and after each.
+        progress: called with "prompts", how many are done, of how many, and new tokens, once and after each.
         **options: of `SpeculativeDecoder.generate_many`, for all prompts.
 
     Raises:
@@ -136,11 +136,10 @@ def generate_files(
         rows = (each.asked(first) for each in left)
         found = decoder.generate_many(rows, max_rows=max_rows, **options)
         started, tokens, refused = perf_counter(), 0, sum(held.values())
-        progress("prompts", len(held), len(prompts), {})
+        progress("prompts", len(held), len(prompts), {"tokens": 0})
         for count, record in enumerate(_written(found, left, records), 1):
             tokens, refused = tokens + record.get("new_tokens", 0), refused + ("error" in record)
-            speed = {"tokens/s": tokens / (perf_counter() - started)}
-            progress("prompts", len(held) + count, len(prompts), speed)
+            progress("prompts", len(held) + count, len(prompts), {"tokens": tokens})
     return Summary(Path(out), len(prompts), refused, len(left), tokens, perf_counter() - started)
 
 

@@ -45,7 +45,7 @@ class Conversation(SharedPrefix):
     def open(self, model: TreeModel, *sizes: Any) -> TreeSession:
         """Open a turn's session: as `TreeModel.session`, and its row outlives the run."""
         session = model.session(*sizes)
-        return Turn(model, session.cache, session.aux_layers, session.compiled)
+        return Turn(model, session.cache, session.aux_layers, session.run)
 
     def prefill(
         self, session: TreeSession, prompts: Sequence[Sequence[int]], hold: bool = False

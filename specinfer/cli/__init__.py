@@ -12,10 +12,12 @@ from typing import Annotated
 
 import typer
 
-from specinfer.cli import checks, evidence, text, train
+from specinfer.cli import checks, distill, evidence, generate
 from specinfer.cli.chat import chat
 from specinfer.cli.measure import PRESETS, compare
-from specinfer.cli.terminal import INTERRUPTED, close_bars
+from specinfer.cli.options import flattened
+from specinfer.cli.terminal import INTERRUPTED
+from specinfer.common.progress import close_bars
 from specinfer.common.versions import VERSION
 from specinfer.errors import SpecinferError
 
@@ -28,9 +30,9 @@ app = typer.Typer(
     help="Generate text with token trees that a small model drafts and the target verifies, exactly.",
 )
 COMMANDS: dict[str, Callable[..., None]] = {
-    "generate": text.generate,
+    "generate": generate.generate,
     "chat": chat,
-    "tree": text.tree,
+    "tree": generate.tree,
     "compile": checks.compile_passes,
     "check-model": checks.check_model,
     "check-draft": checks.check_draft,
@@ -39,11 +41,10 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "record": evidence.record,
     "replay": evidence.replay,
     "paper-tables": evidence.paper_tables,
-    "distill": train.distill,
-    "export-draft": train.export_draft,
+    "distill": distill.distill,
 }
 for _name, _command in COMMANDS.items():
-    app.command(_name)(_command)
+    app.command(_name)(flattened(_command))
 
 
 def _print_version(asked: bool) -> None:
@@ -61,7 +62,9 @@ def _options(
     pass
 
 
-app.command("bench", help="Run compare --preset bench.", context_settings={"default_map": PRESETS["bench"]})(compare)
+app.command("bench", help="Run compare --preset bench.", context_settings={"default_map": PRESETS["bench"]})(
+    flattened(compare)
+)
 
 
 def main() -> None:

@@ -7,15 +7,17 @@ Does not know: how text is decoded, how a turn begins with what the last one rea
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
 from specinfer.cli import options
-from specinfer.cli.terminal import busy, loading
-from specinfer.cli.text import BEST, build_policy, drawn, print_stats, step_index
+from specinfer.cli.generate import BEST, drawn, print_stats, step_index
+from specinfer.common.progress import busy, close_bars
 from specinfer.errors import InputError, SpecinferError
 
+LONG = options.Sampling(max_new_tokens=512)
 HELP = """\
 /stats           what speculation did for the last answer
 /tree [N|best]   the tree of one of its steps
@@ -25,33 +27,14 @@ HELP = """\
 
 
 def chat(
-    target: options.Target = None,
-    draft: options.Drafts = None,
-    tree: options.Tree = "auto",
-    nodes: options.Nodes = None,
-    depth: options.Depth = None,
-    expansion: options.Expansion = "3,2,1,1",
+    *,
+    models: options.Models,
+    trees: options.Trees,
+    sampling: options.Sampling = LONG,
     system: Annotated[str | None, typer.Option(help="A system message.", show_default="the chat template's")] = None,
-    max_new_tokens: options.NewTokens = 512,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    seed: options.Seed = 0,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    quantize: options.Quantize = None,
-    device_map: options.DeviceMap = None,
-    max_memory: options.MaxMemory = None,
-    offload_folder: options.OffloadFolder = None,
 ) -> None:
     """Talk to the target; accepted tokens have the colour of their draft. What was read is not read again."""
-    with loading():
-        policy = build_policy(tree, nodes, depth, expansion)
-    models: dict[str, Any] = {"dtype": dtype, "device": device, "quantize": quantize, "device_map": device_map}
-    models |= {"max_memory": max_memory, "offload_folder": offload_folder}
-    decoder = options.load_decoder(target, draft, tree=policy, **models)
-    asked = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "top_p": top_p, "top_k": top_k}
-    conversation = Chat(decoder, system, asked)
+    conversation = Chat(models.decoder(grown=trees.policy), system, asdict(sampling))
     if sys.stdin.isatty():
         print(f"{conversation.legend}\n/help lists commands", file=sys.stderr)
     for line in lines():
@@ -150,10 +133,10 @@ class Chat:
 
         messages = [*self.messages, {"role": "user", "content": text}]
         run = self.read.begin(self.decoder.open(messages, **self.asked))
-        with busy("reading") as line:
+        with busy("reading"):
             try:
                 for piece, author in authored(run, self.decoder.tokenizer):
-                    line.close()
+                    close_bars()
                     print(painted(piece, self.looks[author][1]) if author in self.looks else piece, end="", flush=True)
             except KeyboardInterrupt:
                 run.close()

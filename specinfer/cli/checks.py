@@ -6,8 +6,6 @@ Does not know: how models and drafts are checked, how models are compiled, how d
 
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specinfer.cli import options
-from specinfer.cli.terminal import bar, busy, loading, print_json, quieten, show, text_bar
+from specinfer.cli.terminal import loading, print_json, quieten, show
 from specinfer.common.files import write_whole
+from specinfer.common.progress import Bars
 from specinfer.common.tables import folded
 from specinfer.errors import InputError, NotCompiled
 
@@ -39,21 +38,17 @@ ERRORS = (
 
 def check_model(
     model: Annotated[str, typer.Argument(help="Hub name or folder.")],
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    device_map: options.DeviceMap = None,
-    max_memory: options.MaxMemory = None,
-    offload_folder: options.OffloadFolder = None,
+    *,
+    layers: options.Layers,
     as_json: options.Json = False,
 ) -> None:
     """Say whether a model scores token trees exactly: exact, chain only or unsupported, and why."""
-    placed = options.placement(device_map, max_memory, offload_folder)
     with loading(model):
         from specinfer.attention import check_model
         from specinfer.loading import load
 
         quieten()
-        check = check_model(load(model, dtype, device, **placed).model)
+        check = check_model(load(model, **layers.loading()).model)
     show([check._asdict()], as_json)
 
 
@@ -74,12 +69,9 @@ def check_draft(
     count: options.Count = 5,
     split: options.Split = "dev",
     max_new_tokens: options.NewTokens = 48,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
+    *,
+    layers: options.Layers,
     quantize: options.Quantize = None,
-    device_map: options.DeviceMap = None,
-    max_memory: options.MaxMemory = None,
-    offload_folder: options.OffloadFolder = None,
     plot: Annotated[Path | None, typer.Option(help=f"File for a picture: .{', .'.join(PICTURES)}.")] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -91,17 +83,9 @@ def check_draft(
 
     kind = plot and _picture_kind(plot)
     texts = [text for path in prompts or () for _, text in read_prompt_file(path, split, count)] or list(PROMPTS)
-    drafts = [_unrefused(name, dtype, device, quantize) for name in draft or ["bundled"]]
-    models: dict[str, Any] = {"dtype": dtype, "device": device, "quantize": quantize, "device_map": device_map}
-    models |= {"max_memory": max_memory, "offload_folder": offload_folder}
-    decoder = options.load_decoder(target, drafts, **models)
-    with ExitStack() as under_way:
-
-        def progress(batches: list[Any], done: int) -> Iterator[Any]:
-            yield from text_bar(len(texts))(batches, done)
-            under_way.enter_context(busy("timing passes and proposals"))
-
-        report = run(decoder, texts, max_new_tokens=max_new_tokens, progress=progress)
+    drafts = [_unrefused(name, layers.dtype, layers.device, quantize) for name in draft or ["bundled"]]
+    decoder = options.load_decoder(target, drafts, quantize=quantize, **layers.loading())
+    report = run(decoder, texts, max_new_tokens=max_new_tokens, progress=Bars())
     if plot is not None:
         report.plot().figure.savefig(drawn := BytesIO(), format=kind, dpi=150)
         write_whole(plot, drawn.getvalue())
@@ -133,10 +117,8 @@ def _picture_kind(path: Path) -> str:
 
 
 def compile_passes(
-    target: options.Target = None,
-    draft: options.Drafts = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
+    *,
+    models: options.Pair,
     quantize: options.Quantize = None,
     listed: Annotated[bool, typer.Option("--list", help="Show what is compiled, and make nothing.")] = False,
     remove: Annotated[bool, typer.Option("--remove", help="Remove everything compiled, and make nothing.")] = False,
@@ -149,10 +131,9 @@ def compile_passes(
     if remove:
         print(f"{remove_packages()} packages removed from {packages_folder()}", file=sys.stderr)
     elif not listed:
-        models: dict[str, Any] = {"dtype": dtype, "device": device, "quantize": quantize}
-        decoder = options.load_decoder(target, draft, **models, compile=True)
+        decoder = models.decoder(quantize=quantize, compile=True)
         print(decoder.passes, file=sys.stderr)
-        if reasons := [reason for reason in decoder.plain if reason]:
+        if reasons := [model.ways.reason for model in decoder.networks if model.ways.reason]:
             raise NotCompiled(f"{reasons[0]}; generation works, with plain passes")
     found = packages()
     if as_json or not found:
@@ -173,7 +154,7 @@ def certify(as_json: options.Json = False) -> None:
     with loading():
         from specinfer.evaluation.certification import certify
 
-    certificates = certify(progress=lambda pairs: bar("pair", pairs))
+    certificates = certify(progress=Bars())
     show([certificate.to_dict() if as_json else _certificate_row(certificate) for certificate in certificates], as_json)
     unexpected = [certificate for certificate in certificates if not certificate.passed]
     many = f"{len(certificates)} pairs"

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specinfer.cli import options
-from specinfer.cli.terminal import bar, loading, print_json, resumable, show, text_bar
+from specinfer.cli.terminal import loading, print_json, resumable, show
+from specinfer.common.progress import Bars, tracked
 from specinfer.common.tables import aligned, interval
 from specinfer.errors import InputError
 
@@ -29,8 +30,8 @@ def record(
     out: Annotated[Path, typer.Option(help="Folder for the trace; a killed run goes on.")],
     prompts: options.PromptFiles = None,
     prompt: options.Prompts = None,
-    target: options.Target = None,
-    draft: options.Drafts = None,
+    *,
+    models: options.Pair,
     max_new_tokens: options.NewTokens = 64,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
@@ -43,11 +44,10 @@ def record(
     count: options.Count = 5,
     split: options.Split = "dev",
     batch: options.Batch = 4,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
     as_json: options.Json = False,
 ) -> None:
     """Record texts of the target, and what the drafts would have proposed along them, for `replay`."""
+    given = locals()
     with loading():
         from specinfer.evaluation.compare.prompts import read_prompt_file
         from specinfer.evaluation.traces import record
@@ -56,23 +56,11 @@ def record(
     texts += prompt or []
     if not texts:
         raise InputError("there is nothing to record: give --prompts FILE or --prompt TEXT")
+    sizes = options.chosen(given, "max_new_tokens temperature seed nodes depth draws batch out")
     with resumable(out):
-        trace = record(
-            options.load_decoder(target, draft, dtype=dtype, device=device),
-            texts,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-            nodes=nodes,
-            depth=depth,
-            top=top or None,
-            draws=draws,
-            batch=batch,
-            out=out,
-            progress=text_bar(len(texts)),
-        )
-    sizes = {"folder": str(out), "texts": len(trace.texts), "tokens": trace.tokens, "refused": trace.refused}
-    print_json({**sizes, "settings": trace.settings}) if as_json else print(trace)
+        trace = record(models.decoder(), texts, top=top or None, progress=Bars(), **sizes)
+    found = {"folder": str(out), "texts": len(trace.texts), "tokens": trace.tokens, "refused": trace.refused}
+    print_json({**found, "settings": trace.settings}) if as_json else print(trace)
 
 
 def replay(
@@ -126,7 +114,7 @@ def replay(
         print_json(found | ({"costs": model.to_dict()} if model else {}))
         return
     print(trace)
-    show([_row(row) for row in replays], as_json=False)
+    show([_row(row) for row in replays])
     for table, error in tables:
         print(_hit_table(table, error))
     if model:
@@ -150,8 +138,8 @@ def paper_tables(
     prompts: Annotated[
         list[Path], typer.Option(help='JSON lines with "prompt", optionally "id" and "split"; a set each. Repeat.')
     ],
-    target: options.Target = None,
-    draft: options.Drafts = None,
+    *,
+    models: options.Pair,
     count: options.Count = 5,
     max_new_tokens: options.NewTokens = 64,
     split: options.Split = "dev",
@@ -159,11 +147,10 @@ def paper_tables(
     out: Annotated[
         Path | None, typer.Option(help="Folder for the traces; a killed run goes on, and `replay` reads them.")
     ] = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
     as_json: options.Json = False,
 ) -> None:
     """Print SpecInfer's Tables 1 to 3 for this pair (the first draft), beside the paper's figures."""
+    given = locals()
     with loading():
         from specinfer.evaluation.compare.prompts import read_prompt_file
         from specinfer.evaluation.traces import paper_tables
@@ -172,14 +159,8 @@ def paper_tables(
     if len(sets) < len(prompts):
         raise InputError(f"two of the files {[str(path) for path in prompts]} have one name, which names the set")
     with resumable(out) if out else nullcontext():
-        made = paper_tables(
-            options.load_decoder(target, draft, dtype=dtype, device=device),
-            sets,
-            max_new_tokens=max_new_tokens,
-            batch=batch,
-            out=out,
-            progress=text_bar(2 * sum(map(len, sets.values()))),
-        )
+        sizes = options.chosen(given, "max_new_tokens batch out")
+        made = paper_tables(models.decoder(), sets, progress=Bars(), **sizes)
     print_json(made.to_dict()) if as_json else print(made)
 
 
@@ -212,7 +193,7 @@ def _replays(trace: "Trace", policies: "Sequence[Policy]", drafts: list[int]) ->
     from specinfer.tree import BestFirst, Expansion, Kind
 
     replays = []
-    for policy in bar("tree", policies):
+    for policy in tracked(policies, "trees", Bars()):
         if policy.kind is Kind.RANKED:
             ways = (True, False) if trace.sampling and isinstance(policy, Expansion) else (True,)
             replays += [replay(trace, policy, drafts=drafts, coupled=coupled) for coupled in ways]

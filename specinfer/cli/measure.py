@@ -9,12 +9,14 @@ from typing import Annotated, Any
 import typer
 
 from specinfer.cli import options
-from specinfer.cli.terminal import after, busy, loading, print_json, quieten, resumable, text_bar
+from specinfer.cli.terminal import loading, print_json, quieten, resumable
+from specinfer.common.progress import Bars, busy
 from specinfer.errors import InputError
 
 METHODS = "autoregressive, sequence, tree, assisted, prompt-lookup"
 BENCH_METHODS = "autoregressive, sequence, tree, auto, one-draft, gate, generate, assisted, prompt-lookup"
 GREEDY = [0.0]
+COMPARED = "assistant nodes depth max_new_tokens count split out hits max_rows"
 PRESETS: dict[str, dict[str, Any]] = {  # name -> option -> default
     "bench": {
         "methods": BENCH_METHODS,
@@ -47,8 +49,8 @@ def compare(
     ] = None,
     prompts: options.PromptFiles = None,
     prompt: options.Prompts = None,
-    target: options.Target = None,
-    draft: options.Drafts = None,
+    *,
+    models: options.Pair,
     assistant: Annotated[
         str | None,
         typer.Option(help="Small model for transformers' assisted generation.", show_default="the draft, if it is one"),
@@ -69,12 +71,11 @@ def compare(
             help="Count how often each draft ranks the target's choice high.", show_default="no-hits; bench: hits"
         ),
     ] = False,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
     report_only: Annotated[bool, typer.Option("--report", help="Run nothing: report what the folder holds.")] = False,
     as_json: options.Json = False,
 ) -> None:
     """Compare tree with sequence speculation and others, prompt by prompt: tokens per pass, speed, identity."""
+    given = locals()
     if not (prompts or prompt or report_only):
         raise InputError("there is nothing to compare: give --prompts FILE or --prompt TEXT, or --report")
     with loading():
@@ -85,24 +86,9 @@ def compare(
     if report_only:
         found = Comparison.read(out)
     else:
-        with busy("loading the models") as line, resumable(out):
-            found = run(
-                [*(prompts or ()), *(prompt or ())],
-                target=target,
-                drafts=draft or (),
-                methods=[name.strip() for name in methods.split(",")],
-                assistant=assistant,
-                temperatures=temperature,
-                nodes=nodes,
-                depth=depth,
-                max_new_tokens=max_new_tokens,
-                count=count,
-                split=split,
-                out=out,
-                dtype=dtype,
-                device=device,
-                hits=hits,
-                max_rows=max_rows,
-                progress=after(line, lambda *work: text_bar()(*work)),
-            )
+        asked = options.chosen(given, COMPARED) | models.loading()
+        names, drafts = [name.strip() for name in methods.split(",")], asked.pop("draft", ())
+        with busy("loading the models"), resumable(out):
+            texts = [*(prompts or ()), *(prompt or ())]
+            found = run(texts, drafts=drafts, methods=names, temperatures=temperature, progress=Bars(), **asked)
     print_json(found.summary()) if as_json else print(found)

@@ -1,15 +1,21 @@
 """Options that several commands take: their names, their help, and how their values are read.
 
 Knows: typer, how a list of numbers is written.  Does not know: what a command does with an option.
+
+A command takes groups of options, each as one object: `flattened` shows typer the options themselves.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from specinfer.cli.terminal import loading, only_first_prints, quieten
+from specinfer.common.advice import did_you_mean
 from specinfer.errors import InputError
 
 Number = TypeVar("Number")
@@ -23,43 +29,14 @@ Prompts = Annotated[list[str] | None, typer.Option(help="A prompt. Repeat.")]
 Target = Annotated[
     str | None, typer.Option(help="Target model, hub name or folder.", show_default="SmolLM2-135M-Instruct")
 ]
-Drafts = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="A model, a trained head, mtp, suffix, recycling, lookahead, ngram, bundled or auto. Repeat to merge.",
-        show_default="auto",
-    ),
-]
-Tree = Annotated[str, typer.Option(help="auto, best-first, expansion, chain, sampled or none.")]
-Nodes = Annotated[
-    int | None,
-    typer.Option(
-        help="Drafted nodes per tree at most (auto; best-first, where paths below 5 % are left out).",
-        show_default="31 or more auto, 16 best-first",
-    ),
-]
-Depth = Annotated[
-    int | None,
-    typer.Option(
-        help="Levels per tree at most (auto, best-first), or exactly (chain).",
-        show_default="31 or more auto, 8 otherwise",
-    ),
-]
-Expansion = Annotated[str, typer.Option(help="Children per level (expansion, sampled).")]
 Count = Annotated[int, typer.Option(help="Prompts per file at most; 0 = all.", min=0)]
 Split = Annotated[str, typer.Option(help="The rows taken, where rows have a split.")]
 Batch = Annotated[int, typer.Option(help="Texts at a time.")]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", help="New tokens at most.")]
 Temperature = Annotated[float, typer.Option(help="0 = greedy.")]
-TopP = Annotated[float | None, typer.Option(help="Nucleus; sampling only.", show_default="1.0")]
-TopK = Annotated[
-    int | None, typer.Option(help="0 = all tokens; sampling and contrastive search only.", show_default="50")
-]
 Seed = Annotated[
     int, typer.Option(help="Same seed, same text with any tree or none; in float32, and not with sampled trees.")
 ]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Quantize = Annotated[
     str | None, typer.Option(help="int8 or int4: round the models' weights, for compiled passes on a CPU.")
 ]
@@ -67,49 +44,179 @@ TensorParallel = Annotated[
     int,
     typer.Option(help="Processes that share the target: run under torchrun --nproc-per-node N -m specinfer.", min=1),
 ]
-DeviceMap = Annotated[
-    str | None,
-    typer.Option(help="auto: target layers that do not fit go to memory or disk, and are fetched in every pass."),
-]
-MaxMemory = Annotated[str | None, typer.Option(help="With --device-map auto: cpu=8GiB,0=20GiB (a GPU's number).")]
-OffloadFolder = Annotated[
-    Path | None, typer.Option(help="With --device-map: for layers that cannot be read from the checkpoint's files.")
-]
 Html = Annotated[Path | None, typer.Option(help="File for a page that shows every step.")]
 Svg = Annotated[Path | None, typer.Option(help="File for a picture of one tree.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Feed the prompt as it is, without the chat template.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+@dataclass(frozen=True)
+class Device:
+    """How models are loaded."""
+
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto"
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
+
+    def loading(self) -> dict[str, Any]:
+        """Return the options of loading that have a value."""
+        found = {name: value for name, value in asdict(self).items() if value is not None}
+        return found | ({"max_memory": _sizes(found["max_memory"])} if "max_memory" in found else {})
+
+
+@dataclass(frozen=True)
+class Layers(Device):
+    """How models are loaded, and where the target's layers go."""
+
+    device_map: Annotated[
+        str | None,
+        typer.Option(help="auto: target layers that do not fit go to memory or disk, and are fetched in every pass."),
+    ] = None
+    max_memory: Annotated[
+        str | None, typer.Option(help="With --device-map auto: cpu=8GiB,0=20GiB (a GPU's number).")
+    ] = None
+    offload_folder: Annotated[
+        Path | None, typer.Option(help="With --device-map: for layers that cannot be read from the checkpoint's files.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class Names:
+    """A target and its drafts, by name."""
+
+    target: Target = None
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A model, a trained head, mtp, suffix, recycling, lookahead, ngram, bundled or auto. Repeat to merge.",
+            show_default="auto",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Pair(Device, Names):
+    """A target and its drafts, and how they are loaded."""
+
+    def decoder(self, **options: Any) -> Any:
+        """Load both; return a decoder.  Options: see `load_decoder`."""
+        loading = self.loading()
+        return load_decoder(loading.pop("target", None), loading.pop("draft", None), **loading, **options)
+
+
+@dataclass(frozen=True)
+class Models(Layers, Pair):
+    """A target and its drafts, and all ways to load them."""
+
+    quantize: Quantize = None
+
+
+@dataclass(frozen=True)
+class Trees:
+    """A growth policy."""
+
+    tree: Annotated[str, typer.Option(help="auto, best-first, expansion, chain, sampled or none.")] = "auto"
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            help="Drafted nodes per tree at most (auto; best-first, where paths below 5 % are left out).",
+            show_default="31 or more auto, 16 best-first",
+        ),
+    ] = None
+    depth: Annotated[
+        int | None,
+        typer.Option(
+            help="Levels per tree at most (auto, best-first), or exactly (chain).",
+            show_default="31 or more auto, 8 otherwise",
+        ),
+    ] = None
+    expansion: Annotated[str, typer.Option(help="Children per level (expansion, sampled).")] = "3,2,1,1"
+
+    def policy(self, profile: Path | None = None) -> Any:
+        """Return the policy, or None for no speculation; auto begins with what a file says that it learnt."""
+        from specinfer.adaptive.policy import Auto
+        from specinfer.decoder import DEFAULT_TREE
+        from specinfer.tree import BestFirst, Chain, Expansion, Sampled
+
+        for name, value in (("nodes", self.nodes), ("depth", self.depth)):
+            if value is not None and value < 1:
+                raise InputError(f"--{name} {value} drafts nothing: give at least 1, or --tree none")
+        widths, levels = expansion_widths(self.expansion), self.depth or DEFAULT_TREE.max_depth
+        makers: dict[str, Callable[[], Any]] = {
+            "auto": lambda: Auto(self.nodes, self.depth, profile),
+            "best-first": lambda: BestFirst(self.nodes or DEFAULT_TREE.max_nodes, levels, DEFAULT_TREE.min_probability),
+            "expansion": lambda: Expansion(widths),
+            "chain": lambda: Chain(levels),
+            "sampled": lambda: Sampled(widths),
+            "none": lambda: None,
+        }
+        if self.tree not in makers:
+            advice = did_you_mean(self.tree, makers, f"choose {', '.join(makers)}")
+            raise InputError(f"--tree {self.tree!r} is unknown: {advice}")
+        return makers[self.tree]()
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How much text, and how its tokens are chosen."""
+
+    max_new_tokens: NewTokens = 128
+    temperature: Temperature = 0.0
+    top_p: Annotated[float | None, typer.Option(help="Nucleus; sampling only.", show_default="1.0")] = None
+    top_k: Annotated[
+        int | None, typer.Option(help="0 = all tokens; sampling and contrastive search only.", show_default="50")
+    ] = None
+    seed: Seed = 0
+
+
+def flattened(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that takes the fields of its groups one by one; their defaults are those of the group given."""
+    parameters, groups = list[Parameter](), dict[str, Any]()
+    for parameter in signature(command).parameters.values():
+        hints, given = {parameter.name: parameter.annotation}, {parameter.name: parameter.default}
+        if is_dataclass(parameter.annotation):
+            group = groups[parameter.name] = parameter.annotation
+            default = groups[parameter.name]() if parameter.default is Parameter.empty else parameter.default
+            hints = get_type_hints(group, include_extras=True)
+            given = {field.name: getattr(default, field.name) for field in fields(group)}
+        kind = Parameter.KEYWORD_ONLY
+        parameters += [Parameter(name, kind, default=given[name], annotation=hints[name]) for name in given]
+
+    @wraps(command)
+    def flat(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        command(**given)
+
+    flat.__signature__ = signature(command).replace(parameters=parameters)  # type: ignore[attr-defined]
+    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return flat
+
+
+def chosen(given: Mapping[str, Any], names: str) -> dict[str, Any]:
+    """Return those of a command's options that have one of the names and a value."""
+    return {name: given[name] for name in names.split() if given[name] is not None}
+
+
 def load_decoder(
-    target: str | None,
-    drafts: list[Any] | None,
-    *,
-    device_map: str | None = None,
-    max_memory: str | None = None,
-    offload_folder: Path | None = None,
-    **options: Any,
+    target: str | None, drafts: list[Any] | None, grown: Callable[[], Any] | None = None, **options: Any
 ) -> Any:
-    """Load the models that the options name; return a decoder.  Further options are those of `from_pretrained`."""
-    options |= placement(device_map, max_memory, offload_folder)
+    """Load models; return a decoder.
+
+    Args:
+        target, drafts: None means the default.
+        grown: returns the growth policy; None leaves the default.
+        **options: of `SpeculativeDecoder.from_pretrained`.
+    """
     compiling = ", and compiling passes" if options.get("compile") is True else ""
     with loading(f"{target or 'the models'}{compiling}"):
         from specinfer.decoder import SpeculativeDecoder
 
+        if grown is not None:
+            options["tree"] = grown()
         quieten()
         if options.get("tensor_parallel", 1) > 1:
             only_first_prints()
         return SpeculativeDecoder.from_pretrained(target, drafts or "auto", **options)
-
-
-def placement(device_map: str | None, max_memory: str | None, offload_folder: Path | None) -> dict[str, Any]:
-    """Return the options of loading that say where the target's layers go."""
-    given = {
-        "device_map": device_map,
-        "max_memory": max_memory and _sizes(max_memory),
-        "offload_folder": offload_folder,
-    }
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def _sizes(text: str) -> dict[int | str, str]:

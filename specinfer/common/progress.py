@@ -1,39 +1,113 @@
-"""A bar over work, where someone watches: in a terminal or a notebook.  And a count of tokens, for all bars.
+"""What is under way, on standard error: a bar in a terminal; elsewhere, such as in a file, a line now and then.
 
-Knows: standard error, whether a notebook runs.  Does not know: what the work is.
+Knows: rich, clocks, that of several processes the first speaks.  Does not know: what the work is.
 """
 
+import os
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Display
+    from rich.progress import ProgressColumn
+
+Progress = Callable[[str, int, int, dict[str, Any]], None]  # (stage, number done, of all, figures such as "tokens")
+Work = TypeVar("Work")
+
+FIRST, EVERY = 10, 30  # seconds before the first line, and from one line to the next
+_displays: list["Display"] = []  # on the terminal: one at most
 
 
-class Decoded:
-    """What this process has decoded so far."""
+class Bars:
+    """A `Progress` function that shows one stage at a time; tokens are also shown per second of the stage."""
 
-    tokens = 0
+    def __init__(self) -> None:
+        self.stage = ""
+
+    def __call__(self, stage: str, done: int, total: int, figures: dict[str, Any]) -> None:
+        """Show how far a stage is."""
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        if stage != self.stage:
+            self.stage, self.begun, self.due, self.figures = stage, perf_counter(), float(FIRST), dict[str, Any]()
+            self.before = figures.get("tokens", 0)
+            label, said = (TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[said]"))
+            columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+            self.display = _show(label, *columns, said)
+            self.task = self.display.add_task(stage, said="")
+        self.figures |= figures
+        elapsed = perf_counter() - self.begun
+        told = self._told(elapsed)
+        self.display.update(self.task, completed=done, total=total, said=", ".join(told))
+        if not _watched() and elapsed >= self.due and _speaks():
+            self.due = elapsed + EVERY
+            time = timedelta(seconds=int(elapsed))
+            print(", ".join([f"{stage}: {done} of {total} after {time}", *told]), file=sys.stderr, flush=True)
+        if done == total:
+            close_bars()
+
+    def _told(self, elapsed: float) -> list[str]:
+        """Return the newest figures in few characters."""
+        told = [f"{name}={_figure(value)}" for name, value in self.figures.items() if name != "tokens"]
+        if new := self.figures.get("tokens", 0) - self.before:
+            told += [f"{self.figures['tokens']} tokens", f"{new / max(elapsed, 0.1):.1f} tokens/s"]
+        return told
 
 
-decoded = Decoded()
+def tracked(work: Sequence[Work], stage: str, progress: Progress) -> Iterator[Work]:
+    """Yield the parts of a work, and tell a progress function of each that is done."""
+    progress(stage, 0, len(work), {})
+    for done, part in enumerate(work, 1):
+        yield part
+        progress(stage, done, len(work), {})
 
 
-def in_notebook() -> bool:
-    """Return whether this is a notebook's kernel."""
-    ipython: Any = sys.modules.get("IPython")
-    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+@contextmanager
+def busy(what: str) -> Iterator[None]:
+    """Show on a terminal what is under way, and for how long: until this or all is closed, or more is shown."""
+    from rich.progress import TextColumn, TimeElapsedColumn
+
+    _show(TextColumn(f"{what} ...", markup=False), TimeElapsedColumn(), transient=True).add_task("", total=None)
+    try:
+        yield
+    finally:
+        close_bars()
 
 
-def text_progress(blocks: list[Any], done: int) -> Iterator[Any]:
-    """Yield blocks of texts under a bar that counts texts: a `Progress` function.
+def close_bars() -> None:
+    """End what is shown, before anything else is printed; bars stay on the terminal as they are."""
+    while _displays:
+        _displays.pop().stop()
 
-    Args:
-        blocks: what is left.
-        done: texts that were done before.
-    """
-    from tqdm import tqdm
 
-    watched = sys.stderr.isatty() or in_notebook()
-    with tqdm(unit="text", initial=done, total=done + sum(map(len, blocks)), disable=not watched) as bar:
-        for block in blocks:
-            yield block
-            bar.update(len(block))
+def _show(*columns: "ProgressColumn", transient: bool = False) -> "Display":
+    """Show a display in place of the one before, if this is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress as Display
+
+    close_bars()
+    display = Display(*columns, console=Console(file=sys.stderr), transient=transient, redirect_stdout=False)
+    if _watched() and _speaks():
+        _displays.append(display)
+        display.start()
+    return display
+
+
+def _watched() -> bool:
+    return sys.stderr.isatty()
+
+
+def _speaks() -> bool:
+    """Return whether this is the first of several processes, or the only one."""
+    return not int(os.environ.get("RANK") or 0)
+
+
+def _figure(value: Any) -> str:
+    """Return a number, or the first row of a table of hit rates (those of the first draft step), in few characters."""
+    if isinstance(value, list):
+        return "/".join(f"{rate:.2f}" for rate in value[0])
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

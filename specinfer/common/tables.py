@@ -3,34 +3,42 @@
 Knows: strings.  Does not know: what the figures are.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import partial
 from html import escape
-from itertools import zip_longest
 from textwrap import wrap
 
 WIDTH = 100  # columns of a terminal, or of a notebook's page
-NARROWEST = 20  # columns that a cell keeps
 Table = Sequence[Sequence[str]]  # the header, then a row each
+
+
+class Tabular(ABC):
+    """Base of reports: prose and tables, as text of at most `WIDTH` columns, and as HTML in notebooks."""
+
+    @abstractmethod
+    def _parts(self) -> Iterable[str | Table]:
+        """Return prose, any number of lines, and tables, in order."""
+
+    def __str__(self) -> str:
+        """Return the report as text; an empty line follows a table."""
+        lines: list[str] = []
+        for part in self._parts():
+            if isinstance(part, str):
+                lines += folded(part.split("\n"))
+            else:
+                lines += [line for table in fitted(part) for line in (*table, "")]
+        return "\n".join(lines).rstrip()
+
+    def _repr_html_(self) -> str:
+        parts = (f"<pre>{escape(p.strip())}</pre>" if isinstance(p, str) else html_table(p) for p in self._parts())
+        return "\n".join(parts)
 
 
 def aligned(rows: Table) -> list[str]:
     """Return a line per row, its cells padded to the columns' widths."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def narrowed(rows: Table) -> list[list[str]]:
-    """Return a table's rows; if it is too wide, cells of the widest columns go on in rows of their own below.
-
-    Words are not broken: a path stays whole.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    while sum(widths) + 2 * (len(widths) - 1) > WIDTH and max(widths) > NARROWEST:
-        widths[widths.index(max(widths))] -= 1
-    fold = partial(wrap, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    cells = [[fold(cell, n) if len(cell) > n else [cell] for cell, n in zip(row, widths, strict=True)] for row in rows]
-    return [list(line) for row in cells for line in zip_longest(*row, fillvalue="")]
 
 
 def fitted(rows: Table) -> list[list[str]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 NARROWEST = 8  # the fewest tokens of a padded pass
+FEWEST = 512  # the fewest slots that it attends to; masked slots cost little
 
 
 def on_device(values: Any, device: torch.device) -> Tensor:
@@ -43,3 +44,8 @@ def size_bucket(size: int) -> int:
 def padded_width(tokens: int) -> int:
     """Return the number of tokens that a pass over so many is padded to."""
     return size_bucket(max(tokens, NARROWEST))
+
+
+def padded_kv_length(slots: int) -> int:
+    """Return the number of slots attended to by a pass that needs so many."""
+    return max(FEWEST, 1 << (slots - 1).bit_length())

@@ -4,13 +4,10 @@ Knows: flags, counts, temperatures, names, arrays.  Does not know: prompts, opti
 """
 
 import os
-from collections.abc import Callable, Iterable
 from math import inf
 from typing import Any
 
 from specinfer.errors import InputError
-
-Progress = Callable[[list[Any], int], Iterable[Any]]  # (work left, number done) -> the work, one by one
 
 
 def plain(value: Any) -> Any:

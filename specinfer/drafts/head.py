@@ -198,7 +198,7 @@ class HeadDraftSession(ModelDraftSession):
         roots = torch.stack([states[-1:, 0] for states in self.draft_states if states is not None])  # (B, 1, H)
         fed = torch.cat([roots, *(states.padded()[:, :, 0] for states in self.session.aux_states)], 1)
         parents = frontier.parents[:, :, None].expand(-1, -1, fed.shape[2])
-        return self.session.append(self.level, draft_states=fed.gather(1, parents)).padded()
+        return self.session.append(self.level, draft_states=fed.gather(1, parents).flatten(0, 1)).padded()
 
     def _uncached_inputs(self) -> dict[str, list[Tensor]]:
         """Return the target's states that chose each row's uncached tokens, and keep none."""

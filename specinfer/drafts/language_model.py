@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level
 from specinfer.common.values import checked_names
@@ -30,8 +29,7 @@ class ModelDraft(Draft):
         tokenizer: compared with the target's when the decoder is built; None skips the comparison.
         name: in results, without the folders before it; by default the name that the model was loaded by.
         tokens: of a draft whose tokens are not the target's.  "text" lets it propose what the target's tokenizer makes
-            of its text, where trees are not sampled (`drafts.through_text`); "translate" always those tokens that both
-            know (`drafts.translated`); "same" refuses it.
+            of its text, and in sampled trees the tokens that both know (`drafts.through_text`); "same" refuses it.
 
     Raises:
         ModelError: not a model.
@@ -39,9 +37,8 @@ class ModelDraft(Draft):
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None, tokens: str = "text") -> None:
-        if tokens not in ("text", "translate", "same"):
-            choices = "choose text, translate or same"
-            raise InputError(f"tokens={tokens!r:.60} is no way to read a draft's tokens: {choices}")
+        if tokens not in ("text", "same"):
+            raise InputError(f"tokens={tokens!r:.60} is no way to read a draft's tokens: choose text or same")
         if tokenizer is not None and (isinstance(tokenizer, type) or not hasattr(tokenizer, "get_vocab")):
             raise InputError(f"tokenizer={tokenizer!r:.60} has no vocabulary: give the draft's, or None")
         if name is not None:
@@ -154,9 +151,9 @@ class ModelDraftSession(DraftRows, Clocked):
         if max(map(len, self.uncached)) > CATCH_UP:
             self.read_ahead()
         chains = self._chains()
-        padded = {name: pad_sequence(rows, batch_first=True) for name, rows in self._uncached_inputs().items()}
+        inputs = {name: torch.cat(rows) for name, rows in self._uncached_inputs().items()}
         roots = [range(len(chain) - 1, len(chain)) for chain in chains]
-        logits = self.session.append_last(lay_out_chains(chains, self.device), roots, **padded)
+        logits = self.session.append(lay_out_chains(chains, self.device), roots, **inputs)
         self.draft_states = self.session.commit([range(len(chain)) for chain in chains])
         self.uncached = [[] for _ in chains]
         return logits.padded()

@@ -124,10 +124,7 @@ class OnlineHead(HeadDraft):
             self.student.restart()
             return
         model = TreeModel(fresh)
-        model.form = self.model.form
-        if self.model.compiled:
-            model.compiled = self.model.compiled.serving(fresh)
-            model.compiled.refresh()  # packs the weights now: it is a part of learning
+        model.ways = self.model.ways.serving(fresh)  # packs the weights now: it is a part of learning
         self.head, self.model, self.swaps = fresh, model, self.swaps + 1
         self.student.keep()
 

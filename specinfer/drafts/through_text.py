@@ -1,7 +1,7 @@
-"""A small language model with another tokenizer, whose text becomes the target's tokens.
+"""A small language model with another tokenizer than the target's as a draft: its text becomes the target's tokens.
 
-Knows: the draft's trees over its own tokens, their bytes, how the target's tokenizer cuts text.
-Does not know: the target, verification, chat templates.
+Knows: the draft's trees over its own tokens, each row's text as the draft's tokens, which of them are cached.
+Does not know: the target, verification, how text is cut (`two_tokenizers`).
 
 The draft grows a tree of its own tokens.  The text of every node is cut into the target's tokens, which are a path of
 the target's tree.  Text that goes on may be cut in another way: "t", "h", but "the".  Then both ways are paths.
@@ -14,83 +14,40 @@ So equal texts add up, and a token that more text probably changes counts little
 (SLEM: Timor et al., ICML 2025, arXiv 2502.05202, section 3), with trees.
 
 A text has no distribution over the target's tokens.  Policies that ask for one (sampled trees, recordings, contrastive
-search) get the tokens that both tables know (`translated`).
+search) get the draft's, renormalised over the tokens whose text both tables know (token-level intersection, TLI, of the
+same paper).  Sampled trees hold that distribution, so multi-step sampling stays exact.
+
+What is committed is read as text: the draft gets the tokens that its own tokenizer cuts the text into.  Where new text
+changes the last of them, they are dropped from the cache and fed again.
 """
 
-import codecs
+import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import takewhile
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import replace
 from math import log
 from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from specinfer.attention import TreeModel
-from specinfer.drafts.language_model import ModelDraft
+from specinfer.common.tensors import on_device
+from specinfer.drafts.language_model import ModelDraft, ModelDraftSession, fed_paths
 from specinfer.drafts.rows import log_chances
-from specinfer.drafts.translated import TranslatedDraft, TranslatedSession, bare_encoder
-from specinfer.engine.draft import DraftContext
-from specinfer.tree import Forest, Kind, Policy, TokenTree
+from specinfer.drafts.two_tokenizers import TAIL, RowText, Segmenter, Translation, bare_encoder
+from specinfer.engine.draft import DraftContext, Scored
+from specinfer.errors import TokenizerMismatch, UnsupportedModel
+from specinfer.tree import Forest, Frontier, Kind, Policy, TokenTree
 
-TAIL = 8  # committed tokens at a row's end that text is cut together with; a character has 4 at most
 LEAST = 1e-9  # the rest of a node at least, so that logarithms are finite
 
 ByPath = dict[tuple[int, ...], float]  # by path of the target's tokens below the root
 
 
-@dataclass(frozen=True)
-class Segmenter:
-    """Cuts text that follows committed tokens.
-
-    Attributes:
-        encoder: the target's tokenizer, which adds nothing to a text.
-        texts: of the target's tokens: bytes, or the name of a special token.
-    """
-
-    encoder: Tokenizer
-    texts: Mapping[int, bytes | str]
-
-    def tail(self, tokens: Sequence[int]) -> list[int]:
-        """Return the last tokens, as many as begin with a character and are all text."""
-        tail: list[int] = []
-        for token in tokens[-TAIL:]:
-            text = self.texts.get(token)
-            tail = [*tail, token] if isinstance(text, bytes) else []
-        while tail and self._text(tail)[:1] >= b"\x80" and self._text(tail)[:1] < b"\xc0":  # within a character
-            del tail[0]
-        return tail
-
-    def cut(self, tail: Sequence[int], text: bytes) -> list[int]:
-        """Return the tokens of a text without its last character if that is not complete.
-
-        They are those that follow the tail in the text of both.  If it would be cut in another way together, the text
-        is cut alone.
-        """
-        for before in (list(tail), []):
-            ids = self._encoded(self._text(before) + text)
-            if ids[: len(before)] == before:
-                return list(takewhile(lambda token: isinstance(self.texts.get(token), bytes), ids[len(before) :]))
-        return []
-
-    def _text(self, tokens: Sequence[int]) -> bytes:
-        return b"".join(text for token in tokens if isinstance(text := self.texts[token], bytes))
-
-    def _encoded(self, text: bytes) -> list[int]:
-        """Return the tokens of the complete characters; none if it is not UTF-8."""
-        try:
-            complete = codecs.getincrementaldecoder("utf-8")().decode(text)
-        except UnicodeDecodeError:
-            return []
-        ids: list[int] = self.encoder.encode(complete, add_special_tokens=False).ids
-        return ids
-
-
-class ThroughTextDraft(TranslatedDraft):
+class ThroughTextDraft(ModelDraft):
     """A language model with other tokens than the target's, which proposes text, bound to a decoder.
 
     Args:
@@ -100,33 +57,66 @@ class ThroughTextDraft(TranslatedDraft):
 
     Raises:
         TokenizerMismatch: no text that both know, or a table that cannot be read as text.
+        UnsupportedModel: a model that keeps states, from which no committed token can be taken back.
     """
 
     def __init__(self, draft: ModelDraft, target: TreeModel, tokenizer: Any) -> None:
-        super().__init__(draft, target, tokenizer)
+        self.model, self.name = TreeModel(draft.model.model), draft.name
+        if self.model.stateful:
+            problem = f"draft {self.name} has another tokenizer, so it must take back tokens, which it cannot"
+            raise UnsupportedModel(f"{problem} ({self.model.stateful}): choose a draft with the target's tokenizer")
+        self.tokenizer, self.tokens, self.target_tokenizer = draft.tokenizer, draft.tokens, tokenizer
+        sizes = target.vocab_size, self.model.vocab_size
+        self.translation = Translation.between(tokenizer, self.tokenizer, self.name, *sizes)
         self.segmenter = Segmenter(bare_encoder(tokenizer), self.translation.texts)
         shared = f"where tokens are asked for one by one, it proposes the {len(self.translation.shared)} that both know"
         self.notes = [f"draft {self.name}: another tokenizer; its text is cut into the target's tokens; {shared}"]
+
+    def attach(self, target: TreeModel, tokenizer: Any) -> "ThroughTextDraft":
+        """Return a draft bound to another decoder.
+
+        Raises:
+            TokenizerMismatch: as the constructor, or the target's tokenizer is None.
+        """
+        if tokenizer is None:
+            problem = f"draft {self.name} has another tokenizer than its target, whose tokenizer is missing"
+            raise TokenizerMismatch(f"{problem}: give the decoder the target's tokenizer")
+        if tokenizer is not self.target_tokenizer:
+            return ThroughTextDraft(self, target, tokenizer)
+        draft = copy(self)
+        draft.model = TreeModel(self.model.model)
+        return draft
 
     def open(self, context: DraftContext) -> "ThroughTextSession":
         """Start drafting for a batch of rows, with a cache of its own."""
         return ThroughTextSession(self, context)
 
 
-class ThroughTextSession(TranslatedSession):
+class ThroughTextSession(ModelDraftSession):
     """A draft that proposes text at work: it is a source over its own tokens, and its trees hold the target's.
+
+    Where the target's tokens are asked for one by one, it is a source over ``shared_ids``, which both tables know.
 
     Coupled sampling: the noise belongs to the target's tokens, so the draft grows its tree by probability alone, and
     the noise ranks the target's tree.
     """
 
-    per_row = (*TranslatedSession.per_row, "ends")
+    per_row = (*ModelDraftSession.per_row, "texts", "cached", "ends")
 
     def __init__(self, draft: ThroughTextDraft, context: DraftContext) -> None:
-        super().__init__(draft.model, context, draft.translation)
+        super().__init__(draft.model, replace(context, max_capacity=sys.maxsize))  # a text may be many of its tokens
         self.translation, self.segmenter = draft.translation, draft.segmenter
-        self.special = {draft: target for target, draft in draft.translation.shared.items()}
+        self.vocab_size = draft.model.vocab_size
+        self.texts = [RowText(self.translation, prompt) for prompt in context.prompts]
+        self.cached: list[list[int]] = [[] for _ in self.texts]  # tokens in the draft's cache
+        self.uncached = [text.ids for text in self.texts]
         self.ends = [list(prompt[-TAIL:]) for prompt in context.prompts]  # the target's tokens
+        shared = self.translation.shared
+        self.special = {draft: target for target, draft in shared.items()}
+        pairs = sorted((ours, theirs) for theirs, ours in shared.items())
+        self.columns, self.shared_ids = on_device(pairs, self.device).T.contiguous()
+        self.fed_ids = torch.zeros(context.vocab_size, dtype=torch.long, device=self.device)  # of the target's ids
+        self.fed_ids[self.shared_ids] = self.columns
 
     def propose(self, policy: Policy, roots: Sequence[int], max_depth: int) -> Forest:
         """Grow a tree of the draft's tokens per row, and return their texts as trees of the target's tokens."""
@@ -138,6 +128,61 @@ class ThroughTextSession(TranslatedSession):
         trees = [self._tree(row, tree, policy.branches) for row, tree in enumerate(grown)]
         return Forest.of(trees).best(policy.max_nodes)
 
+    def commit(
+        self,
+        tokens: Sequence[Sequence[int] | None],
+        states: Sequence[Tensor | None] = (),
+        scored: Sequence[Scored] = (),
+    ) -> None:
+        """Read what each row committed as text; keep what was fed of it, forget what is now cut in another way."""
+        before = list(self.cached)
+        news = [None if new is None else self._read(row, new) for row, new in enumerate(tokens)]
+        dropped = [len(was) - len(cached) for was, cached in zip(before, self.cached, strict=True)]
+        # a path is fed below the whole cache
+        paths = fed_paths(self.fed, [[] if new and less else new for new, less in zip(news, dropped, strict=True)])
+        self.session.commit(paths)
+        self.session.cache.forget([less for less, new in zip(dropped, news, strict=True) if new is not None])
+        for row, (new, path) in enumerate(zip(news, paths, strict=True)):
+            kept = len(path or ())
+            self.cached[row], self.uncached[row] = self.cached[row] + (new or [])[:kept], (new or [])[kept:]
+        self.advance(tokens)
+        self.fed = []
+
+    def _read(self, row: int, new: Sequence[int]) -> list[int]:
+        """Append tokens to a row's text; return its tokens that are not cached, and uncount cached ones that are not.
+
+        The last token is never left in the cache: the draft's distribution after it is asked for.
+        """
+        self.texts[row].extend(new)
+        self.ends[row] = [*self.ends[row], *new][-TAIL:]
+        cached, ids = self.cached[row], self.texts[row].ids
+        same = min(len(cached), len(ids) - 1)
+        if cached[:same] != ids[:same]:
+            same = next(i for i, (was, now) in enumerate(zip(cached, ids, strict=False)) if was != now)
+        self.cached[row] = cached[:same]
+        return ids[same:]
+
+    def _draft_lengths(self) -> list[int]:
+        return [len(cached) + len(uncached) for cached, uncached in zip(self.cached, self.uncached, strict=True)]
+
+    def _logits(self, frontier: Frontier) -> Tensor:
+        """Return logits (B, W, V') after each frontier node: of the draft's tokens, or of the shared ones."""
+        if self.token_ids is None:  # nodes hold the draft's tokens
+            return super()._logits(frontier)
+        fed = frontier._replace(tokens=self.fed_ids[frontier.tokens.clamp(min=0)])  # -1 at the root
+        return super()._logits(fed)[..., self.columns]
+
+    def _feed_uncached(self) -> Tensor:
+        whole = [cached + uncached for cached, uncached in zip(self.cached, self.uncached, strict=True)]
+        logits = super()._feed_uncached()
+        self.cached = whole
+        return logits
+
+    def leave_roots(self, inputs: dict[str, list[Tensor]]) -> None:
+        """Leave each row's root uncached; the rest is in the cache."""
+        self.cached = [cached + new[:-1] for cached, new in zip(self.cached, self.uncached, strict=True)]
+        super().leave_roots(inputs)
+
     def noise_of(self, *asked: Any) -> Tensor | None:
         """Return no noise for text: it is not known which of the target's tokens a token of the draft becomes."""
         return None if self.token_ids is None else super().noise_of(*asked)
@@ -147,10 +192,6 @@ class ThroughTextSession(TranslatedSession):
         if self.token_ids is not None or not self.couplings:
             return super().scored(logits, noise)
         return self.context.processors.scores(logits.flatten(0, 1), ()).view(*logits.shape)
-
-    def _read(self, row: int, new: Sequence[int]) -> list[int]:
-        self.ends[row] = [*self.ends[row], *new][-TAIL:]
-        return super()._read(row, new)
 
     def _tree(self, row: int, grown: TokenTree, branches: bool) -> TokenTree:
         """Return a row's tree of the target's tokens; its likeliest path only where trees must not branch."""

@@ -11,12 +11,9 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from specinfer.drafts.head_network import HeadNetwork
-from specinfer.drafts.published.eagle3 import Eagle3Network
 
 
-def unrolled_logits(
-    head: HeadNetwork | Eagle3Network, ids: Tensor, states: Tensor, keep: Tensor, steps: int
-) -> Iterator[Tensor]:
+def unrolled_logits(head: HeadNetwork, ids: Tensor, states: Tensor, keep: Tensor, steps: int) -> Iterator[Tensor]:
     """Yield a head's logits (N, V') of the N kept tokens in each of several successive draft steps.
 
     In step s the input at token i is (state, token i).  In step 1 the state is the target's, later the head's own of

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 
 from specinfer.attention import TreeModel, TreeSession, autocast_as_now, resumed, running
-from specinfer.common.progress import decoded
 from specinfer.common.tensors import concat, padded_width
 from specinfer.common.versions import versions
 from specinfer.engine.contrastive import CandidateTrees, search, sized
@@ -172,13 +171,14 @@ class Run:
             if not rows:
                 return
             target, drafts, states = self.open_sessions(rows)
-            self.policy = self.policy.begin(len(drafts), self._coupled(rows), len(rows), target.packs)
+            self.policy = self.policy.begin(len(drafts), self._coupled(rows), len(rows), target.run.packs)
             self.notes.append(self.decoder.passes)
-            run_plain = [each for each in models if each.runs_modules or (each is models[0] and not target.compiled)]
+            runs = {models[0]: target.run}
+            run_plain = [model for model in models if runs.get(model, model.ways.best()).runs_modules]
         self._read_clocks(started, target, drafts)
         if isinstance(self.policy, CandidateTrees):
-            plain = target.compiled is None and models[0].compiled and not models[0].plain
-            reason = " (the target's passes are plain: compiled ones return no last hidden states)" if plain else ""
+            reason = " (the target's passes are plain: compiled ones return no last hidden states)"
+            reason = "" if target.run is models[0].ways.best() else reason
             self.notes.append(f"{self.policy}{reason}")
             steps = search(target, drafts, self.policy, rows, states)
         else:
@@ -193,7 +193,6 @@ class Run:
             emitted = [(row, replace(step, seconds=spent)) for row, step in emitted]
             for row, step in emitted:
                 self.steps[row.index].append(step)
-                decoded.tokens += len(step.tokens)
             paused = perf_counter()
             yield emitted
             started += perf_counter() - paused  # the caller's time is not counted
@@ -253,7 +252,7 @@ class Run:
         if rows:
             others, states = self._open_target(rows, joining=True)
             for draft in drafts:
-                if others.held and others.aux_layers:  # not all states are known yet
+                if any(others.unread) and others.aux_layers:  # not all states are known yet
                     draft.late, draft.read = rows, states
                 else:
                     draft.join(draft.open(rows, states))
@@ -301,7 +300,7 @@ class Run:
         nodes = padded_width(1 + most)
         target = self.shared.open(model, len(rows), first, end + nodes, aux_layers, self.decoder.graphs)
         fetches = model.dispatched and not aux_layers and not model.stateful
-        waits = joining and target.packs and (not drafts or self.policy.idle)
+        waits = joining and target.run.packs and (not drafts or self.policy.idle)
         return target, self.shared.prefill(target, [list(row.ids[:-1]) for row in rows], hold=fetches or waits)
 
     def _open_draft(self, number: int, rows: Sequence[Row], states: States) -> Joined:

@@ -66,7 +66,7 @@ class SharedPrefix:
 
     def _keep(self, session: TreeSession, ids: Sequence[int]) -> None:
         """Read a beginning into a session of one row."""
-        self.ids, self.session = ids, session.model.session(1, len(ids), len(ids), session.aux_layers)
+        self.ids, self.session = ids, session.fresh(1, len(ids))
         (self.states,) = self.session.prefill([ids])
         session.prefill_seconds += self.session.prefill_seconds
 

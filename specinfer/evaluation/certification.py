@@ -39,6 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specinfer.common.progress import Progress, tracked
 from specinfer.drafts.depths import LatticeSession
 from specinfer.drafts.rows import DraftRows
 from specinfer.engine.draft import DraftContext, DraftSession
@@ -415,7 +416,7 @@ def certify(
     vocabulary: int = 4,
     tokens: int = 3,
     seed: int = 0,
-    progress: Callable[[list[Pair]], Iterable[Pair]] = iter,
+    progress: Progress = lambda *_: None,
 ) -> list[Certificate]:
     """Certify pairs by exact enumeration; by default all that should be lossless, and the known mistakes.
 
@@ -424,14 +425,14 @@ def certify(
         vocabulary: number of tokens, 3 or more for the mistakes to show; work grows with a power of it.
         tokens: the distribution is joint over so many emitted tokens, unless a pair sets its own number.
         seed: of the made-up models.
-        progress: wraps the list of pairs that is worked through, as ``tqdm`` does.
+        progress: called with "pairs", how many are done, and of how many, once and after each.
 
     Returns:
         One certificate per pair, in order; all are expected to have ``passed``.
     """
     models = RandomModels(vocabulary, seed)
     todo = list(lossless_pairs() + broken_pairs() if pairs is None else pairs)
-    return [_certificate(pair, models, pair.tokens or tokens) for pair in progress(todo)]
+    return [_certificate(pair, models, pair.tokens or tokens) for pair in tracked(todo, "pairs", progress)]
 
 
 def certify_verifier(

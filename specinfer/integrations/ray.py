@@ -70,11 +70,31 @@ def generate(
             number out of range.
         ray.exceptions.RayTaskError: later, when it is consumed: what is wrong with every row, or with a model.
     """
+    _check(dataset, column)
+    from ray.data import ActorPoolStrategy
+
+    for name, value in (("concurrency", concurrency), ("block", block), ("max_rows", max_rows)):
+        checked_count(name, value, 1)
+    dataset.context.execution_options.preserve_order = True
+    return dataset.map_batches(
+        _Generator,
+        fn_constructor_args=(column, load, target, drafts, dict(load_options or {})),
+        fn_constructor_kwargs={**options, "max_rows": max_rows, "seed": row_seeds(seed, 1)[0]},
+        batch_format="pyarrow",
+        batch_size=block,
+        compute=ActorPoolStrategy(size=concurrency),
+        num_cpus=num_cpus,
+        num_gpus=num_gpus or None,
+    )
+
+
+def _check(dataset: Any, column: str) -> None:
+    """Raise `InputError` unless this is a dataset of Ray Data that has prompts, and room for results."""
     try:
-        import ray.data
+        from ray.data import Dataset
     except ImportError as error:
         raise InputError('Ray Data is not installed: pip install "specinfer[ray]"') from error
-    if not isinstance(dataset, ray.data.Dataset):
+    if not isinstance(dataset, Dataset):
         raise InputError(f"dataset={dataset!r:.60} is not of Ray Data: make one with ray.data.from_items or read_json")
     checked_names("column", column)
     names = dataset.columns() or []
@@ -84,20 +104,6 @@ def generate(
         )
     if taken := sorted({*names} & {*COLUMNS} - {"seed"}):
         raise InputError(f"the dataset has a column {taken[0]!r} already: rename it, or drop it")
-    sizes = {"concurrency": concurrency, "block": block, "max_rows": max_rows}
-    for name, value in sizes.items():
-        checked_count(name, value, 1)
-    dataset.context.execution_options.preserve_order = True
-    return dataset.map_batches(
-        _Generator,
-        fn_constructor_args=(column, load, target, drafts, dict(load_options or {})),
-        fn_constructor_kwargs={**options, "max_rows": max_rows, "seed": row_seeds(seed, 1)[0]},
-        batch_format="pyarrow",
-        batch_size=block,
-        compute=ray.data.ActorPoolStrategy(size=concurrency),
-        num_cpus=num_cpus,
-        num_gpus=num_gpus or None,
-    )
 
 
 class _Generator:

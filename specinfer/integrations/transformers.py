@@ -19,7 +19,7 @@ from specinfer.common.values import checked_flag, plain
 from specinfer.decoder import SpeculativeDecoder, row_seeds
 from specinfer.engine.callables import BatchRow, listed
 from specinfer.engine.generation import Run
-from specinfer.engine.sampling import Processors, resolve
+from specinfer.engine.sampling import GenerationSettings, Processors, resolve
 from specinfer.engine.sequence import Row
 from specinfer.errors import InputError
 from specinfer.prompts import Padded, check_beside, check_ids, without_padding
@@ -90,28 +90,49 @@ def custom_generate(
     decoder = SpeculativeDecoder(model, target_tokenizer, "ngram" if draft is None else draft, tree)
     vocab_size = decoder.target.vocab_size
     settings = resolve(model.generation_config, generation_config, None, stopping_criteria, vocab_size, complete=True)
+    settings = replace(settings, processors=listed("logits_processor", [*logits_processor]))
+    padded = _read(input_ids, model_inputs, settings, decoder)
+    rows = _rows(decoder, padded, settings, input_ids, seed, checked_flag("logprobs", logprobs))
+    run = Run(decoder, rows, single=len(rows) == 1)
+    run.finish(spec_streamer)
+    return _output(run.results(), input_ids, generation_config)
+
+
+def _read(
+    input_ids: Tensor, model_inputs: dict[str, Any], settings: GenerationSettings, decoder: SpeculativeDecoder
+) -> list[Padded]:
+    """Return the prompts without their padding; raise `InputError` for one that cannot be continued."""
     mask = model_inputs.pop("attention_mask", None)  # if it were a parameter, transformers would pass it twice
     padded = without_padding(input_ids.tolist(), mask)
     for index, row in enumerate(padded):
         if row.right:
             raise InputError(f"row {index} is padded on the right, where its text will stand: pad prompts on the left")
     prompts = [row.ids for row in padded]
-    check_ids(prompts, vocab_size)
-    budget = settings.budget(input_ids.shape[1])
-    decoder.check_lengths(prompts, [budget] * len(prompts))
+    check_ids(prompts, decoder.target.vocab_size)
+    decoder.check_lengths(prompts, [settings.budget(input_ids.shape[1])] * len(prompts))
     _check_inputs(model_inputs, padded, decoder)
-    names, rows, logprobs = [draft.name for draft in decoder.drafts], [], checked_flag("logprobs", logprobs)
+    return padded
+
+
+def _rows(
+    decoder: SpeculativeDecoder,
+    padded: Sequence[Padded],
+    settings: GenerationSettings,
+    input_ids: Tensor,
+    seed: int | Sequence[int] | None,
+    logprobs: bool,
+) -> list[Row]:
+    """Return the engine's rows; their processors count the padding, as transformers' do."""
     sequences = settings.sequences  # transformers has repeated each prompt so many times
     seeds = row_seeds(seed, len(padded) // sequences, decoder.target.ranks, sequences)
-    settings = replace(settings, processors=listed("logits_processor", [*logits_processor]))
+    names, budget = [draft.name for draft in decoder.drafts], settings.budget(input_ids.shape[1])
+    rows = []
     for index, (row, row_seed) in enumerate(zip(padded, seeds, strict=True)):
         row_settings = settings.of_row(BatchRow(index, len(padded)))
+        begun = index, row.ids, row_settings, budget, row_seed, input_ids.device
         processors = Processors(row_settings.processors, row.left)
-        given = index, row.ids, row_settings, budget, row_seed, input_ids.device
-        rows.append(Row(*given, draft_names=names, processors=processors, logprobs=logprobs))
-    run = Run(decoder, rows, single=len(rows) == 1)
-    run.finish(spec_streamer)
-    return _output(run.results(), input_ids, generation_config)
+        rows.append(Row(*begun, draft_names=names, processors=processors, logprobs=logprobs))
+    return rows
 
 
 class _Prompted:

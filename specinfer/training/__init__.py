@@ -16,12 +16,12 @@ from typing import Any
 
 from specinfer.attention import TreeModel, is_dispatched
 from specinfer.common.files import locked, write_json
+from specinfer.common.progress import Progress
 from specinfer.drafts.head import HeadDraft, check_fingerprint
 from specinfer.errors import InputError, UnsupportedModel
-from specinfer.training import architectures, train
-from specinfer.training.architectures import PUBLISHED, published_aux_layers
+from specinfer.training import train
 from specinfer.training.card import ARCHITECTURES, LOSSES, describe_data, write_card
-from specinfer.training.job import ProgressCallback, TrainingJob, TrainingSettings, processes
+from specinfer.training.job import TrainingJob, TrainingSettings, processes
 from specinfer.training.logits import check_logits
 from specinfer.training.losses import RANKS
 from specinfer.training.recorded_text import (
@@ -46,7 +46,7 @@ class Recipe:
     """
 
     drafts: int = 2
-    arch: str = "head"  # or "lm", or one of `PUBLISHED`
+    arch: str = "head"  # or "lm"
     text: TextSettings = field(default_factory=TextSettings)
     training: TrainingSettings = field(default_factory=TrainingSettings)
     start: tuple[Path, ...] = ()  # folders of heads whose training the first drafts go on with; sizes stay
@@ -62,24 +62,14 @@ class Recipe:
                 f"{len(self.start)} heads to train on from, but {self.drafts} drafts of arch {self.arch!r}: "
                 "give at most one for each draft, and arch='head'"
             )
-        if self.arch != "head" and self.drafts > 1:
-            raise InputError(
-                f"only drafts of arch 'head' are boost-tuned, so further {self.arch} drafts would be the same: drafts=1"
-            )
-        self._check_numbers()
-
-    def _check_numbers(self) -> None:
-        settings = self.training
-        for name in ("epochs", "minutes", "learning_rate", "vocabulary", "layers", "heads"):
-            value = getattr(settings, name)
+        if self.arch == "lm" and self.drafts > 1:
+            raise InputError("only heads are boost-tuned, so further drafts of arch 'lm' would be the same: drafts=1")
+        for name in ("epochs", "minutes", "learning_rate", "vocabulary", "layers"):
+            value = getattr(self.training, name)
             if value is not None and not 0 < value < inf:
                 raise InputError(f"{name}={value} trains nothing: give a finite number above 0")
-        if self.arch != "lm" and settings.vocabulary < RANKS:
-            raise InputError(f"vocabulary={settings.vocabulary} is too small: give at least {RANKS}")
-        if self.arch in ("eagle3", "medusa") and settings.layers > 1:
-            raise InputError(f"layers={settings.layers}: a draft of arch {self.arch!r} has one layer; leave it at 1")
-        if settings.block < 2:
-            raise InputError(f"block={settings.block} predicts nothing beyond the root: give at least 2 slots")
+        if self.arch == "head" and self.training.vocabulary < RANKS:
+            raise InputError(f"vocabulary={self.training.vocabulary} is too small: give at least {RANKS}")
 
 
 def distill(
@@ -90,7 +80,7 @@ def distill(
     recipe: Recipe = Recipe(),
     documents: Sequence[TrainingPrompt] = (),
     name: str | None = None,
-    progress: ProgressCallback = lambda *_: None,
+    progress: Progress = lambda *_: None,
 ) -> dict[str, Any]:
     """Make drafts for a target, in ``out/1``, ``out/2``, ...; what an earlier call finished is not made again.
 
@@ -117,14 +107,8 @@ def distill(
         NumericalError: the loss is not a number; the last good checkpoint stays.
         SpecinferError: the disk is full; what was finished stays.
     """
-    if is_dispatched(model):
-        raise UnsupportedModel(
-            "a target that was loaded with a device_map cannot be trained for: load it on one device"
-        )
+    _check_target(model, recipe)
     process = processes(model.device)
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    if recipe.arch == "lm" and recipe.training.layers > layers:
-        raise InputError(f"layers={recipe.training.layers} of an lm are more than the target's {layers}: give fewer")
     name = name or model.name_or_path or type(model).__name__
     name = Path(name).resolve().name if Path(name).is_dir() else name  # no paths of this machine
     jobs = _plan_training(model, tokenizer, out, recipe, name)
@@ -133,7 +117,6 @@ def distill(
     if texts < 2:
         raise InputError("one text is held out, so one alone leaves nothing to train on: give more prompts or samples")
     text_folder = TextFolder(out / "text", model, tokenizer, jobs[0].aux_layers, recipe.text, batches)
-
     with locked(out if process.is_main_process else None):
         with process.main_process_first():  # the other processes find the text made
             text_folder.lock_settings()
@@ -143,18 +126,32 @@ def distill(
                 check_logits(model)
             shards, tokens = text_folder.write(progress)
         data = describe_data(prompts, documents, texts, tokens, recipe.text)
-        train_draft = {"head": train.train_head, "lm": train.train_causal_lm}.get(
-            recipe.arch, architectures.train_published
+        trained = [_train(model, tokenizer, shards, job, data, progress) for job in jobs]
+    return {"out": str(out), "texts": texts, "tokens": tokens, "drafts": trained}
+
+
+def _check_target(model: Any, recipe: Recipe) -> None:
+    if is_dispatched(model):
+        raise UnsupportedModel(
+            "a target that was loaded with a device_map cannot be trained for: load it on one device"
         )
-        trained = []
-        for job in jobs:
-            figures = job.figures() or train_draft(model, tokenizer, shards, job, progress)
-            if process.is_main_process:
-                write_json(job.folder / "figures.json", figures)
-                write_card(job, job.target, data, figures)
-            process.wait_for_everyone()
-            trained.append({"folder": str(job.folder), **figures})
-        return {"out": str(out), "texts": texts, "tokens": tokens, "drafts": trained}
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if recipe.arch == "lm" and recipe.training.layers > layers:
+        raise InputError(f"layers={recipe.training.layers} of an lm are more than the target's {layers}: give fewer")
+
+
+def _train(
+    model: Any, tokenizer: Any, shards: Sequence[Path], job: TrainingJob, data: str, progress: Progress
+) -> dict[str, Any]:
+    """Train one draft unless that was done; return its folder and figures."""
+    process = processes(model.device)
+    train_draft = train.train_head if job.arch == "head" else train.train_causal_lm
+    figures = job.figures() or train_draft(model, tokenizer, shards, job, progress)
+    if process.is_main_process:
+        write_json(job.folder / "figures.json", figures)
+        write_card(job, data, figures)
+    process.wait_for_everyone()
+    return {"folder": str(job.folder), **figures}
 
 
 def _plan_training(model: Any, tokenizer: Any, out: Path, recipe: Recipe, target: str) -> list[TrainingJob]:
@@ -167,8 +164,7 @@ def _plan_training(model: Any, tokenizer: Any, out: Path, recipe: Recipe, target
                 f"{folder} reads the target's layers {head.aux_layers}, {recipe.start[0]} {heads[0].aux_layers}, and "
                 "texts are kept with one choice of states: train them on in two calls"
             )
-    default = published_aux_layers if recipe.arch in PUBLISHED else default_aux_layers
-    aux_layers = heads[0].aux_layers if heads else default(model)
+    aux_layers = heads[0].aux_layers if heads else default_aux_layers(model)
     folders = [out / str(number) for number in range(1, recipe.drafts + 1)]
     jobs = []
     for index, folder in enumerate(folders):

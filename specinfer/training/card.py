@@ -19,29 +19,15 @@ NO_PLOT = "No plot: matplotlib was not installed."
 ARCHITECTURES = {
     "head": "an EAGLE-style head: decoder layers on the target's hidden states that borrow its embedding and output",
     "lm": "a plain small causal language model in Hugging Face format",
-    "eagle3": "an EAGLE-3 head (arXiv 2503.01840) under the names that SpecForge and SGLang read; `specinfer "
-    "export-draft --format speculators` rewrites it for vLLM",
-    "medusa": "a set of Medusa heads (arXiv 2401.10774), one a depth, whose output matrices are copies of the target's",
-    "dflash": "a DFlash head (arXiv 2602.06036), which fills a block of tokens in one pass, in the format of vLLM's "
-    "speculators",
-    "dspark": "a DSpark head, which fills a block of tokens in one pass and scores neighbours (a Markov head of first "
-    "order, no confidence head), in the format of vLLM's speculators",
-}
-READ = {  # of the tokens between the root and the one that is proposed
-    "medusa": "none of the s - 1 tokens above it",
-    "dflash": "none of the s - 1 tokens above it",
-    "dspark": "the last of the s - 1 tokens above it",
 }
 LOSSES = {
     "kl": "the target's distribution (forward Kullback-Leibler divergence)",
     "token": "the target's chosen tokens",
 }
-COVERAGE = "\nIts vocabulary covers {:.1%} of the tokens that it was trained on.{}\n"
-AMONG = (
-    "\nIt proposes any token, but was trained and measured among the most frequent ones, which are {:.1%} of those "
-    "that it was trained on.\n"
+COVERAGE = (
+    "\nIts vocabulary covers {:.1%} of the tokens that it was trained on. When sampling, its log-probabilities are "
+    "multiplied by {:g} before the target's noise is added.\n"
 )
-SAMPLING = " When sampling, its log-probabilities are multiplied by {:g} before the target's noise is added."
 TEMPLATE = """---
 base_model: {target}
 library_name: specinfer
@@ -81,8 +67,8 @@ decoder = SpeculativeDecoder.from_pretrained("{target}", drafts=["path/to/this/f
 ## Measured acceptance
 
 How often the target's own choice was among the draft's k likeliest tokens, on held-out texts ({held_out:.1%} of the
-texts above; other texts of the same prompts may have been trained on). In step s the draft has read {read}, as on level
-s of a tree.
+texts above; other texts of the same prompts may have been trained on). In step s the draft has read s - 1 tokens of its
+own proposal, as on level s of a tree.
 
 | step | {ranks} |
 |---|{rules}|
@@ -116,15 +102,14 @@ def describe_data(
     return text
 
 
-def write_card(job: TrainingJob, target: str, data: str, figures: dict[str, Any]) -> None:
+def write_card(job: TrainingJob, data: str, figures: dict[str, Any]) -> None:
     """Write ``README.md`` and, where matplotlib is installed, ``loss.png`` into the draft's folder.
 
     Args:
         job: what was trained.
-        target: its name on the hub, or its folder.
         data: what the draft was trained on (`describe_data`).
-        figures: what training returned: ``history`` (dicts of step, loss, held_out), ``hits[step][k - 1]``; of all but
-            language models ``coverage``, and of an EAGLE-style head ``inverse_temperature``.
+        figures: what training returned: ``history`` (dicts of step, loss, held_out), ``hits[step][k - 1]``; of a
+            head ``coverage`` and ``inverse_temperature``, too.
 
     Raises:
         SpecinferError, InputError: the disk is full, or the folder cannot be written.
@@ -134,7 +119,7 @@ def write_card(job: TrainingJob, target: str, data: str, figures: dict[str, Any]
     listed = history[::-1][:: -(-len(history) // LOSS_ROWS)][::-1]  # evenly spaced, the last step among them
     text = TEMPLATE.format(
         name=job.folder.name,
-        target=Path(target).resolve().name if Path(target).is_dir() else target,  # no paths of this machine
+        target=job.target,
         kind=ARCHITECTURES[job.arch],
         data=data,
         training=_training(job, figures["steps"]),
@@ -145,8 +130,7 @@ def write_card(job: TrainingJob, target: str, data: str, figures: dict[str, Any]
         ranks=" | ".join(f"top-{k}" for k in range(1, len(hits[0]) + 1)),
         rules="|".join(["---"] * len(hits[0])),
         hits="\n".join(f"| {i} | {' | '.join(f'{rate:.3f}' for rate in row)} |" for i, row in enumerate(hits, 1)),
-        read=READ.get(job.arch, "s - 1 tokens of its own proposal"),
-        coverage=_coverage(job.arch, figures),
+        coverage=COVERAGE.format(figures["coverage"], figures["inverse_temperature"]) if job.arch == "head" else "",
     )
     write_whole(job.folder / "README.md", text)
 
@@ -180,15 +164,6 @@ def _training(job: TrainingJob, steps: int) -> str:
         names = " and ".join(folder.name for folder in job.earlier)
         text += f" Boost-tuned after draft {names}: a token that one of those proposes first weighs {settings.boost:g}."
     return text
-
-
-def _coverage(arch: str, figures: dict[str, Any]) -> str:
-    if "coverage" not in figures:
-        return ""
-    if arch == "medusa":
-        return AMONG.format(figures["coverage"])
-    sampling = SAMPLING.format(figures["inverse_temperature"]) if "inverse_temperature" in figures else ""
-    return COVERAGE.format(figures["coverage"], sampling)
 
 
 def _by_file(prompts: Sequence[TrainingPrompt]) -> str:

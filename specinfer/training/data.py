@@ -47,13 +47,12 @@ class Texts:
         shards: files as above.
         held_out: share of the texts that are kept for measuring; at least one text is.
         seed: of the split.
-        skip: tokens at the beginning of every text that are left out.
 
     Raises:
         InputError: fewer than two texts with tokens to learn.
     """
 
-    def __init__(self, shards: Sequence[Path], held_out: float = 0.02, seed: int = 0, skip: int = 0) -> None:
+    def __init__(self, shards: Sequence[Path], held_out: float = 0.02, seed: int = 0) -> None:
         self.files = [safe_open(shard, "pt") for shard in shards]
         self.ids = [file.get_tensor("ids").long() for file in self.files]
         texts = []
@@ -61,8 +60,7 @@ class Texts:
             lengths, prompts = (file.get_tensor(name).tolist() for name in ("lengths", "prompt_lengths"))
             start = 0
             for length, prompt in zip(lengths, prompts, strict=True):
-                kept = min(length, LONGEST) - skip
-                texts.append(TrainingText(number, start + skip, kept, max(prompt - skip, 0)))
+                texts.append(TrainingText(number, start, min(length, LONGEST), prompt))
                 start += length
         texts = [text for text in texts if text.length > max(text.prompt_length, 1)]
         if len(texts) < 2:

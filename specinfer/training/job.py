@@ -4,7 +4,7 @@ Knows: settings, figures and checkpoints.  Does not know: how text is made (`tex
 """
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,8 +19,6 @@ from specinfer.common.files import lock_settings, read_json, storing, sync, weig
 from specinfer.errors import InputError
 
 TIMEOUT = timedelta(days=7)  # of processes that wait for the one that writes the text
-OF_ARCH = {"heads": ("medusa",), "block": ("dflash", "dspark")}  # settings of these architectures alone
-ProgressCallback = Callable[[str, int, int, dict[str, Any]], None]  # stage, units done, units in all, figures
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,6 @@ class TrainingSettings:
     boost: float = 0.2  # weight of tokens that an earlier draft proposes first
     vocabulary: int = 12_000  # tokens a head may propose
     layers: int = 1
-    heads: int = 5  # of medusa: the depths that it predicts
-    block: int = 8  # slots of dflash and dspark
     held_out: float = 0.02
     seed: int = 0
     checkpoint_every: int = 200  # steps
@@ -75,9 +71,8 @@ class TrainingJob:
         lock_settings(self.folder / "settings.json", settings, advice, empty)
 
     def used_settings(self) -> dict[str, Any]:
-        """Return the settings without those of other architectures."""
-        settings = {name: value for name, value in asdict(self.settings).items() if value is not None}
-        return {name: value for name, value in settings.items() if self.arch in OF_ARCH.get(name, (self.arch,))}
+        """Return the settings that say something."""
+        return {name: value for name, value in asdict(self.settings).items() if value is not None}
 
     def figures(self) -> dict[str, Any] | None:
         """Return the figures of a finished training, or None.

@@ -23,7 +23,6 @@ from specinfer.training.job import TrainingSettings
 from specinfer.training.logits import TargetLogits
 
 RANKS = 5  # hit rates are measured for the 1, 2, ... RANKS first proposals
-EVERY = slice(None)  # of the tokens to learn
 
 
 class DistillationLoss(nn.Module):
@@ -40,8 +39,8 @@ class DistillationLoss(nn.Module):
         self.settings, self.token_ids = settings, token_ids
         self.target_logits = TargetLogits(target, token_ids)
 
-    def draft_logits(self, ids: Tensor, states: Tensor, keep: Tensor) -> Iterator[tuple[Tensor, slice | Tensor]]:
-        """Yield the draft's logits (M, V'), and of which M of the N tokens to learn, one draft step after the other.
+    def draft_logits(self, ids: Tensor, states: Tensor, keep: Tensor) -> Iterator[Tensor]:
+        """Yield the draft's logits (N, V') of the tokens to learn, one draft step after the other.
 
         Args:
             ids: (B, T).
@@ -50,10 +49,10 @@ class DistillationLoss(nn.Module):
         """
         raise NotImplementedError
 
-    def forward(self, ids: Tensor, states: Tensor, learn: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, ids: Tensor, states: Tensor, learn: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss, and by draft step how often the target's choice was the proposal of each rank.
 
-        The latter as counts, int64 (steps, RANKS), and of how many tokens, (steps,).
+        The latter as counts, int64 (steps, RANKS).
 
         Args:
             ids: (B, T).
@@ -63,17 +62,16 @@ class DistillationLoss(nn.Module):
         """
         keep = learn.flatten().nonzero()[:, 0]
         tokens, distribution = self.goal(ids[:, 1:].flatten()[keep], states[:, 1:, -1].flatten(0, 1)[keep])
-        loss, hits, counts = states.new_zeros((), dtype=torch.float32), [], []
-        for step, (logits, which) in enumerate(self.draft_logits(ids, states, keep)):
+        loss, hits = states.new_zeros((), dtype=torch.float32), []
+        for step, logits in enumerate(self.draft_logits(ids, states, keep)):
             if distribution is None:
-                losses = functional.cross_entropy(logits.float(), tokens[which], ignore_index=-1, reduction="none")
+                losses = functional.cross_entropy(logits.float(), tokens, ignore_index=-1, reduction="none")
             else:
-                losses = SoftCrossEntropy.apply(logits, distribution[which])
-            total = weights[which].sum().clamp(min=1e-9)  # of some texts no token stands so deep
-            loss = loss + self.settings.decay**step * (losses * weights[which]).sum() / total
-            hits.append((logits.detach().topk(RANKS, -1).indices == tokens[which][:, None]).sum(0))
-            counts.append(len(logits))
-        return loss, torch.stack(hits), torch.tensor(counts, device=loss.device)
+                losses = SoftCrossEntropy.apply(logits, distribution)
+            total = weights.sum().clamp(min=1e-9)  # a boost of 0 may leave nothing
+            loss = loss + self.settings.decay**step * (losses * weights).sum() / total
+            hits.append((logits.detach().topk(RANKS, -1).indices == tokens[:, None]).sum(0))
+        return loss, torch.stack(hits)
 
     def goal(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the N tokens as indices in the draft's vocabulary, -1 = not in it, and the target's distribution.
@@ -96,10 +94,9 @@ class HeadLoss(DistillationLoss):
         super().__init__(target, settings, head.token_ids)
         self.head = head
 
-    def draft_logits(self, ids: Tensor, states: Tensor, keep: Tensor) -> Iterator[tuple[Tensor, slice | Tensor]]:
+    def draft_logits(self, ids: Tensor, states: Tensor, keep: Tensor) -> Iterator[Tensor]:
         """See `unrolled_logits`."""
-        for logits in unrolled_logits(self.head, ids, states, keep, self.settings.unroll):
-            yield logits, EVERY
+        return unrolled_logits(self.head, ids, states, keep, self.settings.unroll)
 
 
 class CausalLMLoss(DistillationLoss):
@@ -109,10 +106,10 @@ class CausalLMLoss(DistillationLoss):
         super().__init__(target, settings)
         self.model, self.model_logits = model, TargetLogits(model)
 
-    def draft_logits(self, ids: Tensor, states: Tensor, keep: Tensor) -> Iterator[tuple[Tensor, slice | Tensor]]:
+    def draft_logits(self, ids: Tensor, states: Tensor, keep: Tensor) -> Iterator[Tensor]:
         """Yield once; the target's states are not read."""
         hidden = self.model.base_model(ids[:, :-1], use_cache=False).last_hidden_state
-        yield self.model_logits(hidden.flatten(0, 1)[keep]), EVERY
+        yield self.model_logits(hidden.flatten(0, 1)[keep])
 
 
 def first_logits(head: HeadNetwork, batch: Batch) -> Tensor:

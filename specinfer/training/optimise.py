@@ -14,22 +14,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from specinfer.common.progress import Progress
 from specinfer.drafts.head_network import HeadNetwork
 from specinfer.engine.gumbel import TRAINING, key
 from specinfer.errors import NumericalError
 from specinfer.loading import resolve_dtype
 from specinfer.training.data import Batch, Texts, endless
-from specinfer.training.job import Checkpoint, ProgressCallback, TrainingJob, TrainingSettings
+from specinfer.training.job import Checkpoint, TrainingJob, TrainingSettings
 from specinfer.training.losses import DistillationLoss, boost_weights
 from specinfer.training.muon import Muon
 
-# learning rates, as shares of the setting: of Muon; of AdamW; of output matrices, which begin as the target's
-RATES = {"matrices": 1.0, "rest": 1 / 3, "outputs": 1 / 15}
+REST_SHARE = 1 / 3  # AdamW's share of the learning rate
 RATED = 10  # steps whose time says how many fit into the given minutes
 
 
 def optimise(
-    loss: DistillationLoss, texts: Texts, earlier: Sequence[HeadNetwork], job: TrainingJob, progress: ProgressCallback
+    loss: DistillationLoss, texts: Texts, earlier: Sequence[HeadNetwork], job: TrainingJob, progress: Progress
 ) -> dict[str, Any]:
     """Run the training loop from the newest checkpoint to the end.
 
@@ -62,7 +62,7 @@ def optimise(
     while step < plan.steps:
         chosen = [next(batches) for _ in range(accelerator.num_processes)][accelerator.process_index]
         _set_rates(optimizers, settings.learning_rate * _schedule(step, plan.steps, settings.warmup))
-        torch.manual_seed(key(settings.seed, TRAINING, step))  # some losses draw
+        torch.manual_seed(key(settings.seed, TRAINING, step))  # a language model may have dropout
         figures = _step(accelerator, wrapped, optimizers, texts.load(chosen, accelerator.device), earlier, settings)
         if not isfinite(figures["loss"]):
             raise NumericalError(
@@ -121,22 +121,14 @@ class _Plan:
 
 
 def _optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices that are trained and AdamW for the rest; learning rates are set step by step.
-
-    Matrices with a row for each token are of the rest: most of their rows have nothing to learn from a batch.
-    """
-    weights = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
-    outputs = [weight for name, weight in weights if name.endswith("lm_head.weight")]
-    tokens = [weight for name, weight in weights if "markov" in name]
-    apart = {id(weight) for weight in (*outputs, *tokens)}
-    matrices = [weight for _, weight in weights if weight.ndim == 2 and id(weight) not in apart]
-    rest = [weight for _, weight in weights if weight.ndim != 2]
-    groups = {"matrices": matrices, "rest": rest + tokens, "outputs": outputs}
-    first, *others = ({"params": groups[name], "share": share} for name, share in RATES.items() if groups[name])
-    kind = torch.optim.Muon if in_bfloat16(weights[0][1].device) else Muon
+    """Return Muon for the matrices that are trained and AdamW for the rest; learning rates are set step by step."""
+    weights = [weight for weight in module.parameters() if weight.requires_grad]
+    matrices = {"params": [weight for weight in weights if weight.ndim == 2], "share": 1.0}
+    rest = {"params": [weight for weight in weights if weight.ndim != 2], "share": REST_SHARE}
+    kind = torch.optim.Muon if in_bfloat16(weights[0].device) else Muon
     return [
-        kind([first], weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.01),
+        kind([matrices], weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([rest], betas=(0.9, 0.95), weight_decay=0.01),
     ]
 
 
@@ -165,27 +157,26 @@ def _step(
 ) -> dict[str, Any]:
     """Make one step; return its loss, and how often the first proposal of the first draft step was right."""
     with accelerator.autocast():
-        loss, hits, counts = module(*batch, boost_weights(earlier, batch, settings.boost))
+        loss, hits = module(*batch, boost_weights(earlier, batch, settings.boost))
     if torch.isfinite(loss):
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(module.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return {"loss": loss.item(), "top1": (hits[0, 0] / counts[0].clamp(min=1)).item()}
+    return {"loss": loss.item(), "top1": (hits[0, 0] / batch.learn.sum()).item()}
 
 
 @torch.no_grad()
 def evaluate(loss: DistillationLoss, texts: Texts) -> list[list[float]]:
     """Return held-out hit rates [draft step][k - 1]: how often the target's token was among the k first proposals."""
     device = next(loss.parameters()).device
-    hits, counts = torch.zeros(()), torch.zeros(())
-    torch.manual_seed(key(loss.settings.seed, TRAINING))
+    hits, count = torch.zeros(()), 0
     for chosen in texts.batches(texts.held_out, loss.settings.tokens_per_batch, None):
         batch = texts.load(chosen, device)
         weights = torch.ones(int(batch.learn.sum()), device=device)
         with torch.autocast(device.type, torch.bfloat16, in_bfloat16(device)):
-            _, found, of = loss(*batch, weights)
-        hits, counts = hits + found.cpu(), counts + of.cpu()
-    rates = hits.cumsum(-1) / counts.clamp(min=1)[:, None]
+            _, found = loss(*batch, weights)
+        hits, count = hits + found.cpu(), count + len(weights)
+    rates = hits.cumsum(-1) / count
     return [[round(rate, 4) for rate in row] for row in rates.tolist()]

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from specinfer.attention import TreeModel
 from specinfer.common.files import lock_settings, write_whole
+from specinfer.common.progress import Progress
 from specinfer.common.ranks import ALONE, Ranks
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.drafts.head import target_fingerprint
@@ -36,7 +37,6 @@ from specinfer.engine.stopping import Stopping
 from specinfer.errors import InputError
 from specinfer.prompts import check_ids, encode, read_lines, read_rows
 from specinfer.training.data import LONGEST
-from specinfer.training.job import ProgressCallback
 from specinfer.tree import Chain
 
 BATCH = 64  # texts per shard
@@ -222,7 +222,7 @@ class TextFolder:
         empty = not any(self.folder.glob("*.safetensors"))
         lock_settings(self.folder / "manifest.json", manifest, "take the old settings, or choose another --out", empty)
 
-    def write(self, progress: ProgressCallback) -> tuple[list[Path], int]:
+    def write(self, progress: Progress) -> tuple[list[Path], int]:
         """Make every batch that is not there yet; return all shards, in the batches' order, and their tokens.
 
         Raises:

@@ -7,7 +7,7 @@ alpha = 1/2).
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from random import Random
@@ -18,11 +18,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from specinfer.common.files import storing, sync
+from specinfer.common.progress import Progress
 from specinfer.drafts.head import HeadDraft, target_fingerprint
 from specinfer.drafts.head_network import HeadNetwork, head_config
 from specinfer.engine.gumbel import TRAINING, key
 from specinfer.training.data import Texts
-from specinfer.training.job import ProgressCallback, TrainingJob, processes
+from specinfer.training.job import TrainingJob, processes
 from specinfer.training.losses import CausalLMLoss, HeadLoss, first_logits
 from specinfer.training.optimise import evaluate, in_bfloat16, optimise
 
@@ -35,7 +36,7 @@ LAYER_NUMBER = re.compile(r"(\.(?:layers|h|blocks)\.)(\d+)")  # in the names of 
 
 
 def train_head(
-    target: Any, tokenizer: Any, shards: Sequence[Path], job: TrainingJob, progress: ProgressCallback
+    target: Any, tokenizer: Any, shards: Sequence[Path], job: TrainingJob, progress: Progress
 ) -> dict[str, Any]:
     """Train one EAGLE-style head, or go on with its training; write it to the job's folder; return its figures.
 
@@ -56,7 +57,7 @@ def train_head(
     if job.start:
         head = HeadDraft.load(job.start).head
     else:
-        token_ids = most_frequent(counts, settings.vocabulary)
+        token_ids = counts.argsort(descending=True, stable=True)[: settings.vocabulary].sort().values  # most frequent
         head = new_head(target, job.aux_layers, settings.layers, token_ids, job.earlier)
     earlier = [HeadDraft.load(folder).head.to(target.dtype).bind(target) for folder in job.earlier]
     loss = HeadLoss(head.bind(target), target, settings)
@@ -72,11 +73,6 @@ def train_head(
     return figures
 
 
-def most_frequent(counts: Tensor, vocabulary: int) -> Tensor:
-    """Return the ids (V',) of the most frequent tokens, ascending; counts are (V,)."""
-    return counts.argsort(descending=True, stable=True)[:vocabulary].sort().values
-
-
 def new_head(
     target: Any, aux_layers: Sequence[int], layers: int, token_ids: Tensor, earlier: Sequence[Path] = ()
 ) -> HeadNetwork:
@@ -85,7 +81,7 @@ def new_head(
     It starts from the first draft's weights; layers that the first draft does not have start as the identity.  The
     first draft itself starts from the target's last layers.
     """
-    sizes = {**layer_sizes(target), "num_hidden_layers": layers, "vocab_size": len(token_ids)}
+    sizes = {**_layer_sizes(target), "num_hidden_layers": layers, "vocab_size": len(token_ids)}
     head = HeadNetwork(head_config(**sizes, rms_norm_eps=1e-6, aux_layers=list(aux_layers)), token_ids)
     if earlier:
         weights = load_file(earlier[0] / "model.safetensors")
@@ -96,12 +92,13 @@ def new_head(
                 nn.init.zeros_(layer.get_parameter("self_attn.o_proj.weight"))
                 nn.init.zeros_(layer.get_parameter("mlp.down_proj.weight"))
         return head
-    for weights, layer in last_layers(target, head.layers):
-        load_fitting(layer, weights)
+    target_layers = getattr(getattr(target, "model", None), "layers", None) or ()
+    for source, layer in zip(reversed(target_layers), reversed(head.layers), strict=False):
+        _load_fitting(layer, source.state_dict())
     return head
 
 
-def layer_sizes(target: Any) -> dict[str, int]:
+def _layer_sizes(target: Any) -> dict[str, int]:
     """Return the sizes of a target's layers, as transformers names them."""
     config = target.config.get_text_config(decoder=True)
     size, heads = config.hidden_size, config.num_attention_heads
@@ -110,14 +107,7 @@ def layer_sizes(target: Any) -> dict[str, int]:
     return {**sizes, "hidden_size": size, "num_attention_heads": heads}
 
 
-def last_layers(target: Any, layers: nn.ModuleList) -> Iterator[tuple[dict[str, Tensor], nn.Module]]:
-    """Yield the weights of a target's last layers, each with the layer that starts from them, the last ones first."""
-    target_layers = getattr(getattr(target, "model", None), "layers", None)
-    for source, layer in zip(reversed(target_layers or ()), reversed(layers), strict=False):
-        yield source.state_dict(), layer
-
-
-def load_fitting(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+def _load_fitting(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Give a module those of some weights that it has a place for, in name and shape."""
     shapes = {name: weight.shape for name, weight in module.state_dict().items()}
     fitting = {name: weight for name, weight in weights.items() if shapes.get(name) == weight.shape}
@@ -160,7 +150,7 @@ def fit_inverse_temperature(loss: HeadLoss, texts: Texts) -> float:
 
 
 def train_causal_lm(
-    target: Any, tokenizer: Any, shards: Sequence[Path], job: TrainingJob, progress: ProgressCallback
+    target: Any, tokenizer: Any, shards: Sequence[Path], job: TrainingJob, progress: Progress
 ) -> dict[str, Any]:
     """Train a small causal language model, the target's first and last layers, and write it as transformers does.
 

@@ -3,11 +3,11 @@
 Knows: runs, IPython's display.  Does not know: how steps are decoded, pages.
 """
 
+import sys
 from html import escape
 from time import monotonic
 from typing import Any
 
-from specinfer.common.progress import in_notebook
 from specinfer.errors import InputError, SpecinferError
 from specinfer.results import Result, Step
 from specinfer.viz.description import describe
@@ -54,6 +54,12 @@ def watch(decoder: Any, prompt: Any = None, **options: Any) -> Result:
         (result,) = run.results()
         handle.update(HTML(view(result, newest)))
     return result
+
+
+def in_notebook() -> bool:
+    """Return whether this is a notebook's kernel."""
+    ipython: Any = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 def view(result: Result, step: Step | None) -> str:

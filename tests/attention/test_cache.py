@@ -47,7 +47,7 @@ class Reference:
 def feed(cache: TreeCache, count: int, seed: int, reference: Reference | None = None) -> list[tuple[Tensor, Tensor]]:
     """Write `count` random slots a row into every layer as a pass does; return what attention would see."""
     generator = torch.Generator().manual_seed(seed)
-    cache.stage(count, CPU)
+    cache.stage([count] * cache.rows, count)
     seen = []
     with torch.inference_mode():
         for layer, (heads, *dims) in enumerate(SHAPES):
@@ -106,9 +106,34 @@ def test_rows_stay_bit_equal_to_a_plain_gather(
         assert pointers(cache) == before
         assert cache.lengths == [len(row) for row in reference.committed[0]]
         assert cache.rows == len(cache.lengths)
-        assert cache.pending == 0
+        assert not any(cache.pending)
         assert_same(cache, reference)
         cache.check_integrity()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_rows_of_different_sizes_write_padding_where_nobody_looks(turned: bool) -> None:
+    """Behind their own slots, even beyond the maximum, and the next pass writes there again."""
+    cache, reference, sizes = TreeCache(2, 4, max_capacity=5), Reference(2), [(3, 1), (1, 3), (1, 0)]
+    for seed, (first, second) in enumerate(sizes):
+        width, generator = max(first, second), torch.Generator().manual_seed(seed)
+        turn = [width - first, width - second] if turned else ()
+        cache.stage([first, second], width, turn)
+        for layer, (heads, *dims) in enumerate(SHAPES):
+            keys, values = (torch.randn(2, heads, width, dim, generator=generator) for dim in dims)
+            with torch.inference_mode():
+                cache.update(keys, values, layer)
+            for row, (size, begin) in enumerate(zip((first, second), turn or (0, 0), strict=True)):
+                part = slice(begin, begin + size)
+                pairs = zip(keys[row, :, part].unbind(1), values[row, :, part].unbind(1), strict=True)
+                reference.pending[layer][row] += pairs
+    assert cache.pending == [5, 4]
+    cache.check_integrity()
+    cache.keep([(0, 3, 4), (0, 1, 2, 3)])
+    reference.keep([(0, 3, 4), (0, 1, 2, 3)])
+    assert_same(cache, reference)
+    with pytest.raises(CacheError, match="6 cache slots but the maximum is 5"):
+        cache.stage([3, 0], 3)
 
 
 def test_one_row_keeps_every_kind_of_path() -> None:
@@ -140,7 +165,7 @@ def test_all_rows_can_retire() -> None:
 
 def test_layers_of_one_shape_lie_side_by_side() -> None:
     cache = TreeCache(2, 8, uniform_layers=3)
-    cache.stage(2, CPU)
+    cache.stage([2] * cache.rows, 2)
     with torch.inference_mode():
         for layer in range(3):
             cache.update(torch.ones(2, 1, 2, 4), torch.ones(2, 1, 2, 4), layer)
@@ -206,7 +231,7 @@ def test_beyond_the_maximum_is_an_error_that_changes_nothing() -> None:
     reference.keep([(0, 2, 4, 5), (1,)])
     state = (cache.lengths, cache.pending, cache.capacity)
     with pytest.raises(CacheError, match="11 cache slots but the maximum is 10"):
-        cache.stage(7, CPU)
+        cache.stage([7] * cache.rows, 7)
     assert (cache.lengths, cache.pending, cache.capacity) == state
     assert_same(cache, reference)
     feed(cache, 6, 1)  # 4 + 6 fit exactly
@@ -217,7 +242,7 @@ def test_without_a_maximum_the_capacity_is_the_maximum() -> None:
     cache = TreeCache(1, 4)
     assert cache.max_capacity == 4
     with pytest.raises(CacheError):
-        cache.stage(5, CPU)
+        cache.stage([5] * cache.rows, 5)
 
 
 @pytest.mark.parametrize(("rows", "capacity"), [(0, 4), (-1, 4), (2, 0)])
@@ -235,7 +260,7 @@ def test_bad_paths_are_refused_and_change_nothing(path: tuple[int, ...]) -> None
         cache.keep([(0, 2), path])
     after = [buffer for layer in cache.layers for buffer in layer.buffers]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert (cache.lengths, cache.pending) == ([0, 0], 3)
+    assert (cache.lengths, cache.pending) == ([0, 0], [3, 3])
 
 
 @pytest.mark.parametrize("paths", [[], [(0,)], [(0,), (0,), None]])
@@ -257,10 +282,11 @@ def drop_row(cache: TreeCache) -> None:
 TAMPERINGS: dict[str, tuple[Callable[[TreeCache], Any], str]] = {
     "a length too many": (lambda cache: cache.lengths.append(0), "2 rows but lengths"),
     "a negative length": (lambda cache: cache.lengths.__setitem__(0, -1), "2 rows but lengths"),
-    "negative pending slots": (lambda cache: setattr(cache, "pending", -1), "-1 pending"),
+    "negative pending slots": (lambda cache: setattr(cache, "pending", [0, -1]), r"-1\] pending"),
     "more used than there is": (lambda cache: cache.lengths.__setitem__(1, 99), "99 slots in use"),
-    "pending beyond capacity": (lambda cache: setattr(cache, "pending", 8), "slots in use, capacity 8"),
-    "capacity beyond maximum": (lambda cache: setattr(cache, "capacity", 9), "maximum 8"),
+    "pending beyond capacity": (lambda cache: setattr(cache, "pending", [8, 0]), "slots in use, capacity 8"),
+    "another capacity than that of buffers": (lambda cache: setattr(cache, "capacity", 9), "expected 2\\+ rows of 9"),
+    "beyond the maximum": (lambda cache: setattr(cache, "max_capacity", 1), "maximum 1"),
     "a short buffer": (shrink_buffer, "layer 1 holds"),
     "a missing row": (drop_row, "layer 2 holds"),
 }
@@ -322,5 +348,5 @@ def test_transformers_reads_lengths_and_sizes() -> None:
     cache.keep([(0, 1, 2), (0,)])
     assert cache.get_seq_length() == 3
     assert cache.layers[0].get_max_length() == 32
-    cache.stage(4, CPU)
+    cache.stage([4] * cache.rows, 4)
     assert cache.layers[0].get_mask_sizes(4) == (7, 0)

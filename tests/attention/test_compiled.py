@@ -34,8 +34,12 @@ from specinfer import BestFirst, Chain, SpeculativeDecoder
 from specinfer.attention import TreeCache, TreeModel, TreeSession, lay_out_chains, resumed
 from specinfer.attention.check import toy_tree
 from specinfer.attention.compiler.linear import fits, forms, pack, packable_dynamic_int8
+from specinfer.attention.compiler.making import check, computing
 from specinfer.attention.compiler.watch import architecture
-from specinfer.attention.passes.compiled import RECORD, CompiledPass, check, computing
+from specinfer.attention.passes.compiled import RECORD, CompiledPass
+from specinfer.attention.passes.graphs import GraphedPass
+from specinfer.attention.passes.plain import TensorPass
+from specinfer.attention.passes.registry import equip
 from specinfer.cli import app
 from specinfer.drafts.head import HeadDraft
 from specinfer.drafts.online import Budget
@@ -60,7 +64,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     patch.setenv("SPECINFER_CACHE", str(folder))
     target = float_llama()
     made = SpeculativeDecoder(target, byte_tokenizer(), [draft_for(target)], TREE, compile=True)
-    assert made.passes == "passes: compiled", made.plain
+    assert made.passes == "passes: compiled"
     yield folder
     patch.undo()
 
@@ -76,15 +80,15 @@ def ids(made: SpeculativeDecoder, prompt: Any = PROMPTS, **options: Any) -> Any:
 
 def compiled(model: Any) -> tuple[SpeculativeDecoder, CompiledPass]:
     made = decoder(model)
-    assert made.target.compiled is not None, made.passes
-    return made, made.target.compiled
+    assert made.target.ways.fast is not None, made.passes
+    return made, made.target.ways.fast
 
 
 def test_what_is_compiled_is_found_and_said() -> None:
     result = decoder(float_llama(7)).generate(PROMPTS[0], **GREEDY)  # other weights of the same architecture
     assert "passes: compiled" in result.stats.notes
     plain = decoder(float_llama(), compile=False)
-    assert plain.target.compiled is None
+    assert plain.target.ways.fast is None
     assert "not compiled, as asked" in plain.passes
     with pytest.raises(InputError, match="compile='yes'"):
         decoder(float_llama(), compile="yes")
@@ -104,7 +108,7 @@ def test_ids_are_those_of_the_plain_model(tree: Any, options: dict[str, Any]) ->
 
 def test_every_node_is_the_plain_models() -> None:
     model = TreeModel(float_llama())
-    own = packages._usable(model, ())
+    own = packages._usable(model, "packed", ())
     assert own is not None
     with resumed(model):
         assert check(model, own, range(1, 40)) < 1e-5
@@ -115,15 +119,15 @@ def test_drafts_multiply_in_8_bits_and_targets_never_do() -> None:
     model = float_llama()
     made = decoder(model, TREE, [draft_for(model)])
     target, head = made.networks
-    assert target.form == "packed"
-    assert head.form == ("dynamic_int8" if packable_dynamic_int8(model.lm_head.weight) else "rounded")
-    kinds = {source.kind for runner in head.compiled.runners.values() for source in runner.sources}
-    assert kinds & {"packed", "rounded", "dynamic_int8"} == {head.form}
+    assert target.ways.fast.form == "packed"
+    assert head.ways.fast.form == ("dynamic_int8" if packable_dynamic_int8(model.lm_head.weight) else "rounded")
+    kinds = {source.kind for runner in head.ways.fast.runners.values() for source in runner.sources}
+    assert kinds & {"packed", "rounded", "dynamic_int8"} == {head.ways.fast.form}
     assert not {"rounded", "dynamic_int8"} & {
-        source.kind for runner in target.compiled.runners.values() for source in runner.sources
+        source.kind for runner in target.ways.fast.runners.values() for source in runner.sources
     }
     with resumed(head):
-        assert check(head, head.compiled) < 0.1
+        assert check(head, head.ways.fast) < 0.1
 
 
 def test_a_machine_that_is_slow_in_8_bits_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +136,7 @@ def test_a_machine_that_is_slow_in_8_bits_does_without(monkeypatch: pytest.Monke
     assert not packable_dynamic_int8(torch.zeros(4, 4))
     model = float_llama()
     made = decoder(model, TREE, [draft_for(model)], compile="auto")
-    assert made.networks[1].form != "dynamic_int8"
+    assert made.networks[1].ways.fast.form != "dynamic_int8"
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +151,8 @@ def bfloat16_llama(seed: int = 0) -> Any:
 
 def test_float32_weights_that_are_bfloat16_numbers_are_read_in_half_the_bytes(halved: SpeculativeDecoder) -> None:
     """Sums are those of float32, over any number of nodes, whatever part of a block the last outputs fill."""
-    own = halved.target.compiled
-    assert halved.target.form == "bf16"
+    own = halved.target.ways.fast
+    assert halved.target.ways.fast.form == "bf16"
     assert isinstance(own, CompiledPass)
     with resumed(halved.target):
         assert check(halved.target, own, [*range(1, 30), 95, 96, 97, 110, 200]) < 1e-5
@@ -190,7 +194,7 @@ def test_passes_of_a_bfloat16_model_compute_in_float32_from_its_own_weights(wide
         assert session.score([toy_tree([4, 5], [0])]).row(0).dtype == torch.float32
     assert session.cache.layers[0].keys.dtype == torch.float32
     assert all(weight.dtype == torch.bfloat16 and weight.equal(copied) for weight, copied in before)
-    given = [tensor for runner in target.compiled.runners.values() for tensor in runner.weights]
+    given = [tensor for runner in target.ways.fast.runners.values() for tensor in runner.weights]
     assert target.model.get_input_embeddings().weight.data_ptr() in [tensor.data_ptr() for tensor in given]
     assert max(tensor.numel() for tensor in given if tensor.dtype == torch.float32) <= target.model.config.hidden_size
 
@@ -226,14 +230,14 @@ def rounding() -> Iterator[SpeculativeDecoder]:
 def test_rounded_states_are_those_of_a_bfloat16_model(rounding: SpeculativeDecoder) -> None:
     """Logits are nearer to those in float32 than the plain model's; sums are float32, weights are read as they are."""
     target = rounding.target
-    assert target.form == linear.ROUNDED_STATES
+    assert target.ways.fast.form == linear.ROUNDED_STATES
     assert "target compiled (bfloat16 products, float32 sums), head compiled" in rounding.passes
-    kinds = {source.kind for runner in target.compiled.runners.values() for source in runner.sources}
+    kinds = {source.kind for runner in target.ways.fast.runners.values() for source in runner.sources}
     assert "bf16" in kinds
     prompt = [[*range(1, 40)]]
     found = []
     whole = TreeModel(tiny_llama(intermediate_size=96).bfloat16().float())
-    for model, own in ((whole, None), (target, target.compiled), (target, None)):
+    for model, own in ((whole, whole.ways.usual), (target, target.ways.fast), (target, target.ways.usual)):
         session = TreeSession(model, TreeCache(1, 64), (), own)
         with resumed(target):
             found.append(session.append(lay_out_chains(prompt, model.device)).padded().double())
@@ -255,16 +259,16 @@ def test_texts_with_rounded_states_do_not_depend_on_speculation(
 
 def test_rounded_states_are_refused_if_logits_depend_on_what_else_a_pass_holds(rounding: SpeculativeDecoder) -> None:
     target = rounding.target
-    own = target.compiled
+    own = target.ways.fast
     assert isinstance(own, CompiledPass)
 
-    class Off:
+    class Off(TensorPass):
         """The same passes, but logits depend on the number of nodes in their last bits."""
 
-        aux_layers, dtype, packs = own.aux_layers, own.dtype, own.packs
+        aux_layers, dtype, packs, form = own.aux_layers, own.dtype, own.packs, own.form
 
-        def __call__(self, inputs: Any, *given: Any) -> Any:
-            logits, *states = own(inputs, *given)
+        def run(self, model: Any, inputs: Any, *given: Any) -> Any:
+            logits, *states = own.run(model, inputs, *given)
             return logits * (1 + 1e-6 * inputs["input_ids"].shape[1]), *states
 
     with resumed(target):
@@ -298,18 +302,18 @@ def test_a_node_gets_the_same_bits_in_every_pass(name: str, request: pytest.Fixt
 
 
 def test_packed_passes_compute_no_padding(halved: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts and trees of different sizes are fed as so many tokens as they have; a prompt of none as one."""
+    """Prompts and trees of different sizes are fed as so many tokens as they have, a prompt of none as none."""
     target, fed = halved.target, []
-    assert isinstance(target.compiled, CompiledPass)
-    assert target.compiled.packs
-    (runner,) = target.compiled.runners.values()
+    assert isinstance(target.ways.fast, CompiledPass)
+    assert target.ways.fast.packs
+    (runner,) = target.ways.fast.runners.values()
     run = runner.run
     monkeypatch.setattr(runner, "run", lambda given: fed.append(tuple(given[0].shape)) or run(given))
     session = target.session(3, 96)
     with resumed(target):
         session.prefill([[*range(20)], [5], []])
         logits = session.score([toy_tree([5, 6, 7], [0, 1]), toy_tree([3], []), toy_tree([4, 8], [0])])
-    assert fed == [(1, 22), (1, 6)]
+    assert fed == [(1, 21), (1, 6)]
     assert [len(row) for row in logits] == [3, 1, 2]
 
 
@@ -342,13 +346,12 @@ def test_prompts_are_read_beside_the_rows_that_run(
     drafts: bool, temperature: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ids are those of each row alone, and so are the trees of a head, which reads the states at all tokens."""
-    target, together = float_llama() if drafts else bfloat16_llama(), TreeSession._score_behind
+    target, together = float_llama() if drafts else bfloat16_llama(), TreeSession.score
     given, tree = ([draft_for(target), "ngram"], Resting(7, 3)) if drafts else ([], None)
     made = SpeculativeDecoder(target, byte_tokenizer(), given, tree, compile=True)
     read: list[int] = []
-    monkeypatch.setattr(
-        TreeSession, "_score_behind", lambda self, trees: read.append(len(trees)) or together(self, trees)
-    )
+    count = lambda session, trees: any(session.unread) and read.append(len(trees))  # noqa: E731
+    monkeypatch.setattr(TreeSession, "score", lambda self, trees: count(self, trees) or together(self, trees))
     lengths = [12 + n % 5 if n % 6 else 1 for n in range(1, 16)]  # some texts end in their first step
     prompts = [{"prompt": [*range(n, 2 * n)], "max_new_tokens": new, "seed": n} for n, new in enumerate(lengths, 1)]
     found = sorted(made.generate_many(prompts, temperature=temperature, max_rows=4))
@@ -367,12 +370,11 @@ def test_prompts_are_read_beside_the_rows_that_run(
 
 def test_a_copy_in_float32_must_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     target = TreeModel(tiny_llama().bfloat16())
-    assert computing(target) is target
-    target.form = "bf16"
-    assert computing(target).dtype == torch.float32
-    monkeypatch.setattr("specinfer.attention.passes.compiled.free_bytes", lambda: 1000.0)
+    assert computing(target, "packed") is target
+    assert computing(target, "bf16").dtype == torch.float32
+    monkeypatch.setattr("specinfer.attention.compiler.making.free_bytes", lambda: 1000.0)
     with pytest.raises(NotCompiled, match=r"compiling LlamaForCausalLM takes .* GB of memory"):
-        computing(target)
+        computing(target, "bf16")
 
 
 def test_train_mode_between_the_steps_of_a_stream_is_left_as_it_is(halved: SpeculativeDecoder) -> None:
@@ -429,7 +431,10 @@ def test_forms_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_caches_grow_under_compiled_passes() -> None:
     model = float_llama()
     made, own = compiled(model)
-    sessions = [TreeSession(made.target, TreeCache(1, 4, 256, uniform_layers=2), (), each) for each in (None, own)]
+    sessions = [
+        TreeSession(made.target, TreeCache(1, 4, 256, uniform_layers=2), (), each)
+        for each in (made.target.ways.usual, own)
+    ]
     with resumed(made.target):
         for session in sessions:
             session.prefill([list(range(60))])
@@ -442,12 +447,12 @@ def test_caches_grow_under_compiled_passes() -> None:
 
 def test_sessions_that_want_other_hidden_states_run_plain() -> None:
     made, own = compiled(float_llama())
-    assert made.target.session(1, 8, aux_layers=own.aux_layers[:1]).compiled is own
+    assert made.target.session(1, 8, aux_layers=own.aux_layers[:1]).run is own
     other = made.target.session(1, 8, aux_layers=(0,))
     assert 0 not in own.aux_layers
     with resumed(made.target):
         other.prefill([[1, 2, 3]])
-    assert other.compiled is None
+    assert other.run is made.target.ways.usual
 
 
 def test_compiled_passes_are_what_graphs_replay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,7 +464,7 @@ def test_compiled_passes_are_what_graphs_replay(monkeypatch: pytest.MonkeyPatch)
     made, own = compiled(model)
     tree = made.generate(PROMPTS[2], **GREEDY).steps[0].tree
     fixed, usual = (made.target.session(1, 64, 128, graphs=graphs) for graphs in (True, False))
-    assert fixed.compiled is own
+    assert fixed.run is own
     with resumed(made.target):
         for session in (fixed, usual):
             session.prefill([PROMPTS[2]])
@@ -468,8 +473,8 @@ def test_compiled_passes_are_what_graphs_replay(monkeypatch: pytest.MonkeyPatch)
             torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
             for session in (fixed, usual):
                 session.commit([(0,)])
-    assert fixed.graphs is not None
-    assert fixed.graphs.made
+    assert isinstance(fixed.repeated, GraphedPass)
+    assert fixed.repeated.graphs.made
 
 
 def test_weights_written_or_replaced_are_packed_anew() -> None:
@@ -494,12 +499,12 @@ def test_weights_learnt_online_are_packed_anew(monkeypatch: pytest.MonkeyPatch) 
     model = float_llama()
     made = decoder(model, drafts=[draft_for(model)], online=True)
     head = made.drafts[0]
-    first, wanted = head.model.compiled, ids(decoder(model, None))
+    first, wanted = head.model.ways.fast, ids(decoder(model, None))
     assert ids(made) == wanted
     assert head.swaps
     assert made.passes == "passes: compiled"
-    assert head.model.compiled is not first
-    assert head.model.compiled.network() is head.model.model
+    assert head.model.ways.fast is not first
+    assert head.model.ways.fast.network() is head.model.model
     assert first.network() is not head.model.model
     frozen = [HeadDraft(head.head, head.fingerprint)]
     trees = [
@@ -602,7 +607,7 @@ def test_a_wrong_package_is_refused_with_the_figures(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("specinfer.attention.passes.compiled.pack", wrongly)
     made = decoder(float_llama())
-    assert made.target.compiled is None
+    assert made.target.ways.fast is None
     assert "are off by" in made.passes
 
 
@@ -624,16 +629,16 @@ def test_a_damaged_package_is_not_used(damage: Any, cache: Path, tmp_path: Path,
     shutil.copytree(cache / "compiled", tmp_path / "compiled")
     monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
     model = float_llama()
-    damage(packages.package_of(TreeModel(model)))
+    damage(packages.package_of(TreeModel(model), "packed"))
     made = decoder(model)
-    assert made.target.compiled is None
+    assert made.target.ways.fast is None
     assert "is damaged" in made.passes
     assert ids(made) == ids(decoder(model, compile=False))
 
 
 def test_packages_of_other_versions_and_machines_are_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model = TreeModel(float_llama())
-    own = packages.package_of(model)
+    own = packages.package_of(model, "packed")
     assert own.is_dir()
     for name, value in (
         ("torch.__version__", "2.12.0"),
@@ -641,10 +646,10 @@ def test_packages_of_other_versions_and_machines_are_not_found(monkeypatch: pyte
     ):
         with monkeypatch.context() as patch:
             patch.setattr(name, value)
-            assert packages.package_of(model) != own
+            assert packages.package_of(model, "packed") != own
             assert "not compiled yet" in decoder(model.model).passes
     other = tiny_llama(num_hidden_layers=3).float()
-    assert packages.package_of(TreeModel(other)) != own
+    assert packages.package_of(TreeModel(other), "packed") != own
 
 
 def test_without_a_compiler_or_a_folder_all_works_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -688,15 +693,15 @@ def test_a_killed_compilation_leaves_nothing_that_is_used(tmp_path: Path) -> Non
 def test_weights_that_do_not_fit_in_memory_twice_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specinfer.attention.passes.compiled.free_bytes", lambda: 1000.0)
     made = decoder(float_llama())
-    assert made.target.compiled is None
+    assert made.target.ways.fast is None
     assert "of memory" in made.passes
 
 
 def test_packed_weights_are_had_once_for_a_model_and_freed_with_it() -> None:
     model = float_llama()
     first, second = compiled(model)[0], compiled(model)[0]
-    own = weakref.ref(first.target.compiled)
-    assert own() is second.target.compiled
+    own = weakref.ref(first.target.ways.fast)
+    assert own() is second.target.ways.fast
     del first, second
     gc.collect()
     assert own() is not None
@@ -780,7 +785,7 @@ def test_windows_and_sixteen_bits_are_compiled(slow: bool, monkeypatch: pytest.M
         options = {"max_new_tokens": 16, "temperature": 0}
         assert made.generate([1, 2, 3], **options).token_ids == wanted.generate([1, 2, 3], **options).token_ids
     listed = {row["package"]: row["layers"] for row in packages.packages()}
-    assert listed[packages.package_of(made.target).name] == 2
+    assert listed[packages.package_of(made.target, "packed").name] == 2
 
 
 def test_what_does_not_export_runs_plain_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -824,15 +829,16 @@ def test_the_command_lists_uses_and_removes(cache: Path, tmp_path: Path, monkeyp
 def test_a_new_package_keeps_its_model_error_and_limit(cache: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """One of an older version has none of them."""
     model = TreeModel(float_llama())
-    own = packages.package_of(model)
-    monkeypatch.setattr(packages, "make", lambda *given: shutil.copytree(own, given[2], dirs_exist_ok=True))
+    own = packages.package_of(model, "packed")
+    monkeypatch.setattr(packages, "make", lambda *given: shutil.copytree(own, given[3], dirs_exist_ok=True))
     monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
     model.model.config._name_or_path = "models/tiny"
-    assert packages.attach(model, (), True) == ""
+    equip(model, (), True)
+    assert model.ways.missing == ""
     (row,) = packages.packages()
     assert (row["model"], row["is"], row["limit"]) == ("tiny", "language model", 1e-3)
     assert 0 <= row["error"] <= 1e-3
-    path = packages.package_of(model) / "package.json"
+    path = packages.package_of(model, "packed") / "package.json"
     path.write_text(json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != "made"}))
     (row,) = packages.packages()
     assert (row["model"], row["error"], row["limit"]) == ("LlamaForCausalLM", None, None)
@@ -847,13 +853,14 @@ SOME_SIZES = ("deepseek_v3", "gptj")  # their graphs tell sizes apart that may b
 def test_every_family_computes_the_same_compiled(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
     model = TreeModel(build(name))
-    reason = packages.attach(model, (0, 2), True)
+    equip(model, (0, 2), True)
+    reason = model.ways.missing
     if name in SOME_SIZES:
         assert "would hold for some sizes only" in reason
         return
-    assert model.compiled is not None, reason
+    assert model.ways.fast is not None, reason
     with resumed(model):
-        assert check(model, model.compiled, range(1, 20)) < 1e-4
+        assert check(model, model.ways.fast, range(1, 20)) < 1e-4
 
 
 def test_ids_beyond_the_vocabulary_never_reach_compiled_code() -> None:

@@ -24,8 +24,9 @@ from transformers import (
 
 import specinfer.attention.check as checking
 import specinfer.attention.mask as masking
-from specinfer.attention import Layout, ModelCheck, Support, TreeModel, TreeSession, check_model
+from specinfer.attention import Layout, ModelCheck, Support, TreeModel, check_model
 from specinfer.attention.cache import Stack
+from specinfer.attention.passes import plain
 from specinfer.errors import UnsupportedModel
 
 WINDOW = 5  # smaller than the prefix that `check_model` feeds
@@ -171,14 +172,13 @@ def test_flash_attention_is_refused_by_name() -> None:
         TreeModel(model)
 
 
-VISIBLE, POSITIONS = masking._visible, TreeSession._positions
+VISIBLE, POSITIONS = masking._visible, plain._positions
 
 
 def plain_causal(layout: Layout, lengths: Any, window: int | None) -> Tensor:
     """Let every node see all earlier columns, as a chain would."""
-    pending = layout.visible.shape[2]
-    lower = torch.ones(pending, pending, dtype=torch.bool).tril()[-layout.width :]
-    return VISIBLE(layout._replace(visible=lower.expand_as(layout.visible)), lengths, window)
+    pending = torch.arange(layout.visible.shape[1])
+    return VISIBLE(layout._replace(visible=pending <= layout.columns[:, None]), lengths, window)
 
 
 def no_window(layout: Layout, lengths: Any, window: int | None) -> Tensor:
@@ -199,9 +199,9 @@ def one_length(layout: Layout, lengths: Any, window: int | None) -> Tensor:
     return VISIBLE(layout, [max(lengths)] * len(lengths), window)
 
 
-def positions_by_column(session: TreeSession, layout: Layout) -> Tensor:
+def positions_by_column(model: TreeModel, layout: Layout, lengths: Any) -> Tensor:
     columns = torch.arange(layout.depths.shape[1]).expand_as(layout.depths)
-    return POSITIONS(session, layout._replace(depths=columns))
+    return POSITIONS(model, layout._replace(depths=columns), lengths)
 
 
 def keep_the_first(stack: Any, rows: Any, sources: Any, targets: Any) -> None:
@@ -214,7 +214,7 @@ BREAKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "window by column": (masking, "_visible", window_by_column),
     "window off by one": (masking, "_visible", window_off_by_one),
     "one length": (masking, "_visible", one_length),
-    "positions by column": (TreeSession, "_positions", positions_by_column),
+    "positions by column": (plain, "_positions", positions_by_column),
     "slots not moved": (Stack, "move_slots", keep_the_first),
 }
 TRIED = ("llama", "gpt2", "mistral", "gemma3_text", "gpt_oss")

@@ -58,23 +58,26 @@ def test_a_shape_is_captured_when_it_comes_again(monkeypatch):
         return (2 * tensors["x"],)
 
     monkeypatch.setattr(graphs, "CudaCapture", lambda: capture)
-    passes = Graphs(double)
+    passes = Graphs()
     for turn in range(SEEN + 3):
-        (result,) = passes({"x": torch.full((2,), float(turn))}, memory=1)
+        (result,) = passes(double, {"x": torch.full((2,), float(turn))}, memory=1)
         assert result.tolist() == [2.0 * turn] * 2
     assert len(replays) == 3
-    passes({"x": torch.ones(3)}, memory=1)
+    passes(double, {"x": torch.ones(3)}, memory=1)
     assert len(replays) == 3
     for _ in range(SEEN + 1):  # the memory has moved: captured anew
-        passes({"x": torch.ones(2)}, memory=2)
+        passes(double, {"x": torch.ones(2)}, memory=2)
     assert len(replays) == 4
     assert len(passes.made) == 1
 
 
 def test_results_outlive_the_next_replay(monkeypatch):
     monkeypatch.setattr(graphs, "CudaCapture", lambda: lambda run, inputs: lambda: run(inputs))
-    passes = Graphs(lambda tensors: (tensors["x"],))
-    results = [passes({"x": torch.full((1,), float(turn))}, None)[0] for turn in range(SEEN + 3)]
+    passes = Graphs()
+    results = [
+        passes(lambda tensors: (tensors["x"],), {"x": torch.full((1,), float(turn))}, None)[0]
+        for turn in range(SEEN + 3)
+    ]
     assert torch.cat(results).tolist() == list(range(SEEN + 3))
 
 
@@ -92,7 +95,7 @@ def replaying(monkeypatch):
 
     monkeypatch.setattr(graphs, "CudaCapture", lambda: capture)
     monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # whose tensors cannot be traced
-    for owner, name in ((TreeSession, "_forward"), (TreeCache, "keep")):
+    for owner, name in ((TreeSession, "_feed"), (TreeCache, "keep")):
         monkeypatch.setattr(owner, name, torch.no_grad()(getattr(owner, name).__wrapped__))
     return count
 

@@ -13,9 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import Gemma2Config, LlamaConfig, MistralConfig
 
-from specinfer.attention import AttentionSpec, Layout, attention_mask, lay_out_chains, lay_out_level, lay_out_trees
-from specinfer.attention.layout import lay_out_behind
-from specinfer.attention.packing import Packing
+from specinfer.attention import (
+    AttentionSpec,
+    Layout,
+    TreeCache,
+    attention_mask,
+    lay_out_chains,
+    lay_out_level,
+    lay_out_trees,
+)
+from specinfer.attention.passes.plain import Padded, SideBySide
 from specinfer.errors import UnsupportedModel
 from specinfer.tree import Draw, Frontier, TokenTree
 
@@ -55,109 +62,114 @@ def columns_seen(row: Tensor) -> set[int]:
     return set(row.nonzero().flatten().tolist())
 
 
+def starts_of(sizes: Sequence[int]) -> list[int]:
+    return [sum(sizes[:row]) for row in range(len(sizes))]
+
+
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(1, 5))
-def test_packed_nodes_are_those_of_the_rows(sizes: list[int], columns: int) -> None:
-    """Side by side, row after row, without padding; and back.  A row without nodes keeps one."""
-    sizes = [*sizes, 5]
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any), st.booleans(), st.integers(0, 7))
+def test_padding_repeats_a_node_and_values_come_back(sizes: list[int], at_end: bool, width: int) -> None:
+    """Rows end together where the last nodes' logits are wanted; else they begin together."""
     layout = lay_out_chains([range(1, size + 1) for size in sizes], CPU)
-    packing = Packing(layout)
-    counts = [max(1, size) for size in sizes]
-    nodes = [(row, column) for row, count in enumerate(counts) for column in range(count)]
-    every = torch.arange(len(sizes) * 5).view(len(sizes), 5)
-    packed = packing.pack(every)
-    assert packed.tolist() == [[5 * row + column for row, column in nodes]]
-    assert packing.rows.tolist() == [[row for row, _ in nodes]]
-    back = packing.by_row(packed)
-    assert [row.tolist() for row in back] == [row[:n].tolist() for row, n in zip(every, counts, strict=True)]
-    wanted = [range(columns)] * len(sizes)
-    found = packing.by_row(packed[:, packing.nodes(wanted)], wanted).padded().tolist()
-    assert found == [[5 * row + min(column, n - 1) for column in range(columns)] for row, n in enumerate(counts)]
+    wanted = [range(size - min(size, 2), size) for size in sizes] if at_end else None
+    placed = Padded(layout._replace(wanted=wanted), width)
+    nodes = torch.arange(len(layout.tokens))
+    found = placed(nodes)
+    assert found.shape == (len(sizes), max(*sizes, width))
+    rows = [nodes[start : start + size].tolist() for start, size in zip(starts_of(sizes), sizes, strict=True)]
+    assert [row.tolist() for row in placed.states(found)] == rows
+    for row, line, turn in zip(rows, found.tolist(), placed.turn, strict=True):
+        assert line[turn : turn + len(row)] == row
+        assert not row or {*line[:turn], *line[turn + len(row) :]} <= {row[-1]}
+    if wanted is None:
+        assert placed.columns is None
+        return
+    assert len(placed.columns or ()) == max(map(len, wanted))
+    logits = placed.logits(found[:, placed.columns])
+    assert [row.tolist() for row in logits] == [row[-2:] for row in rows]
 
 
-def test_the_inputs_of_a_packed_pass() -> None:
-    """Masks of several kinds, positions and slots lose padding as tokens do; without padding nothing is copied."""
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any), st.booleans())
+def test_nodes_side_by_side_are_those_of_the_rows(sizes: list[int], some: bool) -> None:
+    layout = lay_out_chains([range(1, size + 1) for size in sizes], CPU)
+    wanted = [range(size // 2, size) for size in sizes] if some else None
+    placed = SideBySide(layout._replace(wanted=wanted))
+    found = placed(layout.tokens)
+    assert found.data_ptr() == layout.tokens.data_ptr()
+    assert [row.tolist() for row in placed.states(found)] == [[*range(1, size + 1)] for size in sizes]
+    logits = placed.logits(found if placed.columns is None else found[:, placed.columns])
+    assert [row.tolist() for row in logits] == [[*range(size // 2 + 1 if some else 1, size + 1)] for size in sizes]
+
+
+def test_slots_of_nodes() -> None:
+    """Padding is written behind a row's nodes, wherever it stands among them."""
     layout = lay_out_chains([[7, 8, 9], [5]], CPU)
-    mask, slots = torch.rand(2, 1, 3, 4), torch.tensor([[4, 5, 6], [1, 2, 3]])
-    given = {"input_ids": layout.tokens, "attention_mask": {"a": mask, "b": -mask}}
-    packing = Packing(layout)
-    packed = packing.inputs(given, slots)
-    assert packed["input_ids"].tolist() == [[7, 8, 9, 5]]
-    assert packed["cache_rows"].tolist() == [[0, 0, 0, 1]]
-    assert packed["cache_slots"].tolist() == [[4, 5, 6, 1]]
-    assert packing.nodes(None) is None
-    assert packing.nodes([range(1), range(1)]) == [0, 3]
-    assert packing.nodes([range(1, 3), range(1, 3)]) == [1, 2, 3, 3]
-    assert packing.nodes([range(1, 3), range(1)]) == [1, 2, 3]
-    assert torch.equal(packed["attention_mask"]["b"][0, 0], -torch.cat([mask[0, 0], mask[1, 0, :1]]))
-    whole = lay_out_chains([[7, 8], [5, 6]], CPU)
-    assert (
-        Packing(whole).inputs({"input_ids": whole.tokens, "attention_mask": mask}, slots)["input_ids"].data_ptr()
-        == whole.tokens.data_ptr()
-    )
+    cache = TreeCache(2, 16)
+    cache.lengths = [4, 1]
+    assert SideBySide(layout).stage(layout, cache)["cache_slots"].tolist() == [[4, 5, 6, 1]]
+    assert cache.pending == [3, 1]
+    cache.pending = [0, 0]
+    Padded(layout).stage(layout, cache)
+    assert cache.staged(CPU).tolist() == [[4, 5, 6], [1, 2, 3]]
+    cache.pending = [0, 0]
+    ends = layout._replace(wanted=[range(2, 3), range(1)])
+    Padded(ends).stage(ends, cache)
+    assert cache.staged(CPU).tolist() == [[4, 5, 6], [2, 3, 1]]
 
 
 @settings(deadline=None)
 @given(forests())
-def test_trees_see_their_transitive_closure_and_padding_itself(forest: list[TokenTree]) -> None:
-    layout = lay_out_trees(forest, CPU)
-    width = max(map(len, forest))
-    assert layout.width == width
-    assert layout.visible.shape == (len(forest), width, width)
-    for row, tree in enumerate(forest):
-        size = len(tree)
-        assert layout.tokens[row].tolist() == tree.tokens.tolist() + [0] * (width - size)
-        assert layout.depths[row].tolist() == tree.depths.tolist() + [0] * (width - size)
-        wanted = closure(tree) + [{pad} for pad in range(size, width)]
-        assert [columns_seen(line) for line in layout.visible[row]] == wanted
+def test_trees_see_their_transitive_closure(forest: list[TokenTree]) -> None:
+    layout, sizes = lay_out_trees(forest, CPU), [*map(len, forest)]
+    assert layout.sizes == sizes
+    assert layout.wanted is None
+    assert layout.visible.shape == (sum(sizes), max(sizes))
+    assert layout.tokens.tolist() == [token for tree in forest for token in tree.tokens.tolist()]
+    assert layout.node_depths.tolist() == [depth for tree in forest for depth in tree.depths.tolist()]
+    assert layout.rows.tolist() == [row for row, size in enumerate(sizes) for _ in range(size)]
+    assert layout.columns.tolist() == [column for size in sizes for column in range(size)]
+    assert [columns_seen(line) for line in layout.visible] == [seen for tree in forest for seen in closure(tree)]
 
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 99), max_size=6), min_size=1, max_size=3).filter(any))
-def test_chains_see_what_came_before_and_padding_itself(chains: list[list[int]]) -> None:
+def test_chains_see_what_came_before(chains: list[list[int]]) -> None:
     layout = lay_out_chains(chains, CPU)
-    width = max(map(len, chains))
-    for row, chain in enumerate(chains):
-        padding = width - len(chain)
-        assert layout.tokens[row].tolist() == chain + [0] * padding
-        assert layout.depths[row].tolist() == [*range(len(chain)), *[0] * padding]
-        wanted = [set(range(t + 1)) for t in range(len(chain))] + [{t} for t in range(len(chain), width)]
-        assert [columns_seen(line) for line in layout.visible[row]] == wanted
+    assert layout.tokens.tolist() == [token for chain in chains for token in chain]
+    columns = [column for chain in chains for column in range(len(chain))]
+    assert layout.node_depths.tolist() == layout.columns.tolist() == columns
+    assert [columns_seen(line) for line in layout.visible] == [{*range(column + 1)} for column in columns]
 
 
 @settings(deadline=None)
-@given(forests(), st.booleans(), st.data())
-def test_trees_behind_chains_see_them(forest: list[TokenTree], aligned: bool, data: st.DataObject) -> None:
-    """And nothing else sees a chain, and nothing sees padding."""
-    chains = [data.draw(st.lists(st.integers(0, 99), max_size=6)) for _ in forest]
-    layout, read = lay_out_behind(chains, forest, CPU, aligned)
-    longest, starts = max(map(len, chains)), set()
-    assert layout.sizes == (() if aligned else tuple(len(c) + len(t) for c, t in zip(chains, forest, strict=True)))
-    for row, (chain, tree) in enumerate(zip(chains, forest, strict=True)):
-        first = longest - len(chain) if aligned else 0
-        start = first + len(chain)
-        assert read[row] == range(first, start)
-        starts.add(start)
-        tokens, depths = [*chain, *tree.tokens.tolist()], [*range(len(chain)), *(tree.depths + len(chain)).tolist()]
-        padding = layout.width - first - len(tokens)
-        assert layout.tokens[row].tolist() == [0] * first + tokens + [0] * padding
-        assert layout.depths[row].tolist() == [0] * first + depths + [0] * padding
-        wanted = [{column} for column in range(layout.width)]
-        wanted[first:start] = [{*range(first, column + 1)} for column in range(first, start)]
-        wanted[start : start + len(tree)] = [
-            {*range(first, start)} | {start + n for n in seen} for seen in closure(tree)
-        ]
-        assert [columns_seen(line) for line in layout.visible[row]] == wanted
-    assert not aligned or len(starts) == 1
+@given(forests(), st.data())
+def test_trees_behind_unread_tokens_see_them(forest: list[TokenTree], data: st.DataObject) -> None:
+    """And nothing else sees these; logits are wanted of the trees."""
+    unread = [data.draw(st.lists(st.integers(0, 99), max_size=6)) for _ in forest]
+    layout = lay_out_trees(forest, CPU, unread)
+    sizes = [len(tokens) + len(tree) for tokens, tree in zip(unread, forest, strict=True)]
+    assert layout.sizes == sizes
+    wanted = [range(len(tokens), size) for tokens, size in zip(unread, sizes, strict=True)]
+    assert layout.wanted == (wanted if any(unread) else None)
+    lines = iter(zip(layout.tokens.tolist(), layout.node_depths.tolist(), layout.visible, strict=True))
+    for tokens, tree in zip(unread, forest, strict=True):
+        count = len(tokens)
+        for column, token in enumerate(tokens):
+            found, depth, seen = next(lines)
+            assert (found, depth, columns_seen(seen)) == (token, column, {*range(column + 1)})
+        for token, above, ancestors in zip(tree.tokens.tolist(), tree.depths.tolist(), closure(tree), strict=True):
+            found, depth, seen = next(lines)
+            assert (found, depth) == (token, count + above)
+            assert columns_seen(seen) == {*range(count)} | {count + node for node in ancestors}
 
 
 def test_a_chain_is_the_tree_of_one_branch() -> None:
     chain = [7, 8, 9, 3]
     tree = TokenTree.from_nodes(7, chain[1:], [0, 1, 2], [-1.0, -2.0, -3.0], [[Draw(0, 0)]] * 3)
-    *tensors, sizes = lay_out_chains([chain], CPU)
-    *others, other_sizes = lay_out_trees([tree], CPU)
-    assert sizes == other_sizes == (4,)
-    for a, b in zip(tensors, others, strict=True):
+    one, other = lay_out_chains([chain], CPU), lay_out_trees([tree], CPU)
+    assert one[5:] == other[5:] == ([4], None, {})
+    for a, b in zip(one[:5], other[:5], strict=True):
         assert torch.equal(a, b)
 
 
@@ -195,40 +207,44 @@ def test_a_tree_laid_out_level_by_level_is_the_tree_laid_out_whole(
     forest: list[TokenTree], chance: random.Random
 ) -> None:
     whole = lay_out_trees(forest, CPU)
+    first_of = starts_of([*map(len, forest)])
     level: Layout | None = None
     columns: list[list[int | None]] = [[] for _ in forest]  # the node in each pending column
     for frontier, places in levels(forest, chance):
         level = lay_out_level(frontier, level, CPU)
         columns = [old + new for old, new in zip(columns, places, strict=True)]
         assert level.depths.shape == (len(forest), len(columns[0]))
+        width = level.sizes[0]
+        assert level.sizes == [width] * len(forest)
         for row, (tree, nodes) in enumerate(zip(forest, columns, strict=True)):
-            first = len(nodes) - level.width
+            first = len(nodes) - width
             for place, node in enumerate(nodes[first:]):
-                seen = columns_seen(level.visible[row, place])
+                number = row * width + place
+                assert (level.rows[number], level.columns[number]) == (row, first + place)
+                seen = columns_seen(level.visible[number])
                 if node is None:
                     assert seen == {first + place}
-                    assert level.tokens[row, place] == 0
+                    assert level.tokens[number] == 0
                     continue
                 ancestors = {nodes[column] for column in seen} | {0}  # the root is committed
-                assert ancestors == columns_seen(whole.visible[row, node])
+                assert ancestors == columns_seen(whole.visible[first_of[row] + node])
                 assert len(seen) == tree.depths[node]
-                assert level.tokens[row, place] == whole.tokens[row, node]
+                assert level.tokens[number] == tree.tokens[node]
             # positions count from the committed length, and the root is committed before growth starts
-            wanted = [0 if node is None else int(whole.depths[row, node]) - 1 for node in nodes]
+            wanted = [0 if node is None else int(tree.depths[node]) - 1 for node in nodes]
             assert level.depths[row].tolist() == wanted
 
 
 def slow_mask(layout: Layout, lengths: Sequence[int], window: int | None) -> Tensor:
-    """Decide for each row, node and cache column on its own whether one attends to the other."""
-    rows, width, pending = layout.visible.shape
-    mask = torch.zeros(rows, width, max(lengths) + pending, dtype=torch.bool)
-    for row, length in enumerate(lengths):
+    """Decide for each node and cache column on its own whether one attends to the other."""
+    nodes, pending = layout.visible.shape
+    mask = torch.zeros(nodes, max(lengths) + pending, dtype=torch.bool)
+    for node, (row, own) in enumerate(zip(layout.rows.tolist(), layout.columns.tolist(), strict=True)):
+        length = lengths[row]
         positions = [*range(length), *(length + layout.depths[row]).tolist()]
-        for node in range(width):
-            here = positions[length + pending - width + node]
-            for column, there in enumerate(positions):
-                related = column < length or bool(layout.visible[row, node, column - length])
-                mask[row, node, column] = related and (window is None or here - there < window)
+        for column, there in enumerate(positions):
+            related = column < length or bool(layout.visible[node, column - length])
+            mask[node, column] = related and (window is None or positions[length + own] - there < window)
     return mask
 
 
@@ -242,9 +258,9 @@ def test_masks_equal_a_decision_per_pair(forest: list[TokenTree], data: st.DataO
     for implementation, dtype in product(("sdpa", "eager"), (torch.float32, torch.bfloat16, torch.float64)):
         added = attention_mask(AttentionSpec(implementation, {name: window}), layout, lengths, dtype)
         assert added.dtype == dtype
-        assert added.shape == (len(forest), 1, layout.width, max(lengths) + layout.width)
-        assert torch.equal(added[:, 0] == 0, wanted)
-        assert (added[:, 0][~wanted] == torch.finfo(dtype).min).all()
+        assert added.shape == (1, 1, *wanted.shape)
+        assert torch.equal(added[0, 0] == 0, wanted)
+        assert (added[0, 0][~wanted] == torch.finfo(dtype).min).all()
 
 
 @settings(deadline=None, max_examples=40)
@@ -261,7 +277,7 @@ def test_masks_of_later_levels_equal_a_decision_per_pair(
     for frontier, _ in levels(forest, chance):
         level = lay_out_level(frontier, level, CPU)
         mask = attention_mask(AttentionSpec("sdpa", {"any": window}), level, lengths, torch.float32)
-        assert torch.equal(mask[:, 0] == 0, slow_mask(level, lengths, window))
+        assert torch.equal(mask[0, 0] == 0, slow_mask(level, lengths, window))
 
 
 def test_a_window_counts_positions_and_not_columns() -> None:
@@ -291,14 +307,15 @@ def test_layers_of_several_types_get_one_mask_each() -> None:
     spec = AttentionSpec("sdpa", {"full_attention": None, "sliding_attention": 2})
     masks = attention_mask(spec, layout, [4], torch.float32)
     assert set(masks) == {"full_attention", "sliding_attention"}
-    assert torch.equal(masks["full_attention"][:, 0] == 0, slow_mask(layout, [4], None))
-    assert torch.equal(masks["sliding_attention"][:, 0] == 0, slow_mask(layout, [4], 2))
+    assert torch.equal(masks["full_attention"][0, 0] == 0, slow_mask(layout, [4], None))
+    assert torch.equal(masks["sliding_attention"][0, 0] == 0, slow_mask(layout, [4], 2))
 
 
 def test_flex_attention_gets_a_block_mask_of_the_same_pairs() -> None:
     layout = lay_out_trees([random_tree(random.Random(1), 7), random_tree(random.Random(2), 4)], CPU)
-    mask = attention_mask(AttentionSpec("flex_attention", {"any": None}), layout, [5, 2], torch.float32)
-    wanted = slow_mask(layout, [5, 2], None)
+    spec, placed = AttentionSpec("flex_attention", {"any": None}), Padded(layout)
+    mask = attention_mask(spec, layout, [5, 2], torch.float32, None, placed)
+    wanted = placed(slow_mask(layout, [5, 2], None))
     rows, queries, keys = wanted.shape
     assert mask.shape == (rows, 1, queries, keys)
     for row in range(rows):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Phi3Config
 
-import specinfer.attention.model as adapter
+import specinfer.attention.session as adapter
 from specinfer.attention import Layout, TreeModel, TreeSession, lay_out_chains, lay_out_level
 from specinfer.attention.per_node import PerNode
 from specinfer.errors import CacheError, UnsupportedModel
@@ -119,13 +119,11 @@ def test_a_chunked_prefill_equals_a_whole_one(name: str, attention: str, monkeyp
         with monkeypatch.context() as patched:
             patched.setattr(adapter, name_of, most)
             session, widths = TreeModel(model).session(4, capacity=32), []
-            run = session._run
-            patched.setattr(
-                session,
-                "_run",
-                lambda given, run=run, widths=widths: widths.append(len(given["input_ids"][0])) or run(given),
+            hook = model.register_forward_pre_hook(
+                lambda _, given, named, widths=widths: widths.append(named["input_ids"].shape[1]), with_kwargs=True
             )
             session.prefill(prompts)
+            hook.remove()
         assert max(widths) == widest
         assert session.cache.lengths == [13, 1, 8, 4]
         assert session.passes == 0
@@ -198,7 +196,7 @@ def test_a_tree_fed_level_by_level_scores_like_the_whole(name: str) -> None:
                 assert error <= MODELS[name][2]
                 sent[row][node] = count + place
         count += width
-    assert session.cache.pending == count - 1
+    assert session.cache.pending == [count - 1] * 2
 
 
 def test_rows_do_not_know_of_each_other() -> None:
@@ -309,7 +307,7 @@ def test_a_pass_beyond_the_capacity_changes_nothing() -> None:
     tree = random_tree(random.Random(0), 5, 3)
     with pytest.raises(CacheError, match="smaller tree"):
         session.score([random_tree(random.Random(0), 5, 4)])
-    assert (session.cache.pending, session.passes) == (0, 0)
+    assert (session.cache.pending, session.passes) == ([0], 0)
     assert_nodes_match(model, session.score([tree]), [[1, 2, 3, 4]], [tree], 1e-9)
 
 

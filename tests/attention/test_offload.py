@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from specinfer import Auto, BestFirst, Chain, SpeculativeDecoder, check_model, cli
 from specinfer.attention import Support, TreeCache, TreeModel, TreeSession, device_of, value_of, weight_of
+from specinfer.attention.passes.plain import PlainPass
 from specinfer.drafts.head import HeadDraft
 from specinfer.drafts.lookup.ngram import NGramDraft
 from specinfer.errors import InputError, ModelError, UnsupportedModel
@@ -83,8 +84,8 @@ def test_a_model_on_disk_scores_trees_exactly(pair):
 
 def test_the_prompt_takes_no_pass_of_its_own(pair, monkeypatch):
     """Where states are not needed before the first tree: weights are fetched once less."""
-    passes, run = [], TreeSession._run
-    monkeypatch.setattr(TreeSession, "_run", lambda session, given: passes.append(session.model) or run(session, given))
+    passes, run = [], PlainPass.run
+    monkeypatch.setattr(PlainPass, "run", lambda self, model, *given: passes.append(model) or run(self, model, *given))
     in_memory, offloaded = pair
     for draft, more in ((like(in_memory), 0), (draft_for(in_memory), 1)):  # a head reads the prompt's states
         decoder = SpeculativeDecoder(offloaded, None, [draft], BestFirst(6, 3))
@@ -98,15 +99,11 @@ def test_the_prompt_takes_no_pass_of_its_own(pair, monkeypatch):
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_prompts_are_read_beside_the_trees_of_running_rows(pair, temperature, monkeypatch):
     """Rows that join take no pass of their own; a row near its end has room for them, and texts stay what they are."""
-    counted = {"_run": [], "score": []}
-    for name, sessions in counted.items():
-        method = getattr(TreeSession, name)
-
-        def count(session, given, method=method, sessions=sessions):
-            sessions.append(session.model)
-            return method(session, given)
-
-        monkeypatch.setattr(TreeSession, name, count)
+    counted = {"run": [], "score": []}
+    run, score = PlainPass.run, TreeSession.score
+    note = lambda name, model: counted[name].append(model)  # noqa: E731
+    monkeypatch.setattr(PlainPass, "run", lambda self, model, *given: note("run", model) or run(self, model, *given))
+    monkeypatch.setattr(TreeSession, "score", lambda self, trees: note("score", self.model) or score(self, trees))
     in_memory, offloaded = pair
     prompts = [[5, 6], [9] * 40, [7, 8, 1], [3], [2] * 200, [4, 4]]
     asked = [{"prompt": prompt, "max_new_tokens": 4 + number, "seed": number} for number, prompt in enumerate(prompts)]
@@ -239,7 +236,7 @@ def test_caches_lie_where_layers_execute():
     cache, turns = TreeCache(rows=2, capacity=4, max_capacity=16), 0
     with OneDevice():
         for paths in ([(0, 1, 2), (0,)], [(1, 2), (0, 2)], [(2,), None]):
-            cache.stage(3, devices[0])
+            cache.stage([3] * cache.rows, 3)
             for layer, device in enumerate(devices):
                 states = torch.zeros(2, 1, 3, 4, device=device)
                 keys, _ = cache.update(states, states, layer)

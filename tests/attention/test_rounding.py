@@ -14,8 +14,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from specinfer import SpeculativeDecoder, cli
 from specinfer.attention import resumed
 from specinfer.attention.compiler.linear import BITS, form_of, forms, pack, packed_shape
+from specinfer.attention.compiler.making import check
 from specinfer.attention.compiler.rounding import GROUP, integers, round_weights, rounded
-from specinfer.attention.passes.compiled import check
 from specinfer.errors import ModelError, UnsupportedModel
 from specinfer.loading import load
 
@@ -137,8 +137,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpeculativeDe
 def test_compiled_passes_read_them_as_they_are_and_change_no_sum(compiled: SpeculativeDecoder) -> None:
     target = compiled.target
     assert compiled.passes == "passes: compiled"
-    assert target.form == "int4"
-    runners = target.compiled.runners.values()
+    assert target.ways.fast.form == "int4"
+    runners = target.ways.fast.runners.values()
     kinds = {
         source.kind: source.names for runner in runners for source in runner.sources if source.kind in (*BITS, "bf16")
     }
@@ -146,7 +146,7 @@ def test_compiled_passes_read_them_as_they_are_and_change_no_sum(compiled: Specu
     assert kinds["int8"] == ("lm_head.weight",)
     assert kinds["bf16"] == ("model.layers.1.mlp.down_proj.weight",)
     with resumed(target):
-        assert check(target, target.compiled, [*range(1, 30), 95, 96, 97, 110, 200]) < 1e-5
+        assert check(target, target.ways.fast, [*range(1, 30), 95, 96, 97, 110, 200]) < 1e-5
 
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED])

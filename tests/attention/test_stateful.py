@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 import specinfer.attention.check as checking
 import specinfer.attention.passes.stateful as recurrent
 from specinfer import BestFirst, Chain, ModelDraft, SpeculativeDecoder, custom_generate, inspect
-from specinfer.attention import Support, TreeModel, TreeSession, check_model, running
+from specinfer.attention import Support, TreeModel, check_model, running
 from specinfer.attention.check import toy_tree
 from specinfer.attention.passes.stateful import REPLAY
 from specinfer.errors import CacheError, InputError, UnsupportedModel
@@ -340,14 +340,14 @@ def widths(hybrid: Any) -> Iterator[list[int]]:
     """The tokens that each pass of the hybrid reads."""
     check_model(hybrid)
     read: list[int] = []
-    call = TreeSession._call
+    call = TreeModel.call
 
-    def recording(session: TreeSession, inputs: dict[str, Any]) -> Any:
+    def recording(model: TreeModel, inputs: dict[str, Any], aux_layers: Any) -> Any:
         read.append(inputs["input_ids"].shape[1])
-        return call(session, inputs)
+        return call(model, inputs, aux_layers)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TreeSession, "_call", recording)
+        patch.setattr(TreeModel, "call", recording)
         yield read
 
 
@@ -469,7 +469,7 @@ def test_streams_and_transformers_own_call(hybrid: Any) -> None:
 
 
 def test_a_prompt_longer_than_a_chunk_is_read_in_chunks(hybrid: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specinfer.attention.model.PREFILL_CHUNK", 7)
+    monkeypatch.setattr("specinfer.attention.session.PREFILL_CHUNK", 7)
     prompts = [[(7 * i + row) % VOCABULARY for i in range(length)] for row, length in enumerate((40, 3, 18))]
     batch = SpeculativeDecoder(hybrid, drafts=["suffix"]).generate(prompts, max_new_tokens=12)
     assert [result.token_ids for result in batch] == [plain(hybrid, prompt, 12) for prompt in prompts]

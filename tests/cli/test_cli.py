@@ -17,10 +17,9 @@ from conftest import byte_tokenizer, like, plain, tiny_llama, word_pieces
 import specinfer.loading
 from specinfer import Result, SpeculativeDecoder, cli
 from specinfer.attention import TreeSession
-from specinfer.cli import bars
-from specinfer.common.progress import decoded
+from specinfer.cli.terminal import show
+from specinfer.common import progress
 from specinfer.common.records import holds_results
-from specinfer.common.tables import aligned, narrowed
 from specinfer.errors import ModelError
 from specinfer.evaluation import certification
 from specinfer.loading import Loaded
@@ -143,7 +142,7 @@ def test_a_profile_is_written_then_used(run, tmp_path):
     assert (code, "--profile" in err, err.count("\n")) == (2, True, 1)
     path.write_text("{}")
     code, _, err = run(*options)
-    assert (code, "profile cannot be used" in err, err.count("\n")) == (2, True, 1)
+    assert (code, f"the profile {path} cannot be used" in err, err.count("\n")) == (2, True, 1)
 
 
 def test_without_speculation(run):
@@ -395,7 +394,7 @@ def test_other_errors_are_bugs_and_stay_visible(monkeypatch):
 # ---- tables ----
 
 
-def test_the_table_of_certificates_fits_a_terminal(run, monkeypatch):
+def test_the_table_of_certificates_has_a_line_for_each(run, monkeypatch):
     """Every pair that there is, with words below; a mistake that is not seen has not passed."""
     pairs = certification.lossless_pairs() + certification.broken_pairs()
     made = [
@@ -405,7 +404,7 @@ def test_the_table_of_certificates_fits_a_terminal(run, monkeypatch):
     monkeypatch.setattr(certification, "certify", lambda progress: made)
     code, out, err = run("certify")
     assert code == 1
-    assert max(map(len, [*out.splitlines(), *err.splitlines()])) <= 100
+    assert max(map(len, err.splitlines())) <= 100
     head, *rows = out.splitlines()
     assert head.split() == ["tree", "verifier", "drafts", "distance", "expected", "passed"]
     assert sum(row.endswith("yes") for row in rows) == len(certification.lossless_pairs())
@@ -414,15 +413,23 @@ def test_the_table_of_certificates_fits_a_terminal(run, monkeypatch):
     assert [row["tree"] for row in json.loads(run("certify", "--json")[1])] == [pair.tree for pair in pairs]
 
 
-def test_tables_that_are_too_wide_are_folded_and_lose_nothing():
-    words, path = "one " * 40, "/".join(["folder"] * 20)
-    table = narrowed([["a", "b", "c"], ["1", words, "2"], ["", path, ""]])
-    assert max(map(len, aligned(table[:-1]))) <= 100
-    assert [row[0] for row in table if row[0]] == ["a", "1"]
-    assert " ".join(row[1].strip() for row in table[1:-1]) == words.strip()
-    assert all(row[1].startswith("  one") for row in table[2:-1])
-    assert table[-1][1] == path
-    assert narrowed([["a"], ["short"]]) == [["a"], ["short"]]
+@pytest.mark.parametrize("terminal", [True, False])
+def test_tables_are_folded_to_a_terminal_and_whole_elsewhere(monkeypatch, terminal):
+    """Nothing is lost; what is no terminal gets a line per row, and no codes, whatever its environment says."""
+    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout", Terminal() if terminal else io.StringIO())
+    words = " ".join(["[bold]one"] * 40)
+    show([{"a": "1", "b": words, "c": 2.0}, {"a": "", "b": "", "c": False}])
+    drawn = sys.stdout.getvalue()
+    assert ("\x1b[" in drawn) == terminal
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", drawn).splitlines()
+    assert "".join(lines).count("[bold]one") == 40
+    if terminal:
+        assert max(map(len, lines)) <= 70
+    else:
+        assert lines == [f"a  b{' ' * len(words)} c", f"1  {words}  2", f"{' ' * (len(words) + 5)}no"]
 
 
 # ---- Ctrl-C, and what a terminal shows ----
@@ -434,6 +441,11 @@ class Terminal(io.StringIO):
     def isatty(self):
         """Say that it is one."""
         return True
+
+
+def plain_text(drawn):
+    """What is drawn, without a terminal's codes."""
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn)
 
 
 def interrupt(*_, **__):
@@ -543,33 +555,48 @@ def test_a_terminal_shows_what_is_under_way_and_since_when(run, monkeypatch, com
     monkeypatch.setattr(specinfer.loading, "load", loaded)
     monkeypatch.setattr("sys.stderr", Terminal())
     assert run(*command)[0] == 0
-    assert re.search(r"loading (the models|target) \.\.\. 00:0\d", seen[0])
+    assert re.search(r"loading (the models|target) \.\.\. 0:00:0\d", plain_text(seen[0]))
     drawn = sys.stderr.getvalue()[len(seen[0]) :]
-    assert re.search(r"\r +\r", drawn)
+    assert "\x1b[2K" in drawn  # the line is erased
     assert gc.isenabled()
 
 
+def test_bars_of_a_download_take_the_place_of_the_line(monkeypatch):
+    """And what is printed meanwhile is on a line of its own, above."""
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    with progress.busy("loading"):
+        print("compiling", file=sys.stderr)
+        with specinfer.loading._quietly(bars=True):
+            assert sys.stderr is terminal
+            print("10%", file=sys.stderr)
+    *_, line, last = plain_text(terminal.getvalue()).replace("\r", "\n").splitlines()
+    assert (line.strip(), last) == ("", "10%")
+    assert re.search(r"^compiling$", plain_text(terminal.getvalue()).replace("\r", "\n"), re.MULTILINE)
+
+
 def test_on_a_terminal_bars_move_with_the_tokens(run, monkeypatch):
-    """Those of a prompt under way, too; and what comes after the texts is said."""
+    """And what comes after the texts is said."""
+    monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr("sys.stderr", Terminal())
-    drawn = bars.Bar(None, "text", total=2)
-    decoded.tokens += 7
-    drawn.refresh()
-    drawn.close()
-    assert re.search(r"0/2 .*7 tokens, [\d.]+ tokens/s", sys.stderr.getvalue())
+    bars = progress.Bars()
+    bars("texts", 0, 2, {"tokens": 0})
+    bars("texts", 1, 2, {"tokens": 7, "rate": [[0.5, 0.25]]})
+    bars("texts", 2, 2, {"tokens": 9})
+    drawn = plain_text(sys.stderr.getvalue())
+    assert re.search(r"texts .*2/2 .*rate=0.50/0.25, 9 tokens, [\d.]+ tokens/s", drawn)
     assert run("check-draft", "--draft", "draft", "--max-new-tokens", "8")[0] == 0
-    assert "timing passes and proposals ... 00:00" in sys.stderr.getvalue()
+    assert "timing passes and proposals" in sys.stderr.getvalue()
 
 
-def test_without_a_terminal_lines_are_rare(capsys):
-    """After 10 seconds, then every 30."""
-    drawn = bars.Bar(None, "text", total=9)
-    begun = drawn.start_t
-    for second in range(1, 75):
-        drawn._time = lambda second=second: begun + second
-        drawn.refresh()
-    drawn.close()
-    times = "00:10", "00:40", "01:10"
+def test_without_a_terminal_lines_are_rare(capsys, monkeypatch):
+    """After 10 seconds, then every 30; of several processes, the first prints them."""
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        bars = progress.Bars()
+        for second in range(75):
+            monkeypatch.setattr(progress, "perf_counter", lambda second=second: second)
+            bars("texts", 0, 9, {})
+    times = "0:00:10", "0:00:40", "0:01:10"
     assert capsys.readouterr().err.splitlines() == [f"texts: 0 of 9 after {time}" for time in times]
 
 
@@ -584,13 +611,13 @@ def test_without_a_terminal_lines_are_rare(capsys):
 )
 def test_long_work_without_a_terminal_prints_lines(run, monkeypatch, tmp_path, command, line):
     """What is done of what, and tokens; here as if every second were a long time."""
-    monkeypatch.setattr(bars, "FIRST", 0)
-    monkeypatch.setattr(bars, "EVERY", 0)
+    monkeypatch.setattr(progress, "FIRST", 0)
+    monkeypatch.setattr(progress, "EVERY", 0)
     (tmp_path / "p.jsonl").write_text('{"prompt": "hi"}\n{"prompt": "ho"}\n')
     files = ["--prompts", tmp_path / "p.jsonl", "--draft", "draft", "--max-new-tokens", "8"]
     code, _, err = run(*(part.format(tmp=tmp_path) for part in command), *files)
     assert code == 0
-    assert re.search(rf"^{line} 00:\d\d, \d+ tokens, [\d.]+ tokens/s$", err, re.MULTILINE)
+    assert re.search(rf"^{line} 0:00:\d\d, \d+ tokens, [\d.]+ tokens/s$", err, re.MULTILINE)
     assert "\r" not in err
 
 
@@ -599,7 +626,7 @@ def test_a_bar_ends_with_its_command(run, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.stderr", Terminal())
     monkeypatch.setattr(TreeSession, "score", lambda *_: (_ for _ in ()).throw(ModelError("it broke")))
     assert run("record", "--prompt", "hi", "--draft", "draft", "--out", tmp_path / "out")[0] == 2
-    assert re.search(r"0/1 [^\n]*\n[^\n\r]*specinfer: it broke\n$", sys.stderr.getvalue())
+    assert re.search(r"0/1 [^\n]*\n[^\n\r]*specinfer: it broke\n$", plain_text(sys.stderr.getvalue()))
 
 
 def test_a_text_is_not_lost_to_an_encoding(run, models, monkeypatch):
@@ -714,10 +741,10 @@ def test_commands_have_exactly_these_options(run, monkeypatch, command, options)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("NO_COLOR", "1")
     code, out, _ = run(command, "--help")
-    plain_text = re.sub(r"\x1b\[[0-9;]*m", "", out)
+    out = plain_text(out)
     assert code == 0
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", plain_text)) - {"--help"} >= options
-    listed = set(re.findall(r"^\W*(--[a-z][a-z-]*)", plain_text, re.MULTILINE)) - {"--help"}
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", out)) - {"--help"} >= options
+    listed = set(re.findall(r"^\W*(--[a-z][a-z-]*)", out, re.MULTILINE)) - {"--help"}
     assert listed == options
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from specinfer import BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder
 from specinfer.attention import TreeModel
-from specinfer.attention.passes.compiled import make
+from specinfer.attention.compiler.making import make
 from specinfer.drafts.lookup.ngram import NGramDraft
 from specinfer.drafts.published import dflash
 from specinfer.drafts.published.checkpoint import Checkpoint
@@ -635,7 +635,7 @@ def test_a_mask_embedding_beside_the_weights_is_refused(tmp_path):
 def test_passes_of_block_heads_are_not_compiled(target, tmp_path):
     draft = load(random_head(tmp_path / "head", "z-lab", 0)[0]).attach(TreeModel(target))
     with torch.inference_mode(), pytest.raises(NotCompiled, match="never compiled"):
-        make(draft.model, [], tmp_path, draft.model.model)
+        make(draft.model, "packed", [], tmp_path, draft.model.model)
     assert SpeculativeDecoder(target, drafts=[draft]).passes.endswith("plain (block heads run as they are)")
 
 

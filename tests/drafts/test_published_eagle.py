@@ -11,7 +11,7 @@ from conftest import PROMPTS, VOCAB, ends, tiny_llama
 from safetensors.torch import save_file
 from torch.nn import functional
 
-from specinfer import BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder
+from specinfer import BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder, check_draft
 from specinfer.attention import TreeModel, running
 from specinfer.drafts.depths import LatticeSession
 from specinfer.drafts.lookup.ngram import NGramDraft
@@ -22,6 +22,7 @@ from specinfer.drafts.unrolled import unrolled_logits
 from specinfer.engine.draft import DraftContext
 from specinfer.engine.sampling import Processors
 from specinfer.errors import ModelError
+from specinfer.evaluation.doctor import pass_costs
 from specinfer.tree import Chain as Bare
 from specinfer.tree import Frontier, Kind, Policy
 
@@ -461,17 +462,21 @@ def text(small):
 IDS = [1, 2, 4]
 
 
+def checkpoint(head):
+    """The configuration, which does not name layers, and the weights of a head."""
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    config = {name: getattr(head.config, name) for name in sizes} | {"max_position_embeddings": 256}
+    config |= {"rms_norm_eps": head.config.rms_norm_eps}
+    return config, {name: w for name, w in head.state_dict().items() if not name.startswith("output.")}
+
+
 @pytest.mark.parametrize(("shift", "before", "output"), [(0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0)])
 def test_the_measured_convention_is_the_one_a_head_was_trained_under(small, text, tmp_path, shift, before, output):
     """Of eight; the checkpoint says nothing but its layers, in SGLang's and in vLLM's way."""
     layers = tuple(i + shift for i in IDS)
     rule = Convention(layers, (("norm_before_residual", bool(before)), ("norm_output", bool(output))))
-    head = taught(small, text, rule)
-    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
-    config = {name: getattr(head.config, name) for name in sizes} | {"max_position_embeddings": 256}
-    config |= {"rms_norm_eps": head.config.rms_norm_eps}
+    config, weights = checkpoint(taught(small, text, rule))
     config |= {"eagle_aux_hidden_state_layer_ids": IDS} if before else {"target_layer_ids": IDS}
-    weights = {name: w for name, w in head.state_dict().items() if not name.startswith("output.")}
     draft = load_published(write(tmp_path / "head", config, weights)).attach(TreeModel(small))
     assert draft.convention == rule
     assert len(draft.agreements) == 8
@@ -480,6 +485,28 @@ def test_the_measured_convention_is_the_one_a_head_was_trained_under(small, text
     result = decoder.generate([3], max_new_tokens=30, temperature=0)
     assert result.token_ids == text[0][2, 1:31].tolist()
     assert len(result.steps) < 20
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_the_check_of_drafts_says_how_a_head_fits(small, text, tmp_path, monkeypatch, damaged):
+    """Its convention comes first; a head whose last norm is lost is bad, and refused where nobody checks it."""
+    for name in ("STEPS", "ROUNDS"):  # no test reads times
+        monkeypatch.setattr(pass_costs, name, 1)
+    config, weights = checkpoint(taught(small, text, Convention((2, 3, 5), ())))
+    if damaged:
+        weights["norm.weight"] = weights["norm.weight"] * torch.linspace(-2, 2, SIZE)
+    path = write(tmp_path / "head", config | {"target_layer_ids": IDS}, weights)
+    draft = load_published(path)
+    draft.least = 0.0
+    decoder = SpeculativeDecoder(small, drafts=[draft])
+    (check,) = check_draft(decoder, [[3], [4], [5]], max_new_tokens=16).drafts
+    assert (check.grade == "bad") == ("does not fit this target" in check.words) == damaged
+    assert len(check.agreements) == 8
+    if damaged:
+        with pytest.raises(ModelError, match="does not fit this target"):
+            SpeculativeDecoder(small, drafts=[load_published(path)])
+    else:
+        assert check.agreements[0][0].startswith("states 2, 3, 5")
 
 
 def test_a_head_that_fits_under_no_convention_is_refused_with_numbers(small, tmp_path):

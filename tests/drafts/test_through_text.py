@@ -6,13 +6,11 @@ import pytest
 import torch
 from conftest import byte_tokenizer, ends, plain, tiny_llama
 from test_draft import context
-from test_translated import KINDS, TEXTS, bytes_of, draft_for, english, merged, pieces, renumbered
+from test_two_tokenizers import KINDS, TEXTS, bytes_of, draft_for, english, merged, pieces, renumbered
 
 from specinfer import Auto, BestFirst, Chain, Expansion, ModelDraft, Sampled, SpeculativeDecoder
-from specinfer.drafts.through_text import TAIL, Segmenter
-from specinfer.drafts.translated import Translation, bare_encoder
+from specinfer.drafts.two_tokenizers import TAIL, Segmenter, Translation, bare_encoder
 from specinfer.engine.gumbel import Coupling
-from specinfer.evaluation.traces import record, replay
 from specinfer.tree import TokenTree
 
 TARGETS = {"bytes": byte_tokenizer, "merged": merged, "pieces": pieces}
@@ -34,9 +32,9 @@ def pair(target, draft, tree, **options):
 
 def text_draft(kind):
     if kind in KINDS:
-        return draft_for(kind, tokens="text")
+        return draft_for(kind)
     tokenizer = byte_tokenizer()
-    return ModelDraft(tiny_llama(5, len(tokenizer)), tokenizer, kind, tokens="text")
+    return ModelDraft(tiny_llama(5, len(tokenizer)), tokenizer, kind)
 
 
 def session_of(decoder, prompts, **options):
@@ -205,9 +203,9 @@ def test_ids_equal_those_without_speculation(options, models, tree):
 @pytest.mark.parametrize("policy", [Chain(4), BestFirst(4, 4), Auto(4, 4)], ids=str)
 def test_a_draft_that_is_the_target_with_other_ids_is_accepted(policy):
     target = english()
-    draft = renumbered(target)
-    draft.tokens = "text"
-    result = SpeculativeDecoder(target, byte_tokenizer(), draft, policy).generate("the cat", max_new_tokens=20)
+    result = SpeculativeDecoder(target, byte_tokenizer(), renumbered(target), policy).generate(
+        "the cat", max_new_tokens=20
+    )
     assert result.token_ids == plain(target, byte_tokenizer().encode("the cat"), 20)
     if isinstance(policy, Chain):
         assert result.stats.target_passes == 4
@@ -242,37 +240,6 @@ def test_a_bound_draft_goes_on_to_another_decoder():
     other = SpeculativeDecoder(tiny_llama(4, len(pieces())), pieces(), first.drafts, Chain(2))
     assert other.drafts[0].segmenter.texts[1] == "<s>"
     assert "its text is cut into the target's tokens" in other.notes[0]
-
-
-# ---- where the target's tokens are asked for one by one ----
-
-
-@pytest.mark.parametrize("tree", [Sampled((1, 1)), Sampled((2,), replacement=True)], ids=str)
-def test_sampled_trees_are_of_the_tokens_that_both_know(tree):
-    drafts = draft_for("merged", tokens="text"), draft_for("merged")
-    results = [
-        SpeculativeDecoder(english(), byte_tokenizer(), draft, tree).generate(
-            ["the cat", "a"], max_new_tokens=12, do_sample=True, seed=5
-        )
-        for draft in drafts
-    ]
-    for text, translated in zip(*results, strict=True):
-        assert text.token_ids == translated.token_ids
-        assert [step.tree.tokens.tolist() for step in text.steps] == [s.tree.tokens.tolist() for s in translated.steps]
-        assert any(len(step.tree.tokens) > 1 for step in text.steps)
-
-
-def test_a_recording_is_of_the_tokens_that_both_know():
-    """It asks node by node."""
-    texts, translated = (
-        record(
-            SpeculativeDecoder(english(), byte_tokenizer(), draft_for("merged", tokens), BestFirst(4, 2)),
-            ["the cat"],
-            max_new_tokens=6,
-        )
-        for tokens in ("text", "translate")
-    )
-    assert replay(texts, BestFirst(4, 2)).steps.tolist() == replay(translated, BestFirst(4, 2)).steps.tolist()
 
 
 def test_text_and_tokens_take_turns_over_one_cache():

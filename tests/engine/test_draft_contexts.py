@@ -4,9 +4,9 @@ import pytest
 import test_mtp
 import test_published_dflash as dflash
 import test_published_eagle as eagle
-import test_translated as translated
 from conftest import byte_tokenizer, like, tiny_llama
 from test_heads import draft_for
+from test_two_tokenizers import merged
 
 from specinfer import BestFirst, Chain, ModelDraft, Sampled, SpeculativeDecoder
 from specinfer.drafts.published.formats import load_published
@@ -37,10 +37,9 @@ def of_kind(kind, tmp_path, exact):
     if kind == "head":
         target = tiny_llama(0)
         return made(target, draft_for(target))
-    if kind in ("translate", "text"):
-        vocab = len(translated.merged())
-        draft = ModelDraft(tiny_llama(6, 264), byte_tokenizer(), "other", kind)
-        return made(tiny_llama(4, vocab), draft, tokenizer=translated.merged())
+    if kind == "text":
+        draft = ModelDraft(tiny_llama(6, 264), byte_tokenizer(), "other")
+        return made(tiny_llama(4, len(merged())), draft, tokenizer=merged())
     if kind == "mtp":
         return made(test_mtp.read(exact), MtpDraft(test_mtp.NORMED))
     if kind in eagle.FORMATS:
@@ -51,7 +50,7 @@ def of_kind(kind, tmp_path, exact):
     return made(dflash.target.__wrapped__(), dflash.load(dflash.random_head(tmp_path / "head", kind, 0)[0]))
 
 
-KINDS = ["model", "head", "translate", "text", "mtp", *eagle.FORMATS, *dflash.KINDS]
+KINDS = ["model", "head", "text", "mtp", *eagle.FORMATS, *dflash.KINDS]
 
 
 def drafted(result):
@@ -84,7 +83,7 @@ def test_short_rows_are_drafted_for_as_without_the_long_one(kind, tmp_path, exac
     long, ending = results[1], results[3]
     assert {len(tree) for tree in drafted(long)} == {1}
     assert len(drafted(ending)[-1]) == 1
-    if kind not in ("translate", "text"):  # whose own tokens count
+    if kind != "text":  # whose own tokens count
         depths = [len(result.prompt_ids) for result in (long, ending)]
         assert depths[0] > LIMIT > depths[1]
         assert any(len(tree) > 1 for tree in drafted(ending)) or kind in (*dflash.KINDS, "p_eagle")

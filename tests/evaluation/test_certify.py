@@ -208,8 +208,8 @@ def test_chance_from_elsewhere_is_an_error_not_a_number():
 def test_certificates_are_json_ready_and_progress_sees_every_pair():
     seen = []
     pairs = [module.Pair(Sampled((1,)), MultiStep()), module.Pair(Chain(1), ExactMatch())]
-    certificates = module.certify(pairs, tokens=2, progress=lambda todo: (seen.append(p) or p for p in todo))
-    assert seen == pairs
+    certificates = module.certify(pairs, tokens=2, progress=lambda *told: seen.append(told))
+    assert seen == [("pairs", done, 2, {}) for done in range(3)]
     first = certificates[0].to_dict()
     assert first["tree"] == "Sampled(expansion=(1,), replacement=False)"
     assert first["verifier"] == "MultiStep(replacement=False), sampling"

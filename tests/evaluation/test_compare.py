@@ -372,14 +372,10 @@ def test_a_cut_file_is_continued(run, tmp_path, caplog):
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:3]) + lines[3][:100])
 
-    def progress(jobs, done):
-        left.append((len(jobs), done))
-        return iter(jobs)
-
     with caplog.at_level(logging.WARNING):
-        again = run(tmp_path, progress=progress, **options)
+        again = run(tmp_path, progress=lambda _, done, total, __: left.append((done, total)), **options)
     assert "the last line was cut off" in caplog.text
-    assert left == [(5, 3)]
+    assert left == [(done, 8) for done in range(3, 9)]
     assert timeless(again.records) == timeless(whole.records)
     assert path.read_bytes().splitlines(keepends=True)[:3] == lines[:3]
     assert Comparison.read(tmp_path) == again
@@ -437,13 +433,11 @@ def test_each_prompt_is_on_the_disk_when_the_next_begins(run, tmp_path):
     """What a kill leaves behind."""
     seen = []
 
-    def progress(jobs, done):
-        for job in jobs:
-            seen.append((tmp_path / RECORDS).read_bytes().count(b"\n"))
-            yield job
+    def progress(_, done, *__):
+        seen.append((done, (tmp_path / RECORDS).read_bytes().count(b"\n")))
 
     run(tmp_path, temperatures=(0.0, 1.0), progress=progress)
-    assert seen == list(range(8))
+    assert seen == [(done, done) for done in range(9)]
 
 
 def test_every_method_warms_up_once(run, models, tmp_path):
@@ -559,11 +553,9 @@ def test_damaged_records_are_one_line(run, tmp_path):
 def test_two_runs_do_not_write_to_one_folder(run, tmp_path):
     """The second is refused while the first is at work, and every prompt has one record."""
 
-    def progress(jobs, _):
-        for job in jobs:
-            with pytest.raises(InputError, match=f"another run writes to {tmp_path}"):
-                run(tmp_path)
-            yield job
+    def progress(*_):
+        with pytest.raises(InputError, match=f"another run writes to {tmp_path}"):
+            run(tmp_path)
 
     found = run(tmp_path, progress=progress)
     places = [(record["set"], record["place"], record["temperature"]) for record in found.records]
@@ -866,7 +858,7 @@ def test_the_presets_name_options_and_bench_is_one(call, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setenv("NO_COLOR", "1")
     for name, defaults in cli.measure.PRESETS.items():
-        assert defaults.keys() <= inspect.signature(cli.measure.compare).parameters.keys()
+        assert defaults.keys() <= inspect.signature(cli.flattened(cli.measure.compare)).parameters.keys()
         shown = (call("--preset", name, "--help"), call("--help", command=name))
         listed = [[line for line in out.splitlines() if "[default: " in line] for _, out, _ in shown]
         assert listed[0] == listed[1] != []
@@ -884,7 +876,7 @@ def test_defaults_of_methods_fit_a_terminal(call, monkeypatch):
 
 def test_the_command_has_the_functions_defaults():
     """Written twice, since the command line must not wait for torch."""
-    command = {name: p.default for name, p in inspect.signature(cli.measure.compare).parameters.items()}
+    command = {name: p.default for name, p in inspect.signature(cli.flattened(cli.measure.compare)).parameters.items()}
     function = {name: p.default for name, p in inspect.signature(compare).parameters.items()}
     assert command["methods"].split(", ") == list(function["methods"])
     assert command["temperature"] == list(function["temperatures"])
@@ -1066,16 +1058,11 @@ def test_a_cut_block_is_decoded_again_as_it_was(run, tmp_path):
     path = tmp_path / RECORDS
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:4]))
-    blocks = []
-
-    def progress(left, done):
-        blocks.extend([[job.key for job in block] for block in left])
-        return left
-
-    again = run(tmp_path, progress=progress, **options)
+    counts = []
+    again = run(tmp_path, progress=lambda _, done, *__: counts.append(done), **options)
     assert path.read_bytes().splitlines(keepends=True)[:4] == lines[:4]
     assert timeless(again.records) == timeless(whole.records)
-    assert list(map(len, blocks)) == [3, 2, 2]
+    assert counts == [4, 6, 8, 10]
     with pytest.raises(InputError, match="max_rows was 3, now 1"):
         run(tmp_path, **options | {"max_rows": 1})
 

@@ -1,7 +1,6 @@
 """The check of drafts: its expectations are what runs measure, and it says what was planted."""
 
 import json
-from importlib import import_module
 
 import pytest
 import torch
@@ -15,11 +14,10 @@ from specinfer import BestFirst, Chain, ModelDraft, SpeculativeDecoder, check_dr
 from specinfer.drafts.language_model import ModelDraftSession
 from specinfer.errors import InputError
 from specinfer.evaluation.doctor import CHAINS, TREES
+from specinfer.evaluation.doctor import pass_costs as costs
 from specinfer.evaluation.doctor.verdict import RULES, Signs, verdict
 from specinfer.loading import Loaded
 from specinfer.viz.plots import plot_drafts
-
-costs = import_module("specinfer.evaluation.doctor.measured_costs")  # not the function of this name
 
 PROMPTS = ALL_PROMPTS[:3]
 NEW = 12

@@ -15,7 +15,7 @@ import specinfer.tree
 
 # Parts of identifiers, in small letters. Comments and docstrings may use these words.
 PRIVATE = re.compile(
-    "laws?|taps?|tapped|sharpness|shipped|own|places?|rung|lacking|room|look|alike|extent|opening|coalitions?|habits|"
+    "laws?|taps?|tapped|sharpness|shipped|own|places?|rung|lacking|look|alike|extent|opening|coalitions?|habits|"
     "paces?|hinge|witness|opinion|shown|pin|pinned|identified"
 )
 # Identifiers that belong to other libraries.

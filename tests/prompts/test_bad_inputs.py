@@ -276,7 +276,6 @@ COMMANDS = {  # arguments that are right, or name what is missing where a comman
     "paper-tables": [*MISSING, "--target", "tiny"],
     "replay": ["missing"],
     "distill": [*MISSING, "--target", "tiny", "--out", "out"],
-    "export-draft": ["missing", "--format", "eagle3", "--out", "out"],
 }
 
 

@@ -143,7 +143,7 @@ def test_a_small_language_model_learns_from_the_targets_own_logits(family):
     model = target_of(family)
     batch, logits = written(model)
     keep = torch.ones(16)
-    loss, hits, _ = losses.CausalLMLoss(model, model, SETTINGS)(batch.ids, batch.states, batch.learn, keep)
+    loss, hits = losses.CausalLMLoss(model, model, SETTINGS)(batch.ids, batch.states, batch.learn, keep)
     entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
     torch.testing.assert_close(loss, entropy)
     assert hits[0].sum() == (logits.topk(5).indices == batch.ids[:, 1:].flatten()[:, None]).sum()
@@ -201,6 +201,25 @@ def test_a_killed_training_goes_on_and_ends_as_if_it_had_not_been(target, shards
         torch.testing.assert_close(weight, weights[1][name])
 
 
+def test_training_by_the_clock_plans_its_steps_by_the_rate_of_the_first_ten(target, shards, tmp_path, monkeypatch):
+    """Nine of them in a second, a held-out batch for every 12, and 10 seconds left.  What goes on keeps the plan."""
+    clock = iter(range(10**6))
+    monkeypatch.setattr(optimise, "perf_counter", lambda: float(next(clock)))
+    settings, totals = replace(SETTINGS, minutes=0.2, checkpoint_every=12), []
+
+    def watch(_, done, total, __):
+        totals.append(total)
+        if done == 13:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(target, shards, tmp_path / "1", settings, progress=watch)
+    planned = 10 + round(10 / ((1 + 1 / 12) / 9))
+    assert totals[9:] == [planned] * 4
+    figures = trained(target, shards, tmp_path / "1", settings)
+    assert (figures["steps"], figures["history"][-1]["step"]) == (planned, planned)
+
+
 def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(target, shards, tmp_path, monkeypatch):
     steps = []
     boost_weights = losses.boost_weights
@@ -247,7 +266,7 @@ def test_tokens_that_an_earlier_draft_proposes_first_weigh_less(target, shards, 
     batch = texts.load(texts.train)
     head = HeadDraft.load(folder).head.to(target.dtype).bind(target)
     weights = losses.boost_weights([head], batch, SETTINGS.boost)
-    _, hits, _ = losses.HeadLoss(head, target, SETTINGS)(*batch, torch.ones_like(weights))
+    _, hits = losses.HeadLoss(head, target, SETTINGS)(*batch, torch.ones_like(weights))
     assert 0 < int(hits[0, 0]) == int((weights != 1).sum()) < len(weights)
     assert set(weights[weights != 1].tolist()) == {torch.tensor(SETTINGS.boost).item()}
     second = trained(target, shards, tmp_path / "2", earlier=[folder])

@@ -400,6 +400,7 @@ def test_what_is_made_loads_as_a_draft(tokenizer, prompts, tmp_path, monkeypatch
         (lambda: Recipe(arch="tree"), "arch 'tree' is unknown: choose head or lm"),
         (lambda: Recipe(training=TrainingSettings(loss="mse")), "loss 'mse'"),
         (lambda: Recipe(training=TrainingSettings(epochs=0)), "epochs=0"),
+        (lambda: Recipe(training=TrainingSettings(minutes=0.0)), "minutes=0"),
         (lambda: TextSettings(samples=0), "samples=0"),
         (lambda: TextSettings(new_tokens=0), "new_tokens=0"),
         (lambda: TextSettings(temperatures=()), "temperatures"),
@@ -441,8 +442,10 @@ def test_the_card_says_what_was_done(prompts, documents, tmp_path, monkeypatch, 
         monkeypatch.setattr(builtins, "__import__", without)
     folder = tmp_path / "2"
     data = describe_data(prompts, documents, 42, 4321, TextSettings(seed=7))
-    job = TrainingJob(folder, "head", TrainingSettings(learning_rate=0.125), (1, 2), [tmp_path / "1"])
-    write_card(job, "org/tiny", data, FIGURES)
+    job = TrainingJob(
+        folder, "head", TrainingSettings(learning_rate=0.125), (1, 2), [tmp_path / "1"], target="org/tiny"
+    )
+    write_card(job, data, FIGURES)
     card = (folder / "README.md").read_text()
     for words in (
         *("base_model: org/tiny", "prompts.jsonl (6)", "given.txt (2)", "42 texts, 4,321 tokens"),
@@ -547,6 +550,10 @@ BAD_OPTIONS = {
     "few tokens": (["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--vocabulary", "4"], "vocabulary=4"),
     "no such arch": (["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--arch", "rnn"], "'rnn'"),
     "no end": (["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--epochs", "inf"], "epochs=inf"),
+    "two ends": (
+        ["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--epochs", "1", "--time", "2"],
+        "give one of them",
+    ),
     "nothing bundled": (
         ["--prompts", "{tmp}/prompts.jsonl", "--out", "{tmp}/out", "--start", "bundled"],
         "no heads for",

@@ -8,7 +8,6 @@ import pytest
 from conftest import PROMPTS, byte_tokenizer, like, tiny_llama
 
 from specinfer import BestFirst, SpeculativeDecoder
-from specinfer.common.progress import text_progress
 from specinfer.errors import InputError, NumericalError
 from specinfer.viz import live
 from specinfer.viz.live import watch
@@ -96,23 +95,3 @@ def test_a_batch_is_refused(decoder: SpeculativeDecoder, pages: list[str]) -> No
     with pytest.raises(InputError, match="one prompt"):
         watch(decoder, PROMPTS[:2], **OPTIONS)
     assert pages == []
-
-
-# ---- bars ----
-
-
-def test_bars_are_for_those_who_watch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing where standard error is a file; a count of texts on a terminal; the work is the same."""
-    monkeypatch.delitem(sys.modules, "IPython", raising=False)
-    blocks = [[1, 2], [3]]
-    assert list(text_progress(blocks, 4)) == blocks
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert list(text_progress(blocks, 4)) == blocks
-    assert "7/7" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("pages")
-def test_notebooks_show_bars(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(text_progress([[1]], 0)) == [[1]]
-    assert "1/1" in capsys.readouterr().err

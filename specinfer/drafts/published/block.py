@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from specinfer.attention import Layout, TreeModel
+from specinfer.attention import Layout, TreeModel, lay_out_chains
 from specinfer.common.tensors import on_device
 from specinfer.drafts.depths import DepthsSession, LatticeSession
 from specinfer.drafts.language_model import CATCH_UP
@@ -74,13 +73,14 @@ class BlockRows(Clocked, DepthsSession):
         self.uncached = [[row[:0]] for row in states]
         counts = [len(row) for row in states]
         layout = lay_out_blocks(self.roots, config.mask_token_id, config.block_size, counts, device)
-        wanted = range(config.block_size - self.depth, config.block_size)
-        fed = pad_sequence(states, batch_first=True)
-        logits = self.session.append_last(layout, [wanted] * len(counts), target_states=fed)
+        size = config.block_size
+        wanted = [range(size - self.depth, size)] * len(counts)
+        slots = states[0].new_zeros(size, *states[0].shape[1:])
+        fed = torch.cat([part for row in states for part in (slots, row)])
+        logits = self.session.append(layout, wanted, block_states=fed)
         if self.network.draft_layers:
-            self.slot_states = self.session.aux_states.pop().padded()[:, wanted.start : wanted.stop, 0]
-        first = config.block_size
-        self.session.commit([range(first, first + count) for count in counts])
+            self.slot_states = self.session.aux_states.pop().part(wanted).padded()[:, :, 0]
+        self.session.commit([range(size, size + count) for count in counts])
         return logits.padded()
 
     def read_ahead(self) -> None:
@@ -163,7 +163,7 @@ class PathSession(BlockRows):
 def lay_out_blocks(
     roots: Sequence[int], mask_token: int, size: int, counts: Sequence[int], device: torch.device
 ) -> Layout:
-    """Lay out a block per row, then its new context, padded on the right: T = S = size plus the most context.
+    """Lay out a block per row, then its new context.
 
     Every slot sees all slots and its row's context.  Of the context only keys and values are used.
 
@@ -174,11 +174,12 @@ def lay_out_blocks(
         counts: tokens of each row's new context; they come before the root.
         device: of the layout.
     """
-    width = size + max(counts)
-    tokens = on_device([[root, *[mask_token] * (size - 1), *[0] * (width - size)] for root in roots], device)
-    columns, count = torch.arange(width, device=device), on_device(list(counts), device)[:, None]
-    is_slot = columns < size
-    real = is_slot | (columns < size + count)  # (B, T)
-    depths = torch.where(is_slot, columns + count, (columns - size) * real)
-    visible = is_slot[:, None] & real[:, None] | torch.eye(width, dtype=torch.bool, device=device)
-    return Layout(tokens, depths, visible)
+    block = [mask_token] * (size - 1)
+    chains = [[root, *block, *[0] * count] for root, count in zip(roots, counts, strict=True)]
+    layout = lay_out_chains(chains, device)
+    columns, count = layout.columns, on_device(list(counts), device)
+    is_slot, every = columns < size, torch.arange(layout.visible.shape[1], device=device)
+    within = every < size + count[layout.rows, None]
+    visible = torch.where(is_slot[:, None], within, every == columns[:, None])
+    depths = torch.where(every < size, every + count[:, None], (every - size).clamp(max=count[:, None] - 1))
+    return layout._replace(visible=visible, depths=depths)

@@ -105,6 +105,7 @@ class DFlashNetwork(DraftNetwork):
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
         target_states: Tensor | None = None,
+        block_states: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         **_: Any,
     ) -> SimpleNamespace:
@@ -113,18 +114,21 @@ class DFlashNetwork(DraftNetwork):
         A pass without slots stores the context, and its logits are empty.
 
         Args:
-            input_ids: (B, T) ids of the target: first those of the slots, then any, one for each token of the context.
+            input_ids: (B, T) ids of the target: those of the slots, if there are any, then any, one for each token of
+                the context.
             attention_mask: (B, 1, T, L), as the attention implementation takes it, or a dict of them by layer type.
             position_ids: (B, T).
             past_key_values: a cache of keys and values of earlier context.
-            target_states: (B, C, K, Ht) the target's states at the C tokens of the context that are new; T - C slots.
+            target_states: (B, T, K, Ht) the target's states at the new tokens of the context, without slots; or else
+            block_states: (B, T, K, Ht) the same behind a block; what stands at its slots is not read.
             logits_to_keep: slots whose logits are wanted; 0 = all.
         """
-        if target_states is None:
+        given = target_states if block_states is None else block_states
+        if given is None:
             raise ModelError("a block head runs with the target's states of its context, and is never compiled")
         assert position_ids is not None
-        context = self.hidden_norm(self.fc(target_states.to(self.dtype).flatten(2)))
-        slots = input_ids.shape[1] - context.shape[1]
+        slots = 0 if block_states is None else self.config.block_size
+        context = self.hidden_norm(self.fc(given[:, slots:].to(self.dtype).flatten(2)))
         rotary = self.rotary(position_ids, context.dtype)
         if not slots:
             for layer in self.layers:

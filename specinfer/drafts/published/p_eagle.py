@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig
 
 from specinfer.attention import TreeModel, lay_out_chains
@@ -59,12 +58,11 @@ class MaskedHeadSession(HeadDraftSession):
         chains, states = self.uncached, self._uncached_inputs()["target_states"]
         masked = network.depth - 1
         mask = network.mask_hidden.expand(masked, -1, -1)
-        fed = pad_sequence([torch.cat([row.to(mask.dtype), mask]) for row in states], batch_first=True)
+        fed = torch.cat([part for row in states for part in (row.to(mask.dtype), mask)])
         layout = lay_out_chains([[*chain, *[network.mask_token_id] * masked] for chain in chains], self.device)
         roots = [len(chain) - 1 for chain in chains]
-        logits = self.session.append_last(
-            layout, [range(root, root + network.depth) for root in roots], target_states=fed
-        )
+        wanted = [range(root, root + network.depth) for root in roots]
+        logits = self.session.append(layout, wanted, target_states=fed)
         self.session.commit([range(len(chain)) for chain in chains])
         self.uncached = [[] for _ in chains]
         return logits.padded()

@@ -15,8 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from specinfer.common.files import locked
-from specinfer.common.progress import text_progress
-from specinfer.common.values import Progress, checked_names, plain
+from specinfer.common.progress import Bars, Progress
+from specinfer.common.values import checked_names, plain
 from specinfer.errors import InputError
 from specinfer.evaluation.compare.plan import Plan
 from specinfer.evaluation.compare.prompts import records_of
@@ -71,7 +71,8 @@ def compare(
         hits: also count how often each draft ranks the target's choice high, in one more plain run per prompt.
         max_rows: prompts that our methods decode at a time; with more than one, transformers' methods are left out.
             Tokens per second are those of one prompt at a time, or else of all rows together.
-        progress: wraps the blocks of jobs that are left, `max_rows` jobs each.  None: a bar, where someone watches.
+        progress: called with "texts", how many are done, of how many, and new tokens, once and after each `max_rows`.
+            None shows a bar in a terminal; elsewhere long runs print a line now and then.
 
     Raises:
         InputError: a prompt file is unusable, no prompt can be used, no method can run, or the folder belongs to other
@@ -83,7 +84,7 @@ def compare(
     lists = {name: list(given[name]) if isinstance(given[name], list | tuple) else [given[name]] for name in LISTS}
     plan = Plan(**given | lists)
     with nullcontext(out) if out is not None else TemporaryDirectory() as folder, locked(folder):
-        return _run(plan, Path(folder), progress or text_progress)
+        return _run(plan, Path(folder), progress or Bars())
 
 
 def _run(plan: Plan, folder: Path, progress: Progress) -> Comparison:
@@ -96,10 +97,15 @@ def _run(plan: Plan, folder: Path, progress: Progress) -> Comparison:
     if left:
         runner = Runner(plan)
         kept.begin(plan.settings(jobs))  # weights that were fetched just now have a digest
-        for block in progress(left, len(done)):
+        tokens = 0
+        progress("texts", len(done), len(jobs), {"tokens": tokens})
+        for block in left:
             for job, record in zip(block, runner.measure(block), strict=True):
                 if job.key not in done:
                     kept.append(record)
+                tokens += sum(method["tokens"] for method in record.get("methods", {}).values())
+            done.update(job.key for job in block)
+            progress("texts", len(done), len(jobs), {"tokens": tokens})
     found = Comparison(*kept.read())
     if not found.summary()["groups"]:
         raise InputError(f"no prompt can be used: {found.summary()['refused'][0]['error']}")

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from specinfer.adaptive.policy import Auto
-from specinfer.common.progress import decoded
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.drafts.language_model import ModelDraft
 from specinfer.errors import InputError, SpecinferError, UnsupportedModel
@@ -29,6 +28,8 @@ TOP = 5  # hit rates are those of the 1, 2, ... TOP likeliest tokens
 
 # (ids of prompts, seeds, generation options) -> counts, seconds and the new ids of each
 Method = Callable[[list[list[int]], list[int], dict[str, Any]], list[dict[str, Any]]]
+Timed = tuple[list[dict[str, Any]], dict[str, float]]  # the same without seconds, and seconds by stage as far as known
+Decode = Callable[[list[list[int]], list[int], dict[str, Any]], Timed]
 
 
 class OnePath(Chain):
@@ -95,10 +96,10 @@ def build_methods(
             if name in THEIRS and max_rows > 1:
                 raise InputError("transformers' methods take one prompt at a time here, and ours took several")
             if name in OURS:
-                methods[name] = _ours(_decoder(name, decoder, **OURS[name](nodes, depth)))
+                methods[name] = _timed(_ours(_decoder(name, decoder, **OURS[name](nodes, depth))))
             else:
                 extra = _assistant(decoder, assistant) if name == "assisted" else THEIRS[name]
-                methods[name] = _theirs(decoder.target.model, **extra)
+                methods[name] = _timed(_theirs(decoder.target.model, **extra))
         except SpecinferError as error:
             skipped[name] = str(error)
     return methods, skipped
@@ -135,72 +136,73 @@ def _assistant(decoder: SpeculativeDecoder, assistant: Loaded | None) -> dict[st
     return extra
 
 
-def _ours(decoder: SpeculativeDecoder) -> Method:
-    """Return a method that times a decoder from the prompts' ids to the texts.
+def _timed(decode: Decode) -> Method:
+    """Return a method with a clock from the prompts' ids to the texts.
 
     Rows that are decoded together share the seconds by their tokens: each has the tokens per second of all.
     """
 
     def run(prompts: list[list[int]], seeds: list[int], options: dict[str, Any]) -> list[dict[str, Any]]:
-        asked = [{"prompt": ids, "seed": seed} for ids, seed in zip(prompts, seeds, strict=True)]
-        started, found = perf_counter(), {}
-        for number, result, error in decoder.generate_many(asked, max_rows=len(asked), **options):
-            if result is None:
-                raise error or InputError(f"prompt {number} has no result")
-            found[number] = result
+        started = perf_counter()
+        records, passes = decode(prompts, seeds, options)
         total = perf_counter() - started
-        last = list(found.values())[-1].stats.to_dict()  # its clocks are those of the whole run
-        passes = {stage: last["seconds"][stage] for stage in ("prefill", "target", "draft")}
-        seconds = {"total": total, **passes, "bookkeeping": total - sum(passes.values())}
-        tokens = sum(len(result.token_ids) for result in found.values())
-        return [_counted(found[row], len(found[row].token_ids) / tokens, seconds, last) for row in sorted(found)]
+        rest = {"bookkeeping": total - sum(passes.values())} if passes else {}
+        tokens = sum(record["tokens"] for record in records)
+        for record in records:
+            share = record["tokens"] / tokens
+            record["seconds"] = {name: share * spent for name, spent in ({"total": total} | passes | rest).items()}
+        return records
 
     return run
 
 
-def _counted(result: Result, share: float, seconds: dict[str, float], last: dict[str, Any]) -> dict[str, Any]:
-    """Return what is kept of a result, with its share of a run's seconds."""
+def _ours(decoder: SpeculativeDecoder) -> Decode:
+    """Return how a decoder decodes a method's prompts."""
+
+    def decode(prompts: list[list[int]], seeds: list[int], options: dict[str, Any]) -> Timed:
+        asked = [{"prompt": ids, "seed": seed} for ids, seed in zip(prompts, seeds, strict=True)]
+        found = {}
+        for number, result, error in decoder.generate_many(asked, max_rows=len(asked), **options):
+            if result is None:
+                raise error or InputError(f"prompt {number} has no result")
+            found[number] = result
+        last = list(found.values())[-1].stats.to_dict()  # its clocks are those of the whole run
+        tokens = sum(len(result.token_ids) for result in found.values())
+        records = [_counted(found[row], len(found[row].token_ids) / tokens, last["drafts"]) for row in sorted(found)]
+        return records, {stage: last["seconds"][stage] for stage in ("prefill", "target", "draft")}
+
+    return decode
+
+
+def _counted(result: Result, share: float, spent: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what is kept of a result, with its share of the seconds that a run spent on each draft."""
     stats = result.stats.to_dict()
-    drafts = [
-        {**draft, "seconds": share * spent["seconds"]}
-        for draft, spent in zip(stats["drafts"], last["drafts"], strict=True)
-    ]
-    return {
-        "ids": result.token_ids,
-        "tokens": stats["new_tokens"],
-        "target_passes": stats["target_passes"],
-        "draft_passes": stats["draft_passes"],
-        "seconds": {stage: share * spent for stage, spent in seconds.items()},
-        "tree_sizes": stats["tree_sizes"],
-        "drafts": drafts,
-        "notes": stats["notes"],
-    }
+    drafts = [{**draft, "seconds": share * of["seconds"]} for draft, of in zip(stats["drafts"], spent, strict=True)]
+    kept = ("target_passes", "draft_passes", "tree_sizes", "notes")
+    return {"ids": result.token_ids, "tokens": stats["new_tokens"], **{n: stats[n] for n in kept}, "drafts": drafts}
 
 
-def _theirs(model: Any, **extra: Any) -> Method:
-    """Return a method that times transformers' generate from the prompt's ids to the new ones.
+def _theirs(model: Any, **extra: Any) -> Decode:
+    """Return how transformers' generate decodes one prompt.
 
     Its first pass reads the whole prompt and yields a token, so it counts as a target pass.  Our loop first reads the
     prompt without its last token, and does not count that pass.
     """
     models = [model, *filter(None, [extra.get("assistant_model")])]
 
-    def run(prompts: list[list[int]], seeds: list[int], options: dict[str, Any]) -> list[dict[str, Any]]:
+    def decode(prompts: list[list[int]], seeds: list[int], options: dict[str, Any]) -> Timed:
         prompt = torch.tensor(prompts, device=model.device)  # one
         passes: Counter[Any] = Counter()
         with ExitStack() as hooks:
             for each in models:
                 hooks.callback(each.register_forward_pre_hook(lambda module, _: passes.update([module])).remove)
             torch.manual_seed(seeds[0])
-            started = perf_counter()
             output = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options, **extra)
             new = output[0, prompt.shape[1] :].tolist()
-            total = perf_counter() - started
-        decoded.tokens += len(new)
         counts = {"target_passes": passes[model], "draft_passes": passes.total() - passes[model]}
-        return [{"ids": new, "tokens": len(new), **counts, "seconds": {"total": total}}]
+        return [{"ids": new, "tokens": len(new), **counts}], {}
 
-    return run
+    return decode
 
 
 # ---- hit rates ----

@@ -1,17 +1,16 @@
-"""What the records of a comparison amount to: per set and over all, with bootstrap intervals, as a dict, text or HTML.
+"""What the records of a comparison amount to, per set and over all, with bootstrap intervals: a dict, prose and tables.
 
 Knows: counts and seconds.  Does not know: models, how anything was measured.
 
 Intervals are percentile bootstraps over prompts (Efron 1979) from a fixed seed.
 """
 
-from collections.abc import Callable, Sequence
-from html import escape
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from specinfer.common.tables import fitted, folded, html_table, interval
+from specinfer.common.tables import Table, interval
 from specinfer.evaluation.paper_figures import ALL, SPECINFER_TABLE_1
 
 Record = dict[str, Any]
@@ -137,31 +136,20 @@ def _hit_rates(rows: Rows) -> dict[str, Any]:
     return {"draft": rows[0]["draft"], "positions": positions, "rates": rates}
 
 
-# ---- text ----
+# ---- prose and tables ----
 
 
-def tables(report: dict[str, Any]) -> str:
-    """Return a report as text: tables of each set, then whether tree beats sequence, then what was left out and why."""
-    lines = [*_head(report), ""]
+def parts(report: dict[str, Any]) -> Iterator[str | Table]:
+    """Yield a report's prose and tables: those of each set, whether tree beats sequence, what was left out and why."""
+    yield _head(report)
     for group in report["groups"]:
-        lines.append(_heading(group))
-        lines += [line for rows in _blocks(group) for table in fitted(rows) for line in (*table, "")]
-    return "\n".join([*lines, *_foot(report)]).rstrip()
+        yield f"{_title(group)}, {group['prompts']} prompt{'s' if group['prompts'] > 1 else ''}"
+        blocks = _method_rows(group["methods"]), _stage_rows(group["methods"]), _hit_rows(group)
+        yield from (rows for rows in blocks if len(rows) > 1)
+    yield "\n".join(_foot(report))
 
 
-def html(report: dict[str, Any]) -> str:
-    """Return a report as HTML for a notebook: what `tables` says."""
-    parts = [_preformatted(_head(report))]
-    for group in report["groups"]:
-        parts += [f"<p><b>{escape(_heading(group))}</b></p>", *map(html_table, _blocks(group))]
-    return "\n".join([*parts, _preformatted(_foot(report))])
-
-
-def _preformatted(lines: Sequence[str]) -> str:
-    return f"<pre>{escape(chr(10).join(lines).strip())}</pre>"
-
-
-def _head(report: dict[str, Any]) -> list[str]:
+def _head(report: dict[str, Any]) -> str:
     """Return the settings, and what the figures are."""
     settings = (
         "{target}, drafts: {drafts}, assistant: {assistant}, {dtype}, {max_new_tokens} new tokens, {nodes} nodes, "
@@ -171,7 +159,7 @@ def _head(report: dict[str, Any]) -> list[str]:
     several = any(group["prompts"] > 1 for group in report["groups"])
     intervals = ", [95 % intervals over prompts]" if several else ""
     figures = f"tokens per target pass, then median ratios of tokens/s{intervals}"
-    return folded([*settings.split("\n"), figures])
+    return f"{settings}\n{figures}\n"
 
 
 def _foot(report: dict[str, Any]) -> list[str]:
@@ -181,17 +169,7 @@ def _foot(report: dict[str, Any]) -> list[str]:
     lines += [f"refused: {refusal['error']}" for refusal in report["refused"][:REFUSALS]]
     if more := len(report["refused"][REFUSALS:]):
         lines.append(f"refused: {more} more, which the records name")
-    return folded(lines)
-
-
-def _blocks(group: dict[str, Any]) -> list[list[list[str]]]:
-    """Return the tables of a set, header first."""
-    blocks = _method_rows(group["methods"]), _stage_rows(group["methods"]), _hit_rows(group)
-    return [rows for rows in blocks if len(rows) > 1]
-
-
-def _heading(group: dict[str, Any]) -> str:
-    return f"{_title(group)}, {group['prompts']} prompt{'s' if group['prompts'] > 1 else ''}"
+    return lines
 
 
 def _title(group: dict[str, Any]) -> str:

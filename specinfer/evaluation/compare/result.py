@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from specinfer.common.display import draw
+from specinfer.common.tables import Table, Tabular
 from specinfer.errors import InputError
 from specinfer.evaluation.compare.prompts import records_of
-from specinfer.evaluation.compare.report import html, summarise, tables
+from specinfer.evaluation.compare.report import parts, summarise
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Tabular):
     """Methods side by side.
 
     Attributes:
@@ -75,12 +76,11 @@ class Comparison:
 
     def table(self) -> str:
         """Return the summary as text."""
-        return tables(self._summary)
+        return str(self)
 
-    __str__ = table
-
-    def _repr_html_(self) -> str:
-        return html(self._summary)
+    def _parts(self) -> Iterator[str | Table]:
+        """Yield the summary's prose and tables."""
+        return parts(self._summary)
 
     def to_dict(self) -> dict[str, Any]:
         """Return settings and records, JSON-ready: ``Comparison(**comparison.to_dict())`` is equal."""

@@ -4,7 +4,7 @@
     print(check_draft(SpeculativeDecoder.from_pretrained(drafts=["bundled", "ngram"])))
 
 Knows: traces and their replay, the order of the work.
-Does not know: how models are timed (`costs`), what figures mean (`verdict`), how they are printed (`report`).
+Does not know: how models are timed (`pass_costs`), what figures mean (`verdict`), how they are printed (`report`).
 """
 
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from specinfer.attention import Support, check_model
-from specinfer.common.values import Progress
+from specinfer.common.progress import Progress
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.drafts.lookup.ngram import NGramDraft
 from specinfer.drafts.lookup.suffix import SuffixDraft
 from specinfer.engine.draft import Draft
 from specinfer.errors import InputError
 from specinfer.evaluation.doctor.draft_report import DraftCheck, DraftReport, Expected, Gains
-from specinfer.evaluation.doctor.measured_costs import PassCosts, measured_costs
+from specinfer.evaluation.doctor.pass_costs import PassCosts, measured_costs
 from specinfer.evaluation.doctor.verdict import Signs, verdict
 from specinfer.evaluation.traces import Trace, hits, oracle, record, replay
 from specinfer.prompts import Prompt
@@ -30,6 +30,7 @@ __all__ = ["DraftCheck", "DraftReport", "Expected", "Gains", "check_draft"]
 DEPTH = 8
 CHAINS, TREES = (1, 2, 3, 4, 6, 8), (4, 8, 16, 32, 64)
 RANKS = (1, 4, 16)
+TIMING = "timing passes and proposals"
 PROMPTS = (  # code, counting, chat, arithmetic, a story, facts
     "Write a Python function that returns the largest of three numbers, with a docstring.",
     "Count from one to twenty in words.",
@@ -46,7 +47,7 @@ def check_draft(
     *,
     max_new_tokens: int = 48,
     raw: bool = False,
-    progress: Progress = lambda batches, _: batches,
+    progress: Progress = lambda *_: None,
 ) -> DraftReport:
     """Measure how well each draft of a decoder fits its target, what trees it should gain, and at what cost.
 
@@ -60,7 +61,7 @@ def check_draft(
         prompts: as `SpeculativeDecoder.generate`; None is six short ones.
         max_new_tokens: per prompt.
         raw: feed strings without the chat template.
-        progress: wraps the batches of prompts' numbers, for a bar.
+        progress: as `record`'s; then called with "timing passes and proposals", before and after.
 
     Raises:
         InputError: no drafts, or an unusable prompt or length.
@@ -83,7 +84,9 @@ def check_draft(
         progress=progress,
     )
     prompt = max(trace.texts, key=lambda text: len(text.token_ids)).prompt_ids
+    progress(TIMING, 0, 1, {})
     passes, proposals = measured_costs(decoder, policies, prompt, max_new_tokens)
+    progress(TIMING, 1, 1, {})
     every = range(len(decoder.drafts))
     gains = [_gains(trace, policies, [index], passes, proposals) for index in every]
     return DraftReport(

@@ -1,19 +1,15 @@
-"""What `check_draft` found: figures by draft and by size of the tree, as data and as text.
+"""What `check_draft` found: figures by draft and by size of the tree, as data, and as prose and tables.
 
 Knows: figures.  Does not know: how anything was measured, what is concluded (`verdict`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from html import escape
-from textwrap import wrap
 from typing import Any
 
 from specinfer.common.display import draw
-from specinfer.common.tables import aligned
-from specinfer.evaluation.doctor.measured_costs import PassCosts
-
-WIDTH = 100  # columns of the text
+from specinfer.common.tables import Table, Tabular
+from specinfer.evaluation.doctor.pass_costs import PassCosts
 
 
 @dataclass(frozen=True)
@@ -28,7 +24,7 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Gains:
+class Gains(Tabular):
     """What a draft, or several that are merged, should gain by size of the tree."""
 
     sizes: list[Expected]
@@ -48,9 +44,23 @@ class Gains:
             return "On this machine no size pays: plain decoding is faster."
         return f"Best on this machine: {self.best.tree}, {self.best.speed_up:.2f} times plain decoding expected."
 
+    def _parts(self) -> Iterator[str | Table]:
+        """Yield a table with a column per size, under what bounds it."""
+        ideal = f"an ideal choice among 16 candidates a node: {self.ideal[0]:.2f} tokens/pass"
+        yield f"{ideal}; a level of a chain: {self.level:.1f} ms"
+        kinds, sizes = zip(*(size.tree.split() for size in self.sizes), strict=True)
+        named = [kind if kind not in kinds[:index] else "" for index, kind in enumerate(kinds)]
+        yield [
+            ["", *named],
+            ["nodes", *sizes],
+            ["tokens/pass", *(f"{size.tokens_per_pass[0]:.2f}" for size in self.sizes)],
+            ["ms/step", *(f"{size.milliseconds:.1f}" for size in self.sizes)],
+            ["speed-up", *(f"{size.speed_up:.2f}" for size in self.sizes)],
+        ]
+
 
 @dataclass(frozen=True)
-class DraftCheck:
+class DraftCheck(Tabular):
     """What was found about one draft."""
 
     draft: str
@@ -62,20 +72,21 @@ class DraftCheck:
     gains: Gains
     agreements: list[tuple[str, list[float]]]  # convention, top-1 agreement by depth; the one in use first
 
-    def __str__(self) -> str:
-        """Return verdict and tables."""
-        depths = range(1, 1 + len(self.positions))
-        shares = [(name, [f"{rate:.0%}" for rate in rates]) for name, rates in self.hits.items()]
-        tables = [_table("depth", map(str, depths), [*shares, ("positions", list(map(str, self.positions)))])]
+    def _parts(self) -> Iterator[str | Table]:
+        """Yield the verdict, hits and conventions by depth, and what to gain."""
+        yield f"{self.draft}: {self.grade}. {self.words} {self.gains.advice}\n"
+        depths = [str(depth) for depth in range(1, 1 + len(self.positions))]
+        hits = [[name, *_percents(rates)] for name, rates in self.hits.items()]
+        yield [["depth", *depths], *hits, ["positions", *map(str, self.positions)]]
         if self.agreements:
-            rows = [(f"{words:.50}", [f"{rate:.0%}" for rate in rates]) for words, rates in self.agreements]
-            tables.append(_table("convention", map(str, depths), _even(rows, len(depths))))
-        verdict = wrap(f"{self.draft}: {self.grade}. {self.words} {self.gains.advice}", WIDTH)
-        return "\n\n".join(map("\n".join, [verdict, *tables, gains_table(self.gains)]))
+            blank = [""] * len(depths)
+            rows = [[f"{words:.50}", *[*_percents(rates), *blank][: len(depths)]] for words, rates in self.agreements]
+            yield [["convention", *depths], *rows]
+        yield from self.gains._parts()
 
 
 @dataclass(frozen=True)
-class DraftReport:
+class DraftReport(Tabular):
     """How well each draft of a decoder fits its target, and what trees it should gain on this machine.
 
     Attributes:
@@ -110,43 +121,21 @@ class DraftReport:
         """
         return draw("plot_drafts", self, ax=ax)
 
-    def __str__(self) -> str:
-        """Return all tables, at most 100 columns wide."""
-        nodes, target, rest = self.passes
-        rows = [(name, [f"{ms:.1f}" for ms in column]) for name, column in (("target ms", target), ("rest ms", rest))]
-        head = [
+    def _parts(self) -> Iterator[str | Table]:
+        """Yield the costs of passes, what was found about each draft, and what all should gain together."""
+        yield (
             f"{self.target} in {self.dtype} on {self.device}: {self.tokens} tokens of {self.texts} texts; "
-            f"a plain step takes {self.passes.step(0):.1f} ms",
-            "",
-            *_table("nodes", map(str, nodes), rows),
-        ]
-        parts = ["\n".join(head), *map(str, self.drafts)]
+            f"a plain step takes {self.passes.step(0):.1f} ms\n"
+        )
+        nodes, target, rest = self.passes
+        rows = [[name, *(f"{ms:.1f}" for ms in column)] for name, column in (("target ms", target), ("rest ms", rest))]
+        yield [["nodes", *map(str, nodes)], *rows]
+        for check in self.drafts:
+            yield from check._parts()
         if self.together is not None:
-            title = wrap(f"all {len(self.drafts)} drafts together: {self.together.advice}", WIDTH)
-            parts.append("\n".join([*title, "", *gains_table(self.together)]))
-        return "\n\n".join(parts)
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
+            yield f"all {len(self.drafts)} drafts together: {self.together.advice}\n"
+            yield from self.together._parts()
 
 
-def gains_table(gains: Gains) -> list[str]:
-    """Return the lines of a table, a column per size."""
-    rows = [
-        ("tokens/pass", [f"{size.tokens_per_pass[0]:.2f}" for size in gains.sizes]),
-        ("ms/step", [f"{size.milliseconds:.1f}" for size in gains.sizes]),
-        ("speed-up", [f"{size.speed_up:.2f}" for size in gains.sizes]),
-    ]
-    kinds, sizes = zip(*(size.tree.split() for size in gains.sizes), strict=True)
-    named = [kind if kind not in kinds[:index] else "" for index, kind in enumerate(kinds)]
-    ideal = f"an ideal choice among 16 candidates a node: {gains.ideal[0]:.2f} tokens/pass"
-    return [*_table("", named, [("nodes", sizes), *rows]), f"{ideal}; a level of a chain: {gains.level:.1f} ms"]
-
-
-def _even(rows: Sequence[tuple[str, list[str]]], columns: int) -> list[tuple[str, list[str]]]:
-    """Return rows of so many cells, cut or padded."""
-    return [(name, [*cells, *[""] * columns][:columns]) for name, cells in rows]
-
-
-def _table(name: str, columns: Any, rows: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
-    return aligned([[name, *columns], *([label, *cells] for label, cells in rows)])
+def _percents(rates: Sequence[float]) -> list[str]:
+    return [f"{rate:.0%}" for rate in rates]

@@ -12,15 +12,13 @@ are accepted, E = g p + 1, and a token costs (g m + M') / (g p + 1) seconds inst
 that paper's (Theorem 3.8): E / (g c + 1), c = m / M.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import getitem
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from specinfer.common.tables import aligned
+from specinfer.common.tables import Table, Tabular
 from specinfer.errors import InputError
 from specinfer.evaluation.compare.result import Comparison
 from specinfer.evaluation.traces.closed_forms import Floats
@@ -42,7 +40,7 @@ class Costs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CostModel:
+class CostModel(Tabular):
     """Chains of lengths g: replayed, fitted, and what they should gain."""
 
     lengths: np.ndarray  # (n,)
@@ -75,17 +73,16 @@ class CostModel:
         columns = {name: column.tolist() for name, column in self._columns.items()}
         return {"acceptance": self.acceptance, "costs": self.costs._asdict(), **columns}
 
-    def __str__(self) -> str:
+    def _parts(self) -> Iterator[str | Table]:
+        """Yield the fit and the costs, a table by length, and what was measured."""
         c = self.costs
         times = f"m = {1000 * c.draft:.1f} ms, M = {1000 * c.target:.1f} ms, M' = {1000 * c.verify:.1f} ms"
+        yield f"b = {self.acceptance:.3f}; {times}"
         rows = zip(*self._columns.values(), strict=True)
         cells = [[f"{length}", *(f"{figure:.2f}" for figure in figures)] for length, *figures in rows]
-        lines = [
-            f"b = {self.acceptance:.3f}; {times}",
-            *aligned([["g", "tokens/pass", "E(g)", "p", "speed-up"], *cells]),
-        ]
-        measured = c.speed_up is not None and c.length is not None
-        return "\n".join([*lines, f"measured, g = {c.length}: {c.speed_up:.2f}"] if measured else lines)
+        yield [["g", "tokens/pass", "E(g)", "p", "speed-up"], *cells]
+        if c.speed_up is not None and c.length is not None:
+            yield f"measured, g = {c.length}: {c.speed_up:.2f}"
 
 
 def expected_tokens(acceptance: float, lengths: np.ndarray) -> Floats:
@@ -122,39 +119,36 @@ def measured(comparison: Comparison, draft: str, temperature: float = 0.0) -> Co
         InputError: it has no records of both at this temperature, decoded several prompts at a time, timed another
             draft, or the draft makes no passes.
     """
-    records = [record.get("methods", {}) for record in comparison.records if record["temperature"] == temperature]
-    records = [methods for methods in records if {"sequence", "autoregressive"} <= methods.keys()]
-    if not records:
+    groups = [group for group in comparison.summary()["groups"] if group["temperature"] == temperature]
+    methods = groups[0]["methods"] if groups else {}  # of all sets together
+    if not {"sequence", "autoregressive"} <= methods.keys():
         raise InputError(
             f"the comparison has no prompt at temperature {temperature:g} with both sequence and autoregressive"
         )
-
     if (rows := comparison.settings["max_rows"]) > 1:
         raise InputError(f"the comparison decoded {rows} prompts at a time, which share passes: compare one at a time")
-
-    def total(*path: str) -> float:
-        return float(np.sum([reduce(getitem, path, methods) for methods in records]))
-
-    models = {drafted["draft"] for methods in records for drafted in methods["sequence"]["drafts"] if drafted["passes"]}
+    plain, chain, length = methods["autoregressive"], methods["sequence"], comparison.settings["depth"]
+    models = {drafted["draft"] for drafted in chain["drafts"] if drafted["passes"]}
     if models and models != {draft}:
         raise InputError(
             f"the comparison timed passes of {', '.join(sorted(models))}, not of {draft} alone: replay the draft that "
             "was timed, or compare with this one"
         )
-    passes = total("sequence", "draft_passes") / total("sequence", "target_passes")
-    if not 0 < passes <= comparison.settings["depth"]:
+    passes = chain["draft_passes_per_target_pass"]
+    if not 0 < passes <= length:
         raise InputError(
-            f"{draft} made {passes:.1f} passes a step for {comparison.settings['depth']} levels, and the cost model "
-            "has a pass a level: compare with a draft that is a model"
+            f"{draft} made {passes:.1f} passes a step for {length} levels, and the cost model has a pass a level: "
+            "compare with a draft that is a model"
         )
 
-    def per_token(method: str) -> float:
-        return (total(method, "seconds", "total") - total(method, "seconds", "prefill")) / total(method, "tokens")
+    def per_step(figures: dict[str, Any], stage: str) -> float:
+        return float(figures["ms_per_token"][stage] * figures["tokens_per_pass"][0] / 1000)
 
+    plain_token, chain_token = (m["ms_per_token"]["total"] - m["ms_per_token"]["prefill"] for m in (plain, chain))
     return Costs(
-        draft=total("sequence", "seconds", "draft") / total("sequence", "draft_passes"),
-        target=total("autoregressive", "seconds", "target") / total("autoregressive", "target_passes"),
-        verify=total("sequence", "seconds", "target") / total("sequence", "target_passes"),
-        length=comparison.settings["depth"],
-        speed_up=per_token("autoregressive") / per_token("sequence"),
+        draft=per_step(chain, "draft") / passes,
+        target=per_step(plain, "target"),
+        verify=per_step(chain, "target"),
+        length=length,
+        speed_up=plain_token / chain_token,
     )

@@ -10,7 +10,7 @@ Sampling is at T = 1 from the whole distribution.  The paper's stochastic figure
 sampling, which is our default, and draws without replacement.  Intervals are 95 % bootstraps over prompts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from specinfer.common.files import locked
-from specinfer.common.tables import aligned, interval
-from specinfer.common.values import Progress
+from specinfer.common.progress import Progress
+from specinfer.common.tables import Table, Tabular, interval
 from specinfer.common.versions import versions
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.engine.verify import ExactMatch
@@ -42,7 +42,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class PaperTables:
+class PaperTables(Tabular):
     """The three tables.
 
     Attributes:
@@ -58,25 +58,28 @@ class PaperTables:
         """Return everything, JSON-ready."""
         return {"settings": self.settings, "rows": self.rows}
 
-    def __str__(self) -> str:
+    def _parts(self) -> Iterator[str | Table]:
+        """Yield what was measured, then each table under its title."""
         s = self.settings
-        head = (
+        yield (
             f"{s['target']}, draft {s['draft']}, {s['dtype']}, {s['max_new_tokens']} new tokens; "
             f"prompts: {', '.join(f'{name} {count}' for name, count in s['prompts'].items())}; [95 % intervals]\n"
-            "paper: SpecInfer, arXiv 2305.09781, LLaMA-68M for LLaMA-7B"
+            "paper: SpecInfer, arXiv 2305.09781, LLaMA-68M for LLaMA-7B\n"
         )
-        return "\n\n".join([head, *("\n".join(self._table(number)) for number in TITLES)])
+        for number, title in TITLES.items():
+            yield title
+            yield self._table(number)
 
-    def _table(self, number: int) -> list[str]:
+    def _table(self, number: int) -> Table:
         rows = [row for row in self.rows if row["table"] == number]
         columns = rows[0]["columns"]
-        lines = [["", "", *(columns if number == 3 else [f"k = {column}" for column in columns])]]
+        lines = [["", *(columns if number == 3 else [f"k = {column}" for column in columns])]]
         for row in rows:
             name = row["set"] if number == 3 else f"{row['set']}, {row['rule']}"
-            lines.append(["", name, *map(interval, row["ours"])])
+            lines.append([name, *map(interval, row["ours"])])
             if row["paper"]:
-                lines.append(["", "  paper", *("" if figure is None else f"{figure:.2f}" for figure in row["paper"])])
-        return [TITLES[number], *aligned(lines)]  # the empty first column indents the table
+                lines.append(["  paper", *("" if figure is None else f"{figure:.2f}" for figure in row["paper"])])
+        return lines
 
 
 def paper_tables(
@@ -86,7 +89,7 @@ def paper_tables(
     max_new_tokens: int = 64,
     batch: int = 4,
     out: str | Path | None = None,
-    progress: Progress = lambda batches, _: batches,
+    progress: Progress = lambda *_: None,
 ) -> PaperTables:
     """Record the target's greedy and sampled texts of every set, and what the decoder's first draft makes of them.
 
@@ -96,7 +99,7 @@ def paper_tables(
         max_new_tokens: per prompt.
         batch: texts at a time.
         out: folder of the traces, ``SET/greedy`` and ``SET/sampled``; what they hold is not recorded again.
-        progress: as `record`'s; it is called once per trace.
+        progress: as `record`'s; the stage is the trace, "SET/greedy" or "SET/sampled".
 
     Raises:
         InputError: an empty set, another run writes to the folder, or what `record` raises.
@@ -107,18 +110,15 @@ def paper_tables(
         raise InputError(f"a set of prompts is called {ALL!r}, as all of them together are: rename it")
     first = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, decoder.drafts[:1], BestFirst(1, 1))
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "nodes": 0, "depth": LENGTH, "draws": max(WIDTHS)}
-    options |= {"batch": batch, "progress": progress}
+
+    def recorded(name: str, temperature: float) -> Trace:
+        stage = f"{name}/{'sampled' if temperature else 'greedy'}"
+        options["progress"] = lambda _, *done: progress(stage, *done)
+        folder = None if out is None else Path(out) / stage
+        return record(first, list(sets[name]), temperature=temperature, out=folder, batch=batch, **options)
+
     with locked(out):
-        traces = {
-            name: [
-                record(
-                    first, list(prompts), temperature=t, out=None if out is None else Path(out) / name / how, **options
-                )
-                for t, how in ((0.0, "greedy"), (1.0, "sampled"))
-            ]
-            for name, prompts in sets.items()
-        }
-    return tables(traces)
+        return tables({name: [recorded(name, temperature) for temperature in (0.0, 1.0)] for name in sets})
 
 
 def tables(traces: Mapping[str, Sequence[Trace]]) -> PaperTables:

@@ -9,9 +9,10 @@ tokens, and probes stand for the drafts.  A probe asks its draft one question af
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from specinfer.attention import Support, check_model
 from specinfer.common.files import locked
-from specinfer.common.values import Progress, checked_count, checked_names, checked_temperature
+from specinfer.common.progress import Progress
+from specinfer.common.values import checked_count, checked_names, checked_temperature
 from specinfer.decoder import SpeculativeDecoder, row_seeds
 from specinfer.engine.sampling import whole_distribution
 from specinfer.engine.target_view import RowView
@@ -29,7 +31,16 @@ from specinfer.engine.verify import ExactMatch, TargetView, Verdict
 from specinfer.errors import InputError, UnsupportedModel
 from specinfer.evaluation.probe import Probe
 from specinfer.evaluation.traces.probes import Candidates, Distributions, Trees, distribution_arrays
-from specinfer.evaluation.traces.trace import TOP, Drafted, Sizes, Trace, TraceFolder, TraceText, trace_settings
+from specinfer.evaluation.traces.trace import (
+    TOP,
+    Drafted,
+    Sizes,
+    StoredTexts,
+    Trace,
+    TraceFolder,
+    TraceText,
+    trace_settings,
+)
 from specinfer.prompts import Prompt
 from specinfer.tree import BestFirst, TokenTree
 
@@ -50,7 +61,7 @@ def record(
     batch: int = 4,
     raw: bool = False,
     out: str | Path | None = None,
-    progress: Progress = lambda batches, _: batches,
+    progress: Progress = lambda *_: None,
 ) -> Trace:
     """Let the decoder's target continue prompts, and record what its drafts would have proposed along the texts.
 
@@ -73,7 +84,7 @@ def record(
         raw: feed strings without the chat template.
         out: folder that every finished text is written to; one of the same settings and machine is continued.  The
             trace's texts are then read from it when they are asked for.
-        progress: wraps the batches of prompts' numbers that are left, for a bar.
+        progress: called with "texts", how many are done, of how many, and new tokens, once and after each batch.
 
     Raises:
         InputError: a size that records nothing, no drafts, no usable prompt, or a folder of other settings or of
@@ -81,31 +92,46 @@ def record(
         UnsupportedModel: best-first trees on a model that can score chains only.
         SpecinferError: what decoding raises; ``out`` keeps what was finished.
     """
-    advice = "leaves nothing to record"
-    sizes = {"nodes": nodes, "depth": depth, "top": top, "draws": draws, "max_new_tokens": max_new_tokens}
-    plan = Sizes.checked(sizes, advice)
-    batch = checked_count("batch", batch, 1, advice)
+    plan = Sizes(nodes, depth, top, draws, max_new_tokens).checked()
+    batch = checked_count("batch", batch, 1, "leaves nothing to record")
     temperature, seed = checked_temperature(temperature), row_seeds(seed, 1)[0]
     checked_names("out", "" if out is None else out)
     _check(decoder, plan)
     rows = _read(decoder, prompts, raw, plan.max_new_tokens)
     settings = trace_settings(decoder, plan._asdict(), temperature)
+    write = partial(_record, decoder, plan=plan, temperature=temperature)
     with nullcontext(out) if out is not None else TemporaryDirectory() as folder, locked(folder):
-        kept = TraceFolder(Path(folder))
+        kept = TraceFolder(Path(folder), settings)
         kept.records.begin(settings)
-        good = {number: (row, seed + number) for number, row in enumerate(rows) if isinstance(row, list)}
-        done, numbers = _done(kept, rows, good, settings), list(good)
-        batches = [numbers[i : i + batch] for i in range(0, len(numbers), batch)]  # the same after a kill
-        left = [each for each in batches if not done.issuperset(each)]
-        for each in progress(left, len(done) + len(rows) - len(good)):
-            written = _record(decoder, [good[number] for number in each], plan, temperature)
-            for number, text in zip(each, written, strict=True):
-                if number not in done:
-                    kept.add(number, text)
-        trace = Trace.load(folder)
-        texts = trace.texts[: len(good)]  # a folder may hold more
-        refused = {number: reason for number, reason in trace.refused.items() if number < len(rows)}
+        texts = _fill(kept, rows, seed, batch, write, progress)  # the folder may hold more
+        refused = {number: reason for number, reason in kept.refused().items() if number < len(rows)}
         return Trace(settings, tuple(texts) if out is None else texts, refused)
+
+
+def _fill(
+    kept: TraceFolder,
+    rows: Sequence[list[int] | InputError],
+    seed: int,
+    batch: int,
+    write: Callable[[Sequence[tuple[list[int], int]]], list[TraceText]],
+    progress: Progress,
+) -> StoredTexts:
+    """Record the prompts that the folder does not hold yet; return the texts of all that can be used."""
+    good = {number: (row, seed + number) for number, row in enumerate(rows) if isinstance(row, list)}
+    done, numbers = _done(kept, rows, good), list(good)
+    batches = [numbers[i : i + batch] for i in range(0, len(numbers), batch)]  # the same after a kill
+    left = [each for each in batches if not done.issuperset(each)]
+    tokens, refused = 0, len(rows) - len(good)
+    progress("texts", len(done) + refused, len(rows), {"tokens": tokens})
+    for each in left:
+        written = write([good[number] for number in each])
+        for number, text in zip(each, written, strict=True):
+            if number not in done:
+                kept.add(number, text)
+        tokens += sum(len(text.token_ids) for text in written)
+        done.update(each)
+        progress("texts", len(done) + refused, len(rows), {"tokens": tokens})
+    return StoredTexts(kept, numbers)
 
 
 def _read(decoder: SpeculativeDecoder, prompts: Prompt, raw: bool, new: int) -> list[list[int] | InputError]:
@@ -136,10 +162,7 @@ def _read_one(decoder: SpeculativeDecoder, prompt: Prompt, raw: bool, new: int) 
 
 
 def _done(
-    kept: TraceFolder,
-    rows: Sequence[list[int] | InputError],
-    good: Mapping[int, tuple[list[int], int]],
-    settings: Mapping[str, Any],
+    kept: TraceFolder, rows: Sequence[list[int] | InputError], good: Mapping[int, tuple[list[int], int]]
 ) -> set[int]:
     """Return the numbers of prompts that were recorded; note those that are refused.
 
@@ -153,7 +176,7 @@ def _done(
             kept.refuse(number, str(row))
     done = {number for number in kept.finished() if number < len(rows)}
     for number in done:
-        text = TraceText.from_file(kept.path(number), settings)
+        text = kept.read(number)
         if (text.prompt_ids, text.seed) != good.get(number):
             advice = "give the same prompts, or choose another folder"
             raise InputError(f"{kept.path(number)} is of another prompt or seed: {advice}")

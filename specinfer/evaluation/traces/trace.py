@@ -9,43 +9,41 @@ A trace is host data (numpy).  Along one text of n new tokens, D levels deep:
                  for token i + j.  An EAGLE-style head reads its own states there, so this is not position i + j
 
 A folder holds ``settings.json`` (what made it, and the format), ``records.jsonl``, a line per prompt, and one
-``.safetensors`` file per text, written when the text is done.
+``.safetensors`` file per text, written when the text is done.  The line has a digest of settings and file, so that what
+is read is what was recorded.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from itertools import count
-from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.numpy import save
 
 from specinfer.common.files import locked, read_json, write_whole
 from specinfer.common.records import SETTINGS, Records
-from specinfer.common.values import checked_count, checked_temperature
+from specinfer.common.values import checked_count
 from specinfer.common.versions import versions
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.errors import InputError
 from specinfer.evaluation.provenance import machine, models_of
 
-FORMAT = 3
+FORMAT = 4
 FIELDS = {"number"}  # of every record
 KEPT = 256  # texts of a folder that stay in memory
-LEASTS = {"nodes": 0, "depth": 1, "top": 1, "draws": 1, "max_new_tokens": 2}  # whole numbers that reading needs
-SHAPE = {"drafts", "temperature", *LEASTS}
-ROUNDING = 1e-4  # of probabilities
-TREE = ("first", "tree_tokens", "tree_parents", "tree_scores")
+LEASTS = {"nodes": 0, "depth": 1, "top": 1, "draws": 1, "max_new_tokens": 2}
 TOP = 16  # candidates kept per node, also where whole distributions are kept
 
 Ids = NDArray[np.int32]
 Floats = NDArray[np.float32]
-Column = tuple[tuple[int | None, ...], float, float]  # shape (None: any size), least and greatest value
 
 
 class Sizes(NamedTuple):
@@ -57,12 +55,11 @@ class Sizes(NamedTuple):
     draws: int
     max_new_tokens: int
 
-    @classmethod
-    def checked(cls, sizes: Mapping[str, Any], advice: str = "") -> "Sizes":
-        """Return the sizes among other settings; raise `InputError` for one that is unusable."""
-        given = {name: sizes[name] for name in LEASTS if name != "top" or sizes["top"] is not None}
-        found: dict[str, Any] = {name: checked_count(name, size, LEASTS[name], advice) for name, size in given.items()}
-        return cls(**{"top": None} | found)
+    def checked(self) -> "Sizes":
+        """Return these sizes as plain numbers; raise `InputError` for one that is unusable."""
+        given = {name: size for name, size in self._asdict().items() if name != "top" or size is not None}
+        advice = "leaves nothing to record"
+        return self._replace(**{name: checked_count(name, size, LEASTS[name], advice) for name, size in given.items()})
 
 
 @dataclass(frozen=True)
@@ -97,19 +94,22 @@ class Drafted:
 
     @classmethod
     def blank(cls, n: int, depth: int, top: int, kept: int, draws: int) -> "Drafted":
-        """Return columns to be filled, which hold their least values, and no trees; ``kept`` is k of distributions."""
-        columns = _drafted_columns(n, depth, top, kept, draws, inf)
-        arrays = {name: np.full([size or 0 for size in c[0]], c[1], _dtype(name)) for name, c in columns.items()}
-        return cls(**arrays)
-
-    def columns(self) -> dict[str, np.ndarray]:
-        """Return the columns as files hold them: their nodes count from 0, so the root is -1."""
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {"tree_parents": self.tree_parents - 1}
-
-    @classmethod
-    def read(cls, columns: Mapping[str, Any]) -> "Drafted":
-        """Return what `columns` wrote."""
-        return cls(**{**columns, "tree_parents": columns["tree_parents"] + 1})
+        """Return columns to be filled, without trees and with no candidates; ``kept`` is k of distributions."""
+        ids, none = np.zeros((n, depth, kept), np.int32), np.zeros(0, np.float32)
+        tests = np.zeros((n, depth, draws), np.float32)
+        return cls(
+            first=np.zeros(n + 1, np.int32),
+            tree_tokens=none.astype(np.int32),
+            tree_parents=none.astype(np.int32),
+            tree_scores=none,
+            tokens=np.full((n, depth, top), -1, np.int32),
+            log_probs=np.full((n, depth, top), -np.inf, np.float32),
+            distribution_tokens=ids,
+            distribution_probs=ids.astype(np.float32),
+            probability=np.zeros((n, depth), np.float32),
+            tests=tests,
+            without_replacement=tests.copy(),
+        )
 
     def candidates(self, coupled: bool = True) -> Ids:
         """Return the tokens that the draft ranks first, (n, D, k); if not coupled, by its distribution.  -1 = none."""
@@ -151,57 +151,40 @@ class TraceText:
         """Return the text as a safetensors file."""
         arrays = {name: getattr(self, name) for name in ("target_tokens", "target_probs", "probability")}
         arrays |= {name: np.array(getattr(self, name), np.int32) for name in ("prompt_ids", "token_ids")}
-        arrays |= {f"{i}.{name}": array for i, d in enumerate(self.drafted) for name, array in d.columns().items()}
+        arrays |= {f"{i}.{name}": array for i, d in enumerate(self.drafted) for name, array in vars(d).items()}
         # safetensors would write a view with gaps wrong
         return save({name: np.ascontiguousarray(a) for name, a in arrays.items()}, {"seed": str(self.seed)})
 
     @classmethod
-    def from_file(cls, path: Path, settings: Mapping[str, Any], vocab_size: int | None = None) -> "TraceText":
-        """Read what `to_bytes` made.
-
-        Args:
-            path: of the file.
-            settings: of the trace, checked.
-            vocab_size: of the target, if it is at hand.
-
-        Raises:
-            InputError: the file is damaged, or no text of such a trace.
-        """
-        try:
-            with safe_open(path, "np") as file:
-                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-                seed = int(file.metadata()["seed"])
-            _check_arrays(arrays, settings, vocab_size or np.iinfo(np.int32).max)
-            drafted = tuple(
-                Drafted.read({f.name: arrays.pop(f"{i}.{f.name}") for f in fields(Drafted)})
-                for i in range(len(settings["drafts"]))
-            )
-            ids = {name: arrays.pop(name).tolist() for name in ("prompt_ids", "token_ids")}
-            return cls(seed=seed, drafted=drafted, **ids, **arrays)
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise InputError(f"{path} is no text of this trace ({reason}): remove it and record it again") from error
+    def from_file(cls, path: Path) -> "TraceText":
+        """Read what `to_bytes` made."""
+        columns: dict[str, dict[str, Any]] = {}  # by draft; "" are the text's
+        with safe_open(path, "np") as file:
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                draft, _, column = name.rpartition(".")
+                columns.setdefault(draft, {})[column] = file.get_tensor(name)
+            seed = int(file.metadata()["seed"])
+        text = columns.pop("")
+        ids = {name: text.pop(name).tolist() for name in ("prompt_ids", "token_ids")}
+        return cls(seed=seed, drafted=tuple(Drafted(**columns[str(i)]) for i in range(len(columns))), **ids, **text)
 
 
 class StoredTexts(Sequence[TraceText]):
     """Texts in files, each read when it is asked for; a few of them stay in memory."""
 
-    def __init__(self, paths: Sequence[Path], settings: Mapping[str, Any], vocab_size: int | None) -> None:
-        self.paths, self.settings, self.vocab_size = paths, settings, vocab_size
-        self.kept: dict[int, TraceText] = {}
+    def __init__(self, folder: "TraceFolder", numbers: Sequence[int]) -> None:
+        self.folder, self.numbers = folder, numbers
+        self.read = lru_cache(KEPT)(folder.read)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StoredTexts, (self.folder, self.numbers)
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self.numbers)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return StoredTexts(self.paths[index], self.settings, self.vocab_size)
-        number = range(len(self))[index]
-        if number not in self.kept:
-            if len(self.kept) == KEPT:
-                del self.kept[next(iter(self.kept))]
-            self.kept[number] = TraceText.from_file(self.paths[number], self.settings, self.vocab_size)
-        return self.kept[number]
+        found: Any = self.numbers[index]
+        return StoredTexts(self.folder, found) if isinstance(index, slice) else self.read(found)
 
 
 @dataclass(frozen=True)
@@ -267,7 +250,7 @@ class Trace:
             InputError: the folder holds a trace of other settings, another run writes to it, or it cannot be written.
         """
         with locked(folder):
-            kept = TraceFolder(Path(folder))
+            kept = TraceFolder(Path(folder), self.settings)
             kept.records.begin(dict(self.settings))
             for number, reason in self.refused.items():
                 kept.refuse(number, reason)
@@ -295,24 +278,40 @@ class Trace:
                 f"{folder} holds a trace of format {json.dumps(settings['format']):.40}, and this version reads format "
                 f"{FORMAT}: record it again, or use the version that wrote it"
             )
-        _check_settings(folder / SETTINGS, settings)
         if decoder is not None:
             check_models(folder, settings, decoder)
-        kept = TraceFolder(folder)
-        paths = [kept.path(number) for number in kept.finished()]
-        if not paths:
+        kept = TraceFolder(folder, settings)
+        texts = StoredTexts(kept, kept.finished())
+        if not texts:
             raise InputError(f"{folder} holds a trace without any finished text: run the recording again")
-        texts = StoredTexts(paths, settings, None if decoder is None else decoder.target.vocab_size)
         for _ in texts:  # reads each: none is damaged
             pass
         return cls(settings, texts, kept.refused())
 
 
 class TraceFolder:
-    """The finished texts of a folder.  Whoever writes holds the folder (`locked`)."""
+    """The finished texts of a folder.  Whoever writes holds the folder (`locked`).
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: where they are.
+        settings: what made them.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.folder, self.records = folder, Records(folder, FIELDS, "a trace")
+        self.settings = json.dumps(dict(settings), sort_keys=True).encode()
+
+    @cached_property
+    def newest(self) -> dict[int, dict[str, Any]]:
+        """The last record of each number.
+
+        Raises:
+            InputError: a record is damaged.
+        """
+        found = {record["number"]: record for record in self.records}
+        if not all(isinstance(number, int) for number in found):
+            raise InputError(f"{self.records.path} is damaged: a number is none; record again into another folder")
+        return found
 
     def path(self, number: int) -> Path:
         """Return where the text of a prompt is kept."""
@@ -320,118 +319,45 @@ class TraceFolder:
 
     def finished(self) -> list[int]:
         """Return the numbers of prompts whose texts are there."""
-        written = [number for number, record in self._newest().items() if "error" not in record]
+        written = [number for number, record in self.newest.items() if "error" not in record]
         return sorted(number for number in written if self.path(number).exists())
 
     def refused(self) -> dict[int, str]:
         """Return why prompts have no text, by number."""
-        return {number: record["error"] for number, record in self._newest().items() if "error" in record}
+        return {number: record["error"] for number, record in self.newest.items() if "error" in record}
 
-    def _newest(self) -> dict[int, dict[str, Any]]:
-        """Return the last record of each number."""
-        found = {record["number"]: record for record in self.records}
-        if not all(isinstance(number, int) for number in found):
-            raise InputError(f"{self.records.path} is damaged: a number is none; record again into another folder")
-        return found
+    def read(self, number: int) -> TraceText:
+        """Return a finished text.
+
+        Raises:
+            InputError: its file cannot be read, or file or settings are not those that were written.
+        """
+        path = self.path(number)
+        try:
+            found = self._digest(path.read_bytes())
+        except OSError as error:
+            raise InputError(f"cannot read {path}: {error.strerror}") from error
+        if found != self.newest[number].get("sha256"):
+            raise InputError(f"{path} or {SETTINGS} is not as it was recorded: remove {path.name} and record it again")
+        return TraceText.from_file(path)
 
     def add(self, number: int, text: TraceText) -> None:
         """Write one finished text, then its record."""
-        write_whole(self.path(number), text.to_bytes())
+        data = text.to_bytes()
+        write_whole(self.path(number), data)
         sizes = {"prompt_tokens": len(text.prompt_ids), "new_tokens": len(text.token_ids)}
-        self.records.append({"number": number, "seed": text.seed, **sizes})
+        self._note({"number": number, "seed": text.seed, **sizes, "sha256": self._digest(data)})
 
     def refuse(self, number: int, reason: str) -> None:
         """Note why a prompt has no text."""
-        self.records.append({"number": number, "error": reason})
+        self._note({"number": number, "error": reason})
 
+    def _note(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
+        self.newest[record["number"]] = record
 
-# ---- is it a complete trace? ----
-
-
-def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
-    """Raise `InputError` for settings that no recording wrote."""
-
-    drafts = settings.get("drafts")
-    try:
-        if missing := SHAPE - settings.keys():
-            raise InputError(f"{', '.join(sorted(missing))} is missing")
-        Sizes.checked(settings)
-        checked_temperature(settings["temperature"])
-        if not isinstance(drafts, list) or not drafts:
-            raise InputError("drafts is no list of drafts")
-        if not all(isinstance(draft, dict) and isinstance(draft.get("name"), str) for draft in drafts):
-            raise InputError("a draft has no name")
-    except InputError as error:
-        raise InputError(f"{path} is damaged: {error}; record it again") from None
-
-
-def _drafted_columns(n: int, depth: int, top: int, kept: int | None, draws: int, last: float) -> dict[str, Column]:
-    """Return the columns of `Drafted` for n tokens, and a vocabulary that ends with token ``last``."""
-    most = 1 + ROUNDING
-    return {
-        "first": ((n + 1,), 0, inf),
-        "tree_tokens": ((None,), 0, last),
-        "tree_parents": ((None,), -1, inf),
-        "tree_scores": ((None,), -inf, ROUNDING),
-        "tokens": ((n, depth, top), -1, last),
-        "log_probs": ((n, depth, top), -inf, 0),
-        "distribution_tokens": ((n, depth, kept), 0, last),
-        "distribution_probs": ((n, depth, kept), 0, most),
-        "probability": ((n, depth), 0, most),
-        "tests": ((n, depth, draws), 0, draws + ROUNDING),
-        "without_replacement": ((n, depth, draws), 0, most),
-    }
-
-
-def _dtype(name: str) -> Any:
-    return np.int32 if name.endswith(("ids", "tokens", "first", "parents")) else np.float32
-
-
-def _check_arrays(arrays: Mapping[str, np.ndarray], settings: Mapping[str, Any], vocab_size: int) -> None:
-    """Raise `ValueError` or `KeyError` for columns that no recording with these settings wrote."""
-    n, last, drafts = arrays["token_ids"].size, vocab_size - 1, range(len(settings["drafts"]))
-    columns: dict[str, Column] = {
-        "prompt_ids": ((None,), 0, last),
-        "token_ids": ((None,), 0, last),
-        "target_tokens": ((n, None), 0, last),
-        "target_probs": ((n, None), 0, 1 + ROUNDING),
-        "probability": ((n,), 0, 1 + ROUNDING),
-    }
-    draws = settings["draws"] if settings["temperature"] else 0
-    per_draft = _drafted_columns(n, settings["depth"], settings["top"] or TOP, None, draws, last)
-    columns |= {f"{draft}.{name}": column for draft in drafts for name, column in per_draft.items()}
-    for name, (shape, least, greatest) in columns.items():
-        array = arrays[name]
-        fits = array.ndim == len(shape) and all(w in (None, s) for w, s in zip(shape, array.shape, strict=True))
-        if array.dtype != _dtype(name) or not fits:
-            raise ValueError(f"{name} has shape {array.shape} and type {array.dtype}")
-        if not ((array >= least) & (array <= greatest)).all():
-            raise ValueError(f"{name} is not within {least:g} and {greatest:g}")
-    if not arrays["prompt_ids"].size or not 0 < n <= settings["max_new_tokens"]:
-        raise ValueError(f"{arrays['prompt_ids'].size} tokens of a prompt, and {n} after it")
-    if not arrays["probability"].all():
-        raise ValueError("a token of the text has probability 0")
-    for name in ("target", *(f"{draft}.distribution" for draft in drafts)):
-        if arrays[f"{name}_tokens"].shape != arrays[f"{name}_probs"].shape:
-            raise ValueError(f"{name}_tokens and {name}_probs differ in shape")
-    for draft in drafts:
-        _check_trees(settings["nodes"], *(arrays[f"{draft}.{name}"] for name in TREE))
-
-
-def _check_trees(most: int, first: Ids, tokens: Ids, parents: Ids, scores: Floats) -> None:
-    """Raise `ValueError` for columns that are not recorded trees, or not in order."""
-    sizes = np.diff(first)
-    if not len(tokens) == len(parents) == len(scores) == first[-1] or first[0] or (sizes < 0).any():
-        raise ValueError("its trees are not as long as they should be")
-    if len(tokens) and not most:
-        raise ValueError("it holds trees, and none were to be recorded")
-    position = np.repeat(np.arange(len(sizes)), sizes)
-    if (parents >= np.arange(len(tokens)) - first[position]).any():
-        raise ValueError("a node stands before its parent")
-    if len(np.unique(np.stack([position, parents, tokens]), axis=1).T) < len(tokens):
-        raise ValueError("two nodes with one parent have one token")
-    if ((np.diff(scores) > 0) & (np.diff(position) == 0)).any():
-        raise ValueError("a better node stands after a worse one")
+    def _digest(self, data: bytes) -> str:
+        return hashlib.sha256(self.settings + data).hexdigest()
 
 
 # ---- which models a trace is of ----

@@ -1,6 +1,6 @@
-"""``specinfer distill`` and ``export-draft``: drafts for a target, and for other engines.
+"""``specinfer distill``: drafts for a target.
 
-Knows: the options.  Does not know: how drafts are trained, and how their files are written (`training`).
+Knows: the options.  Does not know: how drafts are trained (`training`).
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from specinfer.cli import options
-from specinfer.cli.terminal import after, busy, loading, print_json, quieten, resumable, show, stage_bars
+from specinfer.cli.terminal import loading, print_json, quieten, resumable, show
+from specinfer.common.progress import Bars, busy
 from specinfer.errors import InputError
 
 
@@ -27,18 +28,13 @@ def distill(
     ] = None,
     drafts: Annotated[
         int | None,
-        typer.Option(help="Heads, each tuned on what the earlier ones miss.", show_default="2, of other archs 1"),
+        typer.Option(help="Heads, each tuned on what the earlier ones miss.", show_default="2, of an lm 1"),
     ] = None,
     start: Annotated[
         list[str] | None,
         typer.Option(help="Heads to train on from, sizes and all: folders, or bundled. Repeat.", show_default="none"),
     ] = None,
-    arch: Annotated[
-        str,
-        typer.Option(
-            help="head (reads the target's states), lm (a small LM), or published: eagle3, medusa, dflash, dspark."
-        ),
-    ] = "head",
+    arch: Annotated[str, typer.Option(help="head (reads the target's states) or lm (a small LM).")] = "head",
     samples: Annotated[
         int | None, typer.Option(help="Texts that the target writes.", show_default="one per prompt")
     ] = None,
@@ -48,17 +44,15 @@ def distill(
     time: Annotated[
         float | None, typer.Option(help="Minutes to train each draft for, instead of --epochs.", show_default="none")
     ] = None,
-    layers: Annotated[
-        int, typer.Option(help="Layers of a head without --start, of dflash and dspark, or of the small causal LM.")
-    ] = 1,
+    layers: Annotated[int, typer.Option(help="Layers of a head without --start, or of the small causal LM.")] = 1,
     vocabulary: Annotated[
-        int, typer.Option(help="Most frequent tokens, which a draft without --start that is no LM may propose.")
+        int, typer.Option(help="Most frequent tokens, which a head without --start may propose.")
     ] = 12_000,
     learning_rate: Annotated[float, typer.Option(help="Learning rate of the matrices (Muon), at its peak.")] = 4.5e-3,
     loss: Annotated[str, typer.Option(help="kl (the target's distribution) or token (its choices).")] = "kl",
     seed: Annotated[int, typer.Option(help="Seed of texts and training.")] = 0,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
+    *,
+    device: options.Device,
     as_json: options.Json = False,
 ) -> None:
     """Train drafts for a target on text that the target writes."""
@@ -84,32 +78,16 @@ def distill(
     asked, documents = training.read_prompts(prompts), training.read_documents(text or ())
     with loading(target):
         quieten()
-        loaded = load(target, dtype, device)
-    with busy("reading the prompts") as line, resumable(out):
+        loaded = load(target, device.dtype, device.device)
+    with busy("reading the prompts"), resumable(out):
         recipe = replace(recipe, start=_folders(start or (), loaded))
         first = training.processes(loaded.model.device).is_main_process
-        progress = after(line, stage_bars()) if first else lambda *_: None
+        progress = Bars() if first else lambda *_: None
         made = training.distill(loaded.model, loaded.tokenizer, asked, out, recipe, documents, loaded.name, progress)
     if first and as_json:
         print_json(made)
     elif first:
-        show([_row(draft) for draft in made["drafts"]], as_json=False)
-
-
-def export_draft(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a head that distill --arch eagle3 trained.")],
-    form: Annotated[
-        str, typer.Option("--format", help="eagle3 (SafeAILab's names: SpecForge, SGLang) or speculators (vLLM).")
-    ],
-    out: Annotated[Path, typer.Option(help="Folder for the rewritten head.")],
-    as_json: options.Json = False,
-) -> None:
-    """Rewrite a trained EAGLE-3 head in the format that another engine serves."""
-    from specinfer.training.export import export_draft as export
-
-    export(folder, form, out)
-    row = {"draft": str(folder), "format": form, "out": str(out)}
-    print_json(row) if as_json else show([row], as_json=False)
+        show([_row(draft) for draft in made["drafts"]])
 
 
 def _row(draft: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,163 @@
+"""Passes that call the model as it is, and what they share with compiled ones: how nodes stand in tensors.
+
+Knows: the inputs of a forward, padding.  Does not know: trees, compilers, what is done with logits.
+
+A forward takes (R, T) tokens.  `Padded` rows have as many as the largest: R = B, and the last node of a row is repeated
+as padding, which writes its keys and values beyond the row's slots, where nobody looks.  `SideBySide` the nodes of all
+rows are one row, R = 1: each comes with the number of the row whose slots it reads and writes ("sequence packing",
+"variable length attention").
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specinfer.attention.cache import TreeCache
+from specinfer.attention.forward import Forward, Inputs, Outputs
+from specinfer.attention.layout import Columns, Layout
+from specinfer.attention.mask import attention_mask
+from specinfer.attention.passes.base import Pass, Result
+from specinfer.attention.per_node import PerNode, Span
+from specinfer.common.tensors import on_device
+
+Run = Callable[[Forward, Inputs, TreeCache, Sequence[int]], Outputs]
+
+
+class Padded:
+    """Nodes as B rows of T.
+
+    Where logits are wanted of the last nodes of each row, rows end together, so that these are in the same columns;
+    else they begin together.
+
+    Args:
+        nodes: the layout.
+        width: T at least.
+    """
+
+    def __init__(self, nodes: Layout, width: int = 0) -> None:
+        sizes, wanted = nodes.sizes, nodes.wanted
+        self.sizes, self.width = sizes, max(*sizes, width)
+        at_end = wanted is not None and all(part.stop == size for part, size in zip(wanted, sizes, strict=True))
+        self.turn = [self.width - size if at_end else 0 for size in sizes]  # padding on the left
+        self.index: Tensor | None = None  # (B, T) which node stands where; None: there is no padding
+        if min(sizes) < self.width:
+            end = len(nodes.tokens) - 1  # which the last rows repeat if they have no nodes
+            starts = [min(start, end) for start in (0, *accumulate(sizes[:-1]))]
+            ends = [max(size - 1, 0) for size in sizes]
+            first, last, turn = on_device([starts, ends, self.turn], nodes.tokens.device)[..., None]
+            columns = torch.arange(self.width, device=nodes.tokens.device)
+            self.index = first + torch.minimum((columns - turn) % self.width, last)
+        shifted = [range(p.start + t, p.stop + t) for p, t in zip(wanted, self.turn, strict=True)] if wanted else None
+        self.wanted = shifted
+        self.columns = None if shifted is None else sorted({column for part in shifted for column in part})
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Return values (N, ...) of nodes as (B, T, ...)."""
+        return values.unflatten(0, (-1, self.width)) if self.index is None else values[self.index]
+
+    def stage(self, nodes: Layout, cache: TreeCache) -> Inputs:
+        """Reserve the slots of the pass; the cache knows them."""
+        cache.stage(nodes.sizes, self.width, self.turn)
+        return {}
+
+    def logits(self, found: Tensor) -> PerNode:
+        """Return the logits of the wanted nodes, from those of the wanted columns of all rows (B, C, V)."""
+        if self.wanted is None or self.columns is None:
+            return self.states(found)
+        first = [self.columns.index(part.start) if part else 0 for part in self.wanted]
+        rows = enumerate(zip(first, self.wanted, strict=True))
+        return PerNode(found, [Span(row, range(start, start + len(part))) for row, (start, part) in rows])
+
+    def states(self, found: Tensor) -> PerNode:
+        """Return the states of nodes, from those of all columns of all rows (B, T, ...)."""
+        rows = enumerate(zip(self.turn, self.sizes, strict=True))
+        return PerNode(found, [Span(row, range(first, first + size)) for row, (first, size) in rows])
+
+
+class SideBySide:
+    """Nodes as one row of N."""
+
+    def __init__(self, nodes: Layout) -> None:
+        self.sizes = nodes.sizes
+        self.wanted: Columns = nodes.wanted
+        self.columns: list[int] | None = None
+        if nodes.wanted is not None:
+            rows = zip((0, *accumulate(nodes.sizes)), nodes.wanted, strict=False)
+            self.columns = [first + column for first, part in rows for column in part]
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Return values (N, ...) of nodes as (1, N, ...)."""
+        return values[None]
+
+    def stage(self, nodes: Layout, cache: TreeCache) -> Inputs:
+        """Reserve the slots of the pass; return the row and the slot of each node."""
+        cache.stage(nodes.sizes)
+        lengths = on_device(cache.lengths, nodes.tokens.device)
+        return {"cache_rows": nodes.rows[None], "cache_slots": (lengths[nodes.rows] + nodes.columns)[None]}
+
+    def logits(self, found: Tensor) -> PerNode:
+        """Return the logits of the wanted nodes, from (1, C, V)."""
+        return self.states(found) if self.wanted is None else PerNode.side_by_side(found, [*map(len, self.wanted)])
+
+    def states(self, found: Tensor) -> PerNode:
+        """Return the states of all nodes, from (1, N, ...)."""
+        return PerNode.side_by_side(found, self.sizes)
+
+
+class TensorPass(Pass):
+    """A pass through a function of tensors: a forward, compiled or not, over a `TreeCache`."""
+
+    @abstractmethod
+    def run(self, model: Forward, inputs: Inputs, cache: TreeCache, aux_layers: Sequence[int]) -> Outputs:
+        """Run the forward: logits (R, C, V), and the auxiliary hidden states (R, T, K, H) if there are aux_layers."""
+
+    def cache(self, model: Forward, rows: int, capacity: int, max_capacity: int | None, fixed: bool) -> TreeCache:
+        """Return an empty cache: see `TreeCache`."""
+        return TreeCache(rows, capacity, max_capacity, model.uniform_layers, fixed)
+
+    def __call__(self, model: Forward, nodes: Layout, cache: TreeCache, aux_layers: Sequence[int]) -> Result:
+        """Feed nodes."""
+        return self.through(self.run, model, nodes, cache, aux_layers)
+
+    def through(
+        self, run: Run, model: Forward, nodes: Layout, cache: TreeCache, aux_layers: Sequence[int], width: int = 0
+    ) -> Result:
+        """Feed nodes through a function that stands for `run`, with so many in each row at least."""
+        placed = SideBySide(nodes) if self.packs else Padded(nodes, width)
+        inputs = placed.stage(nodes, cache)
+        inputs["input_ids"] = placed(nodes.tokens)
+        inputs["attention_mask"] = attention_mask(
+            model.spec, nodes, cache.lengths, self.dtype or model.dtype, cache.kv_length, placed
+        )
+        if model.takes_positions:
+            inputs["position_ids"] = placed(_positions(model, nodes, cache.lengths))
+        inputs |= {name: placed(values) for name, values in nodes.extra.items()}
+        columns = None if placed.columns is None else on_device(placed.columns, model.device)
+        if columns is not None and model.takes_logits_to_keep:
+            inputs["logits_to_keep"] = columns
+        with model.ranks.together(*nodes[:5], cache.lengths):
+            logits, *states = run(model, inputs, cache, aux_layers)
+        logits = logits if columns is None or model.takes_logits_to_keep else logits[:, columns]
+        return placed.logits(logits), *map(placed.states, states)
+
+
+class PlainPass(TensorPass):
+    """Calls the unmodified model."""
+
+    def run(self, model: Forward, inputs: Inputs, cache: TreeCache, aux_layers: Sequence[int]) -> Outputs:
+        """Call the model, which writes into the cache."""
+        output, *states = model.call({**inputs, "past_key_values": cache}, aux_layers)
+        return output.logits, *states
+
+
+def _positions(model: Forward, nodes: Layout, lengths: Sequence[int]) -> Tensor:
+    """Return (N,) positions, committed length + depth, clamped to the context (the rest is cut later)."""
+    first: Any = lengths[0] if len({*lengths}) == 1 else on_device(lengths, nodes.tokens.device)[nodes.rows]
+    positions = nodes.node_depths + first
+    if model.max_positions is None or max(lengths) + nodes.depths.shape[1] <= model.max_positions:
+        return positions  # no node is deeper than there are columns
+    return positions.clamp(max=model.max_positions - 1)
