@@ -9,13 +9,16 @@ numbers is faster than array operations, so all rows' nodes are walked as one li
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from math import exp, prod
+from math import exp, prod, sqrt
 
+from specinfer.adaptive.cost_model import Average
 from specinfer.tree import Forest, Nodes
 
 DEPTHS = 3  # told apart: 1, 2, 3 and deeper
 MEMORY = 200  # tokens that a rate looks back on, about
 PRIOR = 0.5  # tokens that it starts with
+TRIAL = 2  # steps in which an idle draft is tried; twice as many at first
+WAITS = 8, 64  # idle steps after the first trial that failed, and, by rows, at most
 
 
 class Rate:
@@ -38,6 +41,51 @@ class Rate:
         fade = 1 - 1 / MEMORY
         self.accepted = fade * self.accepted + accepted
         self.expected = fade * self.expected + expected
+
+
+class DraftRecord:
+    """Whether a draft pays: what it gained of late, and how long it is idle where that was too little.
+
+    The wait doubles with every trial that fails, and a trial that goes well resets it.
+
+    Attributes:
+        net: tokens a row that it gained in the last steps that asked it, less those that its seconds are worth.
+        squares: of these.
+        trial: steps that are left before it is judged.
+        idle: steps that are left before it is asked again.
+        wait: steps that it is idle next time.
+    """
+
+    def __init__(self) -> None:
+        self.wait, self.idle = WAITS[0], 0
+        self._try(2 * TRIAL)
+
+    @property
+    def on_trial(self) -> bool:
+        """Whether it is asked to learn what it gains now."""
+        return self.trial > 0 and self.wait > WAITS[0]
+
+    def add(self, net: float | None, rows: int) -> None:
+        """Take note of a step in a batch of rows, and of what the draft gained in it; None: that is not known."""
+        if self.idle:
+            self.idle -= 1
+            return
+        if net is None:
+            return
+        self.net.add(net)
+        self.squares.add(net * net)
+        self.trial = max(0, self.trial - 1)
+        chance = max(0.0, self.squares.value - self.net.value**2) / self.net.weight
+        if self.trial:
+            return
+        if self.net.value + sqrt(chance) >= 0:
+            self.wait = WAITS[0]
+        else:
+            self.idle, self.wait = self.wait, min(2 * self.wait, WAITS[1] * rows)
+            self._try(TRIAL)
+
+    def _try(self, steps: int) -> None:
+        self.net, self.squares, self.trial = Average(), Average(), steps
 
 
 class Acceptance:
@@ -94,6 +142,10 @@ class Acceptance:
         depth = min(depth, DEPTHS)
         rates = [rate for (mask, at), rate in self.edges.items() if at == depth and mask >> draft & 1]
         return sum(rate.accepted for rate in rates) / sum(rate.expected for rate in rates) if rates else 1.0
+
+    def along(self, draft: int, depth: int) -> float:
+        """Return the factor for the probabilities of a draft's paths down to a depth."""
+        return prod(self.edge(draft, at) for at in range(1, depth + 1))
 
     def family(self, draft: int, depth: int) -> float:
         """Return how often a child of an accepted node of a depth is accepted."""

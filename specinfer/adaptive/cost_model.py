@@ -111,7 +111,7 @@ class Costs:
         trees: seconds of a step with trees, drafts excluded, over the tokens that its pass is fed.
         cheap: the most tokens of a pass that was measured to cost little more than a plain step.
         levels: by draft, seconds of one level.
-        tokens, spent: by rows, tokens of the last steps, and what they cost by this model, in plain steps.
+        earned: by rows, tokens of the last steps, and what they cost by this model, in plain steps.
     """
 
     def __init__(self) -> None:
@@ -119,8 +119,7 @@ class Costs:
         self.trees = Line()
         self.cheap = 0.0
         self.levels: dict[int, Seconds] = {}
-        self.tokens: dict[int, float] = {}
-        self.spent: dict[int, float] = {}
+        self.earned: dict[int, tuple[float, float]] = {}
 
     def seconds(self, rows: int, nodes: float) -> float:
         """Return what a step costs without its drafts, when the target scores so many nodes in each row."""
@@ -129,20 +128,22 @@ class Costs:
             return self.trees.at(rows * (nodes + 1))
         return plain.value * (1 + rows * nodes / (USUAL + rows)) if plain else 0.0
 
-    def price(self, rows: int) -> float | None:
-        """Return the tokens that a second is worth to a batch; None if nothing was measured yet.
+    def price(self, rows: int) -> float:
+        """Return the tokens that a second is worth to a batch; 0 if nothing was measured yet.
 
         It is the rate of plain decoding, or that of the last steps if that is larger.
         """
         plain = self.seconds(rows, 0)
-        if not plain:
-            return None
-        spent = self.spent.get(rows, 0.0)
-        return max(rows, self.tokens[rows] / spent if spent else 0.0) / plain
+        return max(rows, self.rate(rows)) / plain if plain else 0.0
+
+    def rate(self, rows: int) -> float:
+        """Return the tokens that the last steps made in the seconds of a plain one."""
+        tokens, spent = self.earned.get(rows, (0.0, 1.0))
+        return tokens / spent
 
     def node(self, rows: int) -> float:
         """Return the tokens that one more node must gain to pay for itself."""
-        return (self.price(rows) or 0.0) * self.trees.slope
+        return self.price(rows) * self.trees.slope
 
     def flat(self, rows: int, nodes: int) -> bool:
         """Whether trees of so many nodes were scored, cost little more than none, and twice as many hardly more."""
@@ -154,12 +155,17 @@ class Costs:
     def level(self, draft: int, rows: int) -> float | None:
         """Return the tokens that a draft's level must gain to pay for itself; None if that is not known."""
         price, level = self.price(rows), self.levels.get(draft)
-        return None if price is None or level is None else price * level.value
+        return price * level.value if price and level else None
 
-    def earn(self, rows: int, tokens: int, seconds: float) -> None:
+    def scored(self, rows: int, fed: int, seconds: float) -> None:
+        """Take the seconds of a step with trees into account."""
+        plain = self.plain.get(rows)
+        self.trees.add(fed, seconds)
+        if plain is not None and seconds <= FAR * plain.value:
+            self.cheap = max(fed, self.cheap)
+
+    def earn(self, rows: int, tokens: float, seconds: float) -> None:
         """Take into account what a step emitted, and what it cost by this model."""
-        fade = 1 - 1 / (2 * MEMORY)
-        self.tokens[rows] = fade * self.tokens.get(rows, 0.0) + tokens
-        self.spent[rows] = fade * self.spent.get(rows, 0.0) + (
-            seconds / plain if (plain := self.seconds(rows, 0)) else 1.0
-        )
+        if plain := self.seconds(rows, 0):
+            fade, (before, spent) = 1 - 1 / (2 * MEMORY), self.earned.get(rows, (0.0, 0.0))
+            self.earned[rows] = fade * before + tokens, fade * spent + seconds / plain
