@@ -9,16 +9,12 @@ numbers is faster than array operations, so all rows' nodes are walked as one li
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from math import exp, prod, sqrt
-
-from specinfer.adaptive.cost_model import Average
+from math import exp, prod
 from specinfer.tree import Forest, Nodes
 
 DEPTHS = 3  # told apart: 1, 2, 3 and deeper
 MEMORY = 200  # tokens that a rate looks back on, about
-PRIOR = 0.5  # tokens that it starts with
-TRIAL = 2  # steps in which an idle draft is tried; twice as many at first
-WAITS = 8, 64  # idle steps after the first trial that failed, and, by rows, at most
+PRIORS = 0.5, 4.0  # tokens that it starts with: of drafted tokens, of accepted nodes with children
 
 
 class Rate:
@@ -26,10 +22,11 @@ class Rate:
 
     Args:
         first: its value before there is experience.
+        weight: tokens that this counts for.
     """
 
-    def __init__(self, first: float = 1.0) -> None:
-        self.accepted, self.expected = PRIOR * first, PRIOR
+    def __init__(self, first: float = 1.0, weight: float = PRIORS[0]) -> None:
+        self.accepted, self.expected = weight * first, weight
 
     @property
     def value(self) -> float:
@@ -43,51 +40,6 @@ class Rate:
         self.expected = fade * self.expected + expected
 
 
-class DraftRecord:
-    """Whether a draft pays: what it gained of late, and how long it is idle where that was too little.
-
-    The wait doubles with every trial that fails, and a trial that goes well resets it.
-
-    Attributes:
-        net: tokens a row that it gained in the last steps that asked it, less those that its seconds are worth.
-        squares: of these.
-        trial: steps that are left before it is judged.
-        idle: steps that are left before it is asked again.
-        wait: steps that it is idle next time.
-    """
-
-    def __init__(self) -> None:
-        self.wait, self.idle = WAITS[0], 0
-        self._try(2 * TRIAL)
-
-    @property
-    def on_trial(self) -> bool:
-        """Whether it is asked to learn what it gains now."""
-        return self.trial > 0 and self.wait > WAITS[0]
-
-    def add(self, net: float | None, rows: int) -> None:
-        """Take note of a step in a batch of rows, and of what the draft gained in it; None: that is not known."""
-        if self.idle:
-            self.idle -= 1
-            return
-        if net is None:
-            return
-        self.net.add(net)
-        self.squares.add(net * net)
-        self.trial = max(0, self.trial - 1)
-        chance = max(0.0, self.squares.value - self.net.value**2) / self.net.weight
-        if self.trial:
-            return
-        if self.net.value + sqrt(chance) >= 0:
-            self.wait = WAITS[0]
-        else:
-            self.idle, self.wait = self.wait, min(2 * self.wait, WAITS[1] * rows)
-            self._try(TRIAL)
-
-    def _try(self, steps: int) -> None:
-        self.net, self.squares, self.trial = Average(), Average(), steps
-
-
 class Acceptance:
     """How often drafted tokens are accepted, under one way of choosing tokens: greedy, or coupled to the noise.
 
@@ -98,7 +50,7 @@ class Acceptance:
 
     def __init__(self) -> None:
         self.edges: defaultdict[tuple[int, int], Rate] = defaultdict(Rate)
-        self.families: defaultdict[tuple[int, int], Rate] = defaultdict(partial(Rate, 0.5))
+        self.families: defaultdict[tuple[int, int], Rate] = defaultdict(partial(Rate, 0.5, PRIORS[1]))
 
     def observe(self, forest: Forest, tokens: Sequence[Sequence[int]]) -> None:
         """Compare what was drafted, scored or not, with what each row emitted."""

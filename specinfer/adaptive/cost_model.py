@@ -109,17 +109,15 @@ class Costs:
     Attributes:
         plain: by rows, seconds of a step without drafted nodes.
         trees: seconds of a step with trees, drafts excluded, over the tokens that its pass is fed.
-        cheap: the most tokens of a pass that was measured to cost little more than a plain step.
         levels: by draft, seconds of one level.
-        earned: by rows, tokens of the last steps, and what they cost by this model, in plain steps.
+        earned: by rows, tokens that the last steps made in the seconds of a plain one, by this model.
     """
 
     def __init__(self) -> None:
         self.plain: dict[int, Seconds] = {}
         self.trees = Line()
-        self.cheap = 0.0
         self.levels: dict[int, Seconds] = {}
-        self.earned: dict[int, tuple[float, float]] = {}
+        self.earned: dict[int, Average] = {}
 
     def seconds(self, rows: int, nodes: float) -> float:
         """Return what a step costs without its drafts, when the target scores so many nodes in each row."""
@@ -134,12 +132,7 @@ class Costs:
         It is the rate of plain decoding, or that of the last steps if that is larger.
         """
         plain = self.seconds(rows, 0)
-        return max(rows, self.rate(rows)) / plain if plain else 0.0
-
-    def rate(self, rows: int) -> float:
-        """Return the tokens that the last steps made in the seconds of a plain one."""
-        tokens, spent = self.earned.get(rows, (0.0, 1.0))
-        return tokens / spent
+        return max(rows, self.earned[rows].value if rows in self.earned else 0.0) / plain if plain else 0.0
 
     def node(self, rows: int) -> float:
         """Return the tokens that one more node must gain to pay for itself."""
@@ -148,7 +141,7 @@ class Costs:
     def flat(self, rows: int, nodes: int) -> bool:
         """Whether trees of so many nodes were scored, cost little more than none, and twice as many hardly more."""
         fed, trees, plain = rows * (nodes + 1), self.trees, self.plain.get(rows)
-        if plain is None or not trees.known or fed > self.cheap or trees.at(fed) > FAR * plain.value:
+        if plain is None or not trees.known or fed > trees.largest or trees.at(fed) > FAR * plain.value:
             return False
         return trees.at(2 * fed) <= FLAT * trees.at(fed)
 
@@ -157,15 +150,7 @@ class Costs:
         price, level = self.price(rows), self.levels.get(draft)
         return price * level.value if price and level else None
 
-    def scored(self, rows: int, fed: int, seconds: float) -> None:
-        """Take the seconds of a step with trees into account."""
-        plain = self.plain.get(rows)
-        self.trees.add(fed, seconds)
-        if plain is not None and seconds <= FAR * plain.value:
-            self.cheap = max(fed, self.cheap)
-
     def earn(self, rows: int, tokens: float, seconds: float) -> None:
         """Take into account what a step emitted, and what it cost by this model."""
         if plain := self.seconds(rows, 0):
-            fade, (before, spent) = 1 - 1 / (2 * MEMORY), self.earned.get(rows, (0.0, 0.0))
-            self.earned[rows] = fade * before + tokens, fade * spent + seconds / plain
+            self.earned.setdefault(rows, Average(2 * MEMORY)).add(tokens * plain / seconds)

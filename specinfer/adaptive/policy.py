@@ -17,16 +17,16 @@ Trees depend on time, token ids do not: trees are ranked, and exact match is exa
 from collections import defaultdict
 from collections.abc import Sequence
 from copy import copy, deepcopy
-from itertools import chain, zip_longest
+from itertools import chain, pairwise, zip_longest
 from math import exp, inf
 from os import PathLike
 from typing import Any
 
 from torch import Tensor
 
-from specinfer.adaptive.acceptance import DraftRecord
-from specinfer.adaptive.cost_model import FAR, Average, Seconds
+from specinfer.adaptive.cost_model import FAR, Seconds
 from specinfer.adaptive.profile import Profile
+from specinfer.adaptive.record import DraftRecord
 from specinfer.common.files import write_json
 from specinfer.common.lock import Lock
 from specinfer.common.tensors import size_bucket
@@ -224,9 +224,8 @@ class Auto(Policy):
 
         In packed passes, in all rows.  A node is taken while it gains more than it costs.
         """
-        starts, trees = nodes.starts.tolist(), self.costs.trees
-        rows = len(starts) - 1
-        each = [sorted(reached[start + 1 : end], reverse=True) for start, end in zip(starts, starts[1:], strict=False)]
+        rows, trees = len(nodes.sizes), self.costs.trees
+        each = [sorted(reached[start + 1 : end], reverse=True) for start, end in pairwise(nodes.starts.tolist())]
         gains = sorted(chain(*each), reverse=True) if self.packed else [*map(sum, zip_longest(*each, fillvalue=0.0))]
         counted = rows if self.packed else 1  # rows that a number is of
         first = max(1, counted * FIRST_NODES // rows)
@@ -303,7 +302,7 @@ class Auto(Policy):
             self.surprises += 1  # no line holds below this size and above: go back, after two in one text
             self.ceiling = fed if self.surprises > 1 else self.ceiling
         elif nodes:
-            self.costs.scored(rows, fed, rest)
+            self.costs.trees.add(fed, rest)
         else:
             self.costs.plain.setdefault(rows, Seconds()).add(rest)
         for draft, levels in self.levels.items():

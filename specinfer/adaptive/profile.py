@@ -11,8 +11,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta, MsgspecError, Struct, convert, json
 
-from specinfer.adaptive.acceptance import DEPTHS, Acceptance, DraftRecord, Rate
+from specinfer.adaptive.acceptance import DEPTHS, Acceptance, Rate
 from specinfer.adaptive.cost_model import Costs, Seconds
+from specinfer.adaptive.record import DraftRecord
 from specinfer.common.values import plain
 from specinfer.errors import InputError
 from specinfer.tree.token_tree import MOST_DRAFTS
@@ -61,7 +62,10 @@ class Profile:
             "version": VERSION,
             "drafts": self.drafts,
             "trees": [costs.trees.base, costs.trees.slope],
-            "plain": [[rows, plain.value, costs.rate(rows)] for rows, plain in costs.plain.items()],
+            "plain": [
+                [rows, plain.value, costs.earned[rows].value if rows in costs.earned else 0.0]
+                for rows, plain in costs.plain.items()
+            ],
             "levels": [[draft, level.value] for draft, level in costs.levels.items()],
             "accepted": [
                 [int(coupled), kind, *key, rate.accepted, rate.expected]
@@ -99,7 +103,7 @@ class Profile:
         learnt.drafts = saved.drafts
         trees = learnt.costs.trees
         trees.base, trees.slope = saved.trees
-        trees.count, trees.largest, learnt.costs.cheap = 3, inf, inf  # the line is given, for all sizes
+        trees.count, trees.largest = 3, inf  # the line is given, for all sizes
         for rows, seconds, earned in saved.plain:
             learnt.costs.plain[rows] = _average(seconds)
             learnt.costs.earn(rows, earned, seconds)

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from strategies import PROPERTY, token_trees
 
 from specinfer import Auto
-from specinfer.adaptive.acceptance import MEMORY, TRIAL, WAITS, Acceptance
+from specinfer.adaptive.acceptance import MEMORY, Acceptance
 from specinfer.adaptive.cost_model import Average, Line, Seconds
 from specinfer.adaptive.policy import FIRST_NODES, MAX_NODES, MOST, PLAIN_AGAIN
+from specinfer.adaptive.record import TRIAL, WAITS
 from specinfer.errors import PolicyError
 from specinfer.tree import DenseSource, Draw, Forest, Frontier, Kind, TokenTree, merge
 
