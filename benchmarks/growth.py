@@ -128,7 +128,7 @@ def race(decoders: dict[str, SpeculativeDecoder], prompts: Ids, stops: Sequence[
         run.close()
     return Race(
         {method: found[skipped:] for method, found in slices.items()},
-        {method: run.seconds.prefill for method, run in runs.items()},
+        {method: run.requests[0].spent.seconds.prefill for method, run in runs.items()},
     )
 
 

@@ -25,7 +25,6 @@ from common import read_prompts
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from specinfer import SpeculativeDecoder
-from specinfer.engine.generation import Run
 from specinfer.loading import load
 
 METHODS = ["auto", "plain", "generate", "generate_batch"]
@@ -89,16 +88,10 @@ def in_turns(args: argparse.Namespace, made: dict[str, SpeculativeDecoder], rows
     prompts = made["plain"].read(read_prompts(args.prompts, args.count)).rows
 
     def steps(decoder: SpeculativeDecoder) -> Iterator[None]:
-        waiting = []
+        scheduler = decoder.scheduler(rows)
         for number, ids in enumerate(prompts):
-            (row,) = decoder.open(ids, max_new_tokens=new_tokens(args, number), temperature=0).rows
-            row.index = number
-            waiting.append(row)
-        run = Run(decoder, iter(waiting), single=False, max_rows=rows)
-        for emitted in run:
-            for row, _ in emitted:
-                if row.finished:
-                    run.take(row)
+            scheduler.add(decoder.prepare(ids, max_new_tokens=new_tokens(args, number), temperature=0))
+        while scheduler.step():
             yield
 
     rounds = []

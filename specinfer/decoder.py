@@ -1,7 +1,7 @@
 """`SpeculativeDecoder`: text from one prompt or a ragged batch, at once or streamed.
 
-Knows: what can be checked before a model runs, and how a call becomes a `Run`.
-Does not know: how a step is decoded (`engine.loop`), how a run keeps its results (`engine.generation`).
+Knows: what can be checked before a model runs, and how a call becomes requests of a `Scheduler`.
+Does not know: how a step is decoded (`engine.loop`), which requests run when (`engine.scheduler`).
 """
 
 import inspect
@@ -21,7 +21,8 @@ from specinfer import loading
 from specinfer.adaptive.policy import Auto
 from specinfer.attention import Support, TreeModel, check_model
 from specinfer.attention.passes.registry import equip
-from specinfer.calls.many import Finished, check_joins, finished
+from specinfer.calls.many import Finished, finished
+from specinfer.calls.run import Run
 from specinfer.calls.scoring import Score, continuations, score
 from specinfer.calls.text_stream import TextStream
 from specinfer.common.advice import did_you_mean, nearest
@@ -42,11 +43,13 @@ from specinfer.drafts.published.formats import draft_config, load_published, may
 from specinfer.drafts.published.mtp import MtpDraft
 from specinfer.drafts.through_text import ThroughTextDraft
 from specinfer.engine.callables import FUNCTIONS, BatchRow, for_row, listed
+from specinfer.engine.contrastive import sized
 from specinfer.engine.draft import Draft
-from specinfer.engine.generation import MAX_ROWS, Run
 from specinfer.engine.options import GenerateOptions, Options, ScoreOptions, names, part, spelled_out
+from specinfer.engine.requests import Request, make_requests
 from specinfer.engine.sampling import WARPERS, GenerationSettings, by_row, check_names, resolve
-from specinfer.engine.sequence import Row
+from specinfer.engine.scheduler import MAX_ROWS, Scheduler
+from specinfer.engine.stopping import Stopping
 from specinfer.engine.verify import Verifier, chosen_verifier
 from specinfer.errors import InputError, ModelError, SamplingError, TokenizerMismatch, UnsupportedModel
 from specinfer.prompts import Inputs, OnePrompt, Prompt, Prompts, check_beside, check_ids, encode
@@ -286,9 +289,9 @@ class SpeculativeDecoder:
         Raises:
             SpecinferError: what `open` raises; or NumericalError later, whose ``partial`` holds the results so far.
         """
-        keep, rows = checked_flag("keep_stop_string", keep_stop_string), checked_count("max_rows", max_rows, 1)
-        run = self.open(prompt, num_return_sequences=num_return_sequences, **options)
-        run.max_rows, run.keep_stop_string = rows, keep
+        rows = checked_count("max_rows", max_rows, 1)
+        asked = {**options, "num_return_sequences": num_return_sequences}
+        run = Run(*self._prepared(prompt, asked, keep_stop_string), max_rows=rows)
         run.finish(streamer)
         results = run.results()
         return results[0] if run.single else results
@@ -324,44 +327,58 @@ class SpeculativeDecoder:
         """
         if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
             raise InputError(f"prompts={prompts!r:.60} are not many: give a list or an iterator, or use generate")
-        keep, seed = checked_flag("keep_stop_string", keep_stop_string), options.get("seed")
+        seed = options.get("seed")
         common: dict[str, Any] = {**options}
+        request_of = partial(self._one_of_many, common, checked_flag("keep_stop_string", keep_stop_string))
         first = row_seeds(0 if seed is None else seed, 1)
         length = {} if common.keys() & {"max_length", "generation_config"} else {"max_new_tokens": 1}  # prompts may say
-        check_joins(self._row({**length, **common, "seed": first}, [0], 0))  # or opening raises
-        return finished(self, prompts, partial(self._row, common), checked_count("max_rows", max_rows, 1), keep)
+        self._one_of_many({**length, **common, "seed": first}, True, [0], 0)  # or it raises
+        return finished(self.scheduler(max_rows), prompts, request_of)
 
-    def _row(self, common: Mapping[str, Any], prompt: Any, index: int) -> Row:
-        """Return the row of one of many prompts, with options of its own over common ones."""
+    def _one_of_many(self, common: Mapping[str, Any], keep_stop_string: bool, prompt: Any, number: int) -> Request:
+        """Return the request of one of many prompts, with options of its own over common ones."""
         given = dict(prompt) if isinstance(prompt, Mapping) and "prompt" in prompt else {"prompt": prompt}
         if self.policy.kind is not Kind.RANKED and (named := sorted(given.keys() & set(WARPERS))):
             raise SamplingError(f"{named[0]} of one prompt: sampled trees are drawn from one distribution for all")
-        functions = for_row(BatchRow(index, None), *(listed(name, common.get(name)) for name in FUNCTIONS))
-        run = self.open(**{**common, **dict(zip(FUNCTIONS, functions, strict=True)), **given})
-        if not run.single:
+        functions = for_row(BatchRow(number, None), *(listed(name, common.get(name)) for name in FUNCTIONS))
+        asked = {**common, **dict(zip(FUNCTIONS, functions, strict=True)), **given}
+        (request, *_), single = self._prepared(asked.pop("prompt"), asked, keep_stop_string, number)
+        if not single:
             raise InputError("one of many prompts is a list, or asks for several texts: give each its own place")
-        run.rows[0].index = index
-        return run.rows[0]
+        if request.row.contrast.alpha:
+            raise SamplingError("contrastive search takes all rows at once: use generate, or no penalty_alpha")
+        return request
 
     @spelled_out
-    def stream(self, prompt: Prompt = None, **options: Unpack[Options]) -> TextStream:
+    def stream(
+        self, prompt: Prompt = None, *, scheduler: Scheduler | None = None, **options: Unpack[Options]
+    ) -> TextStream:
         """Generate one prompt piece by piece: iterate over the text; `TextStream.result` has the rest.
 
         In a coroutine iterate with ``async for``.  For options see `Options`.
 
+        Args:
+            prompt: as `generate`.
+            scheduler: of this decoder.  Streams that are given the same one, in any threads, share its passes; whoever
+                iterates takes a step for all.  None: the stream's own.
+            **options: see `Options`.
+
         Raises:
             InputError: a batch, or no tokenizer.
         """
-        return TextStream(self.open(prompt, **options))
+        (request, *_), single = self._prepared(prompt, options)
+        if not single:
+            raise InputError("stream takes one prompt, for one text: use generate for several")
+        if self.tokenizer is None:
+            raise InputError("stream yields text and needs a tokenizer: construct the decoder with one")
+        taker = scheduler or Scheduler(self)
+        return TextStream(taker.add(request), taker, alone=scheduler is None)
 
     @spelled_out
     def open(
         self, prompt: Prompt = None, *, num_return_sequences: int | None = None, **options: Unpack[Options]
     ) -> Run:
         """Check everything and prepare a run; no model runs before it is iterated.
-
-        A tokenizer's output may be given as it is (``generate(inputs)``) or by name (``generate(**inputs)``).  Padding
-        is removed at both ends.  Token types and positions are accepted if they change nothing.
 
         Args:
             prompt: as `generate`.
@@ -371,12 +388,65 @@ class SpeculativeDecoder:
         Raises:
             InputError, SamplingError: what is wrong, why, and what to do.
         """
+        return Run(*self._prepared(prompt, {**options, "num_return_sequences": num_return_sequences}))
+
+    def scheduler(self, max_rows: int = MAX_ROWS) -> Scheduler:
+        """Return a scheduler for requests of `prepare` that come and go at any time, from any thread.
+
+        Args:
+            max_rows: requests decoded at a time.
+
+        Raises:
+            InputError: not a positive whole number.
+        """
+        return Scheduler(self, checked_count("max_rows", max_rows, 1))
+
+    @spelled_out
+    def prepare(
+        self,
+        prompt: Prompt = None,
+        *,
+        num_return_sequences: int | None = None,
+        keep_stop_string: bool = True,
+        stopping: Callable[..., Stopping] = Stopping,
+        **options: Unpack[Options],
+    ) -> Any:
+        """Check everything and make the request of a prompt, for a `Scheduler`; no model runs.
+
+        A tokenizer's output may be given as it is (``prepare(inputs)``) or by name (``prepare(**inputs)``).  Padding
+        is removed at both ends.  Token types and positions are accepted if they change nothing.
+
+        Args:
+            prompt: as `generate`.
+            num_return_sequences: as `generate`.
+            keep_stop_string: as `generate`.
+            stopping: makes what ends a row: `Stopping`, or a class of your own below it.
+            **options: see `Options`.
+
+        Returns:
+            Request for one prompt, list[Request] for a batch or several texts, as `generate`.
+
+        Raises:
+            InputError, SamplingError: what is wrong, why, and what to do.
+        """
+        asked = {**options, "num_return_sequences": num_return_sequences}
+        requests, single = self._prepared(prompt, asked, keep_stop_string, stopping=stopping)
+        return requests[0] if single else requests
+
+    def _prepared(
+        self,
+        prompt: Prompt,
+        options: Mapping[str, Any],
+        keep_stop_string: bool = True,
+        first: int = 0,
+        stopping: Callable[..., Stopping] = Stopping,
+    ) -> tuple[list[Request], bool]:
+        """Return the requests of a call, numbered from `first` on, and whether it has one prompt, for one text."""
         ours: dict[str, Any] = {name: value for name, value in options.items() if name in OURS}
         config = {name: value for name, value in options.items() if name not in OURS}
         check_names(config, _options("open"), {name: _options(method) for method, name in METHODS.items()})
         prompts = self.read(prompt, ours.get("raw", False), part(ours, ChatOptions), **part(ours, Inputs))
         given: dict[str, Any] = {name: ours.get(name) for name in ("generation_config", *FUNCTIONS)}
-        config["num_return_sequences"] = num_return_sequences
         settings = [
             resolve(self.target.model.generation_config, vocab_size=self.target.vocab_size, **given, **row_options)
             for row_options in by_row(config, len(prompts.rows))
@@ -386,21 +456,20 @@ class SpeculativeDecoder:
         budgets = [setting.budget(len(row)) for setting, row in zip(settings, prompts.rows, strict=True)]
         self.check_lengths(prompts.rows, budgets)
         sequences = settings[0].sequences
-        seeds = row_seeds(ours.get("seed"), len(prompts.rows), self.target.ranks, sequences)
-        common: dict[str, Any] = {
-            "device": self.target.device,
-            "tokenizer": self.tokenizer,
-            "draft_names": [draft.name for draft in self.drafts],
-            "gate": self.confidence_gate,
-            "logprobs": checked_flag("logprobs", ours.get("logprobs", False)),
-        }
-        prepared = zip(prompts.rows, settings, budgets, prompts.notes, strict=True)
-        repeated = [row for row in prepared for _ in range(sequences)]
-        rows = [
-            Row(index, ids, setting.of_row(BatchRow(index, len(repeated))), budget, row_seed, note=note, **common)
-            for index, ((ids, setting, budget, note), row_seed) in enumerate(zip(repeated, seeds, strict=True))
-        ]
-        return Run(self, rows, prompts.single and sequences == 1)
+        requests = make_requests(
+            self,
+            prompts.rows,
+            settings,
+            row_seeds(ours.get("seed"), len(prompts.rows), self.target.ranks, sequences),
+            sequences=sequences,
+            notes=prompts.notes,
+            logprobs=checked_flag("logprobs", ours.get("logprobs", False)),
+            keep_stop_string=checked_flag("keep_stop_string", keep_stop_string),
+            first=first,
+            stopping=stopping,
+        )
+        sized(self.policy, [request.row for request in requests])  # or it raises
+        return requests, prompts.single and sequences == 1
 
     def save_drafts(self, folder: str | os.PathLike[str]) -> None:
         """Write what heads have learnt online, as a folder that `HeadDraft.load` and ``--draft`` read.

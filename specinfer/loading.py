@@ -124,19 +124,26 @@ def load(
         options |= _spread(tensor_parallel, str(device), where)
     if quantize is not None:
         _check_rounding(quantize, where, options["dtype"], [*more, *placement, *options])
-    name = DEFAULT_TARGET if name is None else os.fspath(name)
-    reasons: list[str] = []
     if "quantization_config" in more and not placement:  # such a model cannot be moved
         placement = {"device_map": {"": where}}
-    options |= {**more, **placement}
-    for source in _sources(name, more):
+    name = DEFAULT_TARGET if name is None else os.fspath(name)
+    loaded = _first_found(name, _sources(name, more), {**options, **more, **placement}, where)
+    if quantize is not None:
+        from specinfer.attention.compiler.rounding import round_weights
+
+        round_weights(loaded.model, quantize)
+    return loaded
+
+
+def _first_found(
+    name: str, sources: Sequence[Callable[[str, _Options], _Pair]], options: _Options, where: torch.device
+) -> Loaded:
+    """Return what the first source that has a model loads, on its device."""
+    reasons: list[str] = []
+    for source in sources:
         try:
             model, tokenizer = source(name, options)
-            if quantize is not None:
-                from specinfer.attention.compiler.rounding import round_weights
-
-                round_weights(model, quantize)
-            return Loaded((model if placement else model.to(where)).eval(), tokenizer, name)
+            return Loaded((model if "device_map" in options else model.to(where)).eval(), tokenizer, name)
         except (RuntimeError, TypeError) as error:  # the latter if a device lacks the dtype
             raise ModelError(f"cannot move {name} to {where}: {_reason(error)}") from error
         except UnsupportedModel:

@@ -244,7 +244,7 @@ class Result(Displayed):
         text: the new text, special tokens left out; empty when the decoder has no tokenizer.
         token_ids: the new tokens, an end-of-sequence token included if one was emitted.
         prompt_ids: the tokens the prompt became.
-        finish_reason: "eos", "stop" (a stop string or stopping criterion), "length", or "unfinished".
+        finish_reason: "eos", "stop" (a stop string or stopping criterion), "length", "aborted" or "unfinished".
         seed: what reproduces it when sampling; None when greedy.
         steps: one `Step` per target pass.
         made_by: target, drafts, tree, verifier, sampling options, dtype, device and versions, JSON-ready.

@@ -21,7 +21,7 @@ from specinfer.common.records import Records
 from specinfer.common.values import checked_names
 from specinfer.common.versions import versions
 from specinfer.decoder import SpeculativeDecoder, row_seeds
-from specinfer.engine.generation import MAX_ROWS
+from specinfer.engine.scheduler import MAX_ROWS
 from specinfer.errors import InputError
 from specinfer.evaluation.provenance import machine, models_of
 from specinfer.prompts import read_objects

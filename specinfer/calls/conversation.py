@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from specinfer.attention import TreeModel, TreeSession
-from specinfer.engine.generation import Run
+from specinfer.calls.run import Run
+from specinfer.engine.requests import Request
 from specinfer.engine.shared_prefix import SharedPrefix, common
 
 
@@ -27,10 +28,9 @@ class Conversation(SharedPrefix):
 
     known = 0
 
-    def begin(self, run: Run) -> Run:
-        """Let a run with one row begin with what the last turn has read; return the run."""
-        run.shared = self
-        return run
+    def begin(self, request: Request) -> Run:
+        """Return the run of a turn, which begins with what the last turn has read."""
+        return Run([request], single=True, shared=self)
 
     def end(self, run: Run) -> None:
         """Keep what a run has read, which has ended or was closed, for the turn after it.

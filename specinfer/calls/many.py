@@ -1,16 +1,20 @@
-"""Any number of prompts through one run: results as they finish, a few rows at a time.
+"""Any number of prompts through one scheduler: results as they finish, a few rows at a time.
 
-Knows: which prompts wait, which row is whose, what to do with a bad prompt.
-Does not know: how rows join a run (`generation`), how they are decoded.
+Knows: where prompts come from, which request is whose, what to do with a bad prompt.
+Does not know: how requests join others, how they are decoded.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any, NamedTuple
 
-from specinfer.engine.generation import Decoder, Run
-from specinfer.engine.sequence import Row
-from specinfer.errors import SamplingError, SpecinferError
+from specinfer.engine.requests import Request
+from specinfer.engine.scheduler import Scheduler
+from specinfer.errors import SpecinferError
 from specinfer.results import Result
+
+PATIENCE = 0.01  # seconds for which rows under way wait for a prompt that was asked for
 
 
 class Finished(NamedTuple):
@@ -22,57 +26,82 @@ class Finished(NamedTuple):
 
 
 def finished(
-    decoder: Decoder, prompts: Iterable[Any], row_of: Callable[[Any, int], Row], max_rows: int, keep: bool
+    scheduler: Scheduler, prompts: Iterable[Any], request_of: Callable[[Any, int], Request]
 ) -> Generator[Finished]:
     """Decode prompts and yield them as they finish.
 
     Args:
-        decoder: whose models and rules decode.
-        prompts: any number; the next ones are asked for when there is room for them.
-        row_of: makes a row of a prompt and its index, or raises a `SpecinferError`: the others go on.
-        max_rows: rows decoded at a time.
-        keep: whether texts keep the stop string that ended them.
+        scheduler: that nobody else uses.
+        prompts: any number; the next ones are asked for when there is room for them.  A thread of its own asks
+            for them, so that rows under way do not wait for an iterator.
+        request_of: makes a request of a prompt and its number, or raises a `SpecinferError`: the others go on.
 
     Raises:
         NumericalError: the target's logits, or a draft's, are not numbers; ``partial`` holds the rows under way.
     """
-    bad: list[Finished] = []
-    run = Run(decoder, _rows(prompts, row_of, bad), single=False, max_rows=max_rows)
-    run.keep_stop_string = keep
+    alone = isinstance(prompts, list | tuple) or scheduler.decoder.target.ranks.size > 1  # ranks decode in lockstep
+    source, numbers = Source(prompts, patient=alone), dict[Request, int]()
     try:
-        for emitted in run:
-            yield from _emptied(bad)
-            for row, _ in emitted:
-                if row.finished:
-                    yield Finished(row.index, run.take(row), None)
-        yield from bad
+        while not (source.ended and scheduler.idle):
+            while len(numbers) < (scheduler.max_rows or 1) and (found := source.next(wait=not numbers)):
+                number, prompt = found
+                try:
+                    numbers[scheduler.add(request_of(prompt, number))] = number
+                except SpecinferError as error:
+                    yield Finished(number, None, error)
+            for request, _ in scheduler.step():
+                if request.done:
+                    yield Finished(numbers.pop(request), request.result, None)
     except SpecinferError as error:
-        error.partial = tuple(run.results())
+        error.partial = tuple(request.result for request in numbers)
         raise
     finally:
-        run.close()
+        scheduler.close()
 
 
-def check_joins(row: Row) -> None:
-    """Raise `SamplingError` for a row that cannot join others."""
-    if row.contrast.alpha:
-        raise SamplingError("contrastive search takes all rows at once: use generate, or no penalty_alpha")
+class Source:
+    """Prompts of an iterator that may take its time: a thread asks it for one, when one is wanted.
 
+    Args:
+        prompts: any number.
+        patient: whether to wait for each of them.
 
-def _rows(prompts: Iterable[Any], row_of: Callable[[Any, int], Row], bad: list[Finished]) -> Iterator[Row]:
-    """Yield a row for each good prompt, and put the others into a list."""
-    for index, prompt in enumerate(prompts):
+    Attributes:
+        ended: whether there are no more.
+    """
+
+    def __init__(self, prompts: Iterable[Any], patient: bool) -> None:
+        self._wanted, self._found = SimpleQueue[bool](), SimpleQueue[tuple[Any, BaseException | None]]()
+        self._patient, self._asked, self.ended = patient, False, False
+        Thread(target=_serve, args=(enumerate(prompts), self._wanted, self._found), daemon=True).start()
+
+    def next(self, wait: bool) -> tuple[int, Any] | None:
+        """Return the next prompt and its number; None if there is none, or none yet and nobody is to wait for it."""
+        if self.ended:
+            return None
+        fresh, self._asked = not self._asked, True
+        if fresh:
+            self._wanted.put(True)
         try:
-            row = row_of(prompt, index)
-            check_joins(row)
-        except SpecinferError as error:
-            bad.append(Finished(index, None, error))
-        else:
-            yield row
+            found, error = self._found.get(timeout=None if wait or self._patient else PATIENCE * fresh)
+        except Empty:
+            return None
+        self._asked, self.ended = False, found is None
+        if error:
+            raise error
+        return found
+
+    def __del__(self) -> None:
+        self._wanted.put(False)
 
 
-def _emptied(bad: list[Finished]) -> list[Finished]:
-    """Return what a list holds, and empty it."""
-    held = list(bad)
-    bad.clear()
-    return held
+def _serve(prompts: Iterator[Any], wanted: "SimpleQueue[bool]", found: "SimpleQueue[Any]") -> None:
+    """Ask for a prompt whenever one is wanted, until there is none."""
+    while wanted.get():
+        try:
+            each, error = next(prompts, None), None
+        except BaseException as raised:
+            each, error = None, raised
+        found.put((each, error))
+        if each is None:
+            return

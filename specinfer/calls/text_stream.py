@@ -1,6 +1,6 @@
-"""A run as a stream of text.
+"""A request as a stream of text.
 
-Knows: a run under way, the tokenizer, that others wait in the same thread.  Does not know: how a step is decoded.
+Knows: a request's steps, the tokenizer, that others wait in the same thread.  Does not know: how a step is decoded.
 """
 
 from asyncio import CancelledError, wrap_future
@@ -8,8 +8,8 @@ from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from specinfer.engine.detokenize import Pieces
-from specinfer.engine.generation import Run
-from specinfer.errors import InputError
+from specinfer.engine.requests import Request
+from specinfer.engine.scheduler import Scheduler
 from specinfer.results import Result
 
 
@@ -19,14 +19,15 @@ class TextStream:
     Each piece ends at a whole character.  Together they are ``result.text``.  In a coroutine, ``async for`` takes the
     pieces: steps then run in a thread of the stream, and the event loop goes on.  If the task is cancelled, the step
     under way ends, and then the stream is closed.
+
+    Args:
+        request: that was added to the scheduler.
+        scheduler: takes steps when the stream is iterated over.
+        alone: whether the scheduler has no other requests.
     """
 
-    def __init__(self, run: Run) -> None:
-        if not run.single:
-            raise InputError("stream takes one prompt, for one text: use generate for several")
-        if run.decoder.tokenizer is None:
-            raise InputError("stream yields text and needs a tokenizer: construct the decoder with one")
-        self._run = run
+    def __init__(self, request: Request, scheduler: Scheduler, alone: bool) -> None:
+        self._request, self._scheduler, self._alone = request, scheduler, alone
         self._pieces = self._decode()
         self._thread: ThreadPoolExecutor | None = None
         self._step: Future[str | None] | None = None  # the newest one in the thread
@@ -69,19 +70,24 @@ class TextStream:
     @property
     def result(self) -> Result:
         """The result so far; complete once the stream has ended."""
-        return self._run.results()[0]
+        return self._request.batch_result if self._alone else self._request.result
 
     def _close(self) -> None:
         self._pieces.close()
-        self._run.close()
+        if self._alone:
+            self._scheduler.close()
+        else:
+            self._scheduler.abort(self._request)
+            self._scheduler.rest()
 
     def _decode(self) -> Generator[str]:
         """Yield text that later tokens cannot change, and at the end the rest."""
-        row = self._run.rows[0]
-        pieces = Pieces(self._run.decoder.tokenizer, row.prompt_length)
-        done = 0  # characters yielded
-        for _ in self._run:
-            if text := pieces.more(row.ids):
+        row = self._request.row
+        ids, done = row.ids[: row.prompt_length], 0  # characters yielded
+        pieces = Pieces(self._request.decoder.tokenizer, row.prompt_length)
+        for step in self._scheduler.stream(self._request):
+            ids += step.tokens
+            if text := pieces.more(ids):
                 yield text
                 done += len(text)
         if len(text := self.result.text) > done:

@@ -132,7 +132,7 @@ class Chat:
         from specinfer.viz.text import painted
 
         messages = [*self.messages, {"role": "user", "content": text}]
-        run = self.read.begin(self.decoder.open(messages, **self.asked))
+        run = self.read.begin(self.decoder.prepare(messages, **self.asked))
         with busy("reading"):
             try:
                 for piece, author in authored(run, self.decoder.tokenizer):

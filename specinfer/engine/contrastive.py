@@ -17,10 +17,10 @@ A step emits the chosen tokens.  The last one is the root of the next step.
 Knows: the rule, the order of a step, which trees it needs.  Does not know: attention, caches, how drafts guess.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, log
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -29,7 +29,9 @@ from torch.nn.functional import normalize
 from specinfer.attention import TreeSession
 from specinfer.common.tensors import on_device
 from specinfer.engine.draft import DraftSession
+from specinfer.engine.loop import Schedule, T_co
 from specinfer.engine.sequence import Row
+from specinfer.engine.sessions import Sessions
 from specinfer.engine.target_view import RowView, target_views
 from specinfer.engine.verify import Verdict
 from specinfer.errors import SamplingError
@@ -128,38 +130,31 @@ def sized(policy: Policy, rows: Sequence[Row]) -> Policy:
     return CandidateTrees(most, width, min(policy.max_depth, nodes // width) if width > most else 0)
 
 
-def search(
-    target: TreeSession,
-    drafts: Sequence[DraftSession],
-    policy: CandidateTrees,
-    rows: Sequence[Row],
-    states: Sequence[Tensor | None],
-) -> Iterator[list[tuple[Row, Step]]]:
-    """Decode rows to their ends by contrastive search; yield what each active row emitted, as `loop.decode` does.
+def search(schedule: Schedule[T_co], sessions: Sessions, rows: Sequence[Row]) -> Generator[T_co]:
+    """Decode rows to their ends by contrastive search, as `loop.decode` does; no row joins them.
 
     One more pass, over the last tokens of the prompts, gives the first candidates.  It is no step.
 
     Args:
-        target, drafts, rows: as `loop.decode`; the last of the target's auxiliary states are its last hidden ones.
-        policy: how trees grow.
-        states: per row, the auxiliary hidden states (n, K, H) at the tokens before the root; None if there are none.
+        schedule, sessions: as `loop.decode`.  The policy is of `CandidateTrees`; the last of the target's auxiliary
+            states are its last hidden ones.
+        rows: the sequences.
 
     Raises:
         NumericalError: the target's logits, or a draft's, are not numbers.
     """
-    texts = _begun(target, policy, rows, states)
-    while rows:
-        known = replace(policy, known=[text.known for text in texts])
+    target, drafts, policy = sessions.target, sessions.drafts, cast(CandidateTrees, sessions.policy)
+    texts = dict(zip(rows, _begun(target, policy, rows, sessions.states), strict=True))
+    while rows := schedule.admit():
+        known = replace(policy, known=[texts[row].known for row in rows])
         trees = _propose(drafts, known, rows)
         views = target_views(rows, trees, target.score(trees))
         fed = map(_directions, target.aux_states[-1])
-        emitted = [(view.row, text.step(view, row)) for view, text, row in zip(views, texts, fed, strict=True)]
+        emitted = [(view.row, texts[view.row].step(view, row)) for view, row in zip(views, fed, strict=True)]
         kept = target.commit([None if row.finished else (0, *step.path) for row, step in emitted])
         for draft in drafts:
             draft.commit([None if row.finished else step.tokens for row, step in emitted], kept, views)
-        yield emitted
-        texts = [text for text, row in zip(texts, rows, strict=True) if not row.finished]
-        rows = [row for row in rows if not row.finished]
+        yield schedule.finish(emitted)
 
 
 def _begun(target: TreeSession, policy: Policy, rows: Sequence[Row], states: Sequence[Tensor | None]) -> list["_Text"]:

@@ -21,6 +21,8 @@ from specinfer.engine.sampling import Processors
 from specinfer.errors import CHECK_WEIGHTS, InputError, NumericalError, TreeError
 from specinfer.tree import Forest, Growth, Policy, Source, TokenTree
 
+States = Sequence[Tensor | None]  # per row, the target's auxiliary hidden states (n, K, H)
+
 
 @dataclass(frozen=True)
 class DraftContext:

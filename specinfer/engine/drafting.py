@@ -3,32 +3,46 @@
 Knows: which rows a session can go on with, what their results say.  Does not know: models, how trees grow.
 
 A draft often has a smaller context than its target.  A row that comes to its end there gets bare roots from then on,
-and its result says so.
+and its result says so.  Rows whose prompts the target's pass reads beside the trees of others join after that pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
 from torch import Tensor
 
-from specinfer.engine.draft import Clocked, DraftContext, DraftSession, Scored
+from specinfer.common.tensors import concat
+from specinfer.engine.draft import Clocked, DraftContext, DraftSession, Scored, States
+from specinfer.engine.sequence import Row
 from specinfer.tree import Forest, Policy
 
 
 class Drafting(Clocked):
     """A draft's session for B rows, which leave it where its context ends, with a clock.
 
-    Attributes:
+    Args:
         session: just opened.
+        context: that it was opened with.
         name: of the draft, for notes.
+        open: opens one for other rows, from the target's states before their roots.
+
+    Attributes:
         proposing: seconds in its proposals (passes, look-ups, growing) without prefill.
         inside: per row, whether the session still has it.
         notes: per row, where its result's notes are.
+        late: the last rows of the batch, if they join after the pass of this step, and states that were read of them.
     """
 
-    def __init__(self, session: DraftSession, context: DraftContext, name: str) -> None:
-        self.session, self.name, self.proposing = session, name, 0.0
+    def __init__(
+        self,
+        session: DraftSession,
+        context: DraftContext,
+        name: str,
+        open: Callable[[Sequence[Row], States], "Drafting"],
+    ) -> None:
+        self.session, self.name, self.open, self.proposing = session, name, open, 0.0
+        self.late: tuple[Sequence[Row], States] = (), ()
         self.inside = [True] * len(context.prompts)
         self.notes: list[list[str]] = list(context.notes) or [[] for _ in self.inside]
         self._let_go()
@@ -49,13 +63,19 @@ class Drafting(Clocked):
         states: Sequence[Tensor | None] = (),
         scored: Sequence[Scored] = (),
     ) -> None:
-        """Take note of what each row committed; rows whose context has ended leave."""
+        """Take note of what each row committed; rows whose context has ended leave, and late ones join."""
+        known, (late, read), self.late = len(self.inside), self.late, ((), ())
         if any(self.inside):
             self.session.commit(*(self._of_inside(values) for values in (tokens, states, scored)))
-        kept = [row for row, new in enumerate(tokens) if new is not None]
+        kept = [row for row, new in enumerate(tokens[:known]) if new is not None]
         self.inside = [self.inside[row] for row in kept]
         self.notes = [self.notes[row] for row in kept]
         self._let_go()
+        found = zip(late, read, states[known:], strict=True)
+        joining = [(row, before, new) for row, before, new in found if not row.finished]
+        if joining:
+            rows, *parts = zip(*joining, strict=True)
+            self.join(self.open(rows, [concat(states) for states in zip(*parts, strict=True)]))
 
     def join(self, other: Any) -> None:
         """Take in the rows of another session of the same draft, after the own ones."""

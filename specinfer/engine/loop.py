@@ -5,46 +5,51 @@
     verdicts  verify     per row, the accepted path through its tree and the bonus token after it
     caches    commit     the target and the drafts keep what was accepted and forget the rest of the trees
 
-Rows leave as they end, and others may join between two steps.
+Rows leave as they end, and others join between two steps: a `Schedule` says which rows a step has.
 
 Knows: the order of these steps.  Does not know: how trees grow, how attention works, which rule is exact, text.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Sequence
+from typing import Protocol, TypeVar
 
-from specinfer.attention import TreeSession
 from specinfer.engine.draft import DraftSession
 from specinfer.engine.sequence import Row
+from specinfer.engine.sessions import Sessions
 from specinfer.engine.target_view import target_views
 from specinfer.engine.verify import Verifier
 from specinfer.errors import TreeError
 from specinfer.results import Step
 from specinfer.tree import Forest, Policy
 
+T_co = TypeVar("T_co", covariant=True)
+Emitted = list[tuple[Row, Step]]  # per row of a step
 
-def decode(
-    target: TreeSession,
-    drafts: Sequence[DraftSession],
-    policy: Policy,
-    verifier: Verifier,
-    rows: Sequence[Row],
-    newcomers: Callable[[int], Sequence[Row]] = lambda active: (),
-) -> Iterator[list[tuple[Row, Step]]]:
-    """Decode rows to their ends, one target pass a step; yield what each active row emitted.
+
+class Schedule(Protocol[T_co]):
+    """Which rows are decoded (`scheduler.Scheduler`)."""
+
+    def admit(self) -> Sequence[Row]:
+        """Return the rows of the next step, in the order of the sessions' rows, which newcomers have joined."""
+
+    def finish(self, emitted: Emitted) -> T_co:
+        """Take note of what each row of a step emitted."""
+
+
+def decode(schedule: Schedule[T_co], sessions: Sessions, verifier: Verifier) -> Generator[T_co]:
+    """Decode rows until none is left, one target pass a step; yield what the schedule makes of each step.
 
     Args:
-        target: the target's session, which holds every row's tokens except the last one (its root).
-        drafts: one session per draft, in the order of their ids.
-        policy: how trees grow.
+        schedule: of the rows.
+        sessions: the target's, which holds every row's tokens except the last one (its root), and one per draft.
         verifier: the rule that is exact for the policy's trees.
-        rows: the sequences, in the order of the sessions' rows.
-        newcomers: takes the number of active rows, and returns rows that have joined the sessions after these.
 
     Raises:
         NumericalError: the target's logits, or a draft's, are not numbers.
     """
-    while rows:
-        trees = propose(drafts, policy, rows)
+    target, drafts = sessions.target, sessions.drafts
+    while rows := schedule.admit():
+        trees = propose(drafts, sessions.policy, rows)
         views = target_views(rows, trees, target.score(trees))
         verdicts = [verifier.verify(view.tree, view) for view in views]
         # each row's text is cut where it ends (end of sequence, stop string, max_new_tokens) before the commit
@@ -55,9 +60,7 @@ def decode(
         states = target.commit([None if row.finished else (0, *step.path) for row, step in emitted])
         for draft in drafts:
             draft.commit([None if row.finished else step.tokens for row, step in emitted], states, views)
-        yield emitted
-        rows = [row for row in rows if not row.finished]
-        rows += newcomers(len(rows))
+        yield schedule.finish(emitted)
 
 
 def propose(drafts: Sequence[DraftSession], policy: Policy, rows: Sequence[Row]) -> Forest:

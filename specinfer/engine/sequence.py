@@ -4,7 +4,7 @@ Knows: everything that belongs to one row and to no other, so a row in a batch b
 Does not know: models, caches, drafts, the other rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any, Protocol
 
@@ -44,6 +44,7 @@ class Row:
         processors: from logits to scores; None = those of the settings.
         logprobs: whether steps keep the log-probabilities of their tokens.
         note: for the result, what was decided about its prompt; or nothing.
+        stopping: makes what ends the row; called as `Stopping`.
 
     Attributes:
         notes: for the result.
@@ -66,17 +67,18 @@ class Row:
         processors: Processors | None = None,
         logprobs: bool = False,
         note: str = "",
+        stopping: Callable[..., Stopping] = Stopping,
     ) -> None:
         self.index, self.seed, self.sampling, self.draft_names = index, seed, settings.do_sample, draft_names
         self.contrast, self.coupling, self.options = settings.contrast, Coupling(seed), settings.sampling
         self.processors = processors or Processors.of(settings, len(prompt), device)
-        self.stopping = Stopping(settings, budget, device, tokenizer, self.processors.padding)
+        self.stopping = stopping(settings, budget, device, tokenizer, self.processors.padding)
         self.ids = list(prompt)
         self.prompt_length = len(prompt)
         self.step = 0
         self.logprobs, self.notes = logprobs, [note] if note else []
         self.gate, self.confident = gate, True  # whether the last token passed the gate; a prompt's does
-        self.finished: str | None = None  # "eos", "stop" or "length"
+        self.finished: str | None = None  # "eos", "stop" or "length"; or whoever takes the row back says why
 
     @property
     def remaining(self) -> int:
@@ -85,8 +87,11 @@ class Row:
 
     @property
     def max_depth(self) -> int:
-        """How deep the next tree may be: one level less than the row may emit, and a bare root below the gate."""
-        return self.remaining - 1 if self.confident else 0
+        """How deep the next tree may be: one level less than the row may emit, and a bare root below the gate.
+
+        A row that was taken back has a bare root, too, in the step that it leaves with.
+        """
+        return self.remaining - 1 if self.confident and not self.finished else 0
 
     def advance(self, tree: TokenTree, verdict: Verdict, target: Scored) -> Step:
         """Append the verdict's tokens one by one until the text ends; return the step.
@@ -95,6 +100,8 @@ class Row:
             tree, verdict: what was verified.
             target: at the tree's nodes.
         """
+        if self.finished:  # it was taken back between two steps
+            return Step(tree, (), (), ())
         before = len(self.ids)
         if self.gate is not None:
             self.confident = target.probability((0, *verdict.path)[-1], verdict.token) >= self.gate

@@ -13,7 +13,7 @@ import torch
 
 from specinfer.attention import TreeModel, value_of
 from specinfer.engine.draft import Draft
-from specinfer.engine.generation import Decoder
+from specinfer.engine.sessions import Decoder
 from specinfer.loading import tokenizer_fingerprint
 
 SKETCH = 16  # entries of each weight that stand for it in a fingerprint

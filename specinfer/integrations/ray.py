@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specinfer.common.values import checked_count, checked_names
 from specinfer.decoder import SpeculativeDecoder, row_seeds
-from specinfer.engine.generation import MAX_ROWS
+from specinfer.engine.scheduler import MAX_ROWS
 from specinfer.errors import InputError
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from specinfer.calls.run import Run
 from specinfer.common.values import checked_flag, plain
 from specinfer.decoder import SpeculativeDecoder, row_seeds
-from specinfer.engine.callables import BatchRow, listed
-from specinfer.engine.generation import Run
-from specinfer.engine.sampling import GenerationSettings, Processors, resolve
-from specinfer.engine.sequence import Row
+from specinfer.engine.callables import listed
+from specinfer.engine.requests import make_requests
+from specinfer.engine.sampling import GenerationSettings, resolve
 from specinfer.errors import InputError
 from specinfer.prompts import Padded, check_beside, check_ids, without_padding
 from specinfer.results import Result
@@ -64,15 +64,15 @@ def custom_generate(
         model: the target.
         input_ids: (B, T) long, left-padded where ``attention_mask`` is 0.
         logits_processor: built by transformers, warpers included.  Those of the caller's are made each row's own, as
-            `SpeculativeDecoder.open` says.
+            `SpeculativeDecoder.prepare` says.
         stopping_criteria: likewise; called after every single token.
         generation_config: complete.
         draft_model: a draft model, "ngram", a `Draft`, or a list of those; None is "ngram".
         tree: the growth policy; None = no speculation.  Give all calls the same `Auto`, and it keeps what it learns.
-        seed: as `SpeculativeDecoder.open`.
+        seed: as `SpeculativeDecoder.prepare`.
         spec_streamer: a transformers streamer, for one row, that gets the prompt, too.
         target_tokenizer: needed if the draft has another one: ``draft_model=ModelDraft(model, its tokenizer)``.
-        logprobs: as `SpeculativeDecoder.open`; read them from `SpeculativeOutput`.
+        logprobs: as `SpeculativeDecoder.prepare`; read them from `SpeculativeOutput`.
         assistant_model: the draft model by transformers' name.
         streamer: a transformers streamer, for one row, that `generate` has given the prompt already.
         **model_inputs: what transformers prepared for the model; ``attention_mask`` (B, T) says what is padding.
@@ -88,12 +88,15 @@ def custom_generate(
     draft = _only(draft_model=draft_model, assistant_model=assistant_model)
     spec_streamer = _only(spec_streamer=spec_streamer, streamer=None if streamer is None else _Prompted(streamer))
     decoder = SpeculativeDecoder(model, target_tokenizer, "ngram" if draft is None else draft, tree)
-    vocab_size = decoder.target.vocab_size
-    settings = resolve(model.generation_config, generation_config, None, stopping_criteria, vocab_size, complete=True)
+    given = model.generation_config, generation_config, None, stopping_criteria
+    settings = resolve(*given, decoder.target.vocab_size, complete=True)
     settings = replace(settings, processors=listed("logits_processor", [*logits_processor]))
     padded = _read(input_ids, model_inputs, settings, decoder)
-    rows = _rows(decoder, padded, settings, input_ids, seed, checked_flag("logprobs", logprobs))
-    run = Run(decoder, rows, single=len(rows) == 1)
+    sequences = settings.sequences  # as often has transformers repeated each prompt
+    seeds = row_seeds(seed, len(padded) // sequences, decoder.target.ranks, sequences)
+    prompts, paddings = [row.ids for row in padded], [row.left for row in padded]
+    more: dict[str, Any] = {"paddings": paddings, "logprobs": checked_flag("logprobs", logprobs)}
+    run = Run(make_requests(decoder, prompts, [settings] * len(padded), seeds, **more))
     run.finish(spec_streamer)
     return _output(run.results(), input_ids, generation_config)
 
@@ -112,27 +115,6 @@ def _read(
     decoder.check_lengths(prompts, [settings.budget(input_ids.shape[1])] * len(prompts))
     _check_inputs(model_inputs, padded, decoder)
     return padded
-
-
-def _rows(
-    decoder: SpeculativeDecoder,
-    padded: Sequence[Padded],
-    settings: GenerationSettings,
-    input_ids: Tensor,
-    seed: int | Sequence[int] | None,
-    logprobs: bool,
-) -> list[Row]:
-    """Return the engine's rows; their processors count the padding, as transformers' do."""
-    sequences = settings.sequences  # transformers has repeated each prompt so many times
-    seeds = row_seeds(seed, len(padded) // sequences, decoder.target.ranks, sequences)
-    names, budget = [draft.name for draft in decoder.drafts], settings.budget(input_ids.shape[1])
-    rows = []
-    for index, (row, row_seed) in enumerate(zip(padded, seeds, strict=True)):
-        row_settings = settings.of_row(BatchRow(index, len(padded)))
-        begun = index, row.ids, row_settings, budget, row_seed, input_ids.device
-        processors = Processors(row_settings.processors, row.left)
-        rows.append(Row(*begun, draft_names=names, processors=processors, logprobs=logprobs))
-    return rows
 
 
 class _Prompted:

@@ -25,9 +25,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from specinfer.attention import TreeModel
+from specinfer.calls.run import Run
 from specinfer.common.files import lock_settings, write_whole
 from specinfer.common.progress import Progress
-from specinfer.common.ranks import ALONE, Ranks
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.drafts.head import target_fingerprint
 from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
@@ -262,9 +262,8 @@ def _make_shard(decoder: SpeculativeDecoder, recorder: "Recorder", batch: TextBa
     given = batch[0].seed is None
     prompts, seeds = [job.ids for job in batch], [job.seed or 0 for job in batch]
     options = whole_distribution(batch[0].temperature)
-    run = decoder.open(prompts, max_new_tokens=1 if given else new_tokens, seed=seeds, **options)
-    for row in () if given else run.rows:
-        row.stopping = StopOneLater(row.stopping)
+    ends: dict[str, Any] = {"max_new_tokens": 1} if given else {"max_new_tokens": new_tokens, "stopping": StopOneLater}
+    run = Run(decoder.prepare(prompts, seed=seeds, **ends, **options))
     run.finish()
     ids, states = [row.ids[:-1] for row in run.rows], [torch.cat(row) for row in recorder.rows]
     columns = {
@@ -280,16 +279,13 @@ def _make_shard(decoder: SpeculativeDecoder, recorder: "Recorder", batch: TextBa
 class StopOneLater(Stopping):
     """Ends a row one token late: then its last token is committed, and the state that chose it is handed out."""
 
-    def __init__(self, stopping: Stopping) -> None:
-        self.stopping, self.budget, self.ended = stopping, stopping.budget + 1, ""
-
-    def begin(self, ranks: Ranks = ALONE) -> None:
-        """Start the clock."""
-        self.stopping.begin(ranks)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.budget, self.ended = self.budget + 1, ""
 
     def reason(self, ids: Sequence[int], new_tokens: int) -> str | None:
         """Return why the text ended with the last id but one."""
-        ended, self.ended = self.ended, self.stopping.reason(ids, new_tokens) or ""
+        ended, self.ended = self.ended, super().reason(ids, new_tokens + 1) or ""
         return ended or None
 
 

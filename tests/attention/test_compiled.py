@@ -134,9 +134,8 @@ def test_a_machine_that_is_slow_in_8_bits_does_without(monkeypatch: pytest.Monke
     slow = {**torch.cpu.get_capabilities(), "avx512_vnni": False}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: slow)
     assert not packable_dynamic_int8(torch.zeros(4, 4))
-    model = float_llama()
-    made = decoder(model, TREE, [draft_for(model)], compile="auto")
-    assert made.networks[1].ways.fast.form != "dynamic_int8"
+    weights = [weight for weight in float_llama().parameters() if weight.ndim == 2]
+    assert "dynamic_int8" not in linear.forms(weights, True)
 
 
 @pytest.fixture(scope="module")
@@ -785,7 +784,7 @@ def test_windows_and_sixteen_bits_are_compiled(slow: bool, monkeypatch: pytest.M
         options = {"max_new_tokens": 16, "temperature": 0}
         assert made.generate([1, 2, 3], **options).token_ids == wanted.generate([1, 2, 3], **options).token_ids
     listed = {row["package"]: row["layers"] for row in packages.packages()}
-    assert listed[packages.package_of(made.target, "packed").name] == 2
+    assert listed[packages.package_of(made.target, made.target.ways.fast.form).name] == 2
 
 
 def test_what_does_not_export_runs_plain_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

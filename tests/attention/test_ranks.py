@@ -222,7 +222,13 @@ def lose(folder, how):
 
 def ended(*command, processes=1, **variables):
     """Run a command, in some processes; return exit code, output and errors of the first, and kill what is left."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    environment |= variables
     numbers = [{"RANK": str(number)} if processes > 1 else {} for number in range(processes)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     program = [sys.executable, *map(str, command)]

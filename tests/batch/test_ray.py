@@ -29,15 +29,15 @@ def made():
 def loaded(log, target, drafts, **options):
     """The same, which writes down who generated what: a file for each process, a line for each prompt."""
     decoder, path = made(), Path(log) / f"{os.getpid()}"
-    row = decoder._row
+    request = decoder._one_of_many
 
-    def noted(common, prompt, index):
+    def noted(common, keep_stop_string, prompt, number):
         with path.open("a") as file:
             file.write(f"{prompt['prompt']}\n" if isinstance(prompt, dict) else "")  # options are tried out first
-        return row(common, prompt, index)
+        return request(common, keep_stop_string, prompt, number)
 
     path.touch()
-    decoder._row = noted
+    decoder._one_of_many = noted
     return decoder
 
 

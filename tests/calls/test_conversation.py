@@ -27,7 +27,7 @@ def drafts_for(target):
 
 
 def turn(decoder, conversation, prompt, **options):
-    run = conversation.begin(decoder.open(prompt, **options))
+    run = conversation.begin(decoder.prepare(prompt, **options))
     run.finish()
     conversation.end(run)
     return run.results()[0]
@@ -64,7 +64,7 @@ def test_a_turn_reads_what_is_new(target):
     conversation, options = Conversation(), {"max_new_tokens": NEW, "temperature": 0}
     first = turn(decoder, conversation, FIRST, **options)
     second = [*FIRST, *first.token_ids, *MORE[0]]
-    run = conversation.begin(decoder.open(second, **options))
+    run = conversation.begin(decoder.prepare(second, **options))
     with reading(decoder) as read:
         next(iter(run))
     run.close()
@@ -93,7 +93,7 @@ def test_a_turn_that_was_cut_short_is_kept_as_far_as_it_was_read(target):
     options = {"max_new_tokens": NEW, "temperature": 0}
     for fails in (False, True):
         conversation = Conversation()
-        run = conversation.begin(decoder.open(FIRST, **options))
+        run = conversation.begin(decoder.prepare(FIRST, **options))
         steps = iter(run)
         next(steps)
         next(steps)
@@ -119,7 +119,7 @@ def test_a_turn_that_was_never_read_leaves_what_the_last_one_read(target):
     rewritten = [*FIRST[:9], *range(100, 140)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TreeSession, "prefill", lambda *_, **__: pytest.fail("interrupted"))
-        run = conversation.begin(decoder.open(rewritten, **options))
+        run = conversation.begin(decoder.prepare(rewritten, **options))
         with pytest.raises(pytest.fail.Exception):
             run.finish()
         conversation.end(run)

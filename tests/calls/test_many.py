@@ -16,7 +16,8 @@ from specinfer.attention.check import toy_tree
 from specinfer.common.tensors import padded_width
 from specinfer.drafts.lookup.ngram import NGramDraft
 from specinfer.drafts.lookup.suffix import SuffixDraft
-from specinfer.engine.sequence import Row
+from specinfer.engine.requests import Request
+from specinfer.engine.sessions import Openings, Sessions
 from specinfer.errors import CacheError, InputError, NumericalError, SamplingError
 
 MANY = [*PROMPTS, [9, 9, 4], [200, 1] * 9, [40], [77, 5, 9, 17, 5]]
@@ -133,7 +134,7 @@ def test_rows_leave_as_they_end_and_the_next_joins_at_once(target):
 def test_prompts_are_asked_for_as_they_are_needed_and_rows_are_forgotten(target):
     """Prompts without end; nothing of a row that ended is kept."""
     made, asked, rows = decoder(target), [], weakref.WeakSet()
-    make = made._row
+    make = made._one_of_many
 
     def prompts():
         for number in count():
@@ -144,14 +145,14 @@ def test_prompts_are_asked_for_as_they_are_needed_and_rows_are_forgotten(target)
         rows.add(row := make(*given))
         return row
 
-    made._row = watched
+    made._one_of_many = watched
     found = made.generate_many(prompts(), max_rows=3, max_new_tokens=4, temperature=0)
     assert asked == []
     for done, _ in zip(found, range(30), strict=False):
         assert len(asked) <= 30 + 3
         del done
         gc.collect()
-        assert sum(isinstance(row, Row) for row in rows) <= 3 + 3
+        assert sum(isinstance(row, Request) for row in rows) <= 3 + 3
     assert len(asked) >= 30
     found.close()
     gc.collect()
@@ -352,8 +353,9 @@ def test_caches_of_many_rows_have_no_room_for_many_large_trees(target):
     made, rows = decoder(target, [like(target)], BestFirst(31, 4)), 16
     slots = {}
     for count_ in (1, rows):
-        run = made.open([PROMPTS[0]] * count_, max_new_tokens=9)
-        slots[count_] = run.open_sessions(run.rows)[0].cache.capacity - len(PROMPTS[0]) - 9
+        rows_ = made.open([PROMPTS[0]] * count_, max_new_tokens=9).rows
+        opened = Sessions(Openings(made, made.policy), rows_)
+        slots[count_] = opened.target.cache.capacity - len(PROMPTS[0]) - 9
     assert slots == {1: padded_width(32), rows: padded_width(2)}
     alone = made.generate(PROMPTS[0], max_new_tokens=9)
     assert any(step.tree.num_drafted > slots[rows] for step in alone.steps)

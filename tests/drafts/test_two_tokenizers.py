@@ -178,7 +178,7 @@ def test_long_texts_lose_nothing_and_only_their_end_is_cut_again(text):
 
 
 class OneByOne:
-    """A growth policy that asks about tokens of its own, as far as a draft knows."""
+    """A growth policy that asks for distributions over the target's tokens."""
 
     prescribes = True
 

@@ -22,14 +22,15 @@ modulefinder = pytest.importorskip("mypy.modulefinder")
 # fields of `GenerationConfig` that describe a file, or belong to assisted decoding and compiling, and change no text
 OTHERS = {"_from_model_config", "transformers_version", "is_assistant", "disable_compile"}
 OTHERS |= {"assistant_lookbehind", "target_lookbehind"}
-METHODS = {"generate", "generate_many", "stream", "open"}
+METHODS = {"generate", "generate_many", "stream", "open", "prepare"}
 CHECKED = """
 from typing import Any, assert_type
 
 from specinfer import BestFirst, Result, SpeculativeDecoder
-from specinfer.engine.generation import Run
+from specinfer.calls.run import Run
 from specinfer.calls.scoring import Score
 from specinfer.calls.text_stream import TextStream
+from specinfer.engine.requests import Request
 
 decoder = SpeculativeDecoder(object(), None, ["ngram"], BestFirst(4, 2), compile=False)
 decoder.generate("a", max_new_tokens=4, temperature=0.5, top_p=0.9, top_k=5, seed=1, stop_strings=["b"], max_rows=2)
@@ -45,12 +46,14 @@ assert_type(decoder.score("a", "b"), Score)
 assert_type(decoder.score(["a"], ["b"], raw=True), list[Score])
 assert_type(decoder.stream("a", seed=1), TextStream)
 assert_type(decoder.open("a", logprobs=True), Run)
+assert_type(decoder.scheduler(4).add(decoder.prepare("a", seed=1)), Request)
 assert_type(next(iter(decoder.generate_many(["a"], seed=1))).result, Result | None)
 decoder.generate("a", max_new_token=4)  # refused
 decoder.generate("a", max_new_tokens="4")  # refused
 decoder.generate("a", num_beams=4)  # refused
 decoder.stream("a", temprature=0.5)  # refused
 decoder.stream("a", top_k=0.5)  # refused
+decoder.prepare("a", topk=5)  # refused
 decoder.open("a", tools="weather", enable_thinking=3)  # refused
 decoder.generate_many(["a"], streamer=None)  # refused
 decoder.score("a", "b", temperature=1.0)  # refused

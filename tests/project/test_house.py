@@ -2,6 +2,9 @@
 
 import ast
 import importlib
+import os
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -108,10 +111,48 @@ def test_every_folder_says_what_it_is():
             assert (ast.get_docstring(ast.parse(path.read_text())) or "").strip(), name
 
 
+IMPORTED_FIRST = """
+import os, sys, traceback
+from contextlib import suppress
+first, names = (part.split() for part in sys.argv[1:])
+for name in first:  # which every child then has
+    with suppress(Exception):
+        __import__(name)
+for name in names:
+    child = os.fork()
+    if not child:
+        try:
+            __import__(name)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        print(name)
+"""
+
+
+def alone(*names, first=(), **options):
+    """Return which modules fail when they are the first of their package that is imported, others than ours apart."""
+    command = [sys.executable, "-P", "-c", IMPORTED_FIRST, " ".join(first), " ".join(names)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, **options).stdout.split()
+
+
 def test_every_module_imports_alone():
-    for name in MODULES:
-        if name != "__main__":
-            importlib.import_module(f"specinfer.{name}" if name else "specinfer")
+    """In any order: a process of its own each, which begins with none of ours imported."""
+    names = ["specinfer", *(f"specinfer.{name}" for name in MODULES if name not in ("", "__main__"))]
+    for name in names:
+        importlib.import_module(name)
+    others = [name for name in sys.modules if name.split(".")[0] not in ("specinfer", "__main__")]
+    assert alone(*names, first=others) == []
+
+
+def test_a_module_that_needs_another_one_first_is_noticed(tmp_path):
+    """Two modules that import each other's names work from one side only."""
+    (tmp_path / "left.py").write_text("import right\nNAME = 1\n")
+    (tmp_path / "right.py").write_text("from left import NAME\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    assert alone("left", "right", env=environment) == ["left"]
 
 
 def test_every_folder_of_modules_is_a_package():

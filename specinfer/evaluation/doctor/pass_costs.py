@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from specinfer.calls.run import Run
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.engine.draft import Draft, DraftContext, DraftSession
 from specinfer.engine.sampling import whole_distribution
@@ -67,14 +68,14 @@ def _figures(decoder: SpeculativeDecoder, policy: Policy, prompt: Sequence[int],
     The parts are the target's pass, the work beside it and the proposal of the one draft.  The first step warms up and
     does not count.
     """
-    decoder.policy = policy
-    run = decoder.open(list(prompt), max_new_tokens=max_new_tokens, **whole_distribution(0))
+    request = decoder.prepare(list(prompt), max_new_tokens=max_new_tokens, **whole_distribution(0))
+    run = Run([request], single=True, policy=policy)
     parts: list[tuple[int, float, float, float]] = []
     spent, left = 0.0, max_new_tokens
     for ((_, step),) in islice(run, 1 + STEPS):
         if parts and left <= policy.max_depth:
             break  # trees are cut near the end of the text
-        before, (_, spent) = spent, run.drafting[0]
+        before, (_, spent) = spent, request.spent.drafting[0]
         parts.append((step.tree.num_drafted, step.seconds.target, step.seconds.bookkeeping, spent - before))
         left -= len(step.tokens)
     run.close()

@@ -9,7 +9,6 @@ Does not know: how scores are formed (`rescoring`), how they are drawn (`descrip
     print(step.compare(step.without(1)))
 """
 
-import copy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -19,8 +18,8 @@ from typing import Any
 
 from specinfer.attention import Support, TreeModel, TreeSession, check_model, running
 from specinfer.common.display import Displayed, draw
-from specinfer.engine.generation import Run
 from specinfer.engine.loop import propose
+from specinfer.engine.sessions import Openings, Sessions
 from specinfer.errors import InputError, TreeError, UnsupportedModel
 from specinfer.evaluation.inspect.rescoring import Difference, NodeInspection, Rescored, Rescorer, Test
 from specinfer.prompts import check_ids
@@ -37,7 +36,7 @@ def inspect(decoder: Any, result: Result, **options: Any) -> "Inspection":
     Args:
         decoder: with the target and the kind of verifier that made the result.
         result: of `SpeculativeDecoder.generate` or of a stream that has ended.
-        **options: those of the call that made it, as `SpeculativeDecoder.open` takes them: temperature, top_p,
+        **options: those of the call that made it, as `SpeculativeDecoder.prepare` takes them: temperature, top_p,
             logits_processor, generation_config ...; the seed is the result's.
 
     Returns:
@@ -365,7 +364,7 @@ class _Prefix:
 
     def grown(self, policy: Policy) -> TokenTree:
         """Return the tree that the drafts grow here.  Raises as `StepInspection.with_policy`."""
-        decoder = copy.copy(self.rescorer.decoder)
+        decoder = self.rescorer.decoder
         if not isinstance(policy, Policy) or policy.adapts:
             raise InputError(
                 f"tree={policy!r} has no size of its own (Auto's is chosen by a run's clock): give a policy of a fixed "
@@ -374,12 +373,9 @@ class _Prefix:
         if not decoder.drafts:
             raise InputError("this decoder has no drafts to grow a tree: build it with some, or use with_branch")
         decoder.verifier.check(policy.kind)
-        decoder.policy = policy
         row = self.rescorer.row(self.number)
-        run = Run(decoder, [row], single=True)
-        with running(*run.decoder.networks):
-            _, drafts, _ = run.open_sessions([row])
-            tree = propose(drafts, policy, [row])[0]
+        with running(*decoder.networks):
+            tree = propose(Sessions(Openings(decoder, policy), [row]).drafts, policy, [row])[0]
         _check_branches(decoder.language_models, tree)
         return tree
 

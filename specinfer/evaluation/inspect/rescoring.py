@@ -99,7 +99,7 @@ class Rescorer:
     Args:
         decoder: with the target, and the kind of verifier, that made the result.
         result: at least one step of it is there.
-        options: of the call, as `SpeculativeDecoder.open` takes them; ``max_new_tokens`` may be left out.
+        options: of the call, as `SpeculativeDecoder.prepare` takes them; ``max_new_tokens`` may be left out.
 
     Raises:
         InputError: a result without steps or of another vocabulary, or options that sample where it was greedy.
@@ -133,7 +133,7 @@ class Rescorer:
 
     def row(self, step: int) -> Row:
         """Return the row as it was before a step."""
-        row = self.decoder.open(self.result.prompt_ids, seed=self.result.seed or 0, **self.options).rows[0]
+        row: Row = self.decoder.prepare(self.result.prompt_ids, seed=self.result.seed or 0, **self.options).row
         row.ids += [token for earlier in self.result.steps[:step] for token in earlier.tokens]
         return row
 
