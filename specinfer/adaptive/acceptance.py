@@ -10,12 +10,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from math import exp, prod
-
 from specinfer.tree import Forest, Nodes
 
 DEPTHS = 3  # told apart: 1, 2, 3 and deeper
 MEMORY = 200  # tokens that a rate looks back on, about
-PRIOR = 0.5  # tokens that it starts with
+PRIORS = 0.5, 4.0  # tokens that it starts with: of drafted tokens, of accepted nodes with children
 
 
 class Rate:
@@ -23,10 +22,11 @@ class Rate:
 
     Args:
         first: its value before there is experience.
+        weight: tokens that this counts for.
     """
 
-    def __init__(self, first: float = 1.0) -> None:
-        self.accepted, self.expected = PRIOR * first, PRIOR
+    def __init__(self, first: float = 1.0, weight: float = PRIORS[0]) -> None:
+        self.accepted, self.expected = weight * first, weight
 
     @property
     def value(self) -> float:
@@ -50,7 +50,7 @@ class Acceptance:
 
     def __init__(self) -> None:
         self.edges: defaultdict[tuple[int, int], Rate] = defaultdict(Rate)
-        self.families: defaultdict[tuple[int, int], Rate] = defaultdict(partial(Rate, 0.5))
+        self.families: defaultdict[tuple[int, int], Rate] = defaultdict(partial(Rate, 0.5, PRIORS[1]))
 
     def observe(self, forest: Forest, tokens: Sequence[Sequence[int]]) -> None:
         """Compare what was drafted, scored or not, with what each row emitted."""
@@ -94,6 +94,10 @@ class Acceptance:
         depth = min(depth, DEPTHS)
         rates = [rate for (mask, at), rate in self.edges.items() if at == depth and mask >> draft & 1]
         return sum(rate.accepted for rate in rates) / sum(rate.expected for rate in rates) if rates else 1.0
+
+    def along(self, draft: int, depth: int) -> float:
+        """Return the factor for the probabilities of a draft's paths down to a depth."""
+        return prod(self.edge(draft, at) for at in range(1, depth + 1))
 
     def family(self, draft: int, depth: int) -> float:
         """Return how often a child of an accepted node of a depth is accepted."""

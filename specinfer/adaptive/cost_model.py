@@ -109,18 +109,15 @@ class Costs:
     Attributes:
         plain: by rows, seconds of a step without drafted nodes.
         trees: seconds of a step with trees, drafts excluded, over the tokens that its pass is fed.
-        cheap: the most tokens of a pass that was measured to cost little more than a plain step.
         levels: by draft, seconds of one level.
-        tokens, spent: by rows, tokens of the last steps, and what they cost by this model, in plain steps.
+        earned: by rows, tokens that the last steps made in the seconds of a plain one, by this model.
     """
 
     def __init__(self) -> None:
         self.plain: dict[int, Seconds] = {}
         self.trees = Line()
-        self.cheap = 0.0
         self.levels: dict[int, Seconds] = {}
-        self.tokens: dict[int, float] = {}
-        self.spent: dict[int, float] = {}
+        self.earned: dict[int, Average] = {}
 
     def seconds(self, rows: int, nodes: float) -> float:
         """Return what a step costs without its drafts, when the target scores so many nodes in each row."""
@@ -129,37 +126,31 @@ class Costs:
             return self.trees.at(rows * (nodes + 1))
         return plain.value * (1 + rows * nodes / (USUAL + rows)) if plain else 0.0
 
-    def price(self, rows: int) -> float | None:
-        """Return the tokens that a second is worth to a batch; None if nothing was measured yet.
+    def price(self, rows: int) -> float:
+        """Return the tokens that a second is worth to a batch; 0 if nothing was measured yet.
 
         It is the rate of plain decoding, or that of the last steps if that is larger.
         """
         plain = self.seconds(rows, 0)
-        if not plain:
-            return None
-        spent = self.spent.get(rows, 0.0)
-        return max(rows, self.tokens[rows] / spent if spent else 0.0) / plain
+        return max(rows, self.earned[rows].value if rows in self.earned else 0.0) / plain if plain else 0.0
 
     def node(self, rows: int) -> float:
         """Return the tokens that one more node must gain to pay for itself."""
-        return (self.price(rows) or 0.0) * self.trees.slope
+        return self.price(rows) * self.trees.slope
 
     def flat(self, rows: int, nodes: int) -> bool:
         """Whether trees of so many nodes were scored, cost little more than none, and twice as many hardly more."""
         fed, trees, plain = rows * (nodes + 1), self.trees, self.plain.get(rows)
-        if plain is None or not trees.known or fed > self.cheap or trees.at(fed) > FAR * plain.value:
+        if plain is None or not trees.known or fed > trees.largest or trees.at(fed) > FAR * plain.value:
             return False
         return trees.at(2 * fed) <= FLAT * trees.at(fed)
 
     def level(self, draft: int, rows: int) -> float | None:
         """Return the tokens that a draft's level must gain to pay for itself; None if that is not known."""
         price, level = self.price(rows), self.levels.get(draft)
-        return None if price is None or level is None else price * level.value
+        return price * level.value if price and level else None
 
-    def earn(self, rows: int, tokens: int, seconds: float) -> None:
+    def earn(self, rows: int, tokens: float, seconds: float) -> None:
         """Take into account what a step emitted, and what it cost by this model."""
-        fade = 1 - 1 / (2 * MEMORY)
-        self.tokens[rows] = fade * self.tokens.get(rows, 0.0) + tokens
-        self.spent[rows] = fade * self.spent.get(rows, 0.0) + (
-            seconds / plain if (plain := self.seconds(rows, 0)) else 1.0
-        )
+        if plain := self.seconds(rows, 0):
+            self.earned.setdefault(rows, Average(2 * MEMORY)).add(tokens * plain / seconds)

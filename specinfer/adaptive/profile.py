@@ -13,11 +13,12 @@ from msgspec import Meta, MsgspecError, Struct, convert, json
 
 from specinfer.adaptive.acceptance import DEPTHS, Acceptance, Rate
 from specinfer.adaptive.cost_model import Costs, Seconds
+from specinfer.adaptive.record import DraftRecord
 from specinfer.common.values import plain
 from specinfer.errors import InputError
 from specinfer.tree.token_tree import MOST_DRAFTS
 
-KIND, VERSION = "what adaptive trees learnt", 2
+KIND, VERSION = "what adaptive trees learnt", 3
 MOST = 1_000_000_000  # no count and no number of seconds is larger
 Number = Annotated[float, Meta(ge=0, le=MOST)]
 Count = Annotated[int, Meta(ge=0, le=MOST)]
@@ -33,7 +34,7 @@ class Saved(Struct):
     version: int
     drafts: Annotated[int, Meta(ge=0, le=MOST_DRAFTS)]
     trees: tuple[Number, Number]
-    plain: Annotated[list[tuple[Count, Number, Number, Number]], Meta(min_length=1)]
+    plain: Annotated[list[tuple[Count, Number, Number]], Meta(min_length=1)]
     levels: list[tuple[Count, Number]]
     accepted: list[tuple[Flag, Flag, Count, Depth, Number, Number]]
 
@@ -45,14 +46,13 @@ class Profile:
         drafts: how many there are.
         costs: what steps cost.
         acceptance: which tokens are accepted, greedy (False) and coupled (True).
-        idle: by draft and number of binary digits of the rows, for drafts that are idle among many rows, how many steps
-            they were, and how many they wait; it is not saved.
+        records: by number of binary digits of the rows, what each draft gained among many rows; they are not saved.
     """
 
     def __init__(self) -> None:
         self.drafts, self.costs = 0, Costs()
         self.acceptance: defaultdict[bool, Acceptance] = defaultdict(Acceptance)
-        self.idle: dict[tuple[int, int], tuple[int, int]] = {}
+        self.records: dict[int, list[DraftRecord]] = {}
 
     def to_json(self) -> dict[str, Any]:
         """Return it JSON-ready; `read` takes it back."""
@@ -63,7 +63,7 @@ class Profile:
             "drafts": self.drafts,
             "trees": [costs.trees.base, costs.trees.slope],
             "plain": [
-                [rows, plain.value, costs.tokens.get(rows, 0.0), costs.spent.get(rows, 0.0)]
+                [rows, plain.value, costs.earned[rows].value if rows in costs.earned else 0.0]
                 for rows, plain in costs.plain.items()
             ],
             "levels": [[draft, level.value] for draft, level in costs.levels.items()],
@@ -103,10 +103,10 @@ class Profile:
         learnt.drafts = saved.drafts
         trees = learnt.costs.trees
         trees.base, trees.slope = saved.trees
-        trees.count, trees.largest, learnt.costs.cheap = 3, inf, inf  # the line is given, for all sizes
-        for rows, seconds, tokens, spent in saved.plain:
+        trees.count, trees.largest = 3, inf  # the line is given, for all sizes
+        for rows, seconds, earned in saved.plain:
             learnt.costs.plain[rows] = _average(seconds)
-            learnt.costs.tokens[rows], learnt.costs.spent[rows] = tokens, spent
+            learnt.costs.earn(rows, earned, seconds)
         for draft, level in saved.levels:
             learnt.costs.levels[draft] = _average(level)
         for coupled, kind, who, depth, accepted, expected in saved.accepted:
