@@ -57,18 +57,18 @@ class Fixed(Rate):
 class WithoutEdgeRates(Timed):
     """Draft probabilities are taken at their word."""
 
-    def start(self, drafts: int, coupled: bool) -> None:
+    def start(self, *given: Any, **more: Any) -> None:
         """Begin a text."""
-        super().start(drafts, coupled)
+        super().start(*given, **more)
         self.acceptance.edges = defaultdict(partial(Fixed, 1.0))
 
 
 class WithoutFamilyRates(Timed):
     """Half of all accepted nodes are expected to have an accepted child."""
 
-    def start(self, drafts: int, coupled: bool) -> None:
+    def start(self, *given: Any, **more: Any) -> None:
         """Begin a text."""
-        super().start(drafts, coupled)
+        super().start(*given, **more)
         self.acceptance.families = defaultdict(partial(Fixed, 0.5))
 
 
@@ -79,31 +79,31 @@ class WithoutRates(WithoutEdgeRates, WithoutFamilyRates):
 class WithoutIdling(Timed):
     """Every draft is asked in every step, but for the plain ones that measure."""
 
-    def _choose(self, rows: int) -> int:
-        return -1 if super()._choose(rows) or self.since_plain < 2 else 0
+    def _choose(self, rows: int) -> None:
+        super()._choose(rows)
+        self.asked = -1 if self.asked or self.since_plain < 2 else 0
 
 
 class WithoutPlainSteps(Timed):
     """No plain step measures the machine after the first one."""
 
-    def _choose(self, rows: int) -> int:
+    def _choose(self, rows: int) -> None:
         self.since_plain = 0 if rows in self.costs.plain else self.since_plain
-        return super()._choose(rows)
+        super()._choose(rows)
 
 
 class WithoutLevelPrices(Timed):
     """Every tree is grown to its depth."""
 
-    def wanted_nodes(self, draft: int, depth: int, accepted: Any) -> int:
+    def wanted_nodes(self, draft: int, frontier: Any, scores: Any) -> int:
         """Return all nodes."""
-        return max(map(len, accepted))
+        return int(frontier.tokens.shape[1])
 
 
 class WithoutSizes(Timed):
     """Fifteen nodes are scored in every step."""
 
     def _size(self, nodes: Any, reached: Any) -> int:
-        self.worth = True
         return 15
 
 
