@@ -37,7 +37,10 @@ class Layout(NamedTuple):
     @property
     def node_depths(self) -> Tensor:
         """The depth of each node, (N,)."""
-        return self.depths.flatten() if self.depths.shape == (1, len(self.tokens)) else self.depths[self[1:3]]
+        size = self.sizes[0]
+        if any(other != size for other in self.sizes):
+            return self.depths[self[1:3]]
+        return self.depths[:, self.depths.shape[1] - size :].flatten()  # the newest columns are the nodes
 
 
 def lay_out_trees(trees: Sequence[TokenTree], device: torch.device, unread: Sequence[Sequence[int]] = ()) -> Layout:
@@ -80,12 +83,15 @@ class _Rows:
 
     def done(self, tokens: np.ndarray, depths: np.ndarray, device: torch.device) -> Layout:
         """Return the layout of nodes with these tokens and depths, (N,) each."""
-        every, columns = np.arange(self.ends.shape[1]), self.columns[:, None]
-        visible = (every <= columns) & (columns < self.ends[self.rows])
+        columns = self.columns[:, None]
+        visible = (np.arange(self.ends.shape[1]) <= columns) & (columns < self.ends[self.rows])
         by_row = np.zeros_like(self.ends)
         by_row[self.rows, self.columns] = depths
-        tensors = [on_device(array, device) for array in (tokens, self.rows, self.columns, visible, by_row)]
-        return Layout._make([*tensors, self.sizes.tolist(), None, {}])
+        count, width = self.rows.size, self.ends.shape[1]
+        packed = on_device(np.concatenate([tokens, self.rows, self.columns, by_row.ravel()]), device)  # one transfer
+        nodes, below = packed.split([3 * count, by_row.size])
+        ids, rows, numbers = nodes.view(3, count)
+        return Layout(ids, rows, numbers, on_device(visible, device), below.view(-1, width), self.sizes.tolist())
 
 
 def lay_out_level(frontier: Frontier, earlier: Layout | None, device: torch.device) -> Layout:
@@ -96,8 +102,8 @@ def lay_out_level(frontier: Frontier, earlier: Layout | None, device: torch.devi
     """
     tokens = torch.where(frontier.valid, frontier.tokens, 0).to(device)
     batch, width = tokens.shape
-    rows = torch.arange(batch, device=device).repeat_interleave(width)
-    visible = torch.eye(width, dtype=torch.bool, device=device).repeat(batch, 1)
+    rows = torch.arange(batch, device=device)[:, None].expand(batch, width).flatten()
+    visible = torch.eye(width, dtype=torch.bool, device=device).expand(batch, width, width)
     depths = torch.where(frontier.valid, frontier.depth - 1, 0).to(device)
     first = 0 if earlier is None else earlier.depths.shape[1]
     if earlier is not None:
@@ -105,7 +111,7 @@ def lay_out_level(frontier: Frontier, earlier: Layout | None, device: torch.devi
         parents = (frontier.parents.to(device) - (1 + first - last)).clamp(0, last - 1)  # (B, W) within that level
         inherited = level.gather(1, parents[:, :, None].expand(batch, width, first))
         inherited = inherited & frontier.valid.to(device)[:, :, None]
-        visible = torch.cat([inherited.flatten(0, 1), visible], 1)
+        visible = torch.cat([inherited, visible], 2)
         depths = torch.cat([earlier.depths, depths], 1)
-    columns = torch.arange(first, first + width, device=device).repeat(batch)
-    return Layout(tokens.flatten(), rows, columns, visible, depths, [width] * batch)
+    columns = torch.arange(first, first + width, device=device).expand(batch, width).flatten()
+    return Layout(tokens.flatten(), rows, columns, visible.flatten(0, 1), depths, [width] * batch)

@@ -25,7 +25,7 @@ from targets import SHAPES, TINY, Subject, counting_head, shape, stand_in
 
 from specinfer import BestFirst, Chain, SpeculativeDecoder
 from specinfer.attention import TreeModel
-from specinfer.attention.passes import compiled as compiler
+from specinfer.attention.compiler import making as compiler
 
 TREE = BestFirst(16, 8)
 SHALLOW = {"tree": BestFirst(16, 4), "chain": Chain(4)}  # whose ids are compared: their draft is as slow as the target

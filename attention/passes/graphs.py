@@ -4,7 +4,7 @@ Knows: shapes seen so far, tensors that must stay where a graph reads them.  Doe
 
 A GPU finishes the many small kernels of a pass over a few tokens faster than a CPU launches them.  A graph launches all
 of them at once.  It holds for one set of shapes, so passes use few: a pass attends to a power of two of slots, and
-its rows are padded (`padded_width`).
+its rows are padded (`padded_width`).  Later levels of a tree keep their sizes.
 """
 
 from collections import Counter
@@ -79,8 +79,9 @@ class GraphedPass(Pass):
         return self.inner.cache(model, rows, capacity, max_capacity, True)
 
     def __call__(self, model: Forward, nodes: Layout, cache: TreeCache, aux_layers: Sequence[int]) -> Result:
-        """Feed nodes."""
-        return self.inner.through(self._replay, model, nodes, cache, aux_layers, padded_width(max(nodes.sizes)))
+        """Feed nodes; rows are padded, but for later levels of a tree, of which a step has several."""
+        width = padded_width(max(nodes.sizes)) if nodes.depths.shape[1] == max(nodes.sizes) else 0
+        return self.inner.through(self._replay, model, nodes, cache, aux_layers, width)
 
     def _replay(self, model: Forward, inputs: Inputs, cache: TreeCache, aux_layers: Sequence[int]) -> Outputs:
         """Run the inner pass, from a graph if there is one for inputs of these shapes."""

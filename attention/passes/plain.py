@@ -45,15 +45,26 @@ class Padded:
         self.turn = [self.width - size if at_end else 0 for size in sizes]  # padding on the left
         self.index: Tensor | None = None  # (B, T) which node stands where; None: there is no padding
         if min(sizes) < self.width:
-            end = len(nodes.tokens) - 1  # which the last rows repeat if they have no nodes
-            starts = [min(start, end) for start in (0, *accumulate(sizes[:-1]))]
-            ends = [max(size - 1, 0) for size in sizes]
-            first, last, turn = on_device([starts, ends, self.turn], nodes.tokens.device)[..., None]
-            columns = torch.arange(self.width, device=nodes.tokens.device)
-            self.index = first + torch.minimum((columns - turn) % self.width, last)
+            self.index = self._index(nodes.tokens)
         shifted = [range(p.start + t, p.stop + t) for p, t in zip(wanted, self.turn, strict=True)] if wanted else None
         self.wanted = shifted
         self.columns = None if shifted is None else sorted({column for part in shifted for column in part})
+
+    def _index(self, tokens: Tensor) -> Tensor:
+        """Return (B, T), which of the nodes (N,) stands where."""
+        columns, size = torch.arange(self.width, device=tokens.device), self.sizes[0]
+        if size and all(other == size for other in self.sizes):  # nothing has to be told
+            turned = (columns - self.turn[0]) % self.width if self.turn[0] else columns
+            within = turned.clamp_(max=size - 1)[None]
+            return (
+                within
+                if size == len(tokens)
+                else within + torch.arange(0, len(tokens), size, device=tokens.device)[:, None]
+            )
+        starts = [min(start, len(tokens) - 1) for start in (0, *accumulate(self.sizes[:-1]))]  # rows may have no nodes
+        ends = [max(size - 1, 0) for size in self.sizes]
+        first, last, turn = on_device([starts, ends, self.turn], tokens.device)[..., None]
+        return first + torch.minimum((columns - turn) % self.width, last)
 
     def __call__(self, values: Tensor) -> Tensor:
         """Return values (N, ...) of nodes as (B, T, ...)."""

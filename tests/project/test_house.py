@@ -114,7 +114,7 @@ def test_every_folder_says_what_it_is():
 IMPORTED_FIRST = """
 import os, sys, traceback
 from contextlib import suppress
-first, names = (part.split() for part in sys.argv[1:])
+first, names = (line.split() for line in sys.stdin)
 for name in first:  # which every child then has
     with suppress(Exception):
         __import__(name)
@@ -134,8 +134,8 @@ for name in names:
 
 def alone(*names, first=(), **options):
     """Return which modules fail when they are the first of their package that is imported, others than ours apart."""
-    command = [sys.executable, "-P", "-c", IMPORTED_FIRST, " ".join(first), " ".join(names)]
-    return subprocess.run(command, capture_output=True, text=True, check=True, **options).stdout.split()
+    command, given = [sys.executable, "-P", "-c", IMPORTED_FIRST], f"{' '.join(first)}\n{' '.join(names)}\n"
+    return subprocess.run(command, input=given, capture_output=True, text=True, check=True, **options).stdout.split()
 
 
 def test_every_module_imports_alone():
