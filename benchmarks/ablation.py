@@ -19,10 +19,12 @@ from typing import Any
 import numpy as np
 from common import load_models, read_prompts
 from peers import interval
+from torch import Tensor
 
 from specinfer import SpeculativeDecoder
 from specinfer.adaptive.acceptance import Rate
 from specinfer.adaptive.policy import Auto
+from specinfer.tree import Frontier
 
 TOKENS = (1, 2, 4, 8, 16, 24, 32)  # fed in a pass ...
 PASS = (32.7, 31.6, 35.8, 37.9, 46.6, 56.0, 63.8)  # ... and its milliseconds: SmolLM2-135M, two cores, AVX512, compiled
@@ -57,18 +59,18 @@ class Fixed(Rate):
 class WithoutEdgeRates(Timed):
     """Draft probabilities are taken at their word."""
 
-    def start(self, drafts: int, coupled: bool) -> None:
+    def start(self, *args: Any, **named: Any) -> None:
         """Begin a text."""
-        super().start(drafts, coupled)
+        super().start(*args, **named)
         self.acceptance.edges = defaultdict(partial(Fixed, 1.0))
 
 
 class WithoutFamilyRates(Timed):
     """Half of all accepted nodes are expected to have an accepted child."""
 
-    def start(self, drafts: int, coupled: bool) -> None:
+    def start(self, *args: Any, **named: Any) -> None:
         """Begin a text."""
-        super().start(drafts, coupled)
+        super().start(*args, **named)
         self.acceptance.families = defaultdict(partial(Fixed, 0.5))
 
 
@@ -79,31 +81,30 @@ class WithoutRates(WithoutEdgeRates, WithoutFamilyRates):
 class WithoutIdling(Timed):
     """Every draft is asked in every step, but for the plain ones that measure."""
 
-    def _choose(self, rows: int) -> int:
-        return -1 if super()._choose(rows) or self.since_plain < 2 else 0
+    def _judge(self, *args: Any) -> None:
+        """Hear nothing of what drafts gained."""
 
 
 class WithoutPlainSteps(Timed):
     """No plain step measures the machine after the first one."""
 
-    def _choose(self, rows: int) -> int:
+    def _choose(self, rows: int) -> None:
         self.since_plain = 0 if rows in self.costs.plain else self.since_plain
-        return super()._choose(rows)
+        super()._choose(rows)
 
 
 class WithoutLevelPrices(Timed):
     """Every tree is grown to its depth."""
 
-    def wanted_nodes(self, draft: int, depth: int, accepted: Any) -> int:
+    def wanted_nodes(self, draft: int, frontier: Frontier, scores: Tensor) -> int:
         """Return all nodes."""
-        return max(map(len, accepted))
+        return frontier.tokens.shape[1]
 
 
 class WithoutSizes(Timed):
     """Fifteen nodes are scored in every step."""
 
     def _size(self, nodes: Any, reached: Any) -> int:
-        self.worth = True
         return 15
 
 

@@ -277,11 +277,13 @@ def test_what_auto_learns_stays_with_the_decoder(target, near):
     decoder = SpeculativeDecoder(target, drafts=[near])
     decoder.generate(PROMPTS[0], max_new_tokens=40)
     learnt = decoder.policy.learnt
-    spent = dict(learnt.costs.spent)  # counts of measurements begin anew when the machine's load changes
+    earned = {
+        rows: (rate.value, rate.count) for rows, rate in learnt.costs.earned.items()
+    }  # counts of measurements begin anew when the machine's load changes
     decoder.generate(PROMPTS[2], max_new_tokens=40)
     assert decoder.policy.learnt is learnt
-    assert spent
-    assert learnt.costs.spent != spent
+    assert earned
+    assert {rows: (rate.value, rate.count) for rows, rate in learnt.costs.earned.items()} != earned
 
 
 def test_auto_with_a_rule_for_sampled_trees_is_refused(target):

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from math import exp, prod
+
 from specinfer.tree import Forest, Nodes
 
 DEPTHS = 3  # told apart: 1, 2, 3 and deeper

@@ -250,8 +250,9 @@ class Auto(Policy):
         at a time about as much is accepted as of earlier ones: there what drafts did goes on.
         """
         if rows.bit_length() != self.batch.bit_length():
-            self.batch, fresh = rows, [DraftRecord() for _ in range(self.learnt.drafts)]
-            self.records = self.learnt.records.setdefault(rows.bit_length(), fresh) if rows >= MANY else fresh
+            drafts, self.batch = self.learnt.drafts, rows
+            fresh = [DraftRecord() for _ in range(drafts)]
+            self.records = self.learnt.records.setdefault((drafts, rows.bit_length()), fresh) if rows >= MANY else fresh
         plain = self.costs.plain.get(rows)
         due = not self.frozen and self.since_plain >= min(2 << (plain.count if plain else 0), PLAIN_AGAIN)
         asked = [not record.idle for record in self.records]
