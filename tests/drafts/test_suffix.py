@@ -15,6 +15,7 @@ from strategies import PROPERTY
 from test_draft import context
 
 from specinfer import Auto, BestFirst, Expansion, Memory, Sampled, SpeculativeDecoder
+from specinfer.adaptive.cost_model import Seconds
 from specinfer.drafts.lookup.blending import successors
 from specinfer.drafts.lookup.memory import LEAST_BYTES
 from specinfer.drafts.lookup.passages import SPAN, Passages
@@ -102,7 +103,17 @@ def test_texts_of_an_index_do_not_run_into_each_other():
     assert successors((2, 3), [index]) == {4: 0.5}
 
 
-@pytest.mark.parametrize("policy", [DEEP, BestFirst(31, 31), Auto().begin(1, False)], ids=str)
+def adapted():
+    """An adaptive policy that knows what a level costs: next to nothing."""
+    policy = Auto()
+    policy.start(1, coupled=False)
+    policy.costs.plain[1], policy.costs.levels[0] = Seconds(), Seconds()
+    policy.costs.plain[1].add(0.03)
+    policy.costs.levels[0].add(0.0003)
+    return policy
+
+
+@pytest.mark.parametrize("policy", [DEEP, BestFirst(31, 31), adapted()], ids=str)
 def test_a_long_match_is_drafted_deep(policy):
     """Thirty tokens below a match of ten."""
     session = SuffixDraft().open(context([[*STORY, 1, 2, *STORY[:10]]]))
