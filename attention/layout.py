@@ -52,9 +52,9 @@ def lay_out_trees(trees: Sequence[TokenTree], device: torch.device, unread: Sequ
     before = np.array([*map(len, unread)], np.int64) if unread else np.zeros_like(nodes.sizes)
     layout = _Rows(nodes.sizes + before)
     columns = nodes.columns + before[nodes.rows]
-    places = layout.starts[nodes.rows] + columns
+    numbers = layout.starts[nodes.rows] + columns
     tokens, depths = np.empty_like(layout.rows), layout.columns.copy()
-    tokens[places], depths[places] = nodes.tokens, nodes.depths + before[nodes.rows]
+    tokens[numbers], depths[numbers] = nodes.tokens, nodes.depths + before[nodes.rows]
     layout.ends[nodes.rows, columns] = columns + nodes.subtrees
     if unread:
         tokens[layout.columns < before[layout.rows]] = [*chain(*unread)]
@@ -80,8 +80,8 @@ class _Rows:
 
     def done(self, tokens: np.ndarray, depths: np.ndarray, device: torch.device) -> Layout:
         """Return the layout of nodes with these tokens and depths, (N,) each."""
-        every, own = np.arange(self.ends.shape[1]), self.columns[:, None]
-        visible = (every <= own) & (own < self.ends[self.rows])
+        every, columns = np.arange(self.ends.shape[1]), self.columns[:, None]
+        visible = (every <= columns) & (columns < self.ends[self.rows])
         by_row = np.zeros_like(self.ends)
         by_row[self.rows, self.columns] = depths
         tensors = [on_device(array, device) for array in (tokens, self.rows, self.columns, visible, by_row)]

@@ -19,12 +19,10 @@ from typing import Any
 import numpy as np
 from common import load_models, read_prompts
 from peers import interval
-from torch import Tensor
 
 from specinfer import SpeculativeDecoder
 from specinfer.adaptive.acceptance import Rate
 from specinfer.adaptive.policy import Auto
-from specinfer.tree import Frontier
 
 TOKENS = (1, 2, 4, 8, 16, 24, 32)  # fed in a pass ...
 PASS = (32.7, 31.6, 35.8, 37.9, 46.6, 56.0, 63.8)  # ... and its milliseconds: SmolLM2-135M, two cores, AVX512, compiled
@@ -59,18 +57,18 @@ class Fixed(Rate):
 class WithoutEdgeRates(Timed):
     """Draft probabilities are taken at their word."""
 
-    def start(self, *args: Any, **named: Any) -> None:
+    def start(self, *given: Any, **more: Any) -> None:
         """Begin a text."""
-        super().start(*args, **named)
+        super().start(*given, **more)
         self.acceptance.edges = defaultdict(partial(Fixed, 1.0))
 
 
 class WithoutFamilyRates(Timed):
     """Half of all accepted nodes are expected to have an accepted child."""
 
-    def start(self, *args: Any, **named: Any) -> None:
+    def start(self, *given: Any, **more: Any) -> None:
         """Begin a text."""
-        super().start(*args, **named)
+        super().start(*given, **more)
         self.acceptance.families = defaultdict(partial(Fixed, 0.5))
 
 
@@ -81,8 +79,9 @@ class WithoutRates(WithoutEdgeRates, WithoutFamilyRates):
 class WithoutIdling(Timed):
     """Every draft is asked in every step, but for the plain ones that measure."""
 
-    def _judge(self, *args: Any) -> None:
-        """Hear nothing of what drafts gained."""
+    def _choose(self, rows: int) -> None:
+        super()._choose(rows)
+        self.asked = -1 if self.asked or self.since_plain < 2 else 0
 
 
 class WithoutPlainSteps(Timed):
@@ -96,9 +95,9 @@ class WithoutPlainSteps(Timed):
 class WithoutLevelPrices(Timed):
     """Every tree is grown to its depth."""
 
-    def wanted_nodes(self, draft: int, frontier: Frontier, scores: Tensor) -> int:
+    def wanted_nodes(self, draft: int, frontier: Any, scores: Any) -> int:
         """Return all nodes."""
-        return frontier.tokens.shape[1]
+        return int(frontier.tokens.shape[1])
 
 
 class WithoutSizes(Timed):

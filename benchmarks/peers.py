@@ -8,6 +8,7 @@
 ``--other`` is the interpreter of an environment with another version of specinfer, ``--llama`` of one with
 llama-cpp-python besides specinfer, followed by GGUF files of the target's weights (`--requantise` makes them).  Of
 llama.cpp's speculation, llama-cpp-python offers prompt lookup alone; for a draft model it has only an abstract class.
+``--rows`` lets our methods decode so many prompts together, each with those that follow it.
 All take turns, prompt by prompt; prompts are fed as token ids, and prefill counts.  The table has the median of tokens
 a second, the median ratio of the first method to this one with its 95 % bootstrap interval, the worst prompt's ratio,
 and for our methods new tokens per target pass, prefill excluded, over all prompts.
@@ -52,9 +53,10 @@ def ours(args: argparse.Namespace) -> None:
         started = perf_counter()
         if method in made:
             options = {"temperature": args.temperature, "max_new_tokens": args.max_new_tokens}
-            result = made[method].generate(prompt, seed=seed, top_k=0, **options)
-            seconds = perf_counter() - started
-            return len(result.token_ids), seconds, result.token_ids, result.stats.target_passes
+            found = made[method].generate(prompt, seed=seed, top_k=0, **options)
+            seconds, results = perf_counter() - started, found if isinstance(found, list) else [found]
+            ids = [token for result in results for token in result.token_ids]
+            return len(ids), seconds, ids, sum(result.stats.target_passes for result in results)
         torch.manual_seed(seed)
         sampling = {"do_sample": True, "temperature": args.temperature, "top_k": 0} if args.temperature else {}
         ids = torch.tensor([prompt])
@@ -122,6 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", nargs="+", type=Path)
     parser.add_argument("--count", type=int, default=16)
+    parser.add_argument("--rows", type=int, default=1, help="prompts that are decoded together, for auto and plain")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--target")
     parser.add_argument("--draft", action="append", default=[])
@@ -169,8 +172,11 @@ def compare(args: argparse.Namespace) -> None:
     rates: dict[str, list[float]] = {method: [] for method in asked}
     texts: dict[str, list[Any]] = {method: [] for method in asked}
     passes: dict[str, list[int | None]] = {method: [] for method in asked}
-    for turn, text in enumerate(["Say hello."] * 2 + read_prompts(args.prompts, args.count)):
+    prompts = ["Say hello."] * 2 + read_prompts(args.prompts, args.count)
+    for turn, text in enumerate(prompts):
         prompt = worker.ask(prompt=text)
+        if args.rows > 1:
+            prompt = [worker.ask(prompt=prompts[(turn + row) % len(prompts)]) for row in range(args.rows)]
         for name, (who, method) in asked.items():
             count, seconds, ids, taken = who.ask(method=method, prompt=prompt, seed=turn)
             if turn < 2:  # warming up

@@ -63,18 +63,16 @@ def custom_generate(
     Args:
         model: the target.
         input_ids: (B, T) long, left-padded where ``attention_mask`` is 0.
-        logits_processor: built by transformers, warpers included.  Those of the caller's are made each row's own, as
-            `SpeculativeDecoder.prepare` says.
-        stopping_criteria: likewise; called after every single token.
+        logits_processor, stopping_criteria: built by transformers, warpers included.  Those of the caller's are made
+            each row's own, as `SpeculativeDecoder.prepare` says; criteria are called after every single token.
         generation_config: complete.
         draft_model: a draft model, "ngram", a `Draft`, or a list of those; None is "ngram".
         tree: the growth policy; None = no speculation.  Give all calls the same `Auto`, and it keeps what it learns.
-        seed: as `SpeculativeDecoder.prepare`.
+        seed, logprobs: as `SpeculativeDecoder.prepare`; log-probabilities are in `SpeculativeOutput`.
         spec_streamer: a transformers streamer, for one row, that gets the prompt, too.
         target_tokenizer: needed if the draft has another one: ``draft_model=ModelDraft(model, its tokenizer)``.
-        logprobs: as `SpeculativeDecoder.prepare`; read them from `SpeculativeOutput`.
         assistant_model: the draft model by transformers' name.
-        streamer: a transformers streamer, for one row, that `generate` has given the prompt already.
+        streamer: a transformers streamer, for one row, that has the prompt already.
         **model_inputs: what transformers prepared for the model; ``attention_mask`` (B, T) says what is padding.
 
     Returns:

@@ -327,7 +327,7 @@ def test_random_schedules_keep_the_cache(target, seed):
 
 def test_caches_join_between_steps_only():
     first, second = TreeCache(1, 4), TreeCache(1, 4)
-    second.stage(1, torch.device("cpu"))
+    second.stage([1], 1)
     with pytest.raises(CacheError, match="between steps"):
         first.join(second)
 

@@ -523,8 +523,10 @@ def trained_head(target, states, from_anchor, ids):
     mask = torch.zeros(4, 1, fed.shape[1], fed.shape[1]).double()
     mask[:, :, : slots.shape[1]] = torch.where(seen.repeat_interleave(block, 0) > 0, 0.0, -1e9)
     goal = text[:, anchors[:, None] + shift].flatten()
+    network.config.block_size = slots.shape[1]  # one pass is fed all blocks of a text
+    states = torch.cat([given.new_zeros(len(given), slots.shape[1], *given.shape[2:]), given[:, :count]], 1)
     for _ in range(80):
-        logits = network(fed, mask, positions, target_states=given[:, :count]).logits.unflatten(1, (-1, block))
+        logits = network(fed, mask, positions, block_states=states).logits.unflatten(1, (-1, block))
         loss = functional.cross_entropy(logits[:, :, from_anchor ^ 1 :].flatten(0, 2), goal)
         optimiser.zero_grad()
         loss.backward()

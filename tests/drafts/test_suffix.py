@@ -103,17 +103,17 @@ def test_texts_of_an_index_do_not_run_into_each_other():
     assert successors((2, 3), [index]) == {4: 0.5}
 
 
-def adapted():
-    """An adaptive policy that knows what a level costs: next to nothing."""
-    policy = Auto()
-    policy.start(1, coupled=False)
-    policy.costs.plain[1], policy.costs.levels[0] = Seconds(), Seconds()
-    policy.costs.plain[1].add(0.03)
-    policy.costs.levels[0].add(0.0003)
-    return policy
+def taught():
+    """`auto` where a level of the draft is known to cost next to nothing: before that it asks for one."""
+    auto = Auto().begin(1, False)
+    auto.costs.plain[1], auto.costs.levels[0] = Seconds(), Seconds()
+    for _ in range(3):
+        auto.costs.plain[1].add(1e-2)
+        auto.costs.levels[0].add(1e-5)
+    return auto
 
 
-@pytest.mark.parametrize("policy", [DEEP, BestFirst(31, 31), adapted()], ids=str)
+@pytest.mark.parametrize("policy", [DEEP, BestFirst(31, 31), taught()], ids=str)
 def test_a_long_match_is_drafted_deep(policy):
     """Thirty tokens below a match of ten."""
     session = SuffixDraft().open(context([[*STORY, 1, 2, *STORY[:10]]]))
