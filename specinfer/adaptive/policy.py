@@ -250,10 +250,11 @@ class Auto(Policy):
         at a time about as much is accepted as of earlier ones: there what drafts did goes on.
         """
         if rows.bit_length() != self.batch.bit_length():
-            self.batch, fresh = rows, [DraftRecord() for _ in range(self.learnt.drafts)]
-            self.records = self.learnt.records.setdefault(rows.bit_length(), fresh) if rows >= MANY else fresh
-        plain = self.costs.plain.get(rows)
-        due = not self.frozen and self.since_plain >= min(2 << (plain.count if plain else 0), PLAIN_AGAIN)
+            drafts, self.batch = self.learnt.drafts, rows
+            fresh = [DraftRecord() for _ in range(drafts)]
+            self.records = self.learnt.records.setdefault((drafts, rows.bit_length()), fresh) if rows >= MANY else fresh
+        measured = self.costs.plain[rows].weight if rows in self.costs.plain else 0
+        due = not self.frozen and self.since_plain >= min(2 << measured, PLAIN_AGAIN)
         asked = [not record.idle for record in self.records]
         self.asked = 0 if due else sum(works << draft for draft, works in enumerate(asked))  # a bit mask
 

@@ -46,13 +46,13 @@ class Profile:
         drafts: how many there are.
         costs: what steps cost.
         acceptance: which tokens are accepted, greedy (False) and coupled (True).
-        records: by number of binary digits of the rows, what each draft gained among many rows; they are not saved.
+        records: by number of drafts and of the rows' binary digits, what each draft gained among many rows; not saved.
     """
 
     def __init__(self) -> None:
         self.drafts, self.costs = 0, Costs()
         self.acceptance: defaultdict[bool, Acceptance] = defaultdict(Acceptance)
-        self.records: dict[int, list[DraftRecord]] = {}
+        self.records: dict[tuple[int, int], list[DraftRecord]] = {}
 
     def to_json(self) -> dict[str, Any]:
         """Return it JSON-ready; `read` takes it back."""

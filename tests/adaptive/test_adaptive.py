@@ -314,11 +314,11 @@ def test_among_many_texts_a_wait_goes_on_in_the_next_ones():
 def test_a_wait_among_many_texts_survives_that_most_of_them_end():
     """Few rows are judged by themselves, as nodes cost something else there."""
     world = World([BAD], flat(0.1), 0.02, rows=16).run(300)
-    (known,) = copy.deepcopy(world.policy.learnt.records[5])
+    (known,) = copy.deepcopy(world.policy.learnt.records[1, 5])
     for rows in (8, 4, 2):
         world.rows = rows
         world.run(10)
-    (record,) = world.policy.learnt.records[5]
+    (record,) = world.policy.learnt.records[1, 5]
     assert (record.wait, record.idle) == (known.wait, known.idle - 1)
     world.rows = 16
     world.policy.start(1, coupled=False, rows=16)
