@@ -14,7 +14,6 @@ from typing import Any
 
 from specinfer import BestFirst, Chain, Expansion, ModelDraft, SpeculativeDecoder
 from specinfer.decoder import DEFAULT_TREE, WORDS
-from specinfer.evaluation.compare.prompts import read_prompt_file
 from specinfer.evaluation.compare.runner import common_prefix
 from specinfer.loading import load
 
@@ -34,6 +33,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 def read_prompts(files: list[Path], count: int) -> list[str]:
     """Return the first `dev` prompts of each file, ``count`` in all."""
+    from specinfer.evaluation.compare.prompts import read_prompt_file  # workers may be other versions
+
     each = -(-count // len(files))
     return [prompt for file in files for _, prompt in read_prompt_file(file, "dev", each)][:count]
 
