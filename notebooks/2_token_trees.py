@@ -12,7 +12,7 @@
 import torch
 
 from specinfer import BestFirst, Chain, Expansion
-from specinfer.tree import DenseSource, merge
+from specinfer.tree import DenseSource, Forest, merge
 from specinfer.viz import text
 
 words = ["the", "cat", "dog", "sat", "ran", "away"]
@@ -89,7 +89,7 @@ second = draft(
 )
 policy = BestFirst(7, 4)
 merged = merge([tree, grow(policy, second)])
-(cut,) = policy.fit([merged])
+(cut,) = policy.fit(Forest.of([merged]))
 print(f"7 nodes and 7 nodes are {merged.num_drafted} together, of which {cut.num_drafted} are kept")
 ax = plot_tree(cut, Words(), drafts=["first", "second"])
 
