@@ -57,7 +57,7 @@ class TreeSession:
         """Feed a layout's nodes as new pending slots: ONE forward pass over all rows.
 
         Args:
-            layout: N nodes; its S counts the columns already pending, too.
+            layout: N nodes; its S counts the columns that are pending already.
             columns: of each row, the nodes whose logits are wanted; all of the layout's when None.
             **inputs: what else the model's forward takes, (N, ...).
 

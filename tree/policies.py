@@ -83,7 +83,7 @@ class Policy(ABC):
         max_depth: the greatest depth a node can have.
         idle: whether no draft is asked in the next step.
         branches: whether a node may have several children.
-        adapts: whether it chooses sizes by what it observes.
+        adapts: whether it chooses sizes by what it observes; else `observe` is not called.
         takes_whole: whether it takes trees that it did not grow, and cuts them by score alone.
         prescribes: whether it asks about tokens that no source has named, so only sources of the target's tokens do.
     """

@@ -64,7 +64,7 @@ class Source:
 
     Args:
         prompts: any number.
-        patient: whether to wait for each of them.
+        patient: whether to wait for each of them, which takes no thread.
 
     Attributes:
         ended: whether there are no more.
@@ -72,18 +72,21 @@ class Source:
 
     def __init__(self, prompts: Iterable[Any], patient: bool) -> None:
         self._wanted, self._found = SimpleQueue[bool](), SimpleQueue[tuple[Any, BaseException | None]]()
-        self._patient, self._asked, self.ended = patient, False, False
-        Thread(target=_serve, args=(enumerate(prompts), self._wanted, self._found), daemon=True).start()
+        self._prompts, self._patient, self._asked, self.ended = enumerate(prompts), patient, False, False
+        if not patient:
+            Thread(target=_serve, args=(self._prompts, self._wanted, self._found), daemon=True).start()
 
     def next(self, wait: bool) -> tuple[int, Any] | None:
         """Return the next prompt and its number; None if there is none, or none yet and nobody is to wait for it."""
-        if self.ended:
-            return None
+        if self.ended or self._patient:
+            found = None if self.ended else next(self._prompts, None)
+            self.ended = found is None
+            return found
         fresh, self._asked = not self._asked, True
         if fresh:
             self._wanted.put(True)
         try:
-            found, error = self._found.get(timeout=None if wait or self._patient else PATIENCE * fresh)
+            found, error = self._found.get(timeout=None if wait else PATIENCE * fresh)
         except Empty:
             return None
         self._asked, self.ended = False, found is None

@@ -83,6 +83,20 @@ class Decoding:
     def finish(self, emitted: Emitted) -> Steps:
         """Record a step, and tell an adaptive policy how it went."""
         spent, found = self._read_clocks(), []
+        if self._batch.policy.adapts:
+            self._observe(emitted, spent)
+        for request, (row, step) in zip(self.requests, emitted, strict=True):
+            if request.done:  # it was aborted, and leaves with this step
+                continue
+            request.steps.append(replace(step, seconds=spent.seconds))
+            found.append((request, request.steps[-1]))
+            if row.finished:
+                self.end(request)
+        self.requests = self.active
+        return found
+
+    def _observe(self, emitted: Emitted, spent: Reading) -> None:
+        """Tell the policy how a step went: the same in all processes that share the target."""
         *proposing, decoding = self.decoder.target.ranks.largest(
             [*(seconds for _, seconds in spent.drafting), spent.seconds.decoding]
         )
@@ -93,15 +107,6 @@ class Decoding:
             proposing=proposing,
             seconds=decoding if spent.passes else None,  # of a pass that read no prompts
         )
-        for request, (row, step) in zip(self.requests, emitted, strict=True):
-            if request.done:  # it was aborted, and leaves with this step
-                continue
-            request.steps.append(replace(step, seconds=spent.seconds))
-            found.append((request, request.steps[-1]))
-            if row.finished:
-                self.end(request)
-        self.requests = self.active
-        return found
 
     def end(self, request: Request, reason: str | None = None) -> None:
         """Note that a request has ended; its row leaves with the step under way, or the next one."""
