@@ -5,10 +5,12 @@ Knows: the signature of its forward, its context, attention, devices.  Does not 
 
 import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from specinfer.attention.context import Context
 from specinfer.attention.mask import AttentionSpec
@@ -23,6 +25,8 @@ Outputs = tuple[Tensor, ...]
 
 CACHES = ("past_key_values", "cache_params", "state")  # names of caches in forwards
 LISTED = 6  # numbers of layers in a message
+# of attention on a GPU, but cuDNN's, which plans anew for every length: 50 ms to 1 s on an H200 (docs/performance.md)
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def checked_model(model: Any) -> Any:
@@ -110,7 +114,7 @@ class Forward:
     def call(self, inputs: Inputs, aux_layers: Sequence[int]) -> tuple[Any, ...]:
         """Call the model: its output, and the auxiliary hidden states (R, T, K, H) if there are aux_layers."""
         options = {"output_hidden_states": True} if aux_layers else {}
-        with its_turn(self.model):
+        with its_turn(self.model), attention_kernels(self.device):
             output = self.model(**inputs, **options, use_cache=True, return_dict=True)
         if not aux_layers:
             return (output,)
@@ -118,6 +122,11 @@ class Forward:
             advice = "which EAGLE-style heads and contrastive search read: use other drafts, and no penalty_alpha"
             raise UnsupportedModel(f"{self.name} hands out no hidden states, {advice}")
         return output, torch.stack([output.hidden_states[layer] for layer in aux_layers], 2)
+
+
+def attention_kernels(device: torch.device) -> AbstractContextManager[Any]:
+    """Return what chooses among kernels of attention during a pass: see `KERNELS`."""
+    return sdpa_kernel(KERNELS) if device.type == "cuda" else nullcontext()
 
 
 def _why_stateful(spec: AttentionSpec, cache_name: str) -> str:

@@ -305,3 +305,15 @@ def test_without_graphs_a_step_launches_every_operator(there: Side, device: Stan
         launches.append(device.launches.total())
         device.reset()
     assert 100 <= launches[-2] <= 120
+
+
+def test_attention_makes_no_plan_for_every_length(there: Side, device: StandIn) -> None:
+    """Passes leave cuDNN's kernels out, and only passes."""
+    seen: list[bool] = []
+    decoder = there.decoder("none", None)
+    with there.target.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled())):
+        decoder.generate(PROMPTS[0], max_new_tokens=1)  # checks the model, by calls of its own
+        seen.clear()
+        decoder.generate(PROMPTS[0], max_new_tokens=3)
+    assert set(seen) == {False}
+    assert torch.backends.cuda.cudnn_sdp_enabled()
