@@ -26,7 +26,7 @@ from specinfer.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-PART = 4096  # rows that are taken apart at once
+PART = 512  # rows that are taken apart at once: a multiple of 32
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
 _MODULES = {"token_embd": EMBEDDING, "output_norm": "model.norm", "output": HEAD}
 _OF_LAYERS = {
