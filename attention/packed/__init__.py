@@ -1,1 +1,1 @@
-"""Weights in the integers and scales of their file: formats, the packed layout, products, modules."""
+"""Weights that run at the size of a quantised file: its formats, the packed layout, its products and modules."""

@@ -103,8 +103,8 @@ def numbers(found: Quantised) -> Tensor:
 
 
 def dense(kind: str, rows: Tensor) -> Tensor:
-    """Return rows (N, bytes of a row) of F32, F16 or BF16 as float32 numbers (N, K)."""
-    return rows.view(DENSE[kind]).float()
+    """Return rows (N, bytes of a row) of F32, F16 or BF16 as float32 numbers (N, K), in memory that is new."""
+    return rows.clone().view(DENSE[kind]).float()  # a file's rows may begin at any byte
 
 
 def _by_group(scale: Tensor, factor: Tensor | None, found: Quantised) -> Tensor:

@@ -19,7 +19,7 @@ LAYERS = [
     ["errors", "common"],
     ["tree"],
     ["attention"],
-    ["loading", "results", "prompts"],
+    ["checkpoints", "loading", "results", "prompts"],
     ["adaptive"],
     ["engine"],
     ["drafts"],

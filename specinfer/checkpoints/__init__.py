@@ -1,0 +1,1 @@
+"""Files that hold a whole model and are not transformers' folders, and how they become its objects."""

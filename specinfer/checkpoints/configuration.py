@@ -1,0 +1,117 @@
+"""A model's configuration, from the metadata of a file and the shapes of its tensors.
+
+Knows: how the architectures name their sizes, which scaling of rotary frequencies transformers has, too.
+Does not know: weights, tokenizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specinfer.attention.packed.formats import dense
+from specinfer.attention.packed.gguf import Stored
+from specinfer.checkpoints.keys import ROLES, Keys
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+ARCHITECTURES = "llama", "qwen2", "qwen3"  # as ggml and transformers name them; mistral is a llama to ggml
+ROTARY = "rope_freqs.weight"  # what divides rotary frequencies, in files of Llama 3.1 and later
+_SIZES = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+}
+# what Llama 3's scaling has besides its factor, which files do not say
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def configuration(keys: Keys, tensors: Mapping[str, Stored]) -> PreTrainedConfig:
+    """Return a model's configuration.
+
+    Raises:
+        ModelError: an architecture or an option of it that is not known, or sizes that are missing or contradict
+            each other.
+    """
+    from transformers import AutoConfig
+
+    if keys.architecture not in ARCHITECTURES:
+        advice = f"these work: {', '.join(ARCHITECTURES)} (mistral is a llama); load the original model otherwise"
+        raise keys.refusal(f"its architecture is {keys.architecture!r:.40}", advice)
+    sizes = {name: keys.of_model(key, int) for key, name in _SIZES.items()}
+    heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
+    if min(sizes.values()) < 1:
+        raise keys.refusal(f"sizes of its metadata are not positive: {sizes}")
+    head = keys.of_model("attention.key_length", int, hidden // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (found := keys.of_model(key, int, head)) != head:
+            raise keys.refusal(f"{key} is {found}, and {head} alone, as of keys, is possible", "use another model")
+    if "token_embd.weight" not in tensors:
+        raise keys.refusal("it has no tensor token_embd.weight")
+    roles = {f"{role}_id": keys.get(key, int) for role, key in ROLES.items() if key in keys and role != "unk_token"}
+    config = AutoConfig.for_model(
+        keys.architecture,
+        **sizes,
+        num_key_value_heads=keys.of_model("attention.head_count_kv", int, heads),
+        head_dim=head,
+        vocab_size=tensors["token_embd.weight"].shape[0],
+        rms_norm_eps=keys.of_model("attention.layer_norm_rms_epsilon", float),
+        rope_parameters=_rotary(keys, tensors.get(ROTARY)),
+        tie_word_embeddings="output.weight" not in tensors,
+        attention_bias="blk.0.attn_q.bias" in tensors,
+        mlp_bias="blk.0.ffn_up.bias" in tensors,
+        dtype="float32",
+        name_or_path=str(keys.path),
+        **roles,
+    )
+    if ROTARY in tensors:
+        _check_rotary(keys, config, dense(tensors[ROTARY].kind, tensors[ROTARY].rows)[0])
+    return config
+
+
+def ends(keys: Keys) -> list[int]:
+    """Return the ids of tokens that end a text or a turn, as `generation_config.eos_token_id`."""
+    names = [f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot", "eom")]
+    return list(dict.fromkeys(keys.get(name, int) for name in names if name in keys))
+
+
+def _rotary(keys: Keys, factors: Stored | None) -> dict[str, float | str]:
+    """Return rotary parameters, as transformers has them."""
+    found: dict[str, float | str] = {
+        "rope_type": "default",
+        "rope_theta": keys.of_model("rope.freq_base", float, 10000.0),
+    }
+    kind = keys.of_model("rope.scaling.type", str, "none")
+    if kind == "yarn":
+        context = keys.of_model("context_length", int)
+        before = keys.of_model("rope.scaling.original_context_length", int, context)
+        found |= {"rope_type": "yarn", "original_max_position_embeddings": before}
+    elif kind == "linear":
+        found["rope_type"] = "linear"
+    elif kind != "none":
+        raise keys.refusal(f"its rotary scaling is {kind!r:.40}", "none, linear and yarn work: use another file")
+    if kind != "none":
+        found["factor"] = keys.of_model("rope.scaling.factor", float)
+    if factors is not None:
+        factor = float(dense(factors.kind, factors.rows).max())
+        if factor > 1:
+            found |= {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+    return found
+
+
+def _check_rotary(keys: Keys, config: PreTrainedConfig, factors: Tensor) -> None:
+    """Raise `ModelError` unless the factors of a file are those of the configuration's frequencies."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    size, theta = config.head_dim, config.rope_parameters["rope_theta"]
+    plain = 1 / theta ** (torch.arange(0, size, 2).float() / size)
+    kind = config.rope_parameters["rope_type"]
+    scaled = plain if kind == "default" else ROPE_INIT_FUNCTIONS[kind](config)[0]
+    if factors.shape != plain.shape or not torch.allclose(scaled * factors, plain, rtol=1e-4):
+        raise keys.refusal(f"{ROTARY} has other factors than Llama 3's", "load the original model")
