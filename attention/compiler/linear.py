@@ -263,6 +263,19 @@ def teach_compiler() -> None:
         product = kernels.call("linear", function, [flat, in_memory(packed)], [sizes_of(flat)[0], outputs])
         return reshaped(product, [*before, outputs])
 
+    @lowering(torch.ops.specinfer.packed_linear)
+    def lower_packed(states: Any, packed: Any, outputs: int) -> Any:
+        *before, size = sizes_of(states)
+        flat = contiguous(reshaped(states, [-1, size]))
+        product = kernels.call("packed", "packed_linear", [flat, in_memory(packed)], [sizes_of(flat)[0], outputs])
+        return reshaped(product, [*before, outputs])
+
+    @lowering(torch.ops.specinfer.packed_rows)
+    def lower_rows(rows: Any, packed: Any, inputs: int) -> Any:
+        flat = contiguous(reshaped(rows, [-1]))
+        found = kernels.call("packed", "packed_rows", [flat, in_memory(packed)], [sizes_of(flat)[0], inputs])
+        return reshaped(found, [*sizes_of(rows), inputs])
+
 
 def free_bytes() -> float:
     """Return the memory available without swapping, infinite if the system does not say."""

@@ -26,6 +26,7 @@ from specinfer.attention.compiler.linear import IN_FLOAT32, ROUNDED_STATES, form
 from specinfer.attention.compiler.watch import altered, named_tensors
 from specinfer.attention.layout import Columns, Layout, lay_out_chains, lay_out_trees
 from specinfer.attention.model import TreeModel
+from specinfer.attention.packed.modules import PackedLinear
 from specinfer.attention.passes.base import Pass
 from specinfer.attention.passes.compiled import RECORD, SPARE, CompiledPass
 from specinfer.attention.session import TreeSession
@@ -37,6 +38,7 @@ from specinfer.errors import NotCompiled
 # those in float32, so in 16 bits only gross mistakes are seen.
 ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 4e-1, torch.float16: 1e-1}
 ROUNDED = 0.3  # the same where weights or states are rounded
+PACKED = 5e-3  # where weights are packed: states are rounded to 16 bits, so the last bits of others make a difference
 MOST = 0.75  # of a pass's nodes must be within that in 16 bits; the others may be outliers
 BRANCHES = (0, 1, 0, 3, 4)  # parents of a tree: two chains below the root, one two deep, one three
 
@@ -206,7 +208,10 @@ def check(model: TreeModel, compiled: CompiledPass, widths: Sequence[int] = ()) 
 
 def limit_of(model: TreeModel, form: str) -> float:
     """Return the largest error of a model's compiled passes that rounding explains, as `check` measures it."""
-    return ROUNDED if form in ("dynamic_int8", "rounded", ROUNDED_STATES) else ROUNDING.get(model.dtype, 1e-4)
+    if form in ("dynamic_int8", "rounded", ROUNDED_STATES):
+        return ROUNDED
+    packed = any(isinstance(module, PackedLinear) for module in model.model.modules())
+    return PACKED if packed else ROUNDING.get(model.dtype, 1e-4)
 
 
 @torch.inference_mode()

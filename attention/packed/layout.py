@@ -1,0 +1,195 @@
+"""The packed layout: one matrix of integers and scales, as `products` multiplies it.
+
+Knows: where integers, scales and minima stand.  Does not know: formats of files, products.
+
+A packed matrix (N, K) is a row of bytes:
+
+    head      64 bytes, then 16 for each block of 32 outputs: where it begins (8 bytes), its kind (4), nothing (4);
+              filled up to a multiple of 64
+    blocks    each begins at a multiple of 64; the last one is filled up with zeros
+
+    block     64 bytes of a table, if integers look numbers up: 16 numbers, 128 added
+              then its groups of 32 inputs; where scales have factors, 32 scales (float16) stand before 8 of them,
+              and 32 minima if there are any
+    group     32 scales (float16 or float32), or else 32 factors (int8), for each half of a group if halves have their
+              own; then as many minima
+              then the integers of the outputs 0-15, and those of 16-31
+
+Integers of 16 outputs and 32 inputs are 8 words for each output, a byte for each of four inputs.  Their bits are cut
+into planes of 8, 4, 2 and 1 (5 = 4 + 1, 6 = 4 + 2, 3 = 2 + 1); words of a plane share a line of 64 bytes.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from specinfer.attention.packed.formats import Quantised
+
+BLOCK = 32  # outputs of a block
+GROUP = 32  # inputs of a group
+SPAN = 256  # inputs that share a scale where groups have factors
+LINE = 64  # bytes
+ENTRY = 16  # bytes of a block in the head
+SHIFTED = 128  # is added to the numbers of a table
+PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}  # lowest bits first
+HALF, FACTORS, SINGLE = range(3)  # scales: float16; float16 times integers; float32
+
+
+@torch.no_grad()
+def pack(parts: Iterable[Quantised], outputs: int, inputs: int) -> Tensor:
+    """Return a packed matrix.
+
+    Args:
+        parts: its rows, in order, all of one kind; each but the last has a multiple of 32.
+        outputs, inputs: its shape (N, K); K is a multiple of 32.
+
+    Returns:
+        uint8, one dimension.
+    """
+    blocks = -(-outputs // BLOCK)
+    body = -(-(LINE + ENTRY * blocks) // LINE) * LINE
+    packed, done, code = torch.empty(0, dtype=torch.uint8), 0, -1
+    for part in parts:
+        found = _blocks(part)
+        if code < 0:
+            code, size = code_of(part), -(-found.shape[1] // LINE) * LINE
+            packed = torch.zeros(body + blocks * size, dtype=torch.uint8)
+            entries = packed[LINE : LINE + ENTRY * blocks].view(torch.int64).view(blocks, 2)
+            entries[:, 0] = body + size * torch.arange(blocks)
+            entries[:, 1] = code
+            rows = packed[body:].view(blocks, size)
+        elif code_of(part) != code:
+            raise ValueError("parts of a matrix are of several kinds")
+        rows[done : done + len(found), : found.shape[1]] = found
+        done += len(found)
+    if done != blocks:
+        raise ValueError(f"{done} blocks of {BLOCK} outputs were given, and {outputs} outputs are {blocks}")
+    return packed
+
+
+def unpack(packed: Tensor, outputs: int, inputs: int, part: int = 4096) -> Iterator[Quantised]:
+    """Yield the parts of a packed matrix (outputs, inputs), each of so many rows: a multiple of 32.
+
+    They are those that it was packed from, but that scales are as they are multiplied: see `formats`.
+    """
+    blocks = -(-outputs // BLOCK)
+    entries = packed[LINE : LINE + ENTRY * blocks].view(torch.int64).view(blocks, 2)
+    first, code = (int(number) for number in entries[0])
+    rows = packed[first:].view(blocks, -1)
+    for begin in range(0, blocks, part // BLOCK):
+        some = rows[begin : begin + part // BLOCK]
+        yield _parts(some, code, inputs, min(outputs - begin * BLOCK, len(some) * BLOCK))
+
+
+def code_of(part: Quantised) -> int:
+    """Return a kind as the head of a matrix has it: bits, scales, table, minimum, halves, zero."""
+    scales = FACTORS if part.factor is not None else SINGLE if part.scale.dtype == torch.float32 else HALF
+    flags = (part.values is not None) << 6 | (part.minimum is not None) << 7 | (part.group < GROUP) << 8
+    return part.bits | scales << 4 | flags | (SHIFTED if part.values else part.zero) << 16
+
+
+# ---- rows to blocks ----
+
+
+def _blocks(part: Quantised) -> Tensor:
+    """Return rows as blocks, (blocks, bytes)."""
+    missing = -len(part.integers) % BLOCK
+
+    def filled(values: Tensor) -> Tensor:  # (blocks, 32, ...)
+        return torch.nn.functional.pad(values, (0, 0, 0, missing)).unflatten(0, (-1, BLOCK))
+
+    integers = filled(part.integers)
+    blocks, _, inputs = integers.shape
+    groups = inputs // GROUP
+    lines = [_lines(integers, bits, first) for bits, first in _planes(part.bits)]
+    scales = part.scale if part.factor is None else part.factor.to(torch.int8)
+    minima = part.minimum if part.minimum_factor is None else part.minimum_factor.to(torch.int8)
+    before = [_of_outputs(filled(values), groups) for values in (scales, minima) if values is not None]
+    found = torch.cat([*before, torch.cat(lines, 3).flatten(2)], 2)  # (blocks, groups, bytes)
+    if part.factor is not None:
+        spans = inputs // SPAN
+        supers = [_of_outputs(filled(values), spans) for values in (part.scale, part.minimum) if values is not None]
+        found = torch.cat([*supers, found.view(blocks, spans, -1)], 2)
+    found = found.view(blocks, -1)
+    return found if part.values is None else torch.cat([_table(part.values).expand(blocks, LINE), found], 1)
+
+
+def _planes(bits: int) -> Iterator[tuple[int, int]]:
+    """Yield the bits of each plane of an integer, and the first of them."""
+    first = 0
+    for plane in PLANES[bits]:
+        yield plane, first
+        first += plane
+
+
+def _lines(integers: Tensor, bits: int, first: int) -> Tensor:
+    """Return a plane of integers (blocks, 32, K) as lines, (blocks, groups, halves, lines, 64)."""
+    shared = 8 // bits  # words of a line
+    plane = (integers >> first) & ((1 << bits) - 1)
+    words = plane.view(len(integers), 2, BLOCK // 2, -1, bits, shared, 4)
+    line = (words << (bits * torch.arange(shared, dtype=torch.uint8))[:, None]).sum(-2, dtype=torch.uint8)
+    return line.permute(0, 3, 1, 4, 2, 5).flatten(4)
+
+
+def _of_outputs(values: Tensor, times: int) -> Tensor:
+    """Return values (blocks, 32, times x n) as bytes, (blocks, times, n x 32 x bytes of one)."""
+    ordered = values.unflatten(2, (times, -1)).permute(0, 2, 3, 1).contiguous()
+    return ordered.view(torch.uint8).flatten(2)
+
+
+def _table(values: tuple[int, ...]) -> Tensor:
+    found = torch.zeros(LINE, dtype=torch.uint8)
+    found[: len(values)] = torch.tensor(values) + SHIFTED
+    return found
+
+
+# ---- blocks to rows ----
+
+
+def _parts(blocks: Tensor, code: int, inputs: int, outputs: int) -> Quantised:
+    """Return blocks (blocks, bytes) as the rows that they were."""
+    bits, scales, count = code & 15, code >> 4 & 3, len(blocks)
+    minimum, halves = bool(code >> 7 & 1), code >> 8 & 1
+    group, values, zero = GROUP >> halves, None, code >> 16 & 255
+    if code >> 6 & 1:
+        values, zero = tuple((blocks[0, :16].int() - SHIFTED).tolist()), 0
+        blocks = blocks[:, LINE:]
+    dtype = {HALF: torch.float16, FACTORS: torch.int8, SINGLE: torch.float32}[scales]
+    spans, groups = inputs // SPAN, inputs // GROUP
+    width = BLOCK * dtype.itemsize * (1 + halves)
+    body = width * (1 + minimum) + 2 * LINE * bits
+    supers = 2 * BLOCK * (1 + minimum) if scales == FACTORS else 0
+    found = blocks[:, : spans * supers + groups * body]
+    scale, least = None, None
+    if supers:
+        found = found.view(count, spans, -1)
+        scale, least = (_to_outputs(each, torch.float16, outputs) for each in _halved(found[..., :supers], minimum))
+        found = found[..., supers:]
+    found = found.reshape(count, groups, body)
+    factor, least_factor = (_to_outputs(each, dtype, outputs) for each in _halved(found[..., : width * (1 + minimum)], minimum))
+    integers, at = torch.zeros(count, groups, 2, 8, BLOCK // 2, 4, dtype=torch.uint8), width * (1 + minimum)
+    lines = found[..., at:].reshape(count, groups, 2, -1, LINE)
+    for plane, first in _planes(bits):
+        line, lines = lines[..., :plane, :], lines[..., plane:, :]
+        shifts = plane * torch.arange(8 // plane, dtype=torch.uint8)
+        words = (line.unsqueeze(4) >> shifts[:, None]) & ((1 << plane) - 1)
+        integers |= words.reshape(count, groups, 2, 8, BLOCK // 2, 4) << first
+    integers = integers.permute(0, 2, 4, 1, 3, 5).reshape(count * BLOCK, inputs)[:outputs]
+    if not supers:
+        return Quantised(integers, bits, zero, values, group, factor, None, least_factor, None)
+    factors = (None if each is None else each.to(torch.int16) for each in (factor, least_factor))
+    return Quantised(integers, bits, zero, values, group, scale, next(factors), least, next(factors))
+
+
+def _halved(found: Tensor, minimum: bool) -> tuple[Tensor, Tensor | None]:
+    """Return bytes of scales, and of minima if there are any behind them."""
+    return (found.tensor_split(2, -1)[0], found.tensor_split(2, -1)[1]) if minimum else (found, None)
+
+
+def _to_outputs(found: Tensor | None, dtype: torch.dtype, outputs: int) -> Tensor | None:
+    """Return bytes (blocks, times, n x 32 x bytes of one) as values (outputs, times x n)."""
+    if found is None:
+        return None
+    values = found.contiguous().view(dtype).unflatten(2, (-1, BLOCK))
+    return values.permute(0, 3, 1, 2).reshape(len(found) * BLOCK, -1)[:outputs]

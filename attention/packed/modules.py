@@ -1,0 +1,54 @@
+"""Layers of a model whose weights are packed: they take the places of `nn.Linear` and `nn.Embedding`.
+
+Knows: one packed matrix, and its bias.  Does not know: the layout, files, models.
+"""
+
+import torch
+from torch import Tensor, nn
+
+import specinfer.attention.packed.products  # noqa: F401  (defines the operators)
+
+
+class _Packed(nn.Module):
+    """A module with a packed matrix, set after it is made: ``packed``, uint8, one dimension."""
+
+    packed: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("packed", torch.empty(0, dtype=torch.uint8))
+
+
+class PackedLinear(_Packed):
+    """A linear layer: products and sums are made in float32, and come in the dtype of the states.
+
+    Args:
+        in_features, out_features: K and N.
+        bias: whether it has one, float32.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.bias = nn.Parameter(torch.zeros(out_features), requires_grad=False) if bias else None
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return (..., N) for states (..., K)."""
+        found = torch.ops.specinfer.packed_linear(states, self.packed, self.out_features)
+        return (found if self.bias is None else found + self.bias).to(states.dtype)
+
+
+class PackedEmbedding(_Packed):
+    """Embeddings, float32.
+
+    Args:
+        num_embeddings, embedding_dim: N and K.
+    """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return (..., K) for token ids (...)."""
+        return torch.ops.specinfer.packed_rows(ids, self.packed, self.embedding_dim)

@@ -1,0 +1,385 @@
+// Products of a few states with a packed matrix, and its rows, on a CPU.
+//
+// Knows: the packed layout (layout.py), one matrix of states.  Does not know: models, files.
+//
+// Weights stay the integers that they are in their file.  States are rounded to integers of 16 bits, with a scale for 32
+// inputs: two bytes, which the processor multiplies four inputs at a time.  Sums within a group of inputs are exact;
+// sums of groups are made in one order, whatever else is multiplied, so they have the same bits in every product.
+//
+// A matrix is a row of blocks of 32 outputs.  Each has a kind of its own, found in the table that begins the matrix.
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace {
+
+#ifdef __AVX512F__
+constexpr int LANES = 16, MOST_ROWS = 8;  // numbers of a register; states whose sums fit into all registers
+#else
+constexpr int LANES = 8, MOST_ROWS = 3;
+#endif
+constexpr int BLOCK = 32, GROUP = 32, SPAN = 256;  // outputs of a block; inputs with a scale; inputs with a super-scale
+constexpr int LINE = 64;                           // bytes of a word of 16 outputs
+constexpr int64_t PANEL = 96;                      // states that stay in the cache while weights pass by
+constexpr int64_t SMALL = 1 << 15;                 // multiplications that are not worth a second thread
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
+
+template <class Register>
+INLINE Register load(const void* from) {
+    Register loaded;
+    memcpy(&loaded, from, sizeof loaded);
+    return loaded;
+}
+
+// ---- kinds ----
+
+enum Scales { HALF, FACTORS, SINGLE };  // float16; float16 for 256 inputs times an integer; float32
+
+struct Kind {
+    int bits, zero;
+    Scales scales;
+    bool table, minimum, halves;  // integers look numbers up; numbers have a minimum; 16 inputs share a scale
+
+    INLINE explicit Kind(uint32_t code)
+        : bits(code & 15), zero(code >> 16 & 255), scales(Scales(code >> 4 & 3)), table(code >> 6 & 1),
+          minimum(code >> 7 & 1), halves(code >> 8 & 1) {}
+    INLINE int of_span() const { return scales == FACTORS ? LINE * (1 + minimum) : 0; }  // bytes before 256 inputs
+    INLINE int of_scales() const {                                                         // before 32 inputs
+        return BLOCK * (scales == HALF ? 2 : scales == SINGLE ? 4 : 1) * (1 + minimum) * (1 + halves);
+    }
+    INLINE int of_half() const { return LINE * bits; }  // of the integers of 16 outputs, 32 inputs
+};
+
+struct Block {
+    const uint8_t* bytes;
+    Kind kind;
+
+    INLINE Block(const uint8_t* matrix, int64_t number)
+        : bytes(matrix + load<uint64_t>(matrix + LINE + 16 * number)),
+          kind(load<uint32_t>(matrix + LINE + 16 * number + 8)) {}
+};
+
+// ---- numbers in registers ----
+
+INLINE Floats halves_to_floats(const uint8_t* from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
+#elif defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps(load<__m128i>(from));
+#else
+    Floats found;
+    for (int lane = 0; lane < LANES; lane++) found[lane] = (float)load<_Float16>(from + 2 * lane);
+    return found;
+#endif
+}
+
+INLINE Floats bytes_to_floats(const uint8_t* from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
+#else
+    Floats found;
+    for (int lane = 0; lane < LANES; lane++) found[lane] = (int8_t)from[lane];
+    return found;
+#endif
+}
+
+// Four bytes without a sign for each lane, times four with one, added up.
+template <int BITS>
+INLINE Integers add_products(Integers sum, Words numbers, uint32_t four) {
+#if defined(__AVX512VNNI__)
+    return (Integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)numbers, _mm512_set1_epi32(four));
+#elif defined(__AVXVNNI__)
+    return (Integers)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)numbers, _mm256_set1_epi32(four));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i weights = (__m256i)numbers, states = _mm256_set1_epi32(four);
+    if constexpr (BITS < 8) {  // else sums of pairs need more than 16 bits
+        const __m256i pairs = _mm256_maddubs_epi16(weights, states);
+        return sum + (Integers)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    }
+    const __m256i even = _mm256_and_si256(weights, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(weights, 8);
+    const __m256i first = _mm256_srai_epi16(_mm256_slli_epi16(states, 8), 8), second = _mm256_srai_epi16(states, 8);
+    return sum + (Integers)_mm256_madd_epi16(even, first) + (Integers)_mm256_madd_epi16(odd, second);
+#else
+    for (int k = 0; k < 4; k++) sum += (Integers)(numbers >> (8 * k) & 255u) * (int32_t)(int8_t)(four >> (8 * k));
+    return sum;
+#endif
+}
+
+// Look up four bytes for each lane among 16.
+INLINE Words look_up(Words bytes, const uint8_t* table) {
+#if defined(__AVX512BW__)
+    return (Words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(table)), (__m512i)bytes);
+#elif defined(__AVX2__)
+    return (Words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(table)), (__m256i)bytes);
+#else
+    uint8_t found[4 * LANES];
+    memcpy(found, &bytes, sizeof found);
+    for (uint8_t& byte : found) byte = table[byte];
+    return load<Words>(found);
+#endif
+}
+
+// Integers of LANES outputs: word `index` of 8 holds those of four inputs, a byte each.
+template <int BITS>
+INLINE Words integers(const uint8_t* half, int index) {
+    const auto plane = [&](const uint8_t* from, int bits) {  // of so many bits, whose words share lines
+        const int shared = 8 / bits;
+        const Words line = load<Words>(from + LINE * (index / shared));
+        return line >> (bits * (index % shared)) & (0x01010101u * ((1u << bits) - 1));
+    };
+    if constexpr (BITS == 8) return load<Words>(half + LINE * index);
+    if constexpr (BITS == 6) return plane(half, 4) | plane(half + 4 * LINE, 2) << 4;
+    if constexpr (BITS == 5) return plane(half, 4) | plane(half + 4 * LINE, 1) << 4;
+    if constexpr (BITS == 4) return plane(half, 4);
+    if constexpr (BITS == 3) return plane(half, 2) | plane(half + 2 * LINE, 1) << 2;
+    return plane(half, 2);
+}
+
+// ---- states ----
+
+// A state's 32 inputs: integers times a scale.  high * 256 + low is the integer; sums are those of 16 inputs.
+struct State {
+    float scale;
+    int32_t sums[2];
+    int32_t unused;
+    int8_t high[GROUP], low[GROUP];
+};
+constexpr float LARGEST = 127 * 256;
+
+INLINE void round_state(const float* from, State& to) {
+    float largest = 0, unknown = 0;
+    for (int k = 0; k < GROUP; k++) {
+        largest = std::max(largest, std::fabs(from[k]));
+        unknown += 0 * from[k];  // no number if one of them is none
+    }
+    const float steps = largest > 0 ? LARGEST / largest : 0;
+    to.scale = largest / LARGEST + unknown;
+    to.sums[0] = to.sums[1] = 0;
+    for (int k = 0; k < GROUP; k++) {
+        const int32_t integer = std::isfinite(unknown) ? (int32_t)std::nearbyintf(from[k] * steps) : 0;
+        const int32_t high = (integer + 128) >> 8;
+        to.high[k] = (int8_t)high, to.low[k] = (int8_t)(integer - 256 * high);
+        to.sums[k / (GROUP / 2)] += integer;
+    }
+}
+
+// ---- a block ----
+
+// What the sums of 16 or 32 inputs are multiplied with, for LANES outputs.
+struct Scaled {
+    Floats scale, minimum;
+};
+
+// Scales are read once for each group: those of LANES outputs from `first` on.
+struct Reader {
+    const Kind kind;
+    const uint8_t* bytes;  // of the group, scales first
+    const int first;
+    Floats super, super_minimum;
+
+    INLINE Reader(const Kind& kind, const uint8_t* bytes, int first) : kind(kind), bytes(bytes), first(first) {}
+    INLINE void begin_span() {
+        super = halves_to_floats(bytes + 2 * first);
+        if (kind.minimum) super_minimum = halves_to_floats(bytes + LINE + 2 * first);
+        bytes += kind.of_span();
+    }
+    INLINE Scaled read(int half) const {
+        const int width = kind.scales == HALF ? 2 : kind.scales == SINGLE ? 4 : 1, step = BLOCK * width;
+        const uint8_t* from = bytes + half * step + first * width;
+        const uint8_t* least = from + step * (1 + kind.halves);
+        Scaled found{};
+        if (kind.scales == HALF) {
+            found.scale = halves_to_floats(from);
+            if (kind.minimum) found.minimum = halves_to_floats(least);
+        } else if (kind.scales == SINGLE) {
+            found.scale = load<Floats>(from);
+        } else {
+            found.scale = super * bytes_to_floats(from);
+            if (kind.minimum) found.minimum = super_minimum * bytes_to_floats(least);
+        }
+        return found;
+    }
+    INLINE const uint8_t* integers() const {
+        return bytes + kind.of_scales() + first / 16 * kind.of_half() + first % 16 * 4;
+    }
+    INLINE void next() { bytes += kind.of_scales() + 2 * kind.of_half(); }
+};
+
+// Multiply R states with U times LANES outputs of a block.
+template <int BITS, bool TABLE, int R, int U>
+void multiply(const Block& block, int first, const State* states, int64_t groups, float* results, int64_t width) {
+    const Kind kind = block.kind;
+    const uint8_t* table = block.bytes;
+    Floats sums[U][R] = {};
+    Reader readers[2] = {{kind, block.bytes + (TABLE ? LINE : 0), first},
+                         {kind, block.bytes + (TABLE ? LINE : 0), first + (U > 1 ? LANES : 0)}};
+    for (int64_t group = 0; group < groups; group++) {
+#pragma GCC unroll 2
+        for (int u = 0; u < U; u++) {
+            Reader& reader = readers[u];
+            if (kind.scales == FACTORS && group % (SPAN / GROUP) == 0) reader.begin_span();
+            const uint8_t* numbers = reader.integers();
+            __builtin_prefetch(numbers + 2048, 0, 2);
+            __builtin_prefetch(numbers + 2048 + LINE, 0, 2);
+            __builtin_prefetch(numbers + 2048 + 2 * LINE, 0, 2);
+            __builtin_prefetch(numbers + 2048 + 3 * LINE, 0, 2);
+            Integers high[R] = {}, low[R] = {};
+            const auto finish = [&](int half) {
+                const Scaled scaled = reader.read(kind.halves ? half : 0);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++) {
+                    const State& state = states[r * groups + group];
+                    const int32_t sum = kind.halves ? state.sums[half] : state.sums[0] + state.sums[1];
+                    const Integers exact = (high[r] << 8) + low[r] - kind.zero * sum;
+                    sums[u][r] += __builtin_convertvector(exact, Floats) * state.scale * scaled.scale;
+                    if (kind.minimum) sums[u][r] += scaled.minimum * (state.scale * (float)sum);
+                    high[r] = low[r] = Integers{};
+                }
+            };
+#pragma GCC unroll 8
+            for (int index = 0; index < 8; index++) {
+                Words words = integers<BITS>(numbers, index);
+                if constexpr (TABLE) words = look_up(words, table);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++) {
+                    const State& state = states[r * groups + group];
+                    high[r] = add_products<TABLE ? 8 : BITS>(high[r], words, load<uint32_t>(state.high + 4 * index));
+                    low[r] = add_products<TABLE ? 8 : BITS>(low[r], words, load<uint32_t>(state.low + 4 * index));
+                }
+                if (index == 3 && kind.halves) finish(0);
+            }
+            finish(1);
+            reader.next();
+        }
+    }
+    for (int u = 0; u < U; u++)
+        for (int r = 0; r < R; r++) memcpy(results + r * width + first + u * LANES, &sums[u][r], sizeof(Floats));
+}
+
+template <int BITS, bool TABLE, int R>
+void multiply_block(const Block& block, const State* states, int64_t groups, float* results, int64_t width) {
+    constexpr int U = LANES == 16 && R <= 4 ? 2 : 1;
+    for (int first = 0; first < BLOCK; first += U * LANES)
+        multiply<BITS, TABLE, R, U>(block, first, states, groups, results, width);
+}
+
+using Multiply = void (*)(const Block&, const State*, int64_t, float*, int64_t);
+
+template <int BITS, bool TABLE, int... R>
+Multiply of_rows(int64_t rows, std::integer_sequence<int, R...>) {
+    constexpr Multiply all[] = {multiply_block<BITS, TABLE, R + 1>...};
+    return all[rows - 1];
+}
+
+Multiply multiplication(const Kind& kind, int64_t rows) {
+    constexpr auto R = std::make_integer_sequence<int, MOST_ROWS>();
+    switch (kind.bits) {
+        case 2: return of_rows<2, false>(rows, R);
+        case 3: return of_rows<3, false>(rows, R);
+        case 5: return of_rows<5, false>(rows, R);
+        case 6: return of_rows<6, false>(rows, R);
+        case 8: return of_rows<8, false>(rows, R);
+    }
+    return kind.table ? of_rows<4, true>(rows, R) : of_rows<4, false>(rows, R);
+}
+
+// Outputs of a block for some states.
+void multiply_rows(const Block& block, const State* states, int64_t rows, int64_t groups, float* to, int64_t width) {
+    const int64_t parts = (rows + MOST_ROWS - 1) / MOST_ROWS;
+    for (int64_t part = 0; part < parts; part++) {
+        const int64_t from = rows * part / parts, end = rows * (part + 1) / parts;
+        multiplication(block.kind, end - from)(block, states + from * groups, groups, to + from * width, width);
+    }
+}
+
+// One row of a block, as numbers.
+template <int BITS>
+void read_row(const Block& block, int row, int64_t groups, float* to) {
+    const Kind kind = block.kind;
+    const int first = row / LANES * LANES, lane = row % LANES;
+    Reader reader(kind, block.bytes + (kind.table ? LINE : 0), first);
+    for (int64_t group = 0; group < groups; group++, reader.next()) {
+        if (kind.scales == FACTORS && group % (SPAN / GROUP) == 0) reader.begin_span();
+        for (int index = 0; index < 8; index++) {
+            const Scaled scaled = reader.read(kind.halves ? index / 4 : 0);
+            const uint32_t four = integers<BITS>(reader.integers(), index)[lane];
+            for (int k = 0; k < 4; k++) {
+                const uint8_t integer = four >> 8 * k & 255;
+                const float number = (float)((kind.table ? block.bytes[integer] : integer) - kind.zero);
+                const float product = scaled.scale[lane] * number;
+                *to++ = kind.minimum ? product + scaled.minimum[lane] : product;
+            }
+        }
+    }
+}
+
+void read_any_row(const Block& block, int row, int64_t groups, float* to) {
+    switch (block.kind.bits) {
+        case 2: return read_row<2>(block, row, groups, to);
+        case 3: return read_row<3>(block, row, groups, to);
+        case 4: return read_row<4>(block, row, groups, to);
+        case 5: return read_row<5>(block, row, groups, to);
+        case 6: return read_row<6>(block, row, groups, to);
+    }
+    read_row<8>(block, row, groups, to);
+}
+
+}  // namespace
+
+extern "C" {
+
+// results (rows, outputs) = states (rows, K) times the transpose of a packed matrix (outputs, K).
+void specinfer_packed_linear(
+    const float* states, const uint8_t* matrix, float* results, int64_t rows, int64_t size, int64_t outputs) {
+    const int64_t groups = size / GROUP, blocks = (outputs + BLOCK - 1) / BLOCK;
+    const int threads = rows * size * outputs < SMALL ? 1 : omp_get_max_threads();
+    std::vector<State> rounded(rows * groups);
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t group = 0; group < rows * groups; group++)
+            round_state(states + group * GROUP, rounded[group]);
+        const int64_t part = omp_get_thread_num(), parts = omp_get_num_threads();
+        const int64_t from = blocks * part / parts, to = blocks * (part + 1) / parts;
+        for (int64_t top = 0; top < rows; top += PANEL) {
+            const int64_t count = std::min(PANEL, rows - top);
+            const State* panel = rounded.data() + top * groups;
+            for (int64_t number = from; number < to; number++) {
+                const Block block(matrix, number);
+                float* found = results + top * outputs + number * BLOCK;
+                if (const int64_t last = outputs - number * BLOCK; last < BLOCK) {
+                    float some[PANEL * BLOCK];
+                    multiply_rows(block, panel, count, groups, some, BLOCK);
+                    for (int64_t row = 0; row < count; row++)
+                        std::copy_n(some + row * BLOCK, last, found + row * outputs);
+                } else {
+                    multiply_rows(block, panel, count, groups, found, outputs);
+                }
+            }
+        }
+    }
+}
+
+// results (count, K) = rows of a packed matrix (outputs, K), float32.
+void specinfer_packed_rows(const int64_t* rows, const uint8_t* matrix, float* results, int64_t count, int64_t size) {
+#pragma omp parallel for num_threads(count * size < SMALL ? 1 : omp_get_max_threads())
+    for (int64_t index = 0; index < count; index++)
+        read_any_row(
+            Block(matrix, rows[index] / BLOCK), rows[index] % BLOCK, size / GROUP, results + index * size);
+}
+
+}

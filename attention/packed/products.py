@@ -1,0 +1,110 @@
+"""Products with packed matrices: the compiled library, made once on each machine, or else torch on their numbers.
+
+Knows: how the library is compiled and called.  Does not know: the layout, modules, models.
+"""
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+from torch.nn import functional
+
+from specinfer.attention.packed.formats import numbers
+from specinfer.attention.packed.layout import GROUP, unpack
+from specinfer.common.files import cache_folder
+
+SOURCE = Path(__file__).with_name("products.cpp")
+OPTIONS = "-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-fopenmp", "-shared", "-fPIC"
+
+_operators = torch.library.Library("specinfer", "FRAGMENT")
+# states (..., K), a packed matrix (N, K), N: returns (..., N), float32
+_operators.define("packed_linear(Tensor states, Tensor packed, int outputs) -> Tensor")
+# rows (...) of a packed matrix (N, K), K: returns (..., K), float32
+_operators.define("packed_rows(Tensor rows, Tensor packed, int inputs) -> Tensor")
+
+
+@torch.library.register_fake("specinfer::packed_linear", lib=_operators)
+def _shape_linear(states: Tensor, _packed: Tensor, outputs: int) -> Tensor:
+    return states.new_empty(*states.shape[:-1], outputs, dtype=torch.float32)
+
+
+@torch.library.register_fake("specinfer::packed_rows", lib=_operators)
+def _shape_rows(rows: Tensor, _packed: Tensor, inputs: int) -> Tensor:
+    return rows.new_empty(*rows.shape, inputs, dtype=torch.float32)
+
+
+@torch.library.impl("specinfer::packed_linear", "CPU", lib=_operators)
+def linear(states: Tensor, packed: Tensor, outputs: int) -> Tensor:
+    """Multiply states (..., K) with the transpose of a packed matrix (N, K), N outputs: (..., N), float32."""
+    inputs, given = states.shape[-1], states.float().contiguous()
+    if (products := library()) is None:
+        parts = [functional.linear(given, numbers(part)) for part in unpack(packed, outputs, inputs)]
+        return torch.cat(parts, -1)
+    found = given.new_empty(*states.shape[:-1], outputs)
+    rows = given.numel() // inputs
+    products.specinfer_packed_linear(*_addresses(given, packed, found), rows, inputs, outputs)
+    return found
+
+
+@torch.library.impl("specinfer::packed_rows", "CPU", lib=_operators)
+def rows_of(rows: Tensor, packed: Tensor, inputs: int) -> Tensor:
+    """Return rows (...) of a packed matrix (N, K), K inputs: (..., K), float32.  A row that it lacks is undefined."""
+    given = rows.contiguous()
+    if (products := library()) is None:
+        whole = int(given.max()) // GROUP * GROUP + GROUP if given.numel() else GROUP
+        return torch.cat([numbers(part) for part in unpack(packed, whole, inputs)])[given]
+    found = torch.empty(*rows.shape, inputs)
+    products.specinfer_packed_rows(*_addresses(given, packed, found), given.numel(), inputs)
+    return found
+
+
+def _addresses(*tensors: Tensor) -> list[ctypes.c_void_p]:
+    return [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """Return the compiled products, made if this machine has none yet; None without a compiler.
+
+    Compiled passes find its functions in the process.
+    """
+    if (compiler := _compiler()) is None:
+        return None
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    machine = repr(sorted(torch.cpu.get_capabilities().items())).encode()
+    key = hashlib.sha256(b"\0".join([SOURCE.read_bytes(), " ".join(OPTIONS).encode(), version, machine])).hexdigest()
+    path = cache_folder() / "products" / f"{key[:16]}.so"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")):
+            if not path.exists():
+                _compile(compiler, path)
+        found = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    number = ctypes.c_int64
+    found.specinfer_packed_linear.argtypes = [*[ctypes.c_void_p] * 3, number, number, number]
+    found.specinfer_packed_rows.argtypes = [*[ctypes.c_void_p] * 3, number, number]
+    return found
+
+
+def _compile(compiler: str, path: Path) -> None:
+    """Write the library: complete, or not at all."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        subprocess.run([compiler, *OPTIONS, str(SOURCE), "-o", str(made)], check=True, capture_output=True)
+        made.rename(path)
+
+
+def _compiler() -> str | None:
+    """Return this machine's C++ compiler."""
+    names = filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++"))
+    return next(filter(None, map(shutil.which, names)), None)
