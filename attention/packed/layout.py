@@ -167,7 +167,9 @@ def _parts(blocks: Tensor, code: int, inputs: int, outputs: int) -> Quantised:
         scale, least = (_to_outputs(each, torch.float16, outputs) for each in _halved(found[..., :supers], minimum))
         found = found[..., supers:]
     found = found.reshape(count, groups, body)
-    factor, least_factor = (_to_outputs(each, dtype, outputs) for each in _halved(found[..., : width * (1 + minimum)], minimum))
+    factor, least_factor = (
+        _to_outputs(each, dtype, outputs) for each in _halved(found[..., : width * (1 + minimum)], minimum)
+    )
     integers, at = torch.zeros(count, groups, 2, 8, BLOCK // 2, 4, dtype=torch.uint8), width * (1 + minimum)
     lines = found[..., at:].reshape(count, groups, 2, -1, LINE)
     for plane, first in _planes(bits):
