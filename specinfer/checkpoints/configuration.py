@@ -42,6 +42,8 @@ def configuration(keys: Keys, tensors: Mapping[str, Stored]) -> PreTrainedConfig
     """
     from transformers import AutoConfig
 
+    if (kind := keys.get("general.type", str, "model")) != "model":
+        raise keys.refusal(f"it is of type {kind!r:.40}", "give the file of a model")
     if keys.architecture not in ARCHITECTURES:
         advice = f"these work: {', '.join(ARCHITECTURES)} (mistral is a llama); load the original model otherwise"
         raise keys.refusal(f"its architecture is {keys.architecture!r:.40}", advice)

@@ -73,6 +73,9 @@ def tokenizer_of(keys: Keys, length: int) -> PreTrainedTokenizerBase:
         for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
         if not (kind == UNUSED and token == f"[PAD{number}]")
     }
+    for option in ("remove_extra_whitespaces", "add_sep_token"):
+        if keys.get(f"tokenizer.ggml.{option}", bool, False):
+            raise keys.refusal(f"tokenizer.ggml.{option} is true, which is not known", "load the original model")
     begins = False
     if (model := keys.get("tokenizer.ggml.model", str)) == "gpt2":
         backend, begins = _byte_level(keys, table)
@@ -143,8 +146,6 @@ def _merging(keys: Keys, table: dict[str, int], merges: list[tuple[str, str]], *
 def _pieces(keys: Keys, table: dict[str, int], tokens: Sequence[str], kinds: Sequence[int]) -> Tokenizer:
     """Return SentencePiece's BPE: spaces are letters, and bytes stand for letters that are no tokens."""
     keys.forget("tokenizer.ggml.pre")
-    if keys.get("tokenizer.ggml.remove_extra_whitespaces", bool, False):
-        raise keys.refusal("its tokenizer removes spaces", "load the original model")
     if "tokenizer.ggml.merges" in keys:
         keys.forget("tokenizer.ggml.scores")
         merges = _pairs(keys)

@@ -37,7 +37,7 @@ ERRORS = (
 
 
 def check_model(
-    model: Annotated[str, typer.Argument(help="Hub name or folder.")],
+    model: Annotated[str, typer.Argument(help="Hub name, folder or GGUF file.")],
     *,
     layers: options.Layers,
     as_json: options.Json = False,

@@ -27,7 +27,7 @@ PromptFiles = Annotated[
 ]
 Prompts = Annotated[list[str] | None, typer.Option(help="A prompt. Repeat.")]
 Target = Annotated[
-    str | None, typer.Option(help="Target model, hub name or folder.", show_default="SmolLM2-135M-Instruct")
+    str | None, typer.Option(help="Target model: hub name, folder or GGUF file.", show_default="SmolLM2-135M-Instruct")
 ]
 Count = Annotated[int, typer.Option(help="Prompts per file at most; 0 = all.", min=0)]
 Split = Annotated[str, typer.Option(help="The rows taken, where rows have a split.")]

@@ -6,6 +6,9 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 NUMBERS = {bool: (7, "?"), int: (4, "I"), float: (6, "f")}  # types of values, and how they are packed
 
 
@@ -59,3 +62,21 @@ def gguf(
     header = b"GGUF" + struct.pack("<IQQ", version, *counts)
     header += b"".join(text(key) + value(given) for key, given in pairs) + table
     return header + bytes(-len(header) % alignment) + data
+
+
+def stored(weight: Tensor, form: str) -> tuple[Made, Tensor]:
+    """A matrix or a vector as a file has it, and its numbers there: F32, F16, BF16 or Q8_0."""
+    dense = {"F32": (0, torch.float32), "F16": (1, torch.float16), "BF16": (30, torch.bfloat16)}
+    if form in dense:
+        kind, dtype = dense[form]
+        rounded = weight.to(dtype).contiguous()
+        return Made(kind, tuple(weight.shape), raw(rounded)), rounded.float()
+    blocks = weight.unflatten(-1, (-1, 32))
+    scale = (blocks.abs().amax(-1, keepdim=True) / 127).half()
+    integers = (blocks / scale.float()).round().clamp(-127, 127)
+    data = torch.cat([scale.view(torch.uint8), integers.to(torch.int8).view(torch.uint8)], -1)
+    return Made(8, tuple(weight.shape), raw(data)), (integers * scale.float()).flatten(-2)
+
+
+def raw(values: Tensor) -> bytes:
+    return bytes(values.flatten().view(torch.uint8).tolist())

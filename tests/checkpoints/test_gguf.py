@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from gguf_files import Made, gguf
+from gguf_files import Made, gguf, stored
 from tokenizers import pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
@@ -27,9 +26,6 @@ from specinfer import SpeculativeDecoder, loading
 from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear
 from specinfer.checkpoints.gguf import load_gguf
 from specinfer.errors import ModelError
-
-quants = pytest.importorskip("gguf.quants")
-constants = pytest.importorskip("gguf.constants")
 
 TOKENS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "th", "the", "12", "<|end|>", "<|turn|>", "<mark>", "[PAD262]"]
 TYPES = [1] * 259 + [3, 3, 4, 5]
@@ -115,14 +111,12 @@ def tensors(model: Any, form: str = "Q8_0") -> dict[str, Made]:
     if model.config.tie_word_embeddings:
         del state["lm_head.weight"]
     for name, weight in state.items():
-        wanted = constants.GGMLQuantizationType["F32" if weight.dim() == 1 else form]
-        rows = ordered(model, name, weight).numpy()
-        packed = quants.quantize(rows, wanted)
-        weight.copy_(restored(model, name, torch.from_numpy(quants.dequantize(packed, wanted).copy())))
+        made, numbers = stored(ordered(model, name, weight), "F32" if weight.dim() == 1 else form)
+        weight.copy_(restored(model, name, numbers))
         short = name
         for theirs, ours in NAMES.items():
             short = short.replace(theirs, ours, 1) if re.search(rf"(^|\.){re.escape(theirs)}\.", short) else short
-        found[short] = Made(int(wanted), tuple(weight.shape), np.ascontiguousarray(packed).tobytes())
+        found[short] = made
     return found
 
 
@@ -296,6 +290,7 @@ def without(keys: Mapping[str, Any], name: str) -> dict[str, Any]:
     ("keys", "message"),
     [
         (without(metadata(), "general.architecture"), "lacks general.architecture"),
+        (metadata(**{"general.type": "adapter"}), "it is of type 'adapter'; give the file of a model"),
         ({"general.architecture": "mamba"}, "architecture is 'mamba'; these work: llama, qwen2, qwen3"),
         (without(metadata(), "llama.block_count"), "lacks llama.block_count"),
         (metadata(**{"llama.block_count": "2"}), "llama.block_count is '2', and should be of type int"),
@@ -321,6 +316,7 @@ def without(keys: Mapping[str, Any], name: str) -> dict[str, Any]:
         (metadata(**{"tokenizer.ggml.tokens": [1]}), r"tokens is \[1\], and should be an array of type str"),
         (metadata(**{"tokenizer.ggml.token_type": [1]}), "it has 263 tokens and 1 types of them"),
         (metadata(**{"tokenizer.ggml.eos_token_id": 263}), "eos_token_id is 263, and there are 263 tokens"),
+        (metadata(**{"tokenizer.ggml.remove_extra_whitespaces": True}), "remove_extra_whitespaces is true"),
         (metadata(**{"tokenizer.ggml.merges": ["t h e"]}), "'t h e' among its merges is no pair"),
         (metadata(**{"tokenizer.ggml.merges": ["no tokens"]}), "tokens and merges contradict each other .*`no`"),
     ],
