@@ -709,7 +709,7 @@ def load_draft(name: str, dtype: Any, device: Any, **rounding: Any) -> Draft:
     Raises:
         ModelError: it cannot be loaded.
     """
-    config = draft_config(name)
+    config = draft_config(name) if loading.gguf_file(name) is None else {}
     if config.get("model_type") == MODEL_TYPE:
         return HeadDraft.load(Path(os.path.expanduser(name)))
     if may_be_head(config) and (head := load_published(name)) is not None:

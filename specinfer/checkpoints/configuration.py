@@ -6,6 +6,7 @@ Does not know: weights, tokenizers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,9 @@ def configuration(keys: Keys, tensors: Mapping[str, Stored]) -> PreTrainedConfig
             raise keys.refusal(f"{key} is {found}, and {head} alone, as of keys, is possible", "use another model")
     if "token_embd.weight" not in tensors:
         raise keys.refusal("it has no tensor token_embd.weight")
+    layers = {int(part[1]) for name in tensors if (part := re.match(r"blk\.(\d+)\.", name))}
+    if len(layers) != sizes["num_hidden_layers"] or layers != set(range(len(layers))):
+        raise keys.refusal(f"its metadata says {sizes['num_hidden_layers']} layers, its tensors are of {len(layers)}")
     roles = {f"{role}_id": keys.get(key, int) for role, key in ROLES.items() if key in keys and role != "unk_token"}
     config = AutoConfig.for_model(
         keys.architecture,
@@ -109,9 +113,11 @@ def _check_rotary(keys: Keys, config: PreTrainedConfig, factors: Tensor) -> None
     """Raise `ModelError` unless the factors of a file are those of the configuration's frequencies."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    size, theta = config.head_dim, config.rope_parameters["rope_theta"]
-    plain = 1 / theta ** (torch.arange(0, size, 2).float() / size)
-    kind = config.rope_parameters["rope_type"]
-    scaled = plain if kind == "default" else ROPE_INIT_FUNCTIONS[kind](config)[0]
-    if factors.shape != plain.shape or not torch.allclose(scaled * factors, plain, rtol=1e-4):
+    kind, theta = config.rope_parameters["rope_type"], config.rope_parameters["rope_theta"]
+    fits = 2 * len(factors) == config.head_dim
+    if fits:
+        plain = 1 / theta ** (torch.arange(len(factors)).float() / len(factors))
+        scaled = plain if kind == "default" else ROPE_INIT_FUNCTIONS[kind](config)[0]
+        fits = torch.allclose(scaled * factors, plain, rtol=1e-4)
+    if not fits:
         raise keys.refusal(f"{ROTARY} has other factors than Llama 3's", "load the original model")

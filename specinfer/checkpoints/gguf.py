@@ -7,7 +7,6 @@ Does not know: formats of blocks, the packed layout, how models are found.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -62,9 +61,6 @@ def load_gguf(path: str | os.PathLike[str]) -> tuple[PreTrainedModel, PreTrained
     tokenizer = tokenizer_of(keys, config.max_position_embeddings)
     stops = ends(keys)
     keys.check_all_used()
-    layers = {int(found[1]) for name in file.tensors if (found := re.match(r"blk\.(\d+)\.", name))}
-    if layers != set(range(config.num_hidden_layers)):
-        raise keys.refusal(f"its metadata says {config.num_hidden_layers} layers, its tensors are of {len(layers)}")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if stops:
@@ -96,7 +92,9 @@ def _fill(model: PreTrainedModel, tensors: dict[str, Stored], file: Gguf, keys: 
                 weight = dense(stored.kind, stored.rows).view(stored.shape)
                 setattr(model.get_submodule(path), leaf, _parameter(weight if order is None else weight[order]))
             else:
-                _set_packed(model, path, pack(_parts(stored, order), *stored.shape))
+                new = _packed_like(model.get_submodule(path))
+                new.packed = pack(_parts(stored, order), *stored.shape)
+                model.set_submodule(path, new)
         except ModelError as error:
             raise keys.refusal(f"{name}: {error}") from error
         file.release()
@@ -141,24 +139,21 @@ def _parameter(weight: Tensor) -> nn.Parameter:
     return nn.Parameter(weight, requires_grad=False)
 
 
-def _set_packed(model: PreTrainedModel, path: str, packed: Tensor) -> None:
-    """Put a module with packed weights in the place of a dense one."""
-    module = model.get_submodule(path)
-    new: PackedLinear | PackedEmbedding
+def _packed_like(module: nn.Module) -> PackedLinear | PackedEmbedding:
+    """Return a module, still without weights, that takes the place of a dense one."""
     if type(module) is nn.Linear:
-        new = PackedLinear(module.in_features, module.out_features, module.bias is not None)
-    elif type(module) is nn.Embedding:
-        new = PackedEmbedding(module.num_embeddings, module.embedding_dim)
-    else:
-        raise ModelError("it is quantised, and should be dense: the file was converted by another program")
-    new.packed = packed
-    model.set_submodule(path, new)
+        return PackedLinear(module.in_features, module.out_features, module.bias is not None)
+    if type(module) is nn.Embedding:
+        return PackedEmbedding(module.num_embeddings, module.embedding_dim)
+    raise ModelError("it is quantised, and should be dense: the file was converted by another program")
 
 
 def _tie(model: PreTrainedModel) -> None:
     """Let the head have the weights of the embeddings."""
-    embedding = model.get_submodule(EMBEDDING)
+    embedding, head = model.get_submodule(EMBEDDING), model.get_submodule(HEAD)
     if isinstance(embedding, PackedEmbedding):
-        _set_packed(model, HEAD, embedding.packed)
+        new = _packed_like(head)
+        new.packed = embedding.packed
+        model.set_submodule(HEAD, new)
     else:
-        model.get_submodule(HEAD).weight = embedding.weight
+        head.weight = embedding.weight

