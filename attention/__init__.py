@@ -9,7 +9,7 @@ from specinfer.attention.check import ModelCheck, check_model
 from specinfer.attention.layout import Layout, lay_out_chains, lay_out_level, lay_out_trees
 from specinfer.attention.mask import AttentionSpec, attention_mask
 from specinfer.attention.model import TreeModel, evaluating, resumed, running
-from specinfer.attention.offload import device_of, is_dispatched, resident, value_of, weight_of
+from specinfer.attention.offload import device_of, embedded, is_dispatched, resident, value_of, weight_of
 from specinfer.attention.precision import autocast_as_now
 from specinfer.attention.session import TreeSession
 from specinfer.attention.verdicts import Support
@@ -26,6 +26,7 @@ __all__ = [
     "autocast_as_now",
     "check_model",
     "device_of",
+    "embedded",
     "evaluating",
     "is_dispatched",
     "lay_out_chains",

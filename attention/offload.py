@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear
 from specinfer.attention.torch_private import with_parameters
 from specinfer.common.ranks import whole
 from specinfer.errors import ModelError
@@ -63,13 +64,20 @@ def weight_of(module: Any) -> Tensor:
     """Return a module's weight, detached; if it is offloaded, a copy for whatever borrows it.
 
     Raises:
-        ModelError: as `value_of`.
+        ModelError: as `value_of`; or it is packed, and nothing else reads it.
     """
+    if isinstance(module, PackedLinear | PackedEmbedding):
+        raise ModelError("the target's weights are packed: take one in bfloat16 or float32, or a draft with its own")
     if module.weight.device.type != "meta":
         return whole(module.weight).detach()
     if module not in _fetched:
         _fetched[module] = value_of(module, "weight")
     return _fetched[module]
+
+
+def embedded(module: Any, ids: Tensor) -> Tensor:
+    """Return the rows of an embedding's matrix for token ids: see `weight_of`, but it may be packed."""
+    return module(ids.cpu()) if isinstance(module, PackedEmbedding) else weight_of(module)[ids]
 
 
 def resident(module: Any) -> Any:

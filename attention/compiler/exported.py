@@ -224,6 +224,7 @@ class _WeightInputs:
                 layers.setdefault((states, biased, form), []).append(node)
         for (states, biased, form), group in layers.items():
             self.join(states, biased, form, group)
+        self.join_packed()
         for node in self.graph.find_nodes(op="get_attr"):
             tensor, name = self.tensor(node), self.names.get(self.key(node))
             if name is not None and tensor.dtype != self.stored[name] and _is_embedding(node):
@@ -251,6 +252,20 @@ class _WeightInputs:
         for node, part in zip(group, parts, strict=True):
             _replace(node, part)
         self.graph.eliminate_dead_code()
+
+    def join_packed(self) -> None:
+        """Make one product of packed layers that read the same states."""
+        groups: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.graph.find_nodes(op="call_function", target=torch.ops.specinfer.packed_linear.default):
+            groups.setdefault(node.args[0], []).append(node)
+        for states, group in groups.items():
+            matrices, outputs = ([part for node in group for part in node.args[index]] for index in (1, 2))
+            with self.graph.inserting_before(group[0]):
+                product = self.graph.call_function(group[0].target, (states, matrices, outputs))
+                parts = self.graph.call_function(aten.split_with_sizes.default, (product, outputs, -1))
+                each = [self.graph.call_function(operator.getitem, (parts, index)) for index in range(len(group))]
+            for node, part in zip(group, each, strict=True):
+                _replace(node, part)
 
     def embed(self, node: fx.Node, name: str, tensor: Tensor) -> None:
         """Read rows of embeddings as they are stored."""

@@ -264,11 +264,11 @@ def teach_compiler() -> None:
         return reshaped(product, [*before, outputs])
 
     @lowering(torch.ops.specinfer.packed_linear)
-    def lower_packed(states: Any, packed: Any, outputs: int) -> Any:
+    def lower_packed(states: Any, packed: Sequence[Any], outputs: Sequence[int]) -> Any:
         *before, size = sizes_of(states)
-        flat = contiguous(reshaped(states, [-1, size]))
-        product = kernels.call("packed", "packed_linear", [flat, in_memory(packed)], [sizes_of(flat)[0], outputs])
-        return reshaped(product, [*before, outputs])
+        flat, width = contiguous(reshaped(states, [-1, size])), sum(outputs)
+        inputs = [flat, *map(in_memory, packed)]
+        return reshaped(kernels.call("packed", "packed_linear", inputs, [sizes_of(flat)[0], width]), [*before, width])
 
     @lowering(torch.ops.specinfer.packed_rows)
     def lower_rows(rows: Any, packed: Any, inputs: int) -> Any:

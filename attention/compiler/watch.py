@@ -32,7 +32,10 @@ def architecture(model: nn.Module) -> list[Any]:
         for name, module in model.named_modules()
     ]
     config: Any = model.config
-    weights = [[*kind, str(dtype), str(device)] for *kind, dtype, device in _kinds_of(named_tensors(model))]
+    weights = [
+        [name, tied, *([] if name.endswith(".packed") else (shape, strides)), str(dtype), str(device)]
+        for name, tied, shape, strides, dtype, device in _kinds_of(named_tensors(model))
+    ]  # a packed matrix says itself what it holds
     return [modules, weights, repr(sorted(_settings(config.to_dict()).items()))]
 
 

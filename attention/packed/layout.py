@@ -4,8 +4,8 @@ Knows: where integers, scales and minima stand.  Does not know: formats of files
 
 A packed matrix (N, K) is a row of bytes:
 
-    head      64 bytes, then 16 for each block of 32 outputs: where it begins (8 bytes), its kind (4), nothing (4);
-              filled up to a multiple of 64
+    head      64 bytes: N (8 bytes), nothing; then 16 for each block of 32 outputs: where it begins (8 bytes), its
+              kind (4), nothing (4); filled up to a multiple of 64
     blocks    each begins at a multiple of 64; the last one is filled up with zeros
 
     block     64 bytes of a table, if integers look numbers up: 16 numbers, 128 added
@@ -55,6 +55,7 @@ def pack(parts: Iterable[Quantised], outputs: int, inputs: int) -> Tensor:
         if code < 0:
             code, size = code_of(part), -(-found.shape[1] // LINE) * LINE
             packed = torch.zeros(body + blocks * size, dtype=torch.uint8)
+            packed[:8].view(torch.int64)[0] = outputs
             entries = packed[LINE : LINE + ENTRY * blocks].view(torch.int64).view(blocks, 2)
             entries[:, 0] = body + size * torch.arange(blocks)
             entries[:, 1] = code
@@ -157,8 +158,8 @@ def _parts(blocks: Tensor, code: int, inputs: int, outputs: int) -> Quantised:
         blocks = blocks[:, LINE:]
     dtype = {HALF: torch.float16, FACTORS: torch.int8, SINGLE: torch.float32}[scales]
     spans, groups = inputs // SPAN, inputs // GROUP
-    width = BLOCK * dtype.itemsize * (1 + halves)
-    body = width * (1 + minimum) + 2 * LINE * bits
+    width = BLOCK * dtype.itemsize * (1 + halves) * (1 + minimum)  # bytes of scales and minima before a group
+    body = width + 2 * LINE * bits
     supers = 2 * BLOCK * (1 + minimum) if scales == FACTORS else 0
     found = blocks[:, : spans * supers + groups * body]
     scale, least = None, None
@@ -167,11 +168,9 @@ def _parts(blocks: Tensor, code: int, inputs: int, outputs: int) -> Quantised:
         scale, least = (_to_outputs(each, torch.float16, outputs) for each in _halved(found[..., :supers], minimum))
         found = found[..., supers:]
     found = found.reshape(count, groups, body)
-    factor, least_factor = (
-        _to_outputs(each, dtype, outputs) for each in _halved(found[..., : width * (1 + minimum)], minimum)
-    )
-    integers, at = torch.zeros(count, groups, 2, 8, BLOCK // 2, 4, dtype=torch.uint8), width * (1 + minimum)
-    lines = found[..., at:].reshape(count, groups, 2, -1, LINE)
+    factor, least_factor = (_to_outputs(each, dtype, outputs) for each in _halved(found[..., :width], minimum))
+    integers = torch.zeros(count, groups, 2, 8, BLOCK // 2, 4, dtype=torch.uint8)
+    lines = found[..., width:].reshape(count, groups, 2, -1, LINE)
     for plane, first in _planes(bits):
         line, lines = lines[..., :plane, :], lines[..., plane:, :]
         shifts = plane * torch.arange(8 // plane, dtype=torch.uint8)

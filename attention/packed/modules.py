@@ -34,7 +34,7 @@ class PackedLinear(_Packed):
 
     def forward(self, states: Tensor) -> Tensor:
         """Return (..., N) for states (..., K)."""
-        found = torch.ops.specinfer.packed_linear(states, self.packed, self.out_features)
+        found = torch.ops.specinfer.packed_linear(states, [self.packed], [self.out_features])
         return (found if self.bias is None else found + self.bias).to(states.dtype)
 
 

@@ -73,6 +73,12 @@ struct Block {
           kind(load<uint32_t>(matrix + LINE + 16 * number + 8)) {}
 };
 
+// A block of one of several matrices, and where its outputs stand among those of all.
+struct Place {
+    const uint8_t* matrix;
+    int64_t number, first, outputs;
+};
+
 // ---- numbers in registers ----
 
 INLINE Floats halves_to_floats(const uint8_t* from) {
@@ -342,32 +348,41 @@ void read_any_row(const Block& block, int row, int64_t groups, float* to) {
 
 extern "C" {
 
-// results (rows, outputs) = states (rows, K) times the transpose of a packed matrix (outputs, K).
+// results (rows, outputs) = states (rows, K) times the transposes of packed matrices, side by side.
 void specinfer_packed_linear(
-    const float* states, const uint8_t* matrix, float* results, int64_t rows, int64_t size, int64_t outputs) {
-    const int64_t groups = size / GROUP, blocks = (outputs + BLOCK - 1) / BLOCK;
+    const float* states, const uint8_t* const* matrices, int64_t count, float* results, int64_t rows, int64_t size,
+    int64_t outputs) {
+    const int64_t groups = size / GROUP;
     const int threads = rows * size * outputs < SMALL ? 1 : omp_get_max_threads();
     std::vector<State> rounded(rows * groups);
+    std::vector<Place> places;
+    for (int64_t matrix = 0, first = 0; matrix < count; matrix++) {
+        const auto own = (int64_t)load<uint64_t>(matrices[matrix]);
+        for (int64_t number = 0; number * BLOCK < own; number++)
+            places.push_back({matrices[matrix], number, first + number * BLOCK, std::min<int64_t>(BLOCK, own - number * BLOCK)});
+        first += own;
+    }
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
         for (int64_t group = 0; group < rows * groups; group++)
             round_state(states + group * GROUP, rounded[group]);
-        const int64_t part = omp_get_thread_num(), parts = omp_get_num_threads();
+        const int64_t part = omp_get_thread_num(), parts = omp_get_num_threads(), blocks = places.size();
         const int64_t from = blocks * part / parts, to = blocks * (part + 1) / parts;
         for (int64_t top = 0; top < rows; top += PANEL) {
-            const int64_t count = std::min(PANEL, rows - top);
+            const int64_t some = std::min(PANEL, rows - top);
             const State* panel = rounded.data() + top * groups;
-            for (int64_t number = from; number < to; number++) {
-                const Block block(matrix, number);
-                float* found = results + top * outputs + number * BLOCK;
-                if (const int64_t last = outputs - number * BLOCK; last < BLOCK) {
-                    float some[PANEL * BLOCK];
-                    multiply_rows(block, panel, count, groups, some, BLOCK);
-                    for (int64_t row = 0; row < count; row++)
-                        std::copy_n(some + row * BLOCK, last, found + row * outputs);
+            for (int64_t index = from; index < to; index++) {
+                const Place& place = places[index];
+                const Block block(place.matrix, place.number);
+                float* found = results + top * outputs + place.first;
+                if (place.outputs < BLOCK) {
+                    float sums[PANEL * BLOCK];
+                    multiply_rows(block, panel, some, groups, sums, BLOCK);
+                    for (int64_t row = 0; row < some; row++)
+                        std::copy_n(sums + row * BLOCK, place.outputs, found + row * outputs);
                 } else {
-                    multiply_rows(block, panel, count, groups, found, outputs);
+                    multiply_rows(block, panel, some, groups, found, outputs);
                 }
             }
         }

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -25,15 +26,15 @@ SOURCE = Path(__file__).with_name("products.cpp")
 OPTIONS = "-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-fopenmp", "-shared", "-fPIC"
 
 _operators = torch.library.Library("specinfer", "FRAGMENT")
-# states (..., K), a packed matrix (N, K), N: returns (..., N), float32
-_operators.define("packed_linear(Tensor states, Tensor packed, int outputs) -> Tensor")
+# states (..., K), packed matrices (N_i, K), their N_i: returns (..., sum of N_i), float32
+_operators.define("packed_linear(Tensor states, Tensor[] packed, int[] outputs) -> Tensor")
 # rows (...) of a packed matrix (N, K), K: returns (..., K), float32
 _operators.define("packed_rows(Tensor rows, Tensor packed, int inputs) -> Tensor")
 
 
 @torch.library.register_fake("specinfer::packed_linear", lib=_operators)
-def _shape_linear(states: Tensor, _packed: Tensor, outputs: int) -> Tensor:
-    return states.new_empty(*states.shape[:-1], outputs, dtype=torch.float32)
+def _shape_linear(states: Tensor, _packed: Sequence[Tensor], outputs: Sequence[int]) -> Tensor:
+    return states.new_empty(*states.shape[:-1], sum(outputs), dtype=torch.float32)
 
 
 @torch.library.register_fake("specinfer::packed_rows", lib=_operators)
@@ -41,20 +42,22 @@ def _shape_rows(rows: Tensor, _packed: Tensor, inputs: int) -> Tensor:
     return rows.new_empty(*rows.shape, inputs, dtype=torch.float32)
 
 
-@torch.library.impl("specinfer::packed_linear", "CPU", lib=_operators)
-def linear(states: Tensor, packed: Tensor, outputs: int) -> Tensor:
-    """Multiply states (..., K) with the transpose of a packed matrix (N, K), N outputs: (..., N), float32."""
+def linear(states: Tensor, packed: Sequence[Tensor], outputs: Sequence[int]) -> Tensor:
+    """Multiply states (..., K) with the transposes of packed matrices (N_i, K): (..., sum of N_i), float32."""
     inputs, given = states.shape[-1], states.float().contiguous()
     if (products := library()) is None:
-        parts = [functional.linear(given, numbers(part)) for part in unpack(packed, outputs, inputs)]
-        return torch.cat(parts, -1)
-    found = given.new_empty(*states.shape[:-1], outputs)
+        pairs = zip(packed, outputs, strict=True)
+        parts = (numbers(part) for matrix, size in pairs for part in unpack(matrix, size, inputs))
+        return torch.cat([functional.linear(given, part) for part in parts], -1)
+    found = given.new_empty(*states.shape[:-1], sum(outputs))
+    matrices = (ctypes.c_void_p * len(packed))(*(matrix.data_ptr() for matrix in packed))
     rows = given.numel() // inputs
-    products.specinfer_packed_linear(*_addresses(given, packed, found), rows, inputs, outputs)
+    products.specinfer_packed_linear(
+        given.data_ptr(), matrices, len(packed), found.data_ptr(), rows, inputs, sum(outputs)
+    )
     return found
 
 
-@torch.library.impl("specinfer::packed_rows", "CPU", lib=_operators)
 def rows_of(rows: Tensor, packed: Tensor, inputs: int) -> Tensor:
     """Return rows (...) of a packed matrix (N, K), K inputs: (..., K), float32.  A row that it lacks is undefined."""
     given = rows.contiguous()
@@ -62,12 +65,12 @@ def rows_of(rows: Tensor, packed: Tensor, inputs: int) -> Tensor:
         whole = int(given.max()) // GROUP * GROUP + GROUP if given.numel() else GROUP
         return torch.cat([numbers(part) for part in unpack(packed, whole, inputs)])[given]
     found = torch.empty(*rows.shape, inputs)
-    products.specinfer_packed_rows(*_addresses(given, packed, found), given.numel(), inputs)
+    products.specinfer_packed_rows(given.data_ptr(), packed.data_ptr(), found.data_ptr(), given.numel(), inputs)
     return found
 
 
-def _addresses(*tensors: Tensor) -> list[ctypes.c_void_p]:
-    return [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+_operators.impl("packed_linear", linear, "CPU")
+_operators.impl("packed_rows", rows_of, "CPU")
 
 
 @cache
@@ -90,9 +93,9 @@ def library() -> ctypes.CDLL | None:
         found = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except (OSError, subprocess.CalledProcessError):
         return None
-    number = ctypes.c_int64
-    found.specinfer_packed_linear.argtypes = [*[ctypes.c_void_p] * 3, number, number, number]
-    found.specinfer_packed_rows.argtypes = [*[ctypes.c_void_p] * 3, number, number]
+    address, number = ctypes.c_void_p, ctypes.c_int64
+    found.specinfer_packed_linear.argtypes = [address, address, number, address, number, number, number]
+    found.specinfer_packed_rows.argtypes = [address, address, address, number, number]
     return found
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn import functional
 
-from specinfer.attention import TreeModel, device_of, lay_out_level, weight_of
+from specinfer.attention import TreeModel, device_of, embedded, lay_out_level
 from specinfer.attention.torch_private import writes
 from specinfer.common.files import parse_json, write_json, write_whole
 from specinfer.drafts.head_network import HeadNetwork, head_config
@@ -300,14 +300,13 @@ def _as_sketch(text: str) -> Tensor:
 
 def _sizes(model: Any) -> dict[str, int]:
     config = model.config.get_text_config(decoder=True)
-    vocab_size = model.get_input_embeddings().weight.shape[0]
+    vocab_size = model.get_input_embeddings().num_embeddings
     return {"layers": config.num_hidden_layers, "hidden_size": config.hidden_size, "vocab_size": vocab_size}
 
 
 def _sketch(model: Any) -> Tensor:
     """Return a few entries of the embedding matrix, float32."""
-    weight = weight_of(model.get_input_embeddings())
-    rows = (
-        torch.linspace(0, weight.shape[0] - 1, SKETCH_ROWS, dtype=torch.float32, device="cpu").long().to(weight.device)
-    )
-    return weight[rows, :SKETCH_WIDTH].float().cpu().flatten()
+    embedding = model.get_input_embeddings()
+    last = embedding.num_embeddings - 1
+    ids = torch.linspace(0, last, SKETCH_ROWS, dtype=torch.float32, device="cpu").long()
+    return embedded(embedding, ids.to(device_of(model)))[:, :SKETCH_WIDTH].float().cpu().flatten()

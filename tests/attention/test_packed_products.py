@@ -1,0 +1,167 @@
+"""The packed layout and its products: the same numbers as in the file, the same bits in every product."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from test_packed_formats import HALVES, random_rows
+from torch import Tensor, nn
+
+from specinfer.attention.packed import products
+from specinfer.attention.packed.formats import KINDS, Quantised, numbers, quantised
+from specinfer.attention.packed.layout import pack, unpack
+from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear
+
+OUTPUTS, INPUTS = 77, 768  # the last block of 32 outputs is not full
+OTHERS = ["-mavx2", "-mfma", "-mf16c"], ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma"]  # the latter without VNNI
+
+
+def plain_rows(kind: str, count: int = OUTPUTS) -> Tensor:
+    """Rows of random blocks whose scales are of one size, as in models."""
+    rows = random_rows(kind, count, INPUTS // KINDS[kind].inputs).view(count, -1, KINDS[kind].size)
+    generator = torch.Generator().manual_seed(1)
+    for at in HALVES[kind]:
+        halves = 0.001 + 0.02 * torch.rand(*rows.shape[:2], 1, generator=generator)
+        rows[..., at : at + 2] = halves.half().view(torch.uint8)
+    if kind == "MXFP4":
+        rows[..., 0] = torch.randint(118, 124, rows.shape[:2], generator=generator)
+    return rows.flatten(1)
+
+
+def packed_of(kind: str, rows: Tensor) -> Tensor:
+    return pack((quantised(kind, part) for part in rows.split(64)), len(rows), INPUTS)
+
+
+def states_of(count: int) -> Tensor:
+    return torch.randn(count, INPUTS, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "torch":
+        monkeypatch.setattr(products, "library", lambda: None)
+    elif products.library() is None:
+        pytest.skip("no C++ compiler")
+    return str(request.param)
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_what_is_packed_comes_back(kind: str) -> None:
+    rows = random_rows(kind, OUTPUTS, INPUTS // KINDS[kind].inputs)
+    (found,) = unpack(packed_of(kind, rows), OUTPUTS, INPUTS)
+    for part, wanted in zip(found, quantised(kind, rows), strict=True):
+        if isinstance(wanted, Tensor):
+            assert part.dtype == wanted.dtype
+            assert torch.equal(part.view(torch.uint8), wanted.contiguous().view(torch.uint8))
+        else:
+            assert part == wanted
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_a_packed_matrix_is_no_larger_than_its_rows_but_for_bytes_of_scales(kind: str) -> None:
+    rows = plain_rows(kind, 1024)
+    more = {"Q4_K": 0.125, "Q5_K": 0.125, "Q3_K": 0.125, "IQ4_XS": 0.0625, "MXFP4": 0.75, "Q2_K": 0.5}
+    packed, weights = packed_of(kind, rows), rows.shape[0] * INPUTS
+    assert 8 * packed.numel() / weights <= 8 * rows.numel() / weights + more.get(kind, 0) + 0.1  # heads, tables
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_rows_are_the_numbers_of_the_file(kind: str, library: str) -> None:
+    rows = random_rows(kind, OUTPUTS, INPUTS // KINDS[kind].inputs)
+    ids = torch.tensor([[0, 76, 31], [32, 5, 5]])
+    found = products.rows_of(ids, packed_of(kind, rows), INPUTS)
+    assert torch.equal(found.view(torch.int32), numbers(quantised(kind, rows))[ids].view(torch.int32))
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_products_are_near_those_of_float64(kind: str, library: str) -> None:
+    rows, states = plain_rows(kind), states_of(5)
+    wanted = states.double() @ numbers(quantised(kind, rows)).double().T
+    found = products.linear(states, [packed_of(kind, rows)], [OUTPUTS])
+    assert (found - wanted).square().mean().sqrt() < 4e-5 * wanted.square().mean().sqrt()
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_a_state_has_the_same_bits_among_any_others(kind: str) -> None:
+    if products.library() is None:
+        pytest.skip("no C++ compiler")
+    packed, states = packed_of(kind, plain_rows(kind)), states_of(110)
+    whole = products.linear(states, [packed], [OUTPUTS])
+    for count in (*range(1, 14), 31, 97):
+        for first in (0, 7):
+            part = states[first : first + count]
+            assert torch.equal(products.linear(part, [packed], [OUTPUTS]), whole[first : first + count])
+
+
+def test_matrices_side_by_side(library: str) -> None:
+    """Of different kinds, and with last blocks that are not full."""
+    outputs, states = [64, 77, 3], states_of(3)
+    pairs = zip(["Q4_K", "Q6_K", "Q8_0"], outputs, strict=True)
+    matrices = [packed_of(kind, plain_rows(kind, count)) for kind, count in pairs]
+    alone = [products.linear(states, [matrix], [count]) for matrix, count in zip(matrices, outputs, strict=True)]
+    assert torch.equal(products.linear(states, matrices, outputs), torch.cat(alone, -1))
+
+
+def test_a_state_that_is_no_number_gives_none(library: str) -> None:
+    packed, states = packed_of("Q4_K", plain_rows("Q4_K")), states_of(3)
+    states[1, 40], states[2, 700] = torch.nan, torch.inf
+    found = products.linear(states, [packed], [OUTPUTS])
+    assert found[0].isfinite().all()
+    assert not found[1:].isfinite().any()
+    assert products.linear(torch.zeros(1, INPUTS), [packed], [OUTPUTS]).abs().max() == 0
+
+
+@pytest.mark.parametrize("instructions", OTHERS, ids=["AVX2", "AVX512"])
+def test_other_instructions_give_the_same_bits(instructions: list[str], tmp_path: Path, monkeypatch) -> None:
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX512") or products.library() is None:
+        pytest.skip("this processor has no other instructions to compare with")
+    matrices, states = [packed_of(kind, plain_rows(kind)) for kind in HALVES], states_of(9)
+    outputs = [OUTPUTS] * len(matrices)
+    wanted = products.linear(states, matrices, outputs)
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
+    options = [option for option in products.OPTIONS if option != "-march=native"]
+    monkeypatch.setattr(products, "OPTIONS", (*options, *instructions))
+    products.library.cache_clear()
+    try:
+        assert torch.equal(products.linear(states, matrices, outputs), wanted)
+        ids = torch.arange(OUTPUTS)
+        for kind, matrix in zip(HALVES, matrices, strict=True):
+            assert torch.equal(products.rows_of(ids, matrix, INPUTS), numbers(quantised(kind, plain_rows(kind))))
+    finally:
+        products.library.cache_clear()
+
+
+def test_modules_compute_what_dense_ones_do(library: str) -> None:
+    rows, states = plain_rows("Q4_K"), states_of(4).view(2, 2, INPUTS)
+    weight = numbers(quantised("Q4_K", rows))
+    linear, embedding = PackedLinear(INPUTS, OUTPUTS, bias=True), PackedEmbedding(OUTPUTS, INPUTS)
+    linear.packed = embedding.packed = packed_of("Q4_K", rows)
+    assert linear.bias is not None
+    nn.init.normal_(linear.bias)
+    wanted = nn.functional.linear(states, weight, linear.bias)
+    assert (linear(states) - wanted).abs().max() < 2e-4 * wanted.abs().max()
+    assert linear(states.bfloat16()).dtype == torch.bfloat16
+    assert torch.equal(embedding(torch.tensor([[3, 76]])), weight[torch.tensor([[3, 76]])])
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    rows = plain_rows("Q4_0")
+    with pytest.raises(ValueError, match="3 blocks of 32 outputs were given, and 128 outputs are 4"):
+        pack([quantised("Q4_0", rows)], 128, INPUTS)
+    parts: list[Quantised] = [quantised("Q4_0", rows[:64]), quantised("Q8_0", plain_rows("Q8_0")[64:])]
+    with pytest.raises(ValueError, match="of several kinds"):
+        pack(parts, OUTPUTS, INPUTS)
+
+
+def test_without_a_compiler_there_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise subprocess.CalledProcessError(1, "g++")
+
+    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
+    for name, value in {"_compiler": lambda: None, "_compile": failing}.items():
+        products.library.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(products, name, value)
+            assert products.library() is None
+    products.library.cache_clear()
