@@ -80,7 +80,7 @@ def _made_by(decoder: Decoder, row: Row, policy: Policy) -> dict[str, Any]:
     """Return what made a row's text, in words and numbers."""
     name = str(getattr(decoder.target.model.config, "_name_or_path", "")) or decoder.target.name
     return {
-        "target": Path(name).name if Path(name).is_dir() else name,
+        "target": Path(name).name if Path(name).exists() else name,
         "drafts": [draft.name for draft in decoder.drafts],
         "tree": str(policy),
         "verifier": str(decoder.verifier),

@@ -55,7 +55,7 @@ def compare(
     Args:
         prompts: strings are prompts.  Paths are files of JSON lines with "prompt", and optionally "id" and "split";
             each file is a set, named by its stem.  A prompt of a file may also be chat messages or token ids.
-        target: hub name or folder; None is the default target.
+        target: hub name, folder or GGUF file; None is the default target.
         drafts: names as the command line takes them; none means the default.
         methods: names of `methods.METHODS`.  Those that cannot run for this pair are left out, with the reason.
         assistant: a small language model for transformers' assisted generation; None takes a draft that is one.
