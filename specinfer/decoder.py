@@ -49,7 +49,7 @@ from specinfer.engine.options import GenerateOptions, Options, ScoreOptions, nam
 from specinfer.engine.requests import Request, make_requests
 from specinfer.engine.sampling import WARPERS, GenerationSettings, by_row, check_names, resolve
 from specinfer.engine.scheduler import MAX_ROWS, Scheduler
-from specinfer.engine.stopping import Stopping
+from specinfer.engine.sequence import Stopping
 from specinfer.engine.verify import Verifier, chosen_verifier
 from specinfer.errors import InputError, ModelError, SamplingError, TokenizerMismatch, UnsupportedModel
 from specinfer.prompts import Inputs, OnePrompt, Prompt, Prompts, check_beside, check_ids, encode

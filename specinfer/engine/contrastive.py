@@ -30,9 +30,8 @@ from specinfer.attention import TreeSession
 from specinfer.common.tensors import on_device
 from specinfer.engine.draft import DraftSession
 from specinfer.engine.loop import Schedule, T_co
-from specinfer.engine.sequence import Row
+from specinfer.engine.sequence import Row, RowView, target_views
 from specinfer.engine.sessions import Sessions
-from specinfer.engine.target_view import RowView, target_views
 from specinfer.engine.verify import Verdict
 from specinfer.errors import SamplingError
 from specinfer.results import Step
@@ -229,7 +228,7 @@ class _Text:
             self.known = Candidates.after(view, path[-1])
         self.states = torch.cat([self.states, fed[on_device(path[:-1], fed.device)]])
         verdict = Verdict(tuple(path[1:-1]), int(tree.tokens[path[-1]]))
-        return view.row.advance(tree, verdict, view)
+        return view.row.advance(verdict, view)
 
     def penalties(self, tree: TokenTree, fed: Tensor) -> list[float]:
         """Return, per node, the largest cosine of its state and those of all tokens before it; -1 at least."""

@@ -10,14 +10,12 @@ from dataclasses import replace
 from textwrap import shorten
 
 from specinfer.attention import TreeModel, resumed, running
-from specinfer.engine.clocks import Reading
 from specinfer.engine.contrastive import search, sized
 from specinfer.engine.draft import Draft
 from specinfer.engine.loop import Emitted, decode
-from specinfer.engine.outcome import Batch
-from specinfer.engine.requests import Request
+from specinfer.engine.requests import Batch, Request
 from specinfer.engine.sequence import Row
-from specinfer.engine.sessions import Openings, Sessions
+from specinfer.engine.sessions import Openings, Reading, Sessions
 from specinfer.engine.shared_prefix import SharedPrefix
 from specinfer.results import Step
 from specinfer.tree import Policy

@@ -2,7 +2,7 @@
 
 Knows: policies, `merge`, verifiers and candidate lattices, the same objects that the engine uses; made-up models of a
 few tokens.  Does not know: real models, caches, random numbers.  Certificates do not show that the engine hands a
-verifier the right distributions and fair coins: tests do, of `engine.target_view`, `engine.sampling` and `attention`.
+verifier the right distributions and fair coins: tests do, of `engine.sequence`, `engine.sampling` and `attention`.
 
 How: nothing random happens.  Whatever draws, tosses or chooses asks an `EnumeratedChance`.  A run is repeated for every
 sequence of answers, in depth-first order, each with its exact probability in float64.  The distribution is joint over

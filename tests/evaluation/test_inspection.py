@@ -10,7 +10,7 @@ from transformers import MptConfig, MptForCausalLM
 import specinfer.evaluation.inspect.rescoring
 from specinfer import Auto, BestFirst, Chain, Sampled, SpeculativeDecoder, inspect
 from specinfer.engine.gumbel import COUPLING, gumbel, key
-from specinfer.engine.target_view import RowView
+from specinfer.engine.sequence import RowView
 from specinfer.engine.verify import MultiStep
 from specinfer.errors import InputError, PairingError, SamplingError, TreeError, UnsupportedModel
 from specinfer.evaluation.inspect.inspection import StepInspection

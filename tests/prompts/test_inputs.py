@@ -289,7 +289,7 @@ def test_stop_strings_are_cut_from_the_text_on_request(target, prompt, strings, 
 def test_max_time_starts_with_the_run_and_not_when_it_is_opened(decoder, monkeypatch):
     """What the caller does between opening and iterating is the caller's time."""
     now = [0.0]
-    monkeypatch.setattr("specinfer.engine.stopping.monotonic", lambda: now[0])
+    monkeypatch.setattr("specinfer.engine.sequence.monotonic", lambda: now[0])
     run = decoder.open([5], max_time=5.0, max_new_tokens=6)
     now[0] = 100.0
     run.finish()
