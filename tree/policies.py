@@ -25,8 +25,7 @@ from torch.nn.functional import pad
 
 from specinfer.errors import PolicyError
 from specinfer.tree.candidates import draw_candidates, top_candidates
-from specinfer.tree.forest import Forest
-from specinfer.tree.growth import ROOT, Frontier, Growth, Listing, on_host
+from specinfer.tree.forest import ROOT, Forest, Frontier, Growth, Listing, on_host
 from specinfer.tree.lattice import Lattice
 from specinfer.tree.token_tree import Kind, TokenTree
 

@@ -73,6 +73,7 @@ class ModelDraftSession(DraftRows, Clocked):
         self.level: Layout | None = None  # layout of the newest level fed
         self.fed: list[Frontier] = []  # levels fed this step, root excluded: pending columns are nodes 1, 2, ...
         self.vocab_size = min(model.vocab_size, context.vocab_size)
+        self.last_id = model.embedded - 1  # ids beyond it are padding of the target's vocabulary
         self.draft_states: list[Tensor | None] = []  # this model's hidden states at the tokens fed last, root last
 
     def source(self, roots: Sequence[int]) -> Source:
@@ -141,7 +142,7 @@ class ModelDraftSession(DraftRows, Clocked):
         """Return logits (B, W, V) after each frontier node, feeding them to the model."""
         if frontier.depth == 0:
             return self._feed_uncached()[..., : self.vocab_size]
-        tokens = frontier.tokens.clamp(max=self.session.model.embedded - 1)
+        tokens = frontier.tokens.clamp(max=self.last_id)
         self.level = lay_out_level(frontier._replace(tokens=tokens), self.level, self.device)
         self.fed.append(frontier)
         return self.session.append(self.level).padded()[..., : self.vocab_size]
@@ -171,8 +172,7 @@ class ModelDraftSession(DraftRows, Clocked):
 
     def _chains(self) -> list[list[int]]:
         """Return each row's uncached tokens as the model takes them."""
-        limit = self.session.model.embedded - 1
-        return [[min(token, limit) for token in tokens] for tokens in self.uncached]
+        return [[min(token, self.last_id) for token in tokens] for tokens in self.uncached]
 
     def _uncached_inputs(self) -> dict[str, list[Tensor]]:
         """Return what else the model is fed with each row's uncached tokens, by name: one entry per token."""

@@ -19,10 +19,8 @@ from torch import Tensor
 
 from specinfer.attention import TreeModel
 from specinfer.common.values import checked_count
-from specinfer.drafts.lookup.blending import successors
 from specinfer.drafts.lookup.memory import Memory
-from specinfer.drafts.lookup.passages import LEVEL, Passages
-from specinfer.drafts.lookup.text_index import LENGTHS, MAX_CONTEXT, TextIndex
+from specinfer.drafts.lookup.text_index import LENGTHS, LEVEL, MAX_CONTEXT, Passages, TextIndex, successors
 from specinfer.drafts.rows import DraftRows
 from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
 from specinfer.engine.shared_prefix import common
