@@ -116,12 +116,10 @@ def sized(policy: Policy, rows: Sequence[Row]) -> Policy:
     """Return the policy that these rows need: the given one, or if they ask for contrastive search one of its size.
 
     Raises:
-        SamplingError: only some rows ask for it and others sample, or the policy's trees are sampled.
+        SamplingError: they ask for it, and the policy's trees are sampled.
     """
     if not any(row.contrast.alpha for row in rows):
         return policy
-    if any(row.sampling for row in rows):
-        raise SamplingError("penalty_alpha is of contrastive search, and other rows are sampled: split the batch")
     if policy.kind is not Kind.RANKED:
         raise SamplingError("penalty_alpha ranks candidates, and trees of draws are not ranked: use another tree")
     most, nodes = max(row.contrast.candidates for row in rows), policy.max_nodes
