@@ -11,8 +11,8 @@ Knows: which requests wait, whose turn it is.  Does not know: how a batch is dec
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from threading import Condition, RLock
@@ -60,92 +60,6 @@ class Turns:
             self._news.wait_for(lambda: self.ended != ended)
 
 
-class Batches:
-    """Batches of requests, one after the other, for one thread at a time.
-
-    Args:
-        max_rows, policy, shared: as `Scheduler`.
-        as_called: restores autocast as it was for the caller.
-
-    Attributes:
-        waiting: requests, in the order in which they came.
-        aborted: requests that are to be taken back.
-        current: the batch under way.
-    """
-
-    def __init__(
-        self,
-        max_rows: int | None,
-        policy: Policy,
-        shared: SharedPrefix | None,
-        as_called: Callable[[], AbstractContextManager[object]],
-    ) -> None:
-        self.waiting: deque[Request] = deque()
-        self.aborted: deque[Request] = deque()
-        self.current: Decoding | None = None
-        self._max_rows, self._policy, self._shared, self._as_called = max_rows, policy, shared, as_called
-
-    def step(self) -> Steps:
-        """Decode one step, of the next batch if one has ended; return who emitted what."""
-        self.take_back()
-        while batch := self.current or self._begun():
-            try:
-                emitted = batch.step()
-            except BaseException as error:
-                self._drop(error)
-                raise
-            if emitted is not None:
-                self.take_back()
-                return emitted
-            self._drop()
-            batch.learn()
-        return []
-
-    def take_back(self) -> None:
-        """End the requests that were aborted."""
-        while self.aborted:
-            request = self.aborted.popleft()
-            if self.current and request in self.current.active:
-                self.current.end(request, ABORTED)
-            elif request in self.waiting:
-                self.waiting.remove(request)
-                request.end(ABORTED)
-
-    def close(self) -> None:
-        """Drop all requests and release the caches."""
-        while self.waiting:
-            self.waiting.popleft().end()
-        self._drop()
-
-    def _drop(self, error: BaseException | None = None) -> None:
-        """Release the caches of the batch under way, and end its requests as they are."""
-        batch, self.current = self.current, None
-        if batch:
-            batch.drop(error)
-
-    def _begun(self) -> Decoding | None:
-        """Return a batch of those that wait, if somebody does."""
-        if self.waiting:
-            newcomers = partial(self._newcomers, self._kind(self.waiting[0]))
-            shared = self._shared or SharedPrefix()
-            self.current = Decoding(newcomers(0), newcomers, self._policy, shared, self._as_called)
-        return self.current
-
-    def _newcomers(self, kind: Any, active: int) -> list[Request]:
-        """Take the first that wait, as long as they are of a kind and there is room beside active ones."""
-        found: list[Request] = []
-        while self.waiting and (self._max_rows is None or active + len(found) < self._max_rows):
-            if self._kind(self.waiting[0]) != kind:
-                break
-            found.append(self.waiting.popleft())
-        return found
-
-    def _kind(self, request: Request) -> Any:
-        """Return what requests that are decoded together have in common."""
-        row, ranked = request.row, self._policy.kind is Kind.RANKED
-        return bool(row.contrast.alpha), None if ranked else (row.sampling, row.options)
-
-
 class Scheduler:
     """Decodes requests that may come and go while others are under way.
 
@@ -167,20 +81,22 @@ class Scheduler:
         shared: SharedPrefix | None = None,
     ) -> None:
         self.decoder, self.max_rows = decoder, max_rows
-        as_called = autocast_as_now(decoder.target.device)
-        self._batches = Batches(max_rows, policy or decoder.policy, shared, as_called)
+        self._policy, self._shared = policy or decoder.policy, shared
+        self._as_called = autocast_as_now(decoder.target.device)  # a batch's steps compute alike
+        self._waiting, self._aborted = deque[Request](), deque[Request]()
+        self._batch: Decoding | None = None  # under way
         self._turns, self._stepping = Turns(), False
 
     @property
     def active(self) -> list[Request]:
         """The requests under way; others wait."""
-        batch = self._batches.current
+        batch = self._batch
         return batch.active if batch else []
 
     @property
     def idle(self) -> bool:
         """Whether a step would do nothing: no request is there, and the last batch has ended."""
-        return not (self._batches.waiting or self._batches.current)
+        return not (self._waiting or self._batch)
 
     def add(self, request: Request) -> Request:
         """Take a request, from any thread; it joins the others with the next step for which there is room.
@@ -198,15 +114,15 @@ class Scheduler:
             why = "was added before" if request.added else "is another decoder's"
             raise InputError(f"{request} {why}: prepare one for each text, with the scheduler's decoder")
         request.added = True
-        self._batches.waiting.append(request)
+        self._waiting.append(request)
         return request
 
     def abort(self, request: Request) -> None:
         """Take a request back, from any thread: it leaves before the next step; what it has emitted stays."""
-        self._batches.aborted.append(request)
+        self._aborted.append(request)
         with self._turns.held(wait=False) as held:
             if held and not self._stepping:
-                self._batches.take_back()
+                self._take_back()
 
     def step(self) -> Steps:
         """Decode one step of all requests under way and of those that can join; return who emitted what.
@@ -220,7 +136,7 @@ class Scheduler:
                 raise InputError("a step of this scheduler is under way, and what it calls takes another: use two")
             self._stepping = True
             try:
-                return self._batches.step()
+                return self._step()
             finally:
                 self._stepping = False
 
@@ -254,11 +170,69 @@ class Scheduler:
         """End the batch under way if nobody is left in it and nobody waits."""
         with self._turns.held(wait=False) as held:
             if held and not self._stepping:
-                self._batches.take_back()
-                if not (self.active or self._batches.waiting):
+                self._take_back()
+                if not (self.active or self._waiting):
                     self.step()
 
     def close(self) -> None:
         """Drop all requests and release the caches; results stay as they are."""
         with self._turns.held():
-            self._batches.close()
+            while self._waiting:
+                self._waiting.popleft().end()
+            self._drop()
+
+    # ---- for the thread whose turn it is ----
+
+    def _step(self) -> Steps:
+        """Decode one step, of the next batch if one has ended."""
+        self._take_back()
+        while batch := self._batch or self._begun():
+            try:
+                emitted = batch.step()
+            except BaseException as error:
+                self._drop(error)
+                raise
+            if emitted is not None:
+                self._take_back()
+                return emitted
+            self._drop()
+            batch.learn()
+        return []
+
+    def _take_back(self) -> None:
+        """End the requests that were aborted."""
+        while self._aborted:
+            request = self._aborted.popleft()
+            if self._batch and request in self._batch.active:
+                self._batch.end(request, ABORTED)
+            elif request in self._waiting:
+                self._waiting.remove(request)
+                request.end(ABORTED)
+
+    def _drop(self, error: BaseException | None = None) -> None:
+        """Release the caches of the batch under way, and end its requests as they are."""
+        batch, self._batch = self._batch, None
+        if batch:
+            batch.drop(error)
+
+    def _begun(self) -> Decoding | None:
+        """Return a batch of those that wait, if somebody does."""
+        if self._waiting:
+            newcomers = partial(self._newcomers, self._kind(self._waiting[0]))
+            shared = self._shared or SharedPrefix()
+            self._batch = Decoding(newcomers(0), newcomers, self._policy, shared, self._as_called)
+        return self._batch
+
+    def _newcomers(self, kind: Any, active: int) -> list[Request]:
+        """Take the first that wait, as long as they are of a kind and there is room beside active ones."""
+        found: list[Request] = []
+        while self._waiting and (self.max_rows is None or active + len(found) < self.max_rows):
+            if self._kind(self._waiting[0]) != kind:
+                break
+            found.append(self._waiting.popleft())
+        return found
+
+    def _kind(self, request: Request) -> Any:
+        """Return what requests that are decoded together have in common."""
+        row, ranked = request.row, self._policy.kind is Kind.RANKED
+        return bool(row.contrast.alpha), None if ranked else (row.sampling, row.options)
