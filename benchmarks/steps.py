@@ -24,7 +24,7 @@ from report import Row, free
 from specinfer import SpeculativeDecoder
 from specinfer.attention import TreeModel, TreeSession, lay_out_chains, running
 from specinfer.common.tensors import padded_width
-from specinfer.drafts.head import HeadDraftSession
+from specinfer.drafts.language_model import HeadDraftSession
 from specinfer.engine import loop, sequence
 
 Ids = list[list[int]]

@@ -26,7 +26,7 @@ Emitted = list[tuple[Row, Step]]  # per row of a step
 
 
 class Schedule(Protocol[T_co]):
-    """Which rows are decoded (`scheduler.Scheduler`)."""
+    """Which rows are decoded (`scheduler.Decoding`)."""
 
     def admit(self) -> Sequence[Row]:
         """Return the rows of the next step, in the order of the sessions' rows, which newcomers have joined."""

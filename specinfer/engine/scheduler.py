@@ -1,27 +1,32 @@
 """The scheduler: requests come and go at any time, and each step decodes all that are under way.
 
-Requests that are decoded together are a batch (`decoding.Decoding`).  It begins with those that wait when nothing
-runs, and others join it between two steps, as long as there is room.  When none is left it ends: the caches are
-released, and drafts that learn between calls learn.  Rows of contrastive search are a batch that nobody joins, and so
-are rows that differ in the distribution that sampled trees are drawn from.
+Requests that are decoded together are a batch (`Decoding`).  It begins with those that wait when nothing runs, and
+others join it between two steps, as long as there is room.  When none is left it ends: the caches are released, and
+drafts that learn between calls learn.  Rows of contrastive search are a batch that nobody joins, and so are rows that
+differ in the distribution that sampled trees are drawn from.
 
 Threads: one at a time takes a step.  `Scheduler.add` and `Scheduler.abort` wait for nobody.
 
-Knows: which requests wait, whose turn it is.  Does not know: how a batch is decoded, where requests come from.
+Knows: which requests wait, whose turn it is, when sessions are opened and dropped, what is recorded of a step.
+Does not know: how a step is decoded, where requests come from.
 """
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from itertools import count
-from threading import Condition, RLock
+from textwrap import shorten
 from typing import Any
 
-from specinfer.attention import autocast_as_now
-from specinfer.engine.decoding import Decoding, Steps
-from specinfer.engine.requests import Request
-from specinfer.engine.sessions import Decoder
+from specinfer.attention import TreeModel, autocast_as_now, resumed, running
+from specinfer.common.lock import Turns
+from specinfer.engine.contrastive import search, sized
+from specinfer.engine.loop import Emitted, decode
+from specinfer.engine.requests import Batch, Request
+from specinfer.engine.sequence import Row
+from specinfer.engine.sessions import Decoder, Openings, Reading, Sessions
 from specinfer.engine.shared_prefix import SharedPrefix
 from specinfer.errors import InputError
 from specinfer.results import Step
@@ -30,34 +35,147 @@ from specinfer.tree import Kind, Policy
 MAX_ROWS = 16  # decoded at a time, if there are more
 ABORTED = "aborted"  # the finish reason of a request that was taken back
 
+Steps = list[tuple[Request, Step]]  # what each request emitted
 
-class Turns:
-    """A lock, and news of its releases, for those who need not hold it themselves.
+
+class Decoding:
+    """Some requests under way, and others that join them: the `loop.Schedule` of their rows.
+
+    Args:
+        requests: the first ones, all of one decoder.
+        newcomers: takes how many are under way, and returns those that join them.
+        policy: how trees grow.
+        shared: what prompts share.
+        as_called: restores autocast as it was for the caller.
 
     Attributes:
-        ended: how often it was released.
+        requests: in the order of the sessions' rows; among them those that were aborted since the last step.
     """
 
-    def __init__(self) -> None:
-        self._lock, self._news, self.ended = RLock(), Condition(), 0
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        newcomers: Callable[[int], list[Request]],
+        policy: Policy,
+        shared: SharedPrefix,
+        as_called: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self.decoder, self._newcomers, self._shared, self._as_called = requests[0].decoder, newcomers, shared, as_called
+        self.requests: list[Request] = []
+        self._searches = bool(requests[0].row.contrast.alpha)
+        self._batch = Batch(sized(policy, [request.row for request in requests]))
+        self._learning = [draft for draft in self.decoder.drafts if draft.learns]
+        self._texts: list[list[int]] = []  # of rows that ended, for drafts that learn
+        self._sessions: Sessions | None = None
+        self._steps: Generator[Steps] | None = None
+        self._run_plain: list[TreeModel] = []
+        self._join(requests)
 
-    @contextmanager
-    def held(self, wait: bool = True) -> Iterator[bool]:
-        """Hold the lock if it is free, or wait for it; yield whether it is held."""
-        held = self._lock.acquire(wait)
-        try:
-            yield held
-        finally:
-            if held:
-                self._lock.release()
-                with self._news:
-                    self.ended += 1
-                    self._news.notify_all()
+    @property
+    def active(self) -> list[Request]:
+        """The requests that are not done."""
+        return [request for request in self.requests if not request.done]
 
-    def wait(self, ended: int) -> None:
-        """Wait until it was released more often than that."""
-        with self._news:
-            self._news.wait_for(lambda: self.ended != ended)
+    def step(self) -> Steps | None:
+        """Decode one step; return what each request emitted, None if none is left."""
+        if self.requests and not self.active:
+            return None  # all were aborted
+        self._batch.clocks.resume()
+        steps = self._steps = self._steps or self._open()
+        with self._as_called(), resumed(*self._run_plain):  # compiled passes are the same in train mode
+            return next(steps, None)
+
+    def admit(self) -> Sequence[Row]:
+        """Let requests join, unless these rows search; return the rows of the next step."""
+        newcomers = [] if self._searches else self._newcomers(len(self.requests))
+        if newcomers and self._sessions:
+            self._join(newcomers)
+            self._sessions.join([request.row for request in newcomers])
+        return [request.row for request in self.requests]
+
+    def finish(self, emitted: Emitted) -> Steps:
+        """Record a step, and tell an adaptive policy how it went."""
+        spent, found = self._read_clocks(), []
+        if self._batch.policy.adapts:
+            self._observe(emitted, spent)
+        for request, (row, step) in zip(self.requests, emitted, strict=True):
+            if request.done:  # it was aborted, and leaves with this step
+                continue
+            request.steps.append(replace(step, seconds=spent.seconds))
+            found.append((request, request.steps[-1]))
+            if row.finished:
+                self.end(request)
+        self.requests = self.active
+        return found
+
+    def _observe(self, emitted: Emitted, spent: Reading) -> None:
+        """Tell the policy how a step went: the same in all processes that share the target."""
+        *proposing, decoding = self.decoder.target.ranks.largest(
+            [*(seconds for _, seconds in spent.drafting), spent.seconds.decoding]
+        )
+        self._batch.policy.observe(
+            trees=[step.tree for _, step in emitted],
+            paths=[step.path for _, step in emitted],
+            tokens=[step.tokens for _, step in emitted],
+            proposing=proposing,
+            seconds=decoding if spent.passes else None,  # of a pass that read no prompts
+        )
+
+    def end(self, request: Request, reason: str | None = None) -> None:
+        """Note that a request has ended; its row leaves with the step under way, or the next one."""
+        request.end(reason)
+        if self._learning:
+            self._texts.append(list(request.row.ids))
+
+    def drop(self, error: BaseException | None = None) -> None:
+        """Release the caches, and end the requests that are left as they are."""
+        for request in self.active:
+            request.end(error=error)
+        steps, self._steps, self._sessions, self.requests = self._steps, None, None, []
+        if steps:
+            steps.close()
+
+    def learn(self) -> None:
+        """Let drafts that learn between calls learn from all that has ended."""
+        if not self._learning:
+            return
+        batch = self._batch
+        batch.clocks.resume()
+        for draft in self._learning:
+            try:
+                draft.learn(self._texts, batch.clocks.now.seconds.total)
+            except Exception as error:  # the text is whole, and is not lost
+                batch.notes.append(f"draft {draft.name} could not learn from this call: {shorten(str(error), 200)}")
+        batch.clocks.learnt()
+
+    def _open(self) -> Generator[Steps]:
+        """Open the sessions; return the steps."""
+        decoder, batch, rows = self.decoder, self._batch, [request.row for request in self.requests]
+        models = decoder.networks
+        with self._as_called():
+            policy = decoder.supported(batch.policy, batch.notes)  # hooks may have come since the last batch
+        with self._as_called(), running(*models):  # only while passes run: between steps the models are as they were
+            sessions = self._sessions = Sessions(Openings(decoder, policy, self._shared), rows)
+            batch.policy, runs = sessions.policy, {models[0]: sessions.target.run}
+            batch.notes.append(decoder.passes)
+            self._run_plain = [each for each in models if runs.get(each, each.ways.best()).runs_modules]
+        self._read_clocks()
+        if not self._searches:
+            return decode(self, sessions, decoder.verifier)
+        batch.notes.append(_search_note(sessions, models[0]))
+        return search(self, sessions, rows)
+
+    def _join(self, requests: Sequence[Request]) -> None:
+        """Take requests in; their time begins."""
+        for request in requests:
+            request.join(self._batch)
+        self.requests += requests
+        self._batch.rows = max(self._batch.rows, len(self.requests))
+
+    def _read_clocks(self) -> Reading:
+        """Return what was spent since the last reading."""
+        assert self._sessions is not None, "sessions are open while a step is under way"
+        return self._batch.clocks.read(self._sessions.target, self._sessions.drafts)
 
 
 class Scheduler:
@@ -236,3 +354,9 @@ class Scheduler:
         """Return what requests that are decoded together have in common."""
         row, ranked = request.row, self._policy.kind is Kind.RANKED
         return bool(row.contrast.alpha), None if ranked else (row.sampling, row.options)
+
+
+def _search_note(sessions: Sessions, target: TreeModel) -> str:
+    """Return how contrastive search goes, in words."""
+    reason = " (the target's passes are plain: compiled ones return no last hidden states)"
+    return f"{sessions.policy}{'' if sessions.target.run is target.ways.best() else reason}"
