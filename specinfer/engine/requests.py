@@ -11,7 +11,8 @@ from typing import Any
 
 from specinfer.common.versions import versions
 from specinfer.engine.callables import BatchRow
-from specinfer.engine.sampling import GenerationSettings, Processors
+from specinfer.engine.processors import Processors
+from specinfer.engine.sampling import GenerationSettings
 from specinfer.engine.sequence import Row, Stopping
 from specinfer.engine.sessions import Clocks, Decoder, Reading
 from specinfer.results import Result, Stats, Step, TreeSizes, acceptance_by_depth, contribution, paid

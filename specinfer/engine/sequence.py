@@ -19,7 +19,8 @@ from transformers import MaxTimeCriteria, StopStringCriteria
 from specinfer.common.ranks import ALONE, Ranks
 from specinfer.common.tensors import on_device
 from specinfer.engine.gumbel import COIN, Coupling, key, uniform
-from specinfer.engine.sampling import GenerationSettings, Processors, with_custom
+from specinfer.engine.processors import Processors, with_custom
+from specinfer.engine.sampling import GenerationSettings
 from specinfer.engine.stop_strings import StopStrings
 from specinfer.engine.verify import Probabilities, Verdict
 from specinfer.errors import CHECK_WEIGHTS, NumericalError, SamplingError

@@ -40,7 +40,8 @@ def greedy(decoder):
 
 def distributions(target, prefix, options):
     """Log-probabilities after a prefix, by a plain pass and transformers' own processors."""
-    from specinfer.engine.sampling import Processors, resolve
+    from specinfer.engine.processors import Processors
+    from specinfer.engine.sampling import resolve
 
     distribution = Processors.of(
         resolve(target.generation_config, max_new_tokens=24, **options), len(PROMPTS[2]), torch.device("cpu")
