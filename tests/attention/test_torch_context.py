@@ -12,7 +12,7 @@ from test_heads import draft_for
 import specinfer
 from specinfer import BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder, check_model
 from specinfer.attention import Support
-from specinfer.engine.target_view import verify_tree
+from specinfer.calls.verifying import verify_tree
 
 DRAFTS = {
     "look-ups": lambda target: ["ngram", "suffix"],
