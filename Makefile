@@ -25,6 +25,9 @@ OLDEST_TESTS := $(addprefix tests/,attention test_decoder.py $(addsuffix .py,dra
 NOTEBOOKS := $(patsubst %.py,%.ipynb,$(shell ls -r notebooks/[0-9]*.py))  # the longest first
 SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
+# Modules are compiled once and kept, whatever the machine says: tests and notebooks start a hundred processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-oldest lint notebooks wheel-test clean install $(NOTEBOOKS)
 
 demo: $(VENV)/.demo
