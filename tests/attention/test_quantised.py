@@ -16,8 +16,8 @@ pytest.importorskip("bitsandbytes", reason="an extra")
 NEW = 16
 
 
-def base(dtype=torch.float32, **options):
-    return tiny_llama(hidden_size=64, intermediate_size=128, **options).to(dtype)
+def base(dtype=torch.float32):
+    return tiny_llama(hidden_size=64, intermediate_size=128).to(dtype)
 
 
 def torchao(config):
@@ -48,7 +48,7 @@ def adapted():
 
 
 def compiled_forward():
-    model = base(num_hidden_layers=1)  # tracing takes seconds a layer, again and again
+    model = base()
     model.forward = torch.compile(model.forward, dynamic=True, backend="eager")
     return model
 
