@@ -65,10 +65,10 @@ def trees_alike(made, temperature):
     """
     compared = 0
     prompts = [{**prompt, "max_new_tokens": 2 * new + 4} for prompt, new in zip(own(), BUDGETS, strict=True)]
+    every = [made.generate(**prompt, temperature=temperature) for prompt in prompts]
     for max_rows in (2, 3):
         found = taken(made.generate_many(prompts, max_rows=max_rows, temperature=temperature))
-        for prompt, result in zip(prompts, found, strict=True):
-            alone = made.generate(**prompt, temperature=temperature)
+        for prompt, alone, result in zip(prompts, every, found, strict=True):
             assert result.token_ids == alone.token_ids
             left = prompt["max_new_tokens"]
             for step, wanted in zip(result.steps, alone.steps, strict=False):
