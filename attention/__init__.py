@@ -6,12 +6,17 @@ Knows token trees and models; does not know drafting, verification, sampling or 
 
 from specinfer.attention.cache import TreeCache
 from specinfer.attention.check import ModelCheck, check_model
-from specinfer.attention.layout import Layout, lay_out_chains, lay_out_level, lay_out_trees
-from specinfer.attention.mask import AttentionSpec, attention_mask
-from specinfer.attention.model import TreeModel, evaluating, resumed, running
+from specinfer.attention.forward import autocast_as_now
+from specinfer.attention.layout import (
+    AttentionSpec,
+    Layout,
+    attention_mask,
+    lay_out_chains,
+    lay_out_level,
+    lay_out_trees,
+)
+from specinfer.attention.model import TreeModel, TreeSession, evaluating, resumed, running
 from specinfer.attention.offload import device_of, embedded, is_dispatched, resident, value_of, weight_of
-from specinfer.attention.precision import autocast_as_now
-from specinfer.attention.session import TreeSession
 from specinfer.attention.verdicts import Support
 
 __all__ = [

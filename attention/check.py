@@ -16,13 +16,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from specinfer.attention.compiler.watch import Watch
-from specinfer.attention.forward import checked_model
-from specinfer.attention.layout import lay_out_chains
+from specinfer.attention.forward import autocast_dtype, checked_model
+from specinfer.attention.layout import PerNode, lay_out_chains
 from specinfer.attention.model import TreeModel, running
 from specinfer.attention.offload import device_of, its_turn
 from specinfer.attention.passes.stateful import held, tensors
-from specinfer.attention.per_node import PerNode
-from specinfer.attention.precision import autocast_dtype
 from specinfer.attention.verdicts import Support, Verdict, read_verdict, verdict_file, write_verdict
 from specinfer.errors import UnsupportedModel
 from specinfer.tree import Draw, TokenTree

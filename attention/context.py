@@ -1,6 +1,7 @@
-"""How many positions a model has, by its configuration: a context that rotary embeddings extend, or change.
+"""What a model's configuration says: how many positions it has, and to what its layers attend.
 
-Knows: transformers' names for sizes of contexts, types of rotary embeddings.  Does not know: models, passes.
+Knows: transformers' names for sizes of contexts, rotary embeddings and types of layers.  Does not know: passes, masks.
+Rotary embeddings extend a context, or change with it:
 
     default                as many as max_position_embeddings says
     linear, yarn, llama3   factor times the original context, where max_position_embeddings was left at that: so model
@@ -13,10 +14,13 @@ from collections.abc import Iterator, Mapping
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from specinfer.errors import UnsupportedModel
+
 SIZES = ("max_position_embeddings", "max_seq_len")  # mpt: the latter
 EXTENDING = ("linear", "dynamic", "yarn", "llama3")
 CHANGING = ("dynamic", "longrope")
 ORIGINAL = "original_max_position_embeddings"
+IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention")  # of attention, those that take a tree mask
 
 
 class Context(NamedTuple):
@@ -54,6 +58,39 @@ class Context(NamedTuple):
         else:
             setting = name
         return cls(extended, exact, setting)
+
+
+class AttentionSpec(NamedTuple):
+    """The attention of a model's layers."""
+
+    implementation: str  # one of IMPLEMENTATIONS
+    windows: dict[str, int | None]  # layer type -> sliding window in tokens, None = full attention
+    others: tuple[tuple[int, str], ...] = ()  # layers of other types, which take no tree mask, and their types
+
+    @classmethod
+    def of(cls, model: Any) -> "AttentionSpec":
+        """Read the specification from a Hugging Face model's config.
+
+        Raises:
+            UnsupportedModel: flash attention.
+        """
+        config = model.config.get_text_config(decoder=True)
+        implementation = config._attn_implementation or "eager"
+        if implementation not in IMPLEMENTATIONS:
+            raise UnsupportedModel(
+                f"{type(model).__name__} uses attn_implementation={implementation!r}, which takes no tree mask: "
+                f"load it with attn_implementation set to one of {', '.join(IMPLEMENTATIONS)}"
+            )
+        window = getattr(config, "sliding_window", None)
+        default = ["full_attention"] if window is None else ["sliding_attention"]
+        named = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+        types = [*(named or default)]
+        known: dict[str, int | None] = {"full_attention": None, "global": None}
+        if window is not None:
+            known["sliding_attention"] = window
+        windows = {name: known[name] for name in types if name in known}
+        others = [(layer, name) for layer, name in enumerate(types) if name not in known]
+        return cls(implementation, windows, tuple(others))
 
 
 def _parts(rope: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

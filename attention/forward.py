@@ -1,11 +1,13 @@
 """What is known of an unmodified Hugging Face causal language model, and how it is called.
 
-Knows: the signature of its forward, its context, attention, devices.  Does not know: passes, caches, trees.
+Knows: the signature of its forward, its context, attention, devices, and torch's autocast, which changes its precision.
+Does not know: passes, caches, trees.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +15,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from specinfer.attention.context import Context
-from specinfer.attention.mask import AttentionSpec
+from specinfer.attention.layout import AttentionSpec
 from specinfer.attention.offload import device_of, is_dispatched, its_turn, spans_devices
-from specinfer.attention.precision import autocast_dtype
 from specinfer.attention.torch_private import modules_of
 from specinfer.common.ranks import Ranks
 from specinfer.errors import ModelError, UnsupportedModel
@@ -114,7 +115,7 @@ class Forward:
     def call(self, inputs: Inputs, aux_layers: Sequence[int]) -> tuple[Any, ...]:
         """Call the model: its output, and the auxiliary hidden states (R, T, K, H) if there are aux_layers."""
         options = {"output_hidden_states": True} if aux_layers else {}
-        with its_turn(self.model), attention_kernels(self.device):
+        with its_turn(self.model), attention_kernels(inputs["input_ids"].device):
             output = self.model(**inputs, **options, use_cache=True, return_dict=True)
         if not aux_layers:
             return (output,)
@@ -127,6 +128,29 @@ class Forward:
 def attention_kernels(device: torch.device) -> AbstractContextManager[Any]:
     """Return what chooses among kernels of attention during a pass: see `KERNELS`."""
     return sdpa_kernel(KERNELS) if device.type == "cuda" else nullcontext()
+
+
+def autocast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
+    """Return the type that autocast computes in now, on a device, with weights of this type; None if it does not."""
+    kind = device.type
+    if dtype is torch.float64 or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None  # float64 is never cast
+    return torch.get_autocast_dtype(kind)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Return the context in which a device computes in the types of weights."""
+    kind = device.type
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if is_on else nullcontext()
+
+
+def autocast_as_now(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """Return what restores autocast of a device as it is now: a run's steps compute alike, whoever asks for them."""
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind):
+        return nullcontext
+    return partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
 
 def _why_stateful(spec: AttentionSpec, cache_name: str) -> str:

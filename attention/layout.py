@@ -1,21 +1,35 @@
-"""How the nodes of a batch become one forward pass: which tokens, at which depths, and which node sees which.
+"""How the nodes of a batch become one forward pass and back: which tokens, who sees whom, whose values are whose.
 
-Knows: token ids, depths, rows of different sizes.  Does not know: models, caches, how nodes stand in tensors.
+Knows: token ids, depths, committed lengths, rows of different sizes, the mask conventions of transformers.
+Does not know: models, caches, what tokens mean.
 
 A *layout* is flat: the N nodes of all B rows, row after row.  Each row has *pending columns*: those of earlier passes
 of the step, then these nodes.  A node attends to its ancestors among its row's pending columns and to itself.  This is
 the topology-aware mask of SpecInfer (arXiv 2305.09781, section 4.2).  Every node sees all committed tokens of its row,
 so these are not stored.
+
+The mask has the form that each attention implementation takes:
+
+    sdpa, eager       additive float (R, 1, T, L): 0 = attend.  With a bool mask eager is silently wrong (it adds 0/1),
+                      and sdpa converts the mask again in every layer
+    flex_attention    BlockMask
+    several layer types (gemma2, gemma3, gpt-oss ...): a dict, one mask per type
+
+transformers passes a 4-D mask through unchanged, so a sliding window must be in it.  The window is measured between
+tree *positions* (committed length + depth), not between cache columns.
 """
 
-from collections.abc import Mapping, Sequence
-from itertools import chain
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
+from specinfer.attention.context import AttentionSpec
 from specinfer.common.tensors import on_device
 from specinfer.tree import Forest, Frontier, TokenTree
 
@@ -41,6 +55,10 @@ class Layout(NamedTuple):
         if any(other != size for other in self.sizes):
             return self.depths[self[1:3]]
         return self.depths[:, self.depths.shape[1] - size :].flatten()  # the newest columns are the nodes
+
+    def after(self, lengths: Sequence[int]) -> int | Tensor:
+        """Return how many committed tokens stand before each node, (N,), or for all nodes if rows have as many."""
+        return lengths[0] if len({*lengths}) == 1 else on_device(lengths, self.tokens.device)[self.rows]
 
 
 def lay_out_trees(trees: Sequence[TokenTree], device: torch.device, unread: Sequence[Sequence[int]] = ()) -> Layout:
@@ -115,3 +133,141 @@ def lay_out_level(frontier: Frontier, earlier: Layout | None, device: torch.devi
         depths = torch.cat([earlier.depths, depths], 1)
     columns = torch.arange(first, first + width, device=device).expand(batch, width).flatten()
     return Layout(tokens.flatten(), rows, columns, visible.flatten(0, 1), depths, [width] * batch)
+
+
+def attention_mask(
+    spec: AttentionSpec,
+    layout: Layout,
+    before: int | Tensor,
+    dtype: torch.dtype,
+    kv_length: int,
+    arrange: Callable[[Tensor], Tensor] = lambda values: values[None],
+) -> Any:
+    """Build the mask of one pass over the committed prefix and the pending columns.
+
+    Args:
+        spec: the model's attention.
+        layout: the pass's nodes; S pending columns.
+        before: the committed slots before each node: see `Layout.after`.
+        dtype: the model's floating type, for additive masks.
+        kv_length: L, the columns of the pass; those behind a row's S pending ones are hidden.
+        arrange: from values of nodes (N, ...) to the (R, T, ...) of the forward; one row of all nodes by default.
+
+    Returns:
+        What the model's ``attention_mask`` argument takes: one mask (R, 1, T, L), or a dict of masks by layer type.
+    """
+    masks = {
+        name: _converted(spec.implementation, arrange(_visible(layout, before, window, kv_length)), dtype)
+        for name, window in spec.windows.items()
+    }
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _visible(layout: Layout, before: int | Tensor, window: int | None, kv_length: int) -> Tensor:
+    """Return (N, L) bool: which of the L columns of its row each node attends to."""
+    count, pending = layout.visible.shape
+    if window is None and isinstance(before, int):  # above all, of a single row
+        visible = pad(layout.visible[:, : kv_length - before], (before, 0), value=True)
+        return pad(visible, (0, kv_length - visible.shape[1])) if kv_length > visible.shape[1] else visible
+    first = before[:, None] if isinstance(before, Tensor) else before
+    columns = torch.arange(kv_length, device=layout.visible.device)
+    relative = (columns - first).expand(count, -1)  # (N, L): < 0 committed, 0 <= .. < S pending, beyond: free
+    index = relative.clamp(0, pending - 1)
+    visible = torch.where(relative < 0, True, layout.visible.gather(1, index) & (relative < pending))
+    if window is None:
+        return visible
+    depths = layout.depths[layout.rows].gather(1, index)
+    keys = torch.where(relative < 0, columns, first + depths)  # positions
+    queries = first + layout.node_depths[:, None]
+    return visible & (queries - keys < window)
+
+
+def _converted(implementation: str, visible: Tensor, dtype: torch.dtype) -> Any:
+    if implementation != "flex_attention":
+        return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    batch, queries, keys = visible.shape
+    return create_block_mask(
+        lambda b, _head, q, k: visible[b, q, k], batch, None, queries, keys, device=str(visible.device)
+    )
+
+
+class Span(NamedTuple):
+    """Where the values of one row's nodes are.
+
+    Attributes:
+        line: of the tensor.
+        columns: of that line.
+    """
+
+    line: int
+    columns: range
+
+
+class PerNode:
+    """Values of the nodes of B rows: a view of a tensor, nothing is copied to look at a row.
+
+    Args:
+        values: (R, T, ...), a line for each row, or one for the nodes of all rows.
+        spans: B of them, one for each row.
+    """
+
+    def __init__(self, values: Tensor, spans: Sequence[Span]) -> None:
+        self.values, self.spans = values, spans
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Tensor | None]) -> "PerNode":
+        """Return values of rows, (n, ...) each; None: a row without nodes."""
+        given = [row for row in rows if row is not None]
+        values = given[0] if len(given) == 1 else torch.cat(given)
+        return cls.side_by_side(values[None], [0 if row is None else len(row) for row in rows])
+
+    @classmethod
+    def side_by_side(cls, values: Tensor, sizes: Sequence[int]) -> "PerNode":
+        """Return values (1, N, ...) of the nodes of all rows, row after row."""
+        ends = accumulate(sizes)
+        return cls(values, [Span(0, range(end - size, end)) for end, size in zip(ends, sizes, strict=True)])
+
+    @classmethod
+    def joined(cls, parts: Sequence["PerNode"]) -> "PerNode":
+        """Return values of passes that followed each other, each row's nodes in order."""
+        return parts[0] if len(parts) == 1 else cls.of_rows([torch.cat(rows) for rows in zip(*parts, strict=True)])
+
+    def __len__(self) -> int:
+        """Return B, the number of rows."""
+        return len(self.spans)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return map(self.row, range(len(self)))
+
+    def row(self, row: int) -> Tensor:
+        """Return the values of one row's nodes, (n, ...), a view."""
+        line, columns = self.spans[row]
+        return self.values[line, columns.start : columns.stop]
+
+    def part(self, columns: Sequence[range]) -> "PerNode":
+        """Return the values of some of each row's nodes."""
+        spans = zip(self.spans, columns, strict=True)
+        return PerNode(self.values, [Span(line, whole[part.start : part.stop]) for (line, whole), part in spans])
+
+    @property
+    def count(self) -> int:
+        """Of how many nodes the tensor holds values, padding included."""
+        return self.values.shape[0] * self.values.shape[1]
+
+    def flat(self) -> Tensor:
+        """Return the values of all rows' nodes, (N, ...), row after row; a view if they lie so."""
+        ends = [span.columns.stop for span in self.spans]
+        if len(self.values) == 1 and [span.columns.start for span in self.spans] == [0, *ends[:-1]]:
+            return self.values[0, : ends[-1]]
+        return torch.cat([*self])
+
+    def padded(self) -> Tensor:
+        """Return the values as (B, T, ...) with T the most nodes of a row; a view if all rows have as many."""
+        (first, *others), sizes = self.spans, {len(span.columns) for span in self.spans}
+        if len(self.values) == len(self) and all(span.columns == first.columns for span in others):
+            return self.values[:, first.columns.start : first.columns.stop]
+        if len(sizes) == 1:
+            return self.flat().unflatten(0, (len(self), -1))
+        return pad_sequence([*self], batch_first=True)

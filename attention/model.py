@@ -1,22 +1,172 @@
-"""A model as sessions see it: its forward and the ways in which its passes run; and models made ready for passes.
+"""A model that scores trees: the ways in which its passes run, and sessions of rows on it.
 
-Knows: evaluation mode, which way of running passes is used now.  Does not know: rows, trees, drafting.
+A session reads prompts, scores trees, and commits accepted paths.  Models are in evaluation mode while they do so.
+
+Knows: what is committed, pending and unread of each row, what passes cost, which way of running passes is used now.
+Does not know: how a pass runs, drafting, verification, sampling, text.
 """
 
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
+from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specinfer.attention.forward import Forward
-from specinfer.attention.passes.base import Ways
+from specinfer.attention.layout import Columns, Layout, PerNode, lay_out_chains, lay_out_trees
+from specinfer.attention.passes.base import Pass, Ways
+from specinfer.attention.passes.graphs import GraphedPass
 from specinfer.attention.passes.plain import PlainPass
 from specinfer.attention.passes.stateful import StatefulPass
-from specinfer.attention.session import TreeSession
 from specinfer.attention.torch_private import modules_of
+from specinfer.common.tensors import concat, on_device
+from specinfer.tree import TokenTree
+
+PREFILL_CHUNK = 512  # the most prompt tokens of a row that one pass reads ...
+PREFILL_TOKENS = 4096  # ... and of all rows: this bounds memory, and on a CPU larger passes are slower
+
+_training: weakref.WeakKeyDictionary[Any, tuple[int, list[Any]]] = weakref.WeakKeyDictionary()
+_modes = Lock()
+
+
+class TreeSession:
+    """A batch of rows on one model: what is committed, what is pending, and what the passes cost.
+
+    Args:
+        model: that reads them.
+        cache: of the pass, empty.
+        aux_layers: the hidden states to return on commit.
+        run: what runs passes.
+
+    Attributes:
+        cache: a `TreeCache` or a `StateCache`; ``cache.lengths`` are the committed tokens per row.
+        unread: per row, tokens that are committed, and that the pass of the next `score` reads before the tree.
+        passes: forward passes so far, those that read prompts excluded.
+        seconds: wall-clock seconds in forward passes, prefill excluded (on CUDA until they are launched).
+        prefill_seconds: wall-clock seconds in prefill.  A pass that reads ends of prompts beside trees counts here with
+            its share of these tokens.
+        aux_states: hidden states of the pending slots, per pass (n, K, H) of each row for K aux_layers.  Empty without
+            aux_layers.
+    """
+
+    def __init__(self, model: Forward, cache: Any, aux_layers: Sequence[int], run: Pass) -> None:
+        self.model, self.cache, self.aux_layers, self.run = model, cache, tuple(aux_layers), run
+        self.repeated: Pass = GraphedPass(run) if getattr(cache, "fixed", False) else run  # for passes over few nodes
+        self.dtype, self.device = run.dtype or model.dtype, model.device
+        self.unread: list[Sequence[int]] = [()] * len(cache.lengths)
+        self.aux_states: list[PerNode] = []
+        self.passes = 0
+        self.seconds = 0.0
+        self.prefill_seconds = 0.0
+
+    def append(self, layout: Layout, columns: Columns = None, **inputs: Tensor) -> PerNode:
+        """Feed a layout's nodes as new pending slots: ONE forward pass over all rows.
+
+        Args:
+            layout: N nodes; its S counts the columns that are pending already.
+            columns: of each row, the nodes whose logits are wanted; all of the layout's when None.
+            **inputs: what else the model's forward takes, (N, ...).
+
+        Returns:
+            logits of these nodes, (n, V) of each row, in the dtype of the passes.
+        """
+        started = perf_counter()
+        logits = self._feed(layout._replace(wanted=columns, extra=inputs), self.repeated)
+        self.passes += 1
+        self.seconds += perf_counter() - started
+        return logits
+
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], hold: bool = False, **inputs: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Commit a ragged batch of token lists (possibly empty) in chunks; return what `commit` returns.
+
+        Args:
+            prompts: token ids per row.
+            hold: leave the last chunk to the pass of the next `score`, which saves one; its states come on commit.
+            **inputs: what else the model's forward takes, per row one entry per token.
+        """
+        started = perf_counter()
+        kept: list[list[Tensor]] = [[] for _ in prompts]
+        chunk = max(1, min(PREFILL_CHUNK, PREFILL_TOKENS // len(prompts)))
+        starts = range(0, max(len(prompt) for prompt in prompts), chunk)
+        end = starts[-1] if hold and starts else None
+        for start in starts if end is None else starts[:-1]:
+            part = slice(start, start + chunk)
+            chunks = [prompt[part] for prompt in prompts]
+            more = {name: torch.cat([row[part] for row in rows]) for name, rows in inputs.items()}
+            first = [range(len(chunk[:1])) for chunk in chunks]
+            self._feed(lay_out_chains(chunks, self.device)._replace(wanted=first, extra=more), self.run)
+            for row, states in zip(kept, self.commit([range(len(chunk)) for chunk in chunks]), strict=True):
+                row += [] if states is None else [states]
+        if end is not None:
+            self.unread = [prompt[end:] for prompt in prompts]
+        if self.device.type == "cuda":  # else the time of the first step would include it
+            torch.cuda.synchronize(self.device)
+        self.prefill_seconds += perf_counter() - started
+        return [concat(states) for states in kept]
+
+    def score(self, trees: Sequence[TokenTree]) -> PerNode:
+        """Score every node of one tree per row in one pass: logits (n, V) of each row, in the order of its nodes."""
+        read = sum(map(len, self.unread))
+        if not read:
+            return self.append(lay_out_trees(trees, self.device))
+        started = perf_counter()
+        logits = self._feed(lay_out_trees(trees, self.device, self.unread), self.run)
+        spent, share = perf_counter() - started, read / (read + sum(map(len, trees)))
+        self.seconds += spent * (1 - share)
+        self.prefill_seconds += spent * share
+        return logits
+
+    def commit(self, paths: Sequence[Sequence[int] | None]) -> list[Tensor | None]:
+        """Keep these pending slots of each row, forget the others, retire rows given None (`TreeCache.keep`).
+
+        Slots are those of the trees, or of the layouts; what was unread before them is kept in any case.
+
+        Returns:
+            Per row, the auxiliary hidden states (n, K, H) of the n slots kept; None for a retired row or without
+            aux_layers.
+        """
+        if any(self.unread):
+            paths = [
+                None if path is None else (*range(len(read)), *(len(read) + node for node in path))
+                for read, path in zip(self.unread, paths, strict=True)
+            ]
+        self.cache.keep(paths)
+        self.unread = [()] * len(self.cache.lengths)
+        aux_states, self.aux_states = self.aux_states, []
+        if not aux_states:
+            return [None] * len(paths)
+        states = PerNode.joined(aux_states)
+        is_whole = states.count == sum(len(path or ()) for path in paths)  # then there is nothing else to free
+        rows = zip(paths, states, strict=True)
+        return [None if path is None else _chosen(row, path, is_whole) for path, row in rows]
+
+    def join(self, other: "TreeSession") -> None:
+        """Take in the rows of another session of the same model, after the own ones, between two steps."""
+        self.cache.join(other.cache)
+        self.unread = [*self.unread, *other.unread]
+        self.prefill_seconds += other.prefill_seconds
+
+    def begin_with(self, other: "TreeSession", length: int) -> None:
+        """Begin every row with the first tokens of another session's first row; nothing was read here yet."""
+        self.cache.begin_with(other.cache, length)
+
+    def fresh(self, rows: int, capacity: int) -> "TreeSession":
+        """Return an empty session of the same model, which runs as this one."""
+        cache = self.run.cache(self.model, rows, capacity, None, False)
+        return TreeSession(self.model, cache, self.aux_layers, self.run)
+
+    @torch.inference_mode()
+    def _feed(self, nodes: Layout, run: Pass) -> PerNode:
+        """Feed nodes through a pass; keep their hidden states, and return the logits of the wanted ones."""
+        logits, *states = run(self.model, nodes, self.cache, self.aux_layers)
+        self.aux_states += states
+        return logits
 
 
 class TreeModel(Forward):
@@ -50,10 +200,6 @@ class TreeModel(Forward):
         """
         run = self.ways.best(aux_layers)
         return TreeSession(self, run.cache(self, rows, capacity, max_capacity, graphs), aux_layers, run)
-
-
-_training: weakref.WeakKeyDictionary[Any, tuple[int, list[Any]]] = weakref.WeakKeyDictionary()
-_modes = Lock()
 
 
 @contextmanager
@@ -98,3 +244,10 @@ def resumed(*models: TreeModel) -> Iterator[None]:
     """`running` for models that ran before in this call, without looking for changes of them."""
     with torch.inference_mode(), evaluating(*models):
         yield
+
+
+def _chosen(states: Tensor, path: Sequence[int], is_whole: bool) -> Tensor:
+    """Return a row's states (S, ...) at ascending indices, (n, ...): a copy, so that the others can be freed."""
+    if path and path[-1] != len(path) - 1:
+        return states[on_device(list(path), states.device)]
+    return states if is_whole else states[: len(path)].clone()

@@ -21,7 +21,7 @@ from common import load_models, read_prompts
 from peers import interval
 
 from specinfer import SpeculativeDecoder
-from specinfer.adaptive.acceptance import Rate
+from specinfer.adaptive.experience import Rate
 from specinfer.adaptive.policy import Auto
 
 TOKENS = (1, 2, 4, 8, 16, 24, 32)  # fed in a pass ...

@@ -24,8 +24,8 @@ from report import Row, free
 from specinfer import SpeculativeDecoder
 from specinfer.attention import TreeModel, TreeSession, lay_out_chains, running
 from specinfer.common.tensors import padded_width
-from specinfer.drafts.head import HeadDraftSession
-from specinfer.engine import loop, target_view
+from specinfer.drafts.language_model import HeadDraftSession
+from specinfer.engine import loop, sequence
 
 Ids = list[list[int]]
 WARM = 6  # steps or passes before those that are measured: kernels are chosen, graphs captured
@@ -34,7 +34,7 @@ TIMED = 5  # passes of one size
 PARTS = {  # of a step, and the functions that are them
     "propose": [(loop, "propose")],
     "score": [(TreeSession, "score")],  # until it is launched
-    "choose": [(target_view, "_choose")],  # waits for the pass
+    "choose": [(sequence, "_choose")],  # waits for the pass
     "commit": [(TreeSession, "commit"), (HeadDraftSession, "commit")],
 }
 

@@ -54,7 +54,7 @@ _PUBLIC = {
     "engine.options": "| Options UsualOptions ChatOptions Inputs ConfigOptions",
     "calls.run": "| Run",
     "calls.scoring": "| Score",
-    "engine.target_view": "| verify_tree",
+    "calls.verifying": "| verify_tree",
     "calls.text_stream": "| TextStream",
     "engine.verify": "| ExactMatch MultiStep Verdict Verifier",
     "errors": "SpecinferError |",

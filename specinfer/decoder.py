@@ -47,11 +47,11 @@ from specinfer.engine.contrastive import sized
 from specinfer.engine.draft import Draft
 from specinfer.engine.options import GenerateOptions, Options, ScoreOptions, names, part, spelled_out
 from specinfer.engine.requests import Request, make_requests
-from specinfer.engine.sampling import WARPERS, GenerationSettings, by_row, check_names, resolve
+from specinfer.engine.sampling import by_row, check_names, resolve
 from specinfer.engine.scheduler import MAX_ROWS, Scheduler
-from specinfer.engine.stopping import Stopping
+from specinfer.engine.sequence import Stopping
 from specinfer.engine.verify import Verifier, chosen_verifier
-from specinfer.errors import InputError, ModelError, SamplingError, TokenizerMismatch, UnsupportedModel
+from specinfer.errors import InputError, ModelError, TokenizerMismatch, UnsupportedModel
 from specinfer.prompts import Inputs, OnePrompt, Prompt, Prompts, check_beside, check_ids, encode
 from specinfer.results import Result
 from specinfer.tree import BestFirst, Chain, Kind, Policy
@@ -338,15 +338,11 @@ class SpeculativeDecoder:
     def _one_of_many(self, common: Mapping[str, Any], keep_stop_string: bool, prompt: Any, number: int) -> Request:
         """Return the request of one of many prompts, with options of its own over common ones."""
         given = dict(prompt) if isinstance(prompt, Mapping) and "prompt" in prompt else {"prompt": prompt}
-        if self.policy.kind is not Kind.RANKED and (named := sorted(given.keys() & set(WARPERS))):
-            raise SamplingError(f"{named[0]} of one prompt: sampled trees are drawn from one distribution for all")
         functions = for_row(BatchRow(number, None), *(listed(name, common.get(name)) for name in FUNCTIONS))
         asked = {**common, **dict(zip(FUNCTIONS, functions, strict=True)), **given}
         (request, *_), single = self._prepared(asked.pop("prompt"), asked, keep_stop_string, number)
         if not single:
             raise InputError("one of many prompts is a list, or asks for several texts: give each its own place")
-        if request.row.contrast.alpha:
-            raise SamplingError("contrastive search takes all rows at once: use generate, or no penalty_alpha")
         return request
 
     @spelled_out
@@ -452,7 +448,6 @@ class SpeculativeDecoder:
             for row_options in by_row(config, len(prompts.rows))
         ]
         settings *= len(prompts.rows) // len(settings)
-        self._check_same_warpers(settings)
         budgets = [setting.budget(len(row)) for setting, row in zip(settings, prompts.rows, strict=True)]
         self.check_lengths(prompts.rows, budgets)
         sequences = settings[0].sequences
@@ -567,13 +562,6 @@ class SpeculativeDecoder:
             beside = {name: [value] for name, value in beside.items() if value is not None}
         check_beside(beside, prompts.padded, self.target)
         return prompts
-
-    def _check_same_warpers(self, settings: Sequence[GenerationSettings]) -> None:
-        """Raise `SamplingError` if sampled trees are drawn and rows differ in the distribution to draw from."""
-        sampled = (vars(setting.config) for setting in settings if setting.do_sample)
-        warpers = [[config.get(name) for name in WARPERS] for config in sampled]
-        if self.policy.kind is not Kind.RANKED and any(other != warpers[0] for other in warpers):
-            raise SamplingError("sampled trees are drawn from one distribution, and rows differ in it: split the batch")
 
     def check_lengths(self, rows: Sequence[Sequence[int]], budgets: Sequence[int]) -> None:
         """Raise `InputError` if a prompt and its new tokens (the budget) do not fit the target's context."""

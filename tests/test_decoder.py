@@ -762,7 +762,7 @@ def test_a_ragged_batch_at_the_end_of_the_context():
 
 def test_a_long_prompt_is_prefilled_in_chunks(target, near, monkeypatch):
     """Prompts longer than a chunk, next to short ones, give the same text; passes stay small."""
-    monkeypatch.setattr("specinfer.attention.session.PREFILL_CHUNK", 8)
+    monkeypatch.setattr("specinfer.attention.model.PREFILL_CHUNK", 8)
     prompts = [[(7 * i) % 50 for i in range(45)], [40], [1] * 17, [2] * 8]
     sizes = []
     hook = target.register_forward_pre_hook(

@@ -1,8 +1,7 @@
 """Token trees: what one is, and how to grow, merge and lay it out.  No models, no text."""
 
 from specinfer.tree.candidates import draw_candidates, top_candidates
-from specinfer.tree.forest import Forest, merge
-from specinfer.tree.growth import Frontier, Growth
+from specinfer.tree.forest import Forest, Frontier, Growth, merge
 from specinfer.tree.lattice import Lattice
 from specinfer.tree.nodes import Nodes, ancestors
 from specinfer.tree.policies import (

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from specinfer.errors import NumericalError
-from specinfer.tree.growth import ROOT, Growth, Listing
+from specinfer.tree.forest import ROOT, Growth, Listing
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,8 +25,7 @@ from torch.nn.functional import pad
 
 from specinfer.errors import PolicyError
 from specinfer.tree.candidates import draw_candidates, top_candidates
-from specinfer.tree.forest import Forest
-from specinfer.tree.growth import ROOT, Frontier, Growth, Listing, on_host
+from specinfer.tree.forest import ROOT, Forest, Frontier, Growth, Listing, on_host
 from specinfer.tree.lattice import Lattice
 from specinfer.tree.token_tree import Kind, TokenTree
 
@@ -205,7 +204,8 @@ def grow_best_first(
             source is asked about.
     """
     if not (max_nodes and max_depth):
-        return _bare(source, BestFirst.kind)
+        tokens, parents, valid, _ = Frontier.roots(source.batch, source.device)
+        return Growth(tokens, parents, _zeros(source), valid, BestFirst.kind)
     least = log(min_probability) if min_probability else -inf
     if wanted is None and hasattr(source, "lattice"):  # a `LatticeSource`; `isinstance` takes far longer
         return source.lattice(max_nodes).best_first(max_nodes, max_depth, least)
@@ -385,6 +385,7 @@ class Expansion(Policy):
     """
 
     expansion: tuple[int, ...]
+    kind = Kind.RANKED  # of the class: no field
 
     def __post_init__(self) -> None:
         if not isinstance(self.expansion, Sequence) or isinstance(self.expansion, str | bytes):
@@ -393,11 +394,6 @@ class Expansion(Policy):
         for depth, width in enumerate(self.expansion):
             _check_size(f"expansion[{depth}]", width, 1)
         _check_size("the sum of all levels' nodes", self.max_nodes, 0)
-
-    @property
-    def kind(self) -> Kind:  # type: ignore[override]
-        """How children are chosen."""
-        return Kind.RANKED
 
     @property
     def max_nodes(self) -> int:  # type: ignore[override]
@@ -507,12 +503,6 @@ def _path_scores(scores: Tensor, log_probs: Tensor) -> Tensor:
     A log-probability that rounding lifted above 0 counts as 0, so no child outranks its parent.
     """
     return (scores[:, :, None] + log_probs.clamp(max=0)).flatten(1)
-
-
-def _bare(source: Source, kind: Kind) -> Growth:
-    """Return trees that draft nothing."""
-    tokens, parents, valid, _ = Frontier.roots(source.batch, source.device)
-    return Growth(tokens, parents, _zeros(source), valid, kind)
 
 
 def _limit(depth: int, max_depth: int | None) -> int:

@@ -255,13 +255,13 @@ class _WeightInputs:
 
     def join_packed(self) -> None:
         """Make one product of packed layers that read the same states."""
-        groups: dict[fx.Node, list[fx.Node]] = {}
-        for node in self.graph.find_nodes(op="call_function", target=torch.ops.specinfer.packed_linear.default):
+        linear, groups = torch.ops.specinfer.packed_linear.default, dict[Any, list[Any]]()
+        for node in self.graph.find_nodes(op="call_function", target=linear):
             groups.setdefault(node.args[0], []).append(node)
         for states, group in groups.items():
             matrices, outputs = ([part for node in group for part in node.args[index]] for index in (1, 2))
             with self.graph.inserting_before(group[0]):
-                product = self.graph.call_function(group[0].target, (states, matrices, outputs))
+                product = self.graph.call_function(linear, (states, matrices, outputs))
                 parts = self.graph.call_function(aten.split_with_sizes.default, (product, outputs, -1))
                 each = [self.graph.call_function(operator.getitem, (parts, index)) for index in range(len(group))]
             for node, part in zip(group, each, strict=True):

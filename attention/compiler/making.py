@@ -25,11 +25,10 @@ from specinfer.attention.compiler import attend, exported, linear
 from specinfer.attention.compiler.linear import IN_FLOAT32, ROUNDED_STATES, form_of, free_bytes
 from specinfer.attention.compiler.watch import altered, named_tensors
 from specinfer.attention.layout import Columns, Layout, lay_out_chains, lay_out_trees
-from specinfer.attention.model import TreeModel
+from specinfer.attention.model import TreeModel, TreeSession
 from specinfer.attention.packed.modules import PackedLinear
 from specinfer.attention.passes.base import Pass
 from specinfer.attention.passes.compiled import RECORD, SPARE, CompiledPass
-from specinfer.attention.session import TreeSession
 from specinfer.attention.torch_private import compile_package, load_package
 from specinfer.errors import NotCompiled
 

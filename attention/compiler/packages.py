@@ -30,8 +30,8 @@ from specinfer.attention.compiler import kernels
 from specinfer.attention.compiler.linear import FORMS, ROUNDED_STATES, forms
 from specinfer.attention.compiler.making import check, computing, limit_of, make
 from specinfer.attention.compiler.watch import architecture, machine
+from specinfer.attention.forward import without_autocast
 from specinfer.attention.passes.compiled import RECORD, CompiledPass
-from specinfer.attention.precision import without_autocast
 from specinfer.attention.torch_private import COMPILER_OPTIONS
 from specinfer.common.files import cache_folder, parse_json, storing, write_json
 from specinfer.errors import InputError, NotCompiled

@@ -150,47 +150,45 @@ def _table(values: tuple[int, ...]) -> Tensor:
 
 def _parts(blocks: Tensor, code: int, inputs: int, outputs: int) -> Quantised:
     """Return blocks (blocks, bytes) as the rows that they were."""
-    bits, scales, count = code & 15, code >> 4 & 3, len(blocks)
-    minimum, halves = bool(code >> 7 & 1), code >> 8 & 1
+    bits, scales, minimum, halves = code & 15, code >> 4 & 3, code >> 7 & 1, code >> 8 & 1
     group, values, zero = GROUP >> halves, None, code >> 16 & 255
     if code >> 6 & 1:
         values, zero = tuple((blocks[0, :16].int() - SHIFTED).tolist()), 0
         blocks = blocks[:, LINE:]
     dtype = {HALF: torch.float16, FACTORS: torch.int8, SINGLE: torch.float32}[scales]
-    spans, groups = inputs // SPAN, inputs // GROUP
-    width = BLOCK * dtype.itemsize * (1 + halves) * (1 + minimum)  # bytes of scales and minima before a group
-    body = width + 2 * LINE * bits
-    supers = 2 * BLOCK * (1 + minimum) if scales == FACTORS else 0
+    spans, groups, count = inputs // SPAN, inputs // GROUP, 1 + minimum
+    width = BLOCK * dtype.itemsize * (1 + halves)  # bytes of scales before a group, and of minima
+    body = count * width + 2 * LINE * bits
+    supers = count * 2 * BLOCK if scales == FACTORS else 0
     found = blocks[:, : spans * supers + groups * body]
-    scale, least = None, None
+    super_scales: list[Tensor] = []
     if supers:
-        found = found.view(count, spans, -1)
-        scale, least = (_to_outputs(each, torch.float16, outputs) for each in _halved(found[..., :supers], minimum))
+        found = found.view(len(blocks), spans, -1)
+        super_scales = [_to_outputs(each, torch.float16, outputs) for each in found[..., :supers].chunk(count, -1)]
         found = found[..., supers:]
-    found = found.reshape(count, groups, body)
-    factor, least_factor = (_to_outputs(each, dtype, outputs) for each in _halved(found[..., :width], minimum))
-    integers = torch.zeros(count, groups, 2, 8, BLOCK // 2, 4, dtype=torch.uint8)
-    lines = found[..., width:].reshape(count, groups, 2, -1, LINE)
+    found = found.reshape(len(blocks), groups, body)
+    own = [_to_outputs(each, dtype, outputs) for each in found[..., : count * width].chunk(count, -1)]
+    integers = _integers(found[..., count * width :], bits).reshape(len(blocks) * BLOCK, inputs)[:outputs]
+    if not supers:
+        return Quantised(integers, bits, zero, values, group, own[0], None, own[1] if minimum else None, None)
+    factors = [each.to(torch.int16) for each in own]
+    least, least_factors = (super_scales[1], factors[1]) if minimum else (None, None)
+    return Quantised(integers, bits, zero, values, group, super_scales[0], factors[0], least, least_factors)
+
+
+def _integers(lines: Tensor, bits: int) -> Tensor:
+    """Return the integers of lines (blocks, groups, bytes), (blocks, 32, groups, 8, 4)."""
+    lines = lines.reshape(*lines.shape[:2], 2, -1, LINE)
+    found = torch.zeros(*lines.shape[:3], 8, BLOCK // 2, 4, dtype=torch.uint8)
     for plane, first in _planes(bits):
         line, lines = lines[..., :plane, :], lines[..., plane:, :]
         shifts = plane * torch.arange(8 // plane, dtype=torch.uint8)
         words = (line.unsqueeze(4) >> shifts[:, None]) & ((1 << plane) - 1)
-        integers |= words.reshape(count, groups, 2, 8, BLOCK // 2, 4) << first
-    integers = integers.permute(0, 2, 4, 1, 3, 5).reshape(count * BLOCK, inputs)[:outputs]
-    if not supers:
-        return Quantised(integers, bits, zero, values, group, factor, None, least_factor, None)
-    factors = (None if each is None else each.to(torch.int16) for each in (factor, least_factor))
-    return Quantised(integers, bits, zero, values, group, scale, next(factors), least, next(factors))
+        found |= words.reshape(found.shape) << first
+    return found.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
 
 
-def _halved(found: Tensor, minimum: bool) -> tuple[Tensor, Tensor | None]:
-    """Return bytes of scales, and of minima if there are any behind them."""
-    return (found.tensor_split(2, -1)[0], found.tensor_split(2, -1)[1]) if minimum else (found, None)
-
-
-def _to_outputs(found: Tensor | None, dtype: torch.dtype, outputs: int) -> Tensor | None:
+def _to_outputs(found: Tensor, dtype: torch.dtype, outputs: int) -> Tensor:
     """Return bytes (blocks, times, n x 32 x bytes of one) as values (outputs, times x n)."""
-    if found is None:
-        return None
     values = found.contiguous().view(dtype).unflatten(2, (-1, BLOCK))
     return values.permute(0, 3, 1, 2).reshape(len(found) * BLOCK, -1)[:outputs]

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from specinfer.attention.forward import Forward
-from specinfer.attention.layout import Layout
-from specinfer.attention.per_node import PerNode
+from specinfer.attention.layout import Layout, PerNode
 
 Result = tuple[PerNode, ...]  # logits (n, V) of each row's wanted nodes; hidden states (n, K, H) if K layers are wanted
 

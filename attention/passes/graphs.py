@@ -93,7 +93,7 @@ class GraphedPass(Pass):
             others = {name: value for name, value in given.items() if name != "slots"}
             return self.inner.run(model, others, cache, aux_layers)
 
-        return self.graphs(run, {**inputs, "slots": cache.staged(model.device)}, cache.capacity)
+        return self.graphs(run, {**inputs, "slots": cache.staged(inputs["input_ids"].device)}, cache.capacity)
 
 
 class CudaCapture:

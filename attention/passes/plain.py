@@ -11,17 +11,14 @@ rows are one row, R = 1: each comes with the number of the row whose slots it re
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from specinfer.attention.cache import TreeCache
 from specinfer.attention.forward import Forward, Inputs, Outputs
-from specinfer.attention.layout import Columns, Layout
-from specinfer.attention.mask import attention_mask
+from specinfer.attention.layout import Columns, Layout, PerNode, Span, attention_mask
 from specinfer.attention.passes.base import Pass, Result
-from specinfer.attention.per_node import PerNode, Span
 from specinfer.common.tensors import on_device
 
 Run = Callable[[Forward, Inputs, TreeCache, Sequence[int]], Outputs]
@@ -70,7 +67,7 @@ class Padded:
         """Return values (N, ...) of nodes as (B, T, ...)."""
         return values.unflatten(0, (-1, self.width)) if self.index is None else values[self.index]
 
-    def stage(self, nodes: Layout, cache: TreeCache) -> Inputs:
+    def stage(self, nodes: Layout, before: int | Tensor, cache: TreeCache) -> Inputs:
         """Reserve the slots of the pass; the cache knows them."""
         cache.stage(nodes.sizes, self.width, self.turn)
         return {}
@@ -104,11 +101,10 @@ class SideBySide:
         """Return values (N, ...) of nodes as (1, N, ...)."""
         return values[None]
 
-    def stage(self, nodes: Layout, cache: TreeCache) -> Inputs:
+    def stage(self, nodes: Layout, before: int | Tensor, cache: TreeCache) -> Inputs:
         """Reserve the slots of the pass; return the row and the slot of each node."""
         cache.stage(nodes.sizes)
-        lengths = on_device(cache.lengths, nodes.tokens.device)
-        return {"cache_rows": nodes.rows[None], "cache_slots": (lengths[nodes.rows] + nodes.columns)[None]}
+        return {"cache_rows": nodes.rows[None], "cache_slots": (before + nodes.columns)[None]}
 
     def logits(self, found: Tensor) -> PerNode:
         """Return the logits of the wanted nodes, from (1, C, V)."""
@@ -139,15 +135,15 @@ class TensorPass(Pass):
     ) -> Result:
         """Feed nodes through a function that stands for `run`, with so many in each row at least."""
         placed = SideBySide(nodes) if self.packs else Padded(nodes, width)
-        inputs = placed.stage(nodes, cache)
+        before = nodes.after(cache.lengths)
+        inputs = placed.stage(nodes, before, cache)
         inputs["input_ids"] = placed(nodes.tokens)
-        inputs["attention_mask"] = attention_mask(
-            model.spec, nodes, cache.lengths, self.dtype or model.dtype, cache.kv_length, placed
-        )
+        dtype = self.dtype or model.dtype
+        inputs["attention_mask"] = attention_mask(model.spec, nodes, before, dtype, cache.kv_length, placed)
         if model.takes_positions:
-            inputs["position_ids"] = placed(_positions(model, nodes, cache.lengths))
+            inputs["position_ids"] = placed(_positions(model, nodes, before, max(cache.lengths)))
         inputs |= {name: placed(values) for name, values in nodes.extra.items()}
-        columns = None if placed.columns is None else on_device(placed.columns, model.device)
+        columns = None if placed.columns is None else on_device(placed.columns, nodes.tokens.device)
         if columns is not None and model.takes_logits_to_keep:
             inputs["logits_to_keep"] = columns
         with model.ranks.together(*nodes[:5], cache.lengths):
@@ -165,10 +161,9 @@ class PlainPass(TensorPass):
         return output.logits, *states
 
 
-def _positions(model: Forward, nodes: Layout, lengths: Sequence[int]) -> Tensor:
+def _positions(model: Forward, nodes: Layout, before: int | Tensor, longest: int) -> Tensor:
     """Return (N,) positions, committed length + depth, clamped to the context (the rest is cut later)."""
-    first: Any = lengths[0] if len({*lengths}) == 1 else on_device(lengths, nodes.tokens.device)[nodes.rows]
-    positions = nodes.node_depths + first
-    if model.max_positions is None or max(lengths) + nodes.depths.shape[1] <= model.max_positions:
+    positions = nodes.node_depths + before
+    if model.max_positions is None or longest + nodes.depths.shape[1] <= model.max_positions:
         return positions  # no node is deeper than there are columns
     return positions.clamp(max=model.max_positions - 1)

@@ -30,9 +30,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from specinfer.attention.forward import Forward, Inputs
-from specinfer.attention.layout import Layout
+from specinfer.attention.layout import Layout, PerNode
 from specinfer.attention.passes.base import Pass, Result
-from specinfer.attention.per_node import PerNode
 from specinfer.common.tensors import on_device
 from specinfer.errors import CacheError, InputError, UnsupportedModel
 

@@ -24,9 +24,8 @@ from typing import Any
 
 from torch import Tensor
 
-from specinfer.adaptive.cost_model import FAR, Seconds
+from specinfer.adaptive.experience import FAR, DraftRecord, Seconds
 from specinfer.adaptive.profile import Profile
-from specinfer.adaptive.record import DraftRecord
 from specinfer.common.files import write_json
 from specinfer.common.lock import Lock
 from specinfer.common.tensors import size_bucket

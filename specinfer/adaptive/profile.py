@@ -11,9 +11,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, MsgspecError, Struct, convert, json
 
-from specinfer.adaptive.acceptance import DEPTHS, Acceptance, Rate
-from specinfer.adaptive.cost_model import Costs, Seconds
-from specinfer.adaptive.record import DraftRecord
+from specinfer.adaptive.experience import DEPTHS, Acceptance, Costs, DraftRecord, Rate, Seconds
 from specinfer.common.values import plain
 from specinfer.errors import InputError
 from specinfer.tree.token_tree import MOST_DRAFTS

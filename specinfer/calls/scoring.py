@@ -17,8 +17,8 @@ from torch import Tensor
 from specinfer.attention import TreeModel, TreeSession, lay_out_chains, running
 from specinfer.common.tensors import on_device
 from specinfer.common.values import plain
+from specinfer.engine.sequence import log_probabilities
 from specinfer.engine.shared_prefix import SharedPrefix
-from specinfer.engine.target_view import log_probabilities
 from specinfer.errors import CHECK_WEIGHTS, InputError, NumericalError
 from specinfer.prompts import Prompts, check_ids, tokenized
 from specinfer.tree import TokenTree

@@ -10,7 +10,6 @@ no states yet, and the head uses its own.  Embedding and output matrix are the t
 the head's vocabulary (FR-Spec, arXiv 2502.14856), so a head's file is small.
 """
 
-from collections.abc import Sequence
 from copy import copy
 from math import inf
 from pathlib import Path
@@ -23,17 +22,15 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn import functional
 
-from specinfer.attention import TreeModel, device_of, embedded, lay_out_level
+from specinfer.attention import TreeModel, device_of, embedded
 from specinfer.attention.torch_private import writes
 from specinfer.common.files import parse_json, write_json, write_whole
 from specinfer.drafts.head_network import HeadNetwork, head_config
-from specinfer.drafts.language_model import ModelDraftSession
+from specinfer.drafts.language_model import HeadDraftSession
 from specinfer.drafts.published.network import check_readable
-from specinfer.drafts.rows import state_columns
-from specinfer.engine.draft import Draft, DraftContext, Scored
+from specinfer.engine.draft import Draft, DraftContext
 from specinfer.errors import ModelError, TokenizerMismatch
 from specinfer.loading import tokenizer_fingerprint
-from specinfer.tree import Frontier
 
 MODEL_TYPE = "specinfer_eagle_head"  # in config.json
 SIZES = (
@@ -125,7 +122,7 @@ class HeadDraft(Draft):
         attached.model = TreeModel(_bound(self.head, target.model))
         return attached
 
-    def open(self, context: DraftContext) -> "HeadDraftSession":
+    def open(self, context: DraftContext) -> HeadDraftSession:
         """Start drafting for a batch of rows."""
         if self.model is None:
             raise ModelError(f"draft {self.name} reads a target's states: attach it to one, or give it to a decoder")
@@ -141,75 +138,6 @@ def _bound(head: HeadNetwork, target: Any) -> HeadNetwork:
         network = network.bind(target) if earlier == stamp else head.bound(target)
         copies[head] = stamp, network
     return network
-
-
-class HeadDraftSession(ModelDraftSession):
-    """An EAGLE-style head at work.
-
-    Every committed token is fed once, with the target's state that chose it.  Nodes of a tree are fed with the head's
-    own states and always forgotten.
-    """
-
-    per_row = (*ModelDraftSession.per_row, "states")
-    draft_layers = (0,)
-
-    def __init__(
-        self, model: TreeModel, aux_layers: Sequence[int], inverse_temperature: float, context: DraftContext
-    ) -> None:
-        super().__init__(model, context)
-        self.inverse_temperature = inverse_temperature
-        self.token_ids = model.model.token_ids
-        if self.token_ids is not None:
-            self.vocab_size = len(self.token_ids)
-        self.columns = state_columns(aux_layers, context, self.device)
-        shape = 1, *model.model.pass_inputs[0]["target_states"]
-        nothing = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        self.states = [  # per row, the target's states that chose its uncached tokens; none chose the first one
-            [nothing] if states is None else [nothing, self._of_layers(states)] for states in context.states
-        ]
-        if model.model.skips_first:
-            for row, (uncached, states) in enumerate(zip(self.uncached, self.states, strict=True)):
-                if len(uncached) > 1:  # else there is nothing but the first token to draft from
-                    self.uncached[row], self.states[row] = uncached[1:], states[1:]
-
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
-        """Forget the tree; the committed tokens are uncached, with the target's states that chose them."""
-        self.session.commit([None if new is None else () for new in tokens])
-        for i, (new, chose) in enumerate(zip(tokens, states, strict=True)):
-            if new is not None and chose is not None:
-                self.uncached[i] += new
-                self.states[i].append(self._of_layers(chose))
-        self.advance(tokens)
-
-    def _of_layers(self, states: Tensor) -> Tensor:
-        """Return states of the target's (n, K, H), those of this head's layers."""
-        return states if isinstance(self.columns, slice) else states[:, self.columns]
-
-    def _logits(self, frontier: Frontier) -> Tensor:
-        """Return logits (B, W, V') after each frontier node, feeding them to the head."""
-        if frontier.depth == 0:
-            return self._feed_uncached()
-        self.level = lay_out_level(frontier, self.level, self.device)
-        roots = torch.stack([states[-1:, 0] for states in self.draft_states if states is not None])  # (B, 1, H)
-        fed = torch.cat([roots, *(states.padded()[:, :, 0] for states in self.session.aux_states)], 1)
-        parents = frontier.parents[:, :, None].expand(-1, -1, fed.shape[2])
-        return self.session.append(self.level, draft_states=fed.gather(1, parents).flatten(0, 1)).padded()
-
-    def _uncached_inputs(self) -> dict[str, list[Tensor]]:
-        """Return the target's states that chose each row's uncached tokens, and keep none."""
-        states = [torch.cat(row) for row in self.states]
-        self.states = [[] for _ in states]
-        return {"target_states": states}
-
-    def leave_roots(self, inputs: dict[str, list[Tensor]]) -> None:
-        """Leave each row's root uncached, with the state that chose it."""
-        super().leave_roots(inputs)
-        self.states = [[states[-1:]] for states in inputs["target_states"]]
 
 
 def read_config(folder: Path) -> dict[str, Any]:

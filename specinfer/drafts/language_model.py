@@ -1,7 +1,7 @@
-"""A draft that is a small causal language model.
+"""Drafts that run a network level by level: a small causal language model, and heads that read the target's states.
 
-Knows: the model and its cache, the committed tokens that are not cached yet, the noise shared with the target.
-Does not know: the target, verification, text.
+Knows: the network and its cache, the committed tokens that are not cached yet, the noise shared with the target.
+Does not know: the target, files and training of heads (`head`), verification, text.
 """
 
 import sys
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level
 from specinfer.common.values import checked_names
-from specinfer.drafts.rows import DraftRows
+from specinfer.drafts.rows import DraftRows, state_columns
 from specinfer.engine.draft import Clocked, Draft, DraftContext, Scored
 from specinfer.errors import InputError
 from specinfer.tree import Frontier, Growth, Source
@@ -73,6 +73,7 @@ class ModelDraftSession(DraftRows, Clocked):
         self.level: Layout | None = None  # layout of the newest level fed
         self.fed: list[Frontier] = []  # levels fed this step, root excluded: pending columns are nodes 1, 2, ...
         self.vocab_size = min(model.vocab_size, context.vocab_size)
+        self.last_id = model.embedded - 1  # ids beyond it are padding of the target's vocabulary
         self.draft_states: list[Tensor | None] = []  # this model's hidden states at the tokens fed last, root last
 
     def source(self, roots: Sequence[int]) -> Source:
@@ -141,7 +142,7 @@ class ModelDraftSession(DraftRows, Clocked):
         """Return logits (B, W, V) after each frontier node, feeding them to the model."""
         if frontier.depth == 0:
             return self._feed_uncached()[..., : self.vocab_size]
-        tokens = frontier.tokens.clamp(max=self.session.model.embedded - 1)
+        tokens = frontier.tokens.clamp(max=self.last_id)
         self.level = lay_out_level(frontier._replace(tokens=tokens), self.level, self.device)
         self.fed.append(frontier)
         return self.session.append(self.level).padded()[..., : self.vocab_size]
@@ -171,12 +172,80 @@ class ModelDraftSession(DraftRows, Clocked):
 
     def _chains(self) -> list[list[int]]:
         """Return each row's uncached tokens as the model takes them."""
-        limit = self.session.model.embedded - 1
-        return [[min(token, limit) for token in tokens] for tokens in self.uncached]
+        return [[min(token, self.last_id) for token in tokens] for tokens in self.uncached]
 
     def _uncached_inputs(self) -> dict[str, list[Tensor]]:
         """Return what else the model is fed with each row's uncached tokens, by name: one entry per token."""
         return {}
+
+
+class HeadDraftSession(ModelDraftSession):
+    """An EAGLE-style head at work.
+
+    Every committed token is fed once, with the target's state that chose it.  Nodes of a tree are fed with the head's
+    own states and always forgotten.
+    """
+
+    per_row = (*ModelDraftSession.per_row, "states")
+    draft_layers = (0,)
+
+    def __init__(
+        self, model: TreeModel, aux_layers: Sequence[int], inverse_temperature: float, context: DraftContext
+    ) -> None:
+        super().__init__(model, context)
+        self.inverse_temperature = inverse_temperature
+        self.token_ids = model.model.token_ids
+        if self.token_ids is not None:
+            self.vocab_size = len(self.token_ids)
+        self.columns = state_columns(aux_layers, context, self.device)
+        shape = 1, *model.model.pass_inputs[0]["target_states"]
+        nothing = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        self.states = [  # per row, the target's states that chose its uncached tokens; none chose the first one
+            [nothing] if states is None else [nothing, self._of_layers(states)] for states in context.states
+        ]
+        if model.model.skips_first:
+            for row, (uncached, states) in enumerate(zip(self.uncached, self.states, strict=True)):
+                if len(uncached) > 1:  # else there is nothing but the first token to draft from
+                    self.uncached[row], self.states[row] = uncached[1:], states[1:]
+
+    def commit(
+        self,
+        tokens: Sequence[Sequence[int] | None],
+        states: Sequence[Tensor | None] = (),
+        scored: Sequence[Scored] = (),
+    ) -> None:
+        """Forget the tree; the committed tokens are uncached, with the target's states that chose them."""
+        self.session.commit([None if new is None else () for new in tokens])
+        for i, (new, chose) in enumerate(zip(tokens, states, strict=True)):
+            if new is not None and chose is not None:
+                self.uncached[i] += new
+                self.states[i].append(self._of_layers(chose))
+        self.advance(tokens)
+
+    def _of_layers(self, states: Tensor) -> Tensor:
+        """Return states of the target's (n, K, H), those of this head's layers."""
+        return states if isinstance(self.columns, slice) else states[:, self.columns]
+
+    def _logits(self, frontier: Frontier) -> Tensor:
+        """Return logits (B, W, V') after each frontier node, feeding them to the head."""
+        if frontier.depth == 0:
+            return self._feed_uncached()
+        self.level = lay_out_level(frontier, self.level, self.device)
+        roots = torch.stack([states[-1:, 0] for states in self.draft_states if states is not None])  # (B, 1, H)
+        fed = torch.cat([roots, *(states.padded()[:, :, 0] for states in self.session.aux_states)], 1)
+        parents = frontier.parents[:, :, None].expand(-1, -1, fed.shape[2])
+        return self.session.append(self.level, draft_states=fed.gather(1, parents).flatten(0, 1)).padded()
+
+    def _uncached_inputs(self) -> dict[str, list[Tensor]]:
+        """Return the target's states that chose each row's uncached tokens, and keep none."""
+        states = [torch.cat(row) for row in self.states]
+        self.states = [[] for _ in states]
+        return {"target_states": states}
+
+    def leave_roots(self, inputs: dict[str, list[Tensor]]) -> None:
+        """Leave each row's root uncached, with the state that chose it."""
+        super().leave_roots(inputs)
+        self.states = [[states[-1:]] for states in inputs["target_states"]]
 
 
 def fed_paths(fed: Sequence[Frontier], tokens: Sequence[Sequence[int] | None]) -> list[list[int] | None]:

@@ -29,8 +29,9 @@ from specinfer.common.files import storing
 from specinfer.common.ranks import ALONE, Ranks
 from specinfer.common.values import plain
 from specinfer.drafts.examples import LONGEST, UNROLL, Example, ExampleBuffer, Recorder, example_loss
-from specinfer.drafts.head import HeadDraft, HeadDraftSession, read_config
+from specinfer.drafts.head import HeadDraft, read_config
 from specinfer.drafts.head_network import HeadNetwork
+from specinfer.drafts.language_model import HeadDraftSession
 from specinfer.engine.draft import Draft, DraftContext, Scored
 from specinfer.errors import InputError, ModelError
 

@@ -30,9 +30,8 @@ from specinfer.attention import TreeSession
 from specinfer.common.tensors import on_device
 from specinfer.engine.draft import DraftSession
 from specinfer.engine.loop import Schedule, T_co
-from specinfer.engine.sequence import Row
+from specinfer.engine.sequence import Row, RowView, target_views
 from specinfer.engine.sessions import Sessions
-from specinfer.engine.target_view import RowView, target_views
 from specinfer.engine.verify import Verdict
 from specinfer.errors import SamplingError
 from specinfer.results import Step
@@ -117,12 +116,10 @@ def sized(policy: Policy, rows: Sequence[Row]) -> Policy:
     """Return the policy that these rows need: the given one, or if they ask for contrastive search one of its size.
 
     Raises:
-        SamplingError: only some rows ask for it and others sample, or the policy's trees are sampled.
+        SamplingError: they ask for it, and the policy's trees are sampled.
     """
     if not any(row.contrast.alpha for row in rows):
         return policy
-    if any(row.sampling for row in rows):
-        raise SamplingError("penalty_alpha is of contrastive search, and other rows are sampled: split the batch")
     if policy.kind is not Kind.RANKED:
         raise SamplingError("penalty_alpha ranks candidates, and trees of draws are not ranked: use another tree")
     most, nodes = max(row.contrast.candidates for row in rows), policy.max_nodes
@@ -229,7 +226,7 @@ class _Text:
             self.known = Candidates.after(view, path[-1])
         self.states = torch.cat([self.states, fed[on_device(path[:-1], fed.device)]])
         verdict = Verdict(tuple(path[1:-1]), int(tree.tokens[path[-1]]))
-        return view.row.advance(tree, verdict, view)
+        return view.row.advance(verdict, view)
 
     def penalties(self, tree: TokenTree, fed: Tensor) -> list[float]:
         """Return, per node, the largest cosine of its state and those of all tokens before it; -1 at least."""

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from specinfer.engine.gumbel import Coupling
-from specinfer.engine.sampling import Processors
+from specinfer.engine.processors import Processors
 from specinfer.errors import CHECK_WEIGHTS, InputError, NumericalError, TreeError
 from specinfer.tree import Forest, Growth, Policy, Source, TokenTree
 

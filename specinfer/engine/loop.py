@@ -14,9 +14,8 @@ from collections.abc import Generator, Sequence
 from typing import Protocol, TypeVar
 
 from specinfer.engine.draft import DraftSession
-from specinfer.engine.sequence import Row
+from specinfer.engine.sequence import Row, target_views
 from specinfer.engine.sessions import Sessions
-from specinfer.engine.target_view import target_views
 from specinfer.engine.verify import Verifier
 from specinfer.errors import TreeError
 from specinfer.results import Step
@@ -27,7 +26,7 @@ Emitted = list[tuple[Row, Step]]  # per row of a step
 
 
 class Schedule(Protocol[T_co]):
-    """Which rows are decoded (`scheduler.Scheduler`)."""
+    """Which rows are decoded (`scheduler.Decoding`)."""
 
     def admit(self) -> Sequence[Row]:
         """Return the rows of the next step, in the order of the sessions' rows, which newcomers have joined."""
@@ -53,10 +52,7 @@ def decode(schedule: Schedule[T_co], sessions: Sessions, verifier: Verifier) -> 
         views = target_views(rows, trees, target.score(trees))
         verdicts = [verifier.verify(view.tree, view) for view in views]
         # each row's text is cut where it ends (end of sequence, stop string, max_new_tokens) before the commit
-        emitted = [
-            (view.row, view.row.advance(view.tree, verdict, view))
-            for view, verdict in zip(views, verdicts, strict=True)
-        ]
+        emitted = [(view.row, view.row.advance(verdict, view)) for view, verdict in zip(views, verdicts, strict=True)]
         states = target.commit([None if row.finished else (0, *step.path) for row, step in emitted])
         for draft in drafts:
             draft.commit([None if row.finished else step.tokens for row, step in emitted], states, views)

@@ -1,27 +1,32 @@
 """The scheduler: requests come and go at any time, and each step decodes all that are under way.
 
-Requests that are decoded together are a batch (`decoding.Decoding`).  It begins with those that wait when nothing
-runs, and others join it between two steps, as long as there is room.  When none is left it ends: the caches are
-released, and drafts that learn between calls learn.  Rows of contrastive search are a batch that nobody joins, and so
-are rows that differ in the distribution that sampled trees are drawn from.
+Requests that are decoded together are a batch (`Decoding`).  It begins with those that wait when nothing runs, and
+others join it between two steps, as long as there is room.  When none is left it ends: the caches are released, and
+drafts that learn between calls learn.  Rows of contrastive search are a batch that nobody joins, and so are rows that
+differ in the distribution that sampled trees are drawn from.
 
 Threads: one at a time takes a step.  `Scheduler.add` and `Scheduler.abort` wait for nobody.
 
-Knows: which requests wait, whose turn it is.  Does not know: how a batch is decoded, where requests come from.
+Knows: which requests wait, whose turn it is, when sessions are opened and dropped, what is recorded of a step.
+Does not know: how a step is decoded, where requests come from.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from itertools import count
-from threading import Condition, RLock
+from textwrap import shorten
 from typing import Any
 
-from specinfer.attention import autocast_as_now
-from specinfer.engine.decoding import Decoding, Steps
-from specinfer.engine.requests import Request
-from specinfer.engine.sessions import Decoder
+from specinfer.attention import TreeModel, autocast_as_now, resumed, running
+from specinfer.common.lock import Turns
+from specinfer.engine.contrastive import search, sized
+from specinfer.engine.loop import Emitted, decode
+from specinfer.engine.requests import Batch, Request
+from specinfer.engine.sequence import Row
+from specinfer.engine.sessions import Decoder, Openings, Reading, Sessions
 from specinfer.engine.shared_prefix import SharedPrefix
 from specinfer.errors import InputError
 from specinfer.results import Step
@@ -30,120 +35,147 @@ from specinfer.tree import Kind, Policy
 MAX_ROWS = 16  # decoded at a time, if there are more
 ABORTED = "aborted"  # the finish reason of a request that was taken back
 
-
-class Turns:
-    """A lock, and news of its releases, for those who need not hold it themselves.
-
-    Attributes:
-        ended: how often it was released.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._news, self.ended = RLock(), Condition(), 0
-
-    @contextmanager
-    def held(self, wait: bool = True) -> Iterator[bool]:
-        """Hold the lock if it is free, or wait for it; yield whether it is held."""
-        held = self._lock.acquire(wait)
-        try:
-            yield held
-        finally:
-            if held:
-                self._lock.release()
-                with self._news:
-                    self.ended += 1
-                    self._news.notify_all()
-
-    def wait(self, ended: int) -> None:
-        """Wait until it was released more often than that."""
-        with self._news:
-            self._news.wait_for(lambda: self.ended != ended)
+Steps = list[tuple[Request, Step]]  # what each request emitted
 
 
-class Batches:
-    """Batches of requests, one after the other, for one thread at a time.
+class Decoding:
+    """Some requests under way, and others that join them: the `loop.Schedule` of their rows.
 
     Args:
-        max_rows, policy, shared: as `Scheduler`.
+        requests: the first ones, all of one decoder.
+        newcomers: takes how many are under way, and returns those that join them.
+        policy: how trees grow.
+        shared: what prompts share.
         as_called: restores autocast as it was for the caller.
 
     Attributes:
-        waiting: requests, in the order in which they came.
-        aborted: requests that are to be taken back.
-        current: the batch under way.
+        requests: in the order of the sessions' rows; among them those that were aborted since the last step.
     """
 
     def __init__(
         self,
-        max_rows: int | None,
+        requests: Sequence[Request],
+        newcomers: Callable[[int], list[Request]],
         policy: Policy,
-        shared: SharedPrefix | None,
+        shared: SharedPrefix,
         as_called: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        self.waiting: deque[Request] = deque()
-        self.aborted: deque[Request] = deque()
-        self.current: Decoding | None = None
-        self._max_rows, self._policy, self._shared, self._as_called = max_rows, policy, shared, as_called
+        self.decoder, self._newcomers, self._shared, self._as_called = requests[0].decoder, newcomers, shared, as_called
+        self.requests: list[Request] = []
+        self._searches = bool(requests[0].row.contrast.alpha)
+        self._batch = Batch(sized(policy, [request.row for request in requests]))
+        self._learning = [draft for draft in self.decoder.drafts if draft.learns]
+        self._texts: list[list[int]] = []  # of rows that ended, for drafts that learn
+        self._sessions: Sessions | None = None
+        self._steps: Generator[Steps] | None = None
+        self._run_plain: list[TreeModel] = []
+        self._join(requests)
 
-    def step(self) -> Steps:
-        """Decode one step, of the next batch if one has ended; return who emitted what."""
-        self.take_back()
-        while batch := self.current or self._begun():
-            try:
-                emitted = batch.step()
-            except BaseException as error:
-                self._drop(error)
-                raise
-            if emitted is not None:
-                self.take_back()
-                return emitted
-            self._drop()
-            batch.learn()
-        return []
+    @property
+    def active(self) -> list[Request]:
+        """The requests that are not done."""
+        return [request for request in self.requests if not request.done]
 
-    def take_back(self) -> None:
-        """End the requests that were aborted."""
-        while self.aborted:
-            request = self.aborted.popleft()
-            if self.current and request in self.current.active:
-                self.current.end(request, ABORTED)
-            elif request in self.waiting:
-                self.waiting.remove(request)
-                request.end(ABORTED)
+    def step(self) -> Steps | None:
+        """Decode one step; return what each request emitted, None if none is left."""
+        if self.requests and not self.active:
+            return None  # all were aborted
+        self._batch.clocks.resume()
+        steps = self._steps = self._steps or self._open()
+        with self._as_called(), resumed(*self._run_plain):  # compiled passes are the same in train mode
+            return next(steps, None)
 
-    def close(self) -> None:
-        """Drop all requests and release the caches."""
-        while self.waiting:
-            self.waiting.popleft().end()
-        self._drop()
+    def admit(self) -> Sequence[Row]:
+        """Let requests join, unless these rows search; return the rows of the next step."""
+        newcomers = [] if self._searches else self._newcomers(len(self.requests))
+        if newcomers and self._sessions:
+            self._join(newcomers)
+            self._sessions.join([request.row for request in newcomers])
+        return [request.row for request in self.requests]
 
-    def _drop(self, error: BaseException | None = None) -> None:
-        """Release the caches of the batch under way, and end its requests as they are."""
-        batch, self.current = self.current, None
-        if batch:
-            batch.drop(error)
-
-    def _begun(self) -> Decoding | None:
-        """Return a batch of those that wait, if somebody does."""
-        if self.waiting:
-            newcomers = partial(self._newcomers, self._kind(self.waiting[0]))
-            shared = self._shared or SharedPrefix()
-            self.current = Decoding(newcomers(0), newcomers, self._policy, shared, self._as_called)
-        return self.current
-
-    def _newcomers(self, kind: Any, active: int) -> list[Request]:
-        """Take the first that wait, as long as they are of a kind and there is room beside active ones."""
-        found: list[Request] = []
-        while self.waiting and (self._max_rows is None or active + len(found) < self._max_rows):
-            if self._kind(self.waiting[0]) != kind:
-                break
-            found.append(self.waiting.popleft())
+    def finish(self, emitted: Emitted) -> Steps:
+        """Record a step, and tell an adaptive policy how it went."""
+        spent, found = self._read_clocks(), []
+        if self._batch.policy.adapts:
+            self._observe(emitted, spent)
+        for request, (row, step) in zip(self.requests, emitted, strict=True):
+            if request.done:  # it was aborted, and leaves with this step
+                continue
+            request.steps.append(replace(step, seconds=spent.seconds))
+            found.append((request, request.steps[-1]))
+            if row.finished:
+                self.end(request)
+        self.requests = self.active
         return found
 
-    def _kind(self, request: Request) -> Any:
-        """Return what requests that are decoded together have in common."""
-        row, ranked = request.row, self._policy.kind is Kind.RANKED
-        return bool(row.contrast.alpha), None if ranked else (row.sampling, row.options)
+    def _observe(self, emitted: Emitted, spent: Reading) -> None:
+        """Tell the policy how a step went: the same in all processes that share the target."""
+        *proposing, decoding = self.decoder.target.ranks.largest(
+            [*(seconds for _, seconds in spent.drafting), spent.seconds.decoding]
+        )
+        self._batch.policy.observe(
+            trees=[step.tree for _, step in emitted],
+            paths=[step.path for _, step in emitted],
+            tokens=[step.tokens for _, step in emitted],
+            proposing=proposing,
+            seconds=decoding if spent.passes else None,  # of a pass that read no prompts
+        )
+
+    def end(self, request: Request, reason: str | None = None) -> None:
+        """Note that a request has ended; its row leaves with the step under way, or the next one."""
+        request.end(reason)
+        if self._learning:
+            self._texts.append(list(request.row.ids))
+
+    def drop(self, error: BaseException | None = None) -> None:
+        """Release the caches, and end the requests that are left as they are."""
+        for request in self.active:
+            request.end(error=error)
+        steps, self._steps, self._sessions, self.requests = self._steps, None, None, []
+        if steps:
+            steps.close()
+
+    def learn(self) -> None:
+        """Let drafts that learn between calls learn from all that has ended."""
+        if not self._learning:
+            return
+        batch = self._batch
+        batch.clocks.resume()
+        for draft in self._learning:
+            try:
+                draft.learn(self._texts, batch.clocks.now.seconds.total)
+            except Exception as error:  # the text is whole, and is not lost
+                batch.notes.append(f"draft {draft.name} could not learn from this call: {shorten(str(error), 200)}")
+        batch.clocks.learnt()
+
+    def _open(self) -> Generator[Steps]:
+        """Open the sessions; return the steps."""
+        decoder, batch, rows = self.decoder, self._batch, [request.row for request in self.requests]
+        models = decoder.networks
+        with self._as_called():
+            policy = decoder.supported(batch.policy, batch.notes)  # hooks may have come since the last batch
+        with self._as_called(), running(*models):  # only while passes run: between steps the models are as they were
+            sessions = self._sessions = Sessions(Openings(decoder, policy, self._shared), rows)
+            batch.policy, runs = sessions.policy, {models[0]: sessions.target.run}
+            batch.notes.append(decoder.passes)
+            self._run_plain = [each for each in models if runs.get(each, each.ways.best()).runs_modules]
+        self._read_clocks()
+        if not self._searches:
+            return decode(self, sessions, decoder.verifier)
+        batch.notes.append(_search_note(sessions, models[0]))
+        return search(self, sessions, rows)
+
+    def _join(self, requests: Sequence[Request]) -> None:
+        """Take requests in; their time begins."""
+        for request in requests:
+            request.join(self._batch)
+        self.requests += requests
+        self._batch.rows = max(self._batch.rows, len(self.requests))
+
+    def _read_clocks(self) -> Reading:
+        """Return what was spent since the last reading."""
+        assert self._sessions is not None, "sessions are open while a step is under way"
+        return self._batch.clocks.read(self._sessions.target, self._sessions.drafts)
 
 
 class Scheduler:
@@ -167,20 +199,22 @@ class Scheduler:
         shared: SharedPrefix | None = None,
     ) -> None:
         self.decoder, self.max_rows = decoder, max_rows
-        as_called = autocast_as_now(decoder.target.device)
-        self._batches = Batches(max_rows, policy or decoder.policy, shared, as_called)
+        self._policy, self._shared = policy or decoder.policy, shared
+        self._as_called = autocast_as_now(decoder.target.device)  # a batch's steps compute alike
+        self._waiting, self._aborted = deque[Request](), deque[Request]()
+        self._batch: Decoding | None = None  # under way
         self._turns, self._stepping = Turns(), False
 
     @property
     def active(self) -> list[Request]:
         """The requests under way; others wait."""
-        batch = self._batches.current
+        batch = self._batch
         return batch.active if batch else []
 
     @property
     def idle(self) -> bool:
         """Whether a step would do nothing: no request is there, and the last batch has ended."""
-        return not (self._batches.waiting or self._batches.current)
+        return not (self._waiting or self._batch)
 
     def add(self, request: Request) -> Request:
         """Take a request, from any thread; it joins the others with the next step for which there is room.
@@ -198,15 +232,15 @@ class Scheduler:
             why = "was added before" if request.added else "is another decoder's"
             raise InputError(f"{request} {why}: prepare one for each text, with the scheduler's decoder")
         request.added = True
-        self._batches.waiting.append(request)
+        self._waiting.append(request)
         return request
 
     def abort(self, request: Request) -> None:
         """Take a request back, from any thread: it leaves before the next step; what it has emitted stays."""
-        self._batches.aborted.append(request)
+        self._aborted.append(request)
         with self._turns.held(wait=False) as held:
             if held and not self._stepping:
-                self._batches.take_back()
+                self._take_back()
 
     def step(self) -> Steps:
         """Decode one step of all requests under way and of those that can join; return who emitted what.
@@ -220,7 +254,7 @@ class Scheduler:
                 raise InputError("a step of this scheduler is under way, and what it calls takes another: use two")
             self._stepping = True
             try:
-                return self._batches.step()
+                return self._step()
             finally:
                 self._stepping = False
 
@@ -254,11 +288,75 @@ class Scheduler:
         """End the batch under way if nobody is left in it and nobody waits."""
         with self._turns.held(wait=False) as held:
             if held and not self._stepping:
-                self._batches.take_back()
-                if not (self.active or self._batches.waiting):
+                self._take_back()
+                if not (self.active or self._waiting):
                     self.step()
 
     def close(self) -> None:
         """Drop all requests and release the caches; results stay as they are."""
         with self._turns.held():
-            self._batches.close()
+            while self._waiting:
+                self._waiting.popleft().end()
+            self._drop()
+
+    # ---- for the thread whose turn it is ----
+
+    def _step(self) -> Steps:
+        """Decode one step, of the next batch if one has ended."""
+        self._take_back()
+        while batch := self._batch or self._begun():
+            try:
+                emitted = batch.step()
+            except BaseException as error:
+                self._drop(error)
+                raise
+            if emitted is not None:
+                self._take_back()
+                return emitted
+            self._drop()
+            batch.learn()
+        return []
+
+    def _take_back(self) -> None:
+        """End the requests that were aborted."""
+        while self._aborted:
+            request = self._aborted.popleft()
+            if self._batch and request in self._batch.active:
+                self._batch.end(request, ABORTED)
+            elif request in self._waiting:
+                self._waiting.remove(request)
+                request.end(ABORTED)
+
+    def _drop(self, error: BaseException | None = None) -> None:
+        """Release the caches of the batch under way, and end its requests as they are."""
+        batch, self._batch = self._batch, None
+        if batch:
+            batch.drop(error)
+
+    def _begun(self) -> Decoding | None:
+        """Return a batch of those that wait, if somebody does."""
+        if self._waiting:
+            newcomers = partial(self._newcomers, self._kind(self._waiting[0]))
+            shared = self._shared or SharedPrefix()
+            self._batch = Decoding(newcomers(0), newcomers, self._policy, shared, self._as_called)
+        return self._batch
+
+    def _newcomers(self, kind: Any, active: int) -> list[Request]:
+        """Take the first that wait, as long as they are of a kind and there is room beside active ones."""
+        found: list[Request] = []
+        while self._waiting and (self.max_rows is None or active + len(found) < self.max_rows):
+            if self._kind(self._waiting[0]) != kind:
+                break
+            found.append(self._waiting.popleft())
+        return found
+
+    def _kind(self, request: Request) -> Any:
+        """Return what requests that are decoded together have in common."""
+        row, ranked = request.row, self._policy.kind is Kind.RANKED
+        return bool(row.contrast.alpha), None if ranked else (row.sampling, row.options)
+
+
+def _search_note(sessions: Sessions, target: TreeModel) -> str:
+    """Return how contrastive search goes, in words."""
+    reason = " (the target's passes are plain: compiled ones return no last hidden states)"
+    return f"{sessions.policy}{'' if sessions.target.run is target.ways.best() else reason}"

@@ -1,31 +1,93 @@
-"""One sequence being decoded: its ids, its distribution, its random numbers, and when it ends.
+"""One sequence being decoded: its ids, its random numbers, the target at its tree's nodes, and when its text ends.
 
 Knows: everything that belongs to one row and to no other, so a row in a batch behaves as it does alone.
-Does not know: models, caches, drafts, the other rows.
+Does not know: models, caches, drafts, which nodes verification visits.
 """
 
-from collections.abc import Callable, Sequence
-from math import inf
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from math import inf, isfinite
+from time import monotonic
+from typing import Any
+from weakref import ref
 
+import numpy as np
 import torch
+from torch import Tensor
+from transformers import MaxTimeCriteria, StopStringCriteria
 
-from specinfer.engine.gumbel import Coupling
-from specinfer.engine.sampling import GenerationSettings, Processors
-from specinfer.engine.stopping import Stopping
-from specinfer.engine.verify import Verdict
+from specinfer.common.ranks import ALONE, Ranks
+from specinfer.common.tensors import on_device
+from specinfer.engine.gumbel import COIN, Coupling, key, uniform
+from specinfer.engine.processors import Processors, with_custom
+from specinfer.engine.sampling import GenerationSettings
+from specinfer.engine.stop_strings import StopStrings
+from specinfer.engine.verify import Probabilities, Verdict
+from specinfer.errors import CHECK_WEIGHTS, NumericalError, SamplingError
 from specinfer.results import Step, drafted_by
 from specinfer.tree import TokenTree
 
 
-class Scored(Protocol):
-    """The target at the nodes of a row's tree (`target_view.RowView`)."""
+class Stopping:
+    """Decides, token by token, whether a row's text has ended, and why.
 
-    def probability(self, node: int, token: int) -> float:
-        """Return the probability of a token after a node, with the row's processors."""
+    Args:
+        settings: of the call.
+        budget: new tokens at most.
+        device: of the ids that criteria are given.
+        tokenizer: needed for ``stop_strings`` only.
+        padding: ids that criteria see before the row's ids, as `Processors`.
 
-    def log_probabilities(self, nodes: Sequence[int], tokens: Sequence[int]) -> list[float]:
-        """Return the log-probabilities, without processors, of a token after each of some nodes."""
+    Raises:
+        SamplingError: ``stop_strings`` without a tokenizer.
+    """
+
+    def __init__(
+        self,
+        settings: GenerationSettings,
+        budget: int,
+        device: Any = None,
+        tokenizer: Any = None,
+        padding: Sequence[int] = (),
+    ) -> None:
+        self.eos, self.budget, self.device, self.padding = settings.eos, budget, device, padding
+        self.criteria = with_custom([], settings.criteria)
+        if settings.stop_strings and tokenizer is None:
+            raise SamplingError("stop_strings needs a tokenizer: construct the decoder with one")
+        # a criterion of the caller replaces what options ask for, as in transformers
+        has_strings, has_clock = (
+            any(type(criterion.function) is kind for criterion in self.criteria)
+            for kind in (StopStringCriteria, MaxTimeCriteria)
+        )
+        asked = bool(settings.stop_strings) and not has_strings
+        self.strings = StopStrings(tokenizer, settings.stop_strings) if asked else None
+        self.seconds = None if has_clock else settings.config.max_time
+        self.deadline = inf
+        self.differs = bool(settings.criteria) or self.seconds is not None  # between processes, perhaps
+        self.ranks = ALONE
+
+    def begin(self, ranks: Ranks = ALONE) -> None:
+        """Start the clock of ``max_time``.
+
+        Args:
+            ranks: the processes that decode this text; if one of them would stop, all do.
+        """
+        self.ranks = ranks
+        self.deadline = inf if self.seconds is None else monotonic() + self.seconds
+
+    def reason(self, ids: Sequence[int], new_tokens: int) -> str | None:
+        """Return "eos", "stop" or "length" if the text ends with the last id, else None."""
+        if ids[-1] in self.eos:
+            return "eos"
+        stops = monotonic() > self.deadline or (self.strings is not None and self.strings.find(ids) is not None)
+        if self.criteria:
+            tensor = torch.tensor([[*self.padding, *ids]], device=self.device)
+            stops = any(criterion.stops(tensor) for criterion in self.criteria) or stops
+        if self.differs:
+            stops = any(self.ranks.largest([stops]))
+        if stops:
+            return "stop"
+        return "length" if new_tokens >= self.budget else None
 
 
 class Row:
@@ -93,13 +155,14 @@ class Row:
         """
         return self.remaining - 1 if self.confident and not self.finished else 0
 
-    def advance(self, tree: TokenTree, verdict: Verdict, target: Scored) -> Step:
+    def advance(self, verdict: Verdict, target: "RowView") -> Step:
         """Append the verdict's tokens one by one until the text ends; return the step.
 
         Args:
-            tree, verdict: what was verified.
+            verdict: on the tree.
             target: at the tree's nodes.
         """
+        tree = target.tree
         if self.finished:  # it was taken back between two steps
             return Step(tree, (), (), ())
         before = len(self.ids)
@@ -117,3 +180,151 @@ class Row:
         nodes = (0, *verdict.path)[: len(tokens)]  # before each token
         logprobs = tuple(target.log_probabilities(nodes, tokens)) if self.logprobs else None
         return Step(record, verdict.path, tokens, proposers, logprobs=logprobs)
+
+
+def target_views(rows: Sequence[Row], trees: Sequence[TokenTree], logits: Iterable[Tensor]) -> list["RowView"]:
+    """Return a view of the target for every row's tree, from its logits (N, V)."""
+    for row in rows:
+        row.step += 1
+    views = [RowView(*row) for row in zip(rows, trees, logits, strict=True)]
+    step = [ref(view) for view in views]
+    for view in views:
+        view.step = step
+    return views
+
+
+class RowView:
+    """A `TargetView` on one row's logits.
+
+    Verification visits a few of a tree's nodes.  On a CPU, a node is processed when verification asks for it.  On a
+    GPU, all nodes of all rows are processed when it asks for the first one, because each wait for a GPU costs much.
+    Rows with functions of the caller's are processed node by node everywhere, each node once: see `callables`.
+
+    Attributes:
+        step: the views of the step, this one included.  The references are weak: logits are freed with the step.
+    """
+
+    def __init__(self, row: Row, tree: TokenTree, logits: Tensor) -> None:
+        self.row, self.tree, self.logits = row, tree, logits
+        self.base = len(row.ids)  # position of the token that follows the root
+        self.tosses = 0
+        self.step: Sequence[ref[RowView]] = (ref(self),)
+        self._chosen: dict[int, tuple[int, float]] = {}  # by node, the target's choice and its score
+        self._scores: dict[int, Tensor] = {}  # by node, what may be processed only once
+
+    @cached_property
+    def coins(self) -> int:
+        """The key of the row's coins and draws in this step."""
+        return key(self.row.seed, COIN, self.base)
+
+    def choice(self, node: int) -> int:
+        """Return argmax(scores + noise): the target's greedy choice, or its draw by the Gumbel-max trick.
+
+        The noise depends on seed and position only.  So the choice does not depend on the tree or the batch, or on
+        whether there is speculation at all (coupled sampling, arXiv 2408.07978).
+        """
+        if node not in self._chosen:
+            if self.logits.device.type == "cpu" or self.row.processors.in_order:
+                _choose([(self, [node])])
+            else:
+                views = [view for reference in self.step if (view := reference()) and not view.row.processors.in_order]
+                _choose([(view, range(len(view.tree))) for view in views])
+        token, largest = self._chosen[node]
+        self._check(largest, node)
+        return token
+
+    def noisy(self, nodes: Sequence[int]) -> Tensor:
+        """Return scores + noise after some nodes, (n, V)."""
+        scores, noise = self._processed(nodes), [noise for node in nodes if (noise := self.noise(node)) is not None]
+        if not noise:
+            return scores
+        return scores + (torch.stack(noise) if len(noise) > 1 else noise[0])
+
+    def noise(self, node: int) -> Tensor | None:
+        """Return the Gumbel noise (V,) that is added to the scores after a node; None when greedy."""
+        if not self.row.sampling:
+            return None
+        position = self.base + int(self.tree.depths[node])
+        return self.row.coupling.at(position, self.logits.shape[1], self.logits.device)
+
+    def distribution(self, node: int) -> Probabilities:
+        """Return the target's distribution after a node, float64 (V,)."""
+        if not self.row.sampling:
+            return np.eye(1, self.logits.shape[1], self.choice(node))[0]
+        probabilities: Probabilities = self._processed([node])[0].double().softmax(-1).cpu().numpy()
+        self._check(float(probabilities.max()), node)  # of such scores, a softmax is NaN
+        return probabilities
+
+    def probability(self, node: int, token: int) -> float:
+        """Return the target's probability of a token after a node, also in greedy decoding."""
+        probability = float(self._processed([node])[0].softmax(-1)[token])
+        self._check(probability, node)
+        return probability
+
+    def log_probabilities(self, nodes: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        """Return the target's own log-probabilities, without processors, of a token after each of some nodes."""
+        return log_probabilities(self.logits[on_device(nodes, self.logits.device)], tokens)
+
+    def accepts(self, probability: float) -> bool:
+        """Toss a coin from the row's stream of random numbers."""
+        self.tosses += 1
+        return uniform(self.coins, self.tosses) < probability
+
+    def draw(self, distribution: Probabilities) -> int:
+        """Draw a token by inverting the cumulative distribution."""
+        self.tosses += 1
+        cumulative = distribution.cumsum()
+        token = np.searchsorted(cumulative, uniform(self.coins, self.tosses) * cumulative[-1], side="right")
+        return int(min(token, distribution.nonzero()[0][-1]))
+
+    def scores(self, node: int) -> Tensor:
+        """Return the processed scores (V,) after a node: log probabilities of the target plus a constant.
+
+        Raises:
+            NumericalError: nothing can be chosen from them.
+        """
+        scores = self._processed([node])[0]
+        self._check(float(scores.max()), node)
+        return scores
+
+    def _processed(self, nodes: Sequence[int]) -> Tensor:
+        """Return the processed scores (n, V) after consecutive nodes."""
+        processors = self.row.processors
+        if processors.in_order and nodes[0] in self._scores:
+            return self._scores[nodes[0]]
+        logits = self.logits[nodes[0] : nodes[-1] + 1]
+        if processors.in_order and not self.row.stopping.eos.isdisjoint(self.tree.path(nodes[0])):
+            return logits.float()  # the text has ended, and nobody is asked what would follow
+        paths = [[*self.row.ids, *self.tree.path(node)] for node in nodes] if processors.reads_path else []
+        scores = processors.scores(logits, paths)
+        if processors.in_order:
+            self._scores[nodes[0]] = scores
+        return scores
+
+    def _check(self, largest: float, node: int) -> None:
+        """Raise unless the largest score is finite: NaN wins a maximum, so this sees NaN, +inf and all -inf."""
+        if not isfinite(largest):
+            where = f"row {self.row.index}, step {self.row.step}"
+            length = self.base + int(self.tree.depths[node])
+            raise NumericalError(
+                f"{where}: the target's logits after {length} tokens are NaN, infinite or all -inf. {CHECK_WEIGHTS}"
+            )
+
+
+def log_probabilities(logits: Tensor, tokens: Sequence[int]) -> list[float]:
+    """Return the natural logarithms of the probabilities of T tokens, under the logits (T, V) that choose them."""
+    found = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return found.gather(1, on_device(tokens, logits.device)[:, None])[:, 0].tolist()
+
+
+def _choose(wanted: Sequence[tuple[RowView, Sequence[int]]]) -> None:
+    """Store in views the target's choices after some of their nodes, with one transfer from the device."""
+    noisy = [view.noisy(nodes) for view, nodes in wanted]
+    if noisy[0].device.type == "cpu":  # where torch's maximum is slower than numpy's
+        chosen = iter([(token := int(row.argmax()), float(row[token])) for scores in noisy for row in scores.numpy()])
+    else:
+        best, columns = (torch.cat(parts) for parts in zip(*(scores.max(-1) for scores in noisy), strict=True))
+        largest, tokens = torch.stack([best, columns.to(best.dtype)]).tolist()
+        chosen = zip(map(int, tokens), largest, strict=True)
+    for view, nodes in wanted:
+        view._chosen.update(zip(nodes, chosen, strict=False))

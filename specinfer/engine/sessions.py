@@ -1,24 +1,28 @@
-"""Sessions of the rows that are decoded together: the target's, and one of each draft.
+"""Sessions of the rows that are decoded together: the target's, one of each draft, and what they take.
 
-Knows: what the engine needs of a decoder, how large caches are at first and at most, what prompts share.
+Knows: what the engine needs of a decoder, how large caches are at first and at most, what prompts share, which rows
+a draft's context still holds, clocks.
 Does not know: which rows wait, how a step is decoded.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from time import perf_counter
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from specinfer.attention import TreeModel, TreeSession
-from specinfer.common.tensors import padded_width
-from specinfer.engine.draft import Draft, DraftContext, States
-from specinfer.engine.drafting import Drafting
+from specinfer.common.tensors import concat, padded_width
+from specinfer.engine.draft import Clocked, Draft, DraftContext, DraftSession, Scored, States
 from specinfer.engine.gumbel import SILENT
 from specinfer.engine.sequence import Row
 from specinfer.engine.shared_prefix import SharedPrefix
 from specinfer.engine.verify import ExactMatch, Verifier
-from specinfer.tree import Policy
+from specinfer.results import Seconds
+from specinfer.tree import Forest, Policy
 
 FIRST_TOKENS = 2048  # new tokens that caches hold at first; beyond it they double
 FIRST_LEVELS = 8  # levels of a tree that drafts' caches hold at first
@@ -47,6 +51,93 @@ class Decoder(Protocol):
 
     def supported(self, policy: Policy, notes: list[str]) -> Policy:
         """Return the policy, or another one that the models can work on."""
+
+
+class Drafting(Clocked):
+    """A draft's session for B rows, with a clock.
+
+    A draft often has a smaller context than its target.  A row that comes to its end there gets bare roots from then
+    on, and its result says so.  Rows whose prompts the target's pass reads beside the trees of others join after that
+    pass.
+
+    Args:
+        session: just opened.
+        context: that it was opened with.
+        name: of the draft, for notes.
+        open: opens one for other rows, from the target's states before their roots.
+
+    Attributes:
+        proposing: seconds in its proposals (passes, look-ups, growing) without prefill.
+        inside: per row, whether the session still has it.
+        notes: per row, where its result's notes are.
+        late: the last rows of the batch, if they join after the pass of this step, and states that were read of them.
+    """
+
+    def __init__(
+        self,
+        session: DraftSession,
+        context: DraftContext,
+        name: str,
+        open: Callable[[Sequence[Row], States], "Drafting"],
+    ) -> None:
+        self.session, self.name, self.open, self.proposing = session, name, open, 0.0
+        self.late: tuple[Sequence[Row], States] = (), ()
+        self.inside = [True] * len(context.prompts)
+        self.notes: list[list[str]] = list(context.notes) or [[] for _ in self.inside]
+        self._let_go()
+
+    def propose(self, policy: Policy, roots: Sequence[int], max_depth: int) -> Forest:
+        """Return one tree per row, as the session grows them; bare roots for rows that have left."""
+        started, bare = perf_counter() - self.prefill_seconds, Forest(policy.kind, roots)
+        grown = self.session.propose(policy, self._of_inside(roots), max_depth) if any(self.inside) else bare
+        self.proposing += perf_counter() - self.prefill_seconds - started
+        if len(grown) == len(bare):
+            return grown
+        trees = iter(grown)
+        return Forest.of([next(trees) if inside else tree for inside, tree in zip(self.inside, bare, strict=True)])
+
+    def commit(
+        self,
+        tokens: Sequence[Sequence[int] | None],
+        states: Sequence[Tensor | None] = (),
+        scored: Sequence[Scored] = (),
+    ) -> None:
+        """Take note of what each row committed; rows whose context has ended leave, and late ones join."""
+        known, (late, read), self.late = len(self.inside), self.late, ((), ())
+        if any(self.inside):
+            self.session.commit(*(self._of_inside(values) for values in (tokens, states, scored)))
+        kept = [row for row, new in enumerate(tokens[:known]) if new is not None]
+        self.inside = [self.inside[row] for row in kept]
+        self.notes = [self.notes[row] for row in kept]
+        self._let_go()
+        found = zip(late, read, states[known:], strict=True)
+        joining = [(row, before, new) for row, before, new in found if not row.finished]
+        if joining:
+            rows, *parts = zip(*joining, strict=True)
+            self.join(self.open(rows, [concat(states) for states in zip(*parts, strict=True)]))
+
+    def join(self, other: Any) -> None:
+        """Take in the rows of another session of the same draft, after the own ones."""
+        if any(other.inside):
+            self.session.join(other.session)
+        self.inside, self.notes = self.inside + other.inside, self.notes + other.notes
+
+    def _of_inside(self, values: Sequence[Any]) -> list[Any]:
+        """Return the values of rows that the session has, of one value for each row or of none."""
+        return [value for value, inside in zip(values, self.inside, strict=False) if inside]
+
+    def _let_go(self) -> None:
+        """Let rows leave that the session cannot go on with."""
+        rows = [row for row, inside in enumerate(self.inside) if inside]
+        ended = [levels <= 0 for levels in self.session.levels_left()] if rows and self.session.limit else []
+        if not any(ended):
+            return
+        self.session.commit([None if over else () for over in ended], [None] * len(rows))
+        note = f"draft {self.name}: its context of {self.session.limit} tokens has ended, and it proposes nothing more"
+        for row, over in zip(rows, ended, strict=True):
+            self.inside[row] = not over
+            if over:
+                self.notes[row].append(note)
 
 
 @dataclass
@@ -168,3 +259,52 @@ class Sessions:
 def _end(rows: Sequence[Row]) -> int:
     """Return how many tokens a row has at most."""
     return max(len(row.ids) for row in rows) + max(row.remaining for row in rows)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was spent until a moment, or between two."""
+
+    seconds: Seconds = field(default_factory=Seconds)
+    passes: int = 0  # of the target, those that read prompts excluded
+    drafting: tuple[tuple[int, float], ...] = ()  # per draft, its passes and the seconds in its proposals
+
+    def __sub__(self, earlier: "Reading") -> "Reading":
+        """Return what was spent since an earlier reading of the same clocks."""
+        pairs = zip_longest(self.drafting, earlier.drafting, fillvalue=(0, 0.0))
+        drafting = tuple((passes - before, spent - then) for (passes, spent), (before, then) in pairs)
+        return Reading(self.seconds - earlier.seconds, self.passes - earlier.passes, drafting)
+
+
+class Clocks:
+    """The clocks of a batch.  They run while it is decoded, and stand still between two steps.
+
+    Attributes:
+        now: the newest reading.
+    """
+
+    def __init__(self) -> None:
+        self.now = Reading()
+        self.resume()
+
+    def resume(self) -> None:
+        """Go on: the time since the newest reading was the caller's."""
+        self.started = perf_counter()
+
+    def read(self, target: TreeSession, drafts: Sequence[Drafting]) -> Reading:
+        """Return what was spent since the newest reading; this one takes its place."""
+        before, started = self.now, self.started
+        self.resume()
+        seconds = Seconds(
+            total=before.seconds.total + self.started - started,
+            prefill=target.prefill_seconds + sum(draft.prefill_seconds for draft in drafts),
+            target=target.seconds,
+            draft=sum(draft.seconds for draft in drafts),
+        )
+        self.now = Reading(seconds, target.passes, tuple((draft.passes, draft.proposing) for draft in drafts))
+        return self.now - before
+
+    def learnt(self) -> None:
+        """Take the time since `resume` for what drafts learn at the end."""
+        spent, seconds = perf_counter() - self.started, self.now.seconds
+        self.now = replace(self.now, seconds=replace(seconds, total=seconds.total + spent, learning=spent))

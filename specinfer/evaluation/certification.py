@@ -2,7 +2,7 @@
 
 Knows: policies, `merge`, verifiers and candidate lattices, the same objects that the engine uses; made-up models of a
 few tokens.  Does not know: real models, caches, random numbers.  Certificates do not show that the engine hands a
-verifier the right distributions and fair coins: tests do, of `engine.target_view`, `engine.sampling` and `attention`.
+verifier the right distributions and fair coins: tests do, of `engine.sequence`, `engine.processors` and `attention`.
 
 How: nothing random happens.  Whatever draws, tosses or chooses asks an `EnumeratedChance`.  A run is repeated for every
 sequence of answers, in depth-first order, each with its exact probability in float64.  The distribution is joint over
@@ -43,7 +43,7 @@ from specinfer.common.progress import Progress, tracked
 from specinfer.drafts.depths import LatticeSession
 from specinfer.drafts.rows import DraftRows
 from specinfer.engine.draft import DraftContext, DraftSession
-from specinfer.engine.sampling import Processors
+from specinfer.engine.processors import Processors
 from specinfer.engine.verify import ExactMatch, MultiStep, Probabilities, TargetView, Verdict
 from specinfer.errors import InputError
 from specinfer.tree import BestFirst, Chain, Draw, Expansion, Forest, Frontier, Policy, Sampled, Source, TokenTree

@@ -33,7 +33,7 @@ from specinfer.drafts.head import target_fingerprint
 from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
 from specinfer.engine.gumbel import TRAINING, key
 from specinfer.engine.sampling import whole_distribution
-from specinfer.engine.stopping import Stopping
+from specinfer.engine.sequence import Stopping
 from specinfer.errors import InputError
 from specinfer.prompts import check_ids, encode, read_lines, read_rows
 from specinfer.training.data import LONGEST

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from strategies import PROPERTY, token_trees
 
 from specinfer import Auto
-from specinfer.adaptive.acceptance import MEMORY, Acceptance
-from specinfer.adaptive.cost_model import Average, Line, Seconds
+from specinfer.adaptive.experience import REMEMBERED, TRIAL, WAITS, Acceptance, Average, Line, Seconds
 from specinfer.adaptive.policy import FIRST_NODES, MAX_NODES, MOST, PLAIN_AGAIN
-from specinfer.adaptive.record import TRIAL, WAITS
 from specinfer.errors import PolicyError
 from specinfer.tree import DenseSource, Draw, Forest, Frontier, Kind, TokenTree, merge
 
@@ -495,7 +493,7 @@ def test_without_experience_a_probability_is_taken_at_its_word():
 def test_what_was_observed_is_forgotten():
     acceptance, tree = Acceptance(), family([0], np.log([0.5]))
     for tokens in ([8], [0]):
-        for _ in range(5 * MEMORY):
+        for _ in range(5 * REMEMBERED):
             learn(acceptance, tree, tokens)
         assert acceptance.path(tree.nodes)[1] == pytest.approx(float(tokens == [0]), abs=0.02)
 

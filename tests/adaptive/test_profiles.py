@@ -45,7 +45,7 @@ def test_a_profile_starts_warm(profile):
 
 def test_runs_repeat_themselves_under_delays(monkeypatch, profile):
     """Ids and trees of 20 runs, by a clock that jumps."""
-    import specinfer.engine.clocks as module
+    import specinfer.engine.sessions as module
 
     target = tiny_llama(0)
     decoder = SpeculativeDecoder(target, drafts=[like(target), "ngram"], tree=Auto(profile=profile))

@@ -107,14 +107,16 @@ def test_slots_of_nodes() -> None:
     layout = lay_out_chains([[7, 8, 9], [5]], CPU)
     cache = TreeCache(2, 16)
     cache.lengths = [4, 1]
-    assert SideBySide(layout).stage(layout, cache)["cache_slots"].tolist() == [[4, 5, 6, 1]]
+    assert SideBySide(layout).stage(layout, layout.after(cache.lengths), cache)["cache_slots"].tolist() == [
+        [4, 5, 6, 1]
+    ]
     assert cache.pending == [3, 1]
     cache.pending = [0, 0]
-    Padded(layout).stage(layout, cache)
+    Padded(layout).stage(layout, layout.after(cache.lengths), cache)
     assert cache.staged(CPU).tolist() == [[4, 5, 6], [1, 2, 3]]
     cache.pending = [0, 0]
     ends = layout._replace(wanted=[range(2, 3), range(1)])
-    Padded(ends).stage(ends, cache)
+    Padded(ends).stage(ends, ends.after(cache.lengths), cache)
     assert cache.staged(CPU).tolist() == [[4, 5, 6], [2, 3, 1]]
 
 
@@ -248,6 +250,12 @@ def slow_mask(layout: Layout, lengths: Sequence[int], window: int | None) -> Ten
     return mask
 
 
+def mask_of(spec: AttentionSpec, layout: Layout, lengths: Sequence[int], dtype: torch.dtype, *arrange: Any) -> Any:
+    """Return the mask of the columns that the longest row may have."""
+    kv_length = max(lengths) + layout.visible.shape[1]
+    return attention_mask(spec, layout, layout.after(lengths), dtype, kv_length, *arrange)
+
+
 @settings(deadline=None, max_examples=60)
 @given(forests(), st.data(), st.sampled_from([None, 1, 2, 4, 9]))
 def test_masks_equal_a_decision_per_pair(forest: list[TokenTree], data: st.DataObject, window: int | None) -> None:
@@ -256,7 +264,7 @@ def test_masks_equal_a_decision_per_pair(forest: list[TokenTree], data: st.DataO
     wanted = slow_mask(layout, lengths, window)
     name = "full_attention" if window is None else "sliding_attention"
     for implementation, dtype in product(("sdpa", "eager"), (torch.float32, torch.bfloat16, torch.float64)):
-        added = attention_mask(AttentionSpec(implementation, {name: window}), layout, lengths, dtype)
+        added = mask_of(AttentionSpec(implementation, {name: window}), layout, lengths, dtype)
         assert added.dtype == dtype
         assert added.shape == (1, 1, *wanted.shape)
         assert torch.equal(added[0, 0] == 0, wanted)
@@ -276,7 +284,7 @@ def test_masks_of_later_levels_equal_a_decision_per_pair(
     lengths = [chance.randrange(1, 6) for _ in forest]
     for frontier, _ in levels(forest, chance):
         level = lay_out_level(frontier, level, CPU)
-        mask = attention_mask(AttentionSpec("sdpa", {"any": window}), level, lengths, torch.float32)
+        mask = mask_of(AttentionSpec("sdpa", {"any": window}), level, lengths, torch.float32)
         assert torch.equal(mask[0, 0] == 0, slow_mask(level, lengths, window))
 
 
@@ -285,7 +293,7 @@ def test_a_window_counts_positions_and_not_columns() -> None:
     draws = [[Draw(0, 0)], [Draw(0, 1)], [Draw(0, 0)]]
     tree = TokenTree.from_nodes(1, [2, 3, 4], [0, 0, 2], [-1.0, -2.0, -3.0], draws)
     spec = AttentionSpec("sdpa", {"sliding_attention": 3})
-    mask = attention_mask(spec, lay_out_trees([tree], CPU), [2], torch.float32)
+    mask = mask_of(spec, lay_out_trees([tree], CPU), [2], torch.float32)
     assert (mask[0, 0] == 0).int().tolist() == [
         [1, 1, 1, 0, 0, 0],
         [0, 1, 1, 1, 0, 0],
@@ -298,14 +306,14 @@ def test_every_row_of_a_mask_attends_to_something() -> None:
     chance = random.Random(0)
     forest = [random_tree(chance, size) for size in (0, 3, 8)]
     for window in (None, 1, 3):
-        mask = attention_mask(AttentionSpec("sdpa", {"any": window}), lay_out_trees(forest, CPU), [0, 9, 4], torch.half)
+        mask = mask_of(AttentionSpec("sdpa", {"any": window}), lay_out_trees(forest, CPU), [0, 9, 4], torch.half)
         assert (mask == 0).any(-1).all()
 
 
 def test_layers_of_several_types_get_one_mask_each() -> None:
     layout = lay_out_chains([[1, 2, 3]], CPU)
     spec = AttentionSpec("sdpa", {"full_attention": None, "sliding_attention": 2})
-    masks = attention_mask(spec, layout, [4], torch.float32)
+    masks = mask_of(spec, layout, [4], torch.float32)
     assert set(masks) == {"full_attention", "sliding_attention"}
     assert torch.equal(masks["full_attention"][0, 0] == 0, slow_mask(layout, [4], None))
     assert torch.equal(masks["sliding_attention"][0, 0] == 0, slow_mask(layout, [4], 2))
@@ -314,7 +322,7 @@ def test_layers_of_several_types_get_one_mask_each() -> None:
 def test_flex_attention_gets_a_block_mask_of_the_same_pairs() -> None:
     layout = lay_out_trees([random_tree(random.Random(1), 7), random_tree(random.Random(2), 4)], CPU)
     spec, placed = AttentionSpec("flex_attention", {"any": None}), Padded(layout)
-    mask = attention_mask(spec, layout, [5, 2], torch.float32, None, placed)
+    mask = mask_of(spec, layout, [5, 2], torch.float32, placed)
     wanted = placed(slow_mask(layout, [5, 2], None))
     rows, queries, keys = wanted.shape
     assert mask.shape == (rows, 1, queries, keys)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Phi3Config
 
-import specinfer.attention.session as adapter
+import specinfer.attention.model as adapter
 from specinfer.attention import Layout, TreeModel, TreeSession, lay_out_chains, lay_out_level
-from specinfer.attention.per_node import PerNode
+from specinfer.attention.layout import PerNode
 from specinfer.errors import CacheError, UnsupportedModel
 from specinfer.tree import Draw, Frontier, TokenTree
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specinfer.attention.per_node import PerNode, Span
+from specinfer.attention.layout import PerNode, Span
 
 SIZES = (3, 1, 2)
 PADDED = torch.arange(3 * 4 * 2).view(3, 4, 2)

@@ -469,7 +469,7 @@ def test_streams_and_transformers_own_call(hybrid: Any) -> None:
 
 
 def test_a_prompt_longer_than_a_chunk_is_read_in_chunks(hybrid: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specinfer.attention.session.PREFILL_CHUNK", 7)
+    monkeypatch.setattr("specinfer.attention.model.PREFILL_CHUNK", 7)
     prompts = [[(7 * i + row) % VOCABULARY for i in range(length)] for row, length in enumerate((40, 3, 18))]
     batch = SpeculativeDecoder(hybrid, drafts=["suffix"]).generate(prompts, max_new_tokens=12)
     assert [result.token_ids for result in batch] == [plain(hybrid, prompt, 12) for prompt in prompts]

@@ -43,11 +43,11 @@ def loaded(log, target, drafts, **options):
 
 @pytest.fixture(scope="module")
 def cluster():
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    here = str(Path(__file__).parents[1])
-    paths = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
-    environment = {"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}}
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=environment)
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    with pytest.MonkeyPatch.context() as patch:  # workers inherit it, so that those that wait for work can be used
+        for name, value in {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}.items():
+            patch.setenv(name, value)
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     ray.data.DataContext.get_current().enable_progress_bars = False
     yield
     ray.shutdown()
@@ -69,10 +69,11 @@ def items(prompts):
     return ray.data.from_items([{"prompt": prompt, "number": i} for i, prompt in enumerate(prompts)])
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_texts_are_those_without_it(cluster, tmp_path, temperature):
-    found = generated(items(PROMPTS), tmp_path / "log", concurrency=2, temperature=temperature, seed=5).take_all()
-    wanted = [made().generate(prompt, max_new_tokens=NEW, temperature=temperature, seed=5) for prompt in PROMPTS]
+@pytest.mark.parametrize(("workers", "temperature"), [(2, 0), (1, 1)])
+def test_texts_are_those_without_it(cluster, tmp_path, workers, temperature):
+    options = {"temperature": temperature, "seed": 5}
+    found = generated(items(PROMPTS), tmp_path / "log", concurrency=workers, **options).take_all()
+    wanted = [made().generate(prompt, max_new_tokens=NEW, **options) for prompt in PROMPTS]
     assert [row["number"] for row in found] == [*range(len(PROMPTS))]
     assert [row["text"] for row in found] == [result.text for result in wanted]
     assert [list(row["token_ids"]) for row in found] == [result.token_ids for result in wanted]
@@ -80,7 +81,7 @@ def test_texts_are_those_without_it(cluster, tmp_path, temperature):
     assert {row["finish_reason"] for row in found} == {result.finish_reason for result in wanted}
     assert {row["error"] for row in found} == {None}
     assert all(1 <= row["target_passes"] <= NEW for row in found)
-    assert len(lines(tmp_path / "log")) in (1, 2)  # a worker that starts late finds nothing to do
+    assert 1 <= len(lines(tmp_path / "log")) <= workers  # one that starts late finds nothing to do
 
 
 def test_bad_rows_are_reported_and_the_others_go_on(cluster, tmp_path):

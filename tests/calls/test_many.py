@@ -65,10 +65,10 @@ def trees_alike(made, temperature):
     """
     compared = 0
     prompts = [{**prompt, "max_new_tokens": 2 * new + 4} for prompt, new in zip(own(), BUDGETS, strict=True)]
+    every = [made.generate(**prompt, temperature=temperature) for prompt in prompts]
     for max_rows in (2, 3):
         found = taken(made.generate_many(prompts, max_rows=max_rows, temperature=temperature))
-        for prompt, result in zip(prompts, found, strict=True):
-            alone = made.generate(**prompt, temperature=temperature)
+        for prompt, alone, result in zip(prompts, every, found, strict=True):
             assert result.token_ids == alone.token_ids
             left = prompt["max_new_tokens"]
             for step, wanted in zip(result.steps, alone.steps, strict=False):
@@ -192,12 +192,21 @@ def test_what_is_wrong_with_all_prompts_is_said_at_once(target):
     for prompts in ("text", {"prompt": [1]}, 7):
         with pytest.raises(InputError, match="not many"):
             made.generate_many(prompts)
-    with pytest.raises(SamplingError, match="contrastive"):
-        made.generate_many([[1, 2]], penalty_alpha=0.6, top_k=4)
-    (done,) = made.generate_many([{"prompt": [1, 2], "penalty_alpha": 0.6, "top_k": 4}])
-    assert "contrastive" in str(done.error)
-    (done,) = decoder(target, [like(target)], Sampled((2,))).generate_many([{"prompt": [1], "top_p": 0.5}])
-    assert "one distribution" in str(done.error)
+
+
+def test_sampled_trees_of_different_distributions_are_those_of_each_prompt_alone(target):
+    """Rows of other distributions wait for the end of a batch, in a ragged batch and of many prompts."""
+    made, tops, options = (
+        decoder(target, [like(target)], Sampled((2,))),
+        [0.5, 0.9, 0.5],
+        {"max_new_tokens": 6, "seed": 2},
+    )
+    alone = [made.generate(ids, top_p=top, **options).token_ids for ids, top in zip(MANY, tops, strict=False)]
+    together = made.generate(MANY[:3], top_p=tops, **options)
+    assert [result.token_ids for result in together] == alone
+    prompts = [{"prompt": ids, "top_p": top} for ids, top in zip(MANY, tops, strict=False)]
+    found = {done.number: done.result.token_ids for done in made.generate_many(prompts, **options)}
+    assert found == dict(enumerate(alone))
 
 
 def test_texts_and_stop_strings_are_those_of_generate(target, tokenizer):

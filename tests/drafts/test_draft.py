@@ -12,7 +12,8 @@ from specinfer.drafts.lookup.ngram import NGramDraft
 from specinfer.drafts.rows import _in_order
 from specinfer.engine.draft import DraftContext
 from specinfer.engine.gumbel import COUPLING, Coupling, gumbel, key
-from specinfer.engine.sampling import Processors, resolve
+from specinfer.engine.processors import Processors
+from specinfer.engine.sampling import resolve
 
 
 def context(prompts, vocab=VOCAB, coupled=False, draft=0, **options):

@@ -12,10 +12,9 @@ from strategies import PROPERTY
 from test_draft import context
 
 from specinfer import BestFirst, Chain, Expansion, Memory, Sampled, SpeculativeDecoder
-from specinfer.drafts.lookup.blending import successors
 from specinfer.drafts.lookup.ngram import NGramDraft
 from specinfer.drafts.lookup.suffix import SuffixDraft
-from specinfer.drafts.lookup.text_index import RECENT, TextIndex
+from specinfer.drafts.lookup.text_index import RECENT, TextIndex, successors
 from specinfer.errors import InputError
 from specinfer.prompts import encode, tokenized
 

@@ -20,7 +20,7 @@ from specinfer.drafts.published.conventions import Convention
 from specinfer.drafts.published.dflash_network import DFlashNetwork, block_config
 from specinfer.drafts.published.formats import PublishedDraft, load_published
 from specinfer.engine.draft import DraftContext
-from specinfer.engine.sampling import Processors
+from specinfer.engine.processors import Processors
 from specinfer.errors import ModelError, NotCompiled
 
 LAYERS, SIZE = 4, 32  # of the target

@@ -20,7 +20,7 @@ from specinfer.drafts.published.eagle3 import Eagle3Network, eagle3_config
 from specinfer.drafts.published.formats import load_published
 from specinfer.drafts.unrolled import unrolled_logits
 from specinfer.engine.draft import DraftContext
-from specinfer.engine.sampling import Processors
+from specinfer.engine.processors import Processors
 from specinfer.errors import ModelError
 from specinfer.evaluation.doctor import pass_costs
 from specinfer.tree import Chain as Bare

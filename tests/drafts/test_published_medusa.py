@@ -17,7 +17,7 @@ from specinfer.drafts.published.checkpoint import Checkpoint
 from specinfer.drafts.published.conventions import Convention, write_text
 from specinfer.drafts.published.formats import PublishedDraft, load_published
 from specinfer.engine.draft import DraftContext
-from specinfer.engine.sampling import Processors
+from specinfer.engine.processors import Processors
 from specinfer.errors import ModelError
 
 SIZE = 32  # of the tiny target's states

@@ -15,12 +15,10 @@ from strategies import PROPERTY
 from test_draft import context
 
 from specinfer import Auto, BestFirst, Expansion, Memory, Sampled, SpeculativeDecoder
-from specinfer.adaptive.cost_model import Seconds
-from specinfer.drafts.lookup.blending import successors
+from specinfer.adaptive.experience import Seconds
 from specinfer.drafts.lookup.memory import LEAST_BYTES
-from specinfer.drafts.lookup.passages import SPAN, Passages
 from specinfer.drafts.lookup.suffix import SuffixDraft
-from specinfer.drafts.lookup.text_index import LENGTHS, RECENT, TextIndex
+from specinfer.drafts.lookup.text_index import LENGTHS, RECENT, SPAN, Passages, TextIndex, successors
 from specinfer.errors import InputError, TokenizerMismatch
 from specinfer.evaluation.traces import record, replay
 

@@ -182,6 +182,32 @@ def test_rows_may_differ_and_some_be_greedy(target, near):
         assert results[row].token_ids == plain(target, PROMPTS[row], NEW)
 
 
+def test_rows_may_search_beside_others_that_are_sampled(target, near):
+    """Each has the ids that it has alone, in a batch and of many prompts."""
+    decoder = SpeculativeDecoder(target, None, [near], BestFirst(24, 4))
+    search, sample = {"penalty_alpha": 0.6, "top_k": 4}, {"temperature": 0.9, "seed": 5, "top_k": 20}
+    alone = [
+        decoder.generate(ids, max_new_tokens=NEW, **options).token_ids
+        for ids, options in zip(PROMPTS, (search, sample, search, sample), strict=True)
+    ]
+    assert alone[0] == reference(target, PROMPTS[0], 0.6, 4)
+    together = decoder.generate(
+        PROMPTS,
+        max_new_tokens=NEW,
+        penalty_alpha=[0.6, None, 0.6, None],
+        do_sample=[False, True, False, True],
+        temperature=[None, 0.9, None, 0.9],
+        top_k=[4, 20, 4, 20],
+        seed=5,
+    )
+    assert ids_of(together) == alone
+    prompts = [
+        {"prompt": ids, **search} if row in (0, 2) else {"prompt": ids, **sample} for row, ids in enumerate(PROMPTS)
+    ]
+    found = {done.number: done.result.token_ids for done in decoder.generate_many(prompts, max_new_tokens=NEW)}
+    assert found == dict(enumerate(alone))
+
+
 def test_options_may_come_from_a_configuration_and_neutral_ones_are_greedy(target):
     """Naming penalty_alpha in a call overrides a checkpoint that samples."""
     decoder, prompt = SpeculativeDecoder(target, None, ()), PROMPTS[2]
@@ -205,7 +231,6 @@ def test_options_may_come_from_a_configuration_and_neutral_ones_are_greedy(targe
         ({"top_p": 0.9}, "top_p=0.9"),
         ({"num_beams": 2}, "num_beams=2"),
         ({"do_sample": [True, False]}, "do_sample=True"),
-        ({"do_sample": [True, False], "penalty_alpha": [0, 0.6]}, "split the batch"),
     ],
 )
 def test_what_cannot_be_combined_is_refused_by_name(target, options, words):

@@ -18,10 +18,12 @@ from transformers import (
 )
 
 from specinfer import BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder, TokenTree
+from specinfer.calls.verifying import verify_tree
 from specinfer.engine.gumbel import COUPLING, gumbel, key
-from specinfer.engine.sampling import DEFAULT_MAX_NEW_TOKENS, Processors, resolve
-from specinfer.engine.target_view import _choose as choose_at_once
-from specinfer.engine.target_view import target_views, verify_tree
+from specinfer.engine.processors import Processors
+from specinfer.engine.sampling import DEFAULT_MAX_NEW_TOKENS, resolve
+from specinfer.engine.sequence import _choose as choose_at_once
+from specinfer.engine.sequence import target_views
 from specinfer.engine.verify import ExactMatch, MultiStep, Verdict, Verifier, chosen_verifier
 from specinfer.errors import InputError, PairingError, SamplingError
 from specinfer.tree import Draw, Kind

@@ -16,8 +16,7 @@ from transformers import GenerationConfig
 from specinfer.drafts.rows import draw_rows
 from specinfer.engine.gumbel import DRAFT, Coupling, key
 from specinfer.engine.sampling import resolve
-from specinfer.engine.sequence import Row
-from specinfer.engine.target_view import RowView
+from specinfer.engine.sequence import Row, RowView
 from specinfer.engine.verify import ExactMatch, MultiStep, Verdict, Verifier, residual
 from specinfer.errors import NumericalError, PairingError
 from specinfer.evaluation.certification import NoResidual

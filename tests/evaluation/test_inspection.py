@@ -10,7 +10,7 @@ from transformers import MptConfig, MptForCausalLM
 import specinfer.evaluation.inspect.rescoring
 from specinfer import Auto, BestFirst, Chain, Sampled, SpeculativeDecoder, inspect
 from specinfer.engine.gumbel import COUPLING, gumbel, key
-from specinfer.engine.target_view import RowView
+from specinfer.engine.sequence import RowView
 from specinfer.engine.verify import MultiStep
 from specinfer.errors import InputError, PairingError, SamplingError, TreeError, UnsupportedModel
 from specinfer.evaluation.inspect.inspection import StepInspection
@@ -40,7 +40,8 @@ def greedy(decoder):
 
 def distributions(target, prefix, options):
     """Log-probabilities after a prefix, by a plain pass and transformers' own processors."""
-    from specinfer.engine.sampling import Processors, resolve
+    from specinfer.engine.processors import Processors
+    from specinfer.engine.sampling import resolve
 
     distribution = Processors.of(
         resolve(target.generation_config, max_new_tokens=24, **options), len(PROMPTS[2]), torch.device("cpu")

@@ -251,15 +251,16 @@ def test_a_list_of_another_length_is_refused(decoder):
         decoder.generate([[5], [6]], temperature=[0.5])
 
 
-def test_sampled_trees_have_one_law(target, near):
-    """Rows that differ in their distribution are refused where trees are drawn from it, other options are not."""
+def test_rows_of_sampled_trees_may_differ_in_their_distribution(target, near):
+    """Each has the ids that it has alone, a greedy one included."""
     decoder = SpeculativeDecoder(target, drafts=[near], tree=Sampled((2, 1)))
-    with pytest.raises(SamplingError, match="distribution"):
-        decoder.generate([[5], [6]], temperature=[0.5, 0.6])
-    batch = decoder.generate([[5], [6]], temperature=[0.5, 0], max_new_tokens=[3, 4], seed=1)
-    alone = decoder.generate([5], temperature=0.5, max_new_tokens=3, seed=1)
-    assert [len(own.token_ids) for own in batch] == [3, 4]
-    assert batch[0].token_ids == alone.token_ids
+    temperatures, most = [0.5, 0.6, 0], [3, 4, 4]
+    batch = decoder.generate([[5], [6], [7]], temperature=temperatures, max_new_tokens=most, seed=1)
+    for number, (own, temperature, count) in enumerate(zip(batch, temperatures, most, strict=True)):
+        options = {"seed": 1} if temperature else {}
+        alone = decoder.generate([5 + number], temperature=temperature, max_new_tokens=count, **options)
+        assert len(own.token_ids) == count
+        assert own.token_ids == alone.token_ids
 
 
 # ---- the end of a text ----
@@ -289,7 +290,7 @@ def test_stop_strings_are_cut_from_the_text_on_request(target, prompt, strings, 
 def test_max_time_starts_with_the_run_and_not_when_it_is_opened(decoder, monkeypatch):
     """What the caller does between opening and iterating is the caller's time."""
     now = [0.0]
-    monkeypatch.setattr("specinfer.engine.stopping.monotonic", lambda: now[0])
+    monkeypatch.setattr("specinfer.engine.sequence.monotonic", lambda: now[0])
     run = decoder.open([5], max_time=5.0, max_new_tokens=6)
     now[0] = 100.0
     run.finish()

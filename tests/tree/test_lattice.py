@@ -12,7 +12,7 @@ from torch import Tensor
 from specinfer.drafts.depths import LatticeSession
 from specinfer.engine.draft import DraftContext
 from specinfer.engine.gumbel import Coupling
-from specinfer.engine.sampling import Processors
+from specinfer.engine.processors import Processors
 from specinfer.errors import NumericalError
 from specinfer.tree import BestFirst, Chain, Expansion, Frontier, Lattice, LatticeSource, Sampled
 from specinfer.tree import lattice as module

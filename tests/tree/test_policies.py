@@ -25,7 +25,7 @@ from specinfer.tree import (
     Sampled,
     TokenTree,
     draw_candidates,
-    growth,
+    forest,
     policies,
     top_candidates,
 )
@@ -47,7 +47,7 @@ FALSE_ALARM = 1e-4  # chance that a chi-square test below fails for a correct sa
 def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run a test also on the path for devices that nobody may wait for: static widths, no early end."""
     if request.param == "device":
-        for module in (policies, growth):
+        for module in (policies, forest):
             monkeypatch.setattr(module, "on_host", lambda device: False)
     return request.param
 

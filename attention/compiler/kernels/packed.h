@@ -26,7 +26,7 @@ inline const int64_t* sizes_of(AtenTensorHandle tensor) {
 // Called by the code that Inductor writes; they return 0.
 template <class... Matrices>
 inline AOTITorchError aoti_torch_specinfer_packed_linear(
-    AtenTensorHandle results, AtenTensorHandle states, Matrices... packed) {
+    AtenTensorHandle results, AtenTensorHandle states, const Matrices&... packed) {
     using namespace specinfer;
     const uint8_t* matrices[] = {numbers_of<uint8_t>(packed)...};
     const int64_t *shape = sizes_of(results), inputs = sizes_of(states)[1];

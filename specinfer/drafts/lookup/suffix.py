@@ -5,7 +5,7 @@ Knows: the token ids of each row, a memory of earlier texts if there is one.  Do
 Contexts of up to 64 tokens are blended (`text_index`), so the longer a match, the surer the draft, and the deeper a
 policy grows.  SuffixDecoding (arXiv 2411.04975) and SAM decoding (arXiv 2411.10666) draft from the longest match alone.
 The contexts of one match are not independent: each counts for half of one (the square root of its escape).  Then the
-probabilities are about the rates at which tokens are accepted.  Where a value breaks a match, `passages` find the way
+probabilities are about the rates at which tokens are accepted.  Where a value breaks a match, `Passages` find the way
 back.
 """
 
@@ -19,10 +19,8 @@ from torch import Tensor
 
 from specinfer.attention import TreeModel
 from specinfer.common.values import checked_count
-from specinfer.drafts.lookup.blending import successors
 from specinfer.drafts.lookup.memory import Memory
-from specinfer.drafts.lookup.passages import LEVEL, Passages
-from specinfer.drafts.lookup.text_index import LENGTHS, MAX_CONTEXT, TextIndex
+from specinfer.drafts.lookup.text_index import LENGTHS, LEVEL, MAX_CONTEXT, Passages, TextIndex, successors
 from specinfer.drafts.rows import DraftRows
 from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
 from specinfer.engine.shared_prefix import common

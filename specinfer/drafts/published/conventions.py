@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specinfer.attention import TreeModel, running
 from specinfer.engine.draft import DraftContext, DraftSession
-from specinfer.engine.sampling import Processors
+from specinfer.engine.processors import Processors
 from specinfer.errors import ModelError
 from specinfer.prompts import encode
 from specinfer.tree import Chain, Forest, Frontier, Growth, Kind, Policy, Source

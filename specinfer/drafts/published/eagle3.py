@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
 
 from specinfer.attention import TreeModel
-from specinfer.drafts.head import HeadDraftSession
+from specinfer.drafts.language_model import HeadDraftSession
 from specinfer.drafts.published.checkpoint import Checkpoint, assign, vocabulary
 from specinfer.drafts.published.conventions import Convention
 from specinfer.drafts.published.layers import Attention, mlp, norm

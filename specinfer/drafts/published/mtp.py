@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specinfer.attention import TreeModel, device_of, resident
-from specinfer.drafts.head import HeadDraftSession
+from specinfer.drafts.language_model import HeadDraftSession
 from specinfer.drafts.published.conventions import Convention
 from specinfer.drafts.published.formats import PublishedDraft
 from specinfer.drafts.published.network import DraftNetwork

@@ -17,8 +17,7 @@ from transformers import LlamaConfig
 
 from specinfer.attention import TreeModel, lay_out_chains
 from specinfer.drafts.depths import LatticeSession
-from specinfer.drafts.head import HeadDraftSession
-from specinfer.drafts.language_model import CATCH_UP
+from specinfer.drafts.language_model import CATCH_UP, HeadDraftSession
 from specinfer.drafts.published.checkpoint import Checkpoint
 from specinfer.drafts.published.eagle3 import Eagle3Network, layer_config, load_network, read_weights
 from specinfer.drafts.rows import DraftRows

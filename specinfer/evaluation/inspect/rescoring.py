@@ -18,8 +18,7 @@ from torch import Tensor
 
 from specinfer.common.token_text import token_text
 from specinfer.engine.gumbel import uniform
-from specinfer.engine.sequence import Row
-from specinfer.engine.target_view import RowView
+from specinfer.engine.sequence import Row, RowView
 from specinfer.engine.verify import MultiStep
 from specinfer.errors import InputError
 from specinfer.results import Result, State, Step, states, tried

@@ -26,7 +26,7 @@ from specinfer.common.progress import Progress
 from specinfer.common.values import checked_count, checked_names, checked_temperature
 from specinfer.decoder import SpeculativeDecoder, row_seeds
 from specinfer.engine.sampling import whole_distribution
-from specinfer.engine.target_view import RowView
+from specinfer.engine.sequence import RowView
 from specinfer.engine.verify import ExactMatch, TargetView, Verdict
 from specinfer.errors import InputError, UnsupportedModel
 from specinfer.evaluation.probe import Probe
