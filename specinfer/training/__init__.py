@@ -110,7 +110,7 @@ def distill(
     _check_target(model, recipe)
     process = processes(model.device)
     name = name or model.name_or_path or type(model).__name__
-    name = Path(name).resolve().name if Path(name).is_dir() else name  # no paths of this machine
+    name = Path(name).resolve().name if Path(name).exists() else name  # no paths of this machine
     jobs = _plan_training(model, tokenizer, out, recipe, name)
     batches = plan_text(TreeModel(model), tokenizer, prompts, documents, recipe.text)
     texts = sum(map(len, batches))
