@@ -30,7 +30,7 @@ from specinfer.drafts.head_network import HeadNetwork, head_config
 from specinfer.drafts.language_model import ModelDraftSession
 from specinfer.drafts.published.network import check_readable
 from specinfer.drafts.rows import state_columns
-from specinfer.engine.draft import Draft, DraftContext, Scored
+from specinfer.engine.draft import Committed, Draft, DraftContext, Scored, States
 from specinfer.errors import ModelError, TokenizerMismatch
 from specinfer.loading import tokenizer_fingerprint
 from specinfer.tree import Frontier
@@ -172,12 +172,7 @@ class HeadDraftSession(ModelDraftSession):
                 if len(uncached) > 1:  # else there is nothing but the first token to draft from
                     self.uncached[row], self.states[row] = uncached[1:], states[1:]
 
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Forget the tree; the committed tokens are uncached, with the target's states that chose them."""
         self.session.commit([None if new is None else () for new in tokens])
         for i, (new, chose) in enumerate(zip(tokens, states, strict=True)):

@@ -14,7 +14,7 @@ from torch import Tensor
 from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level
 from specinfer.common.values import checked_names
 from specinfer.drafts.rows import DraftRows
-from specinfer.engine.draft import Clocked, Draft, DraftContext, Scored
+from specinfer.engine.draft import Clocked, Committed, Draft, DraftContext, Scored, States
 from specinfer.errors import InputError
 from specinfer.tree import Frontier, Growth, Source
 
@@ -87,12 +87,7 @@ class ModelDraftSession(DraftRows, Clocked):
         self.fed = [Frontier(*level) for level in columns]
         return growth
 
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Keep what was fed of each committed path; the rest is uncached, the new root last."""
         paths = fed_paths(self.fed, tokens)
         self.session.commit(paths)
@@ -179,7 +174,7 @@ class ModelDraftSession(DraftRows, Clocked):
         return {}
 
 
-def fed_paths(fed: Sequence[Frontier], tokens: Sequence[Sequence[int] | None]) -> list[list[int] | None]:
+def fed_paths(fed: Sequence[Frontier], tokens: Committed) -> list[list[int] | None]:
     """Find, in every row, the pending columns along the committed tokens; the last token is always fed again.
 
     Args:

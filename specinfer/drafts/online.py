@@ -22,7 +22,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from specinfer.attention import TreeModel
 from specinfer.common.files import storing
@@ -31,7 +30,7 @@ from specinfer.common.values import plain
 from specinfer.drafts.examples import LONGEST, UNROLL, Example, ExampleBuffer, Recorder, example_loss
 from specinfer.drafts.head import HeadDraft, HeadDraftSession, read_config
 from specinfer.drafts.head_network import HeadNetwork
-from specinfer.engine.draft import Draft, DraftContext, Scored
+from specinfer.engine.draft import Committed, Draft, DraftContext, Scored, States
 from specinfer.errors import InputError, ModelError
 
 SHARE = 0.05  # of the calls' seconds that learning takes at most
@@ -147,12 +146,7 @@ class OnlineHeadSession(HeadDraftSession):
         rows = zip(context.prompts, self.states, strict=True)
         self.recorders = [Recorder(prompt, torch.cat(states), self.draft) for prompt, states in rows]
 
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Record what each row committed; a row that is retired leaves its example."""
         for recorder, new, chose, row in zip(self.recorders, tokens, states, scored, strict=False):
             if new is not None and chose is not None and self.token_ids is not None:

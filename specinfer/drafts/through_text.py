@@ -38,7 +38,7 @@ from specinfer.common.tensors import on_device
 from specinfer.drafts.language_model import ModelDraft, ModelDraftSession, fed_paths
 from specinfer.drafts.rows import log_chances
 from specinfer.drafts.two_tokenizers import TAIL, RowText, Segmenter, Translation, bare_encoder
-from specinfer.engine.draft import DraftContext, Scored
+from specinfer.engine.draft import Committed, DraftContext, Scored, States
 from specinfer.errors import TokenizerMismatch, UnsupportedModel
 from specinfer.tree import Forest, Frontier, Kind, Policy, TokenTree
 
@@ -128,12 +128,7 @@ class ThroughTextSession(ModelDraftSession):
         trees = [self._tree(row, tree, policy.branches) for row, tree in enumerate(grown)]
         return Forest.of(trees).best(policy.max_nodes)
 
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Read what each row committed as text; keep what was fed of it, forget what is now cut in another way."""
         before = list(self.cached)
         news = [None if new is None else self._read(row, new) for row, new in enumerate(tokens)]

@@ -10,10 +10,8 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
-from torch import Tensor
-
 from specinfer.common.tensors import concat
-from specinfer.engine.draft import Clocked, DraftContext, DraftSession, Scored, States
+from specinfer.engine.draft import Clocked, Committed, DraftContext, DraftSession, Scored, States
 from specinfer.engine.sequence import Row
 from specinfer.tree import Forest, Policy
 
@@ -57,12 +55,7 @@ class Drafting(Clocked):
         trees = iter(grown)
         return Forest.of([next(trees) if inside else tree for inside, tree in zip(self.inside, bare, strict=True)])
 
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Take note of what each row committed; rows whose context has ended leave, and late ones join."""
         known, (late, read), self.late = len(self.inside), self.late, ((), ())
         if any(self.inside):

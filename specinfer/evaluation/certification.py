@@ -42,7 +42,7 @@ from torch import Tensor
 from specinfer.common.progress import Progress, tracked
 from specinfer.drafts.depths import LatticeSession
 from specinfer.drafts.rows import DraftRows
-from specinfer.engine.draft import DraftContext, DraftSession
+from specinfer.engine.draft import Committed, DraftContext, DraftSession
 from specinfer.engine.sampling import Processors
 from specinfer.engine.verify import ExactMatch, MultiStep, Probabilities, TargetView, Verdict
 from specinfer.errors import InputError
@@ -220,9 +220,7 @@ class EnumeratedDraft(DraftSession):
         """Return the draft itself."""
         return self
 
-    def commit(
-        self, tokens: Sequence[Sequence[int] | None], states: Sequence[object] = (), scored: Sequence[object] = ()
-    ) -> None:
+    def commit(self, tokens: Committed, states: Sequence[object] = (), scored: Sequence[object] = ()) -> None:
         """Keep nothing: every step has a draft of its own."""
 
     def _contexts(self, frontier: Frontier) -> list[Context]:

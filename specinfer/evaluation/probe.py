@@ -8,9 +8,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
-from specinfer.engine.draft import Clocked, Draft, DraftContext, DraftSession, Scored
+from specinfer.engine.draft import Clocked, Committed, Draft, DraftContext, DraftSession, Scored, States
 from specinfer.tree import Chain, Forest, Growth, Kind, Policy, Source
 
 
@@ -29,7 +27,7 @@ class Question(Policy):
     def ask(self, source: Source, max_depth: int | None) -> None:
         """Ask the draft at the rows' position, no deeper than ``max_depth``."""
 
-    def advance(self, tokens: Sequence[Sequence[int] | None]) -> None:
+    def advance(self, tokens: Committed) -> None:
         """Go to the next position; rows given None are at their end."""
         self.rows = [row for row, new in zip(self.rows, tokens, strict=True) if new is not None]
         self.position += 1
@@ -67,12 +65,7 @@ class ProbeSession(Clocked):
         self.question.wanted += 1
         return self.session.propose(self.question, roots, max_depth)
 
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Tell the draft and the question what was committed."""
         self.session.commit(tokens, states, scored)
         self.question.advance(tokens)

@@ -30,7 +30,7 @@ from specinfer.common.files import lock_settings, write_whole
 from specinfer.common.progress import Progress
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.drafts.head import target_fingerprint
-from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
+from specinfer.engine.draft import Committed, Draft, DraftContext, DraftSession, Scored, States
 from specinfer.engine.gumbel import TRAINING, key
 from specinfer.engine.sampling import whole_distribution
 from specinfer.engine.stopping import Stopping
@@ -309,12 +309,7 @@ class Recorder(Draft, DraftSession):
         self.active = list(self.rows)
         return self
 
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Keep the states that chose the committed tokens."""
         for row, new in zip(self.active, states, strict=True):
             row += [] if new is None else [new]

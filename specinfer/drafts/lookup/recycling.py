@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specinfer.common.lock import Lock
 from specinfer.drafts.rows import DraftRows
-from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
+from specinfer.engine.draft import Committed, Draft, DraftContext, DraftSession, Scored, States
 from specinfer.tree import Frontier, Source, TokenTree
 
 KEPT = 8  # tokens of an entry
@@ -141,12 +141,7 @@ class RecyclingSession(DraftRows, DraftSession):
         self.pairs = [[] for _ in self.ends]
         return self
 
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Put what the target said at all nodes of all rows into the table."""
         found = [likeliest(view.logits[: len(view.tree)], KEPT) for view in scored]
         if found:

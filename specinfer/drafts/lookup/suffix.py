@@ -24,7 +24,7 @@ from specinfer.drafts.lookup.memory import Memory
 from specinfer.drafts.lookup.passages import LEVEL, Passages
 from specinfer.drafts.lookup.text_index import LENGTHS, MAX_CONTEXT, TextIndex
 from specinfer.drafts.rows import DraftRows
-from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
+from specinfer.engine.draft import Committed, Draft, DraftContext, DraftSession, Scored, States
 from specinfer.engine.shared_prefix import common
 from specinfer.errors import InputError
 from specinfer.prompts import encode
@@ -169,12 +169,7 @@ class SuffixSession(DraftRows, DraftSession):
         self.paths = [[] for _ in self.texts]
         return self if any(map(self.known, range(self.batch))) else None
 
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Note each row's committed tokens, which are read when a tree is asked for; None retires the row."""
         for row, new in enumerate(tokens):
             if self.passages:

@@ -19,7 +19,7 @@ from specinfer.drafts.depths import LatticeSession
 from specinfer.drafts.published.checkpoint import Checkpoint, assign, renamed
 from specinfer.drafts.published.conventions import Convention
 from specinfer.drafts.published.network import moved_copy
-from specinfer.engine.draft import DraftContext, Scored
+from specinfer.engine.draft import Committed, DraftContext, Scored, States
 
 PREFIX = "medusa_head."  # of the names in some files
 NAMED = re.compile(r"(\d+)\.(\d+)\.(?:linear\.)?weight")  # head, and layer or output matrix, whose number is the last
@@ -101,12 +101,7 @@ class MedusaSession(LatticeSession):
         self.seconds += perf_counter() - started
         return logits
 
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Take the last committed token of each row as its root, and the state that chose it."""
         for row, chose in enumerate(states):
             self.states[row] = self._newest(chose)

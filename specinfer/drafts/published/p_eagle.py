@@ -22,7 +22,7 @@ from specinfer.drafts.language_model import CATCH_UP
 from specinfer.drafts.published.checkpoint import Checkpoint
 from specinfer.drafts.published.eagle3 import Eagle3Network, layer_config, load_network, read_weights
 from specinfer.drafts.rows import DraftRows
-from specinfer.engine.draft import Clocked, DraftContext, DraftSession, Scored
+from specinfer.engine.draft import Clocked, Committed, DraftContext, DraftSession, Scored, States
 
 MASK_IDS = ("mask_token_id", "pard_token", "ptd_token_id")  # names of the masked token's id
 DEPTH = 8  # predicted where a checkpoint does not say for how many it was trained
@@ -84,12 +84,7 @@ class PEagleSession(Clocked, LatticeSession):
         """How many depths are predicted."""
         return self.max_depth
 
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Take note of the committed tokens and of the target's states that chose them."""
         self.head.commit(tokens, states, scored)
         super().commit(tokens, states, scored)
