@@ -85,6 +85,12 @@ class Checkpoint:
             raise ModelError(f"{self.folder} holds more than tensors ({', '.join(wrong[:LISTED])})")
         return found
 
+    def named(self, kind: str) -> bool | None:
+        """Return whether the configuration says that it is of a kind; None if it says nothing."""
+        if said := self.config.get("speculators_model_type"):
+            return bool(said == kind)
+        return any(kind in str(name).lower() for name in self.config.get("architectures") or ()) or None
+
     def refuse(self, reason: str) -> ModelError:
         """Return the error that says why this checkpoint cannot be loaded."""
         return ModelError(f"cannot load the draft {self.name}: {reason}")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from specinfer.drafts.published.block import BlockSession, PathSession
 from specinfer.drafts.published.checkpoint import Checkpoint, assign, renamed, vocabulary
@@ -21,9 +21,13 @@ from specinfer.drafts.published.dflash2 import DFlash2Network, DFlash2Session
 from specinfer.drafts.published.dflash_network import FULL, SLIDING, DFlashNetwork, block_config
 from specinfer.drafts.published.domino import DominoNetwork
 from specinfer.drafts.published.dspark import DSparkNetwork, DSparkSession, RecurrentSession
+from specinfer.drafts.published.network import Opening
 
 KINDS = ("dflash2", "domino", "dspark", "dflash")  # the more special first
-TYPES: dict[str, Any] = {"qwen3": Qwen3Config, "llama": LlamaConfig}  # of layers that are Qwen3's, whoever names them
+TYPES: dict[str, type[PreTrainedConfig]] = {
+    "qwen3": Qwen3Config,
+    "llama": LlamaConfig,
+}  # of layers that are Qwen3's, whoever names them
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "attention_bias"),
@@ -40,7 +44,7 @@ def recognises(checkpoint: Checkpoint) -> bool:
     return "dflash_config" in checkpoint.config or any(kind in _labels(checkpoint) for kind in (*KINDS, "jetspec"))
 
 
-def load(checkpoint: Checkpoint) -> tuple[DFlashNetwork, Callable[..., Any]]:
+def load(checkpoint: Checkpoint) -> tuple[DFlashNetwork, Opening]:
     """Load a block head: its network, and what opens a session.
 
     Raises:
@@ -209,7 +213,7 @@ SPECIAL: dict[str, Callable[[Checkpoint, Options], dict[str, Any]]] = {
     "dspark": _dspark_fields,
     "dflash": _no_fields,
 }
-NETWORKS: dict[str, tuple[type[DFlashNetwork], type[Any]]] = {
+NETWORKS: dict[str, tuple[type[DFlashNetwork], Opening]] = {
     "dflash2": (DFlash2Network, DFlash2Session),
     "domino": (DominoNetwork, PathSession),
     "dspark": (DSparkNetwork, DSparkSession),

@@ -39,16 +39,15 @@ class DominoNetwork(DFlashNetwork):
 
     draft_layers = (0,)
 
-    def __init__(
-        self, config: LlamaConfig, token_ids: Tensor | None = None, embeds: bool = False, outputs: bool = False
-    ) -> None:
-        super().__init__(config, token_ids, embeds, outputs)
-        size, words = config.hidden_size, config.vocab_size if token_ids is None else len(token_ids)
+    def build(self, config: LlamaConfig) -> None:
+        """Add the layers."""
+        super().build(config)
+        size = config.hidden_size
         self.prefix_gru = PrefixUnit(size, config.gru_hidden_dim)
         self.embed_proj = nn.Sequential(
             nn.Linear(size + config.gru_hidden_dim, config.emb_dim, bias=False),
             nn.SiLU(),
-            nn.Linear(config.emb_dim, words, bias=False),
+            nn.Linear(config.emb_dim, self.words, bias=False),
         )
 
     @property

@@ -83,12 +83,11 @@ class DSparkNetwork(DFlashNetwork):
 
     use_confidence = False
 
-    def __init__(
-        self, config: LlamaConfig, token_ids: Tensor | None = None, embeds: bool = False, outputs: bool = False
-    ) -> None:
-        super().__init__(config, token_ids, embeds, outputs)
-        rank, words = config.markov_rank, config.vocab_size if token_ids is None else len(token_ids)
-        self.markov_head = MarkovHead(config, words) if rank else None
+    def build(self, config: LlamaConfig) -> None:
+        """Add the layers."""
+        super().build(config)
+        rank = config.markov_rank
+        self.markov_head = MarkovHead(config, self.words) if rank else None
         width = config.hidden_size + (rank if config.confidence_head_with_markov else 0)
         self.confidence_head = ConfidenceHead(width) if config.enable_confidence_head else None
         if self.confidence_head or (rank and config.markov_head_type != "vanilla"):

@@ -9,11 +9,12 @@ root, the target's last one after its final norm: there is no cache, no position
 import re
 from collections.abc import Mapping, Sequence
 from time import perf_counter
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from specinfer.drafts.depths import LatticeSession
 from specinfer.drafts.published.checkpoint import Checkpoint, assign, renamed
@@ -66,7 +67,7 @@ class MedusaNetwork(nn.Module):
         """Return the only one: the state after the final norm."""
         return [Convention((layers,))]
 
-    def bound(self, target: Any) -> Self:
+    def bound(self, target: PreTrainedModel) -> Self:
         """Return a copy on a target's device and in its dtype; weights that fit as they are, are shared."""
         return moved_copy(self, target)
 

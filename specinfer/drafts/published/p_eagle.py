@@ -9,7 +9,6 @@ stead.  The pass that feeds the root feeds as many of them after it as depths re
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from specinfer.drafts.head import HeadDraftSession
 from specinfer.drafts.language_model import CATCH_UP
 from specinfer.drafts.published.checkpoint import Checkpoint
 from specinfer.drafts.published.eagle3 import Eagle3Network, layer_config, load_network, read_weights
+from specinfer.drafts.published.network import Opening
 from specinfer.drafts.rows import DraftRows
 from specinfer.engine.draft import Clocked, Committed, DraftContext, DraftSession, Scored, States
 
@@ -39,10 +39,9 @@ class PEagleNetwork(Eagle3Network):
         config, token_ids, embeds, outputs: as `Eagle3Network`.
     """
 
-    def __init__(
-        self, config: LlamaConfig, token_ids: Tensor | None = None, embeds: bool = False, outputs: bool = True
-    ) -> None:
-        super().__init__(config, token_ids, embeds, outputs)
+    def build(self, config: LlamaConfig) -> None:
+        """Add the layers."""
+        super().build(config)
         self.mask_token_id, self.depth = 0, DEPTH
         self.mask_hidden = nn.Parameter(torch.zeros(config.num_aux_layers, self.target_size))
 
@@ -111,15 +110,11 @@ class PEagleSession(Clocked, LatticeSession):
 
 def recognises(checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint is a P-EAGLE head's."""
-    config = checkpoint.config
-    if kind := config.get("speculators_model_type"):
-        return bool(kind == "peagle")
-    if any("peagle" in str(name).lower() for name in config.get("architectures") or ()):
-        return True
-    return bool({"mask_hidden", "model.mask_hidden"} & checkpoint.keys())
+    named = checkpoint.named("peagle")
+    return named if named is not None else bool({"mask_hidden", "model.mask_hidden"} & checkpoint.keys())
 
 
-def load(checkpoint: Checkpoint) -> tuple[PEagleNetwork, Any]:
+def load(checkpoint: Checkpoint) -> tuple[PEagleNetwork, Opening]:
     """Return a checkpoint's network and what opens its session.
 
     Raises:
