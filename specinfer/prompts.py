@@ -16,7 +16,7 @@ from specinfer.attention import TreeModel, running
 from specinfer.common.chat import ChatOptions, begins_as_rendered, rendered
 from specinfer.common.files import parse_json
 from specinfer.common.values import plain
-from specinfer.errors import InputError
+from specinfer.errors import InputError, one_line
 
 LISTED = 5  # lines of a file that a message names
 PROBED = 8  # tokens that a model reads to find out whether token types of 0 change anything
@@ -263,8 +263,8 @@ def _ids(encoding: Callable[[], Any]) -> list[int]:
     except InputError:
         raise
     except (TypeError, ValueError, TemplateError) as error:  # half a surrogate pair; messages a template refuses
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"the tokenizer refuses this prompt ({reason}): give whole text, or other messages") from error
+        advice = "give whole text, or other messages"
+        raise InputError(f"the tokenizer refuses this prompt ({one_line(error)}): {advice}") from error
 
 
 def _required(tokenizer: Any) -> Any:

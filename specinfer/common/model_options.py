@@ -142,7 +142,7 @@ def _sizes(max_memory: Any) -> dict[int | str, int]:
     try:
         return {where: convert_file_size_to_int(size) for where, size in max_memory.items()}
     except ValueError as error:
-        raise ModelError(f"max_memory={dict(max_memory)!r:.60}: {' '.join(str(error).split())}") from None
+        raise ModelError(f"max_memory={dict(max_memory)!r:.60}: {error}") from None
 
 
 def _folder(folder: Any) -> str:

@@ -31,7 +31,7 @@ from specinfer.drafts.language_model import ModelDraftSession
 from specinfer.drafts.published.network import check_readable
 from specinfer.drafts.rows import state_columns
 from specinfer.engine.draft import Committed, Draft, DraftContext, Scored, States
-from specinfer.errors import ModelError, TokenizerMismatch
+from specinfer.errors import ModelError, TokenizerMismatch, one_line
 from specinfer.loading import tokenizer_fingerprint
 from specinfer.tree import Frontier
 
@@ -255,7 +255,7 @@ def _check_sizes(record: dict[str, Any], weights: dict[str, Tensor]) -> None:
 
 
 def _unreadable(folder: Path, error: Exception) -> ModelError:
-    return ModelError(f"cannot load an EAGLE-style head from {folder}: {' '.join(str(error).split())[:200]}")
+    return ModelError(f"cannot load an EAGLE-style head from {folder}: {one_line(error)}")
 
 
 # ---- which target a head belongs to ----

@@ -42,7 +42,7 @@ from functools import cache
 from math import isfinite
 from typing import Any
 
-from specinfer.common.token_text import Piece, last_piece, piece_after, plain_text, split_bytes, visible
+from specinfer.common.token_text import Piece, Tokenizer, last_piece, piece_after, plain_text, split_bytes, visible
 from specinfer.evaluation.inspect.inspection import StepInspection
 from specinfer.evaluation.inspect.rescoring import BY_HAND
 from specinfer.results import Result, Step, best_step
@@ -122,7 +122,7 @@ class Description:
     thing: Any
     drafts: list[str]
     steps: list[DrawnStep]
-    tokenizer: Any
+    tokenizer: Tokenizer | None
     result: Result | None
 
     @property
@@ -207,7 +207,7 @@ class Description:
         }
 
 
-def describe(thing: Any, tokenizer: Any = None) -> Description:
+def describe(thing: Any, tokenizer: Tokenizer | None = None) -> Description:
     """Describe what there is to show of a `TokenTree`, `Step`, `Result`, `Inspection` or `StepInspection`.
 
     Args:
@@ -235,7 +235,7 @@ def _draft_names(thing: Any, result: Result | None) -> list[str]:
     return [*names, *("target" if names or result is not None else f"draft {i}" for i in ids)]
 
 
-def _steps(thing: Any, tokenizer: Any, by_hand: int | None) -> Iterator[DrawnStep]:
+def _steps(thing: Any, tokenizer: Tokenizer | None, by_hand: int | None) -> Iterator[DrawnStep]:
     tokens = _Tokens(tokenizer)
     if isinstance(thing, TokenTree):
         yield DrawnStep(thing, TreeDrawing.of(thing, tokens.text))
@@ -254,7 +254,7 @@ def _steps(thing: Any, tokenizer: Any, by_hand: int | None) -> Iterator[DrawnSte
 class _Tokens:
     """A tokenizer that is asked once for each token."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.text = cache(lambda token: visible(plain_text(tokenizer, token)))
         self.split = cache(lambda token: split_bytes(tokenizer, token))
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from specinfer.common.files import WEIGHTS, parse_json
-from specinfer.errors import ModelError
+from specinfer.errors import ModelError, one_line
 from specinfer.loading import reach_hub
 
 LISTED = 4  # names of weights in a message
@@ -49,7 +49,7 @@ class Checkpoint:
             if not isinstance(config, dict):
                 raise ValueError("it is not a JSON object")
         except (OSError, ValueError) as error:
-            raise ModelError(f"cannot read {folder / 'config.json'}: {_line(error)}") from error
+            raise ModelError(f"cannot read {folder / 'config.json'}: {one_line(error)}") from error
         return cls(name.rstrip("/").split("/")[-1], folder, config)
 
     def keys(self) -> set[str]:
@@ -60,7 +60,7 @@ class Checkpoint:
                 with safe_open(file, "pt") as opened:
                     names |= set(opened.keys())
             except Exception as error:  # a damaged file may raise anything
-                raise ModelError(f"cannot read the weights in {file}: {_line(error)}") from error
+                raise ModelError(f"cannot read the weights in {file}: {one_line(error)}") from error
         return names or set(self.weights())
 
     def weights(self) -> dict[str, Tensor]:
@@ -80,7 +80,7 @@ class Checkpoint:
             try:
                 found |= read(file)
             except Exception as error:  # a damaged file may raise anything
-                raise ModelError(f"cannot read the weights in {file}: {_line(error)}") from error
+                raise ModelError(f"cannot read the weights in {file}: {one_line(error)}") from error
         if wrong := [key for key, value in found.items() if not isinstance(value, Tensor)]:
             raise ModelError(f"{self.folder} holds more than tensors ({', '.join(wrong[:LISTED])})")
         return found
@@ -183,7 +183,7 @@ def _fetched(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", *WEIGHTS]))
     except (OSError, ValueError) as error:
-        raise ModelError(f"cannot find the draft {name}: no such folder, and the hub says: {_line(error)}") from error
+        raise ModelError(f"cannot find the draft {name}: no such folder; the hub says: {one_line(error)}") from error
 
 
 def _unpickled(file: Path) -> Any:
@@ -196,7 +196,3 @@ def _unpickled(file: Path) -> Any:
 def _listed(names: Iterable[str]) -> str:
     names = list(names)
     return f"{'; '.join(names[:LISTED])}{'; ...' if len(names) > LISTED else ''}"
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -22,6 +22,7 @@ from specinfer.drafts.published.dflash_network import FULL, SLIDING, DFlashNetwo
 from specinfer.drafts.published.domino import DominoNetwork
 from specinfer.drafts.published.dspark import DSparkNetwork, DSparkSession, RecurrentSession
 from specinfer.drafts.published.network import Opening
+from specinfer.errors import one_line
 
 KINDS = ("dflash2", "domino", "dspark", "dflash")  # the more special first
 TYPES: dict[str, type[PreTrainedConfig]] = {
@@ -133,7 +134,7 @@ def _layers(checkpoint: Checkpoint) -> dict[str, Any]:
         types = fields["layer_types"] = list(fields["layer_types"] or [FULL] * given.num_hidden_layers)
         rope = (fields["rope_parameters"] or {}).get("rope_type", "default")
     except Exception as error:  # of any kind: transformers checks little
-        raise checkpoint.refuse(f"its configuration is damaged: {' '.join(str(error).split())[:200]}") from error
+        raise checkpoint.refuse(f"its configuration is damaged: {one_line(error)}") from error
     if unknown := set(types) - {FULL, SLIDING}:
         raise checkpoint.refuse(f"it has layers of type {min(unknown)!r:.40}, which are not known")
     if SLIDING in types and not fields["sliding_window"]:

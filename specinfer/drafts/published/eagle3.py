@@ -23,7 +23,7 @@ from specinfer.drafts.published.conventions import Convention
 from specinfer.drafts.published.layers import Attention, Reading, mlp, norm
 from specinfer.drafts.published.network import AutoregressiveNetwork, Mask, Opening
 from specinfer.engine.draft import DraftContext, DraftSession
-from specinfer.errors import ModelError
+from specinfer.errors import ModelError, one_line
 
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads")  # what every configuration says
 FIELDS = ("rms_norm_eps", "hidden_act", "mlp_bias", "rope_theta", "rope_scaling", "rope_parameters")  # may say
@@ -272,8 +272,7 @@ def layer_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
     try:
         return kinds[nested.get("model_type", "llama")](**nested).to_dict()
     except Exception as error:  # a value of a wrong type may raise anything
-        reason = " ".join(str(error).split())[:100]
-        raise checkpoint.refuse(f"its transformer_layer_config is damaged ({reason})") from error
+        raise checkpoint.refuse(f"its transformer_layer_config is damaged ({one_line(error, 100)})") from error
 
 
 def _layer_ids(checkpoint: Checkpoint) -> tuple[list[int] | None, int]:

@@ -21,7 +21,7 @@ from specinfer.drafts.published.conventions import Convention
 from specinfer.drafts.published.formats import PublishedDraft
 from specinfer.drafts.published.network import AutoregressiveNetwork, Mask
 from specinfer.engine.draft import Draft, DraftContext, DraftSession
-from specinfer.errors import ModelError, UnsupportedModel
+from specinfer.errors import ModelError, UnsupportedModel, one_line
 
 
 class MtpNetwork(AutoregressiveNetwork):
@@ -149,8 +149,7 @@ def load(target: PreTrainedModel) -> MtpNetwork:
 
         model = MtpModel.from_pretrained(target, device_map={"": device_of(target)})
     except Exception as error:  # a damaged file may raise anything
-        reason = " ".join(str(error).split())[:240] or type(error).__name__
-        raise ModelError(f"cannot load the multi-token prediction layer of {name}: {reason}") from error
+        raise ModelError(f"cannot load the multi-token prediction layer of {name}: {one_line(error)}") from error
     if config.dtype != target.dtype:  # the model was converted after it was loaded
         model.layers.to(target.dtype)
     model.embed_tokens, model.shared_head = resident(model.embed_tokens), resident(model.shared_head)

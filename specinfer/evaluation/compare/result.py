@@ -11,7 +11,7 @@ from typing import Any
 
 from specinfer.common.display import draw
 from specinfer.common.tables import Table, Tabular
-from specinfer.errors import InputError
+from specinfer.errors import InputError, one_line
 from specinfer.evaluation.compare.prompts import records_of
 from specinfer.evaluation.compare.report import parts, summarise
 
@@ -42,7 +42,7 @@ class Comparison(Tabular):
         try:
             found.table()
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            reason = f"{type(error).__name__}: {' '.join(str(error).split()):.80}"
+            reason = f"{type(error).__name__}: {one_line(error, 80)}"
             raise InputError(f"{folder} holds damaged records ({reason}): compare again into another folder") from error
         return found
 

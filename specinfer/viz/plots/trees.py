@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from specinfer.common.token_text import Tokenizer
 from specinfer.errors import InputError
 from specinfer.evaluation.inspect.inspection import StepInspection
 from specinfer.results import Step
@@ -45,7 +46,9 @@ GAP = 10  # characters between two levels of a tree: the edge, its probability, 
 LONGEST = 14  # characters of a token that are shown
 
 
-def plot_tree(step: Any, tokenizer: Any = None, ax: Axes | None = None, *, drafts: Sequence[str] = ()) -> Axes:
+def plot_tree(
+    step: Any, tokenizer: Tokenizer | None = None, ax: Axes | None = None, *, drafts: Sequence[str] = ()
+) -> Axes:
     """Draw a token tree from left to right, likeliest sibling on top.
 
     A box is a node.  The draft's probability of it, given its parent, stands above the edge to it: likelier nodes have
@@ -118,7 +121,7 @@ def _line_style(dashes: tuple[int, ...], width: float) -> Any:
     return (0, tuple(length / width for length in dashes)) if dashes else "-"
 
 
-def plot_mask(step: Any, tokenizer: Any = None, prefix: int = 0, ax: Axes | None = None) -> Axes:
+def plot_mask(step: Any, tokenizer: Tokenizer | None = None, prefix: int = 0, ax: Axes | None = None) -> Axes:
     """Draw the topology-aware mask of a tree's one pass: which nodes (columns) each node (row) attends to.
 
     A node sees itself, its ancestors and the committed prefix.  The rows are labelled with the tree as a terminal
@@ -187,7 +190,7 @@ def _draw_mask(ax: Axes, mask: np.ndarray, prefix: int) -> list[Any]:
     return [*handles, Patch(label=f"the prefix of {prefix}", **prefixed)]
 
 
-def _described(thing: Any, tokenizer: Any, function: str) -> Description:
+def _described(thing: Any, tokenizer: Tokenizer | None, function: str) -> Description:
     """Describe a step, an inspection of one, or whatever has a tree."""
     if not isinstance(thing, Step | StepInspection):
         thing = getattr(thing, "tree", thing)
