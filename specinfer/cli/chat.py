@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from specinfer.cli import options
 from specinfer.cli.generate import BEST, drawn, print_stats, step_index
@@ -31,7 +31,7 @@ def chat(
     models: options.Models,
     trees: options.Trees,
     sampling: options.Sampling = LONG,
-    system: Annotated[str | None, typer.Option(help="A system message.", show_default="the chat template's")] = None,
+    system: Annotated[str | None, Option(help="A system message.", show_default="the chat template's")] = None,
 ) -> None:
     """Talk to the target; accepted tokens have the colour of their draft. What was read is not read again."""
     conversation = Chat(models.decoder(grown=trees.policy), system, asdict(sampling))

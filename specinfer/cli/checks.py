@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from specinfer.cli import options
 from specinfer.cli.terminal import loading, print_json, quieten, show
@@ -37,7 +38,7 @@ ERRORS = (
 
 
 def check_model(
-    model: Annotated[str, typer.Argument(help="Hub name or folder.")],
+    model: Annotated[str, Argument(help="Hub name or folder.")],
     *,
     layers: options.Layers,
     as_json: options.Json = False,
@@ -56,15 +57,11 @@ def check_draft(
     target: options.Target = None,
     draft: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A model, a trained head, suffix, recycling, ngram or bundled. Repeat.", show_default="bundled"
-        ),
+        Option(help="A model, a trained head, suffix, recycling, ngram or bundled. Repeat.", show_default="bundled"),
     ] = None,
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(
-            help='JSON lines with "prompt", optionally "id" and "split". Repeat.', show_default="six short prompts"
-        ),
+        Option(help='JSON lines with "prompt", optionally "id" and "split". Repeat.', show_default="six short prompts"),
     ] = None,
     count: options.Count = 5,
     split: options.Split = "dev",
@@ -72,7 +69,7 @@ def check_draft(
     *,
     layers: options.Layers,
     quantize: options.Quantize = None,
-    plot: Annotated[Path | None, typer.Option(help=f"File for a picture: .{', .'.join(PICTURES)}.")] = None,
+    plot: Annotated[Path | None, Option(help=f"File for a picture: .{', .'.join(PICTURES)}.")] = None,
     as_json: options.Json = False,
 ) -> None:
     """Say how well drafts fit a target, what trees they should gain here, and what is wrong if it is little."""
@@ -120,8 +117,8 @@ def compile_passes(
     *,
     models: options.Pair,
     quantize: options.Quantize = None,
-    listed: Annotated[bool, typer.Option("--list", help="Show what is compiled, and make nothing.")] = False,
-    remove: Annotated[bool, typer.Option("--remove", help="Remove everything compiled, and make nothing.")] = False,
+    listed: Annotated[bool, Option("--list", help="Show what is compiled, and make nothing.")] = False,
+    remove: Annotated[bool, Option("--remove", help="Remove everything compiled, and make nothing.")] = False,
     as_json: options.Json = False,
 ) -> None:
     """Compile the passes of a target and its drafts for this machine: minutes, once. Needs a C++ compiler."""

@@ -9,7 +9,7 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from specinfer.cli import options
 from specinfer.cli.terminal import loading, print_json, quieten, resumable, show
@@ -19,38 +19,33 @@ from specinfer.errors import InputError
 
 def distill(
     prompts: Annotated[
-        list[Path], typer.Option(help='JSON lines with "prompt" (and "split": only train), or .txt by line. Repeat.')
+        list[Path], Option(help='JSON lines with "prompt" (and "split": only train), or .txt by line. Repeat.')
     ],
-    out: Annotated[Path, typer.Option(help="Folder for drafts and text; the same command goes on after a kill.")],
+    out: Annotated[Path, Option(help="Folder for drafts and text; the same command goes on after a kill.")],
     target: options.Target = None,
     text: Annotated[
-        list[Path] | None, typer.Option(help="Given text to learn from as well: a document a block or line. Repeat.")
+        list[Path] | None, Option(help="Given text to learn from as well: a document a block or line. Repeat.")
     ] = None,
     drafts: Annotated[
-        int | None,
-        typer.Option(help="Heads, each tuned on what the earlier ones miss.", show_default="2, of an lm 1"),
+        int | None, Option(help="Heads, each tuned on what the earlier ones miss.", show_default="2, of an lm 1")
     ] = None,
     start: Annotated[
         list[str] | None,
-        typer.Option(help="Heads to train on from, sizes and all: folders, or bundled. Repeat.", show_default="none"),
+        Option(help="Heads to train on from, sizes and all: folders, or bundled. Repeat.", show_default="none"),
     ] = None,
-    arch: Annotated[str, typer.Option(help="head (reads the target's states) or lm (a small LM).")] = "head",
-    samples: Annotated[
-        int | None, typer.Option(help="Texts that the target writes.", show_default="one per prompt")
-    ] = None,
-    new_tokens: Annotated[int, typer.Option(help="New tokens per text at most.")] = 144,
-    temperatures: Annotated[str, typer.Option(help="Temperatures of the texts, in turn; 0 = greedy.")] = "0,0.7,1",
-    epochs: Annotated[float | None, typer.Option(help="Times that every text is seen.", show_default="3")] = None,
+    arch: Annotated[str, Option(help="head (reads the target's states) or lm (a small LM).")] = "head",
+    samples: Annotated[int | None, Option(help="Texts that the target writes.", show_default="one per prompt")] = None,
+    new_tokens: Annotated[int, Option(help="New tokens per text at most.")] = 144,
+    temperatures: Annotated[str, Option(help="Temperatures of the texts, in turn; 0 = greedy.")] = "0,0.7,1",
+    epochs: Annotated[float | None, Option(help="Times that every text is seen.", show_default="3")] = None,
     time: Annotated[
-        float | None, typer.Option(help="Minutes to train each draft for, instead of --epochs.", show_default="none")
+        float | None, Option(help="Minutes to train each draft for, instead of --epochs.", show_default="none")
     ] = None,
-    layers: Annotated[int, typer.Option(help="Layers of a head without --start, or of the small causal LM.")] = 1,
-    vocabulary: Annotated[
-        int, typer.Option(help="Most frequent tokens, which a head without --start may propose.")
-    ] = 12_000,
-    learning_rate: Annotated[float, typer.Option(help="Learning rate of the matrices (Muon), at its peak.")] = 4.5e-3,
-    loss: Annotated[str, typer.Option(help="kl (the target's distribution) or token (its choices).")] = "kl",
-    seed: Annotated[int, typer.Option(help="Seed of texts and training.")] = 0,
+    layers: Annotated[int, Option(help="Layers of a head without --start, or of the small causal LM.")] = 1,
+    vocabulary: Annotated[int, Option(help="Most frequent tokens, which a head without --start may propose.")] = 12_000,
+    learning_rate: Annotated[float, Option(help="Learning rate of the matrices (Muon), at its peak.")] = 4.5e-3,
+    loss: Annotated[str, Option(help="kl (the target's distribution) or token (its choices).")] = "kl",
+    seed: Annotated[int, Option(help="Seed of texts and training.")] = 0,
     *,
     device: options.Device,
     as_json: options.Json = False,

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, TextIO
 
-import typer
+from typer import Option
 
 from specinfer.cli import options
 from specinfer.cli.terminal import INTERRUPTED, loading, print_json, resumable
@@ -25,43 +25,40 @@ def generate(
     prompt: options.MaybePrompt = None,
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(help='In place of a prompt, files: JSON lines with "prompt", maybe "id" and "options". Repeat.'),
+        Option(help='In place of a prompt, files: JSON lines with "prompt", maybe "id" and "options". Repeat.'),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="With --prompts: folder for the results; a killed run goes on.")
-    ] = None,
-    max_rows: Annotated[int, typer.Option(help="With --prompts: texts at a time.", min=1)] = 16,
+    out: Annotated[Path | None, Option(help="With --prompts: folder for the results; a killed run goes on.")] = None,
+    max_rows: Annotated[int, Option(help="With --prompts: texts at a time.", min=1)] = 16,
     *,
     models: options.Models,
     trees: options.Trees,
     sampling: options.Sampling,
     penalty_alpha: Annotated[
-        float | None, typer.Option(help="Contrastive search among --top-k candidates: its penalty, 0.6 for example.")
+        float | None, Option(help="Contrastive search among --top-k candidates: its penalty, 0.6 for example.")
     ] = None,
     confidence_gate: Annotated[
-        float | None, typer.Option(help="Draft only after tokens that the target found at least so probable.")
+        float | None, Option(help="Draft only after tokens that the target found at least so probable.")
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="What auto learnt: used if the file is there, so runs repeat; else written.")
+        Path | None, Option(help="What auto learnt: used if the file is there, so runs repeat; else written.")
     ] = None,
     memory: Annotated[
-        Path | None,
-        typer.Option(help="Texts to draft from: read if the file is there, and written with this one added."),
+        Path | None, Option(help="Texts to draft from: read if the file is there, and written with this one added.")
     ] = None,
-    online: Annotated[bool, typer.Option("--online", help="Heads learn from the text, after it.")] = False,
+    online: Annotated[bool, Option("--online", help="Heads learn from the text, after it.")] = False,
     save_drafts: Annotated[
-        Path | None, typer.Option(help="With --online: write what heads have learnt; --draft reads it.")
+        Path | None, Option(help="With --online: write what heads have learnt; --draft reads it.")
     ] = None,
     tensor_parallel: options.TensorParallel = 1,
     raw: options.Raw = False,
-    show_tree: Annotated[bool, typer.Option("--show-tree", help="Draw the tree that gained most.")] = False,
-    save: Annotated[Path | None, typer.Option(help="File for the result, which specinfer.Result.load reads.")] = None,
+    show_tree: Annotated[bool, Option("--show-tree", help="Draw the tree that gained most.")] = False,
+    save: Annotated[Path | None, Option(help="File for the result, which specinfer.Result.load reads.")] = None,
     html: options.Html = None,
     svg: options.Svg = None,
     as_json: options.Json = False,
-    steps: Annotated[bool, typer.Option("--steps", help="With --json: every step and its tree, too.")] = False,
+    steps: Annotated[bool, Option("--steps", help="With --json: every step and its tree, too.")] = False,
     logprobs: Annotated[
-        bool, typer.Option("--logprobs", help="With --json or --save: the target's log-probability of each new token.")
+        bool, Option("--logprobs", help="With --json or --save: the target's log-probability of each new token.")
     ] = False,
 ) -> None:
     """Generate text, streamed, with a summary of what speculation did; or for whole files, into a folder."""
@@ -184,7 +181,7 @@ def tree(
     models: options.Models,
     trees: options.Trees = BEST_FIRST,
     sampling: options.Sampling = SHORT,
-    step: Annotated[str, typer.Option(help="Number of a step, or best: the one that gained most.")] = BEST,
+    step: Annotated[str, Option(help="Number of a step, or best: the one that gained most.")] = BEST,
     tensor_parallel: options.TensorParallel = 1,
     raw: options.Raw = False,
     html: options.Html = None,

@@ -12,7 +12,7 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
-import typer
+from typer import Argument, Option
 
 from specinfer.cli.terminal import loading, only_first_prints, quieten
 from specinfer.common.advice import did_you_mean
@@ -20,42 +20,37 @@ from specinfer.errors import InputError
 
 Number = TypeVar("Number")
 
-PromptText = Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")]
-MaybePrompt = Annotated[str | None, typer.Argument(help="The prompt; - reads it from standard input.")]
+PromptText = Annotated[str, Argument(help="The prompt; - reads it from standard input.")]
+MaybePrompt = Annotated[str | None, Argument(help="The prompt; - reads it from standard input.")]
 PromptFiles = Annotated[
-    list[Path] | None, typer.Option(help='JSON lines with "prompt", optionally "id" and "split"; a set each. Repeat.')
+    list[Path] | None, Option(help='JSON lines with "prompt", optionally "id" and "split"; a set each. Repeat.')
 ]
-Prompts = Annotated[list[str] | None, typer.Option(help="A prompt. Repeat.")]
-Target = Annotated[
-    str | None, typer.Option(help="Target model, hub name or folder.", show_default="SmolLM2-135M-Instruct")
-]
-Count = Annotated[int, typer.Option(help="Prompts per file at most; 0 = all.", min=0)]
-Split = Annotated[str, typer.Option(help="The rows taken, where rows have a split.")]
-Batch = Annotated[int, typer.Option(help="Texts at a time.")]
-NewTokens = Annotated[int, typer.Option("--max-new-tokens", help="New tokens at most.")]
-Temperature = Annotated[float, typer.Option(help="0 = greedy.")]
+Prompts = Annotated[list[str] | None, Option(help="A prompt. Repeat.")]
+Target = Annotated[str | None, Option(help="Target model, hub name or folder.", show_default="SmolLM2-135M-Instruct")]
+Count = Annotated[int, Option(help="Prompts per file at most; 0 = all.", min=0)]
+Split = Annotated[str, Option(help="The rows taken, where rows have a split.")]
+Batch = Annotated[int, Option(help="Texts at a time.")]
+NewTokens = Annotated[int, Option("--max-new-tokens", help="New tokens at most.")]
+Temperature = Annotated[float, Option(help="0 = greedy.")]
 Seed = Annotated[
-    int, typer.Option(help="Same seed, same text with any tree or none; in float32, and not with sampled trees.")
+    int, Option(help="Same seed, same text with any tree or none; in float32, and not with sampled trees.")
 ]
-Quantize = Annotated[
-    str | None, typer.Option(help="int8 or int4: round the models' weights, for compiled passes on a CPU.")
-]
+Quantize = Annotated[str | None, Option(help="int8 or int4: round the models' weights, for compiled passes on a CPU.")]
 TensorParallel = Annotated[
-    int,
-    typer.Option(help="Processes that share the target: run under torchrun --nproc-per-node N -m specinfer.", min=1),
+    int, Option(help="Processes that share the target: run under torchrun --nproc-per-node N -m specinfer.", min=1)
 ]
-Html = Annotated[Path | None, typer.Option(help="File for a page that shows every step.")]
-Svg = Annotated[Path | None, typer.Option(help="File for a picture of one tree.")]
-Raw = Annotated[bool, typer.Option("--raw", help="Feed the prompt as it is, without the chat template.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Html = Annotated[Path | None, Option(help="File for a page that shows every step.")]
+Svg = Annotated[Path | None, Option(help="File for a picture of one tree.")]
+Raw = Annotated[bool, Option("--raw", help="Feed the prompt as it is, without the chat template.")]
+Json = Annotated[bool, Option("--json", help="Print JSON.")]
 
 
 @dataclass(frozen=True)
 class Device:
     """How models are loaded."""
 
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto"
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
+    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto"
+    device: Annotated[str, Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
 
     def loading(self) -> dict[str, Any]:
         """Return the options of loading that have a value."""
@@ -69,13 +64,11 @@ class Layers(Device):
 
     device_map: Annotated[
         str | None,
-        typer.Option(help="auto: target layers that do not fit go to memory or disk, and are fetched in every pass."),
+        Option(help="auto: target layers that do not fit go to memory or disk, and are fetched in every pass."),
     ] = None
-    max_memory: Annotated[
-        str | None, typer.Option(help="With --device-map auto: cpu=8GiB,0=20GiB (a GPU's number).")
-    ] = None
+    max_memory: Annotated[str | None, Option(help="With --device-map auto: cpu=8GiB,0=20GiB (a GPU's number).")] = None
     offload_folder: Annotated[
-        Path | None, typer.Option(help="With --device-map: for layers that cannot be read from the checkpoint's files.")
+        Path | None, Option(help="With --device-map: for layers that cannot be read from the checkpoint's files.")
     ] = None
 
 
@@ -86,7 +79,7 @@ class Names:
     target: Target = None
     draft: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help="A model, a trained head, mtp, suffix, recycling, lookahead, ngram, bundled or auto. Repeat to merge.",
             show_default="auto",
         ),
@@ -114,22 +107,22 @@ class Models(Layers, Pair):
 class Trees:
     """A growth policy."""
 
-    tree: Annotated[str, typer.Option(help="auto, best-first, expansion, chain, sampled or none.")] = "auto"
+    tree: Annotated[str, Option(help="auto, best-first, expansion, chain, sampled or none.")] = "auto"
     nodes: Annotated[
         int | None,
-        typer.Option(
+        Option(
             help="Drafted nodes per tree at most (auto; best-first, where paths below 5 % are left out).",
             show_default="31 or more auto, 16 best-first",
         ),
     ] = None
     depth: Annotated[
         int | None,
-        typer.Option(
+        Option(
             help="Levels per tree at most (auto, best-first), or exactly (chain).",
             show_default="31 or more auto, 8 otherwise",
         ),
     ] = None
-    expansion: Annotated[str, typer.Option(help="Children per level (expansion, sampled).")] = "3,2,1,1"
+    expansion: Annotated[str, Option(help="Children per level (expansion, sampled).")] = "3,2,1,1"
 
     def policy(self, profile: Path | None = None) -> Any:
         """Return the policy, or None for no speculation; auto begins with what a file says that it learnt."""
@@ -161,9 +154,9 @@ class Sampling:
 
     max_new_tokens: NewTokens = 128
     temperature: Temperature = 0.0
-    top_p: Annotated[float | None, typer.Option(help="Nucleus; sampling only.", show_default="1.0")] = None
+    top_p: Annotated[float | None, Option(help="Nucleus; sampling only.", show_default="1.0")] = None
     top_k: Annotated[
-        int | None, typer.Option(help="0 = all tokens; sampling and contrastive search only.", show_default="50")
+        int | None, Option(help="0 = all tokens; sampling and contrastive search only.", show_default="50")
     ] = None
     seed: Seed = 0
 

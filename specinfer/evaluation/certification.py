@@ -434,12 +434,7 @@ def certify(
 
 
 def certify_verifier(
-    verifier: AnyVerifier,
-    policy: Policy,
-    drafts: int = 1,
-    vocabulary: int = 4,
-    tokens: int = 3,
-    seed: int = 0,
+    verifier: AnyVerifier, policy: Policy, drafts: int = 1, vocabulary: int = 4, tokens: int = 3, seed: int = 0
 ) -> Certificate:
     """Certify your own verifier on the trees of a policy: see the example at the top of this module.
 

@@ -21,10 +21,7 @@ SHORT = 2  # tokens of a context that passages come before
 
 
 def successors(
-    context: tuple[int, ...],
-    indices: Sequence[TextIndex],
-    power: float = 1.0,
-    passages: Passages | None = None,
+    context: tuple[int, ...], indices: Sequence[TextIndex], power: float = 1.0, passages: Passages | None = None
 ) -> dict[int, float]:
     """Return successor -> probability by PPM-C, over all occurrences in some indices.
 

@@ -16,13 +16,7 @@ from transformers import Cache, LlamaConfig
 
 from specinfer.drafts.published.checkpoint import Checkpoint, assign
 from specinfer.drafts.published.conventions import Convention
-from specinfer.drafts.published.eagle3 import (
-    eagle3_config,
-    layer_config,
-    layer_fields,
-    open_session,
-    read_weights,
-)
+from specinfer.drafts.published.eagle3 import eagle3_config, layer_config, layer_fields, open_session, read_weights
 from specinfer.drafts.published.layers import Attention, Reading, mlp, norm
 from specinfer.drafts.published.network import AutoregressiveNetwork, Mask, Opening
 

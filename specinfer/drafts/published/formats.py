@@ -75,12 +75,7 @@ class PublishedDraft(Draft):
     """
 
     def __init__(
-        self,
-        name: str,
-        network: Network,
-        session: Opening,
-        digest: str = "",
-        convention: Convention | None = None,
+        self, name: str, network: Network, session: Opening, digest: str = "", convention: Convention | None = None
     ) -> None:
         self.name, self.network, self.session, self.digest = name, network, session, digest
         self.convention, self.least = convention, LEAST

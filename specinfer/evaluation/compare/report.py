@@ -34,13 +34,7 @@ def summarise(settings: dict[str, Any], records: Sequence[Record]) -> dict[str, 
         groups += [_group(ALL, temperature, rows)] if len(sets) > 1 else []
         groups += [_group(name, temperature, [row for row in rows if row["set"] == name]) for name in sets]
     skipped = {name: reason for record in records for name, reason in record["skipped"].items()}
-    return {
-        "settings": settings,
-        "records": len(records),
-        "skipped": skipped,
-        "refused": refused,
-        "groups": groups,
-    }
+    return {"settings": settings, "records": len(records), "skipped": skipped, "refused": refused, "groups": groups}
 
 
 def bootstrap(values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]) -> list[float]:
