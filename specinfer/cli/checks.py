@@ -21,6 +21,7 @@ from specinfer.common.tables import folded
 from specinfer.errors import InputError, NotCompiled
 
 if TYPE_CHECKING:
+    from specinfer.engine.draft import Draft
     from specinfer.evaluation.certification import Certificate
 
 PICTURES = ("png", "svg", "pdf")
@@ -89,7 +90,7 @@ def check_draft(
     print_json(report.to_dict()) if as_json else print(report)
 
 
-def _unrefused(name: str, dtype: str, device: str, quantize: str | None) -> Any:
+def _unrefused(name: str, dtype: str, device: str, quantize: str | None) -> "str | Draft":
     """Load a draft by name, a published head even if it does not fit its target; words stay words."""
     from specinfer.decoder import WORDS, load_draft
     from specinfer.drafts.published.formats import PublishedDraft

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from os.path import expanduser
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -15,6 +15,9 @@ from specinfer.cli import options
 from specinfer.cli.terminal import loading, print_json, quieten, resumable, show
 from specinfer.common.progress import Bars, busy
 from specinfer.errors import InputError
+
+if TYPE_CHECKING:
+    from specinfer.loading import Loaded
 
 
 def distill(
@@ -91,7 +94,7 @@ def _row(draft: dict[str, Any]) -> dict[str, Any]:
     return {"draft": draft["folder"], "steps": draft["steps"], **rates}
 
 
-def _folders(start: Sequence[str], loaded: Any) -> tuple[Path, ...]:
+def _folders(start: Sequence[str], loaded: "Loaded") -> tuple[Path, ...]:
     """Return the folders of the heads to train on from; "bundled" becomes the folders of those."""
     from specinfer.drafts.bundled import bundled_folders
 

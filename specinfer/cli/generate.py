@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from typer import Option
 
@@ -15,6 +15,10 @@ from specinfer.cli import options
 from specinfer.cli.terminal import INTERRUPTED, loading, print_json, resumable
 from specinfer.common.progress import Bars, busy, close_bars
 from specinfer.errors import InputError
+
+if TYPE_CHECKING:
+    from specinfer.calls.text_stream import TextStream
+    from specinfer.results import Result
 
 BEST = "best"  # word for a step
 BEST_FIRST, SHORT = options.Trees(tree="best-first"), options.Sampling(max_new_tokens=32)
@@ -77,7 +81,7 @@ def generate(
             texts = Memory.load(memory) if memory.exists() else Memory()
     known = profile if profile and profile.exists() else None
     learning = {"confidence_gate": confidence_gate, "online": online, "memory": texts}
-    decoder = models.decoder(grown=lambda: trees.policy(known), tensor_parallel=tensor_parallel, **learning)
+    decoder: Any = models.decoder(grown=lambda: trees.policy(known), tensor_parallel=tensor_parallel, **learning)
     asked: dict[str, Any] = {**asdict(sampling), "raw": raw, "penalty_alpha": penalty_alpha}
     result: Any
     if out:
@@ -138,7 +142,7 @@ def _check_combination(given: SimpleNamespace) -> None:
         raise InputError("--save-drafts writes what heads have learnt, and nothing learns: add --online")
 
 
-def streamed(stream: Any, quiet: bool) -> Any:
+def streamed(stream: "TextStream", quiet: bool) -> "Result":
     """Print the pieces of a text as they come; return the result, of what there is when Ctrl-C is pressed."""
     printed = 0
     with busy("generating"):
@@ -157,7 +161,7 @@ def streamed(stream: Any, quiet: bool) -> Any:
     return stream.result
 
 
-def summarise(result: Any, show_tree: bool) -> None:
+def summarise(result: "Result", show_tree: bool) -> None:
     """Print what speculation did, and the tree that gained most."""
     print("\n", end="", flush=True)
     print(file=sys.stderr)
@@ -168,7 +172,7 @@ def summarise(result: Any, show_tree: bool) -> None:
         print(f"\n{drawn(result, best_step(result.steps))}")
 
 
-def print_stats(result: Any, file: TextIO) -> None:
+def print_stats(result: "Result", file: TextIO) -> None:
     """Print what speculation did, and why."""
     stats = result.stats
     contributions = stats.drafts if len(stats.drafts) > 1 else ()
@@ -210,7 +214,7 @@ def check_step(step: str) -> None:
         raise InputError(f"step {step!r} is no step: give a number from 1 on, or {BEST}")
 
 
-def step_index(step: str, result: Any) -> int:
+def step_index(step: str, result: "Result") -> int:
     """Return the number, from 0, of the step that was asked for; raise `InputError` if there is none."""
     from specinfer.results import best_step
 
@@ -238,7 +242,7 @@ def read_prompt(prompt: str, processes: int) -> str:
     return text
 
 
-def drawn(result: Any, number: int) -> str:
+def drawn(result: "Result", number: int) -> str:
     """Draw one step's tree with its accepted path and bonus token, as standard output can show it."""
     from specinfer import viz
 

@@ -5,18 +5,25 @@ Knows: typer, how a list of numbers is written.  Does not know: what a command d
 A command takes groups of options, each as one object: `flattened` shows typer the options themselves.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 from typer import Argument, Option
 
 from specinfer.cli.terminal import loading, only_first_prints, quieten
 from specinfer.common.advice import did_you_mean
 from specinfer.errors import InputError
+
+if TYPE_CHECKING:
+    from specinfer.decoder import SpeculativeDecoder
+    from specinfer.engine.draft import Draft
+    from specinfer.tree import Policy
+
+    GrownBy = Callable[[], Policy | None]
 
 Number = TypeVar("Number")
 
@@ -90,7 +97,7 @@ class Names:
 class Pair(Device, Names):
     """A target and its drafts, and how they are loaded."""
 
-    def decoder(self, **options: Any) -> Any:
+    def decoder(self, **options: Any) -> "SpeculativeDecoder":
         """Load both; return a decoder.  Options: see `load_decoder`."""
         loading = self.loading()
         return load_decoder(loading.pop("target", None), loading.pop("draft", None), **loading, **options)
@@ -124,7 +131,7 @@ class Trees:
     ] = None
     expansion: Annotated[str, Option(help="Children per level (expansion, sampled).")] = "3,2,1,1"
 
-    def policy(self, profile: Path | None = None) -> Any:
+    def policy(self, profile: Path | None = None) -> "Policy | None":
         """Return the policy, or None for no speculation; auto begins with what a file says that it learnt."""
         from specinfer.adaptive.policy import Auto
         from specinfer.decoder import DEFAULT_TREE
@@ -134,7 +141,7 @@ class Trees:
             if value is not None and value < 1:
                 raise InputError(f"--{name} {value} drafts nothing: give at least 1, or --tree none")
         widths, levels = expansion_widths(self.expansion), self.depth or DEFAULT_TREE.max_depth
-        makers: dict[str, Callable[[], Any]] = {
+        makers: dict[str, GrownBy] = {
             "auto": lambda: Auto(self.nodes, self.depth, profile),
             "best-first": lambda: BestFirst(self.nodes or DEFAULT_TREE.max_nodes, levels, DEFAULT_TREE.min_probability),
             "expansion": lambda: Expansion(widths),
@@ -191,8 +198,11 @@ def chosen(given: Mapping[str, Any], names: str) -> dict[str, Any]:
 
 
 def load_decoder(
-    target: str | None, drafts: list[Any] | None, grown: Callable[[], Any] | None = None, **options: Any
-) -> Any:
+    target: str | None,
+    drafts: "Sequence[str | Draft] | None",
+    grown: "Callable[[], Policy | None] | None" = None,
+    **options: Any,
+) -> "SpeculativeDecoder":
     """Load models; return a decoder.
 
     Args:

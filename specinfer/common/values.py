@@ -4,6 +4,7 @@ Knows: flags, counts, temperatures, names, arrays.  Does not know: prompts, opti
 """
 
 import os
+from collections.abc import Callable, Mapping
 from math import inf
 from typing import Any
 
@@ -19,6 +20,15 @@ def plain(value: Any) -> Any:
     if type(value) is dict:
         return {plain(key): plain(item) for key, item in value.items()}
     return value
+
+
+def mapped(value: object, change: Callable[[object], object]) -> Any:
+    """Return a value with whatever stands in its lists and dicts, at any depth, changed; tuples become lists."""
+    if isinstance(value, Mapping):
+        return {name: mapped(item, change) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [mapped(item, change) for item in value]
+    return change(value)
 
 
 def checked_flag(name: str, value: Any) -> bool:

@@ -25,6 +25,7 @@ from specinfer.results import Result
 from specinfer.viz.description import Description, describe
 from specinfer.viz.html import fragment_of, page_of, to_json
 from specinfer.viz.lanes import lanes_of
+from specinfer.viz.plots import plot_compare, plot_drafts
 from specinfer.viz.side_by_side import PairDescription, SideBySide, describe_pair
 from specinfer.viz.svg import svg_of
 from specinfer.viz.text import text_for
@@ -72,20 +73,6 @@ def text(thing: Any, stream: Any = None, tokenizer: Tokenizer | None = None, ste
         step: of a result or an inspection, from 0; None: the one to look at first.
     """
     return text_for(stream, describe(thing, tokenizer), step)
-
-
-def plot_compare(comparison: Any, ax: Any = None) -> Any:
-    """Draw a comparison on matplotlib: see `plots.plot_compare`."""
-    from specinfer.viz import plots
-
-    return plots.plot_compare(comparison, ax=ax)
-
-
-def plot_drafts(report: Any, ax: Any = None) -> Any:
-    """Draw what a check of drafts expects on matplotlib: see `plots.plot_drafts`."""
-    from specinfer.viz import plots
-
-    return plots.plot_drafts(report, ax=ax)
 
 
 def _described(thing: Any, tokenizer: Tokenizer | None) -> Description | PairDescription:

@@ -43,6 +43,7 @@ from math import isfinite
 from typing import Any
 
 from specinfer.common.token_text import Piece, Tokenizer, last_piece, piece_after, plain_text, split_bytes, visible
+from specinfer.common.values import mapped
 from specinfer.evaluation.inspect.inspection import StepInspection
 from specinfer.evaluation.inspect.rescoring import BY_HAND
 from specinfer.results import Result, Step, best_step
@@ -300,12 +301,10 @@ def _inspected(step: StepInspection) -> dict[str, Any]:
     }
 
 
-def _short(value: Any) -> Any:
+def _short(value: object) -> Any:
     """Return numbers in three digits, whatever they stand in; None for what JSON has no word for."""
-    if isinstance(value, float):
-        return float(f"{value:.3g}") if isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _short(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_short(item) for item in value]
-    return value
+    return mapped(value, lambda leaf: leaf if not isinstance(leaf, float) else _digits(leaf))
+
+
+def _digits(number: float) -> float | None:
+    return float(f"{number:.3g}") if isfinite(number) else None

@@ -52,7 +52,9 @@ def load(checkpoint: Checkpoint) -> tuple[DFlashNetwork, Opening]:
         ModelError: something is missing, unknown, damaged, or cannot be honoured.
     """
     kind, options = _kind(checkpoint), _options(checkpoint)
-    fields = _fields(checkpoint, options, kind) | SPECIAL[kind](checkpoint, options)
+    fields = _fields(checkpoint, options, kind)
+    if kind in SPECIAL:
+        fields |= SPECIAL[kind](checkpoint, options)
     if kind == "dspark" and not fields["markov_rank"] and not fields["enable_confidence_head"]:
         kind = "dflash"
     weights = renamed(checkpoint.weights(), _current_name)
@@ -166,10 +168,6 @@ def _causal_types(options: Options) -> list[str]:
     return [] if options.get("sliding_window_non_causal") else [SLIDING]
 
 
-def _no_fields(checkpoint: Checkpoint, options: Options) -> dict[str, Any]:
-    return {}
-
-
 def _dflash2_fields(checkpoint: Checkpoint, options: Options) -> dict[str, Any]:
     names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
     fields = {name: checkpoint.size(name, of=options) for name in names}
@@ -212,7 +210,6 @@ SPECIAL: dict[str, Callable[[Checkpoint, Options], dict[str, Any]]] = {
     "dflash2": _dflash2_fields,
     "domino": _domino_fields,
     "dspark": _dspark_fields,
-    "dflash": _no_fields,
 }
 NETWORKS: dict[str, tuple[type[DFlashNetwork], Opening]] = {
     "dflash2": (DFlash2Network, DFlash2Session),
