@@ -75,7 +75,7 @@ class Chat:
         InputError: the target has no chat template.
     """
 
-    def __init__(self, decoder: Any, system: str | None, asked: dict[str, Any]) -> None:
+    def __init__(self, decoder: Any, system: str | None, asked: dict[str, object]) -> None:
         from specinfer.viz.style import SHAPES, TERMINAL, by_draft
         from specinfer.viz.text import in_colours
 

@@ -8,7 +8,7 @@ import re
 import sys
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -92,7 +92,7 @@ def check_draft(
     print_json(report.to_dict()) if as_json else print(report)
 
 
-def _unrefused(name: str, dtype: str, device: str, quantize: str | None) -> Any:
+def _unrefused(name: str, dtype: str, device: str, quantize: str | None) -> object:
     """Load a draft by name, a published head even if it does not fit its target; words stay words."""
     from specinfer.decoder import WORDS, load_draft
     from specinfer.drafts.published.formats import PublishedDraft
@@ -143,7 +143,7 @@ def compile_passes(
         print(*folded([ERRORS]), sep="\n", file=sys.stderr)
 
 
-def _package_row(package: dict[str, Any]) -> dict[str, Any]:
+def _package_row(package: dict[str, object]) -> dict[str, object]:
     """Return a package's line of the table."""
     names = ("model", "is", "layers", "error", "limit", "MB")
     return {name: "?" if package[name] is None else package[name] for name in names}
@@ -168,7 +168,7 @@ def certify(as_json: options.Json = False) -> None:
         raise typer.Exit(1)
 
 
-def _certificate_row(certificate: "Certificate") -> dict[str, Any]:
+def _certificate_row(certificate: "Certificate") -> dict[str, object]:
     """Return a certificate's line of the table, its names without those of arguments."""
     tree, verifier = (
         re.sub(r"\w+=", "", words.replace("replacement=False", "without").replace("replacement=True", "with"))

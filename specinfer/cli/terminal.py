@@ -21,7 +21,7 @@ INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 WIDEST = 10_000  # columns of what is no terminal: nothing is folded
 
 
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     """Print a value as one line of JSON; JSON has no words for numbers that are not finite, so they become null."""
     print(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, default=str))
 
@@ -96,7 +96,7 @@ def only_first_prints() -> None:
         logging.disable_progress_bar()
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, Mapping):
         return {name: _finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -104,7 +104,7 @@ def _finite(value: Any) -> Any:
     return value if not isinstance(value, float) or isfinite(value) else None
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -177,7 +177,7 @@ class Description:
         tops = [token for step in steps for top in step.get("top", ()) for token, *_ in top]
         ids = {*tops, *(token for step in steps for token in [*step["tokens"], *step["emitted"]])}
         texts = {str(token): plain_text(self.tokenizer, token) for token in sorted(ids)}
-        data: dict[str, Any] = {
+        data: dict[str, object] = {
             "shows": type(self.thing).__name__,
             "drafts": self.drafts,
             "shapes": self.shapes,
@@ -207,7 +207,7 @@ class Description:
         }
 
 
-def describe(thing: Any, tokenizer: Tokenizer | None = None) -> Description:
+def describe(thing: object, tokenizer: Tokenizer | None = None) -> Description:
     """Describe what there is to show of a `TokenTree`, `Step`, `Result`, `Inspection` or `StepInspection`.
 
     Args:
@@ -289,7 +289,7 @@ def _pieces(parents: Sequence[int], tokens: Sequence[int], before: Sequence[int]
     return found
 
 
-def _inspected(step: StepInspection) -> dict[str, Any]:
+def _inspected(step: StepInspection) -> dict[str, object]:
     """Return the columns that an inspection adds."""
     columns = {name: [_short(getattr(node, name)) for node in step.nodes] for name in INSPECTED}
     return {
@@ -300,7 +300,7 @@ def _inspected(step: StepInspection) -> dict[str, Any]:
     }
 
 
-def _short(value: Any) -> Any:
+def _short(value: object) -> object:
     """Return numbers in three digits, whatever they stand in; None for what JSON has no word for."""
     if isinstance(value, float):
         return float(f"{value:.3g}") if isfinite(value) else None
