@@ -117,7 +117,7 @@ class Step(Displayed):
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "Step":
+    def from_dict(cls, data: Mapping[str, object]) -> "Step":
         """Return what `to_dict` described."""
         return _restored(data, cls)
 
@@ -220,7 +220,7 @@ class Stats:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "Stats":
+    def from_dict(cls, data: Mapping[str, object]) -> "Stats":
         """Return what `to_dict` described."""
         return _restored(data, cls)
 
@@ -381,12 +381,12 @@ class Result(Displayed):
         """Pickle the texts of its tokens in place of the tokenizer."""
         return {**self.__dict__, "tokenizer": known_tokens(self)}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self.__post_init__()
 
 
-def best_step(steps: Sequence[Any]) -> int:
+def best_step(steps: Sequence[object]) -> int:
     """Return the number, from 0, of the step to look at first, of those that have a tree and an accepted path.
 
     It is the one that accepted most, of those whose trees branch and were accepted in part, if there are any.
@@ -415,7 +415,7 @@ def known_tokens(result: Result) -> KnownTokens | None:
     )
 
 
-def _restored(data: Any, kind: type[Kept]) -> Kept:
+def _restored(data: object, kind: type[Kept]) -> Kept:
     """Return what `to_dict` described; raise `MsgspecError` with the field that is wrong, or `TreeError`."""
     return convert(data, kind, dec_hook=lambda _, tree: TokenTree.from_dict(tree))
 

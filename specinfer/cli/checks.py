@@ -8,7 +8,7 @@ import re
 import sys
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
@@ -141,7 +141,7 @@ def compile_passes(
         print(*folded([ERRORS]), sep="\n", file=sys.stderr)
 
 
-def _package_row(package: dict[str, Any]) -> dict[str, Any]:
+def _package_row(package: dict[str, object]) -> dict[str, object]:
     """Return a package's line of the table."""
     names = ("model", "is", "layers", "error", "limit", "MB")
     return {name: "?" if package[name] is None else package[name] for name in names}
@@ -166,7 +166,7 @@ def certify(as_json: options.Json = False) -> None:
         raise typer.Exit(1)
 
 
-def _certificate_row(certificate: "Certificate") -> dict[str, Any]:
+def _certificate_row(certificate: "Certificate") -> dict[str, object]:
     """Return a certificate's line of the table, its names without those of arguments."""
     tree, verifier = (
         re.sub(r"\w+=", "", words.replace("replacement=False", "without").replace("replacement=True", "with"))

@@ -4,7 +4,7 @@ Knows: the options and their defaults.  Does not know: how anything is measured.
 """
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from typer import Option
@@ -18,7 +18,7 @@ METHODS = "autoregressive, sequence, tree, assisted, prompt-lookup"
 BENCH_METHODS = "autoregressive, sequence, tree, auto, one-draft, gate, generate, assisted, prompt-lookup"
 GREEDY = [0.0]
 COMPARED = "assistant nodes depth max_new_tokens count split out hits max_rows"
-PRESETS: dict[str, dict[str, Any]] = {  # name -> option -> default
+PRESETS: dict[str, dict[str, object]] = {  # name -> option -> default
     "bench": {
         "methods": BENCH_METHODS,
         "temperature": [0.0, 1.0],

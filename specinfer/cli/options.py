@@ -182,7 +182,7 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
         parameters += [Parameter(name, kind, default=given[name], annotation=hints[name]) for name in given]
 
     @wraps(command)
-    def flat(**given: Any) -> None:
+    def flat(**given: object) -> None:
         for name, group in groups.items():
             given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
         command(**given)
@@ -192,7 +192,7 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     return flat
 
 
-def chosen(given: Mapping[str, Any], names: str) -> dict[str, Any]:
+def chosen(given: Mapping[str, object], names: str) -> dict[str, Any]:
     """Return those of a command's options that have one of the names and a value."""
     return {name: given[name] for name in names.split() if given[name] is not None}
 

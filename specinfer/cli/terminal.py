@@ -22,7 +22,7 @@ INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 WIDEST = 10_000  # columns of what is no terminal: nothing is folded
 
 
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     """Print a value as one line of JSON; JSON has no words for numbers that are not finite, so they become null."""
     print(json.dumps(mapped(value, _finite), ensure_ascii=False, allow_nan=False, default=str))
 
@@ -101,7 +101,7 @@ def _finite(value: object) -> object:
     return value if not isinstance(value, float) or isfinite(value) else None
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:.3g}" if isinstance(value, float) else str(value)

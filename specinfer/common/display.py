@@ -10,10 +10,10 @@ from typing import Any
 
 from specinfer.common.token_text import Tokenizer
 
-_finders: list[Callable[[str], Callable[..., Any]]] = []
+_finders: list[Callable[[str], Callable[..., object]]] = []
 
 
-def register(finder: Callable[[str], Callable[..., Any]]) -> None:
+def register(finder: Callable[[str], Callable[..., object]]) -> None:
     """Register a function that finds drawing functions by name; the newest one is used."""
     _finders.append(finder)
 

@@ -96,7 +96,7 @@ class Ranks:
         finally:
             self.busy.release()
 
-    def check(self, *values: Any) -> None:
+    def check(self, *values: object) -> None:
         """Raise `RankError` unless all processes have the same values here."""
         if self.group is not None:
             number = int.from_bytes(blake2b(b"|".join(map(_bytes, values)), digest_size=7).digest())
@@ -130,10 +130,10 @@ class Ranks:
 
 ALONE = Ranks()
 # by world: its group for what is agreed on, and what its passes hold
-_shared: WeakKeyDictionary[Any, tuple[Any, Lock]] = WeakKeyDictionary()
+_shared: WeakKeyDictionary[object, tuple[object, Lock]] = WeakKeyDictionary()
 
 
-def _bytes(value: Any) -> bytes:
+def _bytes(value: object) -> bytes:
     return value.cpu().numpy().tobytes() if isinstance(value, Tensor) else repr(value).encode()
 
 

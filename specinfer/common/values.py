@@ -38,7 +38,7 @@ def checked_flag(name: str, value: Any) -> bool:
     return flag
 
 
-def checked_count(name: str, value: Any, least: int, advice: str = "") -> int:
+def checked_count(name: str, value: object, least: int, advice: str = "") -> int:
     """Return a whole number; raise `InputError` for anything else, for less than the least and over 32 bits."""
     count = plain(value)
     if isinstance(count, bool) or not isinstance(count, int) or not least <= count < 2**31:
@@ -46,7 +46,7 @@ def checked_count(name: str, value: Any, least: int, advice: str = "") -> int:
     return count
 
 
-def checked_temperature(value: Any) -> float:
+def checked_temperature(value: object) -> float:
     """Return a temperature; raise `InputError` for anything else."""
     temperature = plain(value)
     if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature < inf:
@@ -54,7 +54,7 @@ def checked_temperature(value: Any) -> float:
     return temperature
 
 
-def checked_names(name: str, *values: Any) -> None:
+def checked_names(name: str, *values: object) -> None:
     """Raise `InputError` for a value that is neither text nor a path."""
     for value in values:
         if not isinstance(value, str | os.PathLike):

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn import functional
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel, device_of, lay_out_level, weight_of
 from specinfer.attention.torch_private import writes
@@ -47,7 +48,9 @@ LARGEST = 1 << 24  # of any size in a head's configuration
 SAME_TARGET = 0.9  # least cosine of two fingerprints: coarsely quantised weights stay above, others are far below
 
 # by target and head: compiled passes belong to a network, so there is one copy for each pair
-_copies: WeakKeyDictionary[Any, WeakKeyDictionary[HeadNetwork, tuple[list[Any], HeadNetwork]]] = WeakKeyDictionary()
+_copies: WeakKeyDictionary[object, WeakKeyDictionary[HeadNetwork, tuple[list[object], HeadNetwork]]] = (
+    WeakKeyDictionary()
+)
 _binding = Lock()
 
 
@@ -261,7 +264,7 @@ def _unreadable(folder: Path, error: Exception) -> ModelError:
 # ---- which target a head belongs to ----
 
 
-def target_fingerprint(model: Any, tokenizer: Any) -> dict[str, Any]:
+def target_fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Describe a target: versions of one model have almost the same fingerprint, other models have another one.
 
     The sketch holds a few entries of the embedding matrix.  Copies in another precision (a quantised file, say) have

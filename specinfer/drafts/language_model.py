@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level
 from specinfer.common.values import checked_names
@@ -36,7 +37,13 @@ class ModelDraft(Draft):
         InputError: another word for ``tokens``, or a name or a tokenizer that is none.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None, tokens: str = "text") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        name: str | None = None,
+        tokens: str = "text",
+    ) -> None:
         if tokens not in ("text", "same"):
             raise InputError(f"tokens={tokens!r:.60} is no way to read a draft's tokens: choose text or same")
         if tokenizer is not None and (isinstance(tokenizer, type) or not hasattr(tokenizer, "get_vocab")):
@@ -156,7 +163,7 @@ class ModelDraftSession(DraftRows, Clocked):
     def read_ahead(self) -> None:
         """Feed and commit each row's uncached tokens except the root."""
         inputs = self._uncached_inputs()
-        early: dict[str, Any] = {name: [row[:-1] for row in rows] for name, rows in inputs.items()}
+        early: dict[str, object] = {name: [row[:-1] for row in rows] for name, rows in inputs.items()}
         self.session.prefill([chain[:-1] for chain in self._chains()], **early)
         self.leave_roots(inputs)
 

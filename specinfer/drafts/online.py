@@ -19,9 +19,9 @@ from pathlib import Path
 from random import Random
 from threading import Lock
 from time import perf_counter
-from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel
 from specinfer.common.files import storing
@@ -62,7 +62,7 @@ class OnlineHead(HeadDraft):
         super().__init__(draft.head, draft.fingerprint, draft.name, draft.inverse_temperature)
         self.share, self.swaps = share, 0
 
-    def attach(self, target: TreeModel, tokenizer: Any = None) -> "OnlineHead":
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None = None) -> "OnlineHead":
         """Return this draft with the target's matrices borrowed, and nothing learnt yet.
 
         Raises:
@@ -167,7 +167,7 @@ class Student:
         steps: since the last comparison.
     """
 
-    def __init__(self, head: HeadNetwork, target: Any) -> None:
+    def __init__(self, head: HeadNetwork, target: PreTrainedModel) -> None:
         self.network = deepcopy(head).to(torch.promote_types(target.dtype, torch.float32)).bind(target)
         self.trained = {name: w for name, w in self.network.named_parameters() if not name.startswith("output.")}
         for weight in self.trained.values():
@@ -252,7 +252,7 @@ class Budget:
             self.spent += self.times[kind][-1]
 
 
-def checked_share(online: Any) -> float:
+def checked_share(online: object) -> float:
     """Return the share of the calls' seconds that learning takes at most; 0 if nothing learns.
 
     Args:

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel
 from specinfer.common.tensors import on_device
@@ -72,7 +73,7 @@ class ThroughTextDraft(ModelDraft):
         shared = f"where tokens are asked for one by one, it proposes the {len(self.translation.shared)} that both know"
         self.notes = [f"draft {self.name}: another tokenizer; its text is cut into the target's tokens; {shared}"]
 
-    def attach(self, target: TreeModel, tokenizer: Any) -> "ThroughTextDraft":
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase) -> "ThroughTextDraft":
         """Return a draft bound to another decoder.
 
         Raises:

@@ -192,7 +192,7 @@ def bare_encoder(tokenizer: Any) -> Tokenizer:
     return Tokenizer.from_str(json.dumps({**parts, **unprefixed, "truncation": None, "padding": None}))
 
 
-def _unprefixed(step: dict[str, Any] | None) -> dict[str, Any] | None:
+def _unprefixed(step: dict[str, Any] | None) -> dict[str, object] | None:
     """Return a step of a tokenizer, as JSON, that puts no space before a text."""
     if step is None or step["type"] == "Prepend":
         return None

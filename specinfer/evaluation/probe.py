@@ -6,8 +6,10 @@ Does not know: what is asked (`traces.probes`, `compare.methods`), and what the 
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
+from specinfer.attention import TreeModel
 from specinfer.engine.draft import Clocked, Committed, Draft, DraftContext, DraftSession, Scored, States
 from specinfer.tree import Chain, Forest, Growth, Kind, Policy, Source
 
@@ -45,7 +47,7 @@ class Probe(Draft):
         self.draft, self.question = draft, question
         self.name, self.aux_layers, self.model = draft.name, draft.aux_layers, draft.model
 
-    def attach(self, target: Any, tokenizer: Any) -> "Probe":
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase) -> "Probe":
         """Return a probe of the attached draft."""
         return Probe(self.draft.attach(target, tokenizer), self.question)
 

@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel
 from specinfer.calls.run import Run
@@ -123,7 +124,7 @@ def read_documents(files: Sequence[Path]) -> list[TrainingPrompt]:
 
 def plan_text(
     target: TreeModel,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[TrainingPrompt],
     documents: Sequence[TrainingPrompt],
     settings: TextSettings,
@@ -187,7 +188,7 @@ def _batches(jobs: Sequence[TextJob]) -> list[TextBatch]:
 # ---- writing it ----
 
 
-def default_aux_layers(model: Any) -> tuple[int, ...]:
+def default_aux_layers(model: PreTrainedModel) -> tuple[int, ...]:
     """Return the hidden states that are kept: of an early, a late and the last layer, as transformers counts."""
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     return tuple(sorted({max(1, round(depth * layers)) for depth in AUX_DEPTHS}))

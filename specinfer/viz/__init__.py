@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 __all__ = ["SideBySide", "data", "fragment", "page", "picture", "plot_compare", "plot_drafts", "text"]
 
 
-def fragment(thing: Any) -> str:
+def fragment(thing: object) -> str:
     """Return an element for a notebook: of a result that has no step yet, its text."""
     if isinstance(thing, Result) and not thing.steps:
         return f"<pre>{escape(thing.text)}</pre>"
     return fragment_of(*_painted(thing))
 
 
-def page(thing: Any, path: "str | PathLike[str] | None" = None, tokenizer: Tokenizer | None = None) -> str:
+def page(thing: object, path: "str | PathLike[str] | None" = None, tokenizer: Tokenizer | None = None) -> str:
     """Return a complete document; write it if there is a path.
 
     Raises:
@@ -52,12 +52,12 @@ def page(thing: Any, path: "str | PathLike[str] | None" = None, tokenizer: Token
     return _written(page_of(*_painted(thing, tokenizer)), path)
 
 
-def picture(thing: Any, path: "str | PathLike[str] | None" = None, tokenizer: Tokenizer | None = None) -> str:
+def picture(thing: object, path: "str | PathLike[str] | None" = None, tokenizer: Tokenizer | None = None) -> str:
     """Return a picture; arguments and errors as `page`."""
     return _written(_painted(thing, tokenizer)[1], path)
 
 
-def data(thing: Any, path: "str | PathLike[str] | None" = None, tokenizer: Tokenizer | None = None) -> str:
+def data(thing: object, path: "str | PathLike[str] | None" = None, tokenizer: Tokenizer | None = None) -> str:
     """Return what the page draws, as JSON; arguments and errors as `page`."""
     return _written(to_json(_described(thing, tokenizer).to_dict()), path)
 
@@ -79,7 +79,7 @@ def _described(thing: Any, tokenizer: Tokenizer | None) -> Description | PairDes
     return describe_pair(thing, tokenizer) if isinstance(thing, SideBySide) else describe(thing, tokenizer)
 
 
-def _painted(thing: Any, tokenizer: Tokenizer | None = None) -> tuple[Description | PairDescription, str]:
+def _painted(thing: object, tokenizer: Tokenizer | None = None) -> tuple[Description | PairDescription, str]:
     """Return the description of a thing, and its still picture."""
     found = _described(thing, tokenizer)
     return found, lanes_of(found) if isinstance(found, PairDescription) else svg_of(found)

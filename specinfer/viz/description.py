@@ -178,7 +178,7 @@ class Description:
         tops = [token for step in steps for top in step.get("top", ()) for token, *_ in top]
         ids = {*tops, *(token for step in steps for token in [*step["tokens"], *step["emitted"]])}
         texts = {str(token): plain_text(self.tokenizer, token) for token in sorted(ids)}
-        data: dict[str, Any] = {
+        data: dict[str, object] = {
             "shows": type(self.thing).__name__,
             "drafts": self.drafts,
             "shapes": self.shapes,
@@ -208,7 +208,7 @@ class Description:
         }
 
 
-def describe(thing: Any, tokenizer: Tokenizer | None = None) -> Description:
+def describe(thing: object, tokenizer: Tokenizer | None = None) -> Description:
     """Describe what there is to show of a `TokenTree`, `Step`, `Result`, `Inspection` or `StepInspection`.
 
     Args:
@@ -290,7 +290,7 @@ def _pieces(parents: Sequence[int], tokens: Sequence[int], before: Sequence[int]
     return found
 
 
-def _inspected(step: StepInspection) -> dict[str, Any]:
+def _inspected(step: StepInspection) -> dict[str, object]:
     """Return the columns that an inspection adds."""
     columns = {name: [_short(getattr(node, name)) for node in step.nodes] for name in INSPECTED}
     return {

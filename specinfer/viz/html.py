@@ -16,7 +16,6 @@ from functools import cache
 from html import escape
 from importlib.resources import files
 from string import Template
-from typing import Any
 
 from specinfer.viz import style
 from specinfer.viz.description import Description
@@ -48,12 +47,12 @@ def page_of(description: Description | PairDescription, picture: str) -> str:
     return template.substitute(title=escape(description.title), fragment=fragment_of(description, picture))
 
 
-def to_json(data: Any) -> str:
+def to_json(data: object) -> str:
     """Return data as JSON on one line; NaN and infinities are errors."""
     return json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-def in_script(data: Any) -> str:
+def in_script(data: object) -> str:
     """Return data as JSON that may stand inside a script element: it is free of markup."""
     return to_json(data).translate(_ESCAPES)
 

@@ -8,11 +8,11 @@ does speed.  So one memory is not for people who must not learn of each other's 
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
+from transformers import PreTrainedTokenizerBase
 
 from specinfer.common.files import checked_path, write_whole
 from specinfer.common.lock import Lock
@@ -86,7 +86,7 @@ class Memory:
         metadata = {"format": FORMAT, "tokenizer": self.tokenizer or ""}
         write_whole(path, save({"ids": ids}, metadata))
 
-    def bind(self, tokenizer: Any, vocab_size: int) -> None:
+    def bind(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         """Take note of the tokenizer whose tokens the texts are, or will be.
 
         Args:
@@ -121,7 +121,7 @@ class Memory:
         self.index = fresh
 
 
-def checked_memory(memory: Any) -> Memory | None:
+def checked_memory(memory: object) -> Memory | None:
     """Return a memory, read from a file if it is the path of one; None if there is none.
 
     Raises:

@@ -6,6 +6,9 @@ Knows: the longest n-gram.  Does not know: any model, how occurrences are counte
 from copy import copy
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
+from specinfer.attention import TreeModel
 from specinfer.common.values import checked_count
 from specinfer.drafts.lookup.suffix import SuffixSession, special_ids, template_prefix
 from specinfer.engine.draft import Draft, DraftContext
@@ -28,7 +31,7 @@ class NGramDraft(Draft):
         self.special: frozenset[int] = frozenset()
         self.template: list[int] = []
 
-    def attach(self, target: Any, tokenizer: Any) -> "NGramDraft":
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase) -> "NGramDraft":
         """Return a copy that knows the tokenizer's special tokens and how its chat template begins."""
         bound = copy(self)
         bound.special, bound.template = special_ids(tokenizer), template_prefix(tokenizer)

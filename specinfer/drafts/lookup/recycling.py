@@ -10,12 +10,13 @@ probabilities are kept, too, so that any policy can grow the tree.
 
 from collections.abc import Sequence
 from math import inf, log
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from specinfer.attention import TreeModel
 from specinfer.common.lock import Lock
 from specinfer.drafts.rows import DraftRows
 from specinfer.engine.draft import Committed, Draft, DraftContext, DraftSession, Scored, States
@@ -115,7 +116,7 @@ class RecyclingDraft(Draft):
     def __init__(self) -> None:
         self.table = RecyclingTable()
 
-    def attach(self, target: Any, tokenizer: Any) -> "RecyclingDraft":
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase) -> "RecyclingDraft":
         """Return a draft with an empty table, for one decoder."""
         return RecyclingDraft()
 

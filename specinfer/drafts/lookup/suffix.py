@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel
 from specinfer.common.values import checked_count
@@ -55,7 +56,7 @@ class SuffixDraft(Draft):
         self.special: frozenset[int] = frozenset()
         self.template: list[int] = []
 
-    def attach(self, target: TreeModel, tokenizer: Any) -> "SuffixDraft":
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase) -> "SuffixDraft":
         """Return a copy that knows the tokenizer's special tokens and how its chat template begins.
 
         The memory, if there is one, is bound to its tokens.
@@ -90,13 +91,13 @@ class SuffixDraft(Draft):
             self.memory.learn([text[len(common([text, self.template])) :] for text in texts])
 
 
-def special_ids(tokenizer: Any) -> frozenset[int]:
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return the ids of a tokenizer's special tokens; none without a tokenizer."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).items()
     return frozenset(getattr(tokenizer, "all_special_ids", ())).union(token for token, how in added if how.special)
 
 
-def template_prefix(tokenizer: Any) -> list[int]:
+def template_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens with which a chat template begins every prompt of one message, whatever that says.
 
     They are its own system message, if it has one, and a header.
@@ -109,7 +110,7 @@ def template_prefix(tokenizer: Any) -> list[int]:
         return []
 
 
-def with_memory(drafts: Sequence[Any], memory: Memory | None) -> list[Any]:
+def with_memory(drafts: Sequence[object], memory: Memory | None) -> list[Any]:
     """Return drafts of which the suffix drafts are copies with the memory.
 
     Raises:

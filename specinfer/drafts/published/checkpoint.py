@@ -186,7 +186,7 @@ def _fetched(name: str) -> Path:
         raise ModelError(f"cannot find the draft {name}: no such folder; the hub says: {one_line(error)}") from error
 
 
-def _unpickled(file: Path) -> Any:
+def _unpickled(file: Path) -> object:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except UnpicklingError as error:  # torch's message advises to run what is in it

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel, device_of, resident
 from specinfer.drafts.head import HeadDraftSession
@@ -112,7 +112,7 @@ class MtpDraft(Draft):
     def __init__(self, convention: Convention | None = None) -> None:
         self.convention = convention
 
-    def attach(self, target: TreeModel, tokenizer: Any = None) -> PublishedDraft:
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None = None) -> PublishedDraft:
         """Load the layer from the target's checkpoint, and return the draft.
 
         Raises:

@@ -124,7 +124,7 @@ class DraftNetwork(nn.Module):
         assert head is not None, "bind the network to a target first"
         return head(states.to(head.weight.dtype))
 
-    def _borrowed(self, module: Any, what: str) -> Tensor:
+    def _borrowed(self, module: object, what: str) -> Tensor:
         """Return a target's matrix as it is: fetched if it is offloaded, and put together if processes share it."""
         weight = weight_of(module)
         if not weight.is_floating_point() or weight.ndim != 2 or weight.shape[1] != self.config.hidden_size:

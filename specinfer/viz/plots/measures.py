@@ -140,7 +140,7 @@ def plot_compare(comparison: Any, ax: Axes | None = None) -> Axes:
 
 def _draw_method(
     ax: Axes, lower: Axes, groups: Sequence[Any], method: str, shift: float, width: float, style: tuple[str, str, str]
-) -> list[Any]:
+) -> list[object]:
     """Draw a method's bars and, where it was compared with autoregressive decoding, its ratios; return the handles."""
     colour, hatch, mark = style
     rows = [(i + shift, group["methods"][method]) for i, group in enumerate(groups) if method in group["methods"]]
@@ -198,13 +198,13 @@ def plot_drafts(report: Any, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _draw_gains(ax: Axes, lower: Axes, label: str, gains: Any, number: int, shift: float) -> Any:
+def _draw_gains(ax: Axes, lower: Axes, label: str, gains: Any, number: int, shift: float) -> object:
     """Draw one draft's tokens per pass and speed-ups, chains and trees apart; return the handle."""
     colour, mark, style, _ = DRAFTS[number % len(DRAFTS)]
     value, low, high = np.array([size.tokens_per_pass for size in gains.sizes]).T
     speeds = np.array([size.speed_up for size in gains.sizes])
     kinds = np.array([size.tree.split()[0] for size in gains.sizes])
-    handle: Any = None
+    handle: object = None
     for kind in dict.fromkeys(kinds):
         of_kind = np.flatnonzero(kinds == kind)
         x = of_kind + shift
@@ -287,7 +287,7 @@ def plot_calibration(curve: Any, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _draw_curve(ax: Axes, lower: Axes, curve: Any, number: int, shift: float, width: float) -> list[Any]:
+def _draw_curve(ax: Axes, lower: Axes, curve: Any, number: int, shift: float, width: float) -> list[object]:
     """Draw one draft's curve and counts; return the handles."""
     counted = curve.count > 0
     x, y, low, high = (getattr(curve, name)[counted] for name in ("probability", "accepted", "low", "high"))

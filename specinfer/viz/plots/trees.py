@@ -47,7 +47,7 @@ LONGEST = 14  # characters of a token that are shown
 
 
 def plot_tree(
-    step: Any, tokenizer: Tokenizer | None = None, ax: Axes | None = None, *, drafts: Sequence[str] = ()
+    step: object, tokenizer: Tokenizer | None = None, ax: Axes | None = None, *, drafts: Sequence[str] = ()
 ) -> Axes:
     """Draw a token tree from left to right, likeliest sibling on top.
 
@@ -116,12 +116,12 @@ def _draw_edge(
         ax.text(x1 - GAP + 4.2, y1 - 0.08, node.figure, va="bottom", **font)
 
 
-def _line_style(dashes: tuple[int, ...], width: float) -> Any:
+def _line_style(dashes: tuple[int, ...], width: float) -> object:
     """Return dashes as matplotlib takes them: in line widths."""
     return (0, tuple(length / width for length in dashes)) if dashes else "-"
 
 
-def plot_mask(step: Any, tokenizer: Tokenizer | None = None, prefix: int = 0, ax: Axes | None = None) -> Axes:
+def plot_mask(step: object, tokenizer: Tokenizer | None = None, prefix: int = 0, ax: Axes | None = None) -> Axes:
     """Draw the topology-aware mask of a tree's one pass: which nodes (columns) each node (row) attends to.
 
     A node sees itself, its ancestors and the committed prefix.  The rows are labelled with the tree as a terminal
