@@ -132,7 +132,7 @@ class HeadDraft(Draft):
         """Start drafting for a batch of rows."""
         if self.model is None:
             raise ModelError(f"draft {self.name} reads a target's states: attach it to one, or give it to a decoder")
-        return HeadDraftSession(self.model, self.aux_layers, self.inverse_temperature, context)
+        return HeadDraftSession(self.model, self.aux_layers, context, self.inverse_temperature)
 
 
 def _bound(head: HeadNetwork, target: Any) -> HeadNetwork:
@@ -157,7 +157,7 @@ class HeadDraftSession(ModelDraftSession):
     draft_layers = (0,)
 
     def __init__(
-        self, model: TreeModel, aux_layers: Sequence[int], inverse_temperature: float, context: DraftContext
+        self, model: TreeModel, aux_layers: Sequence[int], context: DraftContext, inverse_temperature: float = 1.0
     ) -> None:
         super().__init__(model, context)
         self.inverse_temperature = inverse_temperature

@@ -141,7 +141,7 @@ class OnlineHeadSession(HeadDraftSession):
         context: DraftContext,
         buffer: ExampleBuffer,
     ) -> None:
-        super().__init__(model, aux_layers, inverse_temperature, context)
+        super().__init__(model, aux_layers, context, inverse_temperature)
         self.buffer = buffer
         rows = zip(context.prompts, self.states, strict=True)
         self.recorders = [Recorder(prompt, torch.cat(states), self.draft) for prompt, states in rows]

@@ -162,8 +162,7 @@ class Segmenter:
             complete = codecs.getincrementaldecoder("utf-8")().decode(text)
         except UnicodeDecodeError:
             return []
-        ids: list[int] = self.encoder.encode(complete, add_special_tokens=False).ids
-        return ids
+        return self.encoder.encode(complete, add_special_tokens=False).ids
 
 
 def _read(tokenizer: Any, whose: str, size: int) -> dict[int, bytes | str]:

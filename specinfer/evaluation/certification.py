@@ -243,8 +243,7 @@ class EnumeratedIntersection(EnumeratedDraft):
         shared = torch.tensor([token for token in range(len(q)) if token != self.draft % len(q)], device="cpu")
         rows.token_ids = shared
         logits = torch.from_numpy(q + 1e-3).log()[shared]
-        distribution: Probabilities = rows.warped(logits[None, None])[0, 0].softmax(-1).numpy()
-        return distribution
+        return rows.warped(logits[None, None])[0, 0].softmax(-1).numpy()
 
 
 def _drawn(

@@ -40,8 +40,7 @@ class TargetLogits:
         base_model = _FixedBaseModel((states.to(self.output.weight.dtype)[None],))
         model = _StandIn(self.model, base_model, self.output)
         input_ids = torch.zeros(1, len(states), dtype=torch.long, device=states.device)  # not read
-        logits: Tensor = type(self.model).forward(model, input_ids).logits[0]
-        return logits
+        return type(self.model).forward(model, input_ids).logits[0]
 
 
 def check_logits(model: PreTrainedModel) -> None:

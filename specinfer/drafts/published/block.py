@@ -51,8 +51,7 @@ class BlockRows(Clocked, DepthsSession):
     @property
     def depth(self) -> int:
         """D, how many depths are predicted."""
-        depth: int = self.network.depth
-        return depth
+        return self.network.depth
 
     @property
     def limit(self) -> int | None:  # type: ignore[override]

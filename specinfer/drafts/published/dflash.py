@@ -51,7 +51,8 @@ def load(checkpoint: Checkpoint) -> tuple[DFlashNetwork, Opening]:
     Raises:
         ModelError: something is missing, unknown, damaged, or cannot be honoured.
     """
-    kind, options = _kind(checkpoint), _options(checkpoint)
+    kind = next((kind for kind in KINDS if kind in _labels(checkpoint)), "dflash")
+    options = _options(checkpoint)
     fields = _fields(checkpoint, options, kind)
     if kind in SPECIAL:
         fields |= SPECIAL[kind](checkpoint, options)
@@ -77,10 +78,6 @@ def _labels(checkpoint: Checkpoint) -> str:
     special = config.get("dflash_config")
     named = special.get("projector_type") if isinstance(special, dict) else None
     return f"{config.get('architectures')} {config.get('speculators_model_type')} {named}".lower()
-
-
-def _kind(checkpoint: Checkpoint) -> str:
-    return next((kind for kind in KINDS if kind in _labels(checkpoint)), "dflash")
 
 
 def _options(checkpoint: Checkpoint) -> Options:

@@ -117,5 +117,4 @@ class DFlash2Session(BlockSession):
     def pairs(self, parents: Tensor, children: Tensor, depths: slice) -> Tensor:
         """Return what the logits of children gain after each parent, (B, D, A, K)."""
         assert self.slot_states is not None
-        scores: Tensor = self.network.candidate_selector(parents, children, self.slot_states[:, depths])
-        return scores
+        return self.network.candidate_selector(parents, children, self.slot_states[:, depths])

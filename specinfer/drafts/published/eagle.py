@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, LlamaConfig
 
+from specinfer.drafts.head import HeadDraftSession
 from specinfer.drafts.published.checkpoint import Checkpoint, assign
 from specinfer.drafts.published.conventions import Convention
-from specinfer.drafts.published.eagle3 import eagle3_config, layer_config, layer_fields, open_session, read_weights
+from specinfer.drafts.published.eagle3 import eagle3_config, layer_config, layer_fields, read_weights
 from specinfer.drafts.published.layers import Attention, Reading, mlp, norm
 from specinfer.drafts.published.network import AutoregressiveNetwork, Mask, Opening
 
@@ -90,4 +91,4 @@ def load(checkpoint: Checkpoint) -> tuple[EagleNetwork, Opening]:
     with torch.device("meta"):
         network = EagleNetwork(config, None, "embed_tokens.weight" in weights, "lm_head.weight" in weights)
     assign(checkpoint, network, weights)
-    return network, open_session
+    return network, HeadDraftSession

@@ -8,7 +8,7 @@ the token's embedding beside it.  Below the root g is the head's own last state.
 one by one, and hands on its last state after the norm.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
@@ -16,13 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, LlamaConfig, Qwen3Config
 
-from specinfer.attention import TreeModel
 from specinfer.drafts.head import HeadDraftSession
 from specinfer.drafts.published.checkpoint import Checkpoint, assign, vocabulary
 from specinfer.drafts.published.conventions import Convention
 from specinfer.drafts.published.layers import Attention, Reading, mlp, norm
 from specinfer.drafts.published.network import AutoregressiveNetwork, Mask, Opening
-from specinfer.engine.draft import DraftContext, DraftSession
 from specinfer.errors import ModelError, one_line
 
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads")  # what every configuration says
@@ -169,12 +167,7 @@ def load(checkpoint: Checkpoint) -> tuple[Eagle3Network, Opening]:
     Raises:
         ModelError: something is missing, unknown or contradictory.
     """
-    return load_network(checkpoint, read_weights(checkpoint), Eagle3Network), open_session
-
-
-def open_session(model: TreeModel, aux_layers: Sequence[int], context: DraftContext) -> DraftSession:
-    """Open the session of a head that drafts level by level."""
-    return HeadDraftSession(model, aux_layers, 1.0, context)
+    return load_network(checkpoint, read_weights(checkpoint), Eagle3Network), HeadDraftSession
 
 
 def read_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ The layer reads the pair of a state of the target, after its final norm, and the
 root it reads its own states, as an EAGLE head does (arXiv 2401.15077): one layer drafts all depths.
 """
 
-from collections.abc import Sequence
 from copy import copy
 from typing import Any, Self
 
@@ -124,7 +123,7 @@ class MtpDraft(Draft):
             raise UnsupportedModel(f"{problem}, and that is not tested: use other drafts")
         network = load(target.model).eval().requires_grad_(False)
         kept = f"mtp {target.model.config.name_or_path}"
-        return PublishedDraft(self.name, network, _session, kept, self.convention).attach(target, tokenizer)
+        return PublishedDraft(self.name, network, HeadDraftSession, kept, self.convention).attach(target, tokenizer)
 
     def open(self, context: DraftContext) -> DraftSession:
         """Refuse: there is no draft without a target."""
@@ -154,7 +153,3 @@ def load(target: PreTrainedModel) -> MtpNetwork:
         model.layers.to(target.dtype)
     model.embed_tokens, model.shared_head = resident(model.embed_tokens), resident(model.shared_head)
     return MtpNetwork(model)
-
-
-def _session(model: TreeModel, aux_layers: Sequence[int], context: DraftContext) -> HeadDraftSession:
-    return HeadDraftSession(model, aux_layers, 1.0, context)

@@ -22,7 +22,7 @@ from specinfer.drafts.published.checkpoint import Checkpoint
 from specinfer.drafts.published.eagle3 import Eagle3Network, layer_config, load_network, read_weights
 from specinfer.drafts.published.network import Opening
 from specinfer.drafts.rows import DraftRows
-from specinfer.engine.draft import Clocked, Committed, DraftContext, DraftSession, Scored, States
+from specinfer.engine.draft import Clocked, Committed, DraftContext, Scored, States
 
 MASK_IDS = ("mask_token_id", "pard_token", "ptd_token_id")  # names of the masked token's id
 DEPTH = 8  # predicted where a checkpoint does not say for how many it was trained
@@ -74,9 +74,7 @@ class PEagleSession(Clocked, LatticeSession):
         super().__init__(context)
         self.token_ids, self.max_depth = model.model.token_ids, model.model.depth
         slots = {name: getattr(context, name) + self.depth for name in ("capacity", "max_capacity")}
-        self.session = self.head = MaskedHeadSession(
-            model, aux_layers, self.inverse_temperature, replace(context, **slots)
-        )
+        self.session = self.head = MaskedHeadSession(model, aux_layers, replace(context, **slots))
 
     @property
     def depth(self) -> int:
@@ -128,12 +126,7 @@ def load(checkpoint: Checkpoint) -> tuple[PEagleNetwork, Opening]:
     network = load_network(checkpoint, weights, PEagleNetwork)
     network.mask_token_id = _mask_token_id(checkpoint, network.vocab_size)
     network.depth = _depth(checkpoint)
-    return network, open_session
-
-
-def open_session(model: TreeModel, aux_layers: Sequence[int], context: DraftContext) -> DraftSession:
-    """Open the session of a head that predicts all depths at once."""
-    return PEagleSession(model, aux_layers, context)
+    return network, PEagleSession
 
 
 def _mask_token_id(checkpoint: Checkpoint, vocab_size: int) -> int:
