@@ -22,6 +22,7 @@ from torch import Tensor
 from specinfer.common.display import Displayed, draw
 from specinfer.common.files import checked_path, parse_json, write_json
 from specinfer.common.known_tokens import KnownTokens
+from specinfer.common.values import installed
 from specinfer.errors import InputError, SpecinferError
 from specinfer.tree import Kind, TokenTree
 
@@ -354,10 +355,7 @@ class Result(Displayed):
         Raises:
             InputError: pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise InputError("a data frame needs pandas: pip install pandas; or use steps") from error
+        pandas = installed("pandas", "a data frame needs pandas (or use steps)")
         starts = accumulate((len(step.tokens) for step in self.steps), initial=0)
         rows = [
             {

@@ -1,14 +1,23 @@
-"""Checks of single arguments, and numbers of numpy and torch as Python's own.
+"""Checks of single arguments and of packages, and numbers of numpy and torch as Python's own.
 
 Knows: flags, counts, temperatures, names, arrays.  Does not know: prompts, options, decoding.
 """
 
 import os
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from math import inf
 from typing import Any
 
 from specinfer.errors import InputError
+
+
+def installed(module: str, problem: str) -> Any:
+    """Import a module of a package that users install if they need it; raise `InputError` where it is missing."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise InputError(f"{problem}: pip install {module.partition('.')[0]}") from error
 
 
 def plain(value: Any) -> Any:

@@ -182,8 +182,8 @@ def peeks(q: Probabilities, choice: int) -> Probabilities:
 
 
 @dataclass
-class EnumeratedDraft(DraftSession):
-    """One draft below one context: a `Source` that takes its draws from an `EnumeratedChance`."""
+class Enumerated:
+    """One draft below one context, and what decides."""
 
     models: RandomModels
     behaviour: Behaviour
@@ -191,6 +191,12 @@ class EnumeratedDraft(DraftSession):
     chance: EnumeratedChance
     root: Context
     draft: int
+
+
+@dataclass
+class EnumeratedDraft(Enumerated, DraftSession):
+    """A `Source` that takes its draws from an `EnumeratedChance`."""
+
     known: list[Context] = field(default_factory=list)  # all frontier nodes so far
     batch = 1
     device = torch.device("cpu")
@@ -279,8 +285,9 @@ def _root(context: Context) -> int:
     return context[-1] if context else 0
 
 
-class EnumeratedLattice(LatticeSession):
-    """One draft below one context that predicts all depths at once: they depend on the depth alone.
+@dataclass
+class EnumeratedLattice(Enumerated, LatticeSession):
+    """A draft that predicts all depths at once: they depend on the depth alone.
 
     What it predicts for a depth is what its model says after so many tokens 0; below the first, no token is certain.
     """
@@ -288,17 +295,9 @@ class EnumeratedLattice(LatticeSession):
     depth = 3  # levels that are predicted
     word = "lattice of marginals"
 
-    def __init__(
-        self,
-        models: RandomModels,
-        behaviour: Behaviour,
-        choice: Callable[[Context], int],
-        chance: EnumeratedChance,
-        root: Context,
-        draft: int,
-    ) -> None:
-        super().__init__(DraftContext([[_root(root)]], 1, 1, models.vocabulary, draft, Processors([]), [0]))
-        self.models, self.behaviour, self.choice, self.chance, self.root = models, behaviour, choice, chance, root
+    def __post_init__(self) -> None:
+        context = DraftContext([[_root(self.root)]], 1, 1, self.models.vocabulary, self.draft, Processors([]), [0])
+        LatticeSession.__init__(self, context)
 
     def predict(self) -> Tensor:
         """Return logits (1, D, V), by what the draft really does."""

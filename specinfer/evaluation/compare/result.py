@@ -11,6 +11,7 @@ from typing import Any
 
 from specinfer.common.display import draw
 from specinfer.common.tables import Table, Tabular
+from specinfer.common.values import installed
 from specinfer.errors import InputError, one_line
 from specinfer.evaluation.compare.prompts import records_of
 from specinfer.evaluation.compare.report import parts, summarise
@@ -94,10 +95,7 @@ class Comparison(Tabular):
         Raises:
             InputError: pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise InputError("a data frame needs pandas: pip install pandas; or use summary()") from error
+        pandas = installed("pandas", "a data frame needs pandas (or use summary())")
         return pandas.DataFrame(
             {"set": group["set"], "temperature": group["temperature"], "prompts": group["prompts"], "method": method}
             | dict(_columns(figures))
