@@ -242,7 +242,5 @@ def expansion_widths(text: str) -> tuple[int, ...]:
     """Return the children per level that `--expansion` lists."""
     widths = listed("--expansion", text, int, "whole numbers such as 1,1,3")
     if min(widths) < 1:
-        raise InputError(
-            f"--expansion {text!r}: every level needs at least one child; leave levels out to stop earlier"
-        )
+        raise InputError(f"--expansion {text!r}: every level needs a child; leave levels out to stop earlier")
     return widths

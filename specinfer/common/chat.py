@@ -111,9 +111,7 @@ def _check_read(name: str, tokenizer: Any, tools: Any) -> None:
     choose = getattr(tokenizer, "get_chat_template", None)
     template = choose(tools=tools) if choose else tokenizer.chat_template
     if not re.search(rf"\b{re.escape(name)}\b", str(template)):
-        raise InputError(
-            f"this tokenizer's chat template does not read {name}, so it would change nothing: leave it out"
-        )
+        raise InputError(f"this tokenizer's chat template does not read {name}, so nothing would change: leave it out")
 
 
 def _as_read(messages: Sequence[Any], write: Callable[[Sequence[object]], str]) -> Sequence[object]:

@@ -99,9 +99,7 @@ def _check(dataset: object, column: str) -> None:
     checked_names("column", column)
     names = dataset.columns() or []
     if column not in names:
-        raise InputError(
-            f"the dataset has no column {column!r}, but {', '.join(names) or 'none'}: name that of prompts"
-        )
+        raise InputError(f"the dataset has no column {column!r}, but {', '.join(names) or 'none'}: name the prompts'")
     if taken := sorted({*names} & {*COLUMNS} - {"seed"}):
         raise InputError(f"the dataset has a column {taken[0]!r} already: rename it, or drop it")
 

@@ -134,9 +134,7 @@ def distill(
 
 def _check_target(model: PreTrainedModel, recipe: Recipe) -> None:
     if is_dispatched(model):
-        raise UnsupportedModel(
-            "a target that was loaded with a device_map cannot be trained for: load it on one device"
-        )
+        raise UnsupportedModel("a target loaded with a device_map cannot be trained for: load it on one device")
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if recipe.arch == "lm" and recipe.training.layers > layers:
         raise InputError(f"layers={recipe.training.layers} of an lm are more than the target's {layers}: give fewer")

@@ -257,9 +257,7 @@ def _check_sampled(trace: Trace, policy: Sampled, verifier: Verifier, drafts: Se
     if len(drafts) != 1:
         raise InputError(f"{policy!r} is replayed with one draft: choose drafts=[...] among {', '.join(trace.drafts)}")
     if not trace.sampling:
-        raise InputError(
-            f"{policy!r} needs a trace with a temperature: along greedy texts no distributions are recorded"
-        )
+        raise InputError(f"{policy!r} needs a trace with a temperature: of greedy texts no distributions are recorded")
     if isinstance(verifier, MultiStep):
         most = int(np.prod(policy.expansion)) if policy.replacement else max(policy.expansion, default=0)
         _check_size(policy, "draws", most, trace.settings["draws"])
