@@ -4,7 +4,7 @@ Knows: the options.  Does not know: how drafts are trained (`training`).
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +18,46 @@ from specinfer.errors import InputError
 
 if TYPE_CHECKING:
     from specinfer.loading import Loaded
+    from specinfer.training import TextSettings, TrainingSettings
+
+
+@dataclass(frozen=True)
+class Written:
+    """What the target writes."""
+
+    samples: Annotated[int | None, Option(help="Texts that the target writes.", show_default="one per prompt")] = None
+    new_tokens: Annotated[int, Option(help="New tokens per text at most.")] = 144
+    temperatures: Annotated[str, Option(help="Temperatures of the texts, in turn; 0 = greedy.")] = "0,0.7,1"
+
+    def settings(self, seed: int) -> "TextSettings":
+        """Return them as training takes them."""
+        from specinfer.training import TextSettings
+
+        sampled_at = options.listed("--temperatures", self.temperatures, float, "numbers such as 0,0.7,1")
+        return TextSettings(self.samples, self.new_tokens, sampled_at, seed)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How a draft is trained."""
+
+    epochs: Annotated[float | None, Option(help="Times that every text is seen.", show_default="3")] = None
+    time: Annotated[
+        float | None, Option(help="Minutes to train each draft for, instead of --epochs.", show_default="none")
+    ] = None
+    layers: Annotated[int, Option(help="Layers of a head without --start, or of the small causal LM.")] = 1
+    vocabulary: Annotated[int, Option(help="Most frequent tokens, which a head without --start may propose.")] = 12_000
+    learning_rate: Annotated[float, Option(help="Learning rate of the matrices (Muon), at its peak.")] = 4.5e-3
+    loss: Annotated[str, Option(help="kl (the target's distribution) or token (its choices).")] = "kl"
+
+    def settings(self, seed: int) -> "TrainingSettings":
+        """Return them as training takes them."""
+        from specinfer.training import TrainingSettings
+
+        if self.time is not None and self.epochs is not None:
+            raise InputError("--epochs and --time both say how long to train: give one of them")
+        given = {name: value for name, value in vars(self).items() if name not in ("epochs", "time")}
+        return TrainingSettings(3.0 if self.epochs is None else self.epochs, self.time, seed=seed, **given)
 
 
 def distill(
@@ -37,19 +77,10 @@ def distill(
         Option(help="Heads to train on from, sizes and all: folders, or bundled. Repeat.", show_default="none"),
     ] = None,
     arch: Annotated[str, Option(help="head (reads the target's states) or lm (a small LM).")] = "head",
-    samples: Annotated[int | None, Option(help="Texts that the target writes.", show_default="one per prompt")] = None,
-    new_tokens: Annotated[int, Option(help="New tokens per text at most.")] = 144,
-    temperatures: Annotated[str, Option(help="Temperatures of the texts, in turn; 0 = greedy.")] = "0,0.7,1",
-    epochs: Annotated[float | None, Option(help="Times that every text is seen.", show_default="3")] = None,
-    time: Annotated[
-        float | None, Option(help="Minutes to train each draft for, instead of --epochs.", show_default="none")
-    ] = None,
-    layers: Annotated[int, Option(help="Layers of a head without --start, or of the small causal LM.")] = 1,
-    vocabulary: Annotated[int, Option(help="Most frequent tokens, which a head without --start may propose.")] = 12_000,
-    learning_rate: Annotated[float, Option(help="Learning rate of the matrices (Muon), at its peak.")] = 4.5e-3,
-    loss: Annotated[str, Option(help="kl (the target's distribution) or token (its choices).")] = "kl",
-    seed: Annotated[int, Option(help="Seed of texts and training.")] = 0,
     *,
+    written: Written,
+    steps: Steps,
+    seed: Annotated[int, Option(help="Seed of texts and training.")] = 0,
     device: options.Device,
     as_json: options.Json = False,
 ) -> None:
@@ -58,21 +89,8 @@ def distill(
         from specinfer import training
         from specinfer.loading import load
 
-    if time is not None and epochs is not None:
-        raise InputError("--epochs and --time both say how long to train: give one of them")
-    sampled_at = options.listed("--temperatures", temperatures, float, "numbers such as 0,0.7,1")
-    written = training.TextSettings(samples, new_tokens, sampled_at, seed)
-    steps = training.TrainingSettings(
-        3.0 if epochs is None else epochs,
-        time,
-        learning_rate=learning_rate,
-        vocabulary=vocabulary,
-        layers=layers,
-        loss=loss,
-        seed=seed,
-    )
     number = (2 if arch == "head" else 1) if drafts is None else drafts
-    recipe = training.Recipe(number, arch, written, steps)
+    recipe = training.Recipe(number, arch, written.settings(seed), steps.settings(seed))
     asked, documents = training.read_prompts(prompts), training.read_documents(text or ())
     with loading(target):
         quieten()
