@@ -49,7 +49,7 @@ def chat(
         except SpecinferError as error:
             if not sys.stdin.isatty():
                 raise
-            print(f"specinfer: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"specinfer: {error}", file=sys.stderr)
 
 
 def lines() -> Iterator[str]:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from specinfer.common.files import checked_path, write_whole
 from specinfer.common.lock import Lock
 from specinfer.drafts.lookup.text_index import BREAK, LENGTHS, MAX_CONTEXT, TextIndex
-from specinfer.errors import InputError, TokenizerMismatch
+from specinfer.errors import InputError, TokenizerMismatch, one_line
 from specinfer.loading import tokenizer_fingerprint
 
 FORMAT = "specinfer memory 1"
@@ -70,8 +70,7 @@ class Memory:
         except FileNotFoundError as error:
             raise InputError(f"there is no memory {name}: give a file that Memory.save wrote, or Memory()") from error
         except (OSError, SafetensorError, KeyError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise InputError(f"{name} is no memory, or not whole ({reason:.160}): {ADVICE}") from error
+            raise InputError(f"{name} is no memory, or not whole ({one_line(error, 160)}): {ADVICE}") from error
         memory.learn([text[text != BREAK] for text in np.split(ids, np.flatnonzero(ids == BREAK))])
         return memory
 

@@ -12,7 +12,7 @@ back.
 from collections.abc import Sequence
 from copy import copy
 from math import inf
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -35,7 +35,20 @@ POWER = 0.5  # of every escape
 OTHERS = 4  # other rows of a call that a row drafts from, if there is a memory
 
 
-class SuffixDraft(Draft):
+class LookupDraft(Draft):
+    """A draft from texts, which knows what every text of a chat holds, whatever is said."""
+
+    special: frozenset[int] = frozenset()  # ids of special tokens
+    template: Sequence[int] = ()  # with which the chat template begins every prompt
+
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase) -> Self:
+        """Return a copy that knows the tokenizer's special tokens and how its chat template begins."""
+        bound = copy(self)
+        bound.special, bound.template = special_ids(tokenizer), template_prefix(tokenizer)
+        return bound
+
+
+class SuffixDraft(LookupDraft):
     """Look-up of the longest suffixes of the row's text in that text, and in a memory, as a tree.
 
     Args:
@@ -53,10 +66,8 @@ class SuffixDraft(Draft):
     def __init__(self, max_context: int = MAX_CONTEXT) -> None:
         self.max_context = checked_count("max_context", max_context, 1, "looks nothing up")
         self.memory: Memory | None = None
-        self.special: frozenset[int] = frozenset()
-        self.template: list[int] = []
 
-    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase) -> "SuffixDraft":
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Return a copy that knows the tokenizer's special tokens and how its chat template begins.
 
         The memory, if there is one, is bound to its tokens.
@@ -66,9 +77,7 @@ class SuffixDraft(Draft):
         """
         if self.memory:
             self.memory.bind(tokenizer, target.vocab_size)
-        bound = copy(self)
-        bound.special, bound.template = special_ids(tokenizer), template_prefix(tokenizer)
-        return bound
+        return super().attach(target, tokenizer)
 
     def identity(self) -> dict[str, Any]:
         """Return the longest context."""

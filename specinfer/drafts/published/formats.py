@@ -134,11 +134,8 @@ class PublishedDraft(Draft):
         """Return the agreement under each convention: what was kept of an earlier measurement, or a new one."""
         path, words = self._record(rules, target, tokenizer), [str(rule) for rule in rules]
         kept = None
-        if path is not None:
-            try:
-                kept = read_json(path)
-            except InputError:
-                kept = None  # a damaged record is made anew
+        with suppress(InputError):  # a damaged record is made anew
+            kept = read_json(path) if path else None
         if isinstance(kept, dict) and list(kept) == words:
             return dict(zip(rules, kept.values(), strict=True))
         text = write_text(target, tokenizer, sorted({layer for rule in rules for layer in rule.aux_layers}))
