@@ -56,7 +56,9 @@ class Score:
         return {"total": self.total, "is_greedy": self.is_greedy, **vars(self)}
 
 
-def continuations(prompts: Prompts, given: Any, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[list[int]]:
+def continuations(
+    prompts: Prompts, given: Any, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
+) -> list[list[int]]:
     """Return the token ids of continuations, one for each prompt.
 
     Raises:

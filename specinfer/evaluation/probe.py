@@ -47,7 +47,7 @@ class Probe(Draft):
         self.draft, self.question = draft, question
         self.name, self.aux_layers, self.model = draft.name, draft.aux_layers, draft.model
 
-    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase) -> "Probe":
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None) -> "Probe":
         """Return a probe of the attached draft."""
         return Probe(self.draft.attach(target, tokenizer), self.question)
 

@@ -124,7 +124,7 @@ def read_documents(files: Sequence[Path]) -> list[TrainingPrompt]:
 
 def plan_text(
     target: TreeModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     prompts: Sequence[TrainingPrompt],
     documents: Sequence[TrainingPrompt],
     settings: TextSettings,

@@ -85,7 +85,7 @@ class Memory:
         metadata = {"format": FORMAT, "tokenizer": self.tokenizer or ""}
         write_whole(path, save({"ids": ids}, metadata))
 
-    def bind(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    def bind(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> None:
         """Take note of the tokenizer whose tokens the texts are, or will be.
 
         Args:

@@ -116,7 +116,7 @@ class RecyclingDraft(Draft):
     def __init__(self) -> None:
         self.table = RecyclingTable()
 
-    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase) -> "RecyclingDraft":
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None) -> "RecyclingDraft":
         """Return a draft with an empty table, for one decoder."""
         return RecyclingDraft()
 

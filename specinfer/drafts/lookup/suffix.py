@@ -41,7 +41,7 @@ class LookupDraft(Draft):
     special: frozenset[int] = frozenset()  # ids of special tokens
     template: Sequence[int] = ()  # with which the chat template begins every prompt
 
-    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase) -> Self:
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None) -> Self:
         """Return a copy that knows the tokenizer's special tokens and how its chat template begins."""
         bound = copy(self)
         bound.special, bound.template = special_ids(tokenizer), template_prefix(tokenizer)
@@ -67,7 +67,7 @@ class SuffixDraft(LookupDraft):
         self.max_context = checked_count("max_context", max_context, 1, "looks nothing up")
         self.memory: Memory | None = None
 
-    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase) -> Self:
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None) -> Self:
         """Return a copy that knows the tokenizer's special tokens and how its chat template begins.
 
         The memory, if there is one, is bound to its tokens.
@@ -100,13 +100,13 @@ class SuffixDraft(LookupDraft):
             self.memory.learn([text[len(common([text, self.template])) :] for text in texts])
 
 
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def special_ids(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     """Return the ids of a tokenizer's special tokens; none without a tokenizer."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).items()
     return frozenset(getattr(tokenizer, "all_special_ids", ())).union(token for token, how in added if how.special)
 
 
-def template_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def template_prefix(tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     """Return the tokens with which a chat template begins every prompt of one message, whatever that says.
 
     They are its own system message, if it has one, and a header.
