@@ -61,8 +61,8 @@ class Learning:
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What is shown of a result."""
+class Output:
+    """Where a result goes, and how much of it."""
 
     show_tree: Annotated[bool, Option("--show-tree", help="Draw the tree that gained most.")] = False
     save: Annotated[Path | None, Option(help="File for the result, which specinfer.Result.load reads.")] = None
@@ -112,10 +112,10 @@ def generate(
     learning: Learning,
     tensor_parallel: options.TensorParallel = 1,
     raw: options.Raw = False,
-    shown: Shown,
+    output: Output,
 ) -> None:
     """Generate text, streamed, with a summary of what speculation did; or for whole files, into a folder."""
-    _check_combination(SimpleNamespace(**locals(), **vars(learning), **vars(shown)))
+    _check_combination(SimpleNamespace(**locals(), **vars(learning), **vars(output)))
     text = "" if prompt is None else read_prompt(prompt, tensor_parallel)
     lines: Any = ()
     with loading():
@@ -138,12 +138,12 @@ def generate(
         with resumable(out):
             result = generate_files(decoder, lines, out, max_rows=max_rows, progress=Bars(), **asked)
     else:
-        result = streamed(decoder.stream(text, **asked, logprobs=shown.logprobs), quiet=shown.as_json)
+        result = streamed(decoder.stream(text, **asked, logprobs=output.logprobs), quiet=output.as_json)
     interrupted = not out and result.finish_reason == UNFINISHED
     if not decoder.target.ranks.is_first:
         return
     learning.keep(decoder, known or (learning.profile if interrupted else None))
-    shown.write(result, many=out is not None)
+    output.write(result, many=out is not None)
     if interrupted:
         raise SystemExit(INTERRUPTED)
 

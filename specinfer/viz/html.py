@@ -67,11 +67,11 @@ def _looks() -> str:
     """Return how nodes and the lines to them look, as rules of the style."""
     rules = [f".by{draft}{{--by:var(--by{draft})}}" for draft in range(len(style.BY_DRAFT))]
     rules += [f".edge{{stroke-width:calc({style.THIN_EDGE}px + {style.LIKELY_EDGE}px*var(--q,0))}}"]
-    for state, look in style.STYLES.items():
-        line, dashes = f"var(--{look.line or 'by'})", " ".join(map(str, look.dashes)) or "none"
-        border = f"border:{look.width}px {'dashed' if look.dashes else 'solid'} {line}"
-        box = f"background:var(--{look.fill});color:var(--{look.ink});border-radius:{look.corner * HEIGHT:.0f}px"
-        rules.append(f".chip.{state}{{{border};{box};font-weight:{600 if look.width > 1 else 400}}}")
+    for state, node in style.STYLES.items():
+        line, dashes = f"var(--{node.line or 'by'})", " ".join(map(str, node.dashes)) or "none"
+        border = f"border:{node.width}px {'dashed' if node.dashes else 'solid'} {line}"
+        box = f"background:var(--{node.fill});color:var(--{node.ink});border-radius:{node.corner * HEIGHT:.0f}px"
+        rules.append(f".chip.{state}{{{border};{box};font-weight:{600 if node.width > 1 else 400}}}")
         rules.append(f".edge.{state}{{stroke:{line};stroke-dasharray:{dashes}}}")
     rules.append(f".edge.accepted,.edge.cut{{stroke-width:{style.ACCEPTED_EDGE}px}}")
     dashes = " ".join(map(str, style.BONUS_DASHES))

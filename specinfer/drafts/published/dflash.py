@@ -21,7 +21,7 @@ from specinfer.drafts.published.dflash2 import DFlash2Network, DFlash2Session
 from specinfer.drafts.published.dflash_network import FULL, SLIDING, DFlashNetwork, block_config
 from specinfer.drafts.published.domino import DominoNetwork
 from specinfer.drafts.published.dspark import DSparkNetwork, DSparkSession, RecurrentSession
-from specinfer.drafts.published.network import Opening
+from specinfer.drafts.published.network import OpenSession
 from specinfer.errors import one_line
 
 KINDS = ("dflash2", "domino", "dspark", "dflash")  # the more special first
@@ -45,7 +45,7 @@ def recognises(checkpoint: Checkpoint) -> bool:
     return "dflash_config" in checkpoint.config or any(kind in _labels(checkpoint) for kind in (*KINDS, "jetspec"))
 
 
-def load(checkpoint: Checkpoint) -> tuple[DFlashNetwork, Opening]:
+def load(checkpoint: Checkpoint) -> tuple[DFlashNetwork, OpenSession]:
     """Load a block head: its network, and what opens a session.
 
     Raises:
@@ -208,7 +208,7 @@ SPECIAL: dict[str, Callable[[Checkpoint, Options], dict[str, Any]]] = {
     "domino": _domino_fields,
     "dspark": _dspark_fields,
 }
-NETWORKS: dict[str, tuple[type[DFlashNetwork], Opening]] = {
+NETWORKS: dict[str, tuple[type[DFlashNetwork], OpenSession]] = {
     "dflash2": (DFlash2Network, DFlash2Session),
     "domino": (DominoNetwork, PathSession),
     "dspark": (DSparkNetwork, DSparkSession),

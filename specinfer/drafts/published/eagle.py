@@ -19,7 +19,7 @@ from specinfer.drafts.published.checkpoint import Checkpoint, assign
 from specinfer.drafts.published.conventions import Convention
 from specinfer.drafts.published.eagle3 import eagle3_config, layer_config, layer_fields, read_weights
 from specinfer.drafts.published.layers import Attention, Reading, mlp, norm
-from specinfer.drafts.published.network import AutoregressiveNetwork, Mask, Opening
+from specinfer.drafts.published.network import AutoregressiveNetwork, Mask, OpenSession
 
 
 class EagleLayer(nn.Module):
@@ -79,7 +79,7 @@ def recognises(checkpoint: Checkpoint) -> bool:
     return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= names and "hidden_norm.weight" not in names
 
 
-def load(checkpoint: Checkpoint) -> tuple[EagleNetwork, Opening]:
+def load(checkpoint: Checkpoint) -> tuple[EagleNetwork, OpenSession]:
     """Return a checkpoint's network and what opens its session.
 
     Raises:

@@ -20,7 +20,7 @@ from specinfer.drafts.head import HeadDraftSession
 from specinfer.drafts.published.checkpoint import Checkpoint, assign, vocabulary
 from specinfer.drafts.published.conventions import Convention
 from specinfer.drafts.published.layers import Attention, Reading, mlp, norm
-from specinfer.drafts.published.network import AutoregressiveNetwork, Mask, Opening
+from specinfer.drafts.published.network import AutoregressiveNetwork, Mask, OpenSession
 from specinfer.errors import ModelError, one_line
 
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads")  # what every configuration says
@@ -161,7 +161,7 @@ def recognises(checkpoint: Checkpoint) -> bool:
     return any(_plain_name(name).startswith("layers.0.hidden_norm.") for name in checkpoint.keys())  # noqa: SIM118
 
 
-def load(checkpoint: Checkpoint) -> tuple[Eagle3Network, Opening]:
+def load(checkpoint: Checkpoint) -> tuple[Eagle3Network, OpenSession]:
     """Return a checkpoint's network and what opens its session.
 
     Raises:

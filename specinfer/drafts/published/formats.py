@@ -23,7 +23,7 @@ from specinfer.common.files import cache_folder, parse_json, read_json, weights_
 from specinfer.drafts.head import target_fingerprint
 from specinfer.drafts.published.checkpoint import Checkpoint, hub_config
 from specinfer.drafts.published.conventions import LEAST, Convention, agreement, choose, write_text
-from specinfer.drafts.published.network import DraftNetwork, Opening, check_readable
+from specinfer.drafts.published.network import DraftNetwork, OpenSession, check_readable
 from specinfer.engine.draft import Draft, DraftContext, DraftSession
 from specinfer.errors import InputError, ModelError, SpecinferError
 
@@ -75,7 +75,7 @@ class PublishedDraft(Draft):
     """
 
     def __init__(
-        self, name: str, network: Network, session: Opening, digest: str = "", convention: Convention | None = None
+        self, name: str, network: Network, session: OpenSession, digest: str = "", convention: Convention | None = None
     ) -> None:
         self.name, self.network, self.session, self.digest = name, network, session, digest
         self.convention, self.least = convention, LEAST

@@ -23,7 +23,7 @@ from specinfer.engine.draft import DraftSession
 from specinfer.errors import ModelError, UnsupportedModel
 
 Mask = Tensor | Mapping[str, Tensor] | None  # of a pass, or one for each type of layer
-Opening = Callable[..., DraftSession]  # of a session: takes model, auxiliary layers, context
+OpenSession = Callable[..., DraftSession]  # of a session: takes model, auxiliary layers, context
 Network = TypeVar("Network", bound=nn.Module)
 
 

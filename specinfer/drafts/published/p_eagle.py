@@ -20,7 +20,7 @@ from specinfer.drafts.head import HeadDraftSession
 from specinfer.drafts.language_model import CATCH_UP
 from specinfer.drafts.published.checkpoint import Checkpoint
 from specinfer.drafts.published.eagle3 import Eagle3Network, layer_config, load_network, read_weights
-from specinfer.drafts.published.network import Opening
+from specinfer.drafts.published.network import OpenSession
 from specinfer.drafts.rows import DraftRows
 from specinfer.engine.draft import Clocked, Committed, DraftContext, Scored, States
 
@@ -112,7 +112,7 @@ def recognises(checkpoint: Checkpoint) -> bool:
     return named if named is not None else bool({"mask_hidden", "model.mask_hidden"} & checkpoint.keys())
 
 
-def load(checkpoint: Checkpoint) -> tuple[PEagleNetwork, Opening]:
+def load(checkpoint: Checkpoint) -> tuple[PEagleNetwork, OpenSession]:
     """Return a checkpoint's network and what opens its session.
 
     Raises:
