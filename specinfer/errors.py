@@ -22,6 +22,11 @@ A message says what is wrong, why it matters, and what to do.
 CHECK_WEIGHTS = "Check the weights, or load the model in float32"  # advice, where logits are not numbers
 
 
+def one_line(error: BaseException, longest: int = 200) -> str:
+    """Return the beginning of an error's message as one line, or the error's type if it has no message."""
+    return " ".join(str(error).split())[:longest] or type(error).__name__
+
+
 class SpecinferError(Exception):
     """Base class: catch this to catch everything specinfer raises on purpose.
 

@@ -39,7 +39,7 @@ from specinfer.common.files import cache_folder
 from specinfer.common.model_options import DEVICES, HUB, checked_options, checked_placement
 from specinfer.common.progress import close_bars
 from specinfer.common.values import checked_count
-from specinfer.errors import ModelError, TokenizerMismatch, UnsupportedModel
+from specinfer.errors import ModelError, TokenizerMismatch, UnsupportedModel, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -175,7 +175,7 @@ def _from_gguf(file: Path, dtype: str | torch.dtype, device: str | torch.device,
     try:
         return load_gguf(file)
     except (RuntimeError, MemoryError) as error:  # of torch, where memory ends
-        raise ModelError(f"cannot load {file}: {_reason(error)}") from error
+        raise ModelError(f"cannot load {file}: {one_line(error)}") from error
 
 
 def _first_found(
@@ -188,7 +188,7 @@ def _first_found(
             model, tokenizer = source(name, options)
             return Loaded((model if "device_map" in options else model.to(where)).eval(), tokenizer, name)
         except (RuntimeError, TypeError) as error:  # the latter if a device lacks the dtype
-            raise ModelError(f"cannot move {name} to {where}: {_reason(error)}") from error
+            raise ModelError(f"cannot move {name} to {where}: {one_line(error)}") from error
         except UnsupportedModel:
             raise
         except ModelError as error:
@@ -258,7 +258,7 @@ def reach_hub() -> None:
     try:
         utils.get_session().head(constants.ENDPOINT, timeout=CONNECT_SECONDS)
     except Exception as error:
-        raise ModelError(f"{constants.ENDPOINT} cannot be reached ({_reason(error)})") from error
+        raise ModelError(f"{constants.ENDPOINT} cannot be reached ({one_line(error)})") from error
 
 
 def same_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
@@ -358,7 +358,7 @@ def _from_package(name: str, options: _Options) -> _Pair:
     try:
         _make_copy(gguf, copy)
     except Exception as error:
-        raise ModelError(f"cannot dequantise {gguf.name} into {copy.parent}: {_reason(error)}") from error
+        raise ModelError(f"cannot dequantise {gguf.name} into {copy.parent}: {one_line(error)}") from error
     return _from_copy(name, options)
 
 
@@ -433,7 +433,7 @@ def _read(where: str, options: _Options, local: bool = True) -> _Pair:
         if other := re.search(r"Unrecognized configuration class .*?(\w+)Config'.* AutoModelForCausalLM", str(error)):
             kind = f"{other[1]} is no causal language model, which goes on with a text"
             raise ModelError(f"{kind} (encoders and encoder-decoders are none): name another model") from error
-        raise ModelError(_reason(error)) from error
+        raise ModelError(one_line(error)) from error
     _check_complete(info)
     return model, tokenizer
 
@@ -489,12 +489,6 @@ def _quietly(bars: bool = False) -> Iterator[None]:
             logger.setLevel(level)
         if enabled:
             noise.enable_progress_bar()
-
-
-def _reason(error: BaseException) -> str:
-    """Return an error's message as one line of at most 240 characters, or its type if it has none."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 240 else f"{text[:237]}..."
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

@@ -16,7 +16,7 @@ from specinfer.attention import TreeModel, running
 from specinfer.common.chat import ChatOptions, begins_as_rendered, rendered
 from specinfer.common.files import parse_json
 from specinfer.common.values import plain
-from specinfer.errors import InputError
+from specinfer.errors import InputError, one_line
 
 LISTED = 5  # lines of a file that a message names
 PROBED = 8  # tokens that a model reads to find out whether token types of 0 change anything
@@ -186,7 +186,7 @@ def check_ids(rows: Sequence[Sequence[int]], vocab_size: int) -> None:
                 raise InputError(f"{where}: token id {token!r} is not in {vocabulary}: use the target's tokenizer")
 
 
-def _check_padding(rows: Sequence[Sequence[Any]], pad: int | None) -> None:
+def _check_padding(rows: Sequence[Sequence[object]], pad: int | None) -> None:
     """Raise `InputError` if rows of token ids look padded.
 
     A text may also begin or end with the pad token.  It is padding if it is there twice, or if all rows have the same
@@ -200,12 +200,12 @@ def _check_padding(rows: Sequence[Sequence[Any]], pad: int | None) -> None:
                 raise InputError(f"row {index} looks padded (token {pad} at its end): {advice}")
 
 
-def _is_text(item: Any) -> bool:
+def _is_text(item: object) -> bool:
     """Return whether a prompt is text or chat messages, not token ids."""
     return isinstance(item, str) or (isinstance(item, Sequence) and bool(item) and isinstance(item[0], Mapping))
 
 
-def _is_rendered(item: Any, tokenizer: Any, raw: bool) -> str:
+def _is_rendered(item: object, tokenizer: object, raw: bool) -> str:
     """Return the special token by which a string shows that a chat template wrote it, or ""."""
     return begins_as_rendered(item, tokenizer) if isinstance(item, str) and not raw else ""
 
@@ -263,8 +263,8 @@ def _ids(encoding: Callable[[], Any]) -> list[int]:
     except InputError:
         raise
     except (TypeError, ValueError, TemplateError) as error:  # half a surrogate pair; messages a template refuses
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"the tokenizer refuses this prompt ({reason}): give whole text, or other messages") from error
+        advice = "give whole text, or other messages"
+        raise InputError(f"the tokenizer refuses this prompt ({one_line(error)}): {advice}") from error
 
 
 def _required(tokenizer: Any) -> Any:
@@ -273,7 +273,7 @@ def _required(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def without_padding(rows: Sequence[Sequence[int]], mask: Any) -> list[Padded]:
+def without_padding(rows: Sequence[Sequence[int]], mask: object) -> list[Padded]:
     """Separate rows of token ids from their padding, where the attention mask is 0.
 
     Args:
@@ -298,7 +298,7 @@ def without_padding(rows: Sequence[Sequence[int]], mask: Any) -> list[Padded]:
     return padded
 
 
-def _one_per_token(name: str, values: Any, rows: Sequence[Sequence[int]]) -> list[list[Any]]:
+def _one_per_token(name: str, values: object, rows: Sequence[Sequence[int]]) -> list[list[object]]:
     """Return values as one list per row of ids, each as long as its row; one row of values may serve all.
 
     Raises:
@@ -313,7 +313,7 @@ def _one_per_token(name: str, values: Any, rows: Sequence[Sequence[int]]) -> lis
     return [list(row) for row in lists]
 
 
-def check_beside(beside: Mapping[str, Any], rows: Sequence[Padded], model: TreeModel) -> None:
+def check_beside(beside: Mapping[str, object], rows: Sequence[Padded], model: TreeModel) -> None:
     """Raise `InputError` for an input beside ids and mask that would change the text; decoding ignores them all.
 
     Position ids must count each row's tokens from 0.  A model that takes token types must answer the same with types of

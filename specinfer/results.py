@@ -22,6 +22,7 @@ from torch import Tensor
 from specinfer.common.display import Displayed, draw
 from specinfer.common.files import checked_path, parse_json, write_json
 from specinfer.common.known_tokens import KnownTokens
+from specinfer.common.values import installed
 from specinfer.errors import InputError, SpecinferError
 from specinfer.tree import Kind, TokenTree
 
@@ -117,7 +118,7 @@ class Step(Displayed):
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "Step":
+    def from_dict(cls, data: Mapping[str, object]) -> "Step":
         """Return what `to_dict` described."""
         return _restored(data, cls)
 
@@ -220,7 +221,7 @@ class Stats:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "Stats":
+    def from_dict(cls, data: Mapping[str, object]) -> "Stats":
         """Return what `to_dict` described."""
         return _restored(data, cls)
 
@@ -354,10 +355,7 @@ class Result(Displayed):
         Raises:
             InputError: pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise InputError("a data frame needs pandas: pip install pandas; or use steps") from error
+        pandas = installed("pandas", "a data frame needs pandas (or use steps)")
         starts = accumulate((len(step.tokens) for step in self.steps), initial=0)
         rows = [
             {
@@ -381,12 +379,12 @@ class Result(Displayed):
         """Pickle the texts of its tokens in place of the tokenizer."""
         return {**self.__dict__, "tokenizer": known_tokens(self)}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self.__post_init__()
 
 
-def best_step(steps: Sequence[Any]) -> int:
+def best_step(steps: Sequence[object]) -> int:
     """Return the number, from 0, of the step to look at first, of those that have a tree and an accepted path.
 
     It is the one that accepted most, of those whose trees branch and were accepted in part, if there are any.
@@ -415,7 +413,7 @@ def known_tokens(result: Result) -> KnownTokens | None:
     )
 
 
-def _restored(data: Any, kind: type[Kept]) -> Kept:
+def _restored(data: object, kind: type[Kept]) -> Kept:
     """Return what `to_dict` described; raise `MsgspecError` with the field that is wrong, or `TreeError`."""
     return convert(data, kind, dec_hook=lambda _, tree: TokenTree.from_dict(tree))
 

@@ -31,18 +31,7 @@ from specinfer.common.lock import Lock
 from specinfer.common.tensors import size_bucket
 from specinfer.errors import InputError, PolicyError
 from specinfer.results import reach
-from specinfer.tree import (
-    BestFirst,
-    Forest,
-    Frontier,
-    Growth,
-    Kind,
-    Nodes,
-    Policy,
-    Source,
-    TokenTree,
-    grow_best_first,
-)
+from specinfer.tree import BestFirst, Forest, Frontier, Growth, Kind, Nodes, Policy, Source, TokenTree, grow_best_first
 
 MAX_NODES = 31  # with the root, 32 tokens: a size bucket
 MOST = 255  # the same, of nodes and of levels, where passes over many tokens cost hardly more

@@ -143,7 +143,9 @@ def generate_files(
     return Summary(Path(out), len(prompts), refused, len(left), tokens, perf_counter() - started)
 
 
-def _settings(decoder: SpeculativeDecoder, prompts: Sequence[PromptLine], options: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(
+    decoder: SpeculativeDecoder, prompts: Sequence[PromptLine], options: Mapping[str, object]
+) -> dict[str, object]:
     """Return what the texts of a folder have in common, JSON-ready."""
     lines = json.dumps([[prompt.file, prompt.line, prompt.row] for prompt in prompts])
     try:

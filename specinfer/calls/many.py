@@ -26,7 +26,7 @@ class Finished(NamedTuple):
 
 
 def finished(
-    scheduler: Scheduler, prompts: Iterable[Any], request_of: Callable[[Any, int], Request]
+    scheduler: Scheduler, prompts: Iterable[object], request_of: Callable[[object, int], Request]
 ) -> Generator[Finished]:
     """Decode prompts and yield them as they finish.
 
@@ -70,7 +70,7 @@ class Source:
         ended: whether there are no more.
     """
 
-    def __init__(self, prompts: Iterable[Any], patient: bool) -> None:
+    def __init__(self, prompts: Iterable[object], patient: bool) -> None:
         self._wanted, self._found = SimpleQueue[bool](), SimpleQueue[tuple[Any, BaseException | None]]()
         self._prompts, self._patient, self._asked, self.ended = enumerate(prompts), patient, False, False
         if not patient:
@@ -98,7 +98,7 @@ class Source:
         self._wanted.put(False)
 
 
-def _serve(prompts: Iterator[Any], wanted: "SimpleQueue[bool]", found: "SimpleQueue[Any]") -> None:
+def _serve(prompts: Iterator[object], wanted: "SimpleQueue[bool]", found: "SimpleQueue[Any]") -> None:
     """Ask for a prompt whenever one is wanted, until there is none."""
     while wanted.get():
         try:

@@ -13,6 +13,7 @@ from math import fsum, isnan
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel, TreeSession, lay_out_chains, running
 from specinfer.common.tensors import on_device
@@ -55,7 +56,9 @@ class Score:
         return {"total": self.total, "is_greedy": self.is_greedy, **vars(self)}
 
 
-def continuations(prompts: Prompts, given: Any, tokenizer: Any, vocab_size: int) -> list[list[int]]:
+def continuations(
+    prompts: Prompts, given: Any, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
+) -> list[list[int]]:
     """Return the token ids of continuations, one for each prompt.
 
     Raises:

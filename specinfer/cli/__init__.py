@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from specinfer.cli import checks, distill, evidence, generate
 from specinfer.cli.chat import chat
@@ -56,7 +57,7 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and stop.")
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version, and stop.")
     ] = False,
 ) -> None:
     pass

@@ -8,14 +8,19 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from specinfer.cli import options
 from specinfer.cli.generate import BEST, drawn, print_stats, step_index
 from specinfer.common.progress import busy, close_bars
 from specinfer.errors import InputError, SpecinferError
+
+if TYPE_CHECKING:
+    from specinfer.calls.run import Run
+    from specinfer.decoder import SpeculativeDecoder
+    from specinfer.results import Result
 
 LONG = options.Sampling(max_new_tokens=512)
 HELP = """\
@@ -31,7 +36,7 @@ def chat(
     models: options.Models,
     trees: options.Trees,
     sampling: options.Sampling = LONG,
-    system: Annotated[str | None, typer.Option(help="A system message.", show_default="the chat template's")] = None,
+    system: Annotated[str | None, Option(help="A system message.", show_default="the chat template's")] = None,
 ) -> None:
     """Talk to the target; accepted tokens have the colour of their draft. What was read is not read again."""
     conversation = Chat(models.decoder(grown=trees.policy), system, asdict(sampling))
@@ -44,7 +49,7 @@ def chat(
         except SpecinferError as error:
             if not sys.stdin.isatty():
                 raise
-            print(f"specinfer: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"specinfer: {error}", file=sys.stderr)
 
 
 def lines() -> Iterator[str]:
@@ -75,7 +80,7 @@ class Chat:
         InputError: the target has no chat template.
     """
 
-    def __init__(self, decoder: Any, system: str | None, asked: dict[str, Any]) -> None:
+    def __init__(self, decoder: "SpeculativeDecoder", system: str | None, asked: dict[str, Any]) -> None:
         from specinfer.viz.style import SHAPES, TERMINAL, by_draft
         from specinfer.viz.text import in_colours
 
@@ -93,7 +98,7 @@ class Chat:
 
         self.messages = [*self.beginning]
         self.read = Conversation()
-        self.result: Any = None  # the last answer
+        self.result: Result | None = None  # the last answer
 
     @property
     def legend(self) -> str:
@@ -175,13 +180,13 @@ class Chat:
         """List the commands."""
         print(HELP)
 
-    def _answered(self) -> Any:
+    def _answered(self) -> "Result":
         if self.result is None or not self.result.steps:
             raise InputError("there is no answer yet: say something first")
         return self.result
 
 
-def authored(run: Any, tokenizer: Any) -> Iterator[tuple[str, str]]:
+def authored(run: "Run", tokenizer: object) -> Iterator[tuple[str, str]]:
     """Yield a run's text as it is decoded, each piece with the first draft that proposed its last token, or ""."""
     from specinfer.engine.detokenize import Pieces
 

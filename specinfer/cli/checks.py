@@ -8,9 +8,10 @@ import re
 import sys
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from specinfer.cli import options
 from specinfer.cli.terminal import loading, print_json, quieten, show
@@ -20,6 +21,7 @@ from specinfer.common.tables import folded
 from specinfer.errors import InputError, NotCompiled
 
 if TYPE_CHECKING:
+    from specinfer.engine.draft import Draft
     from specinfer.evaluation.certification import Certificate
 
 PICTURES = ("png", "svg", "pdf")
@@ -37,7 +39,7 @@ ERRORS = (
 
 
 def check_model(
-    model: Annotated[str, typer.Argument(help="Hub name, folder or GGUF file.")],
+    model: Annotated[str, Argument(help="Hub name, folder or GGUF file.")],
     *,
     layers: options.Layers,
     as_json: options.Json = False,
@@ -56,15 +58,11 @@ def check_draft(
     target: options.Target = None,
     draft: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A model, a trained head, suffix, recycling, ngram or bundled. Repeat.", show_default="bundled"
-        ),
+        Option(help="A model, a trained head, suffix, recycling, ngram or bundled. Repeat.", show_default="bundled"),
     ] = None,
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(
-            help='JSON lines with "prompt", optionally "id" and "split". Repeat.', show_default="six short prompts"
-        ),
+        Option(help='JSON lines with "prompt", optionally "id" and "split". Repeat.', show_default="six short prompts"),
     ] = None,
     count: options.Count = 5,
     split: options.Split = "dev",
@@ -72,7 +70,7 @@ def check_draft(
     *,
     layers: options.Layers,
     quantize: options.Quantize = None,
-    plot: Annotated[Path | None, typer.Option(help=f"File for a picture: .{', .'.join(PICTURES)}.")] = None,
+    plot: Annotated[Path | None, Option(help=f"File for a picture: .{', .'.join(PICTURES)}.")] = None,
     as_json: options.Json = False,
 ) -> None:
     """Say how well drafts fit a target, what trees they should gain here, and what is wrong if it is little."""
@@ -92,7 +90,7 @@ def check_draft(
     print_json(report.to_dict()) if as_json else print(report)
 
 
-def _unrefused(name: str, dtype: str, device: str, quantize: str | None) -> Any:
+def _unrefused(name: str, dtype: str, device: str, quantize: str | None) -> "str | Draft":
     """Load a draft by name, a published head even if it does not fit its target; words stay words."""
     from specinfer.decoder import WORDS, load_draft
     from specinfer.drafts.published.formats import PublishedDraft
@@ -120,8 +118,8 @@ def compile_passes(
     *,
     models: options.Pair,
     quantize: options.Quantize = None,
-    listed: Annotated[bool, typer.Option("--list", help="Show what is compiled, and make nothing.")] = False,
-    remove: Annotated[bool, typer.Option("--remove", help="Remove everything compiled, and make nothing.")] = False,
+    listed: Annotated[bool, Option("--list", help="Show what is compiled, and make nothing.")] = False,
+    remove: Annotated[bool, Option("--remove", help="Remove everything compiled, and make nothing.")] = False,
     as_json: options.Json = False,
 ) -> None:
     """Compile the passes of a target and its drafts for this machine: minutes, once. Needs a C++ compiler."""
@@ -143,7 +141,7 @@ def compile_passes(
         print(*folded([ERRORS]), sep="\n", file=sys.stderr)
 
 
-def _package_row(package: dict[str, Any]) -> dict[str, Any]:
+def _package_row(package: dict[str, object]) -> dict[str, object]:
     """Return a package's line of the table."""
     names = ("model", "is", "layers", "error", "limit", "MB")
     return {name: "?" if package[name] is None else package[name] for name in names}
@@ -168,7 +166,7 @@ def certify(as_json: options.Json = False) -> None:
         raise typer.Exit(1)
 
 
-def _certificate_row(certificate: "Certificate") -> dict[str, Any]:
+def _certificate_row(certificate: "Certificate") -> dict[str, object]:
     """Return a certificate's line of the table, its names without those of arguments."""
     tree, verifier = (
         re.sub(r"\w+=", "", words.replace("replacement=False", "without").replace("replacement=True", "with"))

@@ -4,54 +4,83 @@ Knows: the options.  Does not know: how drafts are trained (`training`).
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from os.path import expanduser
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from specinfer.cli import options
 from specinfer.cli.terminal import loading, print_json, quieten, resumable, show
 from specinfer.common.progress import Bars, busy
 from specinfer.errors import InputError
 
+if TYPE_CHECKING:
+    from specinfer.loading import Loaded
+    from specinfer.training import TextSettings, TrainingSettings
+
+
+@dataclass(frozen=True)
+class Written:
+    """What the target writes."""
+
+    samples: Annotated[int | None, Option(help="Texts that the target writes.", show_default="one per prompt")] = None
+    new_tokens: Annotated[int, Option(help="New tokens per text at most.")] = 144
+    temperatures: Annotated[str, Option(help="Temperatures of the texts, in turn; 0 = greedy.")] = "0,0.7,1"
+
+    def settings(self, seed: int) -> "TextSettings":
+        """Return them as training takes them."""
+        from specinfer.training import TextSettings
+
+        sampled_at = options.listed("--temperatures", self.temperatures, float, "numbers such as 0,0.7,1")
+        return TextSettings(self.samples, self.new_tokens, sampled_at, seed)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How a draft is trained."""
+
+    epochs: Annotated[float | None, Option(help="Times that every text is seen.", show_default="3")] = None
+    time: Annotated[
+        float | None, Option(help="Minutes to train each draft for, instead of --epochs.", show_default="none")
+    ] = None
+    layers: Annotated[int, Option(help="Layers of a head without --start, or of the small causal LM.")] = 1
+    vocabulary: Annotated[int, Option(help="Most frequent tokens, which a head without --start may propose.")] = 12_000
+    learning_rate: Annotated[float, Option(help="Learning rate of the matrices (Muon), at its peak.")] = 4.5e-3
+    loss: Annotated[str, Option(help="kl (the target's distribution) or token (its choices).")] = "kl"
+
+    def settings(self, seed: int) -> "TrainingSettings":
+        """Return them as training takes them."""
+        from specinfer.training import TrainingSettings
+
+        if self.time is not None and self.epochs is not None:
+            raise InputError("--epochs and --time both say how long to train: give one of them")
+        given = {name: value for name, value in vars(self).items() if name not in ("epochs", "time")}
+        return TrainingSettings(3.0 if self.epochs is None else self.epochs, self.time, seed=seed, **given)
+
 
 def distill(
     prompts: Annotated[
-        list[Path], typer.Option(help='JSON lines with "prompt" (and "split": only train), or .txt by line. Repeat.')
+        list[Path], Option(help='JSON lines with "prompt" (and "split": only train), or .txt by line. Repeat.')
     ],
-    out: Annotated[Path, typer.Option(help="Folder for drafts and text; the same command goes on after a kill.")],
+    out: Annotated[Path, Option(help="Folder for drafts and text; the same command goes on after a kill.")],
     target: options.Target = None,
     text: Annotated[
-        list[Path] | None, typer.Option(help="Given text to learn from as well: a document a block or line. Repeat.")
+        list[Path] | None, Option(help="Given text to learn from as well: a document a block or line. Repeat.")
     ] = None,
     drafts: Annotated[
-        int | None,
-        typer.Option(help="Heads, each tuned on what the earlier ones miss.", show_default="2, of an lm 1"),
+        int | None, Option(help="Heads, each tuned on what the earlier ones miss.", show_default="2, of an lm 1")
     ] = None,
     start: Annotated[
         list[str] | None,
-        typer.Option(help="Heads to train on from, sizes and all: folders, or bundled. Repeat.", show_default="none"),
+        Option(help="Heads to train on from, sizes and all: folders, or bundled. Repeat.", show_default="none"),
     ] = None,
-    arch: Annotated[str, typer.Option(help="head (reads the target's states) or lm (a small LM).")] = "head",
-    samples: Annotated[
-        int | None, typer.Option(help="Texts that the target writes.", show_default="one per prompt")
-    ] = None,
-    new_tokens: Annotated[int, typer.Option(help="New tokens per text at most.")] = 144,
-    temperatures: Annotated[str, typer.Option(help="Temperatures of the texts, in turn; 0 = greedy.")] = "0,0.7,1",
-    epochs: Annotated[float | None, typer.Option(help="Times that every text is seen.", show_default="3")] = None,
-    time: Annotated[
-        float | None, typer.Option(help="Minutes to train each draft for, instead of --epochs.", show_default="none")
-    ] = None,
-    layers: Annotated[int, typer.Option(help="Layers of a head without --start, or of the small causal LM.")] = 1,
-    vocabulary: Annotated[
-        int, typer.Option(help="Most frequent tokens, which a head without --start may propose.")
-    ] = 12_000,
-    learning_rate: Annotated[float, typer.Option(help="Learning rate of the matrices (Muon), at its peak.")] = 4.5e-3,
-    loss: Annotated[str, typer.Option(help="kl (the target's distribution) or token (its choices).")] = "kl",
-    seed: Annotated[int, typer.Option(help="Seed of texts and training.")] = 0,
+    arch: Annotated[str, Option(help="head (reads the target's states) or lm (a small LM).")] = "head",
     *,
+    written: Written,
+    steps: Steps,
+    seed: Annotated[int, Option(help="Seed of texts and training.")] = 0,
     device: options.Device,
     as_json: options.Json = False,
 ) -> None:
@@ -60,21 +89,8 @@ def distill(
         from specinfer import training
         from specinfer.loading import load
 
-    if time is not None and epochs is not None:
-        raise InputError("--epochs and --time both say how long to train: give one of them")
-    sampled_at = options.listed("--temperatures", temperatures, float, "numbers such as 0,0.7,1")
-    written = training.TextSettings(samples, new_tokens, sampled_at, seed)
-    steps = training.TrainingSettings(
-        3.0 if epochs is None else epochs,
-        time,
-        learning_rate=learning_rate,
-        vocabulary=vocabulary,
-        layers=layers,
-        loss=loss,
-        seed=seed,
-    )
     number = (2 if arch == "head" else 1) if drafts is None else drafts
-    recipe = training.Recipe(number, arch, written, steps)
+    recipe = training.Recipe(number, arch, written.settings(seed), steps.settings(seed))
     asked, documents = training.read_prompts(prompts), training.read_documents(text or ())
     with loading(target):
         quieten()
@@ -96,7 +112,7 @@ def _row(draft: dict[str, Any]) -> dict[str, Any]:
     return {"draft": draft["folder"], "steps": draft["steps"], **rates}
 
 
-def _folders(start: Sequence[str], loaded: Any) -> tuple[Path, ...]:
+def _folders(start: Sequence[str], loaded: "Loaded") -> tuple[Path, ...]:
     """Return the folders of the heads to train on from; "bundled" becomes the folders of those."""
     from specinfer.drafts.bundled import bundled_folders
 

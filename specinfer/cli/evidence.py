@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from specinfer.cli import options
 from specinfer.cli.terminal import loading, print_json, resumable, show
@@ -27,7 +27,7 @@ RANKS = 8  # columns of hit rates
 
 
 def record(
-    out: Annotated[Path, typer.Option(help="Folder for the trace; a killed run goes on.")],
+    out: Annotated[Path, Option(help="Folder for the trace; a killed run goes on.")],
     prompts: options.PromptFiles = None,
     prompt: options.Prompts = None,
     *,
@@ -35,12 +35,12 @@ def record(
     max_new_tokens: options.NewTokens = 64,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
-    nodes: Annotated[int, typer.Option(help="Largest best-first tree that can be replayed; 0 = none.")] = 64,
-    depth: Annotated[int, typer.Option(help="Most levels that can be replayed.")] = 8,
+    nodes: Annotated[int, Option(help="Largest best-first tree that can be replayed; 0 = none.")] = 64,
+    depth: Annotated[int, Option(help="Most levels that can be replayed.")] = 8,
     top: Annotated[
-        int, typer.Option(help="Candidates kept per node, tokens per distribution; 0 = whole distributions.")
+        int, Option(help="Candidates kept per node, tokens per distribution; 0 = whole distributions.")
     ] = 16,
-    draws: Annotated[int, typer.Option(help="Draws per node that multi-step sampling can be replayed with.")] = 5,
+    draws: Annotated[int, Option(help="Draws per node that multi-step sampling can be replayed with.")] = 5,
     count: options.Count = 5,
     split: options.Split = "dev",
     batch: options.Batch = 4,
@@ -64,29 +64,24 @@ def record(
 
 
 def replay(
-    folder: Annotated[Path, typer.Argument(help="Folder of `specinfer record`, or of a trace of `paper-tables`.")],
-    tree: Annotated[
-        list[str] | None, typer.Option(help=f"One of {', '.join(TREES)}. Repeat.", show_default="all")
-    ] = None,
+    folder: Annotated[Path, Argument(help="Folder of `specinfer record`, or of a trace of `paper-tables`.")],
+    tree: Annotated[list[str] | None, Option(help=f"One of {', '.join(TREES)}. Repeat.", show_default="all")] = None,
     nodes: Annotated[
-        list[int] | None,
-        typer.Option(help="Nodes of best-first trees. Repeat.", show_default="4, 8, ... as recorded"),
+        list[int] | None, Option(help="Nodes of best-first trees. Repeat.", show_default="4, 8, ... as recorded")
     ] = None,
     depth: Annotated[
-        int | None, typer.Option(help="Levels of chains and best-first trees.", show_default="as recorded")
+        int | None, Option(help="Levels of chains and best-first trees.", show_default="as recorded")
     ] = None,
     expansion: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Children per level (expansion, sampled). Repeat.", show_default="1,1,k,1,... for k = 1 to 5"
-        ),
+        Option(help="Children per level (expansion, sampled). Repeat.", show_default="1,1,k,1,... for k = 1 to 5"),
     ] = None,
     draft: Annotated[
         list[str] | None,
-        typer.Option(help="Which recorded drafts propose, by name or index (from 0). Repeat.", show_default="all"),
+        Option(help="Which recorded drafts propose, by name or index (from 0). Repeat.", show_default="all"),
     ] = None,
     costs: Annotated[
-        Path | None, typer.Option(help="Folder of `specinfer compare`: check the cost model of chains against it.")
+        Path | None, Option(help="Folder of `specinfer compare`: check the cost model of chains against it.")
     ] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -136,7 +131,7 @@ def _hit_table(table: "HitTable", error: float) -> str:
 
 def paper_tables(
     prompts: Annotated[
-        list[Path], typer.Option(help='JSON lines with "prompt", optionally "id" and "split"; a set each. Repeat.')
+        list[Path], Option(help='JSON lines with "prompt", optionally "id" and "split"; a set each. Repeat.')
     ],
     *,
     models: options.Pair,
@@ -145,7 +140,7 @@ def paper_tables(
     split: options.Split = "dev",
     batch: options.Batch = 4,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the traces; a killed run goes on, and `replay` reads them.")
+        Path | None, Option(help="Folder for the traces; a killed run goes on, and `replay` reads them.")
     ] = None,
     as_json: options.Json = False,
 ) -> None:

@@ -4,113 +4,146 @@ Knows: options, standard input and output.  Does not know: how text is decoded.
 """
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
-import typer
+from typer import Option
 
 from specinfer.cli import options
 from specinfer.cli.terminal import INTERRUPTED, loading, print_json, resumable
 from specinfer.common.progress import Bars, busy, close_bars
 from specinfer.errors import InputError
 
+if TYPE_CHECKING:
+    from specinfer.calls.text_stream import TextStream
+    from specinfer.drafts.lookup.memory import Memory
+    from specinfer.results import Result
+
 BEST = "best"  # word for a step
 BEST_FIRST, SHORT = options.Trees(tree="best-first"), options.Sampling(max_new_tokens=32)
 UNFINISHED = "unfinished"  # a result's end, if it was interrupted
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What is kept of a text for later ones."""
+
+    profile: Annotated[
+        Path | None, Option(help="What auto learnt: used if the file is there, so runs repeat; else written.")
+    ] = None
+    memory: Annotated[
+        Path | None, Option(help="Texts to draft from: read if the file is there, and written with this one added.")
+    ] = None
+    online: Annotated[bool, Option("--online", help="Heads learn from the text, after it.")] = False
+    save_drafts: Annotated[
+        Path | None, Option(help="With --online: write what heads have learnt; --draft reads it.")
+    ] = None
+
+    def texts(self) -> "Memory | None":
+        """Return the texts to draft from."""
+        from specinfer.drafts.lookup.memory import Memory
+
+        if self.memory is None:
+            return None
+        return Memory.load(self.memory) if self.memory.exists() else Memory()
+
+    def keep(self, decoder: Any, known: Path | None) -> None:
+        """Write what was learnt; a profile that was known stays as it is."""
+        if self.profile and not known:
+            decoder.policy.save(self.profile)
+            print(f"profile: wrote {self.profile}; the next runs start from it", file=sys.stderr)
+        if self.memory:
+            decoder.memory.save(self.memory)
+        if self.save_drafts:
+            decoder.save_drafts(self.save_drafts)
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a result goes, and how much of it."""
+
+    show_tree: Annotated[bool, Option("--show-tree", help="Draw the tree that gained most.")] = False
+    save: Annotated[Path | None, Option(help="File for the result, which specinfer.Result.load reads.")] = None
+    html: options.Html = None
+    svg: options.Svg = None
+    as_json: options.Json = False
+    steps: Annotated[bool, Option("--steps", help="With --json: every step and its tree, too.")] = False
+    logprobs: Annotated[
+        bool, Option("--logprobs", help="With --json or --save: the target's log-probability of each new token.")
+    ] = False
+
+    def write(self, result: Any, many: bool) -> None:
+        """Write and print a result, or the summary of many."""
+        if self.save:
+            result.save(self.save)
+        if self.html:
+            result.to_html(self.html)
+        if self.svg:
+            result.to_svg(self.svg)
+        if self.as_json:
+            steps = {"steps": [step.to_dict() for step in result.steps]} if self.steps and not many else {}
+            print_json(result.to_dict() | steps)
+        elif many:
+            print(result)
+        else:
+            summarise(result, self.show_tree)
 
 
 def generate(
     prompt: options.MaybePrompt = None,
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(help='In place of a prompt, files: JSON lines with "prompt", maybe "id" and "options". Repeat.'),
+        Option(help='In place of a prompt, files: JSON lines with "prompt", maybe "id" and "options". Repeat.'),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="With --prompts: folder for the results; a killed run goes on.")
-    ] = None,
-    max_rows: Annotated[int, typer.Option(help="With --prompts: texts at a time.", min=1)] = 16,
+    out: Annotated[Path | None, Option(help="With --prompts: folder for the results; a killed run goes on.")] = None,
+    max_rows: Annotated[int, Option(help="With --prompts: texts at a time.", min=1)] = 16,
     *,
     models: options.Models,
     trees: options.Trees,
     sampling: options.Sampling,
     penalty_alpha: Annotated[
-        float | None, typer.Option(help="Contrastive search among --top-k candidates: its penalty, 0.6 for example.")
+        float | None, Option(help="Contrastive search among --top-k candidates: its penalty, 0.6 for example.")
     ] = None,
     confidence_gate: Annotated[
-        float | None, typer.Option(help="Draft only after tokens that the target found at least so probable.")
+        float | None, Option(help="Draft only after tokens that the target found at least so probable.")
     ] = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="What auto learnt: used if the file is there, so runs repeat; else written.")
-    ] = None,
-    memory: Annotated[
-        Path | None,
-        typer.Option(help="Texts to draft from: read if the file is there, and written with this one added."),
-    ] = None,
-    online: Annotated[bool, typer.Option("--online", help="Heads learn from the text, after it.")] = False,
-    save_drafts: Annotated[
-        Path | None, typer.Option(help="With --online: write what heads have learnt; --draft reads it.")
-    ] = None,
+    learning: Learning,
     tensor_parallel: options.TensorParallel = 1,
     raw: options.Raw = False,
-    show_tree: Annotated[bool, typer.Option("--show-tree", help="Draw the tree that gained most.")] = False,
-    save: Annotated[Path | None, typer.Option(help="File for the result, which specinfer.Result.load reads.")] = None,
-    html: options.Html = None,
-    svg: options.Svg = None,
-    as_json: options.Json = False,
-    steps: Annotated[bool, typer.Option("--steps", help="With --json: every step and its tree, too.")] = False,
-    logprobs: Annotated[
-        bool, typer.Option("--logprobs", help="With --json or --save: the target's log-probability of each new token.")
-    ] = False,
+    output: Output,
 ) -> None:
     """Generate text, streamed, with a summary of what speculation did; or for whole files, into a folder."""
-    _check_combination(SimpleNamespace(**locals()))
+    _check_combination(SimpleNamespace(**locals(), **vars(learning), **vars(output)))
     text = "" if prompt is None else read_prompt(prompt, tensor_parallel)
     lines: Any = ()
-    texts = None
     with loading():
         if prompts:
             from specinfer.batch import generate_files, read_prompts
 
             lines = read_prompts(prompts)
-        if memory:
-            from specinfer.drafts.lookup.memory import Memory
-
-            texts = Memory.load(memory) if memory.exists() else Memory()
-    known = profile if profile and profile.exists() else None
-    learning = {"confidence_gate": confidence_gate, "online": online, "memory": texts}
-    decoder = models.decoder(grown=lambda: trees.policy(known), tensor_parallel=tensor_parallel, **learning)
+        texts = learning.texts()
+    known = learning.profile if learning.profile and learning.profile.exists() else None
+    decoder = models.decoder(
+        grown=lambda: trees.policy(known),
+        tensor_parallel=tensor_parallel,
+        confidence_gate=confidence_gate,
+        online=learning.online,
+        memory=texts,
+    )
     asked: dict[str, Any] = {**asdict(sampling), "raw": raw, "penalty_alpha": penalty_alpha}
     result: Any
     if out:
         with resumable(out):
             result = generate_files(decoder, lines, out, max_rows=max_rows, progress=Bars(), **asked)
     else:
-        result = streamed(decoder.stream(text, **asked, logprobs=logprobs), quiet=as_json)
+        result = streamed(decoder.stream(text, **asked, logprobs=output.logprobs), quiet=output.as_json)
     interrupted = not out and result.finish_reason == UNFINISHED
     if not decoder.target.ranks.is_first:
         return
-    if profile and not (known or interrupted):
-        decoder.policy.save(profile)
-        print(f"profile: wrote {profile}; the next runs start from it", file=sys.stderr)
-    if memory:
-        decoder.memory.save(memory)
-    if save_drafts:
-        decoder.save_drafts(save_drafts)
-    if save:
-        result.save(save)
-    if html:
-        result.to_html(html)
-    if svg:
-        result.to_svg(svg)
-    if as_json:
-        every = {"steps": [step.to_dict() for step in result.steps]} if steps and not out else {}
-        print_json(result.to_dict() | every)
-    elif out:
-        print(result)
-    else:
-        summarise(result, show_tree)
+    learning.keep(decoder, known or (learning.profile if interrupted else None))
+    output.write(result, many=out is not None)
     if interrupted:
         raise SystemExit(INTERRUPTED)
 
@@ -141,7 +174,7 @@ def _check_combination(given: SimpleNamespace) -> None:
         raise InputError("--save-drafts writes what heads have learnt, and nothing learns: add --online")
 
 
-def streamed(stream: Any, quiet: bool) -> Any:
+def streamed(stream: "TextStream", quiet: bool) -> "Result":
     """Print the pieces of a text as they come; return the result, of what there is when Ctrl-C is pressed."""
     printed = 0
     with busy("generating"):
@@ -160,7 +193,7 @@ def streamed(stream: Any, quiet: bool) -> Any:
     return stream.result
 
 
-def summarise(result: Any, show_tree: bool) -> None:
+def summarise(result: "Result", show_tree: bool) -> None:
     """Print what speculation did, and the tree that gained most."""
     print("\n", end="", flush=True)
     print(file=sys.stderr)
@@ -171,7 +204,7 @@ def summarise(result: Any, show_tree: bool) -> None:
         print(f"\n{drawn(result, best_step(result.steps))}")
 
 
-def print_stats(result: Any, file: TextIO) -> None:
+def print_stats(result: "Result", file: TextIO) -> None:
     """Print what speculation did, and why."""
     stats = result.stats
     contributions = stats.drafts if len(stats.drafts) > 1 else ()
@@ -184,7 +217,7 @@ def tree(
     models: options.Models,
     trees: options.Trees = BEST_FIRST,
     sampling: options.Sampling = SHORT,
-    step: Annotated[str, typer.Option(help="Number of a step, or best: the one that gained most.")] = BEST,
+    step: Annotated[str, Option(help="Number of a step, or best: the one that gained most.")] = BEST,
     tensor_parallel: options.TensorParallel = 1,
     raw: options.Raw = False,
     html: options.Html = None,
@@ -213,7 +246,7 @@ def check_step(step: str) -> None:
         raise InputError(f"step {step!r} is no step: give a number from 1 on, or {BEST}")
 
 
-def step_index(step: str, result: Any) -> int:
+def step_index(step: str, result: "Result") -> int:
     """Return the number, from 0, of the step that was asked for; raise `InputError` if there is none."""
     from specinfer.results import best_step
 
@@ -241,7 +274,7 @@ def read_prompt(prompt: str, processes: int) -> str:
     return text
 
 
-def drawn(result: Any, number: int) -> str:
+def drawn(result: "Result", number: int) -> str:
     """Draw one step's tree with its accepted path and bonus token, as standard output can show it."""
     from specinfer import viz
 

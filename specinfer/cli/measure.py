@@ -4,9 +4,10 @@ Knows: the options and their defaults.  Does not know: how anything is measured.
 """
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+from typer import Option
 
 from specinfer.cli import options
 from specinfer.cli.terminal import loading, print_json, quieten, resumable
@@ -17,7 +18,7 @@ METHODS = "autoregressive, sequence, tree, assisted, prompt-lookup"
 BENCH_METHODS = "autoregressive, sequence, tree, auto, one-draft, gate, generate, assisted, prompt-lookup"
 GREEDY = [0.0]
 COMPARED = "assistant nodes depth max_new_tokens count split out hits max_rows"
-PRESETS: dict[str, dict[str, Any]] = {  # name -> option -> default
+PRESETS: dict[str, dict[str, object]] = {  # name -> option -> default
     "bench": {
         "methods": BENCH_METHODS,
         "temperature": [0.0, 1.0],
@@ -25,7 +26,7 @@ PRESETS: dict[str, dict[str, Any]] = {  # name -> option -> default
         "max_new_tokens": 128,
         "count": 10,
         "hits": True,
-    },
+    }
 }
 
 
@@ -38,10 +39,10 @@ def _take_defaults(context: typer.Context, preset: str | None) -> str | None:
 
 
 def compare(
-    out: Annotated[Path, typer.Option(help="Folder for a record per finished prompt; a killed run goes on.")],
+    out: Annotated[Path, Option(help="Folder for a record per finished prompt; a killed run goes on.")],
     preset: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Other defaults: bench compares all methods, greedy and sampling, with hit rates.",
             callback=_take_defaults,
             is_eager=True,
@@ -53,25 +54,23 @@ def compare(
     models: options.Pair,
     assistant: Annotated[
         str | None,
-        typer.Option(help="Small model for transformers' assisted generation.", show_default="the draft, if it is one"),
+        Option(help="Small model for transformers' assisted generation.", show_default="the draft, if it is one"),
     ] = None,
-    methods: Annotated[str, typer.Option(help=f"Some of {BENCH_METHODS}, graphs (GPU).")] = METHODS,
-    temperature: Annotated[list[float], typer.Option(help="0 = greedy. Repeat.")] = GREEDY,
-    nodes: Annotated[int, typer.Option(help="Drafted nodes at most, of every fixed tree.")] = 16,
-    depth: Annotated[int, typer.Option(help="Levels at most, of every fixed tree and of the sequence.")] = 8,
+    methods: Annotated[str, Option(help=f"Some of {BENCH_METHODS}, graphs (GPU).")] = METHODS,
+    temperature: Annotated[list[float], Option(help="0 = greedy. Repeat.")] = GREEDY,
+    nodes: Annotated[int, Option(help="Drafted nodes at most, of every fixed tree.")] = 16,
+    depth: Annotated[int, Option(help="Levels at most, of every fixed tree and of the sequence.")] = 8,
     max_new_tokens: options.NewTokens = 64,
     count: options.Count = 5,
     split: options.Split = "dev",
     max_rows: Annotated[
-        int, typer.Option(help="Prompts that our methods decode at a time; tokens/s are then of all together.", min=1)
+        int, Option(help="Prompts that our methods decode at a time; tokens/s are then of all together.", min=1)
     ] = 1,
     hits: Annotated[
         bool,
-        typer.Option(
-            help="Count how often each draft ranks the target's choice high.", show_default="no-hits; bench: hits"
-        ),
+        Option(help="Count how often each draft ranks the target's choice high.", show_default="no-hits; bench: hits"),
     ] = False,
-    report_only: Annotated[bool, typer.Option("--report", help="Run nothing: report what the folder holds.")] = False,
+    report_only: Annotated[bool, Option("--report", help="Run nothing: report what the folder holds.")] = False,
     as_json: options.Json = False,
 ) -> None:
     """Compare tree with sequence speculation and others, prompt by prompt: tokens per pass, speed, identity."""

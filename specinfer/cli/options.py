@@ -5,57 +5,61 @@ Knows: typer, how a list of numbers is written.  Does not know: what a command d
 A command takes groups of options, each as one object: `flattened` shows typer the options themselves.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
-import typer
+from typer import Argument, Option
 
 from specinfer.cli.terminal import loading, only_first_prints, quieten
 from specinfer.common.advice import did_you_mean
 from specinfer.errors import InputError
 
+if TYPE_CHECKING:
+    from specinfer.decoder import SpeculativeDecoder
+    from specinfer.engine.draft import Draft
+    from specinfer.tree import Policy
+
+    GrownBy = Callable[[], Policy | None]
+
 Number = TypeVar("Number")
 
-PromptText = Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")]
-MaybePrompt = Annotated[str | None, typer.Argument(help="The prompt; - reads it from standard input.")]
+PromptText = Annotated[str, Argument(help="The prompt; - reads it from standard input.")]
+MaybePrompt = Annotated[str | None, Argument(help="The prompt; - reads it from standard input.")]
 PromptFiles = Annotated[
-    list[Path] | None, typer.Option(help='JSON lines with "prompt", optionally "id" and "split"; a set each. Repeat.')
+    list[Path] | None, Option(help='JSON lines with "prompt", optionally "id" and "split"; a set each. Repeat.')
 ]
-Prompts = Annotated[list[str] | None, typer.Option(help="A prompt. Repeat.")]
+Prompts = Annotated[list[str] | None, Option(help="A prompt. Repeat.")]
 Target = Annotated[
-    str | None, typer.Option(help="Target model: hub name, folder or GGUF file.", show_default="SmolLM2-135M-Instruct")
+    str | None, Option(help="Target model: hub name, folder or GGUF file.", show_default="SmolLM2-135M-Instruct")
 ]
-Count = Annotated[int, typer.Option(help="Prompts per file at most; 0 = all.", min=0)]
-Split = Annotated[str, typer.Option(help="The rows taken, where rows have a split.")]
-Batch = Annotated[int, typer.Option(help="Texts at a time.")]
-NewTokens = Annotated[int, typer.Option("--max-new-tokens", help="New tokens at most.")]
-Temperature = Annotated[float, typer.Option(help="0 = greedy.")]
+Count = Annotated[int, Option(help="Prompts per file at most; 0 = all.", min=0)]
+Split = Annotated[str, Option(help="The rows taken, where rows have a split.")]
+Batch = Annotated[int, Option(help="Texts at a time.")]
+NewTokens = Annotated[int, Option("--max-new-tokens", help="New tokens at most.")]
+Temperature = Annotated[float, Option(help="0 = greedy.")]
 Seed = Annotated[
-    int, typer.Option(help="Same seed, same text with any tree or none; in float32, and not with sampled trees.")
+    int, Option(help="Same seed, same text with any tree or none; in float32, and not with sampled trees.")
 ]
-Quantize = Annotated[
-    str | None, typer.Option(help="int8 or int4: round the models' weights, for compiled passes on a CPU.")
-]
+Quantize = Annotated[str | None, Option(help="int8 or int4: round the models' weights, for compiled passes on a CPU.")]
 TensorParallel = Annotated[
-    int,
-    typer.Option(help="Processes that share the target: run under torchrun --nproc-per-node N -m specinfer.", min=1),
+    int, Option(help="Processes that share the target: run under torchrun --nproc-per-node N -m specinfer.", min=1)
 ]
-Html = Annotated[Path | None, typer.Option(help="File for a page that shows every step.")]
-Svg = Annotated[Path | None, typer.Option(help="File for a picture of one tree.")]
-Raw = Annotated[bool, typer.Option("--raw", help="Feed the prompt as it is, without the chat template.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Html = Annotated[Path | None, Option(help="File for a page that shows every step.")]
+Svg = Annotated[Path | None, Option(help="File for a picture of one tree.")]
+Raw = Annotated[bool, Option("--raw", help="Feed the prompt as it is, without the chat template.")]
+Json = Annotated[bool, Option("--json", help="Print JSON.")]
 
 
 @dataclass(frozen=True)
 class Device:
     """How models are loaded."""
 
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto"
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
+    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto"
+    device: Annotated[str, Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
 
     def loading(self) -> dict[str, Any]:
         """Return the options of loading that have a value."""
@@ -69,13 +73,11 @@ class Layers(Device):
 
     device_map: Annotated[
         str | None,
-        typer.Option(help="auto: target layers that do not fit go to memory or disk, and are fetched in every pass."),
+        Option(help="auto: target layers that do not fit go to memory or disk, and are fetched in every pass."),
     ] = None
-    max_memory: Annotated[
-        str | None, typer.Option(help="With --device-map auto: cpu=8GiB,0=20GiB (a GPU's number).")
-    ] = None
+    max_memory: Annotated[str | None, Option(help="With --device-map auto: cpu=8GiB,0=20GiB (a GPU's number).")] = None
     offload_folder: Annotated[
-        Path | None, typer.Option(help="With --device-map: for layers that cannot be read from the checkpoint's files.")
+        Path | None, Option(help="With --device-map: for layers that cannot be read from the checkpoint's files.")
     ] = None
 
 
@@ -86,7 +88,7 @@ class Names:
     target: Target = None
     draft: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help="A model, a trained head, mtp, suffix, recycling, lookahead, ngram, bundled or auto. Repeat to merge.",
             show_default="auto",
         ),
@@ -97,7 +99,7 @@ class Names:
 class Pair(Device, Names):
     """A target and its drafts, and how they are loaded."""
 
-    def decoder(self, **options: Any) -> Any:
+    def decoder(self, **options: Any) -> "SpeculativeDecoder":
         """Load both; return a decoder.  Options: see `load_decoder`."""
         loading = self.loading()
         return load_decoder(loading.pop("target", None), loading.pop("draft", None), **loading, **options)
@@ -114,24 +116,24 @@ class Models(Layers, Pair):
 class Trees:
     """A growth policy."""
 
-    tree: Annotated[str, typer.Option(help="auto, best-first, expansion, chain, sampled or none.")] = "auto"
+    tree: Annotated[str, Option(help="auto, best-first, expansion, chain, sampled or none.")] = "auto"
     nodes: Annotated[
         int | None,
-        typer.Option(
+        Option(
             help="Drafted nodes per tree at most (auto; best-first, where paths below 5 % are left out).",
             show_default="31 or more auto, 16 best-first",
         ),
     ] = None
     depth: Annotated[
         int | None,
-        typer.Option(
+        Option(
             help="Levels per tree at most (auto, best-first), or exactly (chain).",
             show_default="31 or more auto, 8 otherwise",
         ),
     ] = None
-    expansion: Annotated[str, typer.Option(help="Children per level (expansion, sampled).")] = "3,2,1,1"
+    expansion: Annotated[str, Option(help="Children per level (expansion, sampled).")] = "3,2,1,1"
 
-    def policy(self, profile: Path | None = None) -> Any:
+    def policy(self, profile: Path | None = None) -> "Policy | None":
         """Return the policy, or None for no speculation; auto begins with what a file says that it learnt."""
         from specinfer.adaptive.policy import Auto
         from specinfer.decoder import DEFAULT_TREE
@@ -141,7 +143,7 @@ class Trees:
             if value is not None and value < 1:
                 raise InputError(f"--{name} {value} drafts nothing: give at least 1, or --tree none")
         widths, levels = expansion_widths(self.expansion), self.depth or DEFAULT_TREE.max_depth
-        makers: dict[str, Callable[[], Any]] = {
+        makers: dict[str, GrownBy] = {
             "auto": lambda: Auto(self.nodes, self.depth, profile),
             "best-first": lambda: BestFirst(self.nodes or DEFAULT_TREE.max_nodes, levels, DEFAULT_TREE.min_probability),
             "expansion": lambda: Expansion(widths),
@@ -161,9 +163,9 @@ class Sampling:
 
     max_new_tokens: NewTokens = 128
     temperature: Temperature = 0.0
-    top_p: Annotated[float | None, typer.Option(help="Nucleus; sampling only.", show_default="1.0")] = None
+    top_p: Annotated[float | None, Option(help="Nucleus; sampling only.", show_default="1.0")] = None
     top_k: Annotated[
-        int | None, typer.Option(help="0 = all tokens; sampling and contrastive search only.", show_default="50")
+        int | None, Option(help="0 = all tokens; sampling and contrastive search only.", show_default="50")
     ] = None
     seed: Seed = 0
 
@@ -182,7 +184,7 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
         parameters += [Parameter(name, kind, default=given[name], annotation=hints[name]) for name in given]
 
     @wraps(command)
-    def flat(**given: Any) -> None:
+    def flat(**given: object) -> None:
         for name, group in groups.items():
             given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
         command(**given)
@@ -192,14 +194,17 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     return flat
 
 
-def chosen(given: Mapping[str, Any], names: str) -> dict[str, Any]:
+def chosen(given: Mapping[str, object], names: str) -> dict[str, Any]:
     """Return those of a command's options that have one of the names and a value."""
     return {name: given[name] for name in names.split() if given[name] is not None}
 
 
 def load_decoder(
-    target: str | None, drafts: list[Any] | None, grown: Callable[[], Any] | None = None, **options: Any
-) -> Any:
+    target: str | None,
+    drafts: "Sequence[str | Draft] | None",
+    grown: "Callable[[], Policy | None] | None" = None,
+    **options: Any,
+) -> "SpeculativeDecoder":
     """Load models; return a decoder.
 
     Args:
@@ -239,7 +244,5 @@ def expansion_widths(text: str) -> tuple[int, ...]:
     """Return the children per level that `--expansion` lists."""
     widths = listed("--expansion", text, int, "whole numbers such as 1,1,3")
     if min(widths) < 1:
-        raise InputError(
-            f"--expansion {text!r}: every level needs at least one child; leave levels out to stop earlier"
-        )
+        raise InputError(f"--expansion {text!r}: every level needs a child; leave levels out to stop earlier")
     return widths

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
@@ -16,14 +16,15 @@ from typing import Any
 
 from specinfer.common.progress import busy, close_bars
 from specinfer.common.records import holds_results
+from specinfer.common.values import mapped
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 WIDEST = 10_000  # columns of what is no terminal: nothing is folded
 
 
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     """Print a value as one line of JSON; JSON has no words for numbers that are not finite, so they become null."""
-    print(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, default=str))
+    print(json.dumps(mapped(value, _finite), ensure_ascii=False, allow_nan=False, default=str))
 
 
 def show(rows: Sequence[dict[str, Any]], as_json: bool = False) -> None:
@@ -96,15 +97,11 @@ def only_first_prints() -> None:
         logging.disable_progress_bar()
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return list(map(_finite, value))
+def _finite(value: object) -> object:
     return value if not isinstance(value, float) or isfinite(value) else None
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:.3g}" if isinstance(value, float) else str(value)

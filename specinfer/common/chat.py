@@ -29,14 +29,14 @@ class ChatOptions(TypedDict, total=False):
         chat_template_kwargs: other variables of the template, by name.
     """
 
-    tools: Sequence[Any] | None
+    tools: Sequence[object] | None
     add_generation_prompt: bool | None
     continue_final_message: bool | str | None
     enable_thinking: bool | None
-    chat_template_kwargs: Mapping[str, Any] | None
+    chat_template_kwargs: Mapping[str, object] | None
 
 
-def _variables(options: ChatOptions) -> dict[str, Any]:
+def _variables(options: ChatOptions) -> dict[str, object]:
     """Return the variables of the template that options set.
 
     Raises:
@@ -73,7 +73,7 @@ def rendered(messages: Sequence[Any], tokenizer: Any, options: ChatOptions, toke
     return write(_as_read(messages, lambda given: write(given, False)), tokenize)
 
 
-def begins_as_rendered(text: str, tokenizer: Any) -> str:
+def begins_as_rendered(text: str, tokenizer: object) -> str:
     """Return the special token that a text and all texts of a tokenizer's template begin with; "" if there is none."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     found = [token.content for token in added if token.special and text.startswith(token.content)]
@@ -111,12 +111,10 @@ def _check_read(name: str, tokenizer: Any, tools: Any) -> None:
     choose = getattr(tokenizer, "get_chat_template", None)
     template = choose(tools=tools) if choose else tokenizer.chat_template
     if not re.search(rf"\b{re.escape(name)}\b", str(template)):
-        raise InputError(
-            f"this tokenizer's chat template does not read {name}, so it would change nothing: leave it out"
-        )
+        raise InputError(f"this tokenizer's chat template does not read {name}, so nothing would change: leave it out")
 
 
-def _as_read(messages: Sequence[Any], write: Callable[[Sequence[Any]], str]) -> Sequence[Any]:
+def _as_read(messages: Sequence[Any], write: Callable[[Sequence[object]], str]) -> Sequence[object]:
     """Return messages with contents in the form that a template writes out: as given, as strings, or as parts.
 
     Raises:

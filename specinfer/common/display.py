@@ -8,10 +8,12 @@ from collections.abc import Callable
 from os import PathLike
 from typing import Any
 
-_finders: list[Callable[[str], Callable[..., Any]]] = []
+from specinfer.common.token_text import Tokenizer
+
+_finders: list[Callable[[str], Callable[..., object]]] = []
 
 
-def register(finder: Callable[[str], Callable[..., Any]]) -> None:
+def register(finder: Callable[[str], Callable[..., object]]) -> None:
     """Register a function that finds drawing functions by name; the newest one is used."""
     _finders.append(finder)
 
@@ -27,7 +29,7 @@ class Displayed:
     def _repr_html_(self) -> str:
         return str(draw("fragment", self))
 
-    def to_html(self, path: str | PathLike[str] | None = None, tokenizer: Any = None) -> str:
+    def to_html(self, path: str | PathLike[str] | None = None, tokenizer: Tokenizer | None = None) -> str:
         """Return a page that is complete in itself and needs no network.
 
         Args:
@@ -36,10 +38,10 @@ class Displayed:
         """
         return str(draw("page", self, path, tokenizer))
 
-    def to_svg(self, path: str | PathLike[str] | None = None, tokenizer: Any = None) -> str:
+    def to_svg(self, path: str | PathLike[str] | None = None, tokenizer: Tokenizer | None = None) -> str:
         """Return a picture of the tree, or of the one to look at first.  Arguments: as `to_html`."""
         return str(draw("picture", self, path, tokenizer))
 
-    def to_json(self, path: str | PathLike[str] | None = None, tokenizer: Any = None) -> str:
+    def to_json(self, path: str | PathLike[str] | None = None, tokenizer: Tokenizer | None = None) -> str:
         """Return the page's data as JSON (`specinfer.viz.description`).  Arguments: as `to_html`."""
         return str(draw("data", self, path, tokenizer))

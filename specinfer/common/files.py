@@ -120,7 +120,7 @@ def locked(folder: str | Path | None) -> Iterator[None]:
         lock.release()
 
 
-def write_json(path: str | os.PathLike[str], value: Any) -> None:
+def write_json(path: str | os.PathLike[str], value: object) -> None:
     """Write a value as JSON: see `write_whole`."""
     write_whole(path, json.dumps(value, indent=1) + "\n")
 
@@ -154,7 +154,7 @@ def parse_json(text: str | bytes) -> Any:
     return value
 
 
-def lock_settings(path: Path, settings: Mapping[str, Any], advice: str, empty: bool) -> None:
+def lock_settings(path: Path, settings: Mapping[str, object], advice: str, empty: bool) -> None:
     """Record the settings under which a folder is filled, or check that they are the recorded ones.
 
     Args:
@@ -177,7 +177,7 @@ def lock_settings(path: Path, settings: Mapping[str, Any], advice: str, empty: b
         raise InputError(f"{path.parent} was begun with other settings ({'; '.join(changes)}): {advice}")
 
 
-def _differences(name: str, found: Any, now: Any) -> Iterator[str]:
+def _differences(name: str, found: object, now: object) -> Iterator[str]:
     """Yield the fields in which two JSON values differ, each with both values."""
     if isinstance(found, list) and isinstance(now, list) and len(found) == len(now) and dict in map(type, found):
         found, now = dict(enumerate(found)), dict(enumerate(now))
@@ -208,6 +208,6 @@ def weights_digest(folder: Path) -> str:
     return f"{folder.resolve().name} {digest.hexdigest()[:16]}"
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= LISTED else f"{text[: LISTED - 3]}..."

@@ -6,6 +6,8 @@ Knows: ids, how a tokenizer writes each, and texts of several.  Does not know: r
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from specinfer.common.token_text import Tokenizer
+
 
 class KnownTokens:
     """Shows the tokens that it was made with, as their tokenizer would.
@@ -22,7 +24,7 @@ class KnownTokens:
         self.runs = {tuple(ids): text for ids, text in runs}
 
     @classmethod
-    def of(cls, tokenizer: Any, ids: Iterable[int], runs: Iterable[Sequence[int]] = ()) -> "KnownTokens":
+    def of(cls, tokenizer: Tokenizer, ids: Iterable[int], runs: Iterable[list[int]] = ()) -> "KnownTokens":
         """Ask a tokenizer for some ids, and for texts of several."""
         found = {token: (tokenizer.convert_ids_to_tokens(token), tokenizer.decode([token])) for token in sorted({*ids})}
         return cls(found, [(run, tokenizer.decode(run)) for run in runs])

@@ -28,7 +28,7 @@ PASSED_ON: dict[str, Any] = {  # options of transformers, and their types
     "variant": str,
 }
 # Options that are decided here: the value that changes nothing, and why all others are refused.
-DECIDED: dict[str, tuple[Any, str]] = {
+DECIDED: dict[str, tuple[object, str]] = {
     "trust_remote_code": (False, "no code that comes with a model runs"),
     "use_safetensors": (True, "other files would be unpickled, and safetensors alone are read"),
     "torch_dtype": (None, "give dtype"),
@@ -78,7 +78,7 @@ def _advice(name: str, others: Iterable[str]) -> str:
     return where_to_give(name, [*PASSED_ON, *others], {"`generate`": vars(GenerationConfig())}, passed)
 
 
-def checked_placement(device_map: Any, max_memory: Any, offload_folder: Any, device: Any) -> dict[str, Any]:
+def checked_placement(device_map: object, max_memory: object, offload_folder: object, device: object) -> dict[str, Any]:
     """Return what tells transformers where layers go; nothing without a device map.
 
     Raises:
@@ -101,7 +101,7 @@ def checked_placement(device_map: Any, max_memory: Any, offload_folder: Any, dev
     }
 
 
-def _map(device_map: Any) -> Any:
+def _map(device_map: object) -> object:
     if isinstance(device_map, str) and device_map in PLANS:
         return device_map
     if not isinstance(device_map, Mapping):
@@ -114,7 +114,7 @@ def _map(device_map: Any) -> Any:
     return dict(device_map)
 
 
-def _check_device(where: Any, choices: str) -> None:
+def _check_device(where: object, choices: str) -> None:
     """Raise `ModelError` unless a layer can be there on this machine."""
     text = f"cuda:{where}" if isinstance(where, int) and not isinstance(where, bool) else str(where)
     kind, _, number = text.partition(":")
@@ -142,7 +142,7 @@ def _sizes(max_memory: Any) -> dict[int | str, int]:
     try:
         return {where: convert_file_size_to_int(size) for where, size in max_memory.items()}
     except ValueError as error:
-        raise ModelError(f"max_memory={dict(max_memory)!r:.60}: {' '.join(str(error).split())}") from None
+        raise ModelError(f"max_memory={dict(max_memory)!r:.60}: {error}") from None
 
 
 def _folder(folder: Any) -> str:

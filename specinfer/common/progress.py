@@ -28,7 +28,7 @@ class Bars:
     def __init__(self) -> None:
         self.stage = ""
 
-    def __call__(self, stage: str, done: int, total: int, figures: dict[str, Any]) -> None:
+    def __call__(self, stage: str, done: int, total: int, figures: dict[str, object]) -> None:
         """Show how far a stage is."""
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -106,7 +106,7 @@ def _speaks() -> bool:
     return not int(os.environ.get("RANK") or 0)
 
 
-def _figure(value: Any) -> str:
+def _figure(value: object) -> str:
     """Return a number, or the first row of a table of hit rates (those of the first draft step), in few characters."""
     if isinstance(value, list):
         return "/".join(f"{rate:.2f}" for rate in value[0])

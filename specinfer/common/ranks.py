@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from specinfer.errors import RankError, UnsupportedModel
+from specinfer.errors import RankError, UnsupportedModel, one_line
 
 Value = TypeVar("Value", int, float)
 
@@ -96,7 +96,7 @@ class Ranks:
         finally:
             self.busy.release()
 
-    def check(self, *values: Any) -> None:
+    def check(self, *values: object) -> None:
         """Raise `RankError` unless all processes have the same values here."""
         if self.group is not None:
             number = int.from_bytes(blake2b(b"|".join(map(_bytes, values)), digest_size=7).digest())
@@ -130,10 +130,10 @@ class Ranks:
 
 ALONE = Ranks()
 # by world: its group for what is agreed on, and what its passes hold
-_shared: WeakKeyDictionary[Any, tuple[Any, Lock]] = WeakKeyDictionary()
+_shared: WeakKeyDictionary[object, tuple[object, Lock]] = WeakKeyDictionary()
 
 
-def _bytes(value: Any) -> bytes:
+def _bytes(value: object) -> bytes:
     return value.cpu().numpy().tobytes() if isinstance(value, Tensor) else repr(value).encode()
 
 
@@ -145,7 +145,7 @@ def lost_ranks() -> Iterator[None]:
     except RuntimeError as error:
         if not (isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)):
             raise
-        raise RankError(f"{LOST} ({_line(error)}): {ADVICE}") from error
+        raise RankError(f"{LOST} ({one_line(error)}): {ADVICE}") from error
 
 
 def whole(weight: Tensor) -> Tensor:
@@ -196,7 +196,8 @@ def _start(count: int, device: torch.device) -> None:
         dist.init_process_group(store=store, rank=rank, world_size=count, timeout=waits, **fast)
         atexit.register(_leave)
     except (RuntimeError, ValueError) as error:
-        raise RankError(f"the {count} processes do not find each other ({_line(error)}): start all of them") from error
+        problem = f"the {count} processes do not find each other ({one_line(error)})"
+        raise RankError(f"{problem}: start all of them") from error
 
 
 def _leave() -> None:
@@ -248,8 +249,3 @@ def repeats(message: str) -> bool:
         return store.get(key) == message.encode()
     except (RuntimeError, ValueError):  # no store, or the first process has nothing to say
         return False
-
-
-def _line(error: BaseException) -> str:
-    """Return an error's message as one short line."""
-    return " ".join(str(error).split())[:160] or type(error).__name__

@@ -97,7 +97,7 @@ class Records:
         except OSError as error:
             raise InputError(f"cannot read {self.path}: {error.strerror}") from error
 
-    def _parse_line(self, line: bytes) -> dict[str, Any] | None:
+    def _parse_line(self, line: bytes) -> dict[str, object] | None:
         """Return a line's record, None if it is none."""
         try:
             row = parse_json(line)

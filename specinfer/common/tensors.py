@@ -4,7 +4,6 @@ Knows: devices, shapes.  Does not know: models, trees.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ NARROWEST = 8  # the fewest tokens of a padded pass
 FEWEST = 512  # the fewest slots that it attends to; masked slots cost little
 
 
-def on_device(values: Any, device: torch.device) -> Tensor:
+def on_device(values: object, device: torch.device) -> Tensor:
     """Return numbers as a tensor on a device, without waiting for the device; floats as float32, ints as int64.
 
     A tensor or an array keeps its type.

@@ -51,7 +51,7 @@ def token_texts(tokenizer: Any) -> dict[int, bytes | str] | None:
     return texts | {i: token.content if token.special else token.content.encode() for i, token in added.items()}
 
 
-def _reader(tokenizer: Any) -> Callable[[str], bytes] | None:
+def _reader(tokenizer: object) -> Callable[[str], bytes] | None:
     """Return how a tokenizer's tokens are read, judged by how it decodes them."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     if decoder is None:
@@ -63,7 +63,7 @@ def _reader(tokenizer: Any) -> Callable[[str], bytes] | None:
     return sentence_piece if spaces else None
 
 
-def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, object]]:
     """Yield the steps of a decoder of the ``tokenizers`` library, those of sequences one by one."""
     if decoder["type"] == "Sequence":
         for step in decoder["decoders"]:

@@ -5,7 +5,7 @@ Knows: tokenizers, UTF-8.  Does not know: trees, pictures.
 
 from codecs import getincrementaldecoder
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from specinfer.common.token_bytes import BYTE, SPACE, byte_level, sentence_piece
 
@@ -16,6 +16,16 @@ def visible(text: str) -> str:
     """Return the text with white space shown as ␠ ⏎ ⇥ and whatever cannot be printed as an escape."""
     signs = (VISIBLE.get(c) or (c if c.isprintable() else c.encode("unicode_escape").decode()) for c in text)
     return "".join(signs) or "∅"
+
+
+class Tokenizer(Protocol):
+    """What shows tokens: a tokenizer of ``transformers``, or what a saved result knows of one."""
+
+    def convert_ids_to_tokens(self, token: int, /) -> Any:
+        """Return how a token is written in the table; None if it is not there."""
+
+    def decode(self, ids: list[int], /) -> Any:
+        """Return the text of tokens."""
 
 
 class Piece(NamedTuple):
@@ -29,12 +39,12 @@ class Piece(NamedTuple):
         return visible(self.text + self.rest.decode("ascii", "backslashreplace"))
 
 
-def token_text(tokenizer: Any, token: int) -> str:
+def token_text(tokenizer: Tokenizer | None, token: int) -> str:
     """Return one token's text with visible white space: see `plain_text`."""
     return visible(plain_text(tokenizer, token))
 
 
-def plain_text(tokenizer: Any, token: int) -> str:
+def plain_text(tokenizer: Tokenizer | None, token: int) -> str:
     """Return one token's text.
 
     Bytes that are no complete character are written as ``\\xe2``, ids that the tokenizer does not know as ``#264``.
@@ -55,13 +65,13 @@ def plain_text(tokenizer: Any, token: int) -> str:
     return str(text)
 
 
-def split_bytes(tokenizer: Any, token: int) -> bytes | None:
+def split_bytes(tokenizer: Tokenizer | None, token: int) -> bytes | None:
     """Return the bytes of a token that begins or ends inside a character; None of all others.
 
     They are known from how the token is written in a byte-level table, or as <0xE2>.
     """
     piece = None if tokenizer is None else tokenizer.convert_ids_to_tokens(token)
-    if piece is None or "\ufffd" not in tokenizer.decode([token]):
+    if tokenizer is None or piece is None or "\ufffd" not in tokenizer.decode([token]):
         return None
     return (sentence_piece if BYTE.fullmatch(piece) else byte_level)(piece)
 

@@ -1,13 +1,23 @@
-"""Checks of single arguments, and numbers of numpy and torch as Python's own.
+"""Checks of single arguments and of packages, and numbers of numpy and torch as Python's own.
 
 Knows: flags, counts, temperatures, names, arrays.  Does not know: prompts, options, decoding.
 """
 
 import os
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from math import inf
 from typing import Any
 
 from specinfer.errors import InputError
+
+
+def installed(module: str, problem: str) -> Any:
+    """Import a module of a package that users install if they need it; raise `InputError` where it is missing."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise InputError(f"{problem}: pip install {module.partition('.')[0]}") from error
 
 
 def plain(value: Any) -> Any:
@@ -21,6 +31,15 @@ def plain(value: Any) -> Any:
     return value
 
 
+def mapped(value: object, change: Callable[[object], object]) -> Any:
+    """Return a value with whatever stands in its lists and dicts, at any depth, changed; tuples become lists."""
+    if isinstance(value, Mapping):
+        return {name: mapped(item, change) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [mapped(item, change) for item in value]
+    return change(value)
+
+
 def checked_flag(name: str, value: Any) -> bool:
     """Return a flag; raise `InputError` if it is neither True nor False."""
     if not isinstance(flag := plain(value), bool):
@@ -28,7 +47,7 @@ def checked_flag(name: str, value: Any) -> bool:
     return flag
 
 
-def checked_count(name: str, value: Any, least: int, advice: str = "") -> int:
+def checked_count(name: str, value: object, least: int, advice: str = "") -> int:
     """Return a whole number; raise `InputError` for anything else, for less than the least and over 32 bits."""
     count = plain(value)
     if isinstance(count, bool) or not isinstance(count, int) or not least <= count < 2**31:
@@ -36,7 +55,7 @@ def checked_count(name: str, value: Any, least: int, advice: str = "") -> int:
     return count
 
 
-def checked_temperature(value: Any) -> float:
+def checked_temperature(value: object) -> float:
     """Return a temperature; raise `InputError` for anything else."""
     temperature = plain(value)
     if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature < inf:
@@ -44,7 +63,7 @@ def checked_temperature(value: Any) -> float:
     return temperature
 
 
-def checked_names(name: str, *values: Any) -> None:
+def checked_names(name: str, *values: object) -> None:
     """Raise `InputError` for a value that is neither text nor a path."""
     for value in values:
         if not isinstance(value, str | os.PathLike):

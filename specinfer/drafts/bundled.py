@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from specinfer.drafts.head import HeadDraft, check_fingerprint, read_config
 from specinfer.errors import ModelError
 
 FOLDER = Path(__file__).parent / "weights"
 
 
-def bundled_drafts(target: Any, tokenizer: Any = None) -> Iterator[HeadDraft]:
+def bundled_drafts(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Iterator[HeadDraft]:
     """Load the drafts that come with the package for a target model, none for others: see `bundled_folders`."""
     return map(HeadDraft.load, bundled_folders(target, tokenizer))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specinfer.common.tensors import on_device
 from specinfer.drafts.rows import DraftRows
-from specinfer.engine.draft import DraftContext, DraftSession, Scored
+from specinfer.engine.draft import Committed, DraftContext, DraftSession, Scored, States
 from specinfer.tree import Frontier, Lattice, Source
 
 
@@ -59,12 +59,7 @@ class DepthsSession(DraftRows, DraftSession):
         self.roots, self._logits = roots, None
         return self
 
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Take note of what each row committed; None retires the row."""
         self.advance(tokens)
 

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn import functional
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel, device_of, embedded
 from specinfer.attention.torch_private import writes
@@ -29,7 +30,7 @@ from specinfer.drafts.head_network import HeadNetwork, head_config
 from specinfer.drafts.language_model import HeadDraftSession
 from specinfer.drafts.published.network import check_readable
 from specinfer.engine.draft import Draft, DraftContext
-from specinfer.errors import ModelError, TokenizerMismatch
+from specinfer.errors import ModelError, TokenizerMismatch, one_line
 from specinfer.loading import tokenizer_fingerprint
 
 MODEL_TYPE = "specinfer_eagle_head"  # in config.json
@@ -44,7 +45,9 @@ LARGEST = 1 << 24  # of any size in a head's configuration
 SAME_TARGET = 0.9  # least cosine of two fingerprints: coarsely quantised weights stay above, others are far below
 
 # by target and head: compiled passes belong to a network, so there is one copy for each pair
-_copies: WeakKeyDictionary[Any, WeakKeyDictionary[HeadNetwork, tuple[list[Any], HeadNetwork]]] = WeakKeyDictionary()
+_copies: WeakKeyDictionary[object, WeakKeyDictionary[HeadNetwork, tuple[list[object], HeadNetwork]]] = (
+    WeakKeyDictionary()
+)
 _binding = Lock()
 
 
@@ -126,7 +129,7 @@ class HeadDraft(Draft):
         """Start drafting for a batch of rows."""
         if self.model is None:
             raise ModelError(f"draft {self.name} reads a target's states: attach it to one, or give it to a decoder")
-        return HeadDraftSession(self.model, self.aux_layers, self.inverse_temperature, context)
+        return HeadDraftSession(self.model, self.aux_layers, context, self.inverse_temperature)
 
 
 def _bound(head: HeadNetwork, target: Any) -> HeadNetwork:
@@ -188,13 +191,13 @@ def _check_sizes(record: dict[str, Any], weights: dict[str, Tensor]) -> None:
 
 
 def _unreadable(folder: Path, error: Exception) -> ModelError:
-    return ModelError(f"cannot load an EAGLE-style head from {folder}: {' '.join(str(error).split())[:200]}")
+    return ModelError(f"cannot load an EAGLE-style head from {folder}: {one_line(error)}")
 
 
 # ---- which target a head belongs to ----
 
 
-def target_fingerprint(model: Any, tokenizer: Any) -> dict[str, Any]:
+def target_fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Describe a target: versions of one model have almost the same fingerprint, other models have another one.
 
     The sketch holds a few entries of the embedding matrix.  Copies in another precision (a quantised file, say) have

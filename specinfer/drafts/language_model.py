@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level
 from specinfer.common.values import checked_names
 from specinfer.drafts.rows import DraftRows, state_columns
-from specinfer.engine.draft import Clocked, Draft, DraftContext, Scored
+from specinfer.engine.draft import Clocked, Committed, Draft, DraftContext, Scored, States
 from specinfer.errors import InputError
 from specinfer.tree import Frontier, Growth, Source
 
@@ -36,7 +37,13 @@ class ModelDraft(Draft):
         InputError: another word for ``tokens``, or a name or a tokenizer that is none.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, name: str | None = None, tokens: str = "text") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        name: str | None = None,
+        tokens: str = "text",
+    ) -> None:
         if tokens not in ("text", "same"):
             raise InputError(f"tokens={tokens!r:.60} is no way to read a draft's tokens: choose text or same")
         if tokenizer is not None and (isinstance(tokenizer, type) or not hasattr(tokenizer, "get_vocab")):
@@ -88,12 +95,7 @@ class ModelDraftSession(DraftRows, Clocked):
         self.fed = [Frontier(*level) for level in columns]
         return growth
 
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Keep what was fed of each committed path; the rest is uncached, the new root last."""
         paths = fed_paths(self.fed, tokens)
         self.session.commit(paths)
@@ -162,7 +164,7 @@ class ModelDraftSession(DraftRows, Clocked):
     def read_ahead(self) -> None:
         """Feed and commit each row's uncached tokens except the root."""
         inputs = self._uncached_inputs()
-        early: dict[str, Any] = {name: [row[:-1] for row in rows] for name, rows in inputs.items()}
+        early: dict[str, object] = {name: [row[:-1] for row in rows] for name, rows in inputs.items()}
         self.session.prefill([chain[:-1] for chain in self._chains()], **early)
         self.leave_roots(inputs)
 
@@ -190,7 +192,7 @@ class HeadDraftSession(ModelDraftSession):
     draft_layers = (0,)
 
     def __init__(
-        self, model: TreeModel, aux_layers: Sequence[int], inverse_temperature: float, context: DraftContext
+        self, model: TreeModel, aux_layers: Sequence[int], context: DraftContext, inverse_temperature: float = 1.0
     ) -> None:
         super().__init__(model, context)
         self.inverse_temperature = inverse_temperature
@@ -208,12 +210,7 @@ class HeadDraftSession(ModelDraftSession):
                 if len(uncached) > 1:  # else there is nothing but the first token to draft from
                     self.uncached[row], self.states[row] = uncached[1:], states[1:]
 
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Forget the tree; the committed tokens are uncached, with the target's states that chose them."""
         self.session.commit([None if new is None else () for new in tokens])
         for i, (new, chose) in enumerate(zip(tokens, states, strict=True)):
@@ -248,7 +245,7 @@ class HeadDraftSession(ModelDraftSession):
         self.states = [[states[-1:]] for states in inputs["target_states"]]
 
 
-def fed_paths(fed: Sequence[Frontier], tokens: Sequence[Sequence[int] | None]) -> list[list[int] | None]:
+def fed_paths(fed: Sequence[Frontier], tokens: Committed) -> list[list[int] | None]:
     """Find, in every row, the pending columns along the committed tokens; the last token is always fed again.
 
     Args:

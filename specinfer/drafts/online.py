@@ -19,10 +19,9 @@ from pathlib import Path
 from random import Random
 from threading import Lock
 from time import perf_counter
-from typing import Any
 
 import torch
-from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel
 from specinfer.common.files import storing
@@ -32,7 +31,7 @@ from specinfer.drafts.examples import LONGEST, UNROLL, Example, ExampleBuffer, R
 from specinfer.drafts.head import HeadDraft, read_config
 from specinfer.drafts.head_network import HeadNetwork
 from specinfer.drafts.language_model import HeadDraftSession
-from specinfer.engine.draft import Draft, DraftContext, Scored
+from specinfer.engine.draft import Committed, Draft, DraftContext, Scored, States
 from specinfer.errors import InputError, ModelError
 
 SHARE = 0.05  # of the calls' seconds that learning takes at most
@@ -64,7 +63,7 @@ class OnlineHead(HeadDraft):
         super().__init__(draft.head, draft.fingerprint, draft.name, draft.inverse_temperature)
         self.share, self.swaps = share, 0
 
-    def attach(self, target: TreeModel, tokenizer: Any = None) -> "OnlineHead":
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None = None) -> "OnlineHead":
         """Return this draft with the target's matrices borrowed, and nothing learnt yet.
 
         Raises:
@@ -143,17 +142,12 @@ class OnlineHeadSession(HeadDraftSession):
         context: DraftContext,
         buffer: ExampleBuffer,
     ) -> None:
-        super().__init__(model, aux_layers, inverse_temperature, context)
+        super().__init__(model, aux_layers, context, inverse_temperature)
         self.buffer = buffer
         rows = zip(context.prompts, self.states, strict=True)
         self.recorders = [Recorder(prompt, torch.cat(states), self.draft) for prompt, states in rows]
 
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Record what each row committed; a row that is retired leaves its example."""
         for recorder, new, chose, row in zip(self.recorders, tokens, states, scored, strict=False):
             if new is not None and chose is not None and self.token_ids is not None:
@@ -174,7 +168,7 @@ class Student:
         steps: since the last comparison.
     """
 
-    def __init__(self, head: HeadNetwork, target: Any) -> None:
+    def __init__(self, head: HeadNetwork, target: PreTrainedModel) -> None:
         self.network = deepcopy(head).to(torch.promote_types(target.dtype, torch.float32)).bind(target)
         self.trained = {name: w for name, w in self.network.named_parameters() if not name.startswith("output.")}
         for weight in self.trained.values():
@@ -259,7 +253,7 @@ class Budget:
             self.spent += self.times[kind][-1]
 
 
-def checked_share(online: Any) -> float:
+def checked_share(online: object) -> float:
     """Return the share of the calls' seconds that learning takes at most; 0 if nothing learns.
 
     Args:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specinfer.common.tensors import on_device
-from specinfer.engine.draft import DraftContext
+from specinfer.engine.draft import Committed, DraftContext
 from specinfer.engine.gumbel import DRAFT, SILENT, key
 from specinfer.tree import draw_candidates
 
@@ -45,7 +45,7 @@ class DraftRows:
         """Rows still active."""
         return len(self.lengths)
 
-    def advance(self, tokens: Sequence[Sequence[int] | None]) -> None:
+    def advance(self, tokens: Committed) -> None:
         """Count the tokens that each row committed, and forget the rows that were retired (None)."""
         self.lengths = [length + len(new or ()) for length, new in zip(self.lengths, tokens, strict=True)]
         if None not in tokens:

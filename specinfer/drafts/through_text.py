@@ -32,13 +32,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel
 from specinfer.common.tensors import on_device
 from specinfer.drafts.language_model import ModelDraft, ModelDraftSession, fed_paths
 from specinfer.drafts.rows import log_chances
 from specinfer.drafts.two_tokenizers import TAIL, RowText, Segmenter, Translation, bare_encoder
-from specinfer.engine.draft import DraftContext, Scored
+from specinfer.engine.draft import Committed, DraftContext, Scored, States
 from specinfer.errors import TokenizerMismatch, UnsupportedModel
 from specinfer.tree import Forest, Frontier, Kind, Policy, TokenTree
 
@@ -72,7 +73,7 @@ class ThroughTextDraft(ModelDraft):
         shared = f"where tokens are asked for one by one, it proposes the {len(self.translation.shared)} that both know"
         self.notes = [f"draft {self.name}: another tokenizer; its text is cut into the target's tokens; {shared}"]
 
-    def attach(self, target: TreeModel, tokenizer: Any) -> "ThroughTextDraft":
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase) -> "ThroughTextDraft":
         """Return a draft bound to another decoder.
 
         Raises:
@@ -128,12 +129,7 @@ class ThroughTextSession(ModelDraftSession):
         trees = [self._tree(row, tree, policy.branches) for row, tree in enumerate(grown)]
         return Forest.of(trees).best(policy.max_nodes)
 
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Read what each row committed as text; keep what was fed of it, forget what is now cut in another way."""
         before = list(self.cached)
         news = [None if new is None else self._read(row, new) for row, new in enumerate(tokens)]

@@ -162,8 +162,7 @@ class Segmenter:
             complete = codecs.getincrementaldecoder("utf-8")().decode(text)
         except UnicodeDecodeError:
             return []
-        ids: list[int] = self.encoder.encode(complete, add_special_tokens=False).ids
-        return ids
+        return self.encoder.encode(complete, add_special_tokens=False).ids
 
 
 def _read(tokenizer: Any, whose: str, size: int) -> dict[int, bytes | str]:
@@ -192,7 +191,7 @@ def bare_encoder(tokenizer: Any) -> Tokenizer:
     return Tokenizer.from_str(json.dumps({**parts, **unprefixed, "truncation": None, "padding": None}))
 
 
-def _unprefixed(step: dict[str, Any] | None) -> dict[str, Any] | None:
+def _unprefixed(step: dict[str, Any] | None) -> dict[str, object] | None:
     """Return a step of a tokenizer, as JSON, that puts no space before a text."""
     if step is None or step["type"] == "Prepend":
         return None

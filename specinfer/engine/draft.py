@@ -21,6 +21,7 @@ from specinfer.engine.processors import Processors
 from specinfer.errors import CHECK_WEIGHTS, InputError, NumericalError, TreeError
 from specinfer.tree import Forest, Growth, Policy, Source, TokenTree
 
+Committed = Sequence[Sequence[int] | None]  # per row, what a step committed; None: the row retires
 States = Sequence[Tensor | None]  # per row, the target's auxiliary hidden states (n, K, H)
 
 
@@ -38,7 +39,7 @@ class DraftContext:
     couplings: Sequence[Coupling] = ()  # per row, the target's noise: it chooses argmax(log p + noise); () = none
     aux_layers: Sequence[int] = ()  # the target's layers whose hidden states drafts get, counted as transformers does
     # per row, the target's hidden states (n - 1, aux_layers, H) at all prompt tokens except the root
-    states: Sequence[Tensor | None] = ()
+    states: States = ()
     graphs: bool = False  # replay passes as CUDA graphs
     notes: Sequence[list[str]] = ()  # per row, what its result will say: sessions may add to it
 
@@ -112,12 +113,7 @@ class DraftSession(ABC):
         return trees if min(left, default=depth) >= depth else trees.pruned([max(0, levels) for levels in left])
 
     @abstractmethod
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Take note of what each row committed.
 
         Args:

@@ -12,11 +12,9 @@ from itertools import zip_longest
 from time import perf_counter
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from specinfer.attention import TreeModel, TreeSession
 from specinfer.common.tensors import concat, padded_width
-from specinfer.engine.draft import Clocked, Draft, DraftContext, DraftSession, Scored, States
+from specinfer.engine.draft import Clocked, Committed, Draft, DraftContext, DraftSession, Scored, States
 from specinfer.engine.gumbel import SILENT
 from specinfer.engine.sequence import Row
 from specinfer.engine.shared_prefix import SharedPrefix
@@ -96,12 +94,7 @@ class Drafting(Clocked):
         trees = iter(grown)
         return Forest.of([next(trees) if inside else tree for inside, tree in zip(self.inside, bare, strict=True)])
 
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Take note of what each row committed; rows whose context has ended leave, and late ones join."""
         known, (late, read), self.late = len(self.inside), self.late, ((), ())
         if any(self.inside):

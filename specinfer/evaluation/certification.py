@@ -42,7 +42,7 @@ from torch import Tensor
 from specinfer.common.progress import Progress, tracked
 from specinfer.drafts.depths import LatticeSession
 from specinfer.drafts.rows import DraftRows
-from specinfer.engine.draft import DraftContext, DraftSession
+from specinfer.engine.draft import Committed, DraftContext, DraftSession
 from specinfer.engine.processors import Processors
 from specinfer.engine.verify import ExactMatch, MultiStep, Probabilities, TargetView, Verdict
 from specinfer.errors import InputError
@@ -182,8 +182,8 @@ def peeks(q: Probabilities, choice: int) -> Probabilities:
 
 
 @dataclass
-class EnumeratedDraft(DraftSession):
-    """One draft below one context: a `Source` that takes its draws from an `EnumeratedChance`."""
+class Enumerated:
+    """One draft below one context, and what decides."""
 
     models: RandomModels
     behaviour: Behaviour
@@ -191,6 +191,12 @@ class EnumeratedDraft(DraftSession):
     chance: EnumeratedChance
     root: Context
     draft: int
+
+
+@dataclass
+class EnumeratedDraft(Enumerated, DraftSession):
+    """A `Source` that takes its draws from an `EnumeratedChance`."""
+
     known: list[Context] = field(default_factory=list)  # all frontier nodes so far
     batch = 1
     device = torch.device("cpu")
@@ -220,9 +226,7 @@ class EnumeratedDraft(DraftSession):
         """Return the draft itself."""
         return self
 
-    def commit(
-        self, tokens: Sequence[Sequence[int] | None], states: Sequence[object] = (), scored: Sequence[object] = ()
-    ) -> None:
+    def commit(self, tokens: Committed, states: Sequence[object] = (), scored: Sequence[object] = ()) -> None:
         """Keep nothing: every step has a draft of its own."""
 
     def _contexts(self, frontier: Frontier) -> list[Context]:
@@ -245,8 +249,7 @@ class EnumeratedIntersection(EnumeratedDraft):
         shared = torch.tensor([token for token in range(len(q)) if token != self.draft % len(q)], device="cpu")
         rows.token_ids = shared
         logits = torch.from_numpy(q + 1e-3).log()[shared]
-        distribution: Probabilities = rows.warped(logits[None, None])[0, 0].softmax(-1).numpy()
-        return distribution
+        return rows.warped(logits[None, None])[0, 0].softmax(-1).numpy()
 
 
 def _drawn(
@@ -282,8 +285,9 @@ def _root(context: Context) -> int:
     return context[-1] if context else 0
 
 
-class EnumeratedLattice(LatticeSession):
-    """One draft below one context that predicts all depths at once: they depend on the depth alone.
+@dataclass
+class EnumeratedLattice(Enumerated, LatticeSession):
+    """A draft that predicts all depths at once: they depend on the depth alone.
 
     What it predicts for a depth is what its model says after so many tokens 0; below the first, no token is certain.
     """
@@ -291,17 +295,9 @@ class EnumeratedLattice(LatticeSession):
     depth = 3  # levels that are predicted
     word = "lattice of marginals"
 
-    def __init__(
-        self,
-        models: RandomModels,
-        behaviour: Behaviour,
-        choice: Callable[[Context], int],
-        chance: EnumeratedChance,
-        root: Context,
-        draft: int,
-    ) -> None:
-        super().__init__(DraftContext([[_root(root)]], 1, 1, models.vocabulary, draft, Processors([]), [0]))
-        self.models, self.behaviour, self.choice, self.chance, self.root = models, behaviour, choice, chance, root
+    def __post_init__(self) -> None:
+        context = DraftContext([[_root(self.root)]], 1, 1, self.models.vocabulary, self.draft, Processors([]), [0])
+        LatticeSession.__init__(self, context)
 
     def predict(self) -> Tensor:
         """Return logits (1, D, V), by what the draft really does."""
@@ -436,12 +432,7 @@ def certify(
 
 
 def certify_verifier(
-    verifier: AnyVerifier,
-    policy: Policy,
-    drafts: int = 1,
-    vocabulary: int = 4,
-    tokens: int = 3,
-    seed: int = 0,
+    verifier: AnyVerifier, policy: Policy, drafts: int = 1, vocabulary: int = 4, tokens: int = 3, seed: int = 0
 ) -> Certificate:
     """Certify your own verifier on the trees of a policy: see the example at the top of this module.
 

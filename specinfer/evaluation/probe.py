@@ -6,11 +6,11 @@ Does not know: what is asked (`traces.probes`, `compare.methods`), and what the 
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
-from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from specinfer.engine.draft import Clocked, Draft, DraftContext, DraftSession, Scored
+from specinfer.attention import TreeModel
+from specinfer.engine.draft import Clocked, Committed, Draft, DraftContext, DraftSession, Scored, States
 from specinfer.tree import Chain, Forest, Growth, Kind, Policy, Source
 
 
@@ -29,7 +29,7 @@ class Question(Policy):
     def ask(self, source: Source, max_depth: int | None) -> None:
         """Ask the draft at the rows' position, no deeper than ``max_depth``."""
 
-    def advance(self, tokens: Sequence[Sequence[int] | None]) -> None:
+    def advance(self, tokens: Committed) -> None:
         """Go to the next position; rows given None are at their end."""
         self.rows = [row for row, new in zip(self.rows, tokens, strict=True) if new is not None]
         self.position += 1
@@ -47,7 +47,7 @@ class Probe(Draft):
         self.draft, self.question = draft, question
         self.name, self.aux_layers, self.model = draft.name, draft.aux_layers, draft.model
 
-    def attach(self, target: Any, tokenizer: Any) -> "Probe":
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None) -> "Probe":
         """Return a probe of the attached draft."""
         return Probe(self.draft.attach(target, tokenizer), self.question)
 
@@ -67,12 +67,7 @@ class ProbeSession(Clocked):
         self.question.wanted += 1
         return self.session.propose(self.question, roots, max_depth)
 
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Tell the draft and the question what was committed."""
         self.session.commit(tokens, states, scored)
         self.question.advance(tokens)

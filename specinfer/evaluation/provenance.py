@@ -40,7 +40,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _draft(draft: Draft) -> dict[str, Any]:
+def _draft(draft: Draft) -> dict[str, object]:
     weights = _fingerprint(draft.model.model) if isinstance(draft.model, TreeModel) else None
     return {"name": draft.name, "weights": weights, **draft.identity()}
 

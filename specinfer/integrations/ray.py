@@ -32,16 +32,16 @@ def generate(
     column: str = "prompt",
     *,
     target: str | None = None,
-    drafts: Any = "auto",
+    drafts: object = "auto",
     load: Callable[..., SpeculativeDecoder] = SpeculativeDecoder.from_pretrained,
-    load_options: Mapping[str, Any] | None = None,
+    load_options: Mapping[str, object] | None = None,
     concurrency: int = 1,
     num_cpus: float = 1,
     num_gpus: float = 0,
     block: int = 64,
     max_rows: int = MAX_ROWS,
     seed: int = 0,
-    **options: Any,
+    **options: object,
 ) -> "ray.data.Dataset":
     """Generate for every row of a dataset of Ray Data, in actors that hold a decoder each.
 
@@ -88,7 +88,7 @@ def generate(
     )
 
 
-def _check(dataset: Any, column: str) -> None:
+def _check(dataset: object, column: str) -> None:
     """Raise `InputError` unless this is a dataset of Ray Data that has prompts, and room for results."""
     try:
         from ray.data import Dataset
@@ -99,9 +99,7 @@ def _check(dataset: Any, column: str) -> None:
     checked_names("column", column)
     names = dataset.columns() or []
     if column not in names:
-        raise InputError(
-            f"the dataset has no column {column!r}, but {', '.join(names) or 'none'}: name that of prompts"
-        )
+        raise InputError(f"the dataset has no column {column!r}, but {', '.join(names) or 'none'}: name the prompts'")
     if taken := sorted({*names} & {*COLUMNS} - {"seed"}):
         raise InputError(f"the dataset has a column {taken[0]!r} already: rename it, or drop it")
 

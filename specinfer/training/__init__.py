@@ -14,6 +14,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from specinfer.attention import TreeModel, is_dispatched
 from specinfer.common.files import locked, write_json
 from specinfer.common.progress import Progress
@@ -73,8 +75,8 @@ class Recipe:
 
 
 def distill(
-    model: Any,
-    tokenizer: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[TrainingPrompt],
     out: Path,
     recipe: Recipe = Recipe(),
@@ -130,19 +132,22 @@ def distill(
     return {"out": str(out), "texts": texts, "tokens": tokens, "drafts": trained}
 
 
-def _check_target(model: Any, recipe: Recipe) -> None:
+def _check_target(model: PreTrainedModel, recipe: Recipe) -> None:
     if is_dispatched(model):
-        raise UnsupportedModel(
-            "a target that was loaded with a device_map cannot be trained for: load it on one device"
-        )
+        raise UnsupportedModel("a target loaded with a device_map cannot be trained for: load it on one device")
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if recipe.arch == "lm" and recipe.training.layers > layers:
         raise InputError(f"layers={recipe.training.layers} of an lm are more than the target's {layers}: give fewer")
 
 
 def _train(
-    model: Any, tokenizer: Any, shards: Sequence[Path], job: TrainingJob, data: str, progress: Progress
-) -> dict[str, Any]:
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    shards: Sequence[Path],
+    job: TrainingJob,
+    data: str,
+    progress: Progress,
+) -> dict[str, object]:
     """Train one draft unless that was done; return its folder and figures."""
     process = processes(model.device)
     train_draft = train.train_head if job.arch == "head" else train.train_causal_lm
@@ -154,7 +159,9 @@ def _train(
     return {"folder": str(job.folder), **figures}
 
 
-def _plan_training(model: Any, tokenizer: Any, out: Path, recipe: Recipe, target: str) -> list[TrainingJob]:
+def _plan_training(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, recipe: Recipe, target: str
+) -> list[TrainingJob]:
     """Return the drafts to be trained; heads that are trained on keep their sizes and auxiliary hidden states."""
     heads = [HeadDraft.load(folder) for folder in recipe.start]
     for folder, head in zip(recipe.start, heads, strict=True):

@@ -1,10 +1,11 @@
-"""A trained draft's model card: README.md, and a plot of its training where matplotlib is installed.
+"""A trained draft's model card: README.md by the template card.md, and a plot of its training where matplotlib is.
 
 Knows: what was trained, on what, and how well the draft predicts held-out text.  Does not know: how it was trained.
 """
 
 from collections import Counter
 from collections.abc import Sequence
+from importlib.resources import files
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -28,59 +29,6 @@ COVERAGE = (
     "\nIts vocabulary covers {:.1%} of the tokens that it was trained on. When sampling, its log-probabilities are "
     "multiplied by {:g} before the target's noise is added.\n"
 )
-TEMPLATE = """---
-base_model: {target}
-library_name: specinfer
-tags: [speculative-decoding, draft-model]
----
-
-# Draft {name} for {target}
-
-This is {kind}.
-It proposes tokens for **{target}** in speculative decoding; the target verifies every one of them, so that the text
-and its distribution are the target's own. Made by `specinfer distill`.
-
-```python
-from specinfer import SpeculativeDecoder
-
-decoder = SpeculativeDecoder.from_pretrained("{target}", drafts=["path/to/this/folder"])
-```
-
-## Data
-
-{data}
-
-## Training
-
-{training}
-
-| setting | value |
-|---|---|
-{settings}
-
-| step | loss | held-out top-1 |
-|---|---|---|
-{losses}
-
-{plot}
-
-## Measured acceptance
-
-How often the target's own choice was among the draft's k likeliest tokens, on held-out texts ({held_out:.1%} of the
-texts above; other texts of the same prompts may have been trained on). In step s the draft has read s - 1 tokens of its
-own proposal, as on level s of a tree.
-
-| step | {ranks} |
-|---|{rules}|
-{hits}
-{coverage}
-## What it is not for
-
-- Not for any other target: it was fitted to this one's choices, and a head to its hidden states.
-- Not for writing text by itself: nothing but the target's verification makes its tokens right.
-- The rates above hold for text like the data above; they say nothing about speed, other languages or other subjects.
-- What the target must not be used for, this draft must not be used for either; the target's licence applies.
-"""
 
 
 def describe_data(
@@ -117,20 +65,25 @@ def write_card(job: TrainingJob, data: str, figures: dict[str, Any]) -> None:
     history, hits = figures["history"], figures["hits"]
     plotted = write_plot(job.folder / PLOT, history)
     listed = history[::-1][:: -(-len(history) // LOSS_ROWS)][::-1]  # evenly spaced, the last step among them
-    text = TEMPLATE.format(
-        name=job.folder.name,
-        target=job.target,
-        kind=ARCHITECTURES[job.arch],
-        data=data,
-        training=_training(job, figures["steps"]),
-        settings="\n".join(f"| {name} | {value} |" for name, value in job.used_settings().items()),
-        losses="\n".join(f"| {row['step']} | {row['loss']:.4f} | {row['held_out'][0][0]:.3f} |" for row in listed),
-        plot=f"![Loss and held-out hit rates]({PLOT})" if plotted else NO_PLOT,
-        held_out=job.settings.held_out,
-        ranks=" | ".join(f"top-{k}" for k in range(1, len(hits[0]) + 1)),
-        rules="|".join(["---"] * len(hits[0])),
-        hits="\n".join(f"| {i} | {' | '.join(f'{rate:.3f}' for rate in row)} |" for i, row in enumerate(hits, 1)),
-        coverage=COVERAGE.format(figures["coverage"], figures["inverse_temperature"]) if job.arch == "head" else "",
+    text = (
+        files(__package__)
+        .joinpath("card.md")
+        .read_text(encoding="utf-8")
+        .format(
+            name=job.folder.name,
+            target=job.target,
+            kind=ARCHITECTURES[job.arch],
+            data=data,
+            training=_training(job, figures["steps"]),
+            settings="\n".join(f"| {name} | {value} |" for name, value in job.used_settings().items()),
+            losses="\n".join(f"| {row['step']} | {row['loss']:.4f} | {row['held_out'][0][0]:.3f} |" for row in listed),
+            plot=f"![Loss and held-out hit rates]({PLOT})" if plotted else NO_PLOT,
+            held_out=job.settings.held_out,
+            ranks=" | ".join(f"top-{k}" for k in range(1, len(hits[0]) + 1)),
+            rules="|".join(["---"] * len(hits[0])),
+            hits="\n".join(f"| {i} | {' | '.join(f'{rate:.3f}' for rate in row)} |" for i, row in enumerate(hits, 1)),
+            coverage=COVERAGE.format(figures["coverage"], figures["inverse_temperature"]) if job.arch == "head" else "",
+        )
     )
     write_whole(job.folder / "README.md", text)
 

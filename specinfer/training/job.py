@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from specinfer.common.files import lock_settings, read_json, storing, sync, weights_digest, write_json
-from specinfer.errors import InputError
+from specinfer.common.values import installed
+from specinfer.errors import InputError, one_line
 
 TIMEOUT = timedelta(days=7)  # of processes that wait for the one that writes the text
 
@@ -148,8 +149,8 @@ class Checkpoint:
                 optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
             return record["step"], record["history"]
         except (SafetensorError, LookupError, TypeError, ValueError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:120]
-            raise InputError(f"{self.folder} is damaged ({reason}): remove it, and training begins anew") from error
+            advice = "remove it, and training begins anew"
+            raise InputError(f"{self.folder} is damaged ({one_line(error, 120)}): {advice}") from error
 
 
 def processes(device: torch.device) -> Any:
@@ -161,10 +162,7 @@ def processes(device: torch.device) -> Any:
     Raises:
         InputError: accelerate is not installed.
     """
-    try:
-        from accelerate import PartialState
-    except ImportError:
-        raise InputError("training needs accelerate: pip install accelerate") from None
+    accelerate = installed("accelerate", "training needs accelerate")
     if device.type == "cuda":
         torch.cuda.set_device(device)  # accelerate takes the current device
-    return PartialState(cpu=device.type == "cpu", timeout=TIMEOUT)
+    return accelerate.PartialState(cpu=device.type == "cpu", timeout=TIMEOUT)

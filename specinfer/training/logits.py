@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from specinfer.attention import TreeModel, running
 from specinfer.errors import UnsupportedModel
@@ -29,7 +30,7 @@ class TargetLogits:
         token_ids: (V',) the tokens whose logits are wanted; None = all.
     """
 
-    def __init__(self, model: Any, token_ids: Tensor | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, token_ids: Tensor | None = None) -> None:
         self.model, self.output = model, model.get_output_embeddings()
         if token_ids is not None:
             self.output = _OutputRows(self.output, token_ids)
@@ -39,11 +40,10 @@ class TargetLogits:
         base_model = _FixedBaseModel((states.to(self.output.weight.dtype)[None],))
         model = _StandIn(self.model, base_model, self.output)
         input_ids = torch.zeros(1, len(states), dtype=torch.long, device=states.device)  # not read
-        logits: Tensor = type(self.model).forward(model, input_ids).logits[0]
-        return logits
+        return type(self.model).forward(model, input_ids).logits[0]
 
 
-def check_logits(model: Any) -> None:
+def check_logits(model: PreTrainedModel) -> None:
     """Refuse a model whose logits do not follow from its last hidden states in this way, by one small pass.
 
     Raises:
@@ -89,7 +89,7 @@ class _FixedBaseModel(tuple[Tensor]):
     last_hidden_state = property(itemgetter(0))
     decoder = property(lambda self: self)
 
-    def __call__(self, *_: Any, **__: Any) -> "_FixedBaseModel":
+    def __call__(self, *_: object, **__: object) -> "_FixedBaseModel":
         return self
 
     def __getattr__(self, name: str) -> None:
@@ -99,7 +99,7 @@ class _FixedBaseModel(tuple[Tensor]):
 class _StandIn:
     """Stands in for a causal LM: its attributes, but another base model and output matrix."""
 
-    def __init__(self, model: Any, base_model: _FixedBaseModel, output: Any) -> None:
+    def __init__(self, model: PreTrainedModel, base_model: _FixedBaseModel, output: object) -> None:
         self._model = model
         self._replaced = {id(model.base_model): base_model, id(model.get_output_embeddings()): output}
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from specinfer.drafts.head_network import HeadNetwork
 from specinfer.drafts.unrolled import unrolled_logits
@@ -34,7 +35,7 @@ class DistillationLoss(nn.Module):
         token_ids: (V',) ascending, the tokens that the draft may propose; None = all.
     """
 
-    def __init__(self, target: Any, settings: TrainingSettings, token_ids: Tensor | None = None) -> None:
+    def __init__(self, target: PreTrainedModel, settings: TrainingSettings, token_ids: Tensor | None = None) -> None:
         super().__init__()
         self.settings, self.token_ids = settings, token_ids
         self.target_logits = TargetLogits(target, token_ids)
@@ -90,7 +91,7 @@ class DistillationLoss(nn.Module):
 class HeadLoss(DistillationLoss):
     """A head's loss, unrolled over several draft steps."""
 
-    def __init__(self, head: HeadNetwork, target: Any, settings: TrainingSettings) -> None:
+    def __init__(self, head: HeadNetwork, target: PreTrainedModel, settings: TrainingSettings) -> None:
         super().__init__(target, settings, head.token_ids)
         self.head = head
 

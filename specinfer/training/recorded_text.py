@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel
 from specinfer.calls.run import Run
@@ -30,7 +31,7 @@ from specinfer.common.files import lock_settings, write_whole
 from specinfer.common.progress import Progress
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.drafts.head import target_fingerprint
-from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
+from specinfer.engine.draft import Committed, Draft, DraftContext, DraftSession, Scored, States
 from specinfer.engine.gumbel import TRAINING, key
 from specinfer.engine.sampling import whole_distribution
 from specinfer.engine.sequence import Stopping
@@ -123,7 +124,7 @@ def read_documents(files: Sequence[Path]) -> list[TrainingPrompt]:
 
 def plan_text(
     target: TreeModel,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
     prompts: Sequence[TrainingPrompt],
     documents: Sequence[TrainingPrompt],
     settings: TextSettings,
@@ -187,7 +188,7 @@ def _batches(jobs: Sequence[TextJob]) -> list[TextBatch]:
 # ---- writing it ----
 
 
-def default_aux_layers(model: Any) -> tuple[int, ...]:
+def default_aux_layers(model: PreTrainedModel) -> tuple[int, ...]:
     """Return the hidden states that are kept: of an early, a late and the last layer, as transformers counts."""
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     return tuple(sorted({max(1, round(depth * layers)) for depth in AUX_DEPTHS}))
@@ -309,12 +310,7 @@ class Recorder(Draft, DraftSession):
         self.active = list(self.rows)
         return self
 
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Keep the states that chose the committed tokens."""
         for row, new in zip(self.active, states, strict=True):
             row += [] if new is None else [new]

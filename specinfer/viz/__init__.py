@@ -20,10 +20,12 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from specinfer.common.files import write_whole
+from specinfer.common.token_text import Tokenizer
 from specinfer.results import Result
 from specinfer.viz.description import Description, describe
 from specinfer.viz.html import fragment_of, page_of, to_json
 from specinfer.viz.lanes import lanes_of
+from specinfer.viz.plots import plot_compare, plot_drafts
 from specinfer.viz.side_by_side import PairDescription, SideBySide, describe_pair
 from specinfer.viz.svg import svg_of
 from specinfer.viz.text import text_for
@@ -34,14 +36,14 @@ if TYPE_CHECKING:
 __all__ = ["SideBySide", "data", "fragment", "page", "picture", "plot_compare", "plot_drafts", "text"]
 
 
-def fragment(thing: Any) -> str:
+def fragment(thing: object) -> str:
     """Return an element for a notebook: of a result that has no step yet, its text."""
     if isinstance(thing, Result) and not thing.steps:
         return f"<pre>{escape(thing.text)}</pre>"
     return fragment_of(*_painted(thing))
 
 
-def page(thing: Any, path: "str | PathLike[str] | None" = None, tokenizer: Any = None) -> str:
+def page(thing: object, path: "str | PathLike[str] | None" = None, tokenizer: Tokenizer | None = None) -> str:
     """Return a complete document; write it if there is a path.
 
     Raises:
@@ -50,17 +52,17 @@ def page(thing: Any, path: "str | PathLike[str] | None" = None, tokenizer: Any =
     return _written(page_of(*_painted(thing, tokenizer)), path)
 
 
-def picture(thing: Any, path: "str | PathLike[str] | None" = None, tokenizer: Any = None) -> str:
+def picture(thing: object, path: "str | PathLike[str] | None" = None, tokenizer: Tokenizer | None = None) -> str:
     """Return a picture; arguments and errors as `page`."""
     return _written(_painted(thing, tokenizer)[1], path)
 
 
-def data(thing: Any, path: "str | PathLike[str] | None" = None, tokenizer: Any = None) -> str:
+def data(thing: object, path: "str | PathLike[str] | None" = None, tokenizer: Tokenizer | None = None) -> str:
     """Return what the page draws, as JSON; arguments and errors as `page`."""
     return _written(to_json(_described(thing, tokenizer).to_dict()), path)
 
 
-def text(thing: Any, stream: Any = None, tokenizer: Any = None, step: int | None = None) -> str:
+def text(thing: Any, stream: Any = None, tokenizer: Tokenizer | None = None, step: int | None = None) -> str:
     """Return a tree as lines of text: token, probability, who drafted it, what became of it.
 
     Args:
@@ -73,25 +75,11 @@ def text(thing: Any, stream: Any = None, tokenizer: Any = None, step: int | None
     return text_for(stream, describe(thing, tokenizer), step)
 
 
-def plot_compare(comparison: Any, ax: Any = None) -> Any:
-    """Draw a comparison on matplotlib: see `plots.plot_compare`."""
-    from specinfer.viz import plots
-
-    return plots.plot_compare(comparison, ax=ax)
-
-
-def plot_drafts(report: Any, ax: Any = None) -> Any:
-    """Draw what a check of drafts expects on matplotlib: see `plots.plot_drafts`."""
-    from specinfer.viz import plots
-
-    return plots.plot_drafts(report, ax=ax)
-
-
-def _described(thing: Any, tokenizer: Any) -> Description | PairDescription:
+def _described(thing: Any, tokenizer: Tokenizer | None) -> Description | PairDescription:
     return describe_pair(thing, tokenizer) if isinstance(thing, SideBySide) else describe(thing, tokenizer)
 
 
-def _painted(thing: Any, tokenizer: Any = None) -> tuple[Description | PairDescription, str]:
+def _painted(thing: object, tokenizer: Tokenizer | None = None) -> tuple[Description | PairDescription, str]:
     """Return the description of a thing, and its still picture."""
     found = _described(thing, tokenizer)
     return found, lanes_of(found) if isinstance(found, PairDescription) else svg_of(found)

@@ -42,7 +42,8 @@ from functools import cache
 from math import isfinite
 from typing import Any
 
-from specinfer.common.token_text import Piece, last_piece, piece_after, plain_text, split_bytes, visible
+from specinfer.common.token_text import Piece, Tokenizer, last_piece, piece_after, plain_text, split_bytes, visible
+from specinfer.common.values import mapped
 from specinfer.evaluation.inspect.inspection import StepInspection
 from specinfer.evaluation.inspect.rescoring import BY_HAND
 from specinfer.results import Result, Step, best_step
@@ -122,7 +123,7 @@ class Description:
     thing: Any
     drafts: list[str]
     steps: list[DrawnStep]
-    tokenizer: Any
+    tokenizer: Tokenizer | None
     result: Result | None
 
     @property
@@ -177,7 +178,7 @@ class Description:
         tops = [token for step in steps for top in step.get("top", ()) for token, *_ in top]
         ids = {*tops, *(token for step in steps for token in [*step["tokens"], *step["emitted"]])}
         texts = {str(token): plain_text(self.tokenizer, token) for token in sorted(ids)}
-        data: dict[str, Any] = {
+        data: dict[str, object] = {
             "shows": type(self.thing).__name__,
             "drafts": self.drafts,
             "shapes": self.shapes,
@@ -207,7 +208,7 @@ class Description:
         }
 
 
-def describe(thing: Any, tokenizer: Any = None) -> Description:
+def describe(thing: object, tokenizer: Tokenizer | None = None) -> Description:
     """Describe what there is to show of a `TokenTree`, `Step`, `Result`, `Inspection` or `StepInspection`.
 
     Args:
@@ -235,7 +236,7 @@ def _draft_names(thing: Any, result: Result | None) -> list[str]:
     return [*names, *("target" if names or result is not None else f"draft {i}" for i in ids)]
 
 
-def _steps(thing: Any, tokenizer: Any, by_hand: int | None) -> Iterator[DrawnStep]:
+def _steps(thing: Any, tokenizer: Tokenizer | None, by_hand: int | None) -> Iterator[DrawnStep]:
     tokens = _Tokens(tokenizer)
     if isinstance(thing, TokenTree):
         yield DrawnStep(thing, TreeDrawing.of(thing, tokens.text))
@@ -254,7 +255,7 @@ def _steps(thing: Any, tokenizer: Any, by_hand: int | None) -> Iterator[DrawnSte
 class _Tokens:
     """A tokenizer that is asked once for each token."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.text = cache(lambda token: visible(plain_text(tokenizer, token)))
         self.split = cache(lambda token: split_bytes(tokenizer, token))
 
@@ -289,7 +290,7 @@ def _pieces(parents: Sequence[int], tokens: Sequence[int], before: Sequence[int]
     return found
 
 
-def _inspected(step: StepInspection) -> dict[str, Any]:
+def _inspected(step: StepInspection) -> dict[str, object]:
     """Return the columns that an inspection adds."""
     columns = {name: [_short(getattr(node, name)) for node in step.nodes] for name in INSPECTED}
     return {
@@ -300,12 +301,10 @@ def _inspected(step: StepInspection) -> dict[str, Any]:
     }
 
 
-def _short(value: Any) -> Any:
+def _short(value: object) -> Any:
     """Return numbers in three digits, whatever they stand in; None for what JSON has no word for."""
-    if isinstance(value, float):
-        return float(f"{value:.3g}") if isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _short(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_short(item) for item in value]
-    return value
+    return mapped(value, lambda leaf: leaf if not isinstance(leaf, float) else _digits(leaf))
+
+
+def _digits(number: float) -> float | None:
+    return float(f"{number:.3g}") if isfinite(number) else None

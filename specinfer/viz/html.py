@@ -16,21 +16,10 @@ from functools import cache
 from html import escape
 from importlib.resources import files
 from string import Template
-from typing import Any
 
+from specinfer.viz import style
 from specinfer.viz.description import Description
 from specinfer.viz.side_by_side import PairDescription
-from specinfer.viz.style import (
-    ACCEPTED_EDGE,
-    BONUS_DASHES,
-    BONUS_EDGE,
-    BY_DRAFT,
-    DARK,
-    LIGHT,
-    LIKELY_EDGE,
-    STYLES,
-    THIN_EDGE,
-)
 from specinfer.viz.svg import HEIGHT
 
 _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
@@ -58,34 +47,35 @@ def page_of(description: Description | PairDescription, picture: str) -> str:
     return template.substitute(title=escape(description.title), fragment=fragment_of(description, picture))
 
 
-def to_json(data: Any) -> str:
+def to_json(data: object) -> str:
     """Return data as JSON on one line; NaN and infinities are errors."""
     return json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-def in_script(data: Any) -> str:
+def in_script(data: object) -> str:
     """Return data as JSON that may stand inside a script element: it is free of markup."""
     return to_json(data).translate(_ESCAPES)
 
 
 def _palette() -> str:
     """Return the colours as variables of the style."""
-    light, dark = ("".join(f"--{name}:{c};" for name, c in palette.items()) for palette in (LIGHT, DARK))
+    light, dark = ("".join(f"--{name}:{c};" for name, c in palette.items()) for palette in (style.LIGHT, style.DARK))
     return f'.root{{{light}}}\n:host([data-theme="dark"]) .root{{{dark}}}\n'
 
 
 def _looks() -> str:
     """Return how nodes and the lines to them look, as rules of the style."""
-    rules = [f".by{draft}{{--by:var(--by{draft})}}" for draft in range(len(BY_DRAFT))]
-    rules += [f".edge{{stroke-width:calc({THIN_EDGE}px + {LIKELY_EDGE}px*var(--q,0))}}"]
-    for state, style in STYLES.items():
-        line, dashes = f"var(--{style.line or 'by'})", " ".join(map(str, style.dashes)) or "none"
-        border = f"border:{style.width}px {'dashed' if style.dashes else 'solid'} {line}"
-        box = f"background:var(--{style.fill});color:var(--{style.ink});border-radius:{style.corner * HEIGHT:.0f}px"
-        rules.append(f".chip.{state}{{{border};{box};font-weight:{600 if style.width > 1 else 400}}}")
+    rules = [f".by{draft}{{--by:var(--by{draft})}}" for draft in range(len(style.BY_DRAFT))]
+    rules += [f".edge{{stroke-width:calc({style.THIN_EDGE}px + {style.LIKELY_EDGE}px*var(--q,0))}}"]
+    for state, node in style.STYLES.items():
+        line, dashes = f"var(--{node.line or 'by'})", " ".join(map(str, node.dashes)) or "none"
+        border = f"border:{node.width}px {'dashed' if node.dashes else 'solid'} {line}"
+        box = f"background:var(--{node.fill});color:var(--{node.ink});border-radius:{node.corner * HEIGHT:.0f}px"
+        rules.append(f".chip.{state}{{{border};{box};font-weight:{600 if node.width > 1 else 400}}}")
         rules.append(f".edge.{state}{{stroke:{line};stroke-dasharray:{dashes}}}")
-    rules.append(f".edge.accepted,.edge.cut{{stroke-width:{ACCEPTED_EDGE}px}}")
-    rules.append(f".edge.bonus{{stroke-width:{BONUS_EDGE}px;stroke-dasharray:{' '.join(map(str, BONUS_DASHES))}}}")
+    rules.append(f".edge.accepted,.edge.cut{{stroke-width:{style.ACCEPTED_EDGE}px}}")
+    dashes = " ".join(map(str, style.BONUS_DASHES))
+    rules.append(f".edge.bonus{{stroke-width:{style.BONUS_EDGE}px;stroke-dasharray:{dashes}}}")
     return "\n".join(rules) + "\n"
 
 

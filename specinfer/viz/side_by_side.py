@@ -8,6 +8,7 @@ from itertools import takewhile
 from typing import Any
 
 from specinfer.common.display import Displayed
+from specinfer.common.token_text import Tokenizer
 from specinfer.errors import InputError
 from specinfer.viz.description import Description, describe
 
@@ -69,6 +70,6 @@ class PairDescription:
         return {"names": list(self.names), "sides": [side.to_dict() for side in self.sides], "notes": self.notes}
 
 
-def describe_pair(pair: SideBySide, tokenizer: Any = None) -> PairDescription:
+def describe_pair(pair: SideBySide, tokenizer: Tokenizer | None = None) -> PairDescription:
     """Describe both sides; the tokenizer is as in `describe`."""
     return PairDescription(pair.names, (describe(pair.first, tokenizer), describe(pair.second, tokenizer)))

@@ -6,7 +6,6 @@ from, commands.
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from specinfer.tree.drawing import BONUS, DrawnNode, columns
 from specinfer.viz.description import Description
@@ -15,7 +14,7 @@ from specinfer.viz.style import ASCII, TERMINAL, by_draft, terminal
 WIDEST = 66  # columns of lines and tokens, beyond which levels stand closer; what is right of them takes a dozen
 
 
-def text_for(stream: Any, description: Description, step: int | None = None) -> str:
+def text_for(stream: object, description: Description, step: int | None = None) -> str:
     """Return a step as a stream can show it: in colours where it is a terminal, and in ASCII where it holds no more.
 
     Args:
@@ -88,7 +87,7 @@ def stems(nodes: Sequence[DrawnNode], gap: str = " ") -> Iterator[tuple[int, str
         yield i, f"{indents[parent]}{corner}{line}{gap}"
 
 
-def in_colours(stream: Any) -> bool:
+def in_colours(stream: object) -> bool:
     """Whether a stream is a terminal that may be written to in colours."""
     return bool(
         getattr(stream, "isatty", bool)() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

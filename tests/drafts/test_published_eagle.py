@@ -435,7 +435,7 @@ def taught(target, text, rule, count=60, **fields):
     sizes = {"hidden_size": SIZE, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)
     config = eagle3_config(**sizes, num_hidden_layers=1, vocab_size=VOCAB, max_position_embeddings=256, **fields)
-    head = Eagle3Network(config).bind(target).requires_grad_(True)
+    head = Eagle3Network(config, outputs=True).bind(target).requires_grad_(True)
     for name, value in rule.options:
         setattr(head, name, value)
     for name, weight in head.named_parameters():
@@ -565,7 +565,7 @@ def plain_head():
         max_position_embeddings=256,
     )
     ids = torch.arange(0, VOCAB, 2)
-    weights = {n: w for n, w in Eagle3Network(config, ids).state_dict().items() if n != "token_ids"}
+    weights = {n: w for n, w in Eagle3Network(config, ids, outputs=True).state_dict().items() if n != "token_ids"}
     weights |= {"d2t": ids - torch.arange(len(ids)), "t2d": torch.arange(VOCAB) % 2 == 0}
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
     fields = {name: getattr(config, name) for name in names}

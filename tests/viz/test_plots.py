@@ -452,8 +452,8 @@ def test_wrong_data(plot: Any, arguments: tuple[Any, ...], message: str) -> None
 
 def test_every_method_has_looks_of_its_own():
     """In every picture the same, and no two alike."""
-    assert measures.METHODS.keys() == METHODS.keys()
-    assert len({(colour, hatch) for colour, hatch, _ in measures.METHODS.values()}) == len(METHODS)
+    assert axes.METHODS.keys() == METHODS.keys()
+    assert len({(colour, hatch) for colour, hatch, _ in axes.METHODS.values()}) == len(METHODS)
 
 
 def test_colours_are_those_of_every_picture():

@@ -28,7 +28,7 @@ from specinfer.common.tensors import on_device
 from specinfer.common.values import checked_count
 from specinfer.drafts.lookup.recycling import likeliest
 from specinfer.drafts.rows import DraftRows
-from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
+from specinfer.engine.draft import Committed, Draft, DraftContext, DraftSession, Scored, States
 from specinfer.engine.gumbel import DRAFT, key, uniform
 from specinfer.errors import PolicyError
 from specinfer.tree import BestFirst, Forest, Policy, TokenTree
@@ -162,12 +162,7 @@ class LookaheadSession(DraftRows, DraftSession):
             return Forest(policy.kind, roots)
         return Forest.of([self._tree(window, max_depth) for window in self.windows])
 
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Take the target's choices at the windows' nodes as the next iterate."""
         pairs = zip(scored, self.windows, strict=True)
         ends = [[_end(view.tree, path) for path in window.paths()] for view, window in pairs]

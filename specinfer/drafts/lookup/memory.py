@@ -8,16 +8,16 @@ does speed.  So one memory is not for people who must not learn of each other's 
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
+from transformers import PreTrainedTokenizerBase
 
 from specinfer.common.files import checked_path, write_whole
 from specinfer.common.lock import Lock
 from specinfer.drafts.lookup.text_index import BREAK, LENGTHS, MAX_CONTEXT, TextIndex
-from specinfer.errors import InputError, TokenizerMismatch
+from specinfer.errors import InputError, TokenizerMismatch, one_line
 from specinfer.loading import tokenizer_fingerprint
 
 FORMAT = "specinfer memory 1"
@@ -70,8 +70,7 @@ class Memory:
         except FileNotFoundError as error:
             raise InputError(f"there is no memory {name}: give a file that Memory.save wrote, or Memory()") from error
         except (OSError, SafetensorError, KeyError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise InputError(f"{name} is no memory, or not whole ({reason:.160}): {ADVICE}") from error
+            raise InputError(f"{name} is no memory, or not whole ({one_line(error, 160)}): {ADVICE}") from error
         memory.learn([text[text != BREAK] for text in np.split(ids, np.flatnonzero(ids == BREAK))])
         return memory
 
@@ -86,7 +85,7 @@ class Memory:
         metadata = {"format": FORMAT, "tokenizer": self.tokenizer or ""}
         write_whole(path, save({"ids": ids}, metadata))
 
-    def bind(self, tokenizer: Any, vocab_size: int) -> None:
+    def bind(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> None:
         """Take note of the tokenizer whose tokens the texts are, or will be.
 
         Args:
@@ -121,7 +120,7 @@ class Memory:
         self.index = fresh
 
 
-def checked_memory(memory: Any) -> Memory | None:
+def checked_memory(memory: object) -> Memory | None:
     """Return a memory, read from a file if it is the path of one; None if there is none.
 
     Raises:

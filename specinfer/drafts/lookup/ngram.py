@@ -3,15 +3,14 @@
 Knows: the longest n-gram.  Does not know: any model, how occurrences are counted (`suffix`, `text_index`).
 """
 
-from copy import copy
 from typing import Any
 
 from specinfer.common.values import checked_count
-from specinfer.drafts.lookup.suffix import SuffixSession, special_ids, template_prefix
-from specinfer.engine.draft import Draft, DraftContext
+from specinfer.drafts.lookup.suffix import LookupDraft, SuffixSession
+from specinfer.engine.draft import DraftContext
 
 
-class NGramDraft(Draft):
+class NGramDraft(LookupDraft):
     """Prompt lookup as a tree: what followed earlier occurrences of the last 1, 2, ... ``max_ngram`` tokens.
 
     Args:
@@ -25,14 +24,6 @@ class NGramDraft(Draft):
 
     def __init__(self, max_ngram: int = 4) -> None:
         self.max_ngram = checked_count("max_ngram", max_ngram, 1, "looks nothing up")
-        self.special: frozenset[int] = frozenset()
-        self.template: list[int] = []
-
-    def attach(self, target: Any, tokenizer: Any) -> "NGramDraft":
-        """Return a copy that knows the tokenizer's special tokens and how its chat template begins."""
-        bound = copy(self)
-        bound.special, bound.template = special_ids(tokenizer), template_prefix(tokenizer)
-        return bound
 
     def identity(self) -> dict[str, Any]:
         """Return the longest context."""

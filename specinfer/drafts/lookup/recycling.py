@@ -10,15 +10,16 @@ probabilities are kept, too, so that any policy can grow the tree.
 
 from collections.abc import Sequence
 from math import inf, log
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from specinfer.attention import TreeModel
 from specinfer.common.lock import Lock
 from specinfer.drafts.rows import DraftRows
-from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
+from specinfer.engine.draft import Committed, Draft, DraftContext, DraftSession, Scored, States
 from specinfer.tree import Frontier, Source, TokenTree
 
 KEPT = 8  # tokens of an entry
@@ -115,7 +116,7 @@ class RecyclingDraft(Draft):
     def __init__(self) -> None:
         self.table = RecyclingTable()
 
-    def attach(self, target: Any, tokenizer: Any) -> "RecyclingDraft":
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None) -> "RecyclingDraft":
         """Return a draft with an empty table, for one decoder."""
         return RecyclingDraft()
 
@@ -141,12 +142,7 @@ class RecyclingSession(DraftRows, DraftSession):
         self.pairs = [[] for _ in self.ends]
         return self
 
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Put what the target said at all nodes of all rows into the table."""
         found = [likeliest(view.logits[: len(view.tree)], KEPT) for view in scored]
         if found:

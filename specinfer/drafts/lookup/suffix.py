@@ -12,17 +12,18 @@ back.
 from collections.abc import Sequence
 from copy import copy
 from math import inf
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel
 from specinfer.common.values import checked_count
 from specinfer.drafts.lookup.memory import Memory
 from specinfer.drafts.lookup.text_index import LENGTHS, LEVEL, MAX_CONTEXT, Passages, TextIndex, successors
 from specinfer.drafts.rows import DraftRows
-from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
+from specinfer.engine.draft import Committed, Draft, DraftContext, DraftSession, Scored, States
 from specinfer.engine.shared_prefix import common
 from specinfer.errors import InputError
 from specinfer.prompts import encode
@@ -32,7 +33,20 @@ POWER = 0.5  # of every escape
 OTHERS = 4  # other rows of a call that a row drafts from, if there is a memory
 
 
-class SuffixDraft(Draft):
+class LookupDraft(Draft):
+    """A draft from texts, which knows what every text of a chat holds, whatever is said."""
+
+    special: frozenset[int] = frozenset()  # ids of special tokens
+    template: Sequence[int] = ()  # with which the chat template begins every prompt
+
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None) -> Self:
+        """Return a copy that knows the tokenizer's special tokens and how its chat template begins."""
+        bound = copy(self)
+        bound.special, bound.template = special_ids(tokenizer), template_prefix(tokenizer)
+        return bound
+
+
+class SuffixDraft(LookupDraft):
     """Look-up of the longest suffixes of the row's text in that text, and in a memory, as a tree.
 
     Args:
@@ -50,10 +64,8 @@ class SuffixDraft(Draft):
     def __init__(self, max_context: int = MAX_CONTEXT) -> None:
         self.max_context = checked_count("max_context", max_context, 1, "looks nothing up")
         self.memory: Memory | None = None
-        self.special: frozenset[int] = frozenset()
-        self.template: list[int] = []
 
-    def attach(self, target: TreeModel, tokenizer: Any) -> "SuffixDraft":
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None) -> Self:
         """Return a copy that knows the tokenizer's special tokens and how its chat template begins.
 
         The memory, if there is one, is bound to its tokens.
@@ -63,9 +75,7 @@ class SuffixDraft(Draft):
         """
         if self.memory:
             self.memory.bind(tokenizer, target.vocab_size)
-        bound = copy(self)
-        bound.special, bound.template = special_ids(tokenizer), template_prefix(tokenizer)
-        return bound
+        return super().attach(target, tokenizer)
 
     def identity(self) -> dict[str, Any]:
         """Return the longest context."""
@@ -88,13 +98,13 @@ class SuffixDraft(Draft):
             self.memory.learn([text[len(common([text, self.template])) :] for text in texts])
 
 
-def special_ids(tokenizer: Any) -> frozenset[int]:
+def special_ids(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     """Return the ids of a tokenizer's special tokens; none without a tokenizer."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).items()
     return frozenset(getattr(tokenizer, "all_special_ids", ())).union(token for token, how in added if how.special)
 
 
-def template_prefix(tokenizer: Any) -> list[int]:
+def template_prefix(tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     """Return the tokens with which a chat template begins every prompt of one message, whatever that says.
 
     They are its own system message, if it has one, and a header.
@@ -107,7 +117,7 @@ def template_prefix(tokenizer: Any) -> list[int]:
         return []
 
 
-def with_memory(drafts: Sequence[Any], memory: Memory | None) -> list[Any]:
+def with_memory(drafts: Sequence[object], memory: Memory | None) -> list[Any]:
     """Return drafts of which the suffix drafts are copies with the memory.
 
     Raises:
@@ -167,12 +177,7 @@ class SuffixSession(DraftRows, DraftSession):
         self.paths = [[] for _ in self.texts]
         return self if any(map(self.known, range(self.batch))) else None
 
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Note each row's committed tokens, which are read when a tree is asked for; None retires the row."""
         for row, new in enumerate(tokens):
             if self.passages:

@@ -197,10 +197,7 @@ class Passages:
 
 
 def successors(
-    context: tuple[int, ...],
-    indices: Sequence[TextIndex],
-    power: float = 1.0,
-    passages: Passages | None = None,
+    context: tuple[int, ...], indices: Sequence[TextIndex], power: float = 1.0, passages: Passages | None = None
 ) -> dict[int, float]:
     """Return successor -> probability by PPM-C, over all occurrences in some indices.
 

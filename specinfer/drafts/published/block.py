@@ -15,7 +15,7 @@ from specinfer.common.tensors import on_device
 from specinfer.drafts.depths import DepthsSession, LatticeSession
 from specinfer.drafts.language_model import CATCH_UP
 from specinfer.drafts.rows import DraftRows, state_columns
-from specinfer.engine.draft import Clocked, DraftContext, Scored
+from specinfer.engine.draft import Clocked, Committed, DraftContext, Scored, States
 from specinfer.tree import Frontier
 
 
@@ -51,8 +51,7 @@ class BlockRows(Clocked, DepthsSession):
     @property
     def depth(self) -> int:
         """D, how many depths are predicted."""
-        depth: int = self.network.depth
-        return depth
+        return self.network.depth
 
     @property
     def limit(self) -> int | None:  # type: ignore[override]
@@ -92,12 +91,7 @@ class BlockRows(Clocked, DepthsSession):
     def _longest_uncached(self) -> int:
         return max((sum(map(len, row)) for row in self.uncached), default=0)
 
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Take the states at the root and at the accepted tokens as context, and the last token as the next root."""
         self.session.commit([None if new is None else () for new in tokens])
         for row, new, chose in zip(self.uncached, tokens, states, strict=True):

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from specinfer.common.files import WEIGHTS, parse_json
-from specinfer.errors import ModelError
+from specinfer.errors import ModelError, one_line
 from specinfer.loading import reach_hub
 
 LISTED = 4  # names of weights in a message
@@ -49,7 +49,7 @@ class Checkpoint:
             if not isinstance(config, dict):
                 raise ValueError("it is not a JSON object")
         except (OSError, ValueError) as error:
-            raise ModelError(f"cannot read {folder / 'config.json'}: {_line(error)}") from error
+            raise ModelError(f"cannot read {folder / 'config.json'}: {one_line(error)}") from error
         return cls(name.rstrip("/").split("/")[-1], folder, config)
 
     def keys(self) -> set[str]:
@@ -60,7 +60,7 @@ class Checkpoint:
                 with safe_open(file, "pt") as opened:
                     names |= set(opened.keys())
             except Exception as error:  # a damaged file may raise anything
-                raise ModelError(f"cannot read the weights in {file}: {_line(error)}") from error
+                raise ModelError(f"cannot read the weights in {file}: {one_line(error)}") from error
         return names or set(self.weights())
 
     def weights(self) -> dict[str, Tensor]:
@@ -80,10 +80,16 @@ class Checkpoint:
             try:
                 found |= read(file)
             except Exception as error:  # a damaged file may raise anything
-                raise ModelError(f"cannot read the weights in {file}: {_line(error)}") from error
+                raise ModelError(f"cannot read the weights in {file}: {one_line(error)}") from error
         if wrong := [key for key, value in found.items() if not isinstance(value, Tensor)]:
             raise ModelError(f"{self.folder} holds more than tensors ({', '.join(wrong[:LISTED])})")
         return found
+
+    def named(self, kind: str) -> bool | None:
+        """Return whether the configuration says that it is of a kind; None if it says nothing."""
+        if said := self.config.get("speculators_model_type"):
+            return bool(said == kind)
+        return any(kind in str(name).lower() for name in self.config.get("architectures") or ()) or None
 
     def refuse(self, reason: str) -> ModelError:
         """Return the error that says why this checkpoint cannot be loaded."""
@@ -177,10 +183,10 @@ def _fetched(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", *WEIGHTS]))
     except (OSError, ValueError) as error:
-        raise ModelError(f"cannot find the draft {name}: no such folder, and the hub says: {_line(error)}") from error
+        raise ModelError(f"cannot find the draft {name}: no such folder; the hub says: {one_line(error)}") from error
 
 
-def _unpickled(file: Path) -> Any:
+def _unpickled(file: Path) -> object:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except UnpicklingError as error:  # torch's message advises to run what is in it
@@ -190,7 +196,3 @@ def _unpickled(file: Path) -> Any:
 def _listed(names: Iterable[str]) -> str:
     names = list(names)
     return f"{'; '.join(names[:LISTED])}{'; ...' if len(names) > LISTED else ''}"
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -10,10 +10,10 @@ that follow.  The convention under which a chain of first choices is accepted fu
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel, running
 from specinfer.engine.draft import DraftContext, DraftSession
@@ -57,7 +57,7 @@ class WrittenText:
     ends: list[int]  # per row, tokens up to the end of its text
 
 
-def write_text(target: TreeModel, tokenizer: Any, aux_layers: Sequence[int]) -> WrittenText:
+def write_text(target: TreeModel, tokenizer: PreTrainedTokenizerBase | None, aux_layers: Sequence[int]) -> WrittenText:
     """Let a target continue `PROMPTS` greedily; without a tokenizer, single tokens."""
     if tokenizer is None:
         prompts = [[token] for token in range(1, 1 + len(PROMPTS))]

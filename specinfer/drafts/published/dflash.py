@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from specinfer.drafts.published.block import BlockSession, PathSession
 from specinfer.drafts.published.checkpoint import Checkpoint, assign, renamed, vocabulary
@@ -21,9 +21,14 @@ from specinfer.drafts.published.dflash2 import DFlash2Network, DFlash2Session
 from specinfer.drafts.published.dflash_network import FULL, SLIDING, DFlashNetwork, block_config
 from specinfer.drafts.published.domino import DominoNetwork
 from specinfer.drafts.published.dspark import DSparkNetwork, DSparkSession, RecurrentSession
+from specinfer.drafts.published.network import OpenSession
+from specinfer.errors import one_line
 
 KINDS = ("dflash2", "domino", "dspark", "dflash")  # the more special first
-TYPES: dict[str, Any] = {"qwen3": Qwen3Config, "llama": LlamaConfig}  # of layers that are Qwen3's, whoever names them
+TYPES: dict[str, type[PreTrainedConfig]] = {
+    "qwen3": Qwen3Config,
+    "llama": LlamaConfig,
+}  # of layers that are Qwen3's, whoever names them
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "attention_bias"),
@@ -40,14 +45,17 @@ def recognises(checkpoint: Checkpoint) -> bool:
     return "dflash_config" in checkpoint.config or any(kind in _labels(checkpoint) for kind in (*KINDS, "jetspec"))
 
 
-def load(checkpoint: Checkpoint) -> tuple[DFlashNetwork, Callable[..., Any]]:
+def load(checkpoint: Checkpoint) -> tuple[DFlashNetwork, OpenSession]:
     """Load a block head: its network, and what opens a session.
 
     Raises:
         ModelError: something is missing, unknown, damaged, or cannot be honoured.
     """
-    kind, options = _kind(checkpoint), _options(checkpoint)
-    fields = _fields(checkpoint, options, kind) | SPECIAL[kind](checkpoint, options)
+    kind = next((kind for kind in KINDS if kind in _labels(checkpoint)), "dflash")
+    options = _options(checkpoint)
+    fields = _fields(checkpoint, options, kind)
+    if kind in SPECIAL:
+        fields |= SPECIAL[kind](checkpoint, options)
     if kind == "dspark" and not fields["markov_rank"] and not fields["enable_confidence_head"]:
         kind = "dflash"
     weights = renamed(checkpoint.weights(), _current_name)
@@ -70,10 +78,6 @@ def _labels(checkpoint: Checkpoint) -> str:
     special = config.get("dflash_config")
     named = special.get("projector_type") if isinstance(special, dict) else None
     return f"{config.get('architectures')} {config.get('speculators_model_type')} {named}".lower()
-
-
-def _kind(checkpoint: Checkpoint) -> str:
-    return next((kind for kind in KINDS if kind in _labels(checkpoint)), "dflash")
 
 
 def _options(checkpoint: Checkpoint) -> Options:
@@ -129,7 +133,7 @@ def _layers(checkpoint: Checkpoint) -> dict[str, Any]:
         types = fields["layer_types"] = list(fields["layer_types"] or [FULL] * given.num_hidden_layers)
         rope = (fields["rope_parameters"] or {}).get("rope_type", "default")
     except Exception as error:  # of any kind: transformers checks little
-        raise checkpoint.refuse(f"its configuration is damaged: {' '.join(str(error).split())[:200]}") from error
+        raise checkpoint.refuse(f"its configuration is damaged: {one_line(error)}") from error
     if unknown := set(types) - {FULL, SLIDING}:
         raise checkpoint.refuse(f"it has layers of type {min(unknown)!r:.40}, which are not known")
     if SLIDING in types and not fields["sliding_window"]:
@@ -159,10 +163,6 @@ def _causal_types(options: Options) -> list[str]:
     if said:
         return [FULL, SLIDING] if any(said) else []
     return [] if options.get("sliding_window_non_causal") else [SLIDING]
-
-
-def _no_fields(checkpoint: Checkpoint, options: Options) -> dict[str, Any]:
-    return {}
 
 
 def _dflash2_fields(checkpoint: Checkpoint, options: Options) -> dict[str, Any]:
@@ -207,9 +207,8 @@ SPECIAL: dict[str, Callable[[Checkpoint, Options], dict[str, Any]]] = {
     "dflash2": _dflash2_fields,
     "domino": _domino_fields,
     "dspark": _dspark_fields,
-    "dflash": _no_fields,
 }
-NETWORKS: dict[str, tuple[type[DFlashNetwork], type[Any]]] = {
+NETWORKS: dict[str, tuple[type[DFlashNetwork], OpenSession]] = {
     "dflash2": (DFlash2Network, DFlash2Session),
     "domino": (DominoNetwork, PathSession),
     "dspark": (DSparkNetwork, DSparkSession),

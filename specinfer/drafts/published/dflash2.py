@@ -4,7 +4,6 @@ Knows: both, as z-lab/dflash defines them.  Does not know: the layers around the
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from transformers import LlamaConfig
 from specinfer.attention import TreeModel
 from specinfer.drafts.published.block import BlockSession
 from specinfer.drafts.published.dflash_network import BlockLayer, DFlashNetwork
+from specinfer.drafts.published.layers import Reading
 from specinfer.engine.draft import DraftContext
 
 
@@ -57,13 +57,11 @@ class ConvolvedLayer(BlockLayer):
         super().__init__(config, index)
         self.attention_conv, self.mlp_conv = Convolution(config), Convolution(config)
 
-    def forward(
-        self, hidden: Tensor, context: Tensor, mask: Tensor, rotary: tuple[Tensor, Tensor], cache: Any
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, context: Tensor, reading: Reading) -> Tensor:
         """Return the slots' next states, (B, slots, H): see `BlockLayer`."""
 
         def attend(states: Tensor) -> Tensor:
-            return self.attend(states, context, mask, rotary, cache)
+            return self.attend(states, context, reading)
 
         hidden = hidden + self.attention_conv(self.input_layernorm(hidden), attend)
         return hidden + self.mlp_conv(self.post_attention_layernorm(hidden), self.mlp)
@@ -99,10 +97,9 @@ class DFlash2Network(DFlashNetwork):
 
     draft_layers = (0,)
 
-    def __init__(
-        self, config: LlamaConfig, token_ids: Tensor | None = None, embeds: bool = False, outputs: bool = False
-    ) -> None:
-        super().__init__(config, token_ids, embeds, outputs)
+    def build(self, config: LlamaConfig) -> None:
+        """Add the layers."""
+        super().build(config)
         self.candidate_selector = Selector(config)
 
     def layer(self, index: int) -> BlockLayer:
@@ -120,5 +117,4 @@ class DFlash2Session(BlockSession):
     def pairs(self, parents: Tensor, children: Tensor, depths: slice) -> Tensor:
         """Return what the logits of children gain after each parent, (B, D, A, K)."""
         assert self.slot_states is not None
-        scores: Tensor = self.network.candidate_selector(parents, children, self.slot_states[:, depths])
-        return scores
+        return self.network.candidate_selector(parents, children, self.slot_states[:, depths])

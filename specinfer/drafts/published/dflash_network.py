@@ -8,17 +8,17 @@ context costs two matrices a layer, once.  Slots see the whole context and each 
 arXiv 2606.18394) only the slots before them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import Cache, LlamaConfig
 
 from specinfer.drafts.published.conventions import Convention
-from specinfer.drafts.published.layers import Attention, mlp, norm
-from specinfer.drafts.published.network import DraftNetwork
+from specinfer.drafts.published.layers import Attention, Reading, mlp, norm
+from specinfer.drafts.published.network import DraftNetwork, Mask
 from specinfer.errors import ModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers, as transformers names them
@@ -66,13 +66,10 @@ class DFlashNetwork(DraftNetwork):
     draft_layers: tuple[int, ...] = ()
     never_compiled = "block heads run as they are"  # why, for `attention.packages`
 
-    def __init__(
-        self, config: LlamaConfig, token_ids: Tensor | None = None, embeds: bool = False, outputs: bool = False
-    ) -> None:
-        super().__init__(config, token_ids, embeds, outputs)
+    def build(self, config: LlamaConfig) -> None:
+        """Add the layers."""
         self.from_anchor: bool = config.from_anchor
         self.target_size: int = config.target_size
-        self.vocab_size: int = config.vocab_size  # the target's
         size, states = config.hidden_size, len(config.target_layer_ids)
         self.fc = nn.Linear(states * self.target_size, size, bias=False)  # the target's states -> one
         self.hidden_norm = norm(config)
@@ -101,13 +98,13 @@ class DFlashNetwork(DraftNetwork):
     def forward(
         self,
         input_ids: Tensor,
-        attention_mask: Any = None,
+        attention_mask: Mask = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        past_key_values: Cache | None = None,
         target_states: Tensor | None = None,
         block_states: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
-        **_: Any,
+        **_: object,
     ) -> SimpleNamespace:
         """Return ``logits`` (B, slots or kept, V') and ``hidden_states``, one (B, slots, H), of the slots.
 
@@ -135,10 +132,11 @@ class DFlashNetwork(DraftNetwork):
                 attention: Any = layer.self_attn
                 attention.stored(context, rotary, past_key_values)
             return SimpleNamespace(logits=context[:, :0], hidden_states=(context[:, :0],))
+        assert attention_mask is not None
         masks = self._masks(attention_mask, slots, position_ids)
         hidden = self.embed(input_ids[:, :slots]) * self.config.input_scale
         for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
-            hidden = layer(hidden, context, masks[kind], rotary, past_key_values)
+            hidden = layer(hidden, context, Reading(masks[kind], rotary, past_key_values))
         hidden = self.norm(hidden)
         kept = hidden if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep]
         return SimpleNamespace(logits=self.logits(kept), hidden_states=(hidden,))
@@ -149,13 +147,13 @@ class DFlashNetwork(DraftNetwork):
         logits = logits if self.config.output_scale == 1 else logits * self.config.output_scale
         return torch.tanh(logits / softcap) * softcap if softcap else logits
 
-    def _masks(self, given: Any, slots: int, position_ids: Tensor) -> dict[str, Tensor]:
+    def _masks(self, given: Tensor | Mapping[str, Tensor], slots: int, position_ids: Tensor) -> dict[str, Tensor]:
         """Return the mask (B, 1, slots, L) of each type of layer; causal types hide later slots.
 
         The new columns of a row follow its committed ones, and the first of them has the smallest position.
         """
-        types = dict.fromkeys(self.config.layer_types)
-        masks = {kind: (given[kind] if isinstance(given, dict) else given)[:, :, :slots] for kind in types}
+        by_type = given if isinstance(given, Mapping) else dict.fromkeys(self.config.layer_types, given)
+        masks = {kind: by_type[kind][:, :, :slots] for kind in self.config.layer_types}
         if not self.config.causal_types:
             return masks
         columns = torch.arange(next(iter(masks.values())).shape[3], device=position_ids.device)
@@ -182,23 +180,17 @@ class BlockLayer(nn.Module):
         self.post_attention_layernorm = norm(config)
         self.mlp = mlp(config)
 
-    def forward(
-        self, hidden: Tensor, context: Tensor, mask: Tensor, rotary: tuple[Tensor, Tensor], cache: Any
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, context: Tensor, reading: Reading) -> Tensor:
         """Return the slots' next states, (B, slots, H).
 
         Args:
             hidden: (B, slots, H).
             context: (B, C, H) the fused states of new tokens of the context, which no layer changes.
-            mask: (B, 1, slots, L) additive.
-            rotary: cosines and sines, (B, slots + C, D).
-            cache: keys and values of earlier context.
+            reading: its mask (B, 1, slots, L), cosines and sines (B, slots + C, D), earlier context.
         """
-        hidden = hidden + self.attend(self.input_layernorm(hidden), context, mask, rotary, cache)
+        hidden = hidden + self.attend(self.input_layernorm(hidden), context, reading)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
-    def attend(
-        self, normed: Tensor, context: Tensor, mask: Tensor, rotary: tuple[Tensor, Tensor], cache: Any
-    ) -> Tensor:
+    def attend(self, normed: Tensor, context: Tensor, reading: Reading) -> Tensor:
         """Return what slots read of the context and of each other."""
-        return self.self_attn(normed, torch.cat((normed, context), 1), mask, rotary, cache)
+        return self.self_attn(normed, torch.cat((normed, context), 1), reading)

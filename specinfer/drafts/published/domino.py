@@ -38,24 +38,18 @@ class DominoNetwork(DFlashNetwork):
     """
 
     draft_layers = (0,)
+    path_size: int  # width of the state that is carried along a path
 
-    def __init__(
-        self, config: LlamaConfig, token_ids: Tensor | None = None, embeds: bool = False, outputs: bool = False
-    ) -> None:
-        super().__init__(config, token_ids, embeds, outputs)
-        size, words = config.hidden_size, config.vocab_size if token_ids is None else len(token_ids)
-        self.prefix_gru = PrefixUnit(size, config.gru_hidden_dim)
+    def build(self, config: LlamaConfig) -> None:
+        """Add the layers."""
+        super().build(config)
+        size, self.path_size = config.hidden_size, config.gru_hidden_dim
+        self.prefix_gru = PrefixUnit(size, self.path_size)
         self.embed_proj = nn.Sequential(
-            nn.Linear(size + config.gru_hidden_dim, config.emb_dim, bias=False),
+            nn.Linear(size + self.path_size, config.emb_dim, bias=False),
             nn.SiLU(),
-            nn.Linear(config.emb_dim, words, bias=False),
+            nn.Linear(config.emb_dim, self.words, bias=False),
         )
-
-    @property
-    def path_size(self) -> int:
-        """Width of the state that is carried along a path."""
-        size: int = self.config.gru_hidden_dim
-        return size
 
     def follow(self, state: Tensor, tokens: Tensor, slots: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Return the state after tokens (B, W) at a depth, and what the logits of their children gain, (B, W, V')."""

@@ -82,23 +82,17 @@ class DSparkNetwork(DFlashNetwork):
     """
 
     use_confidence = False
+    path_size: int  # width of the state that the recurrent head carries along a path
 
-    def __init__(
-        self, config: LlamaConfig, token_ids: Tensor | None = None, embeds: bool = False, outputs: bool = False
-    ) -> None:
-        super().__init__(config, token_ids, embeds, outputs)
-        rank, words = config.markov_rank, config.vocab_size if token_ids is None else len(token_ids)
-        self.markov_head = MarkovHead(config, words) if rank else None
+    def build(self, config: LlamaConfig) -> None:
+        """Add the layers."""
+        super().build(config)
+        rank = self.path_size = config.markov_rank
+        self.markov_head = MarkovHead(config, self.words) if rank else None
         width = config.hidden_size + (rank if config.confidence_head_with_markov else 0)
         self.confidence_head = ConfidenceHead(width) if config.enable_confidence_head else None
         if self.confidence_head or (rank and config.markov_head_type != "vanilla"):
             self.draft_layers = (0,)
-
-    @property
-    def path_size(self) -> int:
-        """Width of the state that the recurrent head carries along a path."""
-        rank: int = self.config.markov_rank
-        return rank
 
     def follow(self, state: Tensor, tokens: Tensor, slots: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Return the state after tokens (B, W) at a depth, and what the logits of their children gain, (B, W, V')."""
@@ -131,8 +125,7 @@ class DSparkSession(BlockSession):
         """Return the log of the chance that any child of a parent (B, D, A) is accepted; None: it is not used."""
         if not self.network.use_confidence:
             return None
-        found: Tensor = self.network.log_confidence(parents, self._slots(depths, parents.shape[2]))
-        return found
+        return self.network.log_confidence(parents, self._slots(depths, parents.shape[2]))
 
     def _slots(self, depths: slice, count: int) -> Tensor | None:
         """Return the states of some slots for each of `count` parents, (B, D, A, H); None: the head reads none."""

@@ -8,39 +8,34 @@ first layer does not norm it, nothing is normed at the end, and the state that i
 matrix as it is.
 """
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import Cache, LlamaConfig
 
+from specinfer.drafts.head import HeadDraftSession
 from specinfer.drafts.published.checkpoint import Checkpoint, assign
 from specinfer.drafts.published.conventions import Convention
-from specinfer.drafts.published.eagle3 import (
-    AutoregressiveNetwork,
-    eagle3_config,
-    layer_config,
-    layer_fields,
-    open_session,
-    read_weights,
-)
-from specinfer.drafts.published.layers import Attention, mlp, norm
+from specinfer.drafts.published.eagle3 import eagle3_config, layer_config, layer_fields, read_weights
+from specinfer.drafts.published.layers import Attention, Reading, mlp, norm
+from specinfer.drafts.published.network import AutoregressiveNetwork, Mask, OpenSession
 
 
 class EagleLayer(nn.Module):
     """A Llama's decoder layer; the first one does not norm what it reads."""
 
-    def __init__(self, config: Any, index: int) -> None:
+    def __init__(self, config: LlamaConfig, index: int) -> None:
         super().__init__()
         self.input_layernorm = norm(config) if index else None
         self.self_attn = Attention(config, index, config.hidden_size)
         self.post_attention_layernorm = norm(config)
         self.mlp = mlp(config)
 
-    def forward(self, states: Tensor, **attention: Any) -> Tensor:
-        """Return states (B, T, H) after the layer; mask, rotary and cache are `Attention`'s."""
+    def forward(self, states: Tensor, reading: Reading) -> Tensor:
+        """Return states (B, T, H) after the layer; reading is `Attention`'s."""
         read = states if self.input_layernorm is None else self.input_layernorm(states)
-        states = states + self.self_attn(read, read, **attention)
+        states = states + self.self_attn(read, read, reading)
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
@@ -49,19 +44,14 @@ class EagleNetwork(AutoregressiveNetwork):
 
     Args:
         config: a Llama's, of the head's sizes, which are the target's; ``fc_bias``: whether the matrix has a bias.
-        embeds, outputs: as `DraftNetwork`.
+        token_ids, embeds, outputs: as `DraftNetwork`.
     """
 
-    def __init__(self, config: LlamaConfig, embeds: bool = False, outputs: bool = False) -> None:
-        super().__init__(config, None, embeds, outputs)
-        self.target_size, self.vocab_size = config.hidden_size, config.vocab_size
+    def build(self, config: LlamaConfig) -> None:
+        """Add the layers."""
+        self.num_states, self.target_size = 1, config.hidden_size
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList(EagleLayer(config, index) for index in range(config.num_hidden_layers))
-
-    @property
-    def pass_inputs(self) -> tuple[dict[str, tuple[int, ...]], ...]:
-        """The additional inputs of each kind of pass: name -> shape after (B, T)."""
-        return {"target_states": (1, self.target_size)}, {"draft_states": (self.target_size,)}
 
     def conventions(self, layers: int) -> list[Convention]:
         """Return how it is read; the format leaves nothing open."""
@@ -71,26 +61,25 @@ class EagleNetwork(AutoregressiveNetwork):
         """Return the target's only state, (B, T, H)."""
         return states[:, :, 0]
 
-    def next_states(self, states: Tensor, embedded: Tensor, **attention: Any) -> Tensor:
+    def next_states(self, states: Tensor, tokens: Tensor, mask: Mask, positions: Tensor, cache: Cache | None) -> Tensor:
         """Return the states that are handed on, (B, T, H)."""
-        states = self.fc(torch.cat((embedded, states), -1))
+        assert not isinstance(mask, Mapping)
+        reading = Reading(mask, self.rotary(positions, self.dtype), cache)
+        states = self.fc(torch.cat((tokens, states), -1))
         for layer in self.layers:
-            states = layer(states, **attention)
+            states = layer(states, reading)
         return states
 
 
 def recognises(checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint is an EAGLE-1 head's, which has no norm of the states that it reads."""
-    config = checkpoint.config
-    if kind := config.get("speculators_model_type"):
-        return bool(kind == "eagle")
-    if any("eagle" in str(name).lower() for name in config.get("architectures") or ()):
-        return True
+    if (named := checkpoint.named("eagle")) is not None:
+        return named
     names = {name.removeprefix("model.") for name in checkpoint.keys()}  # noqa: SIM118
     return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= names and "hidden_norm.weight" not in names
 
 
-def load(checkpoint: Checkpoint) -> tuple[EagleNetwork, Any]:
+def load(checkpoint: Checkpoint) -> tuple[EagleNetwork, OpenSession]:
     """Return a checkpoint's network and what opens its session.
 
     Raises:
@@ -100,6 +89,6 @@ def load(checkpoint: Checkpoint) -> tuple[EagleNetwork, Any]:
     fields = layer_fields(checkpoint, layer_config(checkpoint), weights)
     config = eagle3_config(**fields, fc_bias=checkpoint.config.get("bias") is not False)  # absent, it is true
     with torch.device("meta"):
-        network = EagleNetwork(config, "embed_tokens.weight" in weights, "lm_head.weight" in weights)
+        network = EagleNetwork(config, None, "embed_tokens.weight" in weights, "lm_head.weight" in weights)
     assign(checkpoint, network, weights)
-    return network, open_session
+    return network, HeadDraftSession

@@ -8,24 +8,20 @@ the token's embedding beside it.  Below the root g is the head's own last state.
 one by one, and hands on its last state after the norm.
 """
 
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, Qwen3Config
+from transformers import Cache, LlamaConfig, Qwen3Config
 
-from specinfer.attention import TreeModel
 from specinfer.drafts.language_model import HeadDraftSession
 from specinfer.drafts.published.checkpoint import Checkpoint, assign, vocabulary
 from specinfer.drafts.published.conventions import Convention
-from specinfer.drafts.published.layers import Attention, mlp, norm
-from specinfer.drafts.published.network import DraftNetwork
-from specinfer.engine.draft import DraftContext, DraftSession
-from specinfer.errors import ModelError
+from specinfer.drafts.published.layers import Attention, Reading, mlp, norm
+from specinfer.drafts.published.network import AutoregressiveNetwork, Mask, OpenSession
+from specinfer.errors import ModelError, one_line
 
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads")  # what every configuration says
 FIELDS = ("rms_norm_eps", "hidden_act", "mlp_bias", "rope_theta", "rope_scaling", "rope_parameters")  # may say
@@ -58,61 +54,10 @@ def eagle3_config(**fields: Any) -> LlamaConfig:
     return config
 
 
-class AutoregressiveNetwork(DraftNetwork):
-    """A head that drafts level by level, from the target's states or, below the root, from its own."""
-
-    skips_first = True
-
-    @abstractmethod
-    def fused(self, states: Tensor) -> Tensor:
-        """Return the target's states (B, T, K, Ht) as one, (B, T, H)."""
-
-    @abstractmethod
-    def next_states(self, states: Tensor, embedded: Tensor, **attention: Any) -> Tensor:
-        """Return the head's own states, which it hands on, of those that chose the tokens; all (B, T, H).
-
-        Args:
-            states: that chose the tokens.
-            embedded: embeddings of the tokens.
-            **attention: mask, rotary and cache of `layers.Attention`.
-        """
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        target_states: Tensor | None = None,
-        draft_states: Tensor | None = None,
-        logits_to_keep: int | Tensor = 0,
-        **_: Any,
-    ) -> SimpleNamespace:
-        """Return ``logits`` (B, T or kept, V') of what follows each token, and ``hidden_states``, one (B, T, H).
-
-        Args:
-            input_ids: (B, T) ids of the target.
-            attention_mask: (B, 1, T, L), as the attention implementation takes it.
-            position_ids: (B, T).
-            past_key_values: a cache of keys and values.
-            target_states: (B, T, K, Ht) the target's states that chose the tokens; or else
-            draft_states: (B, T, H) the head's own states that did.
-            logits_to_keep: columns whose logits are wanted; 0 = all.
-        """
-        assert position_ids is not None
-        if draft_states is None:
-            assert target_states is not None
-            draft_states = self.fused(target_states.to(self.dtype))
-        attention = {"mask": attention_mask, "rotary": self.rotary(position_ids, self.dtype), "cache": past_key_values}
-        hidden = self.next_states(draft_states.to(self.dtype), self.embed(input_ids), **attention)
-        kept = hidden if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep]
-        return SimpleNamespace(logits=self.logits(kept), hidden_states=(hidden,))
-
-
 class Eagle3Layer(nn.Module):
     """A decoder layer.  The first one reads embeddings beside states, and norms them apart."""
 
-    def __init__(self, config: Any, index: int) -> None:
+    def __init__(self, config: LlamaConfig, index: int) -> None:
         super().__init__()
         self.input_layernorm = norm(config)
         self.hidden_norm = None if index else norm(config)
@@ -120,14 +65,14 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = norm(config)
         self.mlp = mlp(config)
 
-    def forward(self, states: Tensor, embedded: Tensor, normed_residual: bool, **attention: Any) -> Tensor:
+    def forward(self, states: Tensor, embedded: Tensor, normed_residual: bool, reading: Reading) -> Tensor:
         """Return states (B, T, H) after the layer.
 
         Args:
             states: (B, T, H).
             embedded: (B, T, H) embeddings.
             normed_residual: whether the first layer adds to the normed states.
-            **attention: mask, rotary and cache of `Attention`.
+            reading: `Attention`'s.
         """
         if self.hidden_norm is None:
             read = self.input_layernorm(states)
@@ -135,7 +80,7 @@ class Eagle3Layer(nn.Module):
             normed = self.hidden_norm(states)
             read = torch.cat((self.input_layernorm(embedded), normed), -1)
             states = normed if normed_residual else states
-        states = states + self.self_attn(read, read, **attention)
+        states = states + self.self_attn(read, read, reading)
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
@@ -150,24 +95,16 @@ class Eagle3Network(AutoregressiveNetwork):
         token_ids, embeds, outputs: as `DraftNetwork`.
     """
 
-    def __init__(
-        self, config: LlamaConfig, token_ids: Tensor | None = None, embeds: bool = False, outputs: bool = True
-    ) -> None:
-        super().__init__(config, token_ids, embeds, outputs)
-        self.target_size, self.vocab_size = config.target_hidden_size, config.vocab_size
+    def build(self, config: LlamaConfig) -> None:
+        """Add the layers."""
+        self.num_states, self.target_size = config.num_aux_layers, config.target_hidden_size
         self.norm_before_residual, self.norm_output = bool(config.norm_before_residual), bool(config.norm_output)
-        states, width = config.num_aux_layers, config.num_aux_layers * self.target_size
+        states, width = self.num_states, self.num_states * self.target_size
         self.fc_norm = nn.ModuleList(norm(config, self.target_size) for _ in range(states)) if config.fc_norm else None
         self.input_norm = norm(config, width) if config.norm_before_fc else None
         self.fc = nn.Linear(width, config.hidden_size, bias=config.fc_bias) if config.fc else None
         self.layers = nn.ModuleList(Eagle3Layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = norm(config)
-
-    @property
-    def pass_inputs(self) -> tuple[dict[str, tuple[int, ...]], ...]:
-        """The additional inputs of each kind of pass: name -> shape after (B, T)."""
-        below: dict[str, tuple[int, ...]] = {"draft_states": (self.config.hidden_size,)}
-        return {"target_states": (self.config.num_aux_layers, self.target_size)}, below
 
     def conventions(self, layers: int) -> list[Convention]:
         """Return what the checkpoint may mean for a target of so many layers, what its format says first.
@@ -201,10 +138,12 @@ class Eagle3Network(AutoregressiveNetwork):
         flat = flat if self.input_norm is None else self.input_norm(flat)
         return flat if self.fc is None else self.fc(flat)
 
-    def next_states(self, states: Tensor, embedded: Tensor, **attention: Any) -> Tensor:
+    def next_states(self, states: Tensor, tokens: Tensor, mask: Mask, positions: Tensor, cache: Cache | None) -> Tensor:
         """Return the states that are handed on, (B, T, H)."""
+        assert not isinstance(mask, Mapping)
+        reading = Reading(mask, self.rotary(positions, self.dtype), cache)
         for layer in self.layers:
-            states = layer(states, embedded, self.norm_before_residual, **attention)
+            states = layer(states, tokens, self.norm_before_residual, reading)
         return self.norm(states) if self.norm_output else states
 
     def logits(self, states: Tensor) -> Tensor:
@@ -217,27 +156,18 @@ class Eagle3Network(AutoregressiveNetwork):
 
 def recognises(checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint is an EAGLE-3 head's."""
-    config = checkpoint.config
-    if kind := config.get("speculators_model_type"):
-        return bool(kind == "eagle3")
-    if any("eagle3" in str(name).lower() for name in config.get("architectures") or ()):
-        return True
-    names = checkpoint.keys()
-    return any(_plain_name(name).startswith("layers.0.hidden_norm.") for name in names)
+    if (named := checkpoint.named("eagle3")) is not None:
+        return named
+    return any(_plain_name(name).startswith("layers.0.hidden_norm.") for name in checkpoint.keys())  # noqa: SIM118
 
 
-def load(checkpoint: Checkpoint) -> tuple[Eagle3Network, Any]:
+def load(checkpoint: Checkpoint) -> tuple[Eagle3Network, OpenSession]:
     """Return a checkpoint's network and what opens its session.
 
     Raises:
         ModelError: something is missing, unknown or contradictory.
     """
-    return load_network(checkpoint, read_weights(checkpoint), Eagle3Network), open_session
-
-
-def open_session(model: TreeModel, aux_layers: Sequence[int], context: DraftContext) -> DraftSession:
-    """Open the session of a head that drafts level by level."""
-    return HeadDraftSession(model, aux_layers, 1.0, context)
+    return load_network(checkpoint, read_weights(checkpoint), Eagle3Network), HeadDraftSession
 
 
 def read_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -335,8 +265,7 @@ def layer_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
     try:
         return kinds[nested.get("model_type", "llama")](**nested).to_dict()
     except Exception as error:  # a value of a wrong type may raise anything
-        reason = " ".join(str(error).split())[:100]
-        raise checkpoint.refuse(f"its transformer_layer_config is damaged ({reason})") from error
+        raise checkpoint.refuse(f"its transformer_layer_config is damaged ({one_line(error, 100)})") from error
 
 
 def _layer_ids(checkpoint: Checkpoint) -> tuple[list[int] | None, int]:

@@ -15,12 +15,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from specinfer.attention import TreeModel, running
 from specinfer.common.files import cache_folder, parse_json, read_json, weights_digest, write_json
 from specinfer.drafts.head import target_fingerprint
 from specinfer.drafts.published.checkpoint import Checkpoint, hub_config
 from specinfer.drafts.published.conventions import LEAST, Convention, agreement, choose, write_text
-from specinfer.drafts.published.network import DraftNetwork, check_readable
+from specinfer.drafts.published.network import DraftNetwork, OpenSession, check_readable
 from specinfer.engine.draft import Draft, DraftContext, DraftSession
 from specinfer.errors import InputError, ModelError, SpecinferError
 
@@ -52,7 +55,7 @@ class Network(Protocol):
     def conventions(self, layers: int) -> Sequence[Convention]:
         """Return what the checkpoint may mean for a target of so many layers, what its format says first."""
 
-    def bound(self, target: Any) -> Any:
+    def bound(self, target: PreTrainedModel) -> nn.Module:
         """Return a copy that is bound to a target."""
 
 
@@ -72,7 +75,7 @@ class PublishedDraft(Draft):
     """
 
     def __init__(
-        self, name: str, network: Network, session: Any, digest: str = "", convention: Convention | None = None
+        self, name: str, network: Network, session: OpenSession, digest: str = "", convention: Convention | None = None
     ) -> None:
         self.name, self.network, self.session, self.digest = name, network, session, digest
         self.convention, self.least = convention, LEAST
@@ -81,7 +84,7 @@ class PublishedDraft(Draft):
         self.agreements: list[tuple[str, list[float]]] = []  # conventions, the one in use first, by agreement
         self.notes: tuple[str, ...] = ()
 
-    def attach(self, target: TreeModel, tokenizer: Any = None) -> "PublishedDraft":
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None = None) -> "PublishedDraft":
         """Return this draft with what it borrows from a target, under the convention that fits it.
 
         Raises:
@@ -126,16 +129,13 @@ class PublishedDraft(Draft):
         return attached
 
     def _measured(
-        self, rules: Sequence[Convention], target: TreeModel, tokenizer: Any
+        self, rules: Sequence[Convention], target: TreeModel, tokenizer: PreTrainedTokenizerBase | None
     ) -> dict[Convention, list[float]]:
         """Return the agreement under each convention: what was kept of an earlier measurement, or a new one."""
         path, words = self._record(rules, target, tokenizer), [str(rule) for rule in rules]
         kept = None
-        if path is not None:
-            try:
-                kept = read_json(path)
-            except InputError:
-                kept = None  # a damaged record is made anew
+        with suppress(InputError):  # a damaged record is made anew
+            kept = read_json(path) if path else None
         if isinstance(kept, dict) and list(kept) == words:
             return dict(zip(rules, kept.values(), strict=True))
         text = write_text(target, tokenizer, sorted({layer for rule in rules for layer in rule.aux_layers}))
@@ -149,7 +149,9 @@ class PublishedDraft(Draft):
                 write_json(path, dict(zip(words, measured.values(), strict=True)))
         return measured
 
-    def _record(self, rules: Sequence[Convention], target: TreeModel, tokenizer: Any) -> Any:
+    def _record(
+        self, rules: Sequence[Convention], target: TreeModel, tokenizer: PreTrainedTokenizerBase | None
+    ) -> Path | None:
         """Return the file that a measurement is kept in; None if it cannot be kept."""
         if not self.digest or tokenizer is None:
             return None

@@ -3,11 +3,20 @@
 Knows: widths, biases, norms of queries and keys.  Does not know: what the states are, checkpoint formats.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import Cache, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
+
+
+class Reading(NamedTuple):
+    """What tokens attend to, and where they stand."""
+
+    mask: Tensor | None  # (B, 1, S, L) additive
+    rotary: tuple[Tensor, Tensor]  # cosines and sines, (B, T, D)
+    cache: Cache | None  # keys and values of earlier tokens
 
 
 class Attention(nn.Module):
@@ -20,8 +29,10 @@ class Attention(nn.Module):
         norms: whether queries and keys are normed per head, as Qwen3's.
     """
 
-    def __init__(self, config: Any, index: int, width: int, norms: bool = False) -> None:
+    def __init__(self, config: LlamaConfig, index: int, width: int, norms: bool = False) -> None:
         super().__init__()
+        assert config.head_dim is not None
+        assert config.num_key_value_heads is not None  # transformers fills both in
         self.index, self.head_dim = index, config.head_dim
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         bias = bool(config.attention_bias)
@@ -32,25 +43,22 @@ class Attention(nn.Module):
         self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if norms else None
         self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if norms else None
 
-    def forward(
-        self, asking: Tensor, known: Tensor, mask: Tensor | None, rotary: tuple[Tensor, Tensor], cache: Any = None
-    ) -> Tensor:
+    def forward(self, asking: Tensor, known: Tensor, reading: Reading) -> Tensor:
         """Return what each asking token reads, (B, S, H).
 
         Args:
             asking: (B, S, width) states that queries come from, of the first S tokens.
             known: (B, T, width) states that keys and values come from.
-            mask: (B, 1, S, L) additive.
-            rotary: cosines and sines, (B, T, D).
-            cache: keys and values of earlier tokens, on transformers' interface.
+            reading: whose cache gets the new keys and values.
         """
-        queries = _turned(self._heads(self.q_proj(asking), self.q_norm), rotary)
-        keys, values = self.stored(known, rotary, cache)
+        queries = _turned(self._heads(self.q_proj(asking), self.q_norm), reading.rotary)
+        keys, values = self.stored(known, reading.rotary, reading.cache)
         grouped = queries.shape[1] != keys.shape[1]
-        read = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=grouped)
+        attend = functional.scaled_dot_product_attention
+        read = attend(queries, keys, values, attn_mask=reading.mask, enable_gqa=grouped)
         return self.o_proj(read.transpose(1, 2).flatten(2))
 
-    def stored(self, known: Tensor, rotary: tuple[Tensor, Tensor], cache: Any = None) -> tuple[Tensor, Tensor]:
+    def stored(self, known: Tensor, rotary: tuple[Tensor, Tensor], cache: Cache | None) -> tuple[Tensor, Tensor]:
         """Return keys and values of states (B, T, width), after those in the cache, which gets them."""
         keys, values = self._heads(self.k_proj(known), self.k_norm), self._heads(self.v_proj(known), None)
         keys = _turned(keys, rotary)
@@ -68,11 +76,11 @@ def _turned(heads: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     return heads * cosines + rotate_half(heads) * sines
 
 
-def norm(config: Any, width: int | None = None) -> LlamaRMSNorm:
+def norm(config: LlamaConfig, width: int | None = None) -> LlamaRMSNorm:
     """Return a root-mean-square norm of the network's width, or another one."""
     return LlamaRMSNorm(width or config.hidden_size, eps=config.rms_norm_eps)
 
 
-def mlp(config: Any) -> LlamaMLP:
+def mlp(config: LlamaConfig) -> LlamaMLP:
     """Return a gated MLP, as a Llama's."""
     return LlamaMLP(config)

@@ -9,17 +9,18 @@ root, the target's last one after its final norm: there is no cache, no position
 import re
 from collections.abc import Mapping, Sequence
 from time import perf_counter
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from specinfer.drafts.depths import LatticeSession
 from specinfer.drafts.published.checkpoint import Checkpoint, assign, renamed
 from specinfer.drafts.published.conventions import Convention
 from specinfer.drafts.published.network import moved_copy
-from specinfer.engine.draft import DraftContext, Scored
+from specinfer.engine.draft import Committed, DraftContext, Scored, States
 
 PREFIX = "medusa_head."  # of the names in some files
 NAMED = re.compile(r"(\d+)\.(\d+)\.(?:linear\.)?weight")  # head, and layer or output matrix, whose number is the last
@@ -66,7 +67,7 @@ class MedusaNetwork(nn.Module):
         """Return the only one: the state after the final norm."""
         return [Convention((layers,))]
 
-    def bound(self, target: Any) -> Self:
+    def bound(self, target: PreTrainedModel) -> Self:
         """Return a copy on a target's device and in its dtype; weights that fit as they are, are shared."""
         return moved_copy(self, target)
 
@@ -101,12 +102,7 @@ class MedusaSession(LatticeSession):
         self.seconds += perf_counter() - started
         return logits
 
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Take the last committed token of each row as its root, and the state that chose it."""
         for row, chose in enumerate(states):
             self.states[row] = self._newest(chose)

@@ -7,24 +7,23 @@ The layer reads the pair of a state of the target, after its final norm, and the
 root it reads its own states, as an EAGLE head does (arXiv 2401.15077): one layer drafts all depths.
 """
 
-from collections.abc import Sequence
 from copy import copy
-from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel, device_of, resident
 from specinfer.drafts.language_model import HeadDraftSession
 from specinfer.drafts.published.conventions import Convention
 from specinfer.drafts.published.formats import PublishedDraft
-from specinfer.drafts.published.network import DraftNetwork
+from specinfer.drafts.published.network import AutoregressiveNetwork, Mask
 from specinfer.engine.draft import Draft, DraftContext, DraftSession
-from specinfer.errors import ModelError, UnsupportedModel
+from specinfer.errors import ModelError, UnsupportedModel, one_line
 
 
-class MtpNetwork(DraftNetwork):
+class MtpNetwork(AutoregressiveNetwork):
     """The first multi-token prediction layer of a target, behind the signature of a causal LM.
 
     Embedding, output matrix and rotary embedding are the target's own modules, which are only read; of the first two,
@@ -34,15 +33,12 @@ class MtpNetwork(DraftNetwork):
         model: transformers' ``MtpModel`` of the target.
     """
 
-    skips_first = True  # no state chose a text's first token
     chains_normed = True  # whether a state below the root went through the layer's last norm
 
     def __init__(self, model: Any) -> None:
         super().__init__(model.config)
         self.model = model
-        self.target_size: int = model.config.hidden_size
-        self.vocab_size: int = model.config.vocab_size
-        self.pass_inputs = {"target_states": (1, self.target_size)}, {"draft_states": (self.target_size,)}
+        self.num_states, self.target_size = 1, model.config.hidden_size
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,54 +54,37 @@ class MtpNetwork(DraftNetwork):
         choices = (True, False) if self.model.use_post_norm else (True,)
         return [Convention((layers,), (("chains_normed", choice),)) for choice in choices]
 
-    def bound(self, target: Any) -> Self:
+    def bound(self, target: PreTrainedModel) -> Self:
         """Return a copy with options of its own; it shares all modules, which are this target's."""
         return copy(self)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Any = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        target_states: Tensor | None = None,
-        draft_states: Tensor | None = None,
-        logits_to_keep: int | Tensor = 0,
-        **_: Any,
-    ) -> SimpleNamespace:
-        """Return ``logits`` (B, T or kept, V) and ``hidden_states``, one (B, T, H), of what follows each token.
+    def embed(self, ids: Tensor) -> Tensor:
+        """Return the target's embeddings (..., H)."""
+        return self.model.embed_tokens(ids)
 
-        Args:
-            input_ids: (B, T) ids of the target.
-            attention_mask: (B, 1, T, L) additive, or one for each type of layer.
-            position_ids: (B, T).
-            past_key_values: a cache of the layer's keys and values.
-            target_states: (B, T, 1, H) the target's states that chose the tokens; or else
-            draft_states: (B, T, H) the layer's own states that did.
-            logits_to_keep: columns whose logits are wanted; 0 = all.
-        """
-        states = draft_states
-        if states is None:
-            assert target_states is not None
-            states = target_states[:, :, 0]
-        layer, embedded = self.model.layers[0], self.model.embed_tokens(input_ids)
-        pair = layer.enorm(embedded), layer.hnorm(states.to(self.dtype))
+    def fused(self, states: Tensor) -> Tensor:
+        """Return the target's only state, (B, T, H)."""
+        return states[:, :, 0]
+
+    def next_states(self, states: Tensor, tokens: Tensor, mask: Mask, positions: Tensor, cache: Cache | None) -> Tensor:
+        """Return the states that are handed on, (B, T, H)."""
+        layer = self.model.layers[0]
+        pair = layer.enorm(tokens), layer.hnorm(states)
         first_states = getattr(self.config, "mtp_hidden_states_first", False)
-        if isinstance(attention_mask, dict):
-            attention_mask = attention_mask[self.config.layer_types[0]]
         hidden = layer.mtp_block(
             layer.eh_proj(torch.cat(pair[::-1] if first_states else pair, -1)),
-            attention_mask=attention_mask,
-            position_embeddings=self._rotary(embedded, position_ids),
-            position_ids=position_ids,
-            past_key_values=past_key_values,
+            attention_mask=mask[self.config.layer_types[0]] if isinstance(mask, dict) else mask,
+            position_embeddings=self._rotary(tokens, positions),
+            position_ids=positions,
+            past_key_values=cache,
         )
-        normed = self._normed(layer, hidden)
-        kept = normed if isinstance(logits_to_keep, int) else normed[:, logits_to_keep]
-        logits = self.model._project_to_logits(kept)  # as the target does, with its scaling
-        return SimpleNamespace(logits=logits, hidden_states=(normed if self.chains_normed else hidden,))
+        return self._normed(hidden) if self.chains_normed else hidden
 
-    def _rotary(self, embedded: Tensor, position_ids: Tensor | None) -> Any:
+    def logits(self, states: Tensor) -> Tensor:
+        """Return logits (..., V) of states that are handed on (..., H), as the target does, with its scaling."""
+        return self.model._project_to_logits(states if self.chains_normed else self._normed(states))
+
+    def _rotary(self, embedded: Tensor, position_ids: Tensor) -> Any:
         """Return the target's cosines and sines at positions; None if it has none."""
         if self.model.rotary_emb is None:
             return None
@@ -113,11 +92,11 @@ class MtpNetwork(DraftNetwork):
         kind = {"layer_type": self.config.layer_types[0]} if by_layer else {}
         return self.model.rotary_emb(embedded, position_ids=position_ids, **kind)
 
-    def _normed(self, layer: Any, hidden: Tensor) -> Tensor:
+    def _normed(self, hidden: Tensor) -> Tensor:
         """Return what the output matrix reads."""
         if self.model.use_shared_post_norm:
             return self.model.shared_post_norm(hidden)
-        return layer.post_norm(hidden) if self.model.use_post_norm else hidden
+        return self.model.layers[0].post_norm(hidden) if self.model.use_post_norm else hidden
 
 
 class MtpDraft(Draft):
@@ -132,7 +111,7 @@ class MtpDraft(Draft):
     def __init__(self, convention: Convention | None = None) -> None:
         self.convention = convention
 
-    def attach(self, target: TreeModel, tokenizer: Any = None) -> PublishedDraft:
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None = None) -> PublishedDraft:
         """Load the layer from the target's checkpoint, and return the draft.
 
         Raises:
@@ -144,14 +123,14 @@ class MtpDraft(Draft):
             raise UnsupportedModel(f"{problem}, and that is not tested: use other drafts")
         network = load(target.model).eval().requires_grad_(False)
         kept = f"mtp {target.model.config.name_or_path}"
-        return PublishedDraft(self.name, network, _session, kept, self.convention).attach(target, tokenizer)
+        return PublishedDraft(self.name, network, HeadDraftSession, kept, self.convention).attach(target, tokenizer)
 
     def open(self, context: DraftContext) -> DraftSession:
         """Refuse: there is no draft without a target."""
         raise ModelError("draft mtp is a part of its target: give it to a decoder")
 
 
-def load(target: Any) -> MtpNetwork:
+def load(target: PreTrainedModel) -> MtpNetwork:
     """Read the multi-token prediction layers of a loaded model from its checkpoint.
 
     Raises:
@@ -169,13 +148,8 @@ def load(target: Any) -> MtpNetwork:
 
         model = MtpModel.from_pretrained(target, device_map={"": device_of(target)})
     except Exception as error:  # a damaged file may raise anything
-        reason = " ".join(str(error).split())[:240] or type(error).__name__
-        raise ModelError(f"cannot load the multi-token prediction layer of {name}: {reason}") from error
+        raise ModelError(f"cannot load the multi-token prediction layer of {name}: {one_line(error)}") from error
     if config.dtype != target.dtype:  # the model was converted after it was loaded
         model.layers.to(target.dtype)
     model.embed_tokens, model.shared_head = resident(model.embed_tokens), resident(model.shared_head)
     return MtpNetwork(model)
-
-
-def _session(model: TreeModel, aux_layers: Sequence[int], context: DraftContext) -> HeadDraftSession:
-    return HeadDraftSession(model, aux_layers, 1.0, context)

@@ -6,6 +6,8 @@ A network has the forward signature of a ``transformers`` causal LM, so that it 
 target's embedding and output matrix where it has none of its own.
 """
 
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any, Self, TypeVar
@@ -13,18 +15,26 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import Cache, LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specinfer.attention import TreeModel, device_of, weight_of
+from specinfer.engine.draft import DraftSession
 from specinfer.errors import ModelError, UnsupportedModel
 
+Mask = Tensor | Mapping[str, Tensor] | None  # of a pass, or one for each type of layer
+OpenSession = Callable[..., DraftSession]  # of a session: takes model, auxiliary layers, context
 Network = TypeVar("Network", bound=nn.Module)
 
 
 class DraftNetwork(nn.Module):
     """A network that reads a target's hidden states.
 
+    Subclasses give `build`.
+
     Attributes:
+        vocab_size: V, the target's, as far as the configuration names it.
+        words: V', how many tokens it may propose.
         skips_first: whether a text's first token, which no state chose, was left out when it was trained.
 
     Args:
@@ -37,21 +47,26 @@ class DraftNetwork(nn.Module):
     skips_first = False
 
     def __init__(
-        self, config: Any, token_ids: Tensor | None = None, embeds: bool = False, outputs: bool = False
+        self, config: LlamaConfig, token_ids: Tensor | None = None, embeds: bool = False, outputs: bool = False
     ) -> None:
         super().__init__()
         self.config = config
         self.token_ids: Tensor | None
         self.register_buffer("token_ids", token_ids)
-        words = config.vocab_size if token_ids is None else len(token_ids)
+        self.vocab_size: int = config.vocab_size
+        self.words = self.vocab_size if token_ids is None else len(token_ids)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if embeds else None
-        self.lm_head = nn.Linear(config.hidden_size, words, bias=False) if outputs else None
+        self.lm_head = nn.Linear(config.hidden_size, self.words, bias=False) if outputs else None
         self.embedding: Tensor | None  # (V, H), the target's or its own
         self.cosines: Tensor  # (positions, D)
         self.sines: Tensor
         for name in ("embedding", "cosines", "sines"):  # set by `bind`, and never saved
             self.register_buffer(name, None, persistent=False)
         self.output: nn.Linear | None = None  # borrowed rows of the target's output matrix, (V', H)
+        self.build(config)
+
+    def build(self, config: LlamaConfig) -> None:
+        """Add the layers; everything else is there."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,7 +78,7 @@ class DraftNetwork(nn.Module):
         """Where the weights are."""
         return next(self.parameters()).device
 
-    def bind(self, target: Any) -> Self:
+    def bind(self, target: PreTrainedModel) -> Self:
         """Borrow what is missing from a target; return self on the target's device.
 
         Raises:
@@ -86,7 +101,7 @@ class DraftNetwork(nn.Module):
         self.cosines, self.sines = cosines[0], sines[0]
         return self
 
-    def bound(self, target: Any) -> Self:
+    def bound(self, target: PreTrainedModel) -> Self:
         """Return a copy in a target's dtype that is bound to it; weights that fit as they are, are shared."""
         return moved_copy(self, target).bind(target)
 
@@ -109,7 +124,7 @@ class DraftNetwork(nn.Module):
         assert head is not None, "bind the network to a target first"
         return head(states.to(head.weight.dtype))
 
-    def _borrowed(self, module: Any, what: str) -> Tensor:
+    def _borrowed(self, module: object, what: str) -> Tensor:
         """Return a target's matrix as it is: fetched if it is offloaded, and put together if processes share it."""
         weight = weight_of(module)
         if not weight.is_floating_point() or weight.ndim != 2 or weight.shape[1] != self.config.hidden_size:
@@ -120,6 +135,69 @@ class DraftNetwork(nn.Module):
         return weight
 
 
+class AutoregressiveNetwork(DraftNetwork):
+    """A head that drafts level by level, from the target's states or, below the root, from its own.
+
+    Attributes:
+        num_states: K, how many of the target's hidden states it reads at a token.
+        target_size: Ht, their width.
+    """
+
+    skips_first = True
+    num_states: int
+    target_size: int
+
+    @property
+    def pass_inputs(self) -> tuple[dict[str, tuple[int, ...]], ...]:
+        """The additional inputs of each kind of pass: name -> shape after (B, T)."""
+        return {"target_states": (self.num_states, self.target_size)}, {"draft_states": (self.config.hidden_size,)}
+
+    @abstractmethod
+    def fused(self, states: Tensor) -> Tensor:
+        """Return the target's states (B, T, K, Ht) as one, (B, T, H)."""
+
+    @abstractmethod
+    def next_states(self, states: Tensor, tokens: Tensor, mask: Mask, positions: Tensor, cache: Cache | None) -> Tensor:
+        """Return the head's own states, which it hands on, of those that chose the tokens; all (B, T, H).
+
+        Args:
+            states: that chose the tokens.
+            tokens: embeddings of the tokens.
+            mask: (B, 1, T, L), as the attention implementation takes it, or a dict of them by layer type.
+            positions: (B, T).
+            cache: keys and values of earlier tokens, on transformers' interface.
+        """
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Mask = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        target_states: Tensor | None = None,
+        draft_states: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **_: object,
+    ) -> SimpleNamespace:
+        """Return ``logits`` (B, T or kept, V') of what follows each token, and ``hidden_states``, one (B, T, H).
+
+        Args:
+            input_ids: (B, T) ids of the target.
+            attention_mask, position_ids, past_key_values: mask, positions and cache of `next_states`.
+            target_states: (B, T, K, Ht) the target's states that chose the tokens; or else
+            draft_states: (B, T, H) the head's own states that did.
+            logits_to_keep: columns whose logits are wanted; 0 = all.
+        """
+        assert position_ids is not None
+        if draft_states is None:
+            assert target_states is not None
+            draft_states = self.fused(target_states.to(self.dtype))
+        given = attention_mask, position_ids, past_key_values
+        hidden = self.next_states(draft_states.to(self.dtype), self.embed(input_ids), *given)
+        kept = hidden if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep]
+        return SimpleNamespace(logits=self.logits(kept), hidden_states=(hidden,))
+
+
 def check_readable(name: str, target: TreeModel) -> None:
     """Raise `UnsupportedModel` unless a target hands out the hidden states that a draft reads."""
     if target.ranks.stages > 1:
@@ -127,13 +205,13 @@ def check_readable(name: str, target: TreeModel) -> None:
         raise UnsupportedModel(f"{problem}: use tensor parallelism, or drafts such as suffix or a smaller model")
 
 
-def moved_copy(network: Network, target: Any) -> Network:
+def moved_copy(network: Network, target: PreTrainedModel) -> Network:
     """Return a copy of a network where a target is and in its dtype; weights that fit as they are, are shared."""
     weights = (*network.parameters(), *network.buffers())
     return deepcopy(network, {id(weight): _moved(weight, target) for weight in weights})
 
 
-def _moved(weight: Tensor, target: Any) -> Tensor:
+def _moved(weight: Tensor, target: PreTrainedModel) -> Tensor:
     """Return a weight where a target is and in its dtype: itself, if it is there."""
     moved = weight.detach().to(device_of(target), target.dtype if weight.is_floating_point() else None)
     if moved.data_ptr() == weight.data_ptr():

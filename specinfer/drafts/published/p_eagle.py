@@ -9,7 +9,6 @@ stead.  The pass that feeds the root feeds as many of them after it as depths re
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,9 @@ from specinfer.drafts.depths import LatticeSession
 from specinfer.drafts.language_model import CATCH_UP, HeadDraftSession
 from specinfer.drafts.published.checkpoint import Checkpoint
 from specinfer.drafts.published.eagle3 import Eagle3Network, layer_config, load_network, read_weights
+from specinfer.drafts.published.network import OpenSession
 from specinfer.drafts.rows import DraftRows
-from specinfer.engine.draft import Clocked, DraftContext, DraftSession, Scored
+from specinfer.engine.draft import Clocked, Committed, DraftContext, Scored, States
 
 MASK_IDS = ("mask_token_id", "pard_token", "ptd_token_id")  # names of the masked token's id
 DEPTH = 8  # predicted where a checkpoint does not say for how many it was trained
@@ -38,10 +38,9 @@ class PEagleNetwork(Eagle3Network):
         config, token_ids, embeds, outputs: as `Eagle3Network`.
     """
 
-    def __init__(
-        self, config: LlamaConfig, token_ids: Tensor | None = None, embeds: bool = False, outputs: bool = True
-    ) -> None:
-        super().__init__(config, token_ids, embeds, outputs)
+    def build(self, config: LlamaConfig) -> None:
+        """Add the layers."""
+        super().build(config)
         self.mask_token_id, self.depth = 0, DEPTH
         self.mask_hidden = nn.Parameter(torch.zeros(config.num_aux_layers, self.target_size))
 
@@ -74,21 +73,14 @@ class PEagleSession(Clocked, LatticeSession):
         super().__init__(context)
         self.token_ids, self.max_depth = model.model.token_ids, model.model.depth
         slots = {name: getattr(context, name) + self.depth for name in ("capacity", "max_capacity")}
-        self.session = self.head = MaskedHeadSession(
-            model, aux_layers, self.inverse_temperature, replace(context, **slots)
-        )
+        self.session = self.head = MaskedHeadSession(model, aux_layers, replace(context, **slots))
 
     @property
     def depth(self) -> int:
         """How many depths are predicted."""
         return self.max_depth
 
-    def commit(
-        self,
-        tokens: Sequence[Sequence[int] | None],
-        states: Sequence[Tensor | None] = (),
-        scored: Sequence[Scored] = (),
-    ) -> None:
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Take note of the committed tokens and of the target's states that chose them."""
         self.head.commit(tokens, states, scored)
         super().commit(tokens, states, scored)
@@ -115,15 +107,11 @@ class PEagleSession(Clocked, LatticeSession):
 
 def recognises(checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint is a P-EAGLE head's."""
-    config = checkpoint.config
-    if kind := config.get("speculators_model_type"):
-        return bool(kind == "peagle")
-    if any("peagle" in str(name).lower() for name in config.get("architectures") or ()):
-        return True
-    return bool({"mask_hidden", "model.mask_hidden"} & checkpoint.keys())
+    named = checkpoint.named("peagle")
+    return named if named is not None else bool({"mask_hidden", "model.mask_hidden"} & checkpoint.keys())
 
 
-def load(checkpoint: Checkpoint) -> tuple[PEagleNetwork, Any]:
+def load(checkpoint: Checkpoint) -> tuple[PEagleNetwork, OpenSession]:
     """Return a checkpoint's network and what opens its session.
 
     Raises:
@@ -137,12 +125,7 @@ def load(checkpoint: Checkpoint) -> tuple[PEagleNetwork, Any]:
     network = load_network(checkpoint, weights, PEagleNetwork)
     network.mask_token_id = _mask_token_id(checkpoint, network.vocab_size)
     network.depth = _depth(checkpoint)
-    return network, open_session
-
-
-def open_session(model: TreeModel, aux_layers: Sequence[int], context: DraftContext) -> DraftSession:
-    """Open the session of a head that predicts all depths at once."""
-    return PEagleSession(model, aux_layers, context)
+    return network, PEagleSession
 
 
 def _mask_token_id(checkpoint: Checkpoint, vocab_size: int) -> int:

@@ -174,7 +174,7 @@ def _ours(decoder: SpeculativeDecoder) -> Decode:
     return decode
 
 
-def _counted(result: Result, share: float, spent: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _counted(result: Result, share: float, spent: Sequence[dict[str, Any]]) -> dict[str, object]:
     """Return what is kept of a result, with its share of the seconds that a run spent on each draft."""
     stats = result.stats.to_dict()
     drafts = [{**draft, "seconds": share * of["seconds"]} for draft, of in zip(stats["drafts"], spent, strict=True)]

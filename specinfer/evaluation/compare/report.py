@@ -23,7 +23,7 @@ RESAMPLES = 2000
 REFUSALS = 5  # prompts named under a table
 
 
-def summarise(settings: dict[str, Any], records: Sequence[Record]) -> dict[str, Any]:
+def summarise(settings: dict[str, object], records: Sequence[Record]) -> dict[str, Any]:
     """Return what `Comparison.summary` describes."""
     bad = {(record["set"], record["place"]): record for record in records if "error" in record}
     refused = [{name: record[name] for name in ("set", "id", "error")} for record in bad.values()]
@@ -34,13 +34,7 @@ def summarise(settings: dict[str, Any], records: Sequence[Record]) -> dict[str, 
         groups += [_group(ALL, temperature, rows)] if len(sets) > 1 else []
         groups += [_group(name, temperature, [row for row in rows if row["set"] == name]) for name in sets]
     skipped = {name: reason for record in records for name, reason in record["skipped"].items()}
-    return {
-        "settings": settings,
-        "records": len(records),
-        "skipped": skipped,
-        "refused": refused,
-        "groups": groups,
-    }
+    return {"settings": settings, "records": len(records), "skipped": skipped, "refused": refused, "groups": groups}
 
 
 def bootstrap(values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]) -> list[float]:
@@ -55,11 +49,11 @@ def bootstrap(values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray])
     return [float(statistic(values[None])[0]), float(low), float(high)]
 
 
-def _group(name: str, temperature: float, records: Sequence[Record]) -> dict[str, Any]:
+def _group(name: str, temperature: float, records: Sequence[Record]) -> dict[str, object]:
     names = [method for method in records[0]["methods"] if all(method in record["methods"] for record in records)]
     rows: dict[str, Rows] = {method: [record["methods"][method] for record in records] for method in names}
     methods = {method: _method(method, rows) for method in names}
-    group: dict[str, Any] = {"set": name, "temperature": temperature, "prompts": len(records), "methods": methods}
+    group: dict[str, object] = {"set": name, "temperature": temperature, "prompts": len(records), "methods": methods}
     if {"tree", "sequence"} <= methods.keys():
         counts = np.stack([_counts(rows[method]) for method in ("tree", "sequence")], 1)  # (prompts, methods, 2)
         group["tree_to_sequence"] = bootstrap(counts, lambda c: np.divide(*np.moveaxis(ratio_of_sums(c), -1, 0)))
@@ -130,7 +124,7 @@ def _stages(rows: Rows) -> dict[str, Any]:
     }
 
 
-def _hit_rates(rows: Rows) -> dict[str, Any]:
+def _hit_rates(rows: Rows) -> dict[str, object]:
     positions = _sum(rows, "positions")
     rates = [sum(hits) / positions for hits in zip(*(row["hits"] for row in rows), strict=True)]
     return {"draft": rows[0]["draft"], "positions": positions, "rates": rates}
@@ -172,7 +166,7 @@ def _foot(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _title(group: dict[str, Any]) -> str:
+def _title(group: dict[str, object]) -> str:
     return f"{'all sets' if group['set'] == ALL else group['set']}, T = {group['temperature']:g}"
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from specinfer.common.display import draw
 from specinfer.common.tables import Table, Tabular
-from specinfer.errors import InputError
+from specinfer.common.values import installed
+from specinfer.errors import InputError, one_line
 from specinfer.evaluation.compare.prompts import records_of
 from specinfer.evaluation.compare.report import parts, summarise
 
@@ -42,7 +43,7 @@ class Comparison(Tabular):
         try:
             found.table()
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            reason = f"{type(error).__name__}: {' '.join(str(error).split()):.80}"
+            reason = f"{type(error).__name__}: {one_line(error, 80)}"
             raise InputError(f"{folder} holds damaged records ({reason}): compare again into another folder") from error
         return found
 
@@ -94,10 +95,7 @@ class Comparison(Tabular):
         Raises:
             InputError: pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise InputError("a data frame needs pandas: pip install pandas; or use summary()") from error
+        pandas = installed("pandas", "a data frame needs pandas (or use summary())")
         return pandas.DataFrame(
             {"set": group["set"], "temperature": group["temperature"], "prompts": group["prompts"], "method": method}
             | dict(_columns(figures))

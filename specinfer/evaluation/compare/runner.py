@@ -13,7 +13,7 @@ import torch
 from specinfer import loading
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.engine.sampling import whole_distribution
-from specinfer.errors import InputError
+from specinfer.errors import InputError, one_line
 from specinfer.evaluation.compare.methods import OURS, THEIRS, HitRates, Method, build_methods
 from specinfer.evaluation.compare.plan import Job, Plan
 from specinfer.tree import BestFirst
@@ -121,7 +121,7 @@ class Runner:
             except Exception as error:
                 if name not in THEIRS:
                     raise
-                refusals[name] = f"transformers refuses: {' '.join(str(error).split()) or type(error).__name__}"
+                refusals[name] = f"transformers refuses: {one_line(error)}"
         return refusals
 
     def _run(self, method: Method, rows: Sequence[Prompted], temperature: float) -> list[dict[str, Any]]:

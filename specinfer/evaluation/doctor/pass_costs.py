@@ -12,7 +12,7 @@ import torch
 
 from specinfer.calls.run import Run
 from specinfer.decoder import SpeculativeDecoder
-from specinfer.engine.draft import Draft, DraftContext, DraftSession
+from specinfer.engine.draft import Committed, Draft, DraftContext, DraftSession
 from specinfer.engine.sampling import whole_distribution
 from specinfer.tree import BestFirst, Chain, DenseSource, Policy
 
@@ -110,7 +110,5 @@ class _FillerSession(DraftSession):
             draft=self.draft,
         )
 
-    def commit(
-        self, tokens: Sequence[Sequence[int] | None], states: Sequence[object] = (), scored: Sequence[object] = ()
-    ) -> None:
+    def commit(self, tokens: Committed, states: Sequence[object] = (), scored: Sequence[object] = ()) -> None:
         """Keep nothing."""

@@ -88,11 +88,7 @@ RULES: tuple[tuple[str, Callable[[Signs], bool], str], ...] = (  # grade at best
         lambda s: s.fits and not s.lookup and s.first[0] < GOOD,
         "Its first choice is right at {first:.0%} of the positions: it was trained little, or on other text.",
     ),
-    (
-        "good",
-        lambda s: s.level > COSTLY,
-        "A level costs {level:.0%} of a plain target pass: only few levels can pay.",
-    ),
+    ("good", lambda s: s.level > COSTLY, "A level costs {level:.0%} of a plain target pass: only few levels can pay."),
 )
 FINE = "It fits this target: its first choice is right at {first:.0%} of the positions."
 

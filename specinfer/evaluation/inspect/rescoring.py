@@ -121,9 +121,7 @@ class Rescorer:
         sampling = self.row(0).sampling
         if sampling != (result.seed is not None):
             was, now = ("greedy", "sample") if sampling else (f"sampled with seed {result.seed}", "are greedy")
-            raise InputError(
-                f"the result was {was}, but these options {now}: give the options of the call that made it"
-            )
+            raise InputError(f"the result was {was}, but these options {now}: give the options of its own call")
 
     @property
     def draft_names(self) -> list[str]:

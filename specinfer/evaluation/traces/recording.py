@@ -186,13 +186,9 @@ def _done(
 def _check(decoder: SpeculativeDecoder, plan: Sizes) -> None:
     """Raise for a decoder that cannot be recorded."""
     if not isinstance(decoder, SpeculativeDecoder):
-        raise InputError(
-            f"decoder={decoder!r:.60} is not a SpeculativeDecoder: construct one with the drafts to record"
-        )
+        raise InputError(f"decoder={decoder!r:.60} is not a SpeculativeDecoder: construct one with drafts to record")
     if not decoder.drafts:
-        raise InputError(
-            "this decoder has no drafts, so there is nothing to record: construct it with drafts and a tree"
-        )
+        raise InputError("this decoder has no drafts, so there is nothing to record: construct it with drafts")
     for draft in decoder.drafts:
         if draft.is_whole:
             raise InputError(

@@ -111,7 +111,8 @@ def replay(
     if isinstance(policy, Sampled):
         lengths, how = partial(_sampled, policy=policy, verifier=verifier, draft=indices[0]), EXPECTED
     elif isinstance(policy, Expansion):
-        lengths = partial(_expanded, widths=policy.expansion, drafts=indices, coupled=coupled)
+        widths = policy.expansion  # a step follows the draft whose own tree goes furthest
+        lengths = lambda text: _accepted(_hits(text, widths, indices, coupled).cumprod(2).max(0))  # noqa: E731
     else:
         assert isinstance(policy, BestFirst)
         lengths = partial(_followed, policy=policy, drafts=indices, budget=trace.settings["max_new_tokens"])
@@ -177,11 +178,6 @@ def _hits(text: TraceText, widths: Sequence[float], drafts: Sequence[int], coupl
 def _accepted(hits: np.ndarray) -> Floats:
     """Return a table of `Lengths` for steps that accept all tokens before the first False, given (n, levels) bool."""
     return np.eye(hits.shape[1] + 1)[hits.cumprod(1).sum(1)]
-
-
-def _expanded(text: TraceText, widths: Sequence[int], drafts: Sequence[int], coupled: bool) -> Floats:
-    """Return the table of `Expansion`: a step follows the draft whose own tree goes furthest."""
-    return _accepted(_hits(text, widths, drafts, coupled).cumprod(2).max(0))
 
 
 def _followed(text: TraceText, policy: BestFirst, drafts: Sequence[int], budget: int) -> Floats:
@@ -261,9 +257,7 @@ def _check_sampled(trace: Trace, policy: Sampled, verifier: Verifier, drafts: Se
     if len(drafts) != 1:
         raise InputError(f"{policy!r} is replayed with one draft: choose drafts=[...] among {', '.join(trace.drafts)}")
     if not trace.sampling:
-        raise InputError(
-            f"{policy!r} needs a trace with a temperature: along greedy texts no distributions are recorded"
-        )
+        raise InputError(f"{policy!r} needs a trace with a temperature: of greedy texts no distributions are recorded")
     if isinstance(verifier, MultiStep):
         most = int(np.prod(policy.expansion)) if policy.replacement else max(policy.expansion, default=0)
         _check_size(policy, "draws", most, trace.settings["draws"])

@@ -297,7 +297,7 @@ class TraceFolder:
         settings: what made them.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, object]) -> None:
         self.folder, self.records = folder, Records(folder, FIELDS, "a trace")
         self.settings = json.dumps(dict(settings), sort_keys=True).encode()
 
@@ -363,7 +363,7 @@ class TraceFolder:
 # ---- which models a trace is of ----
 
 
-def check_models(folder: Path, settings: Mapping[str, Any], decoder: SpeculativeDecoder) -> None:
+def check_models(folder: Path, settings: Mapping[str, object], decoder: SpeculativeDecoder) -> None:
     """Refuse a trace of other models.
 
     Raises:
@@ -378,7 +378,7 @@ def check_models(folder: Path, settings: Mapping[str, Any], decoder: Speculative
             )
 
 
-def trace_settings(decoder: SpeculativeDecoder, sizes: Mapping[str, Any], temperature: float) -> dict[str, Any]:
+def trace_settings(decoder: SpeculativeDecoder, sizes: Mapping[str, object], temperature: float) -> dict[str, Any]:
     """Return what all texts of a trace have in common."""
     target = decoder.target
     name = str(getattr(target.model.config, "_name_or_path", "")) or target.name

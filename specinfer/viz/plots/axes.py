@@ -6,12 +6,11 @@ Knows: matplotlib, which it imports when a picture is drawn.  Does not know: wha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specinfer.errors import InputError
+from specinfer.common.values import installed
 from specinfer.tree.drawing import columns
 from specinfer.viz.style import BY_DRAFT, LIGHT, ON_DARK
 
@@ -55,10 +54,7 @@ OTHERS = ((PALE, "++", "<"), (GREY, "oo", ">"))  # of methods that are not named
 
 def part(name: str) -> Any:
     """Return a module of matplotlib's."""
-    try:
-        return import_module(f"matplotlib.{name}")
-    except ImportError:
-        raise InputError("plots need matplotlib, which is not installed: pip install matplotlib") from None
+    return installed(f"matplotlib.{name}", "plots need matplotlib, which is not installed")
 
 
 def axes_of(ax: Axes | None, width: float, height: float) -> Axes:

@@ -12,28 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from specinfer.common.token_text import Tokenizer
 from specinfer.errors import InputError
 from specinfer.evaluation.inspect.inspection import StepInspection
 from specinfer.results import Step
 from specinfer.tree import TokenTree
 from specinfer.tree.drawing import DrawnNode, columns
 from specinfer.viz.description import Description, describe
-from specinfer.viz.plots.axes import (
-    BLUE,
-    FONT,
-    GREY,
-    LINE,
-    PALE,
-    PLAIN,
-    SKY,
-    WIDEST,
-    Options,
-    axes_of,
-    drawable,
-    families,
-    legend,
-    scale_of,
-)
+from specinfer.viz.plots import axes as draw
 from specinfer.viz.style import BY_DRAFT, LIGHT, edge, style
 from specinfer.viz.text import stems
 
@@ -45,7 +31,9 @@ GAP = 10  # characters between two levels of a tree: the edge, its probability, 
 LONGEST = 14  # characters of a token that are shown
 
 
-def plot_tree(step: Any, tokenizer: Any = None, ax: Axes | None = None, *, drafts: Sequence[str] = ()) -> Axes:
+def plot_tree(
+    step: object, tokenizer: Tokenizer | None = None, ax: Axes | None = None, *, drafts: Sequence[str] = ()
+) -> Axes:
     """Draw a token tree from left to right, likeliest sibling on top.
 
     A box is a node.  The draft's probability of it, given its parent, stands above the edge to it: likelier nodes have
@@ -65,26 +53,30 @@ def plot_tree(step: Any, tokenizer: Any = None, ax: Axes | None = None, *, draft
     description = replace(description, drafts=[*drafts, *description.drafts[len(drafts) :]])
     drawn = description.best
     nodes, lines = drawn.drawing.nodes, drawn.drawing.lines
-    labels = [f"{drawable(node.text, LONGEST)} {node.mark}".rstrip() for node in nodes]
+    labels = [f"{draw.drawable(node.text, LONGEST)} {node.mark}".rstrip() for node in nodes]
     *lefts, end = drawn.drawing.lefts([columns(label) for label in labels], GAP)
     size = (end - GAP + 2) * CHARACTER, (max(lines) + 1) * ROW
-    scale = scale_of(ax, *size)
+    scale = draw.scale_of(ax, *size)
     width = max(size[0] + 0.4, 3.5) if ax is None else ax.get_window_extent().width / ax.figure.dpi
-    words = [f"{sign} {drawable(words, 24)}" for sign, words in description.legend([drawn])]
+    words = [f"{sign} {draw.drawable(words, 24)}" for sign, words in description.legend([drawn])]
     legend_lines = wrap("   ".join(word.replace(" ", "\xa0") for word in words), int(width / CHARACTER))
-    ax = axes_of(ax, width, size[1] + 0.5 + LINE * len(legend_lines))
-    ax.set_xlabel("\n".join(legend_lines), loc="left", family=families(), size=FONT, **PLAIN)
+    ax = draw.axes_of(ax, width, size[1] + 0.5 + draw.LINE * len(legend_lines))
+    ax.set_xlabel("\n".join(legend_lines), loc="left", family=draw.families(), size=draw.FONT, **draw.PLAIN)
     points = [(lefts[node.depth], line) for node, line in zip(nodes, lines, strict=True)]
     for number, (node, label) in enumerate(zip(nodes, labels, strict=True)):
         _draw_node(ax, number, node, label, points[number], scale)
         if node.parent >= 0:
             _draw_edge(ax, number, node, points[node.parent], points[number], scale)
         for turn, draft in enumerate(node.drafts):
-            pen: Options = {"size": FONT * scale, "color": BY_DRAFT[draft % len(BY_DRAFT)], "gid": f"draft-{draft}"}
+            pen: draw.Options = {
+                "size": draw.FONT * scale,
+                "color": BY_DRAFT[draft % len(BY_DRAFT)],
+                "gid": f"draft-{draft}",
+            }
             x, y = points[number]
             ax.text(x - 0.9 - 1.3 * turn, y, description.shapes[draft], ha="center", va="center", zorder=4, **pen)
     ax.set(xlim=(-1, end - GAP + 2), ylim=(max(lines) + 0.6, -0.6), yticks=[])
-    ax.set_xticks(lefts, ["depth 0", *map(str, range(1, len(lefts)))], ha="left", fontsize=FONT, color=GREY)
+    ax.set_xticks(lefts, ["depth 0", *map(str, range(1, len(lefts)))], ha="left", fontsize=draw.FONT, color=draw.GREY)
     ax.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False, length=0)
     ax.spines[:].set_visible(False)
     return ax
@@ -92,9 +84,9 @@ def plot_tree(step: Any, tokenizer: Any = None, ax: Axes | None = None, *, draft
 
 def _draw_node(ax: Axes, number: int, node: DrawnNode, label: str, point: tuple[float, float], scale: float) -> None:
     shape = style(node)
-    box: Options = {"boxstyle": f"round,pad=0.3,rounding_size={1.6 * shape.corner}", "lw": shape.width * scale}
+    box: draw.Options = {"boxstyle": f"round,pad=0.3,rounding_size={1.6 * shape.corner}", "lw": shape.width * scale}
     box |= {"fc": LIGHT[shape.fill], "ec": LIGHT[shape.line], "ls": _line_style(shape.dashes, shape.width)}
-    font: Options = {"family": families(), "size": FONT * scale, "color": LIGHT[shape.ink], **PLAIN}
+    font: draw.Options = {"family": draw.families(), "size": draw.FONT * scale, "color": LIGHT[shape.ink], **draw.PLAIN}
     ax.text(point[0] + 0.4, point[1], label, gid=f"node-{number}", bbox=box, va="center", zorder=3, **font)
 
 
@@ -106,19 +98,19 @@ def _draw_edge(
     x = [x0 + 0.6, *(x1 - GAP + 1 + 3 * turn), x1]
     y = [y0, *(y0 + (y1 - y0) * turn**2 * (3 - 2 * turn)), y1]
     width, dashes = edge(node)
-    pen: Options = {"color": LIGHT[style(node).line], "lw": 0.8 * width * scale, "ls": _line_style(dashes, width)}
+    pen: draw.Options = {"color": LIGHT[style(node).line], "lw": 0.8 * width * scale, "ls": _line_style(dashes, width)}
     ax.plot(x, y, dash_capstyle="round", zorder=1.5 if node.accepted else 1, gid=f"edge-{number}", **pen)
-    font: Options = {"fontsize": (FONT - 2) * scale, "color": GREY, "gid": f"probability-{number}"}
+    font: draw.Options = {"fontsize": (draw.FONT - 2) * scale, "color": draw.GREY, "gid": f"probability-{number}"}
     if node.figure:
         ax.text(x1 - GAP + 4.2, y1 - 0.08, node.figure, va="bottom", **font)
 
 
-def _line_style(dashes: tuple[int, ...], width: float) -> Any:
+def _line_style(dashes: tuple[int, ...], width: float) -> object:
     """Return dashes as matplotlib takes them: in line widths."""
     return (0, tuple(length / width for length in dashes)) if dashes else "-"
 
 
-def plot_mask(step: Any, tokenizer: Any = None, prefix: int = 0, ax: Axes | None = None) -> Axes:
+def plot_mask(step: object, tokenizer: Tokenizer | None = None, prefix: int = 0, ax: Axes | None = None) -> Axes:
     """Draw the topology-aware mask of a tree's one pass: which nodes (columns) each node (row) attends to.
 
     A node sees itself, its ancestors and the committed prefix.  The rows are labelled with the tree as a terminal
@@ -137,22 +129,22 @@ def plot_mask(step: Any, tokenizer: Any = None, prefix: int = 0, ax: Axes | None
         raise InputError(f"prefix is {prefix}: give the number of committed tokens in the cache, or 0 to leave it out")
     drawn = _described(step, tokenizer, "plot_mask").best
     tree = drawn.tree
-    nodes = [node._replace(text=drawable(node.text, LONGEST)) for node in drawn.drawing.nodes[: len(tree)]]
+    nodes = [node._replace(text=draw.drawable(node.text, LONGEST)) for node in drawn.drawing.nodes[: len(tree)]]
     names, rows = [node.text for node in nodes], _rows(nodes)
     longest, count, left = max(map(columns, rows)), len(tree), -2.5 if prefix else -0.5
-    cell = float(np.clip(2.6 / count, min(0.22, WIDEST / count), 0.45))  # inches
+    cell = float(np.clip(2.6 / count, min(0.22, draw.WIDEST / count), 0.45))  # inches
     size = cell * (count - 0.5 - left), cell * count
-    scale = scale_of(ax, *size) * min(1.0, cell * 72 * 0.7 / FONT)
+    scale = draw.scale_of(ax, *size) * min(1.0, cell * 72 * 0.7 / draw.FONT)
     heads = [*(["prefix"] if prefix else []), *names]
     margins = CHARACTER * scale * longest + 0.4, CHARACTER * scale * max(map(columns, heads)) + 0.3
-    new, ax = ax is None, axes_of(ax, max(size[0] + margins[0], 3.0), size[1] + margins[1])
+    new, ax = ax is None, draw.axes_of(ax, max(size[0] + margins[0], 3.0), size[1] + margins[1])
     handles = _draw_mask(ax, tree.ancestor_mask(), prefix)
-    font: Options = {"family": families(), "size": FONT * scale, **PLAIN}
+    font: draw.Options = {"family": draw.families(), "size": draw.FONT * scale, **draw.PLAIN}
     ax.set_yticks(range(count), [row + " " * (longest - columns(row)) for row in rows], **font)
     ax.set_xticks([*([-1.6] if prefix else []), *range(count)], heads, rotation=90, **font)
     ax.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False, length=0)
     ax.set(xlim=(left, count - 0.5), ylim=(count - 0.5, -0.5))
-    legend(ax, handles, below=True, grow=new)
+    draw.legend(ax, handles, below=True, grow=new)
     return ax
 
 
@@ -165,29 +157,33 @@ def _rows(nodes: Sequence[DrawnNode]) -> list[str]:
 
 
 def _draw_mask(ax: Axes, mask: np.ndarray, prefix: int) -> list[Any]:
-    """Draw the cells; return the legend's handles."""
+    """Draw the cells; return the draw.legend's handles."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch, Rectangle
 
     nodes = np.arange(len(mask))
     edges = np.arange(len(mask) + 1) - 0.5
     cells = mask + np.eye(len(mask))
-    grid: Options = {"cmap": ListedColormap(["white", SKY, BLUE]), "edgecolors": PALE, "linewidth": 0.5}
+    grid: draw.Options = {
+        "cmap": ListedColormap(["white", draw.SKY, draw.BLUE]),
+        "edgecolors": draw.PALE,
+        "linewidth": 0.5,
+    }
     ax.pcolormesh(edges, edges, cells, vmin=0, vmax=2, gid="mask", **grid)
     ax.scatter(nodes, nodes, s=6, c="white", zorder=3, gid="itself")
     handles = [
-        Patch(fc=BLUE, label="a row sees itself"),
-        Patch(fc=SKY, label="its ancestors"),
-        Patch(fc="white", ec=GREY, lw=0.5, label="nothing else"),
+        Patch(fc=draw.BLUE, label="a row sees itself"),
+        Patch(fc=draw.SKY, label="its ancestors"),
+        Patch(fc="white", ec=draw.GREY, lw=0.5, label="nothing else"),
     ]
     if not prefix:
         return handles
-    prefixed: Options = {"fc": PALE, "ec": GREY, "hatch": "///", "lw": 0.5}
+    prefixed: draw.Options = {"fc": draw.PALE, "ec": draw.GREY, "hatch": "///", "lw": 0.5}
     ax.add_patch(Rectangle((-2.5, -0.5), 1.8, len(mask), gid="prefix", **prefixed))
     return [*handles, Patch(label=f"the prefix of {prefix}", **prefixed)]
 
 
-def _described(thing: Any, tokenizer: Any, function: str) -> Description:
+def _described(thing: Any, tokenizer: Tokenizer | None, function: str) -> Description:
     """Describe a step, an inspection of one, or whatever has a tree."""
     if not isinstance(thing, Step | StepInspection):
         thing = getattr(thing, "tree", thing)
@@ -195,7 +191,5 @@ def _described(thing: Any, tokenizer: Any, function: str) -> Description:
             hint = ": a result has many, draw one of result.steps" if hasattr(thing, "steps") else ""
             raise InputError(f"{function} draws a TokenTree or a Step, not a {type(thing).__name__}{hint}")
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
-        raise InputError(
-            f"a {type(tokenizer).__name__} is not a tokenizer: it has no `decode`, which turns ids into text"
-        )
+        raise InputError(f"a {type(tokenizer).__name__} is not a tokenizer: it has no `decode` from ids to text")
     return describe(thing, tokenizer)
