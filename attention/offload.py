@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear
+from specinfer.attention.packed.products import rows_of
 from specinfer.attention.torch_private import with_parameters
 from specinfer.common.ranks import whole
 from specinfer.errors import ModelError
@@ -76,8 +77,10 @@ def weight_of(module: Any) -> Tensor:
 
 
 def embedded(module: Any, ids: Tensor) -> Tensor:
-    """Return the rows of an embedding's matrix for token ids: see `weight_of`, but it may be packed."""
-    return module(ids.cpu()) if isinstance(module, PackedEmbedding) else weight_of(module)[ids]
+    """Return the rows of a module's matrix for token ids: see `weight_of`, but it may be packed."""
+    if isinstance(module, PackedLinear | PackedEmbedding):
+        return rows_of(ids, module.packed, module.inputs)
+    return weight_of(module)[ids]
 
 
 def resident(module: Any) -> Any:

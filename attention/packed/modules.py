@@ -10,12 +10,17 @@ import specinfer.attention.packed.products  # noqa: F401  (defines the operators
 
 
 class _Packed(nn.Module):
-    """A module with a packed matrix, set after it is made: ``packed``, uint8, one dimension."""
+    """A module with a packed matrix (N, K), set after it is made: ``packed``, uint8, one dimension.
+
+    Args:
+        inputs: K.
+    """
 
     packed: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: int) -> None:
         super().__init__()
+        self.inputs = inputs
         self.register_buffer("packed", torch.empty(0, dtype=torch.uint8))
 
 
@@ -28,7 +33,7 @@ class PackedLinear(_Packed):
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
-        super().__init__()
+        super().__init__(in_features)
         self.in_features, self.out_features = in_features, out_features
         self.bias = nn.Parameter(torch.zeros(out_features), requires_grad=False) if bias else None
 
@@ -46,7 +51,7 @@ class PackedEmbedding(_Packed):
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
-        super().__init__()
+        super().__init__(embedding_dim)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
 
     def forward(self, ids: Tensor) -> Tensor:

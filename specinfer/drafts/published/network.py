@@ -18,7 +18,8 @@ from torch.nn import functional
 from transformers import Cache, LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specinfer.attention import TreeModel, device_of, weight_of
+from specinfer.attention import TreeModel, device_of, embedded, weight_of
+from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear
 from specinfer.engine.draft import DraftSession
 from specinfer.errors import ModelError, UnsupportedModel
 
@@ -57,12 +58,12 @@ class DraftNetwork(nn.Module):
         self.words = self.vocab_size if token_ids is None else len(token_ids)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if embeds else None
         self.lm_head = nn.Linear(config.hidden_size, self.words, bias=False) if outputs else None
-        self.embedding: Tensor | None  # (V, H), the target's or its own
+        self.embedding: Tensor | None  # (V, H), the target's or its own; or packed
         self.cosines: Tensor  # (positions, D)
         self.sines: Tensor
         for name in ("embedding", "cosines", "sines"):  # set by `bind`, and never saved
             self.register_buffer(name, None, persistent=False)
-        self.output: nn.Linear | None = None  # borrowed rows of the target's output matrix, (V', H)
+        self.output: nn.Linear | PackedLinear | None = None  # borrowed rows of the target's output matrix, (V', H)
         self.build(config)
 
     def build(self, config: LlamaConfig) -> None:
@@ -89,17 +90,25 @@ class DraftNetwork(nn.Module):
         words = self.embed_tokens
         self.embedding = words.weight.detach() if words else self._borrowed(target.get_input_embeddings(), "embedding")
         if self.lm_head is None:
-            rows = self._borrowed(target.get_output_embeddings(), "output matrix")
-            rows = (rows if self.token_ids is None else rows[self.token_ids]).to(self.dtype)
-            if self.output is None:
-                self.output = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta").train(self.training)
-            self.output.weight = nn.Parameter(rows, requires_grad=False)
+            self._borrow_output(target.get_output_embeddings())
         positions = torch.arange(self.config.max_position_embeddings, device=device)
         with torch.device("cpu"):  # whatever the caller's default is
             rotary = LlamaRotaryEmbedding(self.config)
         cosines, sines = rotary.to(device)(next(self.parameters()), positions[None])
         self.cosines, self.sines = cosines[0], sines[0]
         return self
+
+    def _borrow_output(self, module: nn.Module) -> None:
+        """Take the rows of a target's output matrix that the network proposes; all of a packed one stay packed."""
+        rows = self._borrowed(module, "output matrix")
+        if self.token_ids is not None:
+            rows = embedded(module, self.token_ids)
+        elif isinstance(module, PackedLinear):
+            self.output = module
+            return
+        if not isinstance(self.output, nn.Linear):
+            self.output = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta").train(self.training)
+        self.output.weight = nn.Parameter(rows.to(self.dtype), requires_grad=False)
 
     def bound(self, target: PreTrainedModel) -> Self:
         """Return a copy in a target's dtype that is bound to it; weights that fit as they are, are shared."""
@@ -112,6 +121,8 @@ class DraftNetwork(nn.Module):
     def embed(self, ids: Tensor) -> Tensor:
         """Return embeddings (..., H) in the network's dtype."""
         assert self.embedding is not None, "bind the network to a target first"
+        if self.embedding.dtype == torch.uint8:  # packed
+            return torch.ops.specinfer.packed_rows(ids, self.embedding, self.config.hidden_size).to(self.dtype)
         return functional.embedding(ids, self.embedding).to(self.dtype)
 
     def rotary(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -122,10 +133,12 @@ class DraftNetwork(nn.Module):
         """Return logits (..., V') over the network's vocabulary of its final states (..., H)."""
         head = self.lm_head or self.output
         assert head is not None, "bind the network to a target first"
-        return head(states.to(head.weight.dtype))
+        return head(states.to(self.dtype))
 
-    def _borrowed(self, module: object, what: str) -> Tensor:
+    def _borrowed(self, module: nn.Module, what: str) -> Tensor:
         """Return a target's matrix as it is: fetched if it is offloaded, and put together if processes share it."""
+        if isinstance(module, PackedEmbedding | PackedLinear) and module.inputs == self.config.hidden_size:
+            return module.packed
         weight = weight_of(module)
         if not weight.is_floating_point() or weight.ndim != 2 or weight.shape[1] != self.config.hidden_size:
             raise ModelError(
