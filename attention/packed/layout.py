@@ -127,9 +127,11 @@ def _planes(bits: int) -> Iterator[tuple[int, int]]:
 def _lines(integers: Tensor, bits: int, first: int) -> Tensor:
     """Return a plane of integers (blocks, 32, K) as lines, (blocks, groups, halves, lines, 64)."""
     shared = 8 // bits  # words of a line
-    plane = (integers >> first) & ((1 << bits) - 1)
+    plane = (integers >> first) & ((1 << bits) - 1) if bits < 8 else integers
     words = plane.view(len(integers), 2, BLOCK // 2, -1, bits, shared, 4)
-    line = (words << (bits * torch.arange(shared, dtype=torch.uint8))[:, None]).sum(-2, dtype=torch.uint8)
+    line = words[..., 0, :].clone()
+    for index in range(1, shared):
+        line |= words[..., index, :] << (bits * index)
     return line.permute(0, 3, 1, 4, 2, 5).flatten(4)
 
 

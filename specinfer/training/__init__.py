@@ -17,6 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel, is_dispatched
+from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear
 from specinfer.common.files import locked, write_json
 from specinfer.common.progress import Progress
 from specinfer.drafts.head import HeadDraft, check_fingerprint
@@ -104,7 +105,7 @@ def distill(
         InputError: before the target runs: no tokenizer, a prompt is too long, or the folder has other settings, is
             held by another run or cannot be written.
         UnsupportedModel: the target's logits do not follow from its last hidden states (`check_logits`), or it was
-            loaded with a ``device_map``.
+            loaded with a ``device_map``, or its weights are packed.
         ModelError, TokenizerMismatch: a draft to train on from is no head, or belongs to another target.
         NumericalError: the loss is not a number; the last good checkpoint stays.
         SpecinferError: the disk is full; what was finished stays.
@@ -135,6 +136,9 @@ def distill(
 def _check_target(model: PreTrainedModel, recipe: Recipe) -> None:
     if is_dispatched(model):
         raise UnsupportedModel("a target loaded with a device_map cannot be trained for: load it on one device")
+    if any(isinstance(module, PackedLinear | PackedEmbedding) for module in model.modules()):
+        advice = "train on the unquantised model, whose drafts fit this one as well"
+        raise UnsupportedModel(f"the target's weights are packed, and training reads them as numbers: {advice}")
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if recipe.arch == "lm" and recipe.training.layers > layers:
         raise InputError(f"layers={recipe.training.layers} of an lm are more than the target's {layers}: give fewer")

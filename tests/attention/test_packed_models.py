@@ -1,0 +1,105 @@
+"""Models whose weights are packed: compiled passes, trees and heads do what plain ones do."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import byte_tokenizer, tiny_llama
+from test_compiled import GREEDY, SAMPLED, TREE, compiled, decoder, ids
+from test_heads import draft_for
+from test_packed_products import plain_rows
+from torch import nn
+
+from specinfer import BestFirst, Chain, SpeculativeDecoder
+from specinfer.attention.compiler import making
+from specinfer.attention.compiler.making import _has_same_bits
+from specinfer.attention.packed import products
+from specinfer.attention.packed.formats import KINDS, quantised
+from specinfer.attention.packed.layout import pack
+from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear
+from specinfer.errors import UnsupportedModel
+from specinfer.training import Recipe, distill
+
+SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 32}  # K formats have blocks of 256 inputs
+MIX, OTHER_MIX = ("Q4_K", "Q6_K"), ("Q8_0", "IQ4_XS", "Q3_K")
+
+pytestmark = pytest.mark.skipif(products.library() is None, reason="no C++ compiler")
+
+
+def packed_llama(kinds: tuple[str, ...] = MIX) -> Any:
+    """A tiny llama whose matrices are random blocks of some kinds, in turns; its embeddings are its output matrix."""
+    model = tiny_llama(tie_word_embeddings=False, **SIZES).float()
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for index, name in enumerate(layers):
+        old, kind = model.get_submodule(name), kinds[index % len(kinds)]
+        new = PackedLinear(old.in_features, old.out_features, bias=False)
+        rows = plain_rows(kind, old.out_features)[:, : 256 // KINDS[kind].inputs * KINDS[kind].size].clone()
+        new.packed = pack([quantised(kind, rows)], *old.weight.shape)
+        model.set_submodule(name, new)
+    embedding = PackedEmbedding(model.vocab_size, 256)
+    embedding.packed = model.lm_head.packed
+    model.set_submodule("model.embed_tokens", embedding)
+    return model.eval()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache folder with a package of the model."""
+    folder, patch = tmp_path_factory.mktemp("cache"), pytest.MonkeyPatch()
+    patch.setenv("SPECINFER_CACHE", str(folder))
+    made = SpeculativeDecoder(packed_llama(), byte_tokenizer(), [], TREE, compile=True)
+    assert made.passes == "passes: compiled"
+    yield folder
+    patch.undo()
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("tree", [None, Chain(3), BestFirst(12, 4)], ids=str)
+def test_ids_are_those_of_the_plain_model(tree: Any, options: dict[str, Any]) -> None:
+    model = packed_llama()
+    plain, own = (ids(decoder(model, tree, compile=mode), **options) for mode in (False, "auto"))
+    assert own == plain == ids(decoder(model, None, []), **options)
+
+
+def test_nodes_have_the_same_bits_in_every_pass() -> None:
+    made, passes = compiled(packed_llama())
+    assert _has_same_bits(made.target, passes)
+
+
+def test_one_package_serves_every_mix_of_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("compiled anew")
+
+    monkeypatch.setattr(making, "compile_package", never)
+    model = packed_llama(OTHER_MIX)
+    made = SpeculativeDecoder(model, byte_tokenizer(), ["ngram"], TREE, compile=True)
+    assert made.passes == "passes: compiled"
+    assert ids(made) == ids(decoder(model, compile=False))
+
+
+def test_layers_that_read_the_same_states_are_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = []
+
+    def kept(graph: Any, _path: Path) -> None:
+        graphs.append(graph)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(making, "compile_package", kept)
+    monkeypatch.setattr("specinfer.attention.compiler.packages._usable", lambda *_, **__: None)
+    SpeculativeDecoder(packed_llama(), byte_tokenizer(), [], TREE, compile=True)
+    products_of = torch.ops.specinfer.packed_linear.default
+    found = [len(node.args[1]) for node in graphs[0].graph.find_nodes(op="call_function", target=products_of)]
+    assert found == [3, 1, 2, 1] * 2 + [1]  # queries, keys and values; output; gate and up; down; and the output matrix
+
+
+def test_a_head_reads_a_packed_targets_embeddings() -> None:
+    model = packed_llama()
+    made = decoder(model, TREE, [draft_for(model, hidden_size=256)], compile=False)
+    assert ids(made) == ids(decoder(model, None, [], compile=False))
+
+
+def test_heads_are_not_trained_on_packed_targets(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="packed"):
+        distill(packed_llama(), byte_tokenizer(), [], tmp_path / "head", Recipe(1))
