@@ -169,11 +169,11 @@ def _parts(blocks: Tensor, code: int, inputs: int, outputs: int) -> Quantised:
         super_scales = [_to_outputs(each, torch.float16, outputs) for each in found[..., :supers].chunk(count, -1)]
         found = found[..., supers:]
     found = found.reshape(len(blocks), groups, body)
-    own = [_to_outputs(each, dtype, outputs) for each in found[..., : count * width].chunk(count, -1)]
+    scaled = [_to_outputs(each, dtype, outputs) for each in found[..., : count * width].chunk(count, -1)]
     integers = _integers(found[..., count * width :], bits).reshape(len(blocks) * BLOCK, inputs)[:outputs]
     if not supers:
-        return Quantised(integers, bits, zero, values, group, own[0], None, own[1] if minimum else None, None)
-    factors = [each.to(torch.int16) for each in own]
+        return Quantised(integers, bits, zero, values, group, scaled[0], None, scaled[1] if minimum else None, None)
+    factors = [each.to(torch.int16) for each in scaled]
     least, least_factors = (super_scales[1], factors[1]) if minimum else (None, None)
     return Quantised(integers, bits, zero, values, group, super_scales[0], factors[0], least, least_factors)
 

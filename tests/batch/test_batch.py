@@ -159,7 +159,6 @@ def test_what_is_wrong_with_all_prompts_is_said_before_anything_is_written(made,
         ({"seed": "x"}, InputError),
         ({"max_rows": 0}, InputError),
         ({"logits_processor": [print]}, InputError),
-        ({"penalty_alpha": 0.6, "top_k": 4}, SamplingError),
     ):
         with pytest.raises(error):
             generate_files(made, lines, tmp_path / "out", **options)
