@@ -157,11 +157,11 @@ INLINE Words integers(const uint8_t* half, int index) {
 
 // ---- states ----
 
-// A state's 32 inputs: integers times a scale.  high * 256 + low is the integer; sums are those of 16 inputs.
+// A state's 32 inputs: integers times a scale.  high * 256 + low is the integer.  Sums are those of the first and the
+// last 16 inputs, and of all.
 struct State {
-    float scale;
-    int32_t sums[2];
-    int32_t unused;
+    float scale, scaled_sums[3];
+    int32_t sums[3], unused;
     int8_t high[GROUP], low[GROUP];
 };
 constexpr float LARGEST = 127 * 256;
@@ -174,13 +174,15 @@ INLINE void round_state(const float* from, State& to) {
     }
     const float steps = largest > 0 ? LARGEST / largest : 0;
     to.scale = largest / LARGEST + unknown;
-    to.sums[0] = to.sums[1] = 0;
+    int32_t sums[2] = {};
     for (int k = 0; k < GROUP; k++) {
         const int32_t integer = std::isfinite(unknown) ? (int32_t)std::nearbyintf(from[k] * steps) : 0;
         const int32_t high = (integer + 128) >> 8;
         to.high[k] = (int8_t)high, to.low[k] = (int8_t)(integer - 256 * high);
-        to.sums[k / (GROUP / 2)] += integer;
+        sums[k / (GROUP / 2)] += integer;
     }
+    to.sums[0] = sums[0], to.sums[1] = sums[1], to.sums[2] = sums[0] + sums[1];
+    for (int part = 0; part < 3; part++) to.scaled_sums[part] = to.scale * (float)to.sums[part];
 }
 
 // ---- a block ----
@@ -246,14 +248,19 @@ void multiply(const Block& block, int first, const State* states, int64_t groups
             Integers high[R] = {}, low[R] = {};
             const auto finish = [&](int half) {
                 const Scaled scaled = reader.read(kind.halves ? half : 0);
+                const int inputs = kind.halves ? half : 2;
 #pragma GCC unroll 8
                 for (int r = 0; r < R; r++) {
                     const State& state = states[r * groups + group];
-                    const int32_t sum = kind.halves ? state.sums[half] : state.sums[0] + state.sums[1];
-                    const Integers exact = (high[r] << 8) + low[r] - kind.zero * sum;
+                    Integers exact = (high[r] << 8) + low[r];
+                    if (kind.zero) exact -= kind.zero * state.sums[inputs];
                     sums[u][r] += __builtin_convertvector(exact, Floats) * state.scale * scaled.scale;
-                    if (kind.minimum) sums[u][r] += scaled.minimum * (state.scale * (float)sum);
                     high[r] = low[r] = Integers{};
+                }
+                if (kind.minimum) {
+#pragma GCC unroll 8
+                    for (int r = 0; r < R; r++)
+                        sums[u][r] += scaled.minimum * states[r * groups + group].scaled_sums[inputs];
                 }
             };
 #pragma GCC unroll 8
