@@ -74,7 +74,8 @@ def worker(target: str | None, dtype: str, rows: int, prefix: int) -> None:
 
     def answer(kind: str = "", nodes: int = 1) -> Any:
         if not kind:
-            weights = sum(parameter.nbytes for parameter in set(loaded.model.parameters()))
+            packed = {buffer for name, buffer in loaded.model.named_buffers() if name.endswith(".packed")}
+            weights = sum(weight.nbytes for weight in {*loaded.model.parameters(), *packed})
             return {"kinds": list(passes), "weights": weights, "dtype": str(loaded.model.dtype)}
         session, model, engine, extra = passes[kind]
         layout = lay_out_chains([list(range(nodes))] * rows, model.device)
