@@ -69,18 +69,29 @@ def pack(parts: Iterable[Quantised], outputs: int, inputs: int) -> Tensor:
     return packed
 
 
-def unpack(packed: Tensor, outputs: int, inputs: int, part: int = 4096) -> Iterator[Quantised]:
-    """Yield the parts of a packed matrix (outputs, inputs), each of so many rows: a multiple of 32.
+def unpack(packed: Tensor, inputs: int, part: int = 4096) -> Iterator[Quantised]:
+    """Yield the parts of a packed matrix (N, K), K inputs, each of so many rows: a multiple of 32.
 
-    They are those that it was packed from, but that scales are as they are multiplied: see `formats`.
+    They are what it was packed from.
     """
-    blocks = -(-outputs // BLOCK)
+    outputs = outputs_of(packed)
+    for begin in range(0, outputs, part):
+        rows = min(part, outputs - begin)
+        first = begin // BLOCK
+        yield blocks_of(packed, inputs, torch.arange(first, first - (-rows // BLOCK)), rows)
+
+
+def blocks_of(packed: Tensor, inputs: int, chosen: Tensor, rows: int = -1) -> Quantised:
+    """Return the rows of some blocks, by number, of a packed matrix with so many inputs; the first ones, or all."""
+    blocks = -(-outputs_of(packed) // BLOCK)
     entries = packed[LINE : LINE + ENTRY * blocks].view(torch.int64).view(blocks, 2)
     first, code = (int(number) for number in entries[0])
-    rows = packed[first:].view(blocks, -1)
-    for begin in range(0, blocks, part // BLOCK):
-        some = rows[begin : begin + part // BLOCK]
-        yield _parts(some, code, inputs, min(outputs - begin * BLOCK, len(some) * BLOCK))
+    return _parts(packed[first:].view(blocks, -1)[chosen], code, inputs, rows if rows >= 0 else BLOCK * len(chosen))
+
+
+def outputs_of(packed: Tensor) -> int:
+    """Return N of a packed matrix (N, K)."""
+    return int(packed[:8].view(torch.int64))
 
 
 def code_of(part: Quantised) -> int:

@@ -396,12 +396,18 @@ void specinfer_packed_linear(
     }
 }
 
-// results (count, K) = rows of a packed matrix (outputs, K), float32.
+// results (count, K) = rows of a packed matrix (outputs, K), float32; no numbers for rows that it lacks.
 void specinfer_packed_rows(const int64_t* rows, const uint8_t* matrix, float* results, int64_t count, int64_t size) {
+    const auto outputs = (int64_t)load<uint64_t>(matrix);
 #pragma omp parallel for num_threads(count * size < SMALL ? 1 : omp_get_max_threads())
-    for (int64_t index = 0; index < count; index++)
-        read_any_row(
-            Block(matrix, rows[index] / BLOCK), rows[index] % BLOCK, size / GROUP, results + index * size);
+    for (int64_t index = 0; index < count; index++) {
+        const int64_t row = rows[index];
+        float* found = results + index * size;
+        if (row < 0 || row >= outputs)
+            std::fill_n(found, size, NAN);
+        else
+            read_any_row(Block(matrix, row / BLOCK), row % BLOCK, size / GROUP, found);
+    }
 }
 
 }

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specinfer.attention.packed.formats import numbers
-from specinfer.attention.packed.layout import GROUP, unpack
+from specinfer.attention.packed.layout import BLOCK, blocks_of, outputs_of, unpack
 from specinfer.common.files import cache_folder
 
 SOURCE = Path(__file__).with_name("products.cpp")
@@ -46,8 +46,7 @@ def linear(states: Tensor, packed: Sequence[Tensor], outputs: Sequence[int]) -> 
     """Multiply states (..., K) with the transposes of packed matrices (N_i, K): (..., sum of N_i), float32."""
     inputs, given = states.shape[-1], states.float().contiguous()
     if (products := library()) is None:
-        pairs = zip(packed, outputs, strict=True)
-        parts = (numbers(part) for matrix, size in pairs for part in unpack(matrix, size, inputs))
+        parts = (numbers(part) for matrix in packed for part in unpack(matrix, inputs))
         return torch.cat([functional.linear(given, part) for part in parts], -1)
     found = given.new_empty(*states.shape[:-1], sum(outputs))
     matrices = (ctypes.c_void_p * len(packed))(*(matrix.data_ptr() for matrix in packed))
@@ -59,13 +58,20 @@ def linear(states: Tensor, packed: Sequence[Tensor], outputs: Sequence[int]) -> 
 
 
 def rows_of(rows: Tensor, packed: Tensor, inputs: int) -> Tensor:
-    """Return rows (...) of a packed matrix (N, K), K inputs: (..., K), float32.  A row that it lacks is undefined."""
-    given = rows.contiguous()
-    if (products := library()) is None:
-        whole = int(given.max()) // GROUP * GROUP + GROUP if given.numel() else GROUP
-        return torch.cat([numbers(part) for part in unpack(packed, whole, inputs)])[given]
+    """Return rows (...) of a packed matrix (N, K), K inputs: (..., K), float32.
+
+    Raises:
+        IndexError: there is no such row.
+    """
+    given, products, count = rows.contiguous(), library(), outputs_of(packed)
+    if ((given < 0) | (given >= count)).any():
+        raise IndexError(f"rows {given.min()} to {given.max()} of a matrix of {count} rows")
+    if products is None and given.numel():
+        chosen, index = (given // BLOCK).unique(return_inverse=True)
+        return numbers(blocks_of(packed, inputs, chosen))[BLOCK * index + given % BLOCK]
     found = torch.empty(*rows.shape, inputs)
-    products.specinfer_packed_rows(given.data_ptr(), packed.data_ptr(), found.data_ptr(), given.numel(), inputs)
+    if products is not None:
+        products.specinfer_packed_rows(given.data_ptr(), packed.data_ptr(), found.data_ptr(), given.numel(), inputs)
     return found
 
 

@@ -49,7 +49,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("kind", HALVES)
 def test_what_is_packed_comes_back(kind: str) -> None:
     rows = random_rows(kind, OUTPUTS, INPUTS // KINDS[kind].inputs)
-    (found,) = unpack(packed_of(kind, rows), OUTPUTS, INPUTS)
+    (found,) = unpack(packed_of(kind, rows), INPUTS)
     for part, wanted in zip(found, quantised(kind, rows), strict=True):
         if isinstance(wanted, Tensor):
             assert part.dtype == wanted.dtype
@@ -69,9 +69,21 @@ def test_a_packed_matrix_is_no_larger_than_its_rows_but_for_bytes_of_scales(kind
 @pytest.mark.parametrize("kind", HALVES)
 def test_rows_are_the_numbers_of_the_file(kind: str, library: str) -> None:
     rows = random_rows(kind, OUTPUTS, INPUTS // KINDS[kind].inputs)
-    ids = torch.tensor([[0, 76, 31], [32, 5, 5]])
-    found = products.rows_of(ids, packed_of(kind, rows), INPUTS)
-    assert torch.equal(found.view(torch.int32), numbers(quantised(kind, rows))[ids].view(torch.int32))
+    packed, wanted = packed_of(kind, rows), numbers(quantised(kind, rows))
+    for ids in (
+        torch.tensor([[0, 76, 31], [32, 5, 5]]),
+        torch.tensor([33, 1]),
+        torch.tensor(64),
+        torch.tensor([]).long(),
+    ):
+        found = products.rows_of(ids, packed, INPUTS)
+        assert torch.equal(found.view(torch.int32), wanted[ids].view(torch.int32))
+
+
+@pytest.mark.parametrize("row", [-1, OUTPUTS])
+def test_a_row_that_is_not_there_is_an_error(row: int, library: str) -> None:
+    with pytest.raises(IndexError, match="of a matrix of 77 rows"):
+        products.rows_of(torch.tensor([0, row]), packed_of("Q4_0", plain_rows("Q4_0")), INPUTS)
 
 
 @pytest.mark.parametrize("kind", HALVES)
