@@ -31,6 +31,7 @@ constexpr int LANES = 8, MOST_ROWS = 3;
 #endif
 constexpr int BLOCK = 32, GROUP = 32, SPAN = 256;  // outputs of a block; inputs with a scale; inputs with a super-scale
 constexpr int LINE = 64;                           // bytes of a word of 16 outputs
+constexpr int AHEAD = 2048;                        // bytes of weights that are on their way meanwhile
 constexpr int64_t PANEL = 96;                      // states that stay in the cache while weights pass by
 constexpr int64_t SMALL = 1 << 15;                 // multiplications that are not worth a second thread
 
@@ -241,10 +242,8 @@ void multiply(const Block& block, int first, const State* states, int64_t groups
             Reader& reader = readers[u];
             if (kind.scales == FACTORS && group % (SPAN / GROUP) == 0) reader.begin_span();
             const uint8_t* numbers = reader.integers();
-            __builtin_prefetch(numbers + 2048, 0, 2);
-            __builtin_prefetch(numbers + 2048 + LINE, 0, 2);
-            __builtin_prefetch(numbers + 2048 + 2 * LINE, 0, 2);
-            __builtin_prefetch(numbers + 2048 + 3 * LINE, 0, 2);
+#pragma GCC unroll 4
+            for (int line = 0; line < 4; line++) __builtin_prefetch(numbers + AHEAD + line * LINE, 0, 2);
             Integers high[R] = {}, low[R] = {};
             const auto finish = [&](int half) {
                 const Scaled scaled = reader.read(kind.halves ? half : 0);
