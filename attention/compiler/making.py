@@ -26,7 +26,7 @@ from specinfer.attention.compiler.linear import IN_FLOAT32, ROUNDED_STATES, form
 from specinfer.attention.compiler.watch import altered, named_tensors
 from specinfer.attention.layout import Columns, Layout, lay_out_chains, lay_out_trees
 from specinfer.attention.model import TreeModel, TreeSession
-from specinfer.attention.packed.modules import PackedLinear
+from specinfer.attention.packed.modules import is_packed
 from specinfer.attention.passes.base import Pass
 from specinfer.attention.passes.compiled import RECORD, SPARE, CompiledPass
 from specinfer.attention.torch_private import compile_package, load_package
@@ -209,8 +209,7 @@ def limit_of(model: TreeModel, form: str) -> float:
     """Return the largest error of a model's compiled passes that rounding explains, as `check` measures it."""
     if form in ("dynamic_int8", "rounded", ROUNDED_STATES):
         return ROUNDED
-    packed = any(isinstance(module, PackedLinear) for module in model.model.modules())
-    return PACKED if packed else ROUNDING.get(model.dtype, 1e-4)
+    return PACKED if is_packed(model.model) else ROUNDING.get(model.dtype, 1e-4)
 
 
 @torch.inference_mode()

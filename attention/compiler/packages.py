@@ -10,7 +10,6 @@ model.
 
 import hashlib
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -31,6 +30,8 @@ from specinfer.attention.compiler.linear import FORMS, ROUNDED_STATES, forms
 from specinfer.attention.compiler.making import check, computing, limit_of, make
 from specinfer.attention.compiler.watch import architecture, machine
 from specinfer.attention.forward import without_autocast
+from specinfer.attention.packed import products
+from specinfer.attention.packed.modules import is_packed
 from specinfer.attention.passes.compiled import RECORD, CompiledPass
 from specinfer.attention.torch_private import COMPILER_OPTIONS
 from specinfer.common.files import cache_folder, parse_json, storing, write_json
@@ -95,6 +96,8 @@ def _why_never(model: TreeModel) -> str:
         return f"its weights are spread over {model.ranks.size} processes"
     if model.dispatched:
         return "its hooks fetch weights or move inputs during a pass, which compiled passes do not"
+    if is_packed(model.model) and products.library() is None:  # which compiled passes call
+        return missing_compiler() or "products with its packed weights cannot be compiled"
     return ""
 
 
@@ -242,6 +245,6 @@ def _tell(line: str) -> None:
 
 def missing_compiler() -> str:
     """Return what to do if this machine has no C++ compiler, else \"\"."""
-    if any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")))):
+    if products.compiler():
         return ""
     return "no C++ compiler was found, which compiled passes need: install g++ (Debian: `apt install g++`) or clang"

@@ -51,6 +51,8 @@ def pack(parts: Iterable[Quantised], outputs: int, inputs: int) -> Tensor:
     body = -(-(LINE + ENTRY * blocks) // LINE) * LINE
     packed, done, code = torch.empty(0, dtype=torch.uint8), 0, -1
     for part in parts:
+        if part.integers.shape[1] != inputs:
+            raise ValueError(f"rows of {part.integers.shape[1]} inputs were given, and the matrix has {inputs}")
         found = _blocks(part)
         if code < 0:
             code, size = code_of(part), -(-found.shape[1] // LINE) * LINE

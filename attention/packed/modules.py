@@ -57,3 +57,8 @@ class PackedEmbedding(_Packed):
     def forward(self, ids: Tensor) -> Tensor:
         """Return (..., K) for token ids (...)."""
         return torch.ops.specinfer.packed_rows(ids, self.packed, self.embedding_dim)
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Whether a model, or a head that borrows from it, reads packed matrices."""
+    return any(buffer.dtype == torch.uint8 and buffer.ndim == 1 for buffer in model.buffers())

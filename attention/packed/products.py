@@ -85,9 +85,9 @@ def library() -> ctypes.CDLL | None:
 
     Compiled passes find its functions in the process.
     """
-    if (compiler := _compiler()) is None:
+    if (program := compiler()) is None:
         return None
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    version = subprocess.run([program, "--version"], capture_output=True, check=False).stdout
     machine = repr(sorted(torch.cpu.get_capabilities().items())).encode()
     key = hashlib.sha256(b"\0".join([SOURCE.read_bytes(), " ".join(OPTIONS).encode(), version, machine])).hexdigest()
     path = cache_folder() / "products" / f"{key[:16]}.so"
@@ -95,7 +95,7 @@ def library() -> ctypes.CDLL | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
             if not path.exists():
-                _compile(compiler, path)
+                _compile(program, path)
         found = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -105,15 +105,15 @@ def library() -> ctypes.CDLL | None:
     return found
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(program: str, path: Path) -> None:
     """Write the library: complete, or not at all."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
-        subprocess.run([compiler, *OPTIONS, str(SOURCE), "-o", str(made)], check=True, capture_output=True)
+        subprocess.run([program, *OPTIONS, str(SOURCE), "-o", str(made)], check=True, capture_output=True)
         made.rename(path)
 
 
-def _compiler() -> str | None:
+def compiler() -> str | None:
     """Return this machine's C++ compiler."""
     names = filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++"))
     return next(filter(None, map(shutil.which, names)), None)

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel, is_dispatched
-from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear
+from specinfer.attention.packed.modules import is_packed
 from specinfer.common.files import locked, write_json
 from specinfer.common.progress import Progress
 from specinfer.drafts.head import HeadDraft, check_fingerprint
@@ -136,7 +136,7 @@ def distill(
 def _check_target(model: PreTrainedModel, recipe: Recipe) -> None:
     if is_dispatched(model):
         raise UnsupportedModel("a target loaded with a device_map cannot be trained for: load it on one device")
-    if any(isinstance(module, PackedLinear | PackedEmbedding) for module in model.modules()):
+    if is_packed(model):
         advice = "train on the unquantised model, whose drafts fit this one as well"
         raise UnsupportedModel(f"the target's weights are packed, and training reads them as numbers: {advice}")
     layers = model.config.get_text_config(decoder=True).num_hidden_layers

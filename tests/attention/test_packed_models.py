@@ -22,7 +22,7 @@ from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear
 from specinfer.errors import UnsupportedModel
 from specinfer.training import Recipe, distill
 
-SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 32}  # K formats have blocks of 256 inputs
+SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}  # K formats have blocks of 256 inputs
 MIX, OTHER_MIX = ("Q4_K", "Q6_K"), ("Q8_0", "IQ4_XS", "Q3_K")
 
 pytestmark = pytest.mark.skipif(products.library() is None, reason="no C++ compiler")
@@ -103,3 +103,11 @@ def test_a_head_reads_a_packed_targets_embeddings() -> None:
 def test_heads_are_not_trained_on_packed_targets(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="packed"):
         distill(packed_llama(), byte_tokenizer(), [], tmp_path / "head", Recipe(1))
+
+
+def test_without_products_a_package_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code would call functions that the process has not."""
+    monkeypatch.setattr(products, "library", lambda: None)
+    made = decoder(packed_llama())
+    assert made.target.ways.fast is None
+    assert "packed weights cannot be compiled" in made.passes

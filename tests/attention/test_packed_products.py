@@ -161,6 +161,8 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     rows = plain_rows("Q4_0")
     with pytest.raises(ValueError, match="3 blocks of 32 outputs were given, and 128 outputs are 4"):
         pack([quantised("Q4_0", rows)], 128, INPUTS)
+    with pytest.raises(ValueError, match="rows of 768 inputs were given, and the matrix has 512"):
+        pack([quantised("Q4_0", rows)], OUTPUTS, 512)
     parts: list[Quantised] = [quantised("Q4_0", rows[:64]), quantised("Q8_0", plain_rows("Q8_0")[64:])]
     with pytest.raises(ValueError, match="of several kinds"):
         pack(parts, OUTPUTS, INPUTS)
@@ -171,7 +173,7 @@ def test_without_a_compiler_there_is_no_library(tmp_path: Path, monkeypatch: pyt
         raise subprocess.CalledProcessError(1, "g++")
 
     monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
-    for name, value in {"_compiler": lambda: None, "_compile": failing}.items():
+    for name, value in {"compiler": lambda: None, "_compile": failing}.items():
         products.library.cache_clear()
         with monkeypatch.context() as patch:
             patch.setattr(products, name, value)

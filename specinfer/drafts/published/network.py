@@ -101,11 +101,13 @@ class DraftNetwork(nn.Module):
     def _borrow_output(self, module: nn.Module) -> None:
         """Take the rows of a target's output matrix that the network proposes; all of a packed one stay packed."""
         rows = self._borrowed(module, "output matrix")
-        if self.token_ids is not None:
+        if isinstance(module, PackedLinear):
+            if self.token_ids is None:
+                self.output = module
+                return
             rows = embedded(module, self.token_ids)
-        elif isinstance(module, PackedLinear):
-            self.output = module
-            return
+        elif self.token_ids is not None:
+            rows = rows[self.token_ids]
         if not isinstance(self.output, nn.Linear):
             self.output = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta").train(self.training)
         self.output.weight = nn.Parameter(rows.to(self.dtype), requires_grad=False)
