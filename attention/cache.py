@@ -150,6 +150,7 @@ class TreeCache(Cache):
         self.uniform_layers = uniform_layers
         self.stacks: tuple[list[Stack], list[Stack]] = [], []  # of keys, and of values
         self.fixed = fixed
+        self.place = object()  # another one when buffers have moved
         self.pending = [0] * rows  # slots of each row that were written since the last `keep`
         self.kv_length = 0  # columns that the current pass attends to
         self._staged: slice | None = None  # the slots that a pass writes, if they are the same in every row ...
@@ -226,6 +227,15 @@ class TreeCache(Cache):
             stacks.append(stack)
         stack.taken += 1
         return stack, stack.taken - 1
+
+    @torch.inference_mode()
+    def restart(self, rows: int, max_capacity: int | None = None) -> None:
+        """Forget everything, and go on with so many rows, for which there are buffers: `rows` was as large once."""
+        for stack in chain(*self.stacks):
+            stack.data.zero_()
+        self.rows, self.lengths, self.pending = rows, [0] * rows, [0] * rows
+        self.max_capacity = max(self.capacity, max_capacity or 0)
+        self._buffers = None
 
     @torch.inference_mode()  # the buffers were made in it
     def keep(self, paths: Sequence[Sequence[int] | None]) -> None:
@@ -333,7 +343,7 @@ class TreeCache(Cache):
 
     def _resize(self, rows: int, capacity: int) -> None:
         """Move what is in use to buffers of so many rows at least, and so many slots, unless they are such already."""
-        self.capacity = capacity
+        self.capacity, self.place = capacity, object()
         written = [layer for layer in self.layers if layer.is_initialized]  # a pipeline stage has some of them
         for layer in written:
             layer.keys = layer.values = None  # else these views would keep every old stack until all have grown

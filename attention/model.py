@@ -19,11 +19,12 @@ from torch import Tensor
 from specinfer.attention.forward import Forward
 from specinfer.attention.layout import Columns, Layout, PerNode, lay_out_chains, lay_out_trees
 from specinfer.attention.passes.base import Pass, Ways
-from specinfer.attention.passes.graphs import GraphedPass
-from specinfer.attention.passes.plain import PlainPass
+from specinfer.attention.passes.graphs import GraphedCaches
+from specinfer.attention.passes.plain import PlainPass, TensorPass
 from specinfer.attention.passes.stateful import StatefulPass
 from specinfer.attention.torch_private import modules_of
 from specinfer.common.tensors import concat, on_device
+from specinfer.errors import InputError
 from specinfer.tree import TokenTree
 
 PREFILL_CHUNK = 512  # the most prompt tokens of a row that one pass reads ...
@@ -41,6 +42,7 @@ class TreeSession:
         cache: of the pass, empty.
         aux_layers: the hidden states to return on commit.
         run: what runs passes.
+        repeated: what runs those over a few tokens, if that is another one.
 
     Attributes:
         cache: a `TreeCache` or a `StateCache`; ``cache.lengths`` are the committed tokens per row.
@@ -53,9 +55,11 @@ class TreeSession:
             aux_layers.
     """
 
-    def __init__(self, model: Forward, cache: Any, aux_layers: Sequence[int], run: Pass) -> None:
+    def __init__(
+        self, model: Forward, cache: Any, aux_layers: Sequence[int], run: Pass, repeated: Pass | None = None
+    ) -> None:
         self.model, self.cache, self.aux_layers, self.run = model, cache, tuple(aux_layers), run
-        self.repeated: Pass = GraphedPass(run) if getattr(cache, "fixed", False) else run  # for passes over few nodes
+        self.repeated = repeated or run
         self.dtype, self.device = run.dtype or model.dtype, model.device
         self.unread: list[Sequence[int]] = [()] * len(cache.lengths)
         self.aux_states: list[PerNode] = []
@@ -174,10 +178,12 @@ class TreeModel(Forward):
 
     Attributes:
         ways: in which its passes run.
+        graphed: the caches that graphs read; they outlive sessions.
     """
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
+        self.graphed = GraphedCaches()
         self.ways = Ways(StatefulPass() if self.stateful else PlainPass())
 
     def session(
@@ -193,13 +199,18 @@ class TreeModel(Forward):
         Args:
             rows, capacity, max_capacity: as `TreeCache`.
             aux_layers: the hidden states to return on commit: 0 = embeddings, i = after layer i, as in transformers.
-            graphs: replay passes over a few tokens as CUDA graphs.
+            graphs: replay passes over a few tokens as CUDA graphs, which are kept for later sessions.
 
         Raises:
             InputError: graphs of a model that keeps states.
         """
         run = self.ways.best(aux_layers)
-        return TreeSession(self, run.cache(self, rows, capacity, max_capacity, graphs), aux_layers, run)
+        if not graphs:
+            return TreeSession(self, run.cache(self, rows, capacity, max_capacity, False), aux_layers, run)
+        if not isinstance(run, TensorPass):
+            raise InputError(f"graphs=True: {self.name} keeps states, which graphs do not write: leave it out")
+        cache, repeated = self.graphed.take(self, run, rows, capacity, max_capacity)
+        return TreeSession(self, cache, aux_layers, run, repeated)
 
 
 @contextmanager

@@ -151,18 +151,45 @@ def compile_package(graph: fx.GraphModule, path: Path) -> None:
     Even the documented way in has a private name (``torch._inductor.aoti_compile_and_package``).  It takes exported
     programs only, whose weights become a part of the package.
 
+    For a GPU the package holds kernels and the Python that launches them, which a CUDA graph does once.  Packages of
+    AOTInductor end the process that loads them where the compiler's ``std::regex`` differs from torch's: even one of
+    ``relu(x @ w)`` did, with g++ 13 and torch 2.11 (docs/performance.md).
+
     Args:
         graph: with tensors as inputs and outputs.
-        path: of the package, a ``.pt2`` file.  What the compiler writes on its way is in the same folder.
+        path: of the package, a file.  On a CPU, what the compiler writes on its way is in the same folder; kernels for
+            a GPU also stay in torch's own cache, which `CompiledArtifact` needs.
     """
     from torch._inductor import aot_compile
     from torch._inductor.package import package_aoti
     from torch._inductor.utils import fresh_cache
 
     inputs = tuple(node.meta["val"] for node in graph.graph.find_nodes(op="placeholder"))
+    if inputs[0].device.type == "cuda":
+        compile_kernels(graph, path)
+        return
     with torch.no_grad(), fresh_cache(dir=str(path.parent)), warnings.catch_warnings(action="ignore"):
         files: Any = aot_compile(graph, inputs, options={**COMPILER_OPTIONS, "aot_inductor.package": True})
         package_aoti(str(path), files)
+
+
+def compile_kernels(graph: fx.GraphModule, path: Path) -> None:
+    """Compile a graph as `compile_package` does for a GPU."""
+    from torch._inductor import standalone_compile
+
+    for node in graph.graph.nodes:
+        node.meta["example_value"] = node.meta.get("val")  # whose sizes are symbols: the code is for all sizes
+    inputs: Any = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        standalone_compile(graph, inputs, dynamic_shapes="from_graph").save(path=str(path), format="binary")
+
+
+def load_kernels(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
+    """Return the function that `compile_kernels` wrote, as `load_package` does for a GPU."""
+    from torch._inductor import CompiledArtifact
+
+    artifact = CompiledArtifact.load(path=str(path), format="binary")
+    return lambda tensors: artifact(*tensors)
 
 
 def load_package(path: Path, device: torch.device) -> Callable[[list[Tensor]], list[Tensor]]:
@@ -173,14 +200,14 @@ def load_package(path: Path, device: torch.device) -> Callable[[list[Tensor]], l
 
     Args:
         path: of what `compile_package` wrote.
-        device: to run on; if it is a GPU, in the current stream, as CUDA graphs capture no other.
+        device: to run on; a GPU runs it in the current stream.
 
     Raises:
         RuntimeError: the package is damaged, or of another version.
     """
-    on_gpu = device.type == "cuda"
-    index = (device.index or 0) if on_gpu else -1
-    return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", on_gpu, 1, index).run
+    if device.type == "cuda":
+        return load_kernels(path)
+    return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1).run
 
 
 # ---- the compiler: how an operator is compiled ----

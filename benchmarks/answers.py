@@ -1,4 +1,4 @@
-"""The steps of `gpu.py` that need models: ids, passes, steps, texts, compiled passes.
+"""The steps of `gpu.py` that need models: ids, and what passes, steps and texts of two models cost.
 
 All weights are random and made on the device: nothing is downloaded.  Ids are compared on a random model of
 SmolLM2-135M's shape, whose draft is a noisy copy.  Costs are those of models that count (`targets`).
@@ -6,8 +6,6 @@ SmolLM2-135M's shape, whose draft is a noisy copy.  Costs are those of models th
 Knows: what is compared with what, in which order.  Does not know: clocks, processes, files.
 """
 
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -15,7 +13,6 @@ from functools import cache, lru_cache, partial
 from itertools import product
 from time import perf_counter
 from typing import Any
-from unittest.mock import patch
 
 from device import CUDA, NULL, bandwidth
 from identity import DISTRIBUTIONS, compared
@@ -24,14 +21,18 @@ from steps import Ids, generated, pass_rows, step_row, text_row
 from targets import SHAPES, TINY, Subject, counting_head, shape, stand_in
 
 from specinfer import BestFirst, Chain, SpeculativeDecoder
-from specinfer.attention import TreeModel
-from specinfer.attention.compiler import making as compiler
+from specinfer.errors import ModelError
 
 TREE = BestFirst(16, 8)
 SHALLOW = {"tree": BestFirst(16, 4), "chain": Chain(4)}  # whose ids are compared: their draft is as slow as the target
 ACCEPTANCE = 0.7  # of the draft that agrees
 DTYPE = "bfloat16"
-OURS: dict[str, tuple[Any, bool]] = {"plain": (None, False), "auto, graphs": ("auto", True), "auto": ("auto", False)}
+WAYS: dict[str, dict[str, Any]] = {  # to run passes, and the decoder's options for them
+    "as they are": {"compile": False},
+    "graphs": {"compile": False, "graphs": True},
+    "compiled": {"compile": True, "graphs": True},
+}
+OURS = {"plain": None, "auto": "auto"}  # and their trees
 THEIRS: dict[str, dict[str, Any]] = {"generate": {}, "generate, static": {"cache_implementation": "static"}}
 
 
@@ -40,7 +41,7 @@ class Sizes:
     """What is measured.
 
     Attributes:
-        models: configurations by name: the first one is for ids and compiled passes, the others for steps and texts.
+        models: configurations by name: the first one is for ids, the others for costs.
         context: tokens before the first new one.
         nodes: of passes.
         rows: of texts.
@@ -59,7 +60,7 @@ class Sizes:
 
 
 REAL = Sizes(SHAPES)
-SMALL = Sizes({"tiny": TINY["tiny"], "tiny 2": TINY["tiny"]}, 32, (1, 8), (1, 2), 8, (2, 8), 3)
+SMALL = Sizes({"tiny": TINY["tiny"], "tiny 2": TINY["tiny"], "tiny 3": TINY["tiny"]}, 32, (1, 8), (1, 2), 8, (2, 8), 3)
 
 
 def sizes_of(tiny: bool) -> Sizes:
@@ -79,14 +80,14 @@ def rate(tiny: bool) -> float:
     return bandwidth(1 << (20 if tiny else 32))
 
 
-def case(step: str, measure: Callable[..., list[Row]], graphs: bool = False, **what: Any) -> Case:
+def case(step: str, measure: Callable[..., list[Row]], way: str = "", **what: Any) -> Case:
     """Return a case whose rows say what it is of; where there is no GPU, one with graphs says so."""
 
     def rows() -> list[Row]:
-        found = [{"null": NULL}] if graphs and not CUDA else measure()
-        return [{**what, "graphs": graphs, **row} for row in found]
+        found = [{"null": NULL}] if "graphs" in WAYS.get(way, {}) and not CUDA else measure()
+        return [{**what, **({"way": way} if way else {}), **row} for row in found]
 
-    return Case(", ".join([*map(str, what.values()), *["graphs"] * graphs]), step, rows)
+    return Case(", ".join([*map(str, what.values()), *[way] * bool(way)]), step, rows)
 
 
 # ---- ids ----
@@ -110,9 +111,9 @@ def ids(tiny: bool) -> Iterator[Case]:
         plain = SpeculativeDecoder(subject.model, None, [], None)
         return [plain.generate(prompt, **options[distribution]).token_ids for prompt in subject.prompts(count, 0)]
 
-    def measure(dtype: str, distribution: str, method: str, graphs: bool) -> list[Row]:
+    def measure(dtype: str, distribution: str, method: str, way: str) -> list[Row]:
         subject = made(dtype)
-        decoder = SpeculativeDecoder(subject.model, None, subject.drafts, SHALLOW.get(method), graphs=graphs)
+        decoder = SpeculativeDecoder(subject.model, None, subject.drafts, SHALLOW.get(method), **WAYS[way])
         results = [decoder.generate(prompt, **options[distribution]) for prompt in subject.prompts(count, 0)]
         others = ["generate"] * (distribution == "greedy") + ["plain"] * (method != "plain")
         lines = {other: reference(dtype, distribution, other) for other in others}
@@ -121,105 +122,102 @@ def ids(tiny: bool) -> Iterator[Case]:
             for other, line in lines.items()
         ]
 
-    ways = [("plain", False), ("tree", True), ("tree", False), ("chain", False)]
-    for distribution, dtype, (method, graphs) in product(options, ("float32", DTYPE), ways):
+    first, second, *_ = WAYS
+    ways = [("plain", first), ("tree", second), ("tree", first), ("chain", first)]
+    for distribution, dtype, (method, way) in product(options, ("float32", DTYPE), ways):
         if (distribution, method) != ("T=1", "plain"):  # generate draws with other random numbers
-            run = partial(measure, dtype, distribution, method, graphs)
-            yield case("ids", run, graphs, dtype=dtype, distribution=distribution, method=method)
+            run = partial(measure, dtype, distribution, method, way)
+            yield case("ids", run, way, dtype=dtype, distribution=distribution, method=method)
 
 
-# ---- passes and steps ----
+# ---- costs: passes, steps, texts ----
 
 
-def passes(tiny: bool) -> Iterator[Case]:
+def small(tiny: bool) -> Iterator[Case]:
+    """Measure what the smaller model costs."""
+    yield from costs_of([*sizes_of(tiny).models][1], tiny)
+
+
+def large(tiny: bool) -> Iterator[Case]:
+    """Measure what the larger model costs."""
+    yield from costs_of([*sizes_of(tiny).models][2], tiny)
+
+
+def costs_of(name: str, tiny: bool) -> Iterator[Case]:
+    """Measure passes, steps and texts of one model, the fastest ways first."""
+    sizes = sizes_of(tiny)
+
+    def passes(way: str) -> Case:
+        return case("passes", lambda: pass_cases(name, way, tiny), way, target=name)
+
+    def steps(draft: str, way: str) -> Case:
+        return case("steps", lambda: [step_case(name, draft, way, tiny)], way, target=name, draft=draft)
+
+    def texts(method: str, way: str, rows: int) -> Case:
+        return case(
+            "texts", lambda: [text_case(name, method, way, rows, tiny)], way, target=name, method=method, rows=rows
+        )
+
+    usual, graphs, compiled = WAYS
+    one, many = sizes.rows
+    yield passes(graphs)
+    yield passes(compiled)
+    yield steps("agreeing", compiled)
+    yield from (texts(method, compiled, one) for method in OURS)
+    yield texts("generate", "", one)
+    yield from (texts(method, compiled, many) for method in OURS)
+    yield texts("generate", "", many)
+    yield from (texts(method, graphs, one) for method in OURS)
+    yield from (texts(method, usual, one) for method in OURS)
+    yield steps("head", compiled)
+    yield texts("generate, static", "", one)
+    yield steps("agreeing", usual)
+    yield steps("head", graphs)
+    yield from (texts(method, usual, many) for method in OURS)
+    yield texts("generate, static", "", many)
+    yield passes(usual)
+
+
+def decoder_of(subject: Subject, drafts: list[Any], tree: Any, way: str) -> SpeculativeDecoder:
+    """Return a decoder whose passes run in a way.
+
+    Raises:
+        ModelError: they could not be compiled.
+    """
+    made = SpeculativeDecoder(subject.model, None, drafts, tree, **WAYS[way])
+    if WAYS[way]["compile"] and made.target.ways.fast is None:
+        raise ModelError(made.passes)
+    return made
+
+
+def pass_cases(name: str, way: str, tiny: bool) -> list[Row]:
     """Measure passes over different numbers of nodes, beside what reading the weights takes."""
-    sizes = sizes_of(tiny)
-
-    def measure(name: str, graphs: bool) -> list[Row]:
-        target = TreeModel(counting(name, tiny).model)
-        return pass_rows(target, graphs, sizes.context, sizes.nodes, rate(tiny))
-
-    for name, graphs in product(sizes.models, (False, True)):
-        yield case("passes", partial(measure, name, graphs), graphs, target=name)
+    sizes, started = sizes_of(tiny), perf_counter()
+    decoder = decoder_of(counting(name, tiny), [], None, way)
+    seconds, graphs = perf_counter() - started, WAYS[way].get("graphs", False)
+    rows = pass_rows(decoder.target, graphs, sizes.context, sizes.nodes, rate(tiny))
+    return [{"seconds to compile": seconds, **row} if WAYS[way]["compile"] else row for row in rows]
 
 
-def steps(tiny: bool) -> Iterator[Case]:
-    """Measure where the time of a step goes, with a draft that costs nothing and with a head."""
-    sizes = sizes_of(tiny)
-
-    def measure(name: str, draft: str) -> list[Row]:
-        subject = counting(name, tiny)
-        drafts = subject.drafts if draft == "agreeing" else [counting_head(subject.model)]
-        decoder = SpeculativeDecoder(subject.model, None, drafts, TREE, graphs=CUDA)
-        return [step_row(decoder, subject.prompts(1, sizes.context), sizes.steps) | {"graphs": CUDA}]
-
-    for name, draft in product([*sizes.models][1:], ("agreeing", "head")):
-        yield case("steps", partial(measure, name, draft), target=name, draft=draft)
+def step_case(name: str, draft: str, way: str, tiny: bool) -> Row:
+    """Measure where the time of a step goes, with a draft that costs nothing or with a head."""
+    subject, sizes = counting(name, tiny), sizes_of(tiny)
+    drafts = subject.drafts if draft == "agreeing" else [counting_head(subject.model)]
+    return step_row(decoder_of(subject, drafts, TREE, way), subject.prompts(1, sizes.context), sizes.steps)
 
 
-# ---- texts ----
-
-
-def texts(tiny: bool) -> Iterator[Case]:
-    """Measure tokens a second; what transformers compiles comes last."""
-    sizes = sizes_of(tiny)
-
-    def measure(name: str, method: str, rows: int) -> list[Row]:
-        subject = counting(name, tiny)
-        prompts = subject.prompts(rows, sizes.context)
-        if method in THEIRS:
-            write = partial(generated, subject.model, prompts, sizes.new, **THEIRS[method])
-        else:
-            tree, graphs = OURS[method]
-            write = partial(_written, SpeculativeDecoder(subject.model, None, subject.drafts, tree, graphs=graphs))
-            write = partial(write, prompts, sizes.new)
-        row, found = text_row(write)
-        right = [subject.text(prompt, sizes.new) for prompt in prompts]
-        return [row | {"right": sum(own == known for own, known in zip(found, right, strict=True))}]
-
-    first = product(sizes.rows, [*sizes.models][1:], ["plain", "auto, graphs", "generate", "auto"])
-    last = product(sizes.rows, [*sizes.models][1:], ["generate, static"])
-    for rows, name, method in [*first, *last]:
-        graphs = method in OURS and OURS[method][1]
-        yield case("texts", partial(measure, name, method, rows), graphs, target=name, method=method, rows=rows)
+def text_case(name: str, method: str, way: str, rows: int, tiny: bool) -> Row:
+    """Measure tokens a second, and count the texts that are right."""
+    subject, sizes = counting(name, tiny), sizes_of(tiny)
+    prompts = subject.prompts(rows, sizes.context)
+    if method in THEIRS:
+        write = partial(generated, subject.model, prompts, sizes.new, **THEIRS[method])
+    else:
+        write = partial(_written, decoder_of(subject, subject.drafts, OURS[method], way), prompts, sizes.new)
+    row, found = text_row(write)
+    right = [subject.text(prompt, sizes.new) for prompt in prompts]
+    return row | {"right": sum(own == known for own, known in zip(found, right, strict=True))}
 
 
 def _written(decoder: SpeculativeDecoder, prompts: Ids, new: int) -> Ids:
     return [result.token_ids for result in decoder.generate(prompts, max_new_tokens=new, do_sample=False)]
-
-
-# ---- compiled passes ----
-
-
-def compiled(tiny: bool) -> Iterator[Case]:
-    """Compile the passes of the smallest model, and measure them."""
-    name = next(iter(sizes_of(tiny).models))
-    if CUDA:
-        yield Case(name, "compiled", partial(compiled_rows, name, tiny))
-    else:
-        yield case("compiled", lambda: [{"null": f"{NULL}: compiling for a CPU takes minutes and says nothing of one"}])
-
-
-def compiled_rows(name: str, tiny: bool) -> list[Row]:
-    """Return the seconds that compiling takes, and what passes cost then; or else what the compiler said."""
-    model, sizes, said = counting(name, tiny).model, sizes_of(tiny), list[str]()
-    compile_graph = compiler.compile_package
-
-    def listening(*args: Any) -> None:
-        try:
-            compile_graph(*args)
-        except Exception as error:
-            said.extend(line.strip() for line in str(error).splitlines())
-            raise
-
-    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, SPECINFER_CACHE=folder):
-        with patch.object(compiler, "compile_package", listening):
-            started = perf_counter()
-            decoder = SpeculativeDecoder(model, None, [], None, compile=True)
-            seconds = perf_counter() - started
-        told = [line for line in said if "ld: " in line] or [line for line in said if "error" in line] or said
-        rows = [{"target": name, "seconds": seconds, "passes": decoder.passes, "said": told[:1]}]
-        for graphs in (False, True)[: (1 + CUDA) * (decoder.target.ways.fast is not None)]:
-            found = pass_rows(decoder.target, graphs, sizes.context, sizes.nodes, rate(tiny))
-            rows += [{"target": name, "graphs": graphs, **row} for row in found]
-    return rows

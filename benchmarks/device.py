@@ -16,7 +16,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from gpu import SWITCH
 from report import Case, Row
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -159,7 +158,6 @@ def plans(sizes: tuple[int, int, int], lengths: Sequence[int]) -> Row:
         used[length] = max(launched, key=lambda kernel: kernel[1])[0][:80] if launched else None
     counted = lengths[1:]  # the first call loads libraries
     return {
-        SWITCH: os.environ.get(SWITCH, "0"),
         "first_ms": median(first[length] for length in counted),
         "again_ms": median(again[length] for length in counted),
         "first_ms_by_length": first,

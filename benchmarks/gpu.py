@@ -7,15 +7,14 @@
 An answer is a line of JSON, printed and appended to DIR/gpu.jsonl as it comes, so a run that is cut keeps what it has.
 
     facts           card, versions, compilers; a copy's GB/s; a launch, a tiny copy, a wait, a replay, in microseconds
-    attention       milliseconds of attention with a new length and with a known one, in torch's default order of
-                    kernels and with cuDNN's last; where new lengths are slow by default, the latter holds from then on
     tests           the tests marked cuda, those that compile excepted
     ids             equality with plain decoding and with generate; where ids differ, the gap of the two best logits
-    passes          milliseconds until launched and until done, kernels, the share that reading the weights takes
-    steps           where the milliseconds of a step go: propose, score (launched), choose (done), commit; waits by line
-    texts           tokens a second, ours and transformers', memory
-    compiled        seconds to compile, milliseconds of compiled passes; or else what the linker said
+    small, large    costs of the shapes of Llama-3.2-1B and of Llama-3.1-8B, the fastest ways first:
+        passes      milliseconds until launched and until done, kernels, the share that reading the weights takes
+        steps       where the milliseconds of a step go: propose, score (launched), choose (done), commit; waits by line
+        texts       tokens a second, ours and transformers', memory
     compiled tests  the tests marked cuda that compile
+    attention       milliseconds of attention with a new length and with a known one
 
 Each step may take its seconds, and those that earlier ones left.  Then no case of it begins; one that goes on is
 killed, and a new process takes over the steps that follow, as after a crash.  What was left out is said, with the
@@ -36,7 +35,6 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
-from math import inf
 from pathlib import Path
 from signal import SIGKILL
 from time import sleep, time
@@ -47,23 +45,19 @@ Line = dict[str, Any]
 
 
 PLAN = {  # seconds of each step
-    "facts": 20.0,
+    "facts": 15.0,
+    "tests": 45.0,
+    "ids": 40.0,
+    "small": 130.0,
+    "large": 220.0,
+    "compiled tests": 60.0,
     "attention": 20.0,
-    "tests": 60.0,
-    "ids": 70.0,
-    "passes": 110.0,
-    "steps": 95.0,
-    "texts": 105.0,
-    "compiled": 60.0,
-    "compiled tests": 30.0,
 }
 HOMES = {"facts": "device", "attention": "device"}  # modules with a function (tiny) -> cases of the step's name ...
 HOME = "answers"  # ... and of all others
 TESTS = {"tests": "not True", "compiled tests": "True"}  # names of tests, as pytest's -k takes them
 GRACE = 5.0  # seconds after which a case that goes on is killed
-SLOW = 5.0  # milliseconds of a first call of attention that are worth another order of kernels
 BEGINS = "begins, seconds left"  # of a line
-SWITCH = "TORCH_CUDNN_SDPA_DEPRIORITIZED"  # of torch, read once in a process: cuDNN's attention comes last
 
 
 # ---- the plan ----
@@ -144,11 +138,8 @@ def measure_all(out: Path, tiny: bool) -> None:
     plan = Plan(out, tiny, time())
     paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]  # for a checkout that is not installed
     environment = {"PYTHONPATH": os.pathsep.join(paths), **toolchain()}
-    plan.run(["facts", "attention"], **environment)
-    plan.run(["attention"], **environment, **{SWITCH: "1"})
-    environment |= chosen(plan.said("attention"))
-    plan.say("attention", all_that_follows=environment.get(SWITCH, "torch's default"))
-    plan.run([*PLAN][2:], **environment)
+    with tempfile.TemporaryDirectory() as folder:  # of compiled passes
+        plan.run([*PLAN], **environment, SPECINFER_CACHE=folder)
 
 
 def toolchain() -> dict[str, str]:
@@ -159,12 +150,6 @@ def toolchain() -> dict[str, str]:
     home = Path(nvcc).resolve().parent.parent
     paths = [str(home / "lib64" / "stubs"), "/usr/local/nvidia/lib64", *filter(None, [os.environ.get("LIBRARY_PATH")])]
     return {"CUDA_HOME": str(home), "LIBRARY_PATH": ":".join(paths)}
-
-
-def chosen(answers: Sequence[Line]) -> dict[str, str]:
-    """Return the variable that puts cuDNN's attention last, if that is faster on a GPU whose plans are slow."""
-    first = {line[SWITCH]: line["first_ms"] for line in answers if "first_ms" in line and not line["null"]}
-    return {SWITCH: "1"} if first.get("0", 0.0) > max(SLOW, first.get("1", inf)) else {}
 
 
 # ---- a process ----
@@ -182,13 +167,13 @@ def answer(plan: Plan, names: Sequence[str]) -> None:
         cases = [_tests(name, left)] if name in TESTS else getattr(import_module(module), name)(plan.tiny)
         for case in cases:
             if time() > plan.end(name):
-                plan.leave_out(name, case.label, "no time left")
+                plan.leave_out(name, f"{case.table}, {case.label}", "no time left")
                 continue
             rows, reason, failed = attempt(case.measure)
             for row in rows:
-                plan.say(name, **row)
+                plan.say(case.table, **row)
             if reason:
-                plan.leave_out(name, case.label, reason, failed)
+                plan.leave_out(name, f"{case.table}, {case.label}", reason, failed)
                 wait()
                 free()
         free()

@@ -6,8 +6,6 @@ Does not know: what the graph contains (`exported`), where packages are kept (`p
 
 import hashlib
 import json
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -29,7 +27,7 @@ from specinfer.attention.model import TreeModel, TreeSession
 from specinfer.attention.packed.modules import is_packed
 from specinfer.attention.passes.base import Pass
 from specinfer.attention.passes.compiled import RECORD, SPARE, CompiledPass
-from specinfer.attention.torch_private import compile_package, load_package
+from specinfer.attention.torch_private import compile_package
 from specinfer.errors import NotCompiled
 
 # Largest error of a pass's logits, root mean square over that of the logits, that rounding explains.  A wrong mask,
@@ -95,8 +93,6 @@ def make(model: TreeModel, form: str, aux_layers: Sequence[int], folder: Path, s
         for number, (extra, (graph, sources)) in enumerate(zip(variants_of(model.model), graphs, strict=True)):
             path = folder / f"pass-{number}.pt2"
             compile_package(graph, path)
-            if model.device.type == "cuda":  # where a package ended the process that loaded it (docs/performance.md)
-                try_loading(path, model.device)
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
             variants.append({"extra": sorted(extra), "file": path.name, "sha256": digest, "sources": sources})
     except NotCompiled:
@@ -107,21 +103,6 @@ def make(model: TreeModel, form: str, aux_layers: Sequence[int], folder: Path, s
     dtype = str(model.dtype).removeprefix("torch.")
     record = {"aux_layers": list(aux_layers), "dtype": dtype, "layers": layers, "packs": packs, "variants": variants}
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
-
-
-def try_loading(path: Path, device: torch.device) -> None:
-    """Load a package in another process.
-
-    Raises:
-        NotCompiled: that process ended.
-    """
-    imports = f"import pathlib, sys, torch; from {load_package.__module__} import load_package"
-    load = "load_package(pathlib.Path(sys.argv[1]), torch.device(sys.argv[2]))"
-    command = [sys.executable, "-c", f"{imports}; {load}", str(path), str(device)]
-    tried = subprocess.run(command, capture_output=True, text=True, check=False)
-    if tried.returncode:
-        said = shorten(tried.stderr.strip().splitlines()[-1], 200) if tried.stderr.strip() else "it said nothing"
-        raise NotCompiled(f"the package ends a process that loads it ({tried.returncode}: {said})")
 
 
 def _graphs(

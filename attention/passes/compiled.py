@@ -58,6 +58,7 @@ class CompiledPass(TensorPass):
 
     def __init__(self, model: Forward, folder: Path, form: str) -> None:
         self.form, self.stored = form, model.dtype
+        self.few_shapes = model.device.type == "cuda"  # where cuDNN's attention plans for each
         self.network: Callable[[], Any] = ref(model.model)  # alive while it is used
         try:
             record = json.loads((folder / RECORD).read_text())
@@ -133,6 +134,10 @@ class CompiledPass(TensorPass):
         if source.kind == "joined":
             return torch.cat([weights[name] for name in source.names]).to(dtype)
         return weights[source.names[0]].to(dtype)
+
+    def weights(self, model: Forward) -> tuple[int, ...]:
+        """Return the addresses of the tensors that packages are given."""
+        return tuple(tensor.data_ptr() for runner in self.runners.values() for tensor in runner.weights)
 
     def run(self, model: Forward, inputs: Inputs, cache: TreeCache, aux_layers: Sequence[int]) -> Outputs:
         """Run the package of these inputs."""

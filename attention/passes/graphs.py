@@ -4,22 +4,28 @@ Knows: shapes seen so far, tensors that must stay where a graph reads them.  Doe
 
 A GPU finishes the many small kernels of a pass over a few tokens faster than a CPU launches them.  A graph launches all
 of them at once.  It holds for one set of shapes, so passes use few: a pass attends to a power of two of slots, and
-its rows are padded (`padded_width`).  Later levels of a tree keep their sizes.
+its rows are padded (`common_width`).
+
+A graph reads and writes one cache.  So caches and their graphs are kept when a session is over, for the next one.
 """
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from functools import cache as remembered
+from threading import Lock
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from specinfer.attention.cache import TreeCache
+from specinfer.attention.compiler.watch import Watch, altered
 from specinfer.attention.forward import Forward, Inputs, Outputs
 from specinfer.attention.layout import Layout
 from specinfer.attention.passes.base import Pass, Result
-from specinfer.attention.passes.plain import TensorPass
-from specinfer.common.tensors import padded_width
+from specinfer.attention.passes.plain import TensorPass, common_width
+from specinfer.common.tensors import padded_kv_length
 from specinfer.errors import UnsupportedModel
 
 Tensors = dict[str, Tensor]
@@ -27,61 +33,73 @@ Replay = Callable[[], tuple[Tensor, ...]]
 Function = Callable[[Tensors], tuple[Tensor, ...]]
 
 SEEN = 2  # passes of a shape before it is captured: they warm kernels up, and many shapes come only once
+HELD = 1 << 30  # bytes of inputs and outputs that the graphs of one cache hold
+IDLE = 2  # caches of one model that are kept for sessions to come
 
 
 class Graphs:
-    """A pass, captured once for every set of shapes."""
+    """Passes over one cache, captured once for every set of shapes; of too many, those used longest ago are dropped."""
 
     def __init__(self) -> None:
         self.capture = CudaCapture()
         self.seen: Counter[Hashable] = Counter()
-        self.made: dict[Hashable, tuple[Tensors, Replay]] = {}
+        self.made: dict[Hashable, tuple[Tensors, Replay]] = {}  # the one used last is the last one
+        self.held: dict[Hashable, int] = {}  # bytes of their inputs and outputs
         self.memory: Hashable = None  # that `made` was captured with
 
-    def __call__(self, run: Function, tensors: Mapping[str, Tensor], memory: Hashable) -> tuple[Tensor, ...]:
+    def __call__(
+        self, run: Function, tensors: Mapping[str, Tensor], memory: Hashable, kind: Hashable = None
+    ) -> tuple[Tensor, ...]:
         """Run a pass.
 
         Args:
-            run: the pass, the same in every call.  It depends on nothing but its tensors, and memory that stays.
+            run: the pass, the same in every call of a kind.  It depends on nothing but its tensors, and memory that
+                stays.
             tensors: its inputs.
             memory: another one than in the last call drops all graphs.
+            kind: of pass.
         """
         if memory != self.memory:
             self.made.clear()
+            self.held.clear()
             self.seen.clear()  # kernels have to warm up to the new memory
             self.memory, self.capture = memory, CudaCapture()
-        shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
+        shapes = kind, *((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
         self.seen[shapes] += 1
         if self.seen[shapes] <= SEEN:
             return run(dict(tensors))
         if shapes not in self.made:
             inputs = {name: tensor.clone() for name, tensor in tensors.items()}
             self.made[shapes] = inputs, self.capture(run, inputs)
-        inputs, replay = self.made[shapes]
+        self.made[shapes] = inputs, replay = self.made.pop(shapes)
         for name, tensor in tensors.items():
             inputs[name].copy_(tensor)
-        return tuple(output.clone() for output in replay())  # the next replay overwrites them
+        outputs = replay()
+        self.held[shapes] = sum(tensor.nbytes for tensor in (*inputs.values(), *outputs))
+        while sum(self.held.values()) > HELD and len(self.made) > 1:
+            oldest = next(iter(self.made))
+            del self.made[oldest], self.held[oldest]
+        return tuple(output.clone() for output in outputs)  # the next replay overwrites them
 
 
 class GraphedPass(Pass):
     """Another pass, replayed as graphs where its inputs are tensors.
 
     Args:
-        inner: runs the pass; a `TensorPass`.
+        inner: runs the pass.
+        graphs: of the one cache that it is called with.
     """
 
-    def __init__(self, inner: Pass) -> None:
-        assert isinstance(inner, TensorPass)
-        self.inner, self.graphs = inner, Graphs()
+    def __init__(self, inner: TensorPass, graphs: Graphs) -> None:
+        self.inner, self.graphs = inner, graphs
 
     def cache(self, model: Forward, rows: int, capacity: int, max_capacity: int | None, fixed: bool) -> TreeCache:
-        """Return an empty cache that graphs can write."""
-        return self.inner.cache(model, rows, capacity, max_capacity, True)
+        """Return another empty cache of the inner pass."""
+        return self.inner.cache(model, rows, capacity, max_capacity, fixed)
 
     def __call__(self, model: Forward, nodes: Layout, cache: TreeCache, aux_layers: Sequence[int]) -> Result:
-        """Feed nodes; rows are padded, but for later levels of a tree, of which a step has several."""
-        width = padded_width(max(nodes.sizes)) if nodes.depths.shape[1] == max(nodes.sizes) else 0
-        return self.inner.through(self._replay, model, nodes, cache, aux_layers, width)
+        """Feed nodes, padded."""
+        return self.inner.through(self._replay, model, nodes, cache, aux_layers, common_width(nodes))
 
     def _replay(self, model: Forward, inputs: Inputs, cache: TreeCache, aux_layers: Sequence[int]) -> Outputs:
         """Run the inner pass, from a graph if there is one for inputs of these shapes."""
@@ -93,15 +111,67 @@ class GraphedPass(Pass):
             others = {name: value for name, value in given.items() if name != "slots"}
             return self.inner.run(model, others, cache, aux_layers)
 
-        return self.graphs(run, {**inputs, "slots": cache.staged(inputs["input_ids"].device)}, cache.capacity)
+        tensors = {**inputs, "slots": cache.staged(inputs["input_ids"].device)}
+        return self.graphs(run, tensors, cache.place, tuple(aux_layers))
+
+
+class _Kept(NamedTuple):
+    """A cache with its graphs, and who has it now."""
+
+    cache: TreeCache
+    graphs: Graphs
+    rows: int  # that it had room for when it was made
+    inner: TensorPass
+    settings: Hashable  # that graphs hold as they were
+    watch: Watch
+    user: Callable[[], GraphedPass | None]
+
+    def fits(self, model: Forward, inner: TensorPass, settings: Hashable) -> bool:
+        """Whether its graphs compute what the model would compute now."""
+        same = self.inner is inner and self.settings == settings
+        return same and not altered(model.model) and not self.watch.changed(model.model)
+
+
+class GraphedCaches:
+    """The caches of one model that graphs read, in use or idle, the one that was taken last at the end."""
+
+    def __init__(self) -> None:
+        self.kept: list[_Kept] = []
+        self.lock = Lock()
+
+    def take(
+        self, model: Forward, inner: TensorPass, rows: int, capacity: int, max_capacity: int | None
+    ) -> tuple[TreeCache, GraphedPass]:
+        """Return an empty cache, and the pass that replays graphs over it; it is idle again when nobody has the pass.
+
+        Args:
+            model: whose passes they are.
+            inner: runs the passes.
+            rows, capacity, max_capacity: as `TreeCache`.
+        """
+        settings = inner.weights(model), model.autocast, torch.get_float32_matmul_precision()
+        with self.lock:
+            busy = [each for each in self.kept if each.user() is not None]
+            idle = [each for each in self.kept if each.user() is None and each.fits(model, inner, settings)]
+            large = [each for each in idle if each.rows >= rows and each.cache.capacity >= capacity]
+            if large:
+                found = large[-1]
+                found.cache.restart(rows, max_capacity)
+            else:
+                room = padded_kv_length(capacity)  # for longer texts as well
+                cache = inner.cache(model, rows, room, max_capacity, True)
+                found = _Kept(cache, Graphs(), rows, inner, settings, Watch(model.model), lambda: None)
+            graphed = GraphedPass(inner, found.graphs)
+            others = [each for each in idle if each is not found]
+            self.kept = [*others[-IDLE:], *busy, found._replace(user=ref(graphed))]
+        return found.cache, graphed
 
 
 class CudaCapture:
-    """Captures passes on a GPU (`torch.cuda.CUDAGraph`).  They share one stream and one pool of memory."""
+    """Captures passes on a GPU (`torch.cuda.CUDAGraph`).  Those of one cache share a pool of memory."""
 
     def __init__(self) -> None:
         self.pool: Any = None
-        self.stream: Any = None
 
     def __call__(self, run: Function, inputs: Tensors) -> Replay:
         """Capture a pass over inputs; return what runs it again over the values that they hold then.
@@ -112,10 +182,9 @@ class CudaCapture:
         device = next(iter(inputs.values())).device
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):  # current after a failure
             self.pool = self.pool or torch.cuda.graph_pool_handle()
-            self.stream = self.stream or torch.cuda.Stream(device)
             graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(graph, self.pool, self.stream):
+                with torch.cuda.graph(graph, self.pool, _stream(device), capture_error_mode="thread_local"):
                     outputs = run(inputs)
             except RuntimeError as error:
                 reason = str(error.__context__ or error).splitlines()[0]  # ending a failed capture fails, too
@@ -126,3 +195,9 @@ class CudaCapture:
             return outputs
 
         return replay
+
+
+@remembered
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of a device that captures are made in: cuBLAS keeps memory for each stream that it sees."""
+    return torch.cuda.Stream(device)

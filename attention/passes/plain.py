@@ -19,7 +19,8 @@ from specinfer.attention.cache import TreeCache
 from specinfer.attention.forward import Forward, Inputs, Outputs
 from specinfer.attention.layout import Columns, Layout, PerNode, Span, attention_mask
 from specinfer.attention.passes.base import Pass, Result
-from specinfer.common.tensors import on_device
+from specinfer.attention.torch_private import direct_tensors
+from specinfer.common.tensors import on_device, padded_width
 
 Run = Callable[[Forward, Inputs, TreeCache, Sequence[int]], Outputs]
 
@@ -119,16 +120,22 @@ class TensorPass(Pass):
     """A pass through a function of tensors: a forward, compiled or not, over a `TreeCache`."""
 
     @abstractmethod
+    def weights(self, model: Forward) -> tuple[int, ...]:
+        """Return the addresses that `run` reads weights from."""
+
+    @abstractmethod
     def run(self, model: Forward, inputs: Inputs, cache: TreeCache, aux_layers: Sequence[int]) -> Outputs:
         """Run the forward: logits (R, C, V), and the auxiliary hidden states (R, T, K, H) if there are aux_layers."""
 
+    few_shapes = False  # whether a pass of new sizes costs more than padding
+
     def cache(self, model: Forward, rows: int, capacity: int, max_capacity: int | None, fixed: bool) -> TreeCache:
-        """Return an empty cache: see `TreeCache`."""
-        return TreeCache(rows, capacity, max_capacity, model.uniform_layers, fixed)
+        """Return an empty cache: see `TreeCache`.  On a GPU attention plans or pads for each new number of slots."""
+        return TreeCache(rows, capacity, max_capacity, model.uniform_layers, fixed or model.device.type == "cuda")
 
     def __call__(self, model: Forward, nodes: Layout, cache: TreeCache, aux_layers: Sequence[int]) -> Result:
         """Feed nodes."""
-        return self.through(self.run, model, nodes, cache, aux_layers)
+        return self.through(self.run, model, nodes, cache, aux_layers, common_width(nodes) if self.few_shapes else 0)
 
     def through(
         self, run: Run, model: Forward, nodes: Layout, cache: TreeCache, aux_layers: Sequence[int], width: int = 0
@@ -152,8 +159,21 @@ class TensorPass(Pass):
         return placed.logits(logits), *map(placed.states, states)
 
 
+def common_width(nodes: Layout) -> int:
+    """Return the nodes of a row to which a pass is padded, so that few sizes come.
+
+    Later levels of a tree, of which a step has several, keep their sizes.
+    """
+    largest = max(nodes.sizes)
+    return padded_width(largest) if nodes.depths.shape[1] == largest else 0
+
+
 class PlainPass(TensorPass):
     """Calls the unmodified model."""
+
+    def weights(self, model: Forward) -> tuple[int, ...]:
+        """Return the addresses of the model's parameters and buffers."""
+        return tuple(tensor.data_ptr() for module in model.modules for _, tensor in direct_tensors(module))
 
     def run(self, model: Forward, inputs: Inputs, cache: TreeCache, aux_layers: Sequence[int]) -> Outputs:
         """Call the model, which writes into the cache."""

@@ -33,7 +33,7 @@ from specinfer.attention.forward import Forward, Inputs
 from specinfer.attention.layout import Layout, PerNode
 from specinfer.attention.passes.base import Pass, Result
 from specinfer.common.tensors import on_device
-from specinfer.errors import CacheError, InputError, UnsupportedModel
+from specinfer.errors import CacheError, UnsupportedModel
 
 REPLAY = 16  # the most tokens that the next step's pass reads again
 CACHES = (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin)
@@ -121,13 +121,7 @@ class StatefulPass(Pass):
     """Calls the model row by row, each over the cache that the model made for it."""
 
     def cache(self, model: Forward, rows: int, capacity: int, max_capacity: int | None, fixed: bool) -> StateCache:
-        """Return empty caches.
-
-        Raises:
-            InputError: they are for graphs.
-        """
-        if fixed:
-            raise InputError(f"graphs=True: {model.name} keeps states, which graphs do not write: leave it out")
+        """Return empty caches."""
         return StateCache(rows, max(capacity, max_capacity or 0))
 
     def __call__(self, model: Forward, nodes: Layout, cache: StateCache, aux_layers: Sequence[int]) -> Result:

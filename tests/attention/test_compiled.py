@@ -34,7 +34,7 @@ from specinfer import BestFirst, Chain, SpeculativeDecoder
 from specinfer.attention import TreeCache, TreeModel, TreeSession, lay_out_chains, resumed
 from specinfer.attention.check import toy_tree
 from specinfer.attention.compiler.linear import fits, forms, pack, packable_dynamic_int8
-from specinfer.attention.compiler.making import check, computing, try_loading
+from specinfer.attention.compiler.making import check, computing
 from specinfer.attention.compiler.watch import architecture
 from specinfer.attention.passes.compiled import RECORD, CompiledPass
 from specinfer.attention.passes.graphs import GraphedPass
@@ -621,14 +621,6 @@ def damage_record(folder: Path) -> None:
 
 def lose_code(folder: Path) -> None:
     (folder / "pass-0.pt2").unlink()
-
-
-def test_a_package_that_ends_its_process_is_refused(tmp_path: Path) -> None:
-    """As those for a GPU did when they were first loaded on one; so it is tried elsewhere first."""
-    package = tmp_path / "pass-0.pt2"
-    package.write_bytes(b"no package")
-    with pytest.raises(NotCompiled, match=r"ends a process that loads it \(1: .*"):
-        try_loading(package, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("damage", [damage_code, damage_record, lose_code])

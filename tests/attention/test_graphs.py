@@ -71,6 +71,17 @@ def test_a_shape_is_captured_when_it_comes_again(monkeypatch):
     assert len(passes.made) == 1
 
 
+def test_of_too_many_graphs_those_used_longest_ago_are_dropped(monkeypatch):
+    monkeypatch.setattr(graphs, "CudaCapture", lambda: lambda run, inputs: lambda: run(inputs))
+    monkeypatch.setattr(graphs, "HELD", 3 * 2 * 400)  # inputs and outputs of three
+    passes = Graphs()
+    for kind in (*"abc", "a", "d"):
+        for _ in range(SEEN + 1):
+            passes(lambda tensors: (tensors["x"] + 1,), {"x": torch.zeros(100)}, None, kind)
+    assert [kind for kind, *_ in passes.made] == ["c", "a", "d"]
+    assert passes.held.keys() == passes.made.keys()
+
+
 def test_results_outlive_the_next_replay(monkeypatch):
     monkeypatch.setattr(graphs, "CudaCapture", lambda: lambda run, inputs: lambda: run(inputs))
     passes = Graphs()
@@ -95,7 +106,7 @@ def replaying(monkeypatch):
 
     monkeypatch.setattr(graphs, "CudaCapture", lambda: capture)
     monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # whose tensors cannot be traced
-    for owner, name in ((TreeSession, "_feed"), (TreeCache, "keep")):
+    for owner, name in ((TreeSession, "_feed"), *((TreeCache, name) for name in ("keep", "join", "restart"))):
         monkeypatch.setattr(owner, name, torch.no_grad()(getattr(owner, name).__wrapped__))
     return count
 
@@ -115,13 +126,96 @@ def test_replayed_texts_are_the_texts(replaying, target, near, tree, options):
     assert wanted is None or [r.token_ids for r in results] == wanted
 
 
+def captures(decoder, prompts, **options):
+    """Return the ids of a call with graphs, and how many were captured in it."""
+    kept = [each for model in decoder.networks for each in model.graphed.kept]
+    before = {id(place) for each in kept for place in each.graphs.made.values()}
+    decoder.graphs = True
+    found = [result.token_ids for result in decoder.generate(prompts, max_new_tokens=NEW, **options)]
+    decoder.graphs = False
+    kept = [each for model in decoder.networks for each in model.graphed.kept]
+    assert all(each.user() is None for each in kept), "a session outlived its call"
+    return found, len({id(place) for each in kept for place in each.graphs.made.values()} - before)
+
+
+@pytest.fixture
+def deciders(target, near):
+    return SpeculativeDecoder(copy.deepcopy(target), drafts=[copy.deepcopy(near)], tree=BestFirst(7, 3))
+
+
+def test_graphs_outlive_a_call(replaying, deciders):
+    """A shape that has come a few times is never captured again; what a call left in the cache is not seen."""
+    first, made = captures(deciders, PROMPTS)
+    assert made >= 2  # of the target and the draft
+    assert captures(deciders, PROMPTS[::-1])[0] == first[::-1]
+    captures(deciders, PROMPTS)
+    assert captures(deciders, PROMPTS) == (first, 0)
+    sampled = {"temperature": 0.8, "seed": 3}
+    usual = [result.token_ids for result in deciders.generate(PROMPTS, max_new_tokens=NEW, **sampled)]
+    assert captures(deciders, PROMPTS, **sampled)[0] == usual
+
+
+def replace_weight(model):
+    model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(model.model.layers[0].mlp.up_proj.weight * -2)
+
+
+def hook(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: -2 * output)
+
+
+def patch(model):
+    model.model.layers[1].mlp.forward = lambda states: states
+
+
+def change_setting(model):
+    model.model.layers[0].self_attn.scaling *= 3
+
+
+@pytest.mark.parametrize("change", [replace_weight, hook, patch, change_setting])
+def test_graphs_of_a_model_that_changed_are_not_replayed(replaying, deciders, change):
+    captures(deciders, PROMPTS)
+    change(deciders.target.model)
+    usual = [result.token_ids for result in deciders.generate(PROMPTS, max_new_tokens=NEW, temperature=0)]
+    found, made = captures(deciders, PROMPTS, temperature=0)
+    assert found == usual
+    assert made > 0
+
+
+def test_a_cache_whose_rows_grow_is_captured_anew(replaying, deciders):
+    """Rows that join a session of fewer move it to other buffers of the same capacity."""
+    greedy = {"max_new_tokens": NEW, "temperature": 0}
+    usual = [deciders.generate(prompt, **greedy).token_ids for prompt in PROMPTS]
+    deciders.graphs = True
+    scheduler = deciders.scheduler(len(PROMPTS))
+    requests = [deciders.prepare(prompt, **greedy) for prompt in PROMPTS]
+    for request in requests:
+        scheduler.add(request)
+        for _ in range(SEEN + 2):  # captured with so many rows
+            scheduler.step()
+    while scheduler.step():
+        pass
+    assert [request.result.token_ids for request in requests] == usual
+
+
+def test_few_caches_are_kept(replaying, deciders):
+    for prompts in (PROMPTS, PROMPTS[:1], PROMPTS[:2], PROMPTS * 2, PROMPTS * 3):
+        captures(deciders, prompts)
+    assert all(len(model.graphed.kept) <= graphs.IDLE + 1 for model in deciders.networks)
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory):
+    """Where each model is compiled once."""
+    return tmp_path_factory.mktemp("packages")
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.8, "seed": 3}], ids=str)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_graphs_on_a_gpu_write_the_same_texts(target, near, tree, options, compiled, tmp_path, monkeypatch):
-    monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
+def test_graphs_on_a_gpu_write_the_same_texts(target, near, tree, options, compiled, packages, monkeypatch):
+    monkeypatch.setenv("SPECINFER_CACHE", str(packages))
     models = [copy.deepcopy(model).to("cuda") for model in (target, near)]
     texts = []
     for replay in (False, True):

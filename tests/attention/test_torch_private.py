@@ -291,6 +291,30 @@ def test_a_package_computes_products_and_calls_a_header(tmp_path: Path) -> None:
             torch.testing.assert_close(result, 3 * part + wide[:, :2] + 1)
 
 
+@pytest.mark.skipif(bool(missing_compiler()), reason="no C++ compiler, so no compiled passes")
+@tries("compile_kernels", "load_kernels")
+def test_a_file_of_kernels_computes_what_its_graph_does(tmp_path: Path) -> None:
+    """What a GPU is given, here for a CPU; for other sizes than the example's, and for one of each."""
+    with torch.no_grad(), private.sizes_may_be_one():
+        program = export(Products(), (torch.ones(3, 4), torch.ones(4, 5)), dynamic_shapes=({0: Dim("rows", min=1)}, {}))
+    graph = program.module(check_guards=False).graph
+    graph.set_codegen(fx.graph.CodeGen())
+    private.compile_kernels(fx.GraphModule({}, graph), tmp_path / "kernels")
+    run = private.load_kernels(tmp_path / "kernels")
+    for rows in (1, 7):
+        states, weight = torch.randn(rows, 4), torch.randn(4, 5)
+        (found,) = run([states, weight])
+        torch.testing.assert_close(found, (states @ weight).relu())
+
+
+class Products(nn.Module):
+    """A product, and what follows it in the same kernel."""
+
+    def forward(self, states: Tensor, weight: Tensor) -> tuple[Tensor]:
+        """Return them."""
+        return ((states @ weight).relu(),)
+
+
 # ---- all of them, and no others ----
 
 PACKAGES = (specinfer, specinfer.tree, specinfer.attention)
