@@ -67,6 +67,11 @@ class TreeSession:
         self.seconds = 0.0
         self.prefill_seconds = 0.0
 
+    @property
+    def first_passes(self) -> int:
+        """How many passes took longer so far than others of their shapes will."""
+        return self.repeated.first
+
     def append(self, layout: Layout, columns: Columns = None, **inputs: Tensor) -> PerNode:
         """Feed a layout's nodes as new pending slots: ONE forward pass over all rows.
 

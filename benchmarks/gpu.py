@@ -47,10 +47,10 @@ Line = dict[str, Any]
 PLAN = {  # seconds of each step
     "facts": 15.0,
     "tests": 45.0,
-    "ids": 40.0,
+    "ids": 60.0,
     "small": 130.0,
     "large": 220.0,
-    "compiled tests": 60.0,
+    "compiled tests": 80.0,
     "attention": 20.0,
 }
 HOMES = {"facts": "device", "attention": "device"}  # modules with a function (tiny) -> cases of the step's name ...

@@ -133,7 +133,8 @@ class Policy(ABC):
             paths: accepted nodes, root excluded.
             tokens: what each row emitted.
             proposing: seconds of each draft.
-            seconds: of the whole step, drafts included; None if its pass read a prompt as well.
+            seconds: of the whole step, drafts included; None if its pass read a prompt as well, or was the first of its
+                shape.
         """
 
     def room(self) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -23,12 +23,14 @@ class Pass(ABC):
         packs: whether it takes the nodes of all rows as one row, so that rows of different sizes cost no padding.
         runs_modules: whether it runs the model's modules.
         aux_layers: the layers whose hidden states it can return; None = all.
+        first: how many passes took longer so far than others of their shapes will.
     """
 
     dtype: torch.dtype | None = None
     packs: bool = False
     runs_modules: bool = True
     aux_layers: Collection[int] | None = None
+    first: int = 0
 
     @abstractmethod
     def __call__(self, model: Forward, nodes: Layout, cache: Any, aux_layers: Sequence[int]) -> Result:

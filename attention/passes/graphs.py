@@ -43,6 +43,7 @@ class Graphs:
     def __init__(self) -> None:
         self.capture = CudaCapture()
         self.seen: Counter[Hashable] = Counter()
+        self.is_new = False  # whether the shapes of the last pass had no graph yet
         self.made: dict[Hashable, tuple[Tensors, Replay]] = {}  # the one used last is the last one
         self.held: dict[Hashable, int] = {}  # bytes of their inputs and outputs
         self.memory: Hashable = None  # that `made` was captured with
@@ -66,9 +67,10 @@ class Graphs:
             self.memory, self.capture = memory, CudaCapture()
         shapes = kind, *((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
         self.seen[shapes] += 1
+        self.is_new = shapes not in self.made
         if self.seen[shapes] <= SEEN:
             return run(dict(tensors))
-        if shapes not in self.made:
+        if self.is_new:
             inputs = {name: tensor.clone() for name, tensor in tensors.items()}
             self.made[shapes] = inputs, self.capture(run, inputs)
         self.made[shapes] = inputs, replay = self.made.pop(shapes)
@@ -112,7 +114,9 @@ class GraphedPass(Pass):
             return self.inner.run(model, others, cache, aux_layers)
 
         tensors = {**inputs, "slots": cache.staged(inputs["input_ids"].device)}
-        return self.graphs(run, tensors, cache.place, tuple(aux_layers))
+        outputs = self.graphs(run, tensors, cache.place, tuple(aux_layers))
+        self.first += self.graphs.is_new
+        return outputs
 
 
 class _Kept(NamedTuple):

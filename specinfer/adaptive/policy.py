@@ -263,7 +263,7 @@ class Auto(Policy):
             paths: accepted nodes, root excluded.
             tokens: what each row emitted.
             proposing: seconds of each draft; next to nothing where it was not asked.
-            seconds: of the whole step, drafts included; None if its pass read a prompt, too.
+            seconds: of the whole step, drafts included; None if that says nothing of others.
         """
         assert self.grown is not None, "a step is fitted before it is observed"
         with self.lock:

@@ -63,12 +63,14 @@ class DraftSession(ABC):
         passes: forward passes so far, prefill excluded.
         seconds: wall-clock seconds in those passes.
         prefill_seconds: wall-clock seconds in prefill passes.
+        first_passes: how many passes took longer so far than others of their shapes will.
         limit: how many tokens the draft's context has; None if it has no end.
     """
 
     passes: int = 0
     seconds: float = 0.0
     prefill_seconds: float = 0.0
+    first_passes: int = 0
     limit: int | None = None
 
     def source(self, roots: Sequence[int]) -> Source | None:
@@ -148,6 +150,11 @@ class Clocked(DraftSession):
     def prefill_seconds(self) -> float:  # type: ignore[override]
         """Wall-clock seconds in prefill passes."""
         return float(self.session.prefill_seconds)
+
+    @property
+    def first_passes(self) -> int:  # type: ignore[override]
+        """How many passes took longer so far than others of their shapes will."""
+        return int(self.session.first_passes)
 
 
 class Draft(ABC):

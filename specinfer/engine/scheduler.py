@@ -118,7 +118,7 @@ class Decoding:
             paths=[step.path for _, step in emitted],
             tokens=[step.tokens for _, step in emitted],
             proposing=proposing,
-            seconds=decoding if spent.passes else None,  # of a pass that read no prompts
+            seconds=decoding if spent.passes and not spent.first else None,  # of passes that others will be like
         )
 
     def end(self, request: Request, reason: str | None = None) -> None:

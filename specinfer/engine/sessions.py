@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from specinfer.attention import TreeModel, TreeSession
-from specinfer.common.tensors import concat, padded_width
+from specinfer.common.tensors import concat, size_bucket
 from specinfer.engine.draft import Clocked, Committed, Draft, DraftContext, DraftSession, Scored, States
 from specinfer.engine.gumbel import SILENT
 from specinfer.engine.sequence import Row
@@ -160,8 +160,8 @@ class Openings:
         usual, most = (count * max(1, drafts) for count, _ in self._tree_sizes())
         # trees of many rows are small, and passes read wide caches more slowly; graphs are lost when a cache grows
         usual = usual if self.decoder.graphs else usual // len(rows)
-        first = longest if joining else min(end, longest + FIRST_TOKENS) + padded_width(1 + usual)
-        nodes = padded_width(1 + most)
+        first = longest if joining else min(end, longest + FIRST_TOKENS) + size_bucket(1 + usual)
+        nodes = size_bucket(1 + most)
         target = self.shared.open(model, len(rows), first, end + nodes, aux_layers, self.decoder.graphs)
         fetches = model.dispatched and not aux_layers and not model.stateful
         waits = joining and target.run.packs and (not drafts or self.policy.idle)
@@ -181,9 +181,9 @@ class Openings:
         sampled = [row for row in rows if row.sampling]
         context = DraftContext(
             prompts=[list(row.ids) for row in rows],
-            capacity=min(end, longest + FIRST_TOKENS) + padded_width(1 + usual * min(levels, FIRST_LEVELS)),
+            capacity=min(end, longest + FIRST_TOKENS) + size_bucket(1 + usual * min(levels, FIRST_LEVELS)),
             # a row may miss tokens that another has, and all get as many slots; best-first drops some nodes later
-            max_capacity=2 * end + padded_width(1 + most * most_levels),
+            max_capacity=2 * end + size_bucket(1 + most * most_levels),
             vocab_size=decoder.target.vocab_size,
             draft=number,
             processors=(sampled or rows)[0].processors.without_prefix_readers(),
@@ -261,12 +261,14 @@ class Reading:
     seconds: Seconds = field(default_factory=Seconds)
     passes: int = 0  # of the target, those that read prompts excluded
     drafting: tuple[tuple[int, float], ...] = ()  # per draft, its passes and the seconds in its proposals
+    first: int = 0  # passes, of the target and drafts, that took longer than others of their shapes will
 
     def __sub__(self, earlier: "Reading") -> "Reading":
         """Return what was spent since an earlier reading of the same clocks."""
         pairs = zip_longest(self.drafting, earlier.drafting, fillvalue=(0, 0.0))
         drafting = tuple((passes - before, spent - then) for (passes, spent), (before, then) in pairs)
-        return Reading(self.seconds - earlier.seconds, self.passes - earlier.passes, drafting)
+        first = self.first - earlier.first
+        return Reading(self.seconds - earlier.seconds, self.passes - earlier.passes, drafting, first)
 
 
 class Clocks:
@@ -294,7 +296,8 @@ class Clocks:
             target=target.seconds,
             draft=sum(draft.seconds for draft in drafts),
         )
-        self.now = Reading(seconds, target.passes, tuple((draft.passes, draft.proposing) for draft in drafts))
+        first = sum(session.first_passes for session in (target, *drafts))
+        self.now = Reading(seconds, target.passes, tuple((draft.passes, draft.proposing) for draft in drafts), first)
         return self.now - before
 
     def learnt(self) -> None:

@@ -197,6 +197,29 @@ def test_a_cache_whose_rows_grow_is_captured_anew(replaying, deciders):
     assert [request.result.token_ids for request in requests] == usual
 
 
+def test_passes_of_new_shapes_do_not_count_as_what_trees_cost(replaying, deciders):
+    """The first ones are slow: kernels load, attention is planned, graphs are captured."""
+    deciders.policy = Observing(7, 3)
+    SECONDS.clear()
+    for _ in range(3):
+        captures(deciders, PROMPTS[:1])
+    timed = [seconds is not None for seconds in SECONDS]
+    assert not any(timed[: SEEN + 1])
+    assert all(timed[-5:])
+
+
+class Observing(BestFirst):
+    """Keeps the seconds that it is told."""
+
+    adapts = True
+
+    def observe(self, *, seconds, **others):
+        SECONDS.append(seconds)
+
+
+SECONDS = []
+
+
 def test_few_caches_are_kept(replaying, deciders):
     for prompts in (PROMPTS, PROMPTS[:1], PROMPTS[:2], PROMPTS * 2, PROMPTS * 3):
         captures(deciders, prompts)
@@ -216,7 +239,8 @@ def packages(tmp_path_factory):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_graphs_on_a_gpu_write_the_same_texts(target, near, tree, options, compiled, packages, monkeypatch):
     monkeypatch.setenv("SPECINFER_CACHE", str(packages))
-    models = [copy.deepcopy(model).to("cuda") for model in (target, near)]
+    dtype = torch.float32 if compiled else torch.float64  # in which compiled passes are not held to rounding
+    models = [copy.deepcopy(model).to("cuda", dtype) for model in (target, near)]
     texts = []
     for replay in (False, True):
         options_of = {"graphs": replay, "compile": replay and compiled}

@@ -13,7 +13,7 @@ from test_heads import draft_for
 from specinfer import BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder
 from specinfer.attention import TreeCache, TreeModel, resumed
 from specinfer.attention.check import toy_tree
-from specinfer.common.tensors import padded_width
+from specinfer.common.tensors import size_bucket
 from specinfer.drafts.lookup.ngram import NGramDraft
 from specinfer.drafts.lookup.suffix import SuffixDraft
 from specinfer.engine.requests import Request
@@ -365,7 +365,7 @@ def test_caches_of_many_rows_have_no_room_for_many_large_trees(target):
         rows_ = made.open([PROMPTS[0]] * count_, max_new_tokens=9).rows
         opened = Sessions(Openings(made, made.policy), rows_)
         slots[count_] = opened.target.cache.capacity - len(PROMPTS[0]) - 9
-    assert slots == {1: padded_width(32), rows: padded_width(2)}
+    assert slots == {1: size_bucket(32), rows: size_bucket(2)}
     alone = made.generate(PROMPTS[0], max_new_tokens=9)
     assert any(step.tree.num_drafted > slots[rows] for step in alone.steps)
     for result in made.generate([PROMPTS[0]] * rows, max_new_tokens=9):

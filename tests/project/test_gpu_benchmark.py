@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from specinfer import BestFirst, Chain, SpeculativeDecoder
-from specinfer.errors import InputError
+from specinfer.attention.compiler import making
+from specinfer.errors import InputError, ModelError
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 TESTS = """
@@ -34,15 +35,15 @@ BROKEN = """
 import os, time
 from report import Case
 
-def passes(tiny):
-    yield Case("one", "passes", lambda: time.sleep(600))
+def small(tiny):
+    yield Case("one", "small", lambda: time.sleep(600))
 
 def ids(tiny):
     yield Case("one", "ids", lambda: [{"answer": 1}])
     yield Case("two", "ids", lambda: os._exit(3))
 
-def steps(tiny):
-    yield Case("one", "steps", lambda: [{"answer": 1}])
+def large(tiny):
+    yield Case("one", "large", lambda: [{"answer": 1}])
 """
 
 
@@ -66,18 +67,17 @@ def rows(lines, step):
 def test_every_step_begins_in_its_turn(script, written):
     gpu = script("gpu")
     begun = [line["step"] for line in written if gpu.BEGINS in line]
-    assert begun == ["facts", "attention", "attention", *[*gpu.PLAN][2:]]
+    assert begun == [*gpu.PLAN]
     assert sum(gpu.PLAN.values()) == 9.5 * 60
-    assert all(rows(written, step) for step in gpu.PLAN)
-    assert [line[gpu.SWITCH] for line in rows(written, "attention")[:2]] == ["0", "1"]
+    assert all(rows(written, step) for step in ("facts", "tests", "ids", "passes", "steps", "texts", "attention"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_what_needs_a_gpu_is_null_with_a_reason(written):
     null = [line for line in written if "null" in line]
-    assert {line["step"] for line in null} == {line["step"] for line in written} - {"steps"}
+    assert {line["step"] for line in null} == {line["step"] for line in written} - {"small", "large"}
     assert all("no CUDA device" in line["null"] for line in null)
-    counted = [*rows(written, "steps"), *[line for line in rows(written, "passes") if "null" not in line]]
+    counted = [line for step in ("steps", "passes") for line in rows(written, step) if "null" not in line]
     assert {(line["kernels"], line["kernel_ms"]) for line in counted} == {(None, None)}
     assert {line["peak_gb"] for line in rows(written, "texts") if "null" not in line} == {None}
 
@@ -101,18 +101,19 @@ def test_texts_are_those_that_must_follow(written):
 
 
 def test_the_parts_of_a_step_are_the_step(written):
-    for line in rows(written, "steps"):
+    timed = [line for line in rows(written, "steps") if "null" not in line]
+    for line in timed:
         parts = [line[f"{part}_ms"] for part in ("propose", "score", "choose", "commit", "rest")]
         assert min(parts) > 0
         assert math.isclose(sum(parts), line["ms"], rel_tol=0.01)
         assert line["drafted"] == 16
-    (head,) = (line for line in rows(written, "steps") if line["draft"] == "head")
-    assert head["tokens_per_step"] == 9  # all levels, and the target's own
+    heads = [line for line in timed if line["draft"] == "head"]
+    assert [line["tokens_per_step"] for line in heads] == [9, 9]  # all levels, and the target's own
 
 
 def test_a_pass_has_a_row_for_every_size(written):
-    timed = [line for line in rows(written, "passes") if "null" not in line and not line["graphs"]]
-    assert [(line["target"], line["nodes"]) for line in timed] == [(t, n) for t in ("tiny", "tiny 2") for n in (1, 8)]
+    timed = [line for line in rows(written, "passes") if "null" not in line and line["way"] == "as they are"]
+    assert [(line["target"], line["nodes"]) for line in timed] == [(t, n) for t in ("tiny 2", "tiny 3") for n in (1, 8)]
     assert all(0 < line["launch_ms"] <= line["ms"] for line in timed)
 
 
@@ -121,7 +122,8 @@ def test_the_tables_are_markdown(script, written):
     tables = gpu.tables([*written, {"step": "ids", "case": "one", "left_out": "no time left", "failure": False}])
     lines = [line for line in tables.splitlines() if line.startswith("| ")]
     answers = [line for line in written if gpu.BEGINS not in line]
-    assert len(lines) == len(answers) + 1 + 2 * (len(gpu.PLAN) + 1)
+    steps = {line["step"] for line in answers}
+    assert len(lines) == len(answers) + 1 + 2 * (len(steps) + 1)
     assert all(line.endswith("|") for line in lines)
     assert "**left out**" in tables
 
@@ -212,7 +214,7 @@ def broken(tmp_path):
 
 
 def test_a_step_that_hangs_or_crashes_does_not_stop_the_next(broken, tmp_path, monkeypatch):
-    monkeypatch.setattr(broken, "PLAN", {"passes": 6.0, "ids": 60.0, "steps": 60.0})
+    monkeypatch.setattr(broken, "PLAN", {"small": 6.0, "ids": 60.0, "large": 60.0})
     monkeypatch.setattr(broken, "GRACE", 0.0)
     (tmp_path / "gpu.jsonl").write_text("")
     plan = broken.Plan(tmp_path, True, time())
@@ -220,10 +222,10 @@ def test_a_step_that_hangs_or_crashes_does_not_stop_the_next(broken, tmp_path, m
     plan.run([*broken.PLAN], PYTHONPATH=path)
     lines = [{k: v for k, v in line.items() if k != "at"} for line in plan.said() if broken.BEGINS not in line]
     assert lines == [
-        {"step": "passes", "case": "the rest", "left_out": "its seconds are over", "failure": False},
+        {"step": "small", "case": "the rest", "left_out": "its seconds are over", "failure": False},
         {"step": "ids", "answer": 1},
         {"step": "ids", "case": "the rest", "left_out": "its process ended with 3", "failure": True},
-        {"step": "steps", "answer": 1},
+        {"step": "large", "answer": 1},
     ]
 
 
@@ -266,20 +268,6 @@ def test_tests_are_counted_and_named(script, tmp_path):
     assert (cut["passed"], cut["finished"]) == (0, False)
 
 
-def test_cudnn_comes_last_where_its_plans_are_slow(script):
-    gpu = script("gpu")
-
-    def answers(default, last, null=None):
-        return [{gpu.SWITCH: key, "first_ms": ms, "null": null} for key, ms in (("0", default), ("1", last))]
-
-    assert gpu.chosen(answers(30.0, 1.0)) == {gpu.SWITCH: "1"}
-    assert gpu.chosen(answers(30.0, 40.0)) == {}
-    assert gpu.chosen(answers(4.0, 1.0)) == {}
-    assert gpu.chosen(answers(30.0, 1.0, "no GPU")) == {}
-    assert gpu.chosen(answers(30.0, 1.0)[:1]) == {}  # the second process failed
-    assert gpu.chosen([{"case": "plans", "left_out": "odd"}]) == {}
-
-
 def test_linking_finds_the_library_of_the_driver(script, tmp_path, monkeypatch):
     gpu, nvcc = script("gpu"), tmp_path / "cuda" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
@@ -291,21 +279,23 @@ def test_linking_finds_the_library_of_the_driver(script, tmp_path, monkeypatch):
     assert gpu.toolchain() == found
 
 
-def test_what_the_linker_says_is_an_answer(script, monkeypatch):
+def test_what_stands_in_the_way_of_compiling_is_an_answer(script, monkeypatch):
     answers = script("answers")
 
     def failing(graph, path):
-        raise RuntimeError("C++ compile error\n\nCommand:\ng++ -lcuda\n\nOutput:\n/bin/ld: cannot find -lcuda\n")
+        raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(answers.compiler, "_graphs", lambda *given: ([(None, ())], False))
-    monkeypatch.setattr(answers.compiler, "compile_package", failing)
-    (row,) = answers.compiled_rows("tiny", True)
-    assert row["said"] == ["/bin/ld: cannot find -lcuda"]
-    assert "cannot be compiled" in row["passes"]
+    monkeypatch.setattr(making, "_graphs", lambda *given: ([(None, ())], False))
+    monkeypatch.setattr(making, "compile_package", failing)
+    monkeypatch.setitem(answers.WAYS, "compiled", {"compile": True})
+    with pytest.raises(ModelError, match="cannot be compiled: RuntimeError: no such kernel"):
+        answers.pass_cases("tiny", "compiled", True)
 
 
 @pytest.mark.slow
-def test_compiled_passes_are_measured(script):
-    first, *timed = script("answers").compiled_rows("tiny", True)
-    assert first["passes"].startswith("passes: compiled")
-    assert {line["nodes"] for line in timed} == {1, 8}
+def test_compiled_passes_are_measured(script, monkeypatch):
+    answers = script("answers")
+    monkeypatch.setitem(answers.WAYS, "compiled", {"compile": True})
+    rows = answers.pass_cases("tiny", "compiled", True)
+    assert [line["nodes"] for line in rows] == [1, 8]
+    assert all(line["seconds to compile"] > 1 for line in rows)
