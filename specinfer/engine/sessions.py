@@ -296,7 +296,7 @@ class Clocks:
             target=target.seconds,
             draft=sum(draft.seconds for draft in drafts),
         )
-        first = sum(session.first_passes for session in (target, *drafts))
+        first = target.first_passes + sum(draft.first_passes for draft in drafts)
         self.now = Reading(seconds, target.passes, tuple((draft.passes, draft.proposing) for draft in drafts), first)
         return self.now - before
 

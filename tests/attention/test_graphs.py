@@ -214,6 +214,7 @@ class Observing(BestFirst):
     adapts = True
 
     def observe(self, *, seconds, **others):
+        """Keep them."""
         SECONDS.append(seconds)
 
 
