@@ -4,7 +4,8 @@
 //
 // Weights stay the integers that they are in their file.  States are rounded to integers of 16 bits, with a scale for 32
 // inputs: two bytes, which the processor multiplies four inputs at a time.  Sums within a group of inputs are exact;
-// sums of groups are made in one order, whatever else is multiplied, so they have the same bits in every product.
+// sums of groups are made in one order, whatever else is multiplied, so they have the same bits in every product.  So
+// many states may be multiplied in tiles (AMX), and few without.
 //
 // A matrix is a row of blocks of 32 outputs.  Each has a kind of its own, found in the table that begins the matrix.
 
@@ -18,6 +19,11 @@
 #include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#endif
+#if defined(__AMX_INT8__) && defined(__AVX512VNNI__) && defined(__linux__)
+#define TILES
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #define INLINE inline __attribute__((always_inline))
@@ -158,16 +164,29 @@ INLINE Words integers(const uint8_t* half, int index) {
 
 // ---- states ----
 
-// A state's 32 inputs: integers times a scale.  high * 256 + low is the integer.  Sums are those of the first and the
-// last 16 inputs, and of all.
-struct State {
+// A state's 32 inputs are integers times a scale.  Sums are those of the first and the last 16 integers, and of all.
+struct Numbers {
     float scale, scaled_sums[3];
     int32_t sums[3], unused;
-    int8_t high[GROUP], low[GROUP];
 };
 constexpr float LARGEST = 127 * 256;
 
-INLINE void round_state(const float* from, State& to) {
+// An integer is 256 times a byte plus another one: those of a state's 32 inputs stand one after the other.
+struct Bytes {
+    int8_t high[GROUP], low[GROUP];
+};
+
+// Some rows of states, group by group.
+struct Panel {
+    Numbers* numbers;  // (groups, rows)
+    Bytes* bytes;
+    int64_t groups, rows;
+
+    INLINE int64_t at(int64_t group, int64_t row) const { return group * rows + row; }
+    INLINE Panel from(int64_t row) const { return {numbers + row, bytes + row, groups, rows}; }
+};
+
+INLINE void round_state(const float* from, Numbers& to, Bytes& bytes) {
     float largest = 0, unknown = 0;
     for (int k = 0; k < GROUP; k++) {
         largest = std::max(largest, std::fabs(from[k]));
@@ -179,7 +198,7 @@ INLINE void round_state(const float* from, State& to) {
     for (int k = 0; k < GROUP; k++) {
         const int32_t integer = std::isfinite(unknown) ? (int32_t)std::nearbyintf(from[k] * steps) : 0;
         const int32_t high = (integer + 128) >> 8;
-        to.high[k] = (int8_t)high, to.low[k] = (int8_t)(integer - 256 * high);
+        bytes.high[k] = (int8_t)high, bytes.low[k] = (int8_t)(integer - 256 * high);
         sums[k / (GROUP / 2)] += integer;
     }
     to.sums[0] = sums[0], to.sums[1] = sums[1], to.sums[2] = sums[0] + sums[1];
@@ -228,15 +247,26 @@ struct Reader {
     INLINE void next() { bytes += kind.of_scales() + 2 * kind.of_half(); }
 };
 
+// Add the products of 16 or 32 inputs.
+INLINE void add_group(
+    Floats& sum, Integers high, Integers low, const Numbers& state, const Scaled& scaled, const Kind& kind, int inputs) {
+    Integers exact = (high << 8) + low;
+    if (kind.zero) exact -= kind.zero * state.sums[inputs];
+    sum += __builtin_convertvector(exact, Floats) * state.scale * scaled.scale;
+    if (kind.minimum) sum += scaled.minimum * state.scaled_sums[inputs];
+}
+
 // Multiply R states with U times LANES outputs of a block.
 template <int BITS, bool TABLE, int R, int U>
-void multiply(const Block& block, int first, const State* states, int64_t groups, float* results, int64_t width) {
+void multiply(const Block& block, int first, const Panel& states, float* results, int64_t width) {
     const Kind kind = block.kind;
     const uint8_t* table = block.bytes;
     Floats sums[U][R] = {};
     Reader readers[2] = {{kind, block.bytes + (TABLE ? LINE : 0), first},
                          {kind, block.bytes + (TABLE ? LINE : 0), first + (U > 1 ? LANES : 0)}};
-    for (int64_t group = 0; group < groups; group++) {
+    for (int64_t group = 0; group < states.groups; group++) {
+        const Numbers* of_states = states.numbers + states.at(group, 0);
+        const Bytes* bytes = states.bytes + states.at(group, 0);
 #pragma GCC unroll 2
         for (int u = 0; u < U; u++) {
             Reader& reader = readers[u];
@@ -250,16 +280,8 @@ void multiply(const Block& block, int first, const State* states, int64_t groups
                 const int inputs = kind.halves ? half : 2;
 #pragma GCC unroll 8
                 for (int r = 0; r < R; r++) {
-                    const State& state = states[r * groups + group];
-                    Integers exact = (high[r] << 8) + low[r];
-                    if (kind.zero) exact -= kind.zero * state.sums[inputs];
-                    sums[u][r] += __builtin_convertvector(exact, Floats) * state.scale * scaled.scale;
+                    add_group(sums[u][r], high[r], low[r], of_states[r], scaled, kind, inputs);
                     high[r] = low[r] = Integers{};
-                }
-                if (kind.minimum) {
-#pragma GCC unroll 8
-                    for (int r = 0; r < R; r++)
-                        sums[u][r] += scaled.minimum * states[r * groups + group].scaled_sums[inputs];
                 }
             };
 #pragma GCC unroll 8
@@ -268,9 +290,9 @@ void multiply(const Block& block, int first, const State* states, int64_t groups
                 if constexpr (TABLE) words = look_up(words, table);
 #pragma GCC unroll 8
                 for (int r = 0; r < R; r++) {
-                    const State& state = states[r * groups + group];
-                    high[r] = add_products<TABLE ? 8 : BITS>(high[r], words, load<uint32_t>(state.high + 4 * index));
-                    low[r] = add_products<TABLE ? 8 : BITS>(low[r], words, load<uint32_t>(state.low + 4 * index));
+                    const uint32_t four = load<uint32_t>(bytes[r].high + 4 * index);
+                    high[r] = add_products<TABLE ? 8 : BITS>(high[r], words, four);
+                    low[r] = add_products<TABLE ? 8 : BITS>(low[r], words, load<uint32_t>(bytes[r].low + 4 * index));
                 }
                 if (index == 3 && kind.halves) finish(0);
             }
@@ -283,13 +305,13 @@ void multiply(const Block& block, int first, const State* states, int64_t groups
 }
 
 template <int BITS, bool TABLE, int R>
-void multiply_block(const Block& block, const State* states, int64_t groups, float* results, int64_t width) {
+void multiply_block(const Block& block, const Panel& states, float* results, int64_t width) {
     constexpr int U = LANES == 16 && R <= 4 ? 2 : 1;
     for (int first = 0; first < BLOCK; first += U * LANES)
-        multiply<BITS, TABLE, R, U>(block, first, states, groups, results, width);
+        multiply<BITS, TABLE, R, U>(block, first, states, results, width);
 }
 
-using Multiply = void (*)(const Block&, const State*, int64_t, float*, int64_t);
+using Multiply = void (*)(const Block&, const Panel&, float*, int64_t);
 
 template <int BITS, bool TABLE, int... R>
 Multiply of_rows(int64_t rows, std::integer_sequence<int, R...>) {
@@ -309,12 +331,191 @@ Multiply multiplication(const Kind& kind, int64_t rows) {
     return kind.table ? of_rows<4, true>(rows, R) : of_rows<4, false>(rows, R);
 }
 
+#ifdef TILES
+// ---- tiles ----
+//
+// The rows of a tile are the high and the low bytes of eight states by turns, so that a sum's two parts are neighbours.
+// Torch has tiles of its own, of shapes that it remembers: they are found as they were.  GCC 12 drops the stores that
+// `_tile_loadconfig` should read, so instructions are written out.
+
+enum Tile { SUMS_A, SUMS_B, STATES, HALF_STATES, WEIGHTS_A, WEIGHTS_B, HALF_WEIGHTS_A, HALF_WEIGHTS_B };
+
+struct alignas(64) Shapes {
+    uint8_t palette = 1, start = 0, unused[14] = {};
+    uint16_t bytes[16] = {64, 64, 32, 16, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 8, 8, 4, 4};
+};
+
+class InTiles {
+    Shapes before;
+    const bool wanted;
+
+  public:
+    explicit InTiles(bool wanted) : wanted(wanted) {
+        if (!wanted) return;
+        asm volatile("sttilecfg %0" : "=m"(before)::"memory");
+        const Shapes shapes;
+        asm volatile("ldtilecfg %0" ::"m"(shapes) : "memory");
+    }
+    ~InTiles() {
+        if (wanted && before.palette)
+            asm volatile("ldtilecfg %0" ::"m"(before) : "memory");
+        else if (wanted)
+            asm volatile("tilerelease" ::: "memory");
+    }
+};
+
+// Whether the system lets this process use tiles.
+bool tiles_are_allowed() {
+    constexpr int REQUEST = 0x1023, TILE_DATA = 18;
+    static const bool allowed = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+    return allowed;
+}
+
+#define LOAD(tile, from, stride) \
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"((int64_t)(stride)), "i"(tile) : "memory")
+
+#define STORE(tile, to) \
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"((int64_t)LINE), "i"(tile) : "memory")
+
+#define ADD_PRODUCTS(first, second, states)                                                     \
+    asm volatile("tilezero %%tmm0; tdpbsud %%" first ", %%" states ", %%tmm0; "                 \
+                 "tilezero %%tmm1; tdpbsud %%" second ", %%" states ", %%tmm1" ::: "memory")
+
+constexpr int IN_TILE = 8, TILED = 2 * IN_TILE;  // states of a tile, and the most of a product
+constexpr int FEWEST = 5;                        // from here on tiles are faster
+
+// Multiply up to 16 states with the outputs of a block.  While tiles are busy with a group, the integers of the next one
+// are made, and the sums of the last one are added up.
+template <int BITS, bool TABLE, bool HALVES, int TILES_OF_STATES>
+void multiply_in_tiles(const Block& block, const Panel& states, int64_t rows, float* results, int64_t width) {
+    const Kind kind = block.kind;
+    const uint8_t* table = block.bytes;
+    constexpr int PARTS = 1 + HALVES, R = TILES_OF_STATES * IN_TILE;
+    Floats sums[2][R] = {};
+    Reader readers[2] = {{kind, block.bytes + (TABLE ? LINE : 0), 0}, {kind, block.bytes + (TABLE ? LINE : 0), LANES}};
+    alignas(64) Words weights[2][2][8];  // of even and odd groups; outputs 0-15 and 16-31
+    alignas(64) Integers found[2][2][PARTS][2 * R];
+    Scaled scaled[4][2][PARTS];
+    const auto read = [&](int64_t group) {
+#pragma GCC unroll 2
+        for (int u = 0; u < 2; u++) {
+            if (kind.scales == FACTORS && group % (SPAN / GROUP) == 0) readers[u].begin_span();
+            const uint8_t* numbers = readers[u].integers();
+#pragma GCC unroll 8
+            for (int line = 0; line < BITS; line++) __builtin_prefetch(numbers + AHEAD + line * LINE, 0, 2);
+#pragma GCC unroll 8
+            for (int index = 0; index < 8; index++) {
+                const Words words = integers<BITS>(numbers, index);
+                weights[group % 2][u][index] = TABLE ? look_up(words, table) : words;
+            }
+            for (int part = 0; part < PARTS; part++) scaled[group % 4][u][part] = readers[u].read(part);
+            readers[u].next();
+        }
+    };
+    const auto multiply = [&](int64_t group) {
+        const int8_t* bytes = (const int8_t*)(states.bytes + states.at(group, 0));
+        const auto& from = weights[group % 2];
+        auto& to = found[group % 2];
+#pragma GCC unroll 2
+        for (int part = 0; part < PARTS; part++) {
+            if constexpr (HALVES) {
+                LOAD(HALF_WEIGHTS_A, from[0] + 4 * part, LINE);
+                LOAD(HALF_WEIGHTS_B, from[1] + 4 * part, LINE);
+            } else {
+                LOAD(WEIGHTS_A, from[0], LINE);
+                LOAD(WEIGHTS_B, from[1], LINE);
+            }
+#pragma GCC unroll 2
+            for (int tile = 0; tile < TILES_OF_STATES; tile++) {
+                const int8_t* tile_bytes = bytes + tile * IN_TILE * sizeof(Bytes);
+                if constexpr (HALVES) {
+                    LOAD(HALF_STATES, tile_bytes + GROUP / 2 * part, GROUP);
+                    ADD_PRODUCTS("tmm6", "tmm7", "tmm3");
+                } else {
+                    LOAD(STATES, tile_bytes, GROUP);
+                    ADD_PRODUCTS("tmm4", "tmm5", "tmm2");
+                }
+                STORE(SUMS_A, to[0][part] + tile * 2 * IN_TILE);
+                STORE(SUMS_B, to[1][part] + tile * 2 * IN_TILE);
+            }
+        }
+    };
+    const auto finish = [&](int64_t group) {
+        const Numbers* of_states = states.numbers + states.at(group, 0);
+        const auto& from = found[group % 2];
+        const auto& by = scaled[group % 4];
+#pragma GCC unroll 2
+        for (int part = 0; part < PARTS; part++) {
+            const Integers *first = from[0][part], *second = from[1][part];
+            const Scaled low = by[0][part], high = by[1][part];
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) {
+                add_group(sums[0][r], first[2 * r], first[2 * r + 1], of_states[r], low, kind, HALVES ? part : 2);
+                add_group(sums[1][r], second[2 * r], second[2 * r + 1], of_states[r], high, kind, HALVES ? part : 2);
+            }
+        }
+    };
+    read(0);
+    for (int64_t group = 0; group < states.groups; group++) {
+        if (group + 1 < states.groups) read(group + 1);
+        multiply(group);
+        if (group) finish(group - 1);
+    }
+    finish(states.groups - 1);
+    for (int64_t r = 0; r < rows; r++) memcpy(results + r * width, sums[0] + r, sizeof(Floats));
+    for (int64_t r = 0; r < rows; r++) memcpy(results + r * width + LANES, sums[1] + r, sizeof(Floats));
+}
+
+template <int BITS, bool TABLE = false>
+void multiply_block_in_tiles(const Block& block, const Panel& states, int64_t rows, float* results, int64_t width) {
+    const auto run = [&](auto halves, auto tiles) {
+        multiply_in_tiles<BITS, TABLE, halves(), tiles()>(block, states, rows, results, width);
+    };
+    const auto of_states = [&](auto halves) {
+        if (rows <= IN_TILE) run(halves, std::integral_constant<int, 1>());
+        else run(halves, std::integral_constant<int, 2>());
+    };
+    if (block.kind.halves) of_states(std::true_type());
+    else of_states(std::false_type());
+}
+
+void multiply_any_in_tiles(const Block& block, const Panel& states, int64_t rows, float* results, int64_t width) {
+    switch (block.kind.bits) {
+        case 2: return multiply_block_in_tiles<2>(block, states, rows, results, width);
+        case 3: return multiply_block_in_tiles<3>(block, states, rows, results, width);
+        case 5: return multiply_block_in_tiles<5>(block, states, rows, results, width);
+        case 6: return multiply_block_in_tiles<6>(block, states, rows, results, width);
+        case 8: return multiply_block_in_tiles<8>(block, states, rows, results, width);
+    }
+    if (block.kind.table)
+        multiply_block_in_tiles<4, true>(block, states, rows, results, width);
+    else
+        multiply_block_in_tiles<4>(block, states, rows, results, width);
+}
+#else
+constexpr int IN_TILE = 1, TILED = 1, FEWEST = 1;
+
+struct InTiles {
+    explicit InTiles(bool) {}
+};
+
+bool tiles_are_allowed() { return false; }
+
+void multiply_any_in_tiles(const Block&, const Panel&, int64_t, float*, int64_t) {}
+#endif
+
 // Outputs of a block for some states.
-void multiply_rows(const Block& block, const State* states, int64_t rows, int64_t groups, float* to, int64_t width) {
+void multiply_rows(const Block& block, const Panel& states, int64_t rows, bool tiles, float* to, int64_t width) {
+    if (tiles) {
+        for (int64_t from = 0; from < rows; from += TILED)
+            multiply_any_in_tiles(block, states.from(from), std::min<int64_t>(TILED, rows - from), to + from * width, width);
+        return;
+    }
     const int64_t parts = (rows + MOST_ROWS - 1) / MOST_ROWS;
     for (int64_t part = 0; part < parts; part++) {
         const int64_t from = rows * part / parts, end = rows * (part + 1) / parts;
-        multiplication(block.kind, end - from)(block, states + from * groups, groups, to + from * width, width);
+        multiplication(block.kind, end - from)(block, states.from(from), to + from * width, width);
     }
 }
 
@@ -360,7 +561,13 @@ void specinfer_packed_linear(
     int64_t outputs) {
     const int64_t groups = size / GROUP;
     const int threads = rows * size * outputs < SMALL ? 1 : omp_get_max_threads();
-    std::vector<State> rounded(rows * groups);
+    const bool tiles = rows >= FEWEST && tiles_are_allowed();
+    const int64_t all = tiles ? (rows + IN_TILE - 1) / IN_TILE * IN_TILE : rows;  // filled up with zeros
+    std::vector<Numbers> numbers(all * groups);
+    std::vector<Bytes> bytes(all * groups);
+    const auto panel = [&](int64_t top) {
+        return Panel{numbers.data() + top * groups, bytes.data() + top * groups, groups, std::min(PANEL, all - top)};
+    };
     std::vector<Place> places;
     for (int64_t matrix = 0, first = 0; matrix < count; matrix++) {
         const auto own = (int64_t)load<uint64_t>(matrices[matrix]);
@@ -371,24 +578,28 @@ void specinfer_packed_linear(
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
-        for (int64_t group = 0; group < rows * groups; group++)
-            round_state(states + group * GROUP, rounded[group]);
+        for (int64_t index = 0; index < rows * groups; index++) {
+            const int64_t row = index / groups, group = index % groups, top = row / PANEL * PANEL;
+            const Panel to = panel(top);
+            const int64_t place = to.at(group, row - top);
+            round_state(states + index * GROUP, to.numbers[place], to.bytes[place]);
+        }
         const int64_t part = omp_get_thread_num(), parts = omp_get_num_threads(), blocks = places.size();
         const int64_t from = blocks * part / parts, to = blocks * (part + 1) / parts;
+        const InTiles in_tiles(tiles);
         for (int64_t top = 0; top < rows; top += PANEL) {
             const int64_t some = std::min(PANEL, rows - top);
-            const State* panel = rounded.data() + top * groups;
             for (int64_t index = from; index < to; index++) {
                 const Place& place = places[index];
                 const Block block(place.matrix, place.number);
                 float* found = results + top * outputs + place.first;
                 if (place.outputs < BLOCK) {
                     float sums[PANEL * BLOCK];
-                    multiply_rows(block, panel, some, groups, sums, BLOCK);
+                    multiply_rows(block, panel(top), some, tiles, sums, BLOCK);
                     for (int64_t row = 0; row < some; row++)
                         std::copy_n(sums + row * BLOCK, place.outputs, found + row * outputs);
                 } else {
-                    multiply_rows(block, panel, some, groups, found, outputs);
+                    multiply_rows(block, panel(top), some, tiles, found, outputs);
                 }
             }
         }
