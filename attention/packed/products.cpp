@@ -169,7 +169,7 @@ struct Numbers {
     float scale, scaled_sums[3];
     int32_t sums[3], unused;
 };
-constexpr float LARGEST = 127 * 256;
+constexpr float LARGEST = 127 * 256, INFINITE = INFINITY;
 
 // An integer is 256 times a byte plus another one: those of a state's 32 inputs stand one after the other.
 struct Bytes {
@@ -186,21 +186,17 @@ struct Panel {
     INLINE Panel from(int64_t row) const { return {numbers + row, bytes + row, groups, rows}; }
 };
 
+// Loops are such that compilers make them instructions for many numbers at once.
 INLINE void round_state(const float* from, Numbers& to, Bytes& bytes) {
-    float largest = 0, unknown = 0;
-    for (int k = 0; k < GROUP; k++) {
-        largest = std::max(largest, std::fabs(from[k]));
-        unknown += 0 * from[k];  // no number if one of them is none
-    }
-    const float steps = largest > 0 ? LARGEST / largest : 0;
-    to.scale = largest / LARGEST + unknown;
-    int32_t sums[2] = {};
-    for (int k = 0; k < GROUP; k++) {
-        const int32_t integer = std::isfinite(unknown) ? (int32_t)std::nearbyintf(from[k] * steps) : 0;
-        const int32_t high = (integer + 128) >> 8;
-        bytes.high[k] = (int8_t)high, bytes.low[k] = (int8_t)(integer - 256 * high);
-        sums[k / (GROUP / 2)] += integer;
-    }
+    int32_t largest = 0, integers[GROUP], sums[2] = {};  // numbers without their signs are ordered as their bits are
+    for (int k = 0; k < GROUP; k++) largest = std::max(largest, load<int32_t>(from + k) & INT32_MAX);
+    const bool finite = largest < load<int32_t>(&INFINITE);
+    const float range = finite ? load<float>(&largest) : 0, steps = range > 0 ? LARGEST / range : 0;
+    for (int k = 0; k < GROUP; k++) integers[k] = (int32_t)std::rint(finite ? from[k] * steps : 0);
+    for (int k = 0; k < GROUP; k++) bytes.high[k] = (int8_t)((integers[k] + 128) >> 8);
+    for (int k = 0; k < GROUP; k++) bytes.low[k] = (int8_t)integers[k];
+    for (int k = 0; k < GROUP / 2; k++) sums[0] += integers[k], sums[1] += integers[k + GROUP / 2];
+    to.scale = finite ? range / LARGEST : NAN;
     to.sums[0] = sums[0], to.sums[1] = sums[1], to.sums[2] = sums[0] + sums[1];
     for (int part = 0; part < 3; part++) to.scaled_sums[part] = to.scale * (float)to.sums[part];
 }
