@@ -37,7 +37,7 @@ constexpr int LANES = 8, MOST_ROWS = 3;
 #endif
 constexpr int BLOCK = 32, GROUP = 32, SPAN = 256;  // outputs of a block; inputs with a scale; inputs with a super-scale
 constexpr int LINE = 64;                           // bytes of a word of 16 outputs
-constexpr int AHEAD = 2048;                        // bytes of weights that are on their way meanwhile
+constexpr int AHEAD = 8192;                        // bytes of weights that are on their way meanwhile
 constexpr int64_t PANEL = 96;                      // states that stay in the cache while weights pass by
 constexpr int64_t SMALL = 1 << 15;                 // multiplications that are not worth a second thread
 
