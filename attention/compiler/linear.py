@@ -153,7 +153,7 @@ def _holds(form: str, weight: Tensor) -> bool:
 
 def _is_slow_in_bfloat16() -> bool:
     """Whether this is an x86 processor without AMX."""
-    return torch.backends.cpu.get_cpu_capability().startswith("AVX") and not _has("amx_tile")
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX")
 
 
 def _multiplies_pairs() -> bool:

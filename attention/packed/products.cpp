@@ -20,15 +20,14 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
-#if defined(__AMX_INT8__) && defined(__AVX512VNNI__) && defined(__linux__)
-#define TILES
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+
+#include "../compiler/kernels/tiles.h"
 
 #define INLINE inline __attribute__((always_inline))
 
 namespace {
+
+using specinfer::InTiles, specinfer::TileShapes, specinfer::tiles_are_allowed;
 
 #ifdef __AVX512F__
 constexpr int LANES = 16, MOST_ROWS = 8;  // numbers of a register; states whose sums fit into all registers
@@ -327,59 +326,23 @@ Multiply multiplication(const Kind& kind, int64_t rows) {
     return kind.table ? of_rows<4, true>(rows, R) : of_rows<4, false>(rows, R);
 }
 
-#ifdef TILES
 // ---- tiles ----
 //
 // The rows of a tile are the high and the low bytes of eight states by turns, so that a sum's two parts are neighbours.
-// Torch has tiles of its own, of shapes that it remembers: they are found as they were.  GCC 12 drops the stores that
-// `_tile_loadconfig` should read, so instructions are written out.
-
-enum Tile { SUMS_A, SUMS_B, STATES, HALF_STATES, WEIGHTS_A, WEIGHTS_B, HALF_WEIGHTS_A, HALF_WEIGHTS_B };
-
-struct alignas(64) Shapes {
-    uint8_t palette = 1, start = 0, unused[14] = {};
-    uint16_t bytes[16] = {64, 64, 32, 16, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 8, 8, 4, 4};
-};
-
-class InTiles {
-    Shapes before;
-    const bool wanted;
-
-  public:
-    explicit InTiles(bool wanted) : wanted(wanted) {
-        if (!wanted) return;
-        asm volatile("sttilecfg %0" : "=m"(before)::"memory");
-        const Shapes shapes;
-        asm volatile("ldtilecfg %0" ::"m"(shapes) : "memory");
-    }
-    ~InTiles() {
-        if (wanted && before.palette)
-            asm volatile("ldtilecfg %0" ::"m"(before) : "memory");
-        else if (wanted)
-            asm volatile("tilerelease" ::: "memory");
-    }
-};
-
-// Whether the system lets this process use tiles.
-bool tiles_are_allowed() {
-    constexpr int REQUEST = 0x1023, TILE_DATA = 18;
-    static const bool allowed = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
-    return allowed;
-}
-
-#define LOAD(tile, from, stride) \
-    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"((int64_t)(stride)), "i"(tile) : "memory")
-
-#define STORE(tile, to) \
-    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"((int64_t)LINE), "i"(tile) : "memory")
-
-#define ADD_PRODUCTS(first, second, states)                                                     \
-    asm volatile("tilezero %%tmm0; tdpbsud %%" first ", %%" states ", %%tmm0; "                 \
-                 "tilezero %%tmm1; tdpbsud %%" second ", %%" states ", %%tmm1" ::: "memory")
 
 constexpr int IN_TILE = 8, TILED = 2 * IN_TILE;  // states of a tile, and the most of a product
 constexpr int FEWEST = 5;                        // from here on tiles are faster
+
+#if defined(SPECINFER_TILES) && defined(__AMX_INT8__) && defined(__AVX512VNNI__)
+enum Tile { SUMS_A, SUMS_B, STATES, HALF_STATES, WEIGHTS_A, WEIGHTS_B, HALF_WEIGHTS_A, HALF_WEIGHTS_B };
+constexpr bool HAS_TILES = true;
+const TileShapes SHAPES = {1, 0, {}, {64, 64, 32, 16, 64, 64, 64, 64}, {16, 16, 16, 16, 8, 8, 4, 4}};
+
+#define LOAD(tile, from, stride) SPECINFER_LOAD_TILE(tile, from, stride)
+#define STORE(tile, to) SPECINFER_STORE_TILE(tile, to, LINE)
+#define ADD_PRODUCTS(first, second, states)                                                     \
+    asm volatile("tilezero %%tmm0; tdpbsud %%" first ", %%" states ", %%tmm0; "                 \
+                 "tilezero %%tmm1; tdpbsud %%" second ", %%" states ", %%tmm1" ::: "memory")
 
 // Multiply up to 16 states with the outputs of a block.  While tiles are busy with a group, the integers of the next one
 // are made, and the sums of the last one are added up.
@@ -490,13 +453,8 @@ void multiply_any_in_tiles(const Block& block, const Panel& states, int64_t rows
         multiply_block_in_tiles<4>(block, states, rows, results, width);
 }
 #else
-constexpr int IN_TILE = 1, TILED = 1, FEWEST = 1;
-
-struct InTiles {
-    explicit InTiles(bool) {}
-};
-
-bool tiles_are_allowed() { return false; }
+constexpr bool HAS_TILES = false;
+const TileShapes SHAPES;
 
 void multiply_any_in_tiles(const Block&, const Panel&, int64_t, float*, int64_t) {}
 #endif
@@ -557,7 +515,7 @@ void specinfer_packed_linear(
     int64_t outputs) {
     const int64_t groups = size / GROUP;
     const int threads = rows * size * outputs < SMALL ? 1 : omp_get_max_threads();
-    const bool tiles = rows >= FEWEST && tiles_are_allowed();
+    const bool tiles = HAS_TILES && rows >= FEWEST && tiles_are_allowed();
     const int64_t all = tiles ? (rows + IN_TILE - 1) / IN_TILE * IN_TILE : rows;  // filled up with zeros
     std::vector<Numbers> numbers(all * groups);
     std::vector<Bytes> bytes(all * groups);
@@ -582,7 +540,7 @@ void specinfer_packed_linear(
         }
         const int64_t part = omp_get_thread_num(), parts = omp_get_num_threads(), blocks = places.size();
         const int64_t from = blocks * part / parts, to = blocks * (part + 1) / parts;
-        const InTiles in_tiles(tiles);
+        const InTiles in_tiles(tiles, SHAPES);
         for (int64_t top = 0; top < rows; top += PANEL) {
             const int64_t some = std::min(PANEL, rows - top);
             for (int64_t index = from; index < to; index++) {

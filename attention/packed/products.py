@@ -23,6 +23,7 @@ from specinfer.attention.packed.layout import BLOCK, blocks_of, outputs_of, unpa
 from specinfer.common.files import cache_folder
 
 SOURCE = Path(__file__).with_name("products.cpp")
+INCLUDED = SOURCE.parents[1] / "compiler" / "kernels" / "tiles.h"
 OPTIONS = "-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-fopenmp", "-shared", "-fPIC"
 
 _operators = torch.library.Library("specinfer", "FRAGMENT")
@@ -89,7 +90,8 @@ def library() -> ctypes.CDLL | None:
         return None
     version = subprocess.run([program, "--version"], capture_output=True, check=False).stdout
     machine = repr(sorted(torch.cpu.get_capabilities().items())).encode()
-    key = hashlib.sha256(b"\0".join([SOURCE.read_bytes(), " ".join(OPTIONS).encode(), version, machine])).hexdigest()
+    sources = [SOURCE.read_bytes(), INCLUDED.read_bytes()]
+    key = hashlib.sha256(b"\0".join([*sources, " ".join(OPTIONS).encode(), version, machine])).hexdigest()
     path = cache_folder() / "products" / f"{key[:16]}.so"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,8 @@
 // The numbers of a weight are bfloat16 numbers, or integers of 8 or 4 bits times a scale that 32 inputs share.  They
 // become float32 numbers, exactly, in registers.  So products and sums are those of float32, but far fewer bytes are
 // read, and reading is what a product of a few states waits for.  A product of many states waits for multiplications.
-// States that are bfloat16 numbers, too, take half as many where the processor has AVX512-BF16.
+// States that are bfloat16 numbers, too, take half as many where the processor has AVX512-BF16, and next to none where it
+// has AMX: there one tile holds 16 states by 32 inputs, and is multiplied with tiles of the weight as it stands.
 //
 // Or a weight is rounded to integers of 8 bits times a scale for each output, and so is each state.  Then products and
 // sums are those of integers, four times as many at a time where the processor has AVX512-VNNI.
@@ -32,6 +33,7 @@
 #include <utility>
 #include <vector>
 
+#include "tiles.h"
 #include "vectors.h"
 
 #pragma GCC push_options
@@ -256,11 +258,77 @@ void multiply_block(
     }
 }
 
+#if defined(SPECINFER_TILES) && defined(__AMX_BF16__)
+// ---- tiles of bfloat16 numbers ----
+
+template <class Form>
+constexpr bool HAS_TILES = std::is_same_v<Form, Bfloat16Pairs>;
+constexpr int64_t TILED = 32, INPUTS_OF_TILE = 32;  // states of a product; inputs of a tile
+constexpr int64_t BYTES_AHEAD = 8192;               // of a weight that are on their way meanwhile
+
+// Sums: two of 16 states by 16 outputs, then two of the other states; states: two; weights: two.
+inline TileShapes shapes_for(int64_t rows) {
+    const uint8_t first = std::min<int64_t>(rows, 16), second = std::max<int64_t>(rows - 16, 1);
+    return {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {first, first, second, second, first, second, 16, 16}};
+}
+
+// Multiply up to 32 states (rows, K) with a block: sums of its outputs, `width` a row.
+template <bool MANY>
+void multiply_in_tiles(const uint16_t* states, int64_t size, const uint32_t* block, float* sums, int64_t width) {
+    asm volatile("tilezero %%tmm0; tilezero %%tmm1; tilezero %%tmm2; tilezero %%tmm3" ::: "memory");
+    const int64_t stride = size * sizeof *states;
+    for (int64_t k = 0; k < size; k += INPUTS_OF_TILE, block += BLOCK * INPUTS_OF_TILE / 2) {
+        for (int64_t line = 0; line < BLOCK; line++)
+            __builtin_prefetch((const char*)block + BYTES_AHEAD + line * 4 * LINE, 0, 2);
+        SPECINFER_LOAD_TILE(6, block, 4 * BLOCK);
+        SPECINFER_LOAD_TILE(7, block + BLOCK / 2, 4 * BLOCK);
+        SPECINFER_LOAD_TILE(4, states + k, stride);
+        asm volatile("tdpbf16ps %%tmm6, %%tmm4, %%tmm0; tdpbf16ps %%tmm7, %%tmm4, %%tmm1" ::: "memory");
+        if constexpr (MANY) {
+            SPECINFER_LOAD_TILE(5, states + 16 * size + k, stride);
+            asm volatile("tdpbf16ps %%tmm6, %%tmm5, %%tmm2; tdpbf16ps %%tmm7, %%tmm5, %%tmm3" ::: "memory");
+        }
+    }
+    SPECINFER_STORE_TILE(0, sums, 4 * width);
+    SPECINFER_STORE_TILE(1, sums + BLOCK / 2, 4 * width);
+    if constexpr (MANY) {
+        SPECINFER_STORE_TILE(2, sums + 16 * width, 4 * width);
+        SPECINFER_STORE_TILE(3, sums + 16 * width + BLOCK / 2, 4 * width);
+    }
+}
+
+// One block's outputs (rows, outputs) of some states.
+inline void multiply_block_in_tiles(
+    InTiles& tiles, const States<Bfloat16Pairs>& states, const uint32_t* block, float* results, int64_t rows,
+    int64_t outputs) {
+    for (int64_t from = 0; from < rows; from += TILED) {
+        const int64_t some = std::min(TILED, rows - from);
+        const uint16_t* numbers = states.numbers + from * states.size;
+        if (some < TILED && rows > TILED) tiles.reshape(shapes_for(some));
+        if (some > 16)
+            multiply_in_tiles<true>(numbers, states.size, block, results + from * outputs, outputs);
+        else
+            multiply_in_tiles<false>(numbers, states.size, block, results + from * outputs, outputs);
+        if (some < TILED && rows > TILED) tiles.reshape(shapes_for(TILED));
+    }
+}
+#else
+template <class Form>
+constexpr bool HAS_TILES = false;
+constexpr int64_t TILED = 1, INPUTS_OF_TILE = 1;
+
+inline TileShapes shapes_for(int64_t) { return {}; }
+
+template <class Form>
+void multiply_block_in_tiles(InTiles&, const States<Form>&, const uint32_t*, float*, int64_t, int64_t) {}
+#endif
+
 // results (rows, outputs) = states (rows, K) times the transpose of the packed weight.
 template <class Form>
 void linear(const States<Form>& states, const uint32_t* packed, float* results, int64_t rows, int64_t outputs) {
     const int64_t blocks = (outputs + BLOCK - 1) / BLOCK;
     const int threads = rows * states.size * outputs < SMALL ? 1 : omp_get_max_threads();
+    const bool in_tiles = HAS_TILES<Form> && states.size % INPUTS_OF_TILE == 0 && tiles_are_allowed();
 #pragma omp parallel num_threads(threads)
     {
         const int64_t part = omp_get_thread_num(), parts = omp_get_num_threads();
@@ -268,16 +336,22 @@ void linear(const States<Form>& states, const uint32_t* packed, float* results, 
         for (int64_t top = 0; top < rows; top += PANEL) {
             const int64_t count = std::min(PANEL, rows - top);
             const auto panel = states.after(top);
+            InTiles tiles(in_tiles, shapes_for(std::min(count, TILED)));
+            const auto multiply = [&](const uint32_t* weights, float* to, int64_t width) {
+                if constexpr (HAS_TILES<Form>)
+                    if (in_tiles) return multiply_block_in_tiles(tiles, panel, weights, to, count, width);
+                multiply_block<Form>(panel, weights, to, count, width);
+            };
             for (int64_t block = from; block < to; block++) {
                 const uint32_t* weights = packed + block * words_of_block<Form>(states.size);
                 float* found = results + top * outputs + block * BLOCK;
                 if (const int64_t last = outputs - block * BLOCK; last < BLOCK) {
                     float sums[PANEL * BLOCK];
-                    multiply_block<Form>(panel, weights, sums, count, BLOCK);
+                    multiply(weights, sums, BLOCK);
                     for (int64_t row = 0; row < count; row++)
                         std::copy_n(sums + row * BLOCK, last, found + row * outputs);
                 } else {
-                    multiply_block<Form>(panel, weights, found, count, outputs);
+                    multiply(weights, found, outputs);
                 }
             }
         }
