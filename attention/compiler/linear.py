@@ -85,7 +85,7 @@ def forms(weights: Sequence[Tensor], rounded: bool) -> list[str]:
         rounded: whether they may be rounded.
     """
     found = ["dynamic_int8"] if rounded and packable_dynamic_int8(weights[0]) else []
-    whole = all(weight.dtype == torch.float32 for weight in weights) or _is_slow_in_bfloat16()
+    whole = all(weight.dtype == torch.float32 for weight in weights) or _is_x86()
     if rounded:
         return [
             *found,
@@ -151,8 +151,8 @@ def _holds(form: str, weight: Tensor) -> bool:
     return _is_bfloat16(weight) if form == "bf16" else integers(weight, form) is not None
 
 
-def _is_slow_in_bfloat16() -> bool:
-    """Whether this is an x86 processor without AMX."""
+def _is_x86() -> bool:
+    """Whether this is an x86 processor with AVX2 at least, on which our products are the fastest."""
     return torch.backends.cpu.get_cpu_capability().startswith("AVX")
 
 

@@ -174,7 +174,7 @@ def test_float32_weights_that_are_bfloat16_numbers_are_read_in_half_the_bytes(ha
 def widened() -> Iterator[SpeculativeDecoder]:
     """A decoder whose target is in bfloat16 and has passes in float32, as on a processor of AVX2 or AVX512 alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "_is_slow_in_bfloat16", lambda: True)
+        patch.setattr(linear, "_is_x86", lambda: True)
         patch.setattr(linear, "_multiplies_pairs", lambda: False)
         model = tiny_llama().bfloat16()
         yield decoder(model, TREE, [draft_for(model), "ngram"], compile=True)
@@ -220,7 +220,7 @@ def test_a_bfloat16_model_whose_weights_change_runs_in_float32_with_the_new_ones
 def rounding() -> Iterator[SpeculativeDecoder]:
     """A decoder whose target is in bfloat16 and rounds its states, as on a processor with AVX512-BF16."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "_is_slow_in_bfloat16", lambda: True)
+        patch.setattr(linear, "_is_x86", lambda: True)
         patch.setattr(linear, "_multiplies_pairs", lambda: True)
         model = tiny_llama(intermediate_size=96).bfloat16()  # else a package of `widened` would serve it
         yield decoder(model, TREE, [draft_for(model), "ngram"], compile=True)
@@ -412,8 +412,8 @@ def test_forms_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (True, False, ["bf16", "packed"]),
         (False, True, ["packed"]),
     )
-    for slow, pairs, wanted in cases:
-        monkeypatch.setattr(linear, "_is_slow_in_bfloat16", lambda slow=slow: slow)
+    for x86, pairs, wanted in cases:
+        monkeypatch.setattr(linear, "_is_x86", lambda x86=x86: x86)
         monkeypatch.setattr(linear, "_multiplies_pairs", lambda pairs=pairs: pairs)
         assert forms([numbers.bfloat16()], rounded=False) == wanted
     assert "bf16_states" not in forms([numbers.bfloat16().float()], rounded=False)  # the user asked for float32
@@ -774,7 +774,7 @@ def test_models_in_train_mode_are_evaluated_in_all_threads_and_left_as_they_were
 @pytest.mark.parametrize("slow", [True, False])
 def test_windows_and_sixteen_bits_are_compiled(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask for each kind of layer, and scaled embeddings; weights in bfloat16, passes in float32 or bfloat16."""
-    monkeypatch.setattr(linear, "_is_slow_in_bfloat16", lambda: slow)
+    monkeypatch.setattr(linear, "_is_x86", lambda: slow)
     monkeypatch.setattr(linear, "_multiplies_pairs", lambda: False)
     model = build("gemma3_text", torch.bfloat16)
     made = SpeculativeDecoder(model, None, ["ngram"], TREE, compile=True)

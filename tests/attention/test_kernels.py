@@ -191,8 +191,21 @@ def test_products_are_those_of_float64_and_have_the_same_bits_for_any_number_of_
     for function, given in ((kernels.bf16, states.float()), (kernels.bf16_states, states)):
         whole = multiplied(function, given, packed, outputs)
         torch.testing.assert_close(whole.double(), exact, rtol=1e-5, atol=1e-6 * size)
-        for rows in (1, 2, 5, 11, 12, 13, 25, 97):
+        for rows in (1, 2, 5, 11, 12, 13, 16, 17, 25, 32, 33, 49, 97):
             assert multiplied(function, given[:rows].clone(), packed, outputs).equal(whole[:rows])
+
+
+def test_torch_finds_its_tiles_as_they_were(kernels: Any) -> None:
+    """Where the processor has AMX, torch's products and ours take turns, and their tiles have other shapes."""
+    torch.manual_seed(0)
+    weight, states = torch.randn(96, 64).bfloat16(), torch.randn(24, 64).bfloat16()
+    packed = pack([weight], "bf16")
+    for rows in (3, 24, 17):
+        theirs, own = torch.nn.functional.linear(states[:rows], weight), states[:rows].clone()
+        found = multiplied(kernels.bf16_states, own, packed, 96)
+        torch.testing.assert_close(found, theirs.float(), rtol=0.02, atol=0.05)
+        assert torch.nn.functional.linear(states[:rows], weight).equal(theirs)
+        assert multiplied(kernels.bf16_states, own, packed, 96).equal(found)
 
 
 @pytest.mark.parametrize("form", BITS)
