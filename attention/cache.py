@@ -150,7 +150,6 @@ class TreeCache(Cache):
         self.uniform_layers = uniform_layers
         self.stacks: tuple[list[Stack], list[Stack]] = [], []  # of keys, and of values
         self.fixed = fixed
-        self.place = object()  # another one when buffers have moved
         self.pending = [0] * rows  # slots of each row that were written since the last `keep`
         self.kv_length = 0  # columns that the current pass attends to
         self._staged: slice | None = None  # the slots that a pass writes, if they are the same in every row ...
@@ -162,6 +161,11 @@ class TreeCache(Cache):
     def nbytes(self) -> int:
         """Bytes held by all buffers."""
         return sum(stack.data.nbytes for kind in self.stacks for stack in kind)
+
+    @property
+    def place(self) -> tuple[tuple[int, torch.Size], ...]:
+        """Addresses and shapes of all buffers."""
+        return tuple((stack.data.data_ptr(), stack.data.shape) for stack in chain(*self.stacks))
 
     def stage(self, sizes: Sequence[int], width: int = 0, turn: Sequence[int] = ()) -> None:
         """Reserve the next slots of every row for the pass that follows.
@@ -343,7 +347,7 @@ class TreeCache(Cache):
 
     def _resize(self, rows: int, capacity: int) -> None:
         """Move what is in use to buffers of so many rows at least, and so many slots, unless they are such already."""
-        self.capacity, self.place = capacity, object()
+        self.capacity = capacity
         written = [layer for layer in self.layers if layer.is_initialized]  # a pipeline stage has some of them
         for layer in written:
             layer.keys = layer.values = None  # else these views would keep every old stack until all have grown
