@@ -24,8 +24,6 @@ thousand times as large as the rest, and set the scale.
 
 from collections.abc import Sequence
 from functools import cache
-from math import inf
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -275,12 +273,3 @@ def teach_compiler() -> None:
         flat = contiguous(reshaped(rows, [-1]))
         found = kernels.call("packed", "packed_rows", [flat, in_memory(packed)], [sizes_of(flat)[0], inputs])
         return reshaped(found, [*sizes_of(rows), inputs])
-
-
-def free_bytes() -> float:
-    """Return the memory available without swapping, infinite if the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return inf

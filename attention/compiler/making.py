@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specinfer.attention.check import toy_tree
 from specinfer.attention.compiler import attend, exported, linear
-from specinfer.attention.compiler.linear import IN_FLOAT32, ROUNDED_STATES, form_of, free_bytes
+from specinfer.attention.compiler.linear import IN_FLOAT32, ROUNDED_STATES, form_of
 from specinfer.attention.compiler.watch import altered, named_tensors
 from specinfer.attention.layout import Columns, Layout, lay_out_chains, lay_out_trees
 from specinfer.attention.model import TreeModel, TreeSession
@@ -28,6 +28,7 @@ from specinfer.attention.packed.modules import is_packed
 from specinfer.attention.passes.base import Pass
 from specinfer.attention.passes.compiled import RECORD, SPARE, CompiledPass
 from specinfer.attention.torch_private import compile_package
+from specinfer.common.memory import free_bytes
 from specinfer.errors import NotCompiled
 
 # Largest error of a pass's logits, root mean square over that of the logits, that rounding explains.  A wrong mask,

@@ -25,11 +25,12 @@ from torch import Tensor
 
 from specinfer.attention.cache import TreeCache
 from specinfer.attention.compiler import exported
-from specinfer.attention.compiler.linear import BYTES, FORMS, ROUNDED_STATES, free_bytes, pack
+from specinfer.attention.compiler.linear import BYTES, FORMS, ROUNDED_STATES, pack
 from specinfer.attention.compiler.watch import Watch, altered, named_tensors
 from specinfer.attention.forward import Forward, Inputs, Outputs
 from specinfer.attention.passes.plain import TensorPass
 from specinfer.attention.torch_private import load_package, writes
+from specinfer.common.memory import free_bytes
 from specinfer.errors import NotCompiled
 
 SAMPLED = 32  # entries of a weight that are compared before every call

@@ -20,6 +20,7 @@ from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear
 from specinfer.checkpoints.configuration import ROTARY, configuration, ends
 from specinfer.checkpoints.keys import Keys
 from specinfer.checkpoints.tokenizer import tokenizer_of
+from specinfer.common.memory import free_bytes
 from specinfer.errors import ModelError
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ def load_gguf(path: str | os.PathLike[str]) -> tuple[PreTrainedModel, PreTrained
     quantised are `PackedLinear` and `PackedEmbedding`, whose numbers are those of the file; everything else is dense.
 
     Raises:
-        ModelError: it cannot be read or is damaged, or has an architecture, a format, a tokenizer, a tensor or a key
-            that is not known.
+        ModelError: it cannot be read or is damaged, has an architecture, a format, a tokenizer, a tensor or a key that
+            is not known, or does not fit into memory.
     """
     from transformers import AutoModelForCausalLM
 
@@ -83,6 +84,7 @@ def _fill(model: PreTrainedModel, tensors: dict[str, Stored], file: Gguf, keys: 
     if model.config.tie_word_embeddings:
         del wanted[f"{HEAD}.weight"]
     _check_shapes(wanted, {name: stored.shape for name, stored in tensors.items()}, keys)
+    _check_memory(tensors, keys)
     # weights first: a module that takes the place of another one gets its bias then
     for name, stored in sorted(tensors.items(), key=lambda pair: not pair[0].endswith(".weight")):
         path, _, leaf = name.rpartition(".")
@@ -115,6 +117,19 @@ def _check_shapes(wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int
     for name, shape in wanted.items():
         if found[name] != shape:
             raise keys.refusal(f"{name} has shape {found[name]}, and its metadata says {shape}")
+
+
+def _check_memory(tensors: dict[str, Stored], keys: Keys) -> None:
+    """Raise `ModelError` if weights that are dense in float32, or packed at the file's size, do not fit into memory."""
+    needed = sum(
+        torch.Size(stored.shape).numel() * torch.float32.itemsize if stored.kind in DENSE else stored.rows.numel()
+        for stored in tensors.values()
+    )
+    if needed > (free := free_bytes()):
+        raise keys.refusal(
+            f"its weights need {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free: end other programs, "
+            "or take a file of fewer bits"
+        )
 
 
 def _order(path: str, config: PreTrainedConfig) -> Tensor | None:

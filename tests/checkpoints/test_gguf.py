@@ -406,6 +406,14 @@ def test_which_file_of_a_folder(tmp_path: Path) -> None:
     assert loading.gguf_file(str(tmp_path)) is None
 
 
+def test_a_file_that_does_not_fit_into_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is packed."""
+    monkeypatch.setattr("specinfer.checkpoints.gguf.free_bytes", lambda: 1000.0)
+    monkeypatch.setattr("specinfer.checkpoints.gguf.pack", None)
+    with pytest.raises(ModelError, match=r"its weights need 0\.0 GB of memory, and 0\.0 GB are free: end other"):
+        load_gguf(written(tmp_path))
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"cannot read .*none\.gguf: No such file"):
         loading.load(tmp_path / "none.gguf")
