@@ -163,7 +163,7 @@ class TreeCache(Cache):
         return sum(stack.data.nbytes for kind in self.stacks for stack in kind)
 
     @property
-    def place(self) -> tuple[tuple[int, torch.Size], ...]:
+    def addresses(self) -> tuple[tuple[int, torch.Size], ...]:
         """Addresses and shapes of all buffers."""
         return tuple((stack.data.data_ptr(), stack.data.shape) for stack in chain(*self.stacks))
 

@@ -114,7 +114,7 @@ class GraphedPass(Pass):
             return self.inner.run(model, others, cache, aux_layers)
 
         tensors = {**inputs, "slots": cache.staged(inputs["input_ids"].device)}
-        outputs = self.graphs(run, tensors, cache.place, tuple(aux_layers))
+        outputs = self.graphs(run, tensors, cache.addresses, tuple(aux_layers))
         self.first += self.graphs.is_new
         return outputs
 
