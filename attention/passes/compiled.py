@@ -73,6 +73,7 @@ class CompiledPass(TensorPass):
         self.kinds = sorted(model.spec.windows)
         self.lock = Lock()
         self.watch = Watch(model.model)
+        self.packings = 0
         self.stamps: list[tuple[int, int]] = []  # of the weights when they were packed
         self.samples: list[Tensor] = []  # some entries of each weight, as views
         self.sampled = torch.empty(0, device="cpu")  # their values when the weights were packed
@@ -119,6 +120,7 @@ class CompiledPass(TensorPass):
         flat = [weight.view(-1) for weight in weights.values() if weight.is_contiguous()]
         self.samples = [weight[:: len(weight) // SAMPLED + 1] for weight in flat]
         self.stamps, self.sampled = stamps, _joined(self.samples)
+        self.packings += 1
         return ""
 
     def _input(
@@ -137,8 +139,8 @@ class CompiledPass(TensorPass):
         return weights[source.names[0]].to(dtype)
 
     def weights(self, model: Forward) -> tuple[int, ...]:
-        """Return the addresses of the tensors that packages are given."""
-        return tuple(tensor.data_ptr() for runner in self.runners.values() for tensor in runner.weights)
+        """Return the addresses of the model's, and how often they were packed."""
+        return self.packings, *super().weights(model)
 
     def run(self, model: Forward, inputs: Inputs, cache: TreeCache, aux_layers: Sequence[int]) -> Outputs:
         """Run the package of these inputs."""

@@ -119,9 +119,9 @@ class SideBySide:
 class TensorPass(Pass):
     """A pass through a function of tensors: a forward, compiled or not, over a `TreeCache`."""
 
-    @abstractmethod
     def weights(self, model: Forward) -> tuple[int, ...]:
-        """Return the addresses that `run` reads weights from."""
+        """Return numbers that are others when `run` reads weights from other memory: here their addresses."""
+        return tuple(tensor.data_ptr() for module in model.modules for _, tensor in direct_tensors(module))
 
     @abstractmethod
     def run(self, model: Forward, inputs: Inputs, cache: TreeCache, aux_layers: Sequence[int]) -> Outputs:
@@ -170,10 +170,6 @@ def common_width(nodes: Layout) -> int:
 
 class PlainPass(TensorPass):
     """Calls the unmodified model."""
-
-    def weights(self, model: Forward) -> tuple[int, ...]:
-        """Return the addresses of the model's parameters and buffers."""
-        return tuple(tensor.data_ptr() for module in model.modules for _, tensor in direct_tensors(module))
 
     def run(self, model: Forward, inputs: Inputs, cache: TreeCache, aux_layers: Sequence[int]) -> Outputs:
         """Call the model, which writes into the cache."""

@@ -478,11 +478,12 @@ def test_compiled_passes_are_what_graphs_replay(monkeypatch: pytest.MonkeyPatch)
 
 def test_weights_written_or_replaced_are_packed_anew() -> None:
     model = float_llama()
-    made, _ = compiled(model)
-    before = ids(made)
+    made, own = compiled(model)
+    before, places = ids(made), own.weights(made.target)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(-3)
     written = ids(made)
+    assert own.weights(made.target) != places  # so that graphs are captured anew
     model.model.layers[0].mlp.down_proj.weight.data += 1  # as merging an adapter does, which no version counts
     merged = ids(made)
     model.model.layers[1].self_attn.q_proj.weight = nn.Parameter(torch.randn(32, 32))
