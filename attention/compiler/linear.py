@@ -78,8 +78,8 @@ def forms(weights: Sequence[Tensor], rounded: bool) -> list[str]:
     """Return the forms that suit a model's matrices on this machine, fastest products first.
 
     Args:
-        weights: of the model, (N, K) each.  Where they are bfloat16, passes in float32 are faster than torch's in
-            bfloat16 on processors without AMX (measured on an AMD EPYC with AVX512-BF16), and more precise.
+        weights: of the model, (N, K) each.  Where they are bfloat16, ours are faster on x86 than torch's in bfloat16
+            (measured on an AMD EPYC with AVX512-BF16 and on a Xeon with AMX), and more precise.
         rounded: whether they may be rounded.
     """
     found = ["dynamic_int8"] if rounded and packable_dynamic_int8(weights[0]) else []
@@ -150,7 +150,7 @@ def _holds(form: str, weight: Tensor) -> bool:
 
 
 def _is_x86() -> bool:
-    """Whether this is an x86 processor with AVX2 at least, on which our products are the fastest."""
+    """Whether this is an x86 processor with AVX2 at least, for whose registers our products are written."""
     return torch.backends.cpu.get_cpu_capability().startswith("AVX")
 
 

@@ -4,8 +4,8 @@
 //
 // Weights stay the integers that they are in their file.  States are rounded to integers of 16 bits, with a scale for 32
 // inputs: two bytes, which the processor multiplies four inputs at a time.  Sums within a group of inputs are exact;
-// sums of groups are made in one order, whatever else is multiplied, so they have the same bits in every product.  So
-// many states may be multiplied in tiles (AMX), and few without.
+// sums of groups are made in one order, whatever else is multiplied, so they have the same bits in every product:
+// that of five states or more in tiles (AMX), that of fewer in registers.
 //
 // A matrix is a row of blocks of 32 outputs.  Each has a kind of its own, found in the table that begins the matrix.
 

@@ -77,11 +77,15 @@ class Graphs:
         for name, tensor in tensors.items():
             inputs[name].copy_(tensor)
         outputs = replay()
-        self.held[shapes] = sum(tensor.nbytes for tensor in (*inputs.values(), *outputs))
+        if self.is_new:
+            self.held[shapes] = sum(tensor.nbytes for tensor in (*inputs.values(), *outputs))
+            self._make_room()
+        return tuple(output.clone() for output in outputs)  # the next replay overwrites them
+
+    def _make_room(self) -> None:
         while sum(self.held.values()) > HELD and len(self.made) > 1:
             oldest = next(iter(self.made))
             del self.made[oldest], self.held[oldest]
-        return tuple(output.clone() for output in outputs)  # the next replay overwrites them
 
 
 class GraphedPass(Pass):

@@ -119,6 +119,8 @@ class SideBySide:
 class TensorPass(Pass):
     """A pass through a function of tensors: a forward, compiled or not, over a `TreeCache`."""
 
+    few_shapes = False  # whether a pass of new sizes costs more than padding
+
     def weights(self, model: Forward) -> tuple[int, ...]:
         """Return numbers that are others when `run` reads weights from other memory: here their addresses."""
         return tuple(tensor.data_ptr() for module in model.modules for _, tensor in direct_tensors(module))
@@ -126,8 +128,6 @@ class TensorPass(Pass):
     @abstractmethod
     def run(self, model: Forward, inputs: Inputs, cache: TreeCache, aux_layers: Sequence[int]) -> Outputs:
         """Run the forward: logits (R, C, V), and the auxiliary hidden states (R, T, K, H) if there are aux_layers."""
-
-    few_shapes = False  # whether a pass of new sizes costs more than padding
 
     def cache(self, model: Forward, rows: int, capacity: int, max_capacity: int | None, fixed: bool) -> TreeCache:
         """Return an empty cache: see `TreeCache`.  On a GPU attention plans or pads for each new number of slots."""

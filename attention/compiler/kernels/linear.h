@@ -5,8 +5,8 @@
 // The numbers of a weight are bfloat16 numbers, or integers of 8 or 4 bits times a scale that 32 inputs share.  They
 // become float32 numbers, exactly, in registers.  So products and sums are those of float32, but far fewer bytes are
 // read, and reading is what a product of a few states waits for.  A product of many states waits for multiplications.
-// States that are bfloat16 numbers, too, take half as many where the processor has AVX512-BF16, and next to none where it
-// has AMX: there one tile holds 16 states by 32 inputs, and is multiplied with tiles of the weight as it stands.
+// States that are bfloat16 numbers, too, take half as many where the processor has AVX512-BF16.  Where it has AMX, a tile
+// of 16 states by 32 inputs is multiplied at once with tiles of the weight as it stands.
 //
 // Or a weight is rounded to integers of 8 bits times a scale for each output, and so is each state.  Then products and
 // sums are those of integers, four times as many at a time where the processor has AVX512-VNNI.
