@@ -152,8 +152,8 @@ def compile_package(graph: fx.GraphModule, path: Path) -> None:
     programs only, whose weights become a part of the package.
 
     For a GPU the package holds kernels and the Python that launches them, which a CUDA graph does once.  Packages of
-    AOTInductor ended the process that loaded them, in ``std::regex``: even one of ``relu(x @ w)`` did, on the one machine
-    that was tried, with torch 2.11 (docs/performance.md).
+    AOTInductor ended the process that loaded them, in ``std::regex``: even one of ``relu(x @ w)`` did, on the one
+    machine that was tried, with torch 2.11 (docs/performance.md).
 
     Args:
         graph: with tensors as inputs and outputs.
