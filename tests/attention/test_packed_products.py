@@ -42,14 +42,14 @@ SPANS = {  # inputs that share a float32 scale, bits, whether factors make minim
 }
 
 
-def spanned(name: str) -> Quantised:
+def spanned(name: str, outputs: int = OUTPUTS, inputs: int = INPUTS) -> Quantised:
     """A matrix as checkpoints in safetensors have it."""
     group, bits, minima = SPANS[name]
-    generator, groups = torch.Generator().manual_seed(3), INPUTS // group
-    integers = torch.randint(1 << bits, (OUTPUTS, INPUTS), generator=generator, dtype=torch.uint8)
-    scale = (0.001 + 0.02 * torch.rand(OUTPUTS, groups, generator=generator)).bfloat16().float()
+    generator, groups = torch.Generator().manual_seed(3), inputs // group
+    integers = torch.randint(1 << bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    scale = (0.001 + 0.02 * torch.rand(outputs, groups, generator=generator)).bfloat16().float()
     middle = 1 << (bits - 1)
-    factor = torch.randint(-middle, middle + 1, (OUTPUTS, groups), generator=generator, dtype=torch.int16)
+    factor = torch.randint(-middle, middle + 1, (outputs, groups), generator=generator, dtype=torch.int16)
     return Quantised(integers, bits, middle, None, group, scale, None, None, factor if minima else None)
 
 

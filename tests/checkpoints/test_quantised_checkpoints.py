@@ -11,7 +11,7 @@ import torch
 from quantised_files import Format, awq, checkpoint, fp8, gptq, int_quantized, pack_quantized
 from torch import Tensor, nn
 
-from specinfer import SpeculativeDecoder, loading
+from specinfer import SpeculativeDecoder, cli, loading
 from specinfer.attention.packed.formats import numbers
 from specinfer.attention.packed.layout import unpack
 from specinfer.attention.packed.modules import PackedLinear
@@ -325,6 +325,23 @@ def test_weights_that_do_not_fit_into_memory_are_refused(sound: Path, monkeypatc
 def test_integers_are_not_rounded_again(tmp_path: Path) -> None:
     checkpoint(tmp_path, AWQ, awq())
     assert "quantize='int8' rounds weights, and those of" in refusal(tmp_path, quantize="int8")
+
+
+def test_the_command_line_reads_them_too(sound: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def call(*arguments: str) -> tuple[Any, str]:
+        monkeypatch.setattr("sys.argv", ["specinfer", *arguments, "--target", str(sound), "--draft", "ngram"])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code, "".join(capsys.readouterr())
+
+    changed(sound, AWQ)
+    command = "generate", "aa", "--raw", "--max-new-tokens", "4"
+    assert call(*command)[0] in (None, 0)
+    changed(sound, AWQ | {"bits": 3})
+    code, told = call(*command)
+    assert code == 2
+    assert "bits 3, and 4 are read" in told
+    assert told.count("\n") == 1
 
 
 def test_other_models_and_options_are_for_transformers(sound: Path) -> None:
