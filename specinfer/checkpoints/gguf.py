@@ -29,6 +29,7 @@ from specinfer.checkpoints.filling import (
 )
 from specinfer.checkpoints.keys import Keys
 from specinfer.checkpoints.tokenizer import tokenizer_of
+from specinfer.common.memory import LargePages
 from specinfer.errors import ModelError
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def _fill(model: PreTrainedModel, tensors: dict[str, Stored], file: Gguf, keys: 
     """Give a model without memory its weights, and its tables their numbers."""
     check_shapes(wanted_of(model), {name: stored.shape for name, stored in tensors.items()}, keys.refusal)
     check_memory(sum(map(_bytes, tensors.values())), keys.refusal)
+    pages = LargePages()
     # weights first: a module that takes the place of another one gets its bias then
     for name, stored in sorted(tensors.items(), key=lambda pair: not pair[0].endswith(".weight")):
         path, _, leaf = name.rpartition(".")
@@ -99,7 +101,7 @@ def _fill(model: PreTrainedModel, tensors: dict[str, Stored], file: Gguf, keys: 
                 setattr(model.get_submodule(path), leaf, parameter(weight if order is None else weight[order]))
             else:
                 new = packed_like(model.get_submodule(path))
-                new.packed = pack(_parts(stored, order), *stored.shape)
+                new.packed = pages.copy(pack(_parts(stored, order), *stored.shape))
                 model.set_submodule(path, new)
         except ModelError as error:
             raise keys.refusal(f"{name}: {error}") from error

@@ -34,6 +34,7 @@ from specinfer.checkpoints.filling import (
     wanted_of,
 )
 from specinfer.checkpoints.shards import CONSTANTS, Shards
+from specinfer.common.memory import LargePages
 from specinfer.errors import ModelError
 
 if TYPE_CHECKING:
@@ -98,8 +99,9 @@ def load_quantised(
     layers = _layers(model, scheme, files)
     wanted = _wanted(model, layers, files)
     _check(model, wanted, scheme, files)
+    pages = LargePages()
     for layer in layers:
-        _fill(model, layer, files)
+        _fill(model, layer, files, pages)
     for name in wanted.keys() - {f"{layer.path}.{leaf}" for layer in layers for leaf in layer.tensors}:
         path, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(path), leaf, parameter(files.read(name).to(model.dtype)))
@@ -170,7 +172,7 @@ def _check(model: PreTrainedModel, wanted: Mapping[str, Expected], scheme: Schem
     )
 
 
-def _fill(model: PreTrainedModel, given: _Quantised, files: Shards) -> None:
+def _fill(model: PreTrainedModel, given: _Quantised, files: Shards, pages: LargePages) -> None:
     """Give a layer its matrix: packed, or as numbers."""
     path, layer, shape, tensors = given
     with _naming(path):
@@ -181,7 +183,7 @@ def _fill(model: PreTrainedModel, given: _Quantised, files: Shards) -> None:
             model.get_submodule(path).weight = parameter(found.to(model.dtype))
             return
         new = PackedLinear(shape[1], shape[0], f"{path}.bias" in files.tensors, found.order)
-        new.packed = pack(parts(found, shape[0]), *shape)
+        new.packed = pages.copy(pack(parts(found, shape[0]), *shape))
         model.set_submodule(path, new)
 
 

@@ -203,14 +203,14 @@ def test_texts_are_the_plain_models_with_drafts_of_the_same_kind(tmp_path: Path,
 
 DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
     "bits": (AWQ | {"bits": 3}, "bits 3, and 4 are read"),
-    "type": (AWQ | {"bits": "four"}, "bits 'four', and should say a int"),
+    "type": (AWQ | {"bits": "four"}, "bits 'four', and should be of type int"),
     "version": (AWQ | {"version": "gemv"}, "version 'gemv', and gemm are read"),
     "group size": (
         AWQ | {"group_size": 48},
         "model.layers.0.self_attn.q_proj: groups of 48 inputs are to divide rows of 128",
     ),
     "other group size": (AWQ | {"group_size": 32}, "has shape (2, 16), and should have (4, 16)"),
-    "no group size": (AWQ | {"group_size": None}, "group_size None, and should say a int"),
+    "no group size": (AWQ | {"group_size": None}, "group_size None, and should be of type int"),
     "unknown setting": (AWQ | {"rotation": "hadamard"}, "quantization_config has rotation, which is not read"),
     "not converted": (
         AWQ | {"modules_to_not_convert": ["q_proj"]},

@@ -157,7 +157,9 @@ class Settings:
         found = self._values.get(name)
         found = default if found is None else found
         if type(found) is not kind:
-            raise ModelError(f"its quantization_config says {name} {found!r:.40}, and should say a {kind.__name__}")
+            raise ModelError(
+                f"its quantization_config says {name} {found!r:.40}, and should be of type {kind.__name__}"
+            )
         return found
 
     def choose(self, name: str, choices: Sequence[T], default: T | None = None) -> T:
