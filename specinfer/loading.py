@@ -138,12 +138,7 @@ def load(
     asked = _Asked({**options, **more, **placement}, where, None if str(dtype) == "auto" else options["dtype"])
     loaded = _first_found(name, _sources(name, more), asked)
     if quantize is not None:
-        from specinfer.attention.compiler.rounding import round_weights
-        from specinfer.attention.packed.modules import is_packed
-
-        if is_packed(loaded.model):
-            raise ModelError(f"quantize={quantize!r} rounds weights, and those of {name} are integers: leave it out")
-        round_weights(loaded.model, quantize)
+        _round(loaded, quantize)
     return loaded
 
 
@@ -218,6 +213,16 @@ def _check_rounding(form: str, where: torch.device, dtype: torch.dtype, options:
         raise ModelError(f"quantize={form!r} is for passes on a CPU, and the device is {where}: {advice}")
     if dtype not in (torch.bfloat16, torch.float32):
         raise ModelError(f"quantize={form!r} with {dtype} is not possible: give bfloat16 or float32")
+
+
+def _round(loaded: Loaded, form: str) -> None:
+    """Round a model's weights."""
+    from specinfer.attention.compiler.rounding import round_weights
+    from specinfer.attention.packed.modules import is_packed
+
+    if is_packed(loaded.model):
+        raise ModelError(f"quantize={form!r} rounds weights, and those of {loaded.name} are integers: leave it out")
+    round_weights(loaded.model, form)
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
