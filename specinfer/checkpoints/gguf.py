@@ -101,7 +101,8 @@ def _fill(model: PreTrainedModel, tensors: dict[str, Stored], file: Gguf, keys: 
                 setattr(model.get_submodule(path), leaf, parameter(weight if order is None else weight[order]))
             else:
                 new = packed_like(model.get_submodule(path))
-                new.packed = pack(_parts(stored, order), *stored.shape, pages=pages)
+                outputs, inputs = stored.shape
+                new.packed = pack(_parts(stored, order), outputs, inputs, pages)
                 model.set_submodule(path, new)
         except ModelError as error:
             raise keys.refusal(f"{name}: {error}") from error
