@@ -172,6 +172,10 @@ class Decoding:
             sessions = self._sessions = Sessions(Openings(decoder, policy, self._store), rows)
             batch.policy, runs = sessions.policy, {models[0]: sessions.target.run}
             batch.notes.append(decoder.passes)
+            if decoder.target.stateful and self._store.wanted():
+                batch.notes.append(
+                    f"{decoder.target.name} keeps states, which cannot be cut: it reads every prompt whole"
+                )
             self._run_plain = [each for each in models if runs.get(each, each.ways.best()).runs_modules]
         self._read_clocks()
         if not self._searches:

@@ -51,7 +51,7 @@ class Text:
         return self.ids[:-1]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Prefix:
     """Tokens that were read.
 

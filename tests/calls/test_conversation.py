@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import like, tiny_llama
 from test_heads import draft_for
-from test_store import Read, windowed
 from test_stateful import build
+from test_store import Read, windowed
 
 from specinfer import BestFirst, SpeculativeDecoder
 from specinfer.attention import TreeSession
