@@ -319,12 +319,12 @@ class SpeculativeDecoder:
             **options: see `Options`.  A seed is the same for all; without one, each prompt has its own.
 
         Returns:
-            an iterator of `Finished`: the prompt's number from 0, and its result or the error that it is refused with,
-            or that its own row ended with.  Such an error does not stop the others.
+            an iterator of `Finished`: the prompt's number from 0, and its result or the error that it is refused with.
+            Such an error does not stop the others.
 
         Raises:
-            SpecinferError: before any model runs, for what is wrong with every prompt; NumericalError later, of a
-                draft, whose ``partial`` holds the results of the rows under way so far.
+            SpecinferError: before any model runs, for what is wrong with every prompt; NumericalError later, whose
+                ``partial`` holds the results of the rows under way so far.
         """
         if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
             raise InputError(f"prompts={prompts!r:.60} are not many: give a list or an iterator, or use generate")

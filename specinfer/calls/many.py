@@ -22,7 +22,7 @@ class Finished(NamedTuple):
 
     number: int  # of the prompt, from 0
     result: Result | None
-    error: Exception | None  # that it is refused with, or that ended its row
+    error: SpecinferError | None
 
 
 def finished(
@@ -37,7 +37,7 @@ def finished(
         request_of: makes a request of a prompt and its number, or raises a `SpecinferError`: the others go on.
 
     Raises:
-        NumericalError: a draft's logits are not numbers; ``partial`` holds the rows under way.
+        NumericalError: the target's logits, or a draft's, are not numbers; ``partial`` holds the rows under way.
     """
     alone = isinstance(prompts, list | tuple) or scheduler.decoder.target.ranks.size > 1  # ranks decode in lockstep
     source, numbers = Source(prompts, patient=alone), dict[Request, int]()
@@ -50,9 +50,10 @@ def finished(
                 except SpecinferError as error:
                     yield Finished(number, None, error)
             for request, _ in scheduler.step():
+                if request.row.error:
+                    raise request.row.error
                 if request.done:
-                    failed = request.row.error
-                    yield Finished(numbers.pop(request), None if failed else request.result, failed)
+                    yield Finished(numbers.pop(request), request.result, None)
     except SpecinferError as error:
         error.partial = tuple(request.result for request in numbers)
         raise
