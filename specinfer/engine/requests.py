@@ -64,6 +64,11 @@ class Request:
         return self.row.finished or UNFINISHED
 
     @property
+    def cached_tokens(self) -> int:
+        """How many tokens of the prompt were copied from what was read before, since the prompt's reading has begun."""
+        return self.row.text.cached
+
+    @property
     def result(self) -> Result:
         """The result so far, complete once it is done; its seconds end with its last step."""
         return self._result(self.ended)
