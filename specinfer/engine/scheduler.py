@@ -34,7 +34,6 @@ from specinfer.results import Step
 from specinfer.tree import Kind, Policy
 
 MAX_ROWS = 16  # decoded at a time, if there are more
-CHUNK = 128  # tokens of newcomers' prompts that are read in a step beside others
 LESSON = 64  # rows that have ended, after which drafts learn
 ABORTED = "aborted"  # the finish reason of a request that was taken back
 
@@ -97,9 +96,8 @@ class Decoding:
         if not self._searches:
             self._take(self._newcomers(len(self.active)))
             self.joining = [request for request in self.joining if not request.done]
-            busy = not all(request.done for request in self.requests)
-            rows = [request.row for request in self.joining]
-            self._join(self._sessions.join(rows, CHUNK if busy else None))
+            beside = not all(request.done for request in self.requests)
+            self._join(self._sessions.join([request.row for request in self.joining], beside))
         return [request.row for request in self.requests]
 
     def finish(self, emitted: Emitted) -> Steps:
@@ -143,7 +141,8 @@ class Decoding:
         """Release the caches, and end the requests that are left as they are."""
         for request in self.active:
             request.end(error=error)
-        if self._sessions and not isinstance(error, Exception):  # but Ctrl-C, perhaps
+        interrupted = not isinstance(error, Exception) and self.decoder.target.ranks.size == 1  # by Ctrl-C
+        if self._sessions and (error is None or interrupted):
             self._sessions.release()
         steps, self._steps, self._sessions, self.requests, self.joining = self._steps, None, None, [], []
         if steps:

@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from specinfer.attention import TreeModel, TreeSession
+from specinfer.attention.model import PREFILL_CHUNK
 from specinfer.common.tensors import concat, size_bucket
 from specinfer.engine.draft import Clocked, Committed, Draft, DraftContext, DraftSession, Scored, States
 from specinfer.engine.gumbel import SILENT
@@ -24,6 +25,7 @@ from specinfer.tree import Forest, Policy
 
 FIRST_TOKENS = 2048  # new tokens that caches hold at first; beyond it they double
 FIRST_LEVELS = 8  # levels of a tree that drafts' caches hold at first
+CHUNK = 128  # tokens of prompts that are read in a step beside rows under way
 
 
 class Decoder(Protocol):
@@ -264,12 +266,12 @@ class Sessions:
             len(self.drafts), coupled, len(rows), self.target.run.packs
         )
 
-    def join(self, rows: Sequence[Row], most: int | None) -> int:
+    def join(self, rows: Sequence[Row], beside: bool) -> int:
         """Read prompts, the first ones first, and let their rows join; all that it takes is prefill time.
 
         Args:
             rows: that are to join; a row that is not among them any more was taken back.
-            most: tokens that are read, one row's if its prompt has more; None: as many as the prompts have.
+            beside: whether rows are under way: then a chunk is read, of several prompts or of a single longer one.
 
         Returns:
             how many rows have joined, the first ones.
@@ -280,6 +282,8 @@ class Sessions:
         if not rows:
             return 0
         started, before = perf_counter(), self._prefill_seconds
+        # passes that fetch weights cost more than what they read
+        most = (PREFILL_CHUNK if self.target.model.dispatched else CHUNK) if beside else None
         sizes = accumulate(len(row.text.prompt) for row in rows)
         count = len(rows) if most is None else max(1, sum(size <= most for size in sizes))
         reader = self._joining = self._joining or Reader(self._openings, rows[:count], self.target)

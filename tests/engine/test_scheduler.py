@@ -18,7 +18,8 @@ from test_heads import draft_for
 from specinfer import BestFirst, Sampled, SpeculativeDecoder
 from specinfer.attention import TreeCache
 from specinfer.drafts.lookup.ngram import NGramDraft
-from specinfer.engine.scheduler import CHUNK, LESSON
+from specinfer.engine.scheduler import LESSON
+from specinfer.engine.sessions import CHUNK
 from specinfer.engine.store import PrefixStore
 from specinfer.errors import InputError, NumericalError
 
