@@ -158,7 +158,8 @@ class Decoding:
             try:
                 draft.learn(texts, batch.clocks.since_learning)
             except Exception as error:  # the text is whole, and is not lost
-                batch.notes.append(f"draft {draft.name} could not learn from this call: {shorten(str(error), 200)}")
+                note = f"draft {draft.name} could not learn from this call: {shorten(str(error), 200)}"
+                batch.notes += [] if note in batch.notes else [note]
         batch.clocks.learnt()
 
     def _open(self) -> Generator[Steps]:
