@@ -153,8 +153,8 @@ class PrefixStore:
         found = [*self.prefixes, *(beside.read() if isinstance(beside, StoringSession) else ())]
         for number, (text, key, ids) in enumerate(zip(session.texts, keys, prompts, strict=True)):
             known, length = _longest(found, key, ids)
-            alike = [Prefix(*pair, session.cache) for pair in zip(keys[:number], prompts, strict=False)]
-            shared = _longest(alike, key, ids)[1]
+            earlier = [Prefix(*pair, session.cache) for pair in zip(keys[:number], prompts, strict=False)]
+            shared = _longest(earlier, key, ids)[1]
             if shared - length >= LEAST:
                 found.append(session.beginning(text, ids[:shared], known, length))
                 length = shared
