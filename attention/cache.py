@@ -295,20 +295,26 @@ class TreeCache(Cache):
         self._buffers = None
 
     @torch.inference_mode()
-    def begin_with(self, other: "TreeCache", length: int) -> None:
-        """Begin every row with the first slots of another cache's first row, of the same model.
+    def begin(self, row: int, other: "TreeCache", source: int, length: int) -> None:
+        """Begin a row with the first slots of a row of another cache of the same model.
 
         Raises:
-            CacheError: this cache has slots already, or the other has not so many.
+            CacheError: the row has slots already, or the other has not so many.
         """
-        if any((*self.pending, *self.lengths)) or not 0 < length <= other.lengths[0]:
-            raise CacheError(f"rows of {self.lengths} slots cannot begin with {length} of {other.lengths[0]} others")
+        if any((*self.pending, self.lengths[row])) or not 0 < length <= other.lengths[source]:
+            held = f"row {row}, of {self.lengths[row]} slots and {self.pending} pending"
+            raise CacheError(f"{held}, cannot begin with {length} of {other.lengths[source]} others")
         self._reserve(length)
         self._open_layers_of(other)
         for mine, theirs in zip(chain(*self.stacks), chain(*other.stacks), strict=True):
-            mine.data[:, : self.rows, :, :length] = theirs.data[:, :1, :, :length]
-        self.lengths = [length] * self.rows
-        self._buffers = None
+            mine.data[:, row, :, :length] = theirs.data[:, source, :, :length]
+        self.lengths[row] = length
+
+    def copy_of(self, row: int, length: int) -> "TreeCache":
+        """Return a cache of one row: the first slots of one of these."""
+        found = TreeCache(1, length, uniform_layers=self.uniform_layers)
+        found.begin(0, self, row, length)
+        return found
 
     def forget(self, counts: Sequence[int]) -> None:
         """Drop the last ``counts[b]`` committed slots of every row; nothing may be pending."""

@@ -161,10 +161,6 @@ class TreeSession:
         self.unread = [*self.unread, *other.unread]
         self.prefill_seconds += other.prefill_seconds
 
-    def begin_with(self, other: "TreeSession", length: int) -> None:
-        """Begin every row with the first tokens of another session's first row; nothing was read here yet."""
-        self.cache.begin_with(other.cache, length)
-
     def fresh(self, rows: int, capacity: int) -> "TreeSession":
         """Return an empty session of the same model, which runs as this one."""
         cache = self.run.cache(self.model, rows, capacity, None, False)

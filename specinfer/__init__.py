@@ -51,6 +51,7 @@ _PUBLIC = {
     "calls.many": "| Finished",
     "engine.requests": "| Request",
     "engine.scheduler": "| Scheduler",
+    "engine.store": "| PrefixStore",
     "engine.options": "| Options UsualOptions ChatOptions Inputs ConfigOptions",
     "calls.run": "| Run",
     "calls.scoring": "| Score",

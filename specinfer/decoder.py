@@ -50,6 +50,7 @@ from specinfer.engine.requests import Request, make_requests
 from specinfer.engine.sampling import by_row, check_names, resolve
 from specinfer.engine.scheduler import MAX_ROWS, Scheduler
 from specinfer.engine.sequence import Stopping
+from specinfer.engine.store import PrefixStore, checked_salt
 from specinfer.engine.verify import Verifier, chosen_verifier
 from specinfer.errors import InputError, ModelError, TokenizerMismatch, UnsupportedModel
 from specinfer.prompts import Inputs, OnePrompt, Prompt, Prompts, check_beside, check_ids, encode
@@ -333,7 +334,7 @@ class SpeculativeDecoder:
         first = row_seeds(0 if seed is None else seed, 1)
         length = {} if common.keys() & {"max_length", "generation_config"} else {"max_new_tokens": 1}  # prompts may say
         self._one_of_many({**length, **common, "seed": first}, True, [0], 0)  # or it raises
-        return finished(self.scheduler(max_rows), prompts, request_of)
+        return finished(self.scheduler(max_rows, PrefixStore()), prompts, request_of)
 
     def _one_of_many(self, common: Mapping[str, Any], keep_stop_string: bool, prompt: Any, number: int) -> Request:
         """Return the request of one of many prompts, with options of its own over common ones."""
@@ -386,16 +387,17 @@ class SpeculativeDecoder:
         """
         return Run(*self._prepared(prompt, {**options, "num_return_sequences": num_return_sequences}))
 
-    def scheduler(self, max_rows: int = MAX_ROWS) -> Scheduler:
+    def scheduler(self, max_rows: int = MAX_ROWS, store: PrefixStore | None = None) -> Scheduler:
         """Return a scheduler for requests of `prepare` that come and go at any time, from any thread.
 
         Args:
             max_rows: requests decoded at a time.
+            store: where what was read is kept, for later requests: see `Scheduler`.
 
         Raises:
             InputError: not a positive whole number.
         """
-        return Scheduler(self, checked_count("max_rows", max_rows, 1))
+        return Scheduler(self, checked_count("max_rows", max_rows, 1), store=store)
 
     @spelled_out
     def prepare(
@@ -462,6 +464,7 @@ class SpeculativeDecoder:
             keep_stop_string=checked_flag("keep_stop_string", keep_stop_string),
             first=first,
             stopping=stopping,
+            salt=checked_salt(ours.get("cache_salt")),
         )
         sized(self.policy, [request.row for request in requests])  # or it raises
         return requests, prompts.single and sequences == 1

@@ -27,6 +27,7 @@ from specinfer.errors import InputError, SpecinferError
 from specinfer.tree import Kind, TokenTree
 
 FORMAT = 1  # of saved results
+UNFINISHED = "unfinished"  # the finish reason of a text that nothing has ended, or an error
 Kept = TypeVar("Kept")
 REPR = 60  # characters of a text in its result's repr
 
@@ -191,6 +192,7 @@ class Stats:
     notes: tuple[str, ...] = ()  # what the engine decided, and why
     tree_sizes: TreeSizes = TreeSizes()
     drafts: tuple[Contribution, ...] = ()  # by draft id
+    cached_tokens: int = 0  # of the prompt, which the target had read before: see `engine.store.PrefixStore`
 
     def __repr__(self) -> str:
         rate = (
@@ -218,6 +220,7 @@ class Stats:
             "notes": list(self.notes),
             "tree_sizes": asdict(self.tree_sizes),
             "drafts": [asdict(draft) for draft in self.drafts],
+            "cached_tokens": self.cached_tokens,
         }
 
     @classmethod

@@ -50,6 +50,8 @@ def finished(
                 except SpecinferError as error:
                     yield Finished(number, None, error)
             for request, _ in scheduler.step():
+                if request.row.error:
+                    raise request.row.error
                 if request.done:
                     yield Finished(numbers.pop(request), request.result, None)
     except SpecinferError as error:

@@ -11,7 +11,7 @@ import torch
 from specinfer.engine.requests import Request
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.sequence import Row
-from specinfer.engine.shared_prefix import SharedPrefix
+from specinfer.engine.store import PrefixStore
 from specinfer.errors import InputError, SpecinferError
 from specinfer.results import Result, Step
 from specinfer.tree import Policy
@@ -28,7 +28,7 @@ class Run:
         single: whether the caller gave one prompt, not a batch.
         max_rows: requests decoded at a time; the others wait, and join as some end.  None: all at once.
         policy: how trees grow; the decoder's policy if None.
-        shared: where what prompts share is kept, for calls after this one.
+        store: where what was read is kept, for calls after this one: see `Scheduler`.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class Run:
         single: bool = False,
         max_rows: int | None = None,
         policy: Policy | None = None,
-        shared: SharedPrefix | None = None,
+        store: PrefixStore | None = None,
     ) -> None:
         self.requests, self.single = requests, single
-        self._scheduler = Scheduler(requests[0].decoder, max_rows, policy, shared)
+        self._scheduler = Scheduler(requests[0].decoder, max_rows, policy, store)
         for request in requests:
             self._scheduler.add(request)
         self._steps = self._run()
@@ -86,5 +86,9 @@ class Run:
 
     def _run(self) -> Iterator[list[tuple[Row, Step]]]:
         while not self._scheduler.idle:
-            if emitted := self._scheduler.step():
+            emitted = self._scheduler.step()
+            if error := next((request.row.error for request, _ in emitted if request.row.error), None):
+                self.close()
+                raise error
+            if emitted:
                 yield [(request.row, step) for request, step in emitted]

@@ -19,7 +19,7 @@ from specinfer.attention import TreeModel, TreeSession, lay_out_chains, running
 from specinfer.common.tensors import on_device
 from specinfer.common.values import plain
 from specinfer.engine.sequence import log_probabilities
-from specinfer.engine.shared_prefix import SharedPrefix
+from specinfer.engine.store import PrefixStore, Text
 from specinfer.errors import CHECK_WEIGHTS, InputError, NumericalError
 from specinfer.prompts import Prompts, check_ids, tokenized
 from specinfer.tree import TokenTree
@@ -131,13 +131,16 @@ def score(
         NumericalError: the target's logits are not numbers.
     """
     scores = [Score(continuation, [], []) for continuation in wanted]
-    shared = SharedPrefix()
+    store = PrefixStore()
     with running(target):
         for questions in _blocks(_questions(prompts, wanted, branching), max_rows):
             longest = max(len(question.prompt) + question.size for question in questions)
-            session = target.session(len(questions), longest + max(1, SCORED // len(questions)))
-            shared.prefill(session, [question.prompt[:-1] for question in questions])
+            texts = [Text(question.prompt) for question in questions]
+            session = store.open(target, texts, longest + max(1, SCORED // len(questions)))
+            store.begin(session)
+            session.prefill([text.prompt[n:] for text, n in zip(texts, session.cache.lengths, strict=True)])
             (_score_trees if len(questions[0].wanted) > 1 else _score_chains)(session, questions, scores)
+            store.release(session)
     return scores
 
 

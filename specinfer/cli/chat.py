@@ -1,7 +1,7 @@
 """``specinfer chat``: a conversation in the terminal.
 
 Knows: options, lines that are typed, commands among them, colours of drafts.
-Does not know: how text is decoded, how a turn begins with what the last one read (`engine.conversation`).
+Does not know: how text is decoded, how a turn begins with what the last one read (`engine.store`).
 """
 
 import sys
@@ -94,10 +94,10 @@ class Chat:
 
     def begin(self) -> None:
         """Forget everything that was said."""
-        from specinfer.calls.conversation import Conversation
+        from specinfer.engine.store import PrefixStore
 
         self.messages = [*self.beginning]
-        self.read = Conversation()
+        self.store = PrefixStore()
         self.result: Result | None = None  # the last answer
 
     @property
@@ -134,10 +134,11 @@ class Chat:
 
     def answer(self, text: str) -> None:
         """Print the answer to a message as it comes, and keep both; Ctrl-C ends it where it is."""
+        from specinfer.calls.run import Run
         from specinfer.viz.text import painted
 
         messages = [*self.messages, {"role": "user", "content": text}]
-        run = self.read.begin(self.decoder.prepare(messages, **self.asked))
+        run = Run([self.decoder.prepare(messages, **self.asked)], store=self.store)
         with busy("reading"):
             try:
                 for piece, author in authored(run, self.decoder.tokenizer):
@@ -145,8 +146,6 @@ class Chat:
                     print(painted(piece, self.looks[author][1]) if author in self.looks else piece, end="", flush=True)
             except KeyboardInterrupt:
                 run.close()
-            finally:
-                self.read.end(run)
         print()
         (self.result,) = run.results()
         self.messages = [*messages, {"role": "assistant", "content": self.result.text}]
@@ -154,8 +153,8 @@ class Chat:
     def stats(self, _: str = "") -> None:
         """Print what speculation did for the last answer."""
         result = self._answered()
-        prompt = len(result.prompt_ids)
-        print(f"prompt: {prompt} tokens, {self.read.known} of them known from the turn before")
+        known = result.stats.cached_tokens
+        print(f"prompt: {len(result.prompt_ids)} tokens, {known} of them known from the turn before")
         print_stats(result, sys.stdout)
 
     def tree(self, step: str) -> None:

@@ -19,6 +19,7 @@ Knows: the rule, the order of a step, which trees it needs.  Does not know: atte
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, log
 from typing import NamedTuple, cast
 
@@ -34,7 +35,6 @@ from specinfer.engine.sequence import Row, RowView, target_views
 from specinfer.engine.sessions import Sessions
 from specinfer.engine.verify import Verdict
 from specinfer.errors import SamplingError
-from specinfer.results import Step
 from specinfer.tree import Draw, Forest, Frontier, Growth, Kind, Policy, Source, TokenTree
 
 # Children drafted below a node, for each candidate that the target will have there.  All must be among them: with 4
@@ -147,7 +147,10 @@ def search(schedule: Schedule[T_co], sessions: Sessions, rows: Sequence[Row]) ->
         trees = _propose(drafts, known, rows)
         views = target_views(rows, trees, target.score(trees))
         fed = map(_directions, target.aux_states[-1])
-        emitted = [(view.row, texts[view.row].step(view, row)) for view, row in zip(views, fed, strict=True)]
+        emitted = [
+            (view.row, view.row.advance(partial(texts[view.row].verify, fed=row), view))
+            for view, row in zip(views, fed, strict=True)
+        ]
         kept = target.commit([None if row.finished else (0, *step.path) for row, step in emitted])
         for draft in drafts:
             draft.commit([None if row.finished else step.tokens for row, step in emitted], kept, views)
@@ -206,14 +209,15 @@ class _Text:
     states: Tensor  # (n, H) directions of the last hidden states at all tokens before the root
     known: Candidates  # after the root
 
-    def step(self, view: RowView, fed: Tensor) -> Step:
-        """Choose in the tree as long as the candidates are there; return the step that the row took.
+    def verify(self, tree: TokenTree, view: RowView, fed: Tensor) -> Verdict:
+        """Choose in the tree as long as the candidates are there.
 
         Args:
-            view: the target at the tree's nodes.
+            tree: of the row, N nodes.
+            view: the target at them.
             fed: (N, H) directions of the last hidden states at the nodes.
         """
-        tree, alpha, path = view.tree, view.row.contrast.alpha, [0]
+        alpha, path = view.row.contrast.alpha, [0]
         penalties = self.penalties(tree, fed[: len(tree)])
         while True:
             found = [tree.child(path[-1], token) for token in self.known.tokens]
@@ -225,8 +229,7 @@ class _Text:
             path.append(children[values.index(max(values))])
             self.known = Candidates.after(view, path[-1])
         self.states = torch.cat([self.states, fed[on_device(path[:-1], fed.device)]])
-        verdict = Verdict(tuple(path[1:-1]), int(tree.tokens[path[-1]]))
-        return view.row.advance(verdict, view)
+        return Verdict(tuple(path[1:-1]), int(tree.tokens[path[-1]]))
 
     def penalties(self, tree: TokenTree, fed: Tensor) -> list[float]:
         """Return, per node, the largest cosine of its state and those of all tokens before it; -1 at least."""

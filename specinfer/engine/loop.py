@@ -50,9 +50,8 @@ def decode(schedule: Schedule[T_co], sessions: Sessions, verifier: Verifier) -> 
     while rows := schedule.admit():
         trees = propose(drafts, sessions.policy, rows)
         views = target_views(rows, trees, target.score(trees))
-        verdicts = [verifier.verify(view.tree, view) for view in views]
         # each row's text is cut where it ends (end of sequence, stop string, max_new_tokens) before the commit
-        emitted = [(view.row, view.row.advance(verdict, view)) for view, verdict in zip(views, verdicts, strict=True)]
+        emitted = [(view.row, view.row.advance(verifier.verify, view)) for view in views]
         states = target.commit([None if row.finished else (0, *step.path) for row, step in emitted])
         for draft in drafts:
             draft.commit([None if row.finished else step.tokens for row, step in emitted], states, views)

@@ -116,6 +116,7 @@ class Options(UsualOptions, ChatOptions, Inputs, ConfigOptions, total=False):
             the line of the row's number counts.  An object is copied for each row, so it may keep state.  A
             function of one argument, the row's number, returns the row's own function, which sees (1, T).
         stopping_criteria: functions of ids that return True or False, or one for each row, likewise.
+        cache_salt: a text begins with what others have read only if theirs is the same: see `PrefixStore`.
     """
 
     raw: bool
@@ -123,6 +124,7 @@ class Options(UsualOptions, ChatOptions, Inputs, ConfigOptions, total=False):
     generation_config: Any
     logits_processor: Functions
     stopping_criteria: Functions
+    cache_salt: str | None
 
 
 class GenerateOptions(Options, total=False):

@@ -15,7 +15,7 @@ from specinfer.engine.processors import Processors
 from specinfer.engine.sampling import GenerationSettings
 from specinfer.engine.sequence import Row, Stopping
 from specinfer.engine.sessions import Clocks, Decoder, Reading
-from specinfer.results import Result, Stats, Step, TreeSizes, acceptance_by_depth, contribution, paid
+from specinfer.results import UNFINISHED, Result, Stats, Step, TreeSizes, acceptance_by_depth, contribution, paid
 from specinfer.tree import Policy
 
 
@@ -42,7 +42,7 @@ class Request:
         row: what is decoded.
         steps: so far.
         done: nothing more will come: it has ended, was aborted, or failed.
-        error: what ended the step that it was in, if something did.
+        error: what ended it, if something failed in its own row, or in the step that it was in.
     """
 
     def __init__(self, decoder: Decoder, row: Row, keep_stop_string: bool = True) -> None:
@@ -61,7 +61,12 @@ class Request:
     @property
     def finish_reason(self) -> str:
         """Why it ended: see `Result`."""
-        return self.row.finished or "unfinished"
+        return self.row.finished or UNFINISHED
+
+    @property
+    def cached_tokens(self) -> int:
+        """How many tokens of the prompt were copied from what was read before, since the prompt's reading has begun."""
+        return self.row.text.cached
 
     @property
     def result(self) -> Result:
@@ -85,7 +90,7 @@ class Request:
 
     def end(self, reason: str | None = None, error: BaseException | None = None) -> None:
         """End, for a reason that the row does not know, or with an error."""
-        self.row.finished, self.error = reason or self.row.finished, error
+        self.row.finished, self.error = reason or self.row.finished, error or self.row.error
         self.ended, self.done = self.batch.clocks.now if self.batch else None, True
 
     def _result(self, until: Reading | None) -> Result:
@@ -107,6 +112,7 @@ def make_requests(
     keep_stop_string: bool = True,
     first: int = 0,
     stopping: Callable[..., Stopping] = Stopping,
+    salt: str = "",
 ) -> list[Request]:
     """Return the requests of a call, those of the first prompt first.
 
@@ -121,6 +127,7 @@ def make_requests(
         keep_stop_string: whether texts keep the stop string that ended them.
         first: number of the first row.
         stopping: makes what ends a row.
+        salt: rows with the same one may share what is read.
 
     Raises:
         InputError: a prompt leaves no room within ``max_length``.
@@ -134,6 +141,7 @@ def make_requests(
         "gate": decoder.confidence_gate,
         "logprobs": logprobs,
         "stopping": stopping,
+        "salt": salt,
     }
     befores = paddings or [()] * len(prompts)
     each_prompt = zip(prompts, settings, befores, notes or [""] * len(prompts), strict=True)
@@ -176,12 +184,13 @@ def result_of(
             contribution(steps, number, draft.name, *clocks)
             for number, (draft, clocks) in enumerate(zip(decoder.drafts, drafting, strict=True))
         ),
+        cached_tokens=row.text.cached,
     )
     return Result(
         text=_text(decoder.tokenizer, row, new, keep_stop_string) if decoder.tokenizer else "",
         token_ids=new,
         prompt_ids=row.ids[: row.prompt_length],
-        finish_reason=row.finished or "unfinished",
+        finish_reason=row.finished or UNFINISHED,
         seed=row.seed if row.sampling else None,
         stats=stats,
         steps=steps,

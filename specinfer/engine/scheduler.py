@@ -1,9 +1,10 @@
 """The scheduler: requests come and go at any time, and each step decodes all that are under way.
 
 Requests that are decoded together are a batch (`Decoding`).  It begins with those that wait when nothing runs, and
-others join it between two steps, as long as there is room.  When none is left it ends: the caches are released, and
-drafts that learn between calls learn.  Rows of contrastive search are a batch that nobody joins, and so are rows that
-differ in the distribution that sampled trees are drawn from.
+others join it between two steps, as long as there is room: their prompts are read in chunks, one a step, so that those
+under way never wait for a long one.  When none is left the batch ends, and the caches are released.  Drafts that learn
+do so then, and whenever many rows have ended.  Rows of contrastive search are a batch that nobody joins, and so are
+rows that differ in the distribution that sampled trees are drawn from.
 
 Threads: one at a time takes a step.  `Scheduler.add` and `Scheduler.abort` wait for nobody.
 
@@ -27,12 +28,13 @@ from specinfer.engine.loop import Emitted, decode
 from specinfer.engine.requests import Batch, Request
 from specinfer.engine.sequence import Row
 from specinfer.engine.sessions import Decoder, Openings, Reading, Sessions
-from specinfer.engine.shared_prefix import SharedPrefix
+from specinfer.engine.store import PrefixStore
 from specinfer.errors import InputError
 from specinfer.results import Step
 from specinfer.tree import Kind, Policy
 
 MAX_ROWS = 16  # decoded at a time, if there are more
+LESSON = 64  # rows that have ended, after which drafts learn
 ABORTED = "aborted"  # the finish reason of a request that was taken back
 
 Steps = list[tuple[Request, Step]]  # what each request emitted
@@ -45,11 +47,12 @@ class Decoding:
         requests: the first ones, all of one decoder.
         newcomers: takes how many are under way, and returns those that join them.
         policy: how trees grow.
-        shared: what prompts share.
+        store: of what was read.
         as_called: restores autocast as it was for the caller.
 
     Attributes:
         requests: in the order of the sessions' rows; among them those that were aborted since the last step.
+        joining: those whose prompts are not read yet.
     """
 
     def __init__(
@@ -57,11 +60,12 @@ class Decoding:
         requests: Sequence[Request],
         newcomers: Callable[[int], list[Request]],
         policy: Policy,
-        shared: SharedPrefix,
+        store: PrefixStore,
         as_called: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        self.decoder, self._newcomers, self._shared, self._as_called = requests[0].decoder, newcomers, shared, as_called
+        self.decoder, self._newcomers, self._store, self._as_called = requests[0].decoder, newcomers, store, as_called
         self.requests: list[Request] = []
+        self.joining: list[Request] = []
         self._searches = bool(requests[0].row.contrast.alpha)
         self._batch = Batch(sized(policy, [request.row for request in requests]))
         self._learning = [draft for draft in self.decoder.drafts if draft.learns]
@@ -69,12 +73,13 @@ class Decoding:
         self._sessions: Sessions | None = None
         self._steps: Generator[Steps] | None = None
         self._run_plain: list[TreeModel] = []
-        self._join(requests)
+        self._take(requests)
+        self._join(len(requests))
 
     @property
     def active(self) -> list[Request]:
         """The requests that are not done."""
-        return [request for request in self.requests if not request.done]
+        return [request for request in (*self.requests, *self.joining) if not request.done]
 
     def step(self) -> Steps | None:
         """Decode one step; return what each request emitted, None if none is left."""
@@ -87,10 +92,12 @@ class Decoding:
 
     def admit(self) -> Sequence[Row]:
         """Let requests join, unless these rows search; return the rows of the next step."""
-        newcomers = [] if self._searches else self._newcomers(len(self.requests))
-        if newcomers and self._sessions:
-            self._join(newcomers)
-            self._sessions.join([request.row for request in newcomers])
+        assert self._sessions is not None, "sessions are open while a step is under way"
+        if not self._searches:
+            self._take(self._newcomers(len(self.active)))
+            self.joining = [request for request in self.joining if not request.done]
+            beside = not all(request.done for request in self.requests)
+            self._join(self._sessions.join([request.row for request in self.joining], beside))
         return [request.row for request in self.requests]
 
     def finish(self, emitted: Emitted) -> Steps:
@@ -101,11 +108,14 @@ class Decoding:
         for request, (row, step) in zip(self.requests, emitted, strict=True):
             if request.done:  # it was aborted, and leaves with this step
                 continue
-            request.steps.append(replace(step, seconds=spent.seconds))
-            found.append((request, request.steps[-1]))
+            found.append((request, replace(step, seconds=spent.seconds)))
+            if not row.error:
+                request.steps.append(found[-1][1])
             if row.finished:
                 self.end(request)
-        self.requests = self.active
+        self.requests = [request for request in self.requests if not request.done]
+        if len(self._texts) >= LESSON:
+            self.learn()
         return found
 
     def _observe(self, emitted: Emitted, spent: Reading) -> None:
@@ -131,21 +141,25 @@ class Decoding:
         """Release the caches, and end the requests that are left as they are."""
         for request in self.active:
             request.end(error=error)
-        steps, self._steps, self._sessions, self.requests = self._steps, None, None, []
+        interrupted = not isinstance(error, Exception) and self.decoder.target.ranks.size == 1  # by Ctrl-C
+        if self._sessions and (error is None or interrupted):
+            self._sessions.release()
+        steps, self._steps, self._sessions, self.requests, self.joining = self._steps, None, None, [], []
         if steps:
             steps.close()
 
     def learn(self) -> None:
-        """Let drafts that learn between calls learn from all that has ended."""
+        """Let drafts that learn between calls learn from all that has ended since they did."""
         if not self._learning:
             return
-        batch = self._batch
+        batch, texts, self._texts = self._batch, self._texts, []
         batch.clocks.resume()
         for draft in self._learning:
             try:
-                draft.learn(self._texts, batch.clocks.now.seconds.total)
+                draft.learn(texts, batch.clocks.since_learning)
             except Exception as error:  # the text is whole, and is not lost
-                batch.notes.append(f"draft {draft.name} could not learn from this call: {shorten(str(error), 200)}")
+                note = f"draft {draft.name} could not learn from this call: {shorten(str(error), 200)}"
+                batch.notes += [] if note in batch.notes else [note]
         batch.clocks.learnt()
 
     def _open(self) -> Generator[Steps]:
@@ -155,9 +169,13 @@ class Decoding:
         with self._as_called():
             policy = decoder.supported(batch.policy, batch.notes)  # hooks may have come since the last batch
         with self._as_called(), running(*models):  # only while passes run: between steps the models are as they were
-            sessions = self._sessions = Sessions(Openings(decoder, policy, self._shared), rows)
+            sessions = self._sessions = Sessions(Openings(decoder, policy, self._store), rows)
             batch.policy, runs = sessions.policy, {models[0]: sessions.target.run}
             batch.notes.append(decoder.passes)
+            if decoder.target.stateful and self._store.wanted():
+                batch.notes.append(
+                    f"{decoder.target.name} keeps states, which cannot be cut: it reads every prompt whole"
+                )
             self._run_plain = [each for each in models if runs.get(each, each.ways.best()).runs_modules]
         self._read_clocks()
         if not self._searches:
@@ -165,11 +183,16 @@ class Decoding:
         batch.notes.append(_search_note(sessions, models[0]))
         return search(self, sessions, rows)
 
-    def _join(self, requests: Sequence[Request]) -> None:
+    def _take(self, requests: Sequence[Request]) -> None:
         """Take requests in; their time begins."""
         for request in requests:
             request.join(self._batch)
-        self.requests += requests
+        self.joining += requests
+
+    def _join(self, count: int) -> None:
+        """Let the first ones join."""
+        self.requests += self.joining[:count]
+        del self.joining[:count]
         self._batch.rows = max(self._batch.rows, len(self.requests))
 
     def _read_clocks(self) -> Reading:
@@ -181,14 +204,16 @@ class Decoding:
 class Scheduler:
     """Decodes requests that may come and go while others are under way.
 
-    A request's token ids are those it has alone, whatever else is served.  If a step fails, it raises in the thread
-    that took it, and the error is `Request.error` of all that were under way; those that wait begin with the next step.
+    A request's token ids are those it has alone, whatever else is served.  What fails in one row alone, such as a
+    logits processor of its own, is `Request.error` of that request, and others go on.  If a step fails, it raises in
+    the thread that took it, and the error is that of all that were under way; those that wait begin with the next step.
 
     Args:
         decoder: whose models and rules decode.
         max_rows: requests decoded at a time; the others wait, in the order in which they came.  None: all at once.
         policy: how trees grow; the decoder's policy if None.
-        shared: where what prompts share is kept from batch to batch; by default for one batch.
+        store: where what was read is kept from batch to batch.  By default each batch has its own, which keeps rows
+            that leave while others wait.
     """
 
     def __init__(
@@ -196,10 +221,10 @@ class Scheduler:
         decoder: Decoder,
         max_rows: int | None = MAX_ROWS,
         policy: Policy | None = None,
-        shared: SharedPrefix | None = None,
+        store: PrefixStore | None = None,
     ) -> None:
-        self.decoder, self.max_rows = decoder, max_rows
-        self._policy, self._shared = policy or decoder.policy, shared
+        self.decoder, self.max_rows, self.store = decoder, max_rows, store
+        self._policy = policy or decoder.policy
         self._as_called = autocast_as_now(decoder.target.device)  # a batch's steps compute alike
         self._waiting, self._aborted = deque[Request](), deque[Request]()
         self._batch: Decoding | None = None  # under way
@@ -245,6 +270,8 @@ class Scheduler:
     def step(self) -> Steps:
         """Decode one step of all requests under way and of those that can join; return who emitted what.
 
+        A request that is done comes for the last time, with no tokens if it has an error.
+
         Raises:
             InputError: a step is under way in this thread, which asks for another one.
             SpecinferError: what decoding raises.
@@ -267,6 +294,7 @@ class Scheduler:
             request: that was added.
 
         Raises:
+            Exception: what failed in the request's own row.
             SpecinferError: what a step raises, whoever took it.
         """
         for number in count():
@@ -280,9 +308,9 @@ class Scheduler:
             if len(request.steps) == number:
                 break
             yield request.steps[number]
+        self.rest()
         if request.error:
             raise request.error
-        self.rest()
 
     def rest(self) -> None:
         """End the batch under way if nobody is left in it and nobody waits."""
@@ -337,8 +365,8 @@ class Scheduler:
         """Return a batch of those that wait, if somebody does."""
         if self._waiting:
             newcomers = partial(self._newcomers, self._kind(self._waiting[0]))
-            shared = self._shared or SharedPrefix()
-            self._batch = Decoding(newcomers(0), newcomers, self._policy, shared, self._as_called)
+            store = self.store or PrefixStore(wanted=lambda: bool(self._waiting))
+            self._batch = Decoding(newcomers(0), newcomers, self._policy, store, self._as_called)
         return self._batch
 
     def _newcomers(self, kind: Any, active: int) -> list[Request]:

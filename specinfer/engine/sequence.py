@@ -22,9 +22,10 @@ from specinfer.engine.gumbel import COIN, Coupling, key, uniform
 from specinfer.engine.processors import Processors, with_custom
 from specinfer.engine.sampling import GenerationSettings
 from specinfer.engine.stop_strings import StopStrings
+from specinfer.engine.store import Text
 from specinfer.engine.verify import Probabilities, Verdict
 from specinfer.errors import CHECK_WEIGHTS, NumericalError, SamplingError
-from specinfer.results import Step, drafted_by
+from specinfer.results import UNFINISHED, Step, drafted_by
 from specinfer.tree import TokenTree
 
 
@@ -107,9 +108,12 @@ class Row:
         logprobs: whether steps keep the log-probabilities of their tokens.
         note: for the result, what was decided about its prompt; or nothing.
         stopping: makes what ends the row; called as `Stopping`.
+        salt: rows with the same one may share what is read.
 
     Attributes:
         notes: for the result.
+        text: its tokens, as stores see them.
+        error: what ended it, if something of its own failed.
 
     Raises:
         SamplingError: stop strings without a tokenizer, or an option that a processor refuses.
@@ -130,12 +134,15 @@ class Row:
         logprobs: bool = False,
         note: str = "",
         stopping: Callable[..., Stopping] = Stopping,
+        salt: str = "",
     ) -> None:
         self.index, self.seed, self.sampling, self.draft_names = index, seed, settings.do_sample, draft_names
         self.contrast, self.coupling, self.options = settings.contrast, Coupling(seed), settings.sampling
         self.processors = processors or Processors.of(settings, len(prompt), device)
         self.stopping = stopping(settings, budget, device, tokenizer, self.processors.padding)
         self.ids = list(prompt)
+        self.text = Text(self.ids, salt)
+        self.error: Exception | None = None
         self.prompt_length = len(prompt)
         self.step = 0
         self.logprobs, self.notes = logprobs, [note] if note else []
@@ -155,17 +162,27 @@ class Row:
         """
         return self.remaining - 1 if self.confident and not self.finished else 0
 
-    def advance(self, verdict: Verdict, target: "RowView") -> Step:
-        """Append the verdict's tokens one by one until the text ends; return the step.
+    def advance(self, verify: Callable[[TokenTree, "RowView"], Verdict], target: "RowView") -> Step:
+        """Append the tokens of a verdict one by one until the text ends; return the step.
+
+        What fails here is the row's own, such as a processor: the row ends with the error, and others go on.
 
         Args:
-            verdict: on the tree.
+            verify: gives the verdict on the tree.
             target: at the tree's nodes.
         """
-        tree = target.tree
-        if self.finished:  # it was taken back between two steps
-            return Step(tree, (), (), ())
-        before = len(self.ids)
+        if not self.finished:  # else it was taken back between two steps
+            try:
+                return self._advanced(verify(target.tree, target), target)
+            except Exception as error:
+                if self.stopping.ranks.size > 1:  # others may not know of it
+                    raise
+                self.error, self.finished, self.text.salt = error, UNFINISHED, None
+        return Step(target.tree, (), (), ())
+
+    def _advanced(self, verdict: Verdict, target: "RowView") -> Step:
+        """Append a verdict's tokens; return the step."""
+        tree, before = target.tree, len(self.ids)
         if self.gate is not None:
             self.confident = target.probability((0, *verdict.path)[-1], verdict.token) >= self.gate
         for token in (*(int(tree.tokens[node]) for node in verdict.path), verdict.token):

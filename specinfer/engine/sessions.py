@@ -1,6 +1,6 @@
 """Sessions of the rows that are decoded together: the target's, one of each draft, and what they take.
 
-Knows: what the engine needs of a decoder, how large caches are at first and at most, what prompts share, which rows
+Knows: what the engine needs of a decoder, how large caches are at first and at most, how prompts are read, which rows
 a draft's context still holds, clocks.
 Does not know: which rows wait, how a step is decoded.
 """
@@ -8,22 +8,24 @@ Does not know: which rows wait, how a step is decoded.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from time import perf_counter
 from typing import Any, Protocol
 
 from specinfer.attention import TreeModel, TreeSession
+from specinfer.attention.model import PREFILL_CHUNK
 from specinfer.common.tensors import concat, size_bucket
 from specinfer.engine.draft import Clocked, Committed, Draft, DraftContext, DraftSession, Scored, States
 from specinfer.engine.gumbel import SILENT
 from specinfer.engine.sequence import Row
-from specinfer.engine.shared_prefix import SharedPrefix
+from specinfer.engine.store import PrefixStore
 from specinfer.engine.verify import ExactMatch, Verifier
 from specinfer.results import Seconds
 from specinfer.tree import Forest, Policy
 
 FIRST_TOKENS = 2048  # new tokens that caches hold at first; beyond it they double
 FIRST_LEVELS = 8  # levels of a tree that drafts' caches hold at first
+CHUNK = 128  # tokens of prompts that are read in a step beside rows under way
 
 
 class Decoder(Protocol):
@@ -139,10 +141,10 @@ class Openings:
 
     decoder: Decoder
     policy: Policy
-    shared: SharedPrefix = field(default_factory=SharedPrefix)
+    store: PrefixStore = field(default_factory=PrefixStore)
 
-    def target(self, rows: Sequence[Row], joining: bool = False) -> tuple[TreeSession, States]:
-        """Read the tokens of rows so far into a session of the target.
+    def target(self, rows: Sequence[Row], joining: bool = False) -> tuple[TreeSession, bool]:
+        """Open a session of the target for rows.
 
         The pass of the next step reads the ends of prompts, beside the trees, if nothing needs their states before, and
         that costs less: where every pass fetches weights, or, beside other rows, where it computes no padding.
@@ -152,7 +154,7 @@ class Openings:
             joining: whether they join others for the next step.
 
         Returns:
-            the session, and per row the target's auxiliary hidden states at the tokens that were read.
+            the session, and whether the pass of the next step reads the ends of their prompts.
         """
         model, aux_layers = self.decoder.target, self._aux_layers()
         longest, end = max(len(row.ids) for row in rows), _end(rows)
@@ -162,10 +164,10 @@ class Openings:
         usual = usual if self.decoder.graphs else usual // len(rows)
         first = longest if joining else min(end, longest + FIRST_TOKENS) + size_bucket(1 + usual)
         nodes = size_bucket(1 + most)
-        target = self.shared.open(model, len(rows), first, end + nodes, aux_layers, self.decoder.graphs)
+        texts = [row.text for row in rows]
+        target = self.store.open(model, texts, first, end + nodes, aux_layers, self.decoder.graphs)
         fetches = model.dispatched and not aux_layers and not model.stateful
-        waits = joining and target.run.packs and (not drafts or self.policy.idle)
-        return target, self.shared.prefill(target, [list(row.ids[:-1]) for row in rows], hold=fetches or waits)
+        return target, fetches or (joining and target.run.packs and (not drafts or self.policy.idle))
 
     def draft(self, number: int, rows: Sequence[Row], states: States) -> Drafting:
         """Open a session of a draft for rows.
@@ -210,6 +212,35 @@ class Openings:
         return sorted({*self.decoder.aux_layers, *self.policy.hidden_layers(self.decoder.target.layers)})
 
 
+class Reader:
+    """Rows whose prompts are read, in a session of the target of their own.
+
+    Args:
+        openings: how to open it.
+        rows: the sequences.
+        beside: the session that they join, if they join others.
+
+    Attributes:
+        states: per row, the target's auxiliary hidden states at the tokens that were read so far.
+    """
+
+    def __init__(self, openings: Openings, rows: Sequence[Row], beside: TreeSession | None = None) -> None:
+        self.rows = rows
+        self.session, self.holds = openings.target(rows, joining=beside is not None)
+        self.states: States = openings.store.begin(self.session, beside)
+        lengths = self.session.cache.lengths
+        self.left = [row.text.prompt[length:] for row, length in zip(rows, lengths, strict=True)]
+
+    def read(self, most: int | None = None) -> bool:
+        """Read so many tokens of each prompt, or all; return whether the prompts are read."""
+        count = max(map(len, self.left)) if most is None else most
+        parts, self.left = [left[:count] for left in self.left], [left[count:] for left in self.left]
+        done = not any(self.left)
+        read = self.session.prefill(parts, hold=self.holds and done)
+        self.states = [concat(parts) for parts in zip(self.states, read, strict=True)]
+        return done
+
+
 class Sessions:
     """A session of the target and one of each draft, in which rows have been read; ready for a step.
 
@@ -225,24 +256,58 @@ class Sessions:
 
     def __init__(self, openings: Openings, rows: Sequence[Row]) -> None:
         decoder, self._openings = openings.decoder, openings
-        self.target, self.states = openings.target(rows)
+        self._joining: Reader | None = None
+        reader = Reader(openings, rows)
+        reader.read()
+        self.target, self.states = reader.session, reader.states
         self.drafts = [openings.draft(number, rows, self.states) for number in range(len(decoder.drafts))]
         coupled = openings.coupled(rows)
         self.policy = openings.policy = openings.policy.begin(
             len(self.drafts), coupled, len(rows), self.target.run.packs
         )
 
-    def join(self, rows: Sequence[Row]) -> None:
-        """Let rows join, with what was read of their prompts; all that it takes is prefill time."""
+    def join(self, rows: Sequence[Row], beside: bool) -> int:
+        """Read prompts, the first ones first, and let their rows join; all that it takes is prefill time.
+
+        Args:
+            rows: that are to join; a row that is not among them any more was taken back.
+            beside: whether rows are under way: then a chunk is read, of several prompts or of a single longer one.
+
+        Returns:
+            how many rows have joined, the first ones.
+        """
+        if self._joining and self._joining.rows[0] not in rows:
+            self._openings.store.release(self._joining.session)
+            self._joining = None
+        if not rows:
+            return 0
         started, before = perf_counter(), self._prefill_seconds
-        others, states = self._openings.target(rows, joining=True)
+        # passes that fetch weights cost more than what they read
+        most = (PREFILL_CHUNK if self.target.model.dispatched else CHUNK) if beside else None
+        sizes = accumulate(len(row.text.prompt) for row in rows)
+        count = len(rows) if most is None else max(1, sum(size <= most for size in sizes))
+        reader = self._joining = self._joining or Reader(self._openings, rows[:count], self.target)
+        done = reader.read(most)
+        reader.session.prefill_seconds = 0.0  # it is counted here, also of rows that do not join yet
+        if done:
+            self._take(reader)
+        self.target.prefill_seconds += perf_counter() - started - (self._prefill_seconds - before)
+        return len(reader.rows) if done else 0
+
+    def release(self) -> None:
+        """Keep what was read, of rows that are decoded no more."""
+        for session in (self.target, *([self._joining.session] if self._joining else ())):
+            self._openings.store.release(session)
+
+    def _take(self, reader: Reader) -> None:
+        """Let rows join whose prompts are read."""
+        self._joining, others = None, reader.session
         for draft in self.drafts:
             if any(others.unread) and others.aux_layers:  # not all states are known yet
-                draft.late = rows, states
+                draft.late = reader.rows, reader.states
             else:
-                draft.join(draft.open(rows, states))
+                draft.join(draft.open(reader.rows, reader.states))
         self.target.join(others)
-        self.target.prefill_seconds += perf_counter() - started - (self._prefill_seconds - before)
 
     @property
     def _prefill_seconds(self) -> float:
@@ -279,7 +344,7 @@ class Clocks:
     """
 
     def __init__(self) -> None:
-        self.now = Reading()
+        self.now, self._learnt = Reading(), 0.0
         self.resume()
 
     def resume(self) -> None:
@@ -295,12 +360,19 @@ class Clocks:
             prefill=target.prefill_seconds + sum(draft.prefill_seconds for draft in drafts),
             target=target.seconds,
             draft=sum(draft.seconds for draft in drafts),
+            learning=before.seconds.learning,
         )
         first = target.first_passes + sum(draft.first_passes for draft in drafts)
         self.now = Reading(seconds, target.passes, tuple((draft.passes, draft.proposing) for draft in drafts), first)
         return self.now - before
 
+    @property
+    def since_learning(self) -> float:
+        """Seconds until the newest reading, without learning, since drafts learnt."""
+        return self.now.seconds.total - self._learnt
+
     def learnt(self) -> None:
-        """Take the time since `resume` for what drafts learn at the end."""
+        """Take the time since `resume` for what drafts learn between calls."""
         spent, seconds = perf_counter() - self.started, self.now.seconds
-        self.now = replace(self.now, seconds=replace(seconds, total=seconds.total + spent, learning=spent))
+        self._learnt = seconds.total + spent
+        self.now = replace(self.now, seconds=replace(seconds, total=self._learnt, learning=seconds.learning + spent))

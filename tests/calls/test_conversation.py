@@ -6,12 +6,13 @@ import pytest
 import torch
 from conftest import like, tiny_llama
 from test_heads import draft_for
-from test_shared_prefix import Read, windowed
 from test_stateful import build
+from test_store import Read, windowed
 
 from specinfer import BestFirst, SpeculativeDecoder
 from specinfer.attention import TreeSession
-from specinfer.calls.conversation import Conversation
+from specinfer.calls.run import Run
+from specinfer.engine.store import LEAST, PrefixStore
 
 FIRST, MORE = [*range(60, 90)], [[7, 8, 9], [5], [200, 201]]
 NEW = 12
@@ -26,10 +27,19 @@ def drafts_for(target):
     return {"head": [draft_for(target)], "model": [like(target)], "both": ["ngram", draft_for(target)], "none": []}
 
 
-def turn(decoder, conversation, prompt, **options):
-    run = conversation.begin(decoder.prepare(prompt, **options))
+def begun(decoder, store, prompt, **options):
+    return Run([decoder.prepare(prompt, **options)], store=store)
+
+
+def kept(store):
+    """The only prefix there is: every turn takes the place of the one before."""
+    (prefix,) = store.prefixes
+    return prefix
+
+
+def turn(decoder, store, prompt, **options):
+    run = begun(decoder, store, prompt, **options)
     run.finish()
-    conversation.end(run)
     return run.results()[0]
 
 
@@ -48,23 +58,23 @@ def reading(decoder):
 def test_every_turn_is_what_a_fresh_call_gives(make, drafts, temperature):
     model = make()
     decoder = SpeculativeDecoder(model, None, drafts_for(model)[drafts], BestFirst(7, 4), compile=False)
-    conversation, history = Conversation(), FIRST
+    store, history = PrefixStore(), FIRST
     for number, more in enumerate(MORE):
         options = {"max_new_tokens": NEW, "temperature": temperature, "seed": number}
-        found = turn(decoder, conversation, history, **options)
+        found = turn(decoder, store, history, **options)
         wanted = decoder.generate(history, **options)
         assert (found.token_ids, found.accept_lengths) == (wanted.token_ids, wanted.accept_lengths)
-        conversation.session.cache.check_integrity()
+        kept(store).cache.check_integrity()
         history = [*history, *found.token_ids, *more]
 
 
 def test_a_turn_reads_what_is_new(target):
     """The last step of the answer, from its root on, and what comes after the answer."""
     decoder = SpeculativeDecoder(target, None, [draft_for(target)], BestFirst(7, 4), compile=False)
-    conversation, options = Conversation(), {"max_new_tokens": NEW, "temperature": 0}
-    first = turn(decoder, conversation, FIRST, **options)
+    store, options = PrefixStore(), {"max_new_tokens": NEW, "temperature": 0}
+    first = turn(decoder, store, FIRST, **options)
     second = [*FIRST, *first.token_ids, *MORE[0]]
-    run = conversation.begin(decoder.prepare(second, **options))
+    run = begun(decoder, store, second, **options)
     with reading(decoder) as read:
         next(iter(run))
     run.close()
@@ -77,13 +87,13 @@ def test_a_turn_reads_what_is_new(target):
 
 def test_a_history_that_was_rewritten_shares_what_is_left(target):
     decoder = SpeculativeDecoder(target, None, [], None, compile=False)
-    conversation, options = Conversation(), {"max_new_tokens": 1, "temperature": 0}
-    for kept in (20, 9, 0):
-        turn(decoder, conversation, FIRST, **options)
-        rewritten = [*FIRST[:kept], *range(100, 120)]
+    store, options = PrefixStore(), {"max_new_tokens": 1, "temperature": 0}
+    for shared in (20, 9, 0):
+        turn(decoder, store, FIRST, **options)
+        rewritten = [*FIRST[:shared], *range(100, 120)]
         with reading(decoder) as read:
-            found = turn(decoder, conversation, rewritten, **options)
-        assert read.tokens == len(rewritten) - kept
+            found = turn(decoder, store, rewritten, **options)
+        assert read.tokens == len(rewritten) - (shared if shared >= LEAST else 0)
         assert found.token_ids == decoder.generate(rewritten, **options).token_ids
 
 
@@ -92,8 +102,8 @@ def test_a_turn_that_was_cut_short_is_kept_as_far_as_it_was_read(target):
     decoder = SpeculativeDecoder(target, None, [draft_for(target)], BestFirst(7, 4), compile=False)
     options = {"max_new_tokens": NEW, "temperature": 0}
     for fails in (False, True):
-        conversation = Conversation()
-        run = conversation.begin(decoder.prepare(FIRST, **options))
+        store = PrefixStore()
+        run = begun(decoder, store, FIRST, **options)
         steps = iter(run)
         next(steps)
         next(steps)
@@ -103,10 +113,9 @@ def test_a_turn_that_was_cut_short_is_kept_as_far_as_it_was_read(target):
                 next(steps)
             handle.remove()
         run.close()
-        conversation.end(run)
         history = [*FIRST, *run.results()[0].token_ids, *MORE[0]]
         with reading(decoder) as read:
-            found = turn(decoder, conversation, history, **options)
+            found = turn(decoder, store, history, **options)
         assert found.token_ids == decoder.generate(history, **options).token_ids
         assert read.tokens < len(history) + len(found.steps) * 8 - len(FIRST)
 
@@ -114,36 +123,35 @@ def test_a_turn_that_was_cut_short_is_kept_as_far_as_it_was_read(target):
 def test_a_turn_that_was_never_read_leaves_what_the_last_one_read(target):
     """An error while its prompt is read, which differs from the last turn's."""
     decoder = SpeculativeDecoder(target, None, [draft_for(target)], BestFirst(7, 4), compile=False)
-    conversation, options = Conversation(), {"max_new_tokens": NEW, "temperature": 0}
-    turn(decoder, conversation, FIRST, **options)
-    rewritten = [*FIRST[:9], *range(100, 140)]
+    store, options = PrefixStore(), {"max_new_tokens": NEW, "temperature": 0}
+    turn(decoder, store, FIRST, **options)
+    rewritten = [*FIRST[:20], *range(100, 140)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TreeSession, "prefill", lambda *_, **__: pytest.fail("interrupted"))
-        run = conversation.begin(decoder.prepare(rewritten, **options))
+        run = begun(decoder, store, rewritten, **options)
         with pytest.raises(pytest.fail.Exception):
             run.finish()
-        conversation.end(run)
-    found = turn(decoder, conversation, rewritten, **options)
-    assert conversation.known == 9
+    found = turn(decoder, store, rewritten, **options)
+    assert found.stats.cached_tokens == 20
     assert found.token_ids == decoder.generate(rewritten, **options).token_ids
 
 
 def test_a_target_that_keeps_states_reads_every_turn_whole():
     """Its states cannot be taken back to where two texts part."""
     decoder = SpeculativeDecoder(build("lfm2"), None, ["suffix"], compile=False)
-    conversation, history = Conversation(), [*range(5, 25)]
+    store, history = PrefixStore(), [*range(5, 25)]
     for more in ([7, 8, 9], [5], [30]):
-        found = turn(decoder, conversation, history, max_new_tokens=NEW, temperature=0)
+        found = turn(decoder, store, history, max_new_tokens=NEW, temperature=0)
         assert found.token_ids == decoder.generate(history, max_new_tokens=NEW, temperature=0).token_ids
-        assert conversation.known == 0
+        assert found.stats.cached_tokens == 0
         history = [*history, *found.token_ids, *more]
 
 
 def test_conversations_share_nothing(target):
     decoder = SpeculativeDecoder(target, None, [], None, compile=False)
-    turn(decoder, Conversation(), FIRST, max_new_tokens=1)
+    turn(decoder, PrefixStore(), FIRST, max_new_tokens=1)
     with reading(decoder) as read:
-        turn(decoder, Conversation(), FIRST, max_new_tokens=1)
+        turn(decoder, PrefixStore(), FIRST, max_new_tokens=1)
         decoder.generate(FIRST, max_new_tokens=1)
     assert read.tokens == 2 * len(FIRST)
 
@@ -151,10 +159,10 @@ def test_conversations_share_nothing(target):
 def test_states_are_kept_in_order(target):
     """As one pass over everything gives them."""
     decoder = SpeculativeDecoder(target, None, [draft_for(target)], BestFirst(7, 4), compile=False)
-    conversation = Conversation()
-    first = turn(decoder, conversation, FIRST, max_new_tokens=NEW, temperature=0)
-    turn(decoder, conversation, [*FIRST, *first.token_ids, *MORE[0]], max_new_tokens=NEW, temperature=0)
+    store = PrefixStore()
+    first = turn(decoder, store, FIRST, max_new_tokens=NEW, temperature=0)
+    turn(decoder, store, [*FIRST, *first.token_ids, *MORE[0]], max_new_tokens=NEW, temperature=0)
     plain = decoder.target.session(1, 200, 200, decoder.aux_layers)
     with torch.inference_mode():
-        (wanted,) = plain.prefill([conversation.ids])
-    torch.testing.assert_close(conversation.states, wanted, rtol=1e-9, atol=1e-9)
+        (wanted,) = plain.prefill([kept(store).ids.tolist()])
+    torch.testing.assert_close(torch.cat(kept(store).states), wanted, rtol=1e-9, atol=1e-9)

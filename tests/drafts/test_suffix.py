@@ -17,7 +17,7 @@ from test_draft import context
 from specinfer import Auto, BestFirst, Expansion, Memory, Sampled, SpeculativeDecoder
 from specinfer.adaptive.experience import Seconds
 from specinfer.drafts.lookup.memory import LEAST_BYTES
-from specinfer.drafts.lookup.suffix import SuffixDraft
+from specinfer.drafts.lookup.suffix import SuffixDraft, common
 from specinfer.drafts.lookup.text_index import LENGTHS, RECENT, SPAN, Passages, TextIndex, successors
 from specinfer.errors import InputError, TokenizerMismatch
 from specinfer.evaluation.traces import record, replay
@@ -357,3 +357,9 @@ def refused(error, words, call):
     with pytest.raises(error, match=words) as found:
         call()
     assert "\n" not in str(found.value)
+
+
+def test_what_texts_have_in_common():
+    assert common([[1, 2, 3], [1, 2, 4], [1, 2]]) == [1, 2]
+    assert common([[1], [2]]) == common([[], [1]]) == []
+    assert common([[3, 4]]) == [3, 4]

@@ -13,10 +13,14 @@ from threading import Event, Thread
 
 import pytest
 from conftest import EOS_TEXT, PROMPTS, byte_tokenizer, counted, like, tiny_llama
+from test_heads import draft_for
 
 from specinfer import BestFirst, Sampled, SpeculativeDecoder
 from specinfer.attention import TreeCache
 from specinfer.drafts.lookup.ngram import NGramDraft
+from specinfer.engine.scheduler import LESSON
+from specinfer.engine.sessions import CHUNK
+from specinfer.engine.store import PrefixStore
 from specinfer.errors import InputError, NumericalError
 
 NEW = 8
@@ -281,6 +285,141 @@ def test_memory_is_flat(target):
     assert not list(requests)
 
 
+def test_a_batch_that_never_ends_does_not_grow(small):
+    """Over 1,000 requests that fill the store: what the scheduler and the store hold."""
+    heard, sizes = [], []
+
+    class Listening(NGramDraft):
+        def attach(self, target, tokenizer):
+            return self
+
+        def learn(self, texts, seconds):
+            heard.append(len(texts))
+
+    made, store, random = (
+        SpeculativeDecoder(small, None, [Listening()], TREE, compile=False),
+        PrefixStore(0.02),
+        Random(0),
+    )
+    scheduler, requests, rows = made.scheduler(max_rows=4, store=store), weakref.WeakSet(), weakref.WeakSet()
+    for number in range(1000):
+        prompt = [random.randrange(32) for _ in range(random.randint(1, 40))]
+        request = scheduler.add(made.prepare(prompt, max_new_tokens=2, temperature=0))
+        requests.add(request)
+        rows.add(request.row)
+        del request
+        scheduler.step()
+        while len(scheduler.active) > 2:
+            scheduler.step()
+        if number % 200 == 199:
+            batch = scheduler._batch
+            gc.collect()
+            assert len(requests) <= 5 >= len(rows)
+            assert len(batch._texts) < LESSON
+            assert store.nbytes <= 20_000
+            sizes.append((len(batch._batch.notes), len(batch.requests) + len(batch.joining) <= 4))
+            assert len([each for each in gc.get_objects() if type(each) is TreeCache]) <= len(store.prefixes) + 2
+    assert sizes[1:] == sizes[:1] * 4
+    assert sum(heard) >= 1000 - LESSON
+    assert set(heard) == {LESSON}
+
+
+# ---- prompts that are read beside others ----
+
+
+@pytest.fixture(scope="module")
+def roomy():
+    """A target with a context for long prompts."""
+    return tiny_llama(max_position_embeddings=4096)
+
+
+@contextmanager
+def widths(model):
+    """How many tokens each pass reads."""
+    found = []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, given: found.append(given["input_ids"].numel()), with_kwargs=True
+    )
+    yield found
+    hook.remove()
+
+
+LENGTHY = [Random(0).randrange(2, 250) for _ in range(2000)]
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("drafts", ["none", "ngram", "model", "head"])
+def test_a_long_prompt_that_joins_stops_nobody(roomy, drafts, temperature):
+    """It is read a chunk a step, and those under way emit in every one; short ones behind it wait their turn."""
+    made = decoder(roomy, {"none": [], "ngram": ["ngram"], "model": [like(roomy)], "head": [draft_for(roomy)]}[drafts])
+    asked = {"temperature": temperature, "seed": 4, "max_new_tokens": 60}
+    alone = [made.generate(ids, **asked).token_ids for ids in (PROMPTS[0], LENGTHY, PROMPTS[2])]
+    scheduler = made.scheduler()
+    first = scheduler.add(made.prepare(PROMPTS[0], **asked))
+    scheduler.step()
+    late = [scheduler.add(made.prepare(ids, **asked)) for ids in (LENGTHY, PROMPTS[2])]
+    beside = 0
+    with widths(roomy) as read:
+        while not late[0].steps:
+            assert [request for request, _ in scheduler.step()][:1] == [first]
+            beside += 1
+    assert beside == -(-(len(LENGTHY) - 1) // CHUNK)
+    assert max(read) <= CHUNK + 2 * (1 + TREE.max_nodes)
+    assert len(late[1].steps) == 0
+    drained(scheduler)
+    assert [request.result.token_ids for request in (first, *late)] == alone
+
+
+def test_short_prompts_join_together(roomy):
+    """As many as make up a chunk are read in one pass."""
+    made = decoder(roomy, [draft_for(roomy)])
+    scheduler = made.scheduler()
+    first = scheduler.add(made.prepare(PROMPTS[0], max_new_tokens=40, temperature=0))
+    scheduler.step()
+    prompts = [LENGTHY[number : number + CHUNK // 3] for number in range(5)]
+    others = [scheduler.add(made.prepare(ids, **GREEDY)) for ids in prompts]
+    assert {request for request, _ in scheduler.step()} == {first, *others[:3]}
+    assert {request for request, _ in scheduler.step()} == {first, *others}
+    drained(scheduler)
+    for request, ids in zip(others, prompts, strict=True):
+        assert request.result.token_ids == made.generate(ids, **GREEDY).token_ids
+
+
+def test_a_prompt_is_read_at_once_if_nobody_is_under_way(roomy):
+    """Also the rest of one that was begun beside others."""
+    made = decoder(roomy, [], None)
+    scheduler = made.scheduler()
+    first = scheduler.add(made.prepare(PROMPTS[0], max_new_tokens=3, temperature=0))
+    scheduler.step()
+    late = scheduler.add(made.prepare(LENGTHY, **GREEDY))
+    assert [[request for request, _ in scheduler.step()] for _ in range(3)] == [[first], [first], [late]]
+    drained(scheduler)
+    assert late.result.token_ids == made.generate(LENGTHY, **GREEDY).token_ids
+
+
+@pytest.mark.parametrize("then", ["another", "nobody"])
+def test_a_request_that_is_aborted_while_its_prompt_is_read(roomy, then):
+    """What was read of it is kept, and others go on."""
+    made, store = decoder(roomy, [draft_for(roomy)]), PrefixStore()
+    scheduler = made.scheduler(store=store)
+    first = scheduler.add(made.prepare(PROMPTS[0], max_new_tokens=40, temperature=0))
+    scheduler.step()
+    late = scheduler.add(made.prepare(LENGTHY, **GREEDY))
+    for _ in range(3):
+        scheduler.step()
+    if then == "another":
+        again = scheduler.add(made.prepare(LENGTHY, **GREEDY))
+    scheduler.abort(late)
+    assert (late.done, late.finish_reason, late.steps) == (True, "aborted", [])
+    drained(scheduler)
+    assert first.result.token_ids == made.generate(PROMPTS[0], max_new_tokens=40, temperature=0).token_ids
+    if then == "another":
+        assert again.result.token_ids == made.generate(LENGTHY, **GREEDY).token_ids
+        assert again.result.stats.cached_tokens == 3 * CHUNK
+    else:
+        assert 3 * CHUNK in [len(prefix.ids) for prefix in store.prefixes]
+
+
 # ---- sources that take their time ----
 
 
@@ -342,10 +481,10 @@ def test_sampled_trees_are_of_one_distribution(target):
 
 @contextmanager
 def broken(model):
-    """A model whose logits are not numbers."""
+    """A model whose passes fail."""
 
     def fail(module, given, output):
-        output.logits.fill_(float("nan"))
+        raise RuntimeError("no pass")
 
     hook = model.register_forward_hook(fail)
     yield
@@ -360,15 +499,90 @@ def test_a_step_that_fails_ends_those_under_way_and_no_others(target):
     scheduler.step()
     steps = scheduler.stream(second)
     next(steps)
-    with broken(target), pytest.raises(NumericalError) as caught:
+    with broken(target), pytest.raises(RuntimeError, match="no pass") as caught:
         drained(scheduler)
     assert first.error is second.error is caught.value
     assert (first.done, first.finish_reason) == (True, "unfinished")
-    with pytest.raises(NumericalError):
+    with pytest.raises(RuntimeError, match="no pass"):
         list(steps)
     drained(scheduler)
     assert third.result.token_ids == made.generate(PROMPTS[2], **GREEDY).token_ids
     assert third.error is None
+
+
+def nothing_is_possible(ids, scores):
+    """A processor that leaves nothing after a while."""
+    return scores - float("inf") if ids.shape[1] > len(PROMPTS[1]) + 2 else scores
+
+
+def raising(*given):
+    """A processor or a criterion that fails after a while."""
+    if given[0].shape[1] > len(PROMPTS[1]) + 2:
+        raise KeyError("no such token")
+    return given[1] if len(given) > 1 and given[1] is not None else False
+
+
+FAILING = {
+    "nothing left": ({"logits_processor": [nothing_is_possible]}, NumericalError),
+    "processor": ({"logits_processor": [raising]}, KeyError),
+    "criterion": ({"stopping_criteria": [raising]}, KeyError),
+}
+
+
+@pytest.mark.parametrize("search", [False, True])
+@pytest.mark.parametrize("what", FAILING)
+def test_what_fails_in_one_row_ends_it_and_no_other(target, what, search):
+    """The others get the ids that they have alone; the one that failed keeps what it emitted before."""
+    made, store = decoder(target, ["ngram"] if search else [like(target), "ngram"]), PrefixStore()
+    options, error = FAILING[what]
+    asked = {"max_new_tokens": NEW} | ({"penalty_alpha": 0.6, "top_k": 3} if search else {"temperature": 1, "seed": 2})
+    scheduler = made.scheduler(store=store)
+    requests = [
+        scheduler.add(made.prepare(ids, **asked, **(options if number == 1 else {})))
+        for number, ids in enumerate([*PROMPTS, [*range(40, 70)]])
+    ]
+    found, last = {}, []
+    while not scheduler.idle:
+        emitted = scheduler.step()
+        last += [request for request, step in emitted if not step.tokens]
+        found |= dict(emitted)
+    assert last == [requests[1]]  # it comes once more, when it fails
+    failed = requests.pop(1)
+    assert (failed.done, failed.finish_reason, type(failed.error)) == (True, "unfinished", error)
+    whole = made.generate(PROMPTS[1], **asked).token_ids
+    ids = failed.result.token_ids
+    assert len(ids) < NEW
+    assert ids == whole[: len(ids)]
+    for request, prompt in zip(requests, [PROMPTS[0], *PROMPTS[2:], [*range(40, 70)]], strict=True):
+        assert request.error is None
+        assert request.result.token_ids == made.generate(prompt, **asked).token_ids
+    with pytest.raises(error):
+        list(scheduler.stream(failed))
+
+
+@pytest.mark.parametrize("what", FAILING)
+def test_a_call_raises_what_fails_in_one_of_its_rows(target, what):
+    made, (options, error), before = decoder(target), FAILING[what], caches()
+    with pytest.raises(error) as caught:
+        made.generate([PROMPTS[1]] * 2, **GREEDY, **options)
+    if error is NumericalError:
+        assert [result.finish_reason for result in caught.value.partial] == ["unfinished"] * 2
+        assert all(result.token_ids for result in caught.value.partial)
+    with pytest.raises(error):
+        list(made.stream(PROMPTS[1], **GREEDY, **options))
+    del caught  # its frames hold all that was under way
+    assert caches() == before
+
+
+def test_a_row_that_fails_is_not_kept(target):
+    """Its keys and values may be no numbers."""
+    made, store = decoder(target), PrefixStore()
+    scheduler = made.scheduler(store=store)
+    prompt = [*range(40, 70)]
+    failed = scheduler.add(made.prepare(prompt, logits_processor=[lambda ids, scores: scores * float("nan")], **GREEDY))
+    drained(scheduler)
+    assert isinstance(failed.error, NumericalError)
+    assert store.prefixes == []
 
 
 def test_a_function_that_a_step_calls_cannot_take_another(target):
@@ -376,8 +590,9 @@ def test_a_function_that_a_step_calls_cannot_take_another(target):
     scheduler = made.scheduler()
     request = made.prepare(PROMPTS[0], logits_processor=[lambda ids, scores: scheduler.step() and scores], **GREEDY)
     scheduler.add(request)
-    with pytest.raises(InputError, match="under way"):
-        scheduler.step()
+    scheduler.step()
+    assert isinstance(request.error, InputError)
+    assert "under way" in str(request.error)
 
 
 def test_a_request_is_added_once_where_it_belongs(target):

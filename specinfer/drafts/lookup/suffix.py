@@ -11,6 +11,7 @@ back.
 
 from collections.abc import Sequence
 from copy import copy
+from itertools import takewhile
 from math import inf
 from typing import Any, Self
 
@@ -24,7 +25,6 @@ from specinfer.drafts.lookup.memory import Memory
 from specinfer.drafts.lookup.text_index import LENGTHS, LEVEL, MAX_CONTEXT, Passages, TextIndex, successors
 from specinfer.drafts.rows import DraftRows
 from specinfer.engine.draft import Committed, Draft, DraftContext, DraftSession, Scored, States
-from specinfer.engine.shared_prefix import common
 from specinfer.errors import InputError
 from specinfer.prompts import encode
 from specinfer.tree import Frontier, Source
@@ -115,6 +115,11 @@ def template_prefix(tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
         return common([encode(text, tokenizer).only for text in ("0", "a")])
     except InputError:  # a template that takes no such prompt
         return []
+
+
+def common(texts: Sequence[Sequence[int]]) -> list[int]:
+    """Return the tokens that all texts begin with."""
+    return [each[0] for each in takewhile(lambda each: len({*each}) == 1, zip(*texts, strict=False))]
 
 
 def with_memory(drafts: Sequence[object], memory: Memory | None) -> list[Any]:
