@@ -51,7 +51,8 @@ def finished(
                     yield Finished(number, None, error)
             for request, _ in scheduler.step():
                 if request.done:
-                    yield Finished(numbers.pop(request), request.result, None)
+                    error = request.row.error
+                    yield Finished(numbers.pop(request), None if error else request.result, error)
     except SpecinferError as error:
         error.partial = tuple(request.result for request in numbers)
         raise

@@ -62,6 +62,7 @@ class Run:
 
         Raises:
             InputError: the streamer is not one, or there is more than one prompt for it.
+            NoTokenLeft: a row had to end; the others are whole, in ``partial``.
         """
         if streamer is not None:
             if not (hasattr(streamer, "put") and hasattr(streamer, "end")):
@@ -73,6 +74,9 @@ class Run:
             for emitted in self:
                 if streamer is not None:
                     streamer.put(torch.tensor(emitted[0][1].tokens, device="cpu"))
+            for row in self.rows:
+                if row.error:
+                    raise row.error
         except SpecinferError as error:
             error.partial = tuple(self.results())
             raise

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specinfer.common.versions import versions
+from specinfer.engine import grammar_draft
 from specinfer.engine.callables import BatchRow
 from specinfer.engine.processors import Processors
 from specinfer.engine.sampling import GenerationSettings
@@ -85,7 +86,7 @@ class Request:
 
     def end(self, reason: str | None = None, error: BaseException | None = None) -> None:
         """End, for a reason that the row does not know, or with an error."""
-        self.row.finished, self.error = reason or self.row.finished, error
+        self.row.finished, self.error = reason or self.row.finished, error or self.row.error
         self.ended, self.done = self.batch.clocks.now if self.batch else None, True
 
     def _result(self, until: Reading | None) -> Result:
@@ -130,7 +131,7 @@ def make_requests(
     common: dict[str, Any] = {
         "device": decoder.target.device,
         "tokenizer": decoder.tokenizer,
-        "draft_names": [draft.name for draft in decoder.drafts],
+        "draft_names": [*(draft.name for draft in decoder.drafts), grammar_draft.NAME],
         "gate": decoder.confidence_gate,
         "logprobs": logprobs,
         "stopping": stopping,
@@ -164,6 +165,9 @@ def result_of(
     if (reasons := batch.policy.reasons([draft.name for draft in decoder.drafts], batch.rows)) is not None:
         notes.append("; ".join(filter(None, [f"auto: {paid(steps)}", str(tree_sizes), reasons])))
     drafting = (spent - Reading(drafting=((0, 0.0),) * len(decoder.drafts))).drafting
+    names = [draft.name for draft in decoder.drafts]
+    if row.constraint:
+        drafting, names = (*drafting, (0, row.constraint.seconds)), [*names, grammar_draft.NAME]
     stats = Stats(
         new_tokens=len(new),
         target_passes=len(steps),
@@ -173,8 +177,8 @@ def result_of(
         notes=tuple(notes),
         tree_sizes=tree_sizes,
         drafts=tuple(
-            contribution(steps, number, draft.name, *clocks)
-            for number, (draft, clocks) in enumerate(zip(decoder.drafts, drafting, strict=True))
+            contribution(steps, number, name, *clocks)
+            for number, (name, clocks) in enumerate(zip(names, drafting, strict=True))
         ),
     )
     return Result(
@@ -201,7 +205,7 @@ def _made_by(decoder: Decoder, row: Row, policy: Policy) -> dict[str, Any]:
         "sampling": row.options,
         "dtype": str(decoder.target.dtype).removeprefix("torch."),
         "device": decoder.target.device.type,
-        "versions": versions(),
+        "versions": versions(*([row.constraint.matcher.library] if row.constraint else [])),
     }
 
 

@@ -16,6 +16,7 @@ from specinfer.common.advice import where_to_give
 from specinfer.common.values import plain
 from specinfer.engine.callables import BatchRow, for_row, listed
 from specinfer.errors import InputError, SamplingError
+from specinfer.grammar.matcher import Matcher
 from specinfer.prompts import is_text
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -129,6 +130,7 @@ class GenerationSettings:
     max_new_tokens: int | None  # None: config.max_length decides per row
     processors: tuple[Any, ...]  # the caller's, in order: functions, or of one row (`of_row`)
     criteria: tuple[Any, ...]  # the caller's stopping criteria, likewise
+    grammar: Matcher | None = None  # what the text may be, at its beginning; rows take copies
 
     @property
     def stop_strings(self) -> list[str]:
@@ -189,6 +191,7 @@ def resolve(
     stopping_criteria: Any = None,
     vocab_size: int | None = None,
     complete: bool = False,
+    grammar: Matcher | None = None,
     **options: Any,
 ) -> GenerationSettings:
     """Merge options over a generation config over the model's own, and validate the result.
@@ -204,6 +207,7 @@ def resolve(
         logits_processor, stopping_criteria: callables, or one.
         vocab_size: of the target: token ids in options must be below it.
         complete: the generation config holds the model's already, and a None in it is meant.
+        grammar: what the text may be.
         **options: fields of ``GenerationConfig``; numbers may be numpy's or torch's.
 
     Raises:
@@ -234,12 +238,16 @@ def resolve(
     vars(config).update({name: _copied(name, value) for name, value in merged.items()})
     _check_options(config)
     _check_tokens(config, given, vocab_size)
+    eos = frozenset(token for token in _items(config.eos_token_id) if 0 <= token < (vocab_size or inf))
+    if grammar and not eos:
+        raise SamplingError("a text of a grammar ends with an end of sequence, and there is none: give eos_token_id")
     return GenerationSettings(
         config=config,
-        eos=frozenset(token for token in _items(config.eos_token_id) if 0 <= token < (vocab_size or inf)),
+        eos=eos,
         max_new_tokens=_max_new_tokens(config, given, generation_config),
         processors=listed("logits_processor", logits_processor),
         criteria=listed("stopping_criteria", stopping_criteria),
+        grammar=grammar,
     )
 
 

@@ -18,12 +18,13 @@ from transformers import MaxTimeCriteria, StopStringCriteria
 
 from specinfer.common.ranks import ALONE, Ranks
 from specinfer.common.tensors import on_device
+from specinfer.engine.constraint import Constraint
 from specinfer.engine.gumbel import COIN, Coupling, key, uniform
 from specinfer.engine.processors import Processors, with_custom
 from specinfer.engine.sampling import GenerationSettings
 from specinfer.engine.stop_strings import StopStrings
-from specinfer.engine.verify import Probabilities, Verdict
-from specinfer.errors import CHECK_WEIGHTS, NumericalError, SamplingError
+from specinfer.engine.verify import Probabilities, Verdict, Verifier
+from specinfer.errors import CHECK_WEIGHTS, NoTokenLeft, NumericalError, SamplingError
 from specinfer.results import Step, drafted_by
 from specinfer.tree import TokenTree
 
@@ -141,6 +142,12 @@ class Row:
         self.logprobs, self.notes = logprobs, [note] if note else []
         self.gate, self.confident = gate, True  # whether the last token passed the gate; a prompt's does
         self.finished: str | None = None  # "eos", "stop" or "length"; or whoever takes the row back says why
+        self.error: NoTokenLeft | None = None  # what ended it, if something did
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """The grammar that the text follows, if any."""
+        return self.processors.constraint
 
     @property
     def remaining(self) -> int:
@@ -217,6 +224,14 @@ class RowView:
         """The key of the row's coins and draws in this step."""
         return key(self.row.seed, COIN, self.base)
 
+    def verdict(self, verifier: Verifier) -> Verdict:
+        """Return the verdict on the tree.  A row whose options leave no token ends, alone, with nothing in this step."""
+        try:
+            return verifier.verify(self.tree, self)
+        except NoTokenLeft as error:
+            self.row.finished, self.row.error = "unfinished", error
+            return Verdict((), -1)
+
     def choice(self, node: int) -> int:
         """Return argmax(scores + noise): the target's greedy choice, or its draw by the Gumbel-max trick.
 
@@ -251,8 +266,7 @@ class RowView:
         """Return the target's distribution after a node, float64 (V,)."""
         if not self.row.sampling:
             return np.eye(1, self.logits.shape[1], self.choice(node))[0]
-        probabilities: Probabilities = self._processed([node])[0].double().softmax(-1).cpu().numpy()
-        self._check(float(probabilities.max()), node)  # of such scores, a softmax is NaN
+        probabilities: Probabilities = self.scores(node).double().softmax(-1).cpu().numpy()
         return probabilities
 
     def probability(self, node: int, token: int) -> float:
@@ -282,6 +296,7 @@ class RowView:
 
         Raises:
             NumericalError: nothing can be chosen from them.
+            NoTokenLeft: nothing is left of them.
         """
         scores = self._processed([node])[0]
         self._check(float(scores.max()), node)
@@ -305,6 +320,8 @@ class RowView:
         """Raise unless the largest score is finite: NaN wins a maximum, so this sees NaN, +inf and all -inf."""
         if not isfinite(largest):
             where = f"row {self.row.index}, step {self.row.step}"
+            if self.row.constraint and isfinite(float(self.logits[node].max())):
+                raise NoTokenLeft(f"{where}: {self.row.constraint.problem}")
             length = self.base + int(self.tree.depths[node])
             raise NumericalError(
                 f"{where}: the target's logits after {length} tokens are NaN, infinite or all -inf. {CHECK_WEIGHTS}"
