@@ -51,8 +51,8 @@ def finished(
                     yield Finished(number, None, error)
             for request, _ in scheduler.step():
                 if request.done:
-                    error = request.row.error
-                    yield Finished(numbers.pop(request), None if error else request.result, error)
+                    result = None if request.row.error else request.result
+                    yield Finished(numbers.pop(request), result, request.row.error)
     except SpecinferError as error:
         error.partial = tuple(request.result for request in numbers)
         raise

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specinfer.errors import NoTokenLeft, SamplingError
+from specinfer.errors import SamplingError
 from specinfer.grammar.matcher import Mask, Matcher
 
 

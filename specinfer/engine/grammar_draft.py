@@ -8,9 +8,8 @@ Knows: trees, constraints.  Does not know: how grammars are followed, how trees 
 
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import pairwise
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specinfer.engine.constraint import Constraint
 from specinfer.engine.sequence import Row
@@ -51,7 +50,7 @@ def with_forced(trees: Forest, rows: Sequence[Row], draft: int, most: int) -> Fo
 
 
 def _with_forced(tree: TokenTree, row: Row, rule: Constraint, drawn: Draw, most: int) -> TokenTree:
-    """Return a row's tree with the tokens that its grammar forces, `most` at most, and without those that it forbids."""
+    """Return a row's tree with what its grammar forces, `most` tokens at most, and without what it forbids."""
     tokens, depths, scores = tree.tokens.tolist(), tree.depths.tolist(), tree.scores.tolist()
     nodes, numbers = [Node(tokens[0], -1, 0.0, ())], {0: 0}  # of the new tree, and in it of the nodes that are kept
     for node, depth in enumerate(depths):  # a parent comes before its children
@@ -75,4 +74,5 @@ def _with_forced(tree: TokenTree, row: Row, rule: Constraint, drawn: Draw, most:
                 nodes.append(Node(token, above, nodes[above].score, (drawn,)))
                 above = len(nodes) - 1
             most -= len(forced[:most])
-    return TokenTree.from_nodes(tokens[0], *zip(*nodes[1:], strict=True)) if nodes[1:] else tree.pruned(0)
+    columns: list[Any] = [list(column) for column in zip(*nodes, strict=True)]
+    return TokenTree.from_nodes(tokens[0], *(column[1:] for column in columns))

@@ -103,7 +103,7 @@ class ConfigOptions(TypedDict, total=False):
 
 
 class Options(UsualOptions, GrammarOptions, ChatOptions, Inputs, ConfigOptions, total=False):
-    """All options of a call: those of `UsualOptions`, `GrammarOptions`, `ChatOptions`, `Inputs`, `ConfigOptions`, these.
+    """All options of a call: of `UsualOptions`, `GrammarOptions`, `ChatOptions`, `Inputs`, `ConfigOptions`, and these.
 
     None is not given; `raw` and `logprobs` are True or False.  Where the type says so, a batch may have a list with one
     value per row.

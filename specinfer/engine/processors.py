@@ -34,7 +34,7 @@ class Processors:
         self.chain = [each if isinstance(each, RowFunction | Constraint) else RowFunction(each) for each in processors]
         self.constraint = next((each for each in self.chain if isinstance(each, Constraint)), None)
         self.reads_path = any(each.reads_path for each in self.chain)
-        self.in_order = not all(each.stateless for each in self.chain)  # nodes are processed as the text goes, each once
+        self.in_order = not all(each.stateless for each in self.chain)  # nodes go as the text does, each once
 
     @classmethod
     def of(cls, settings: GenerationSettings, prompt_length: int, device: torch.device) -> "Processors":

@@ -225,7 +225,7 @@ class RowView:
         return key(self.row.seed, COIN, self.base)
 
     def verdict(self, verifier: Verifier) -> Verdict:
-        """Return the verdict on the tree.  A row whose options leave no token ends, alone, with nothing in this step."""
+        """Return the verdict on the tree; a row whose options leave no token ends, alone, without one."""
         try:
             return verifier.verify(self.tree, self)
         except NoTokenLeft as error:

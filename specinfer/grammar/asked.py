@@ -20,8 +20,8 @@ class GrammarOptions(TypedDict, total=False):
     """What the text may be; one of these.  They need llguidance: ``pip install "specinfer[grammar]"``.
 
     Attributes:
-        response_format: OpenAI's.  ``{"type": "json_schema", "json_schema": {"schema": {...}}}`` is JSON of that schema,
-            with at most 20 spaces and newlines between tokens, and none if the schema holds ``"x-guidance":
+        response_format: OpenAI's.  ``{"type": "json_schema", "json_schema": {"schema": {...}}}`` is JSON of a schema,
+            with 20 spaces and newlines between its tokens at most, and none if the schema holds ``"x-guidance":
             {"whitespace_flexible": False}``.  A keyword that cannot be followed is refused; with ``"strict": False``
             beside the schema it is ignored.  ``{"type": "json_object"}`` is any JSON object, ``{"type": "text"}`` text.
         grammar: in llguidance's form of Lark; it begins with the rule ``start``.
