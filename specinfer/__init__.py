@@ -51,7 +51,7 @@ _PUBLIC = {
     "calls.many": "| Finished",
     "engine.requests": "| Request",
     "engine.scheduler": "| Scheduler",
-    "engine.options": "| Options UsualOptions ChatOptions Inputs ConfigOptions",
+    "engine.options": "| Options UsualOptions GrammarOptions ChatOptions Inputs ConfigOptions",
     "calls.run": "| Run",
     "calls.scoring": "| Score",
     "calls.verifying": "| verify_tree",

