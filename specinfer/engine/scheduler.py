@@ -280,9 +280,9 @@ class Scheduler:
             if len(request.steps) == number:
                 break
             yield request.steps[number]
+        self.rest()
         if request.error:
             raise request.error
-        self.rest()
 
     def rest(self) -> None:
         """End the batch under way if nobody is left in it and nobody waits."""

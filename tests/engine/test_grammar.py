@@ -278,6 +278,13 @@ def test_free_rows_of_a_batch_keep_their_trees(decoders):
     assert [step.tree for step in beside[0].steps] == [step.tree for step in alone.steps]
 
 
+@pytest.mark.parametrize("draft", ["ngram", "suffix"])
+def test_contrastive_search_stays_within_the_grammar(target, tokenizer, draft):
+    decoder = SpeculativeDecoder(target, tokenizer, draft, BestFirst(8, 4), compile=False)
+    for result in decoder.generate(PROMPTS, **COMMON, penalty_alpha=0.6, top_k=4, regex="[a-d]{4}(xy)?z"):
+        assert re.fullmatch("[a-d]{4}(xy)?z", result.text)
+
+
 # ---- ends ----
 
 
