@@ -100,9 +100,10 @@ class GuidanceMatcher:
     def follow(self, tokens: Sequence[int]) -> bool:
         """Go to where these tokens lead from the beginning; return False if one of them is refused."""
         known, wanted = self._tokens, list(tokens)
-        pairs = enumerate(zip(known, wanted, strict=False))
-        shared = next((i for i, (a, b) in pairs if a != b), min(len(known), len(wanted)))
-        if shared < len(known):
+        shared = len(known)
+        if wanted[:shared] != known:
+            pairs = enumerate(zip(known, wanted, strict=False))
+            shared = next((i for i, (a, b) in pairs if a != b), len(wanted))
             self._matcher.rollback(len(known) - shared)
             del known[shared:]
         taken = self._matcher.try_consume_tokens(wanted[shared:])
