@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from specinfer.common.versions import versions
-from specinfer.engine import grammar_draft
 from specinfer.engine.callables import BatchRow
+from specinfer.engine.grammar_draft import NAME
 from specinfer.engine.processors import Processors
 from specinfer.engine.sampling import GenerationSettings
 from specinfer.engine.sequence import Row, Stopping
@@ -131,7 +131,7 @@ def make_requests(
     common: dict[str, Any] = {
         "device": decoder.target.device,
         "tokenizer": decoder.tokenizer,
-        "draft_names": [*(draft.name for draft in decoder.drafts), grammar_draft.NAME],
+        "draft_names": [*(draft.name for draft in decoder.drafts), *(NAME for each in settings[:1] if each.grammar)],
         "gate": decoder.confidence_gate,
         "logprobs": logprobs,
         "stopping": stopping,
@@ -165,9 +165,8 @@ def result_of(
     if (reasons := batch.policy.reasons([draft.name for draft in decoder.drafts], batch.rows)) is not None:
         notes.append("; ".join(filter(None, [f"auto: {paid(steps)}", str(tree_sizes), reasons])))
     drafting = (spent - Reading(drafting=((0, 0.0),) * len(decoder.drafts))).drafting
-    names = [draft.name for draft in decoder.drafts]
     if row.constraint:
-        drafting, names = (*drafting, (0, row.constraint.seconds)), [*names, grammar_draft.NAME]
+        drafting = (*drafting, (0, row.constraint.seconds))
     stats = Stats(
         new_tokens=len(new),
         target_passes=len(steps),
@@ -178,7 +177,7 @@ def result_of(
         tree_sizes=tree_sizes,
         drafts=tuple(
             contribution(steps, number, name, *clocks)
-            for number, (name, clocks) in enumerate(zip(names, drafting, strict=True))
+            for number, (name, clocks) in enumerate(zip(row.draft_names, drafting, strict=True))
         ),
     )
     return Result(
