@@ -112,9 +112,10 @@ def test_log_probabilities_are_printed_or_saved(run, tmp_path):
         assert words in err
 
 
-def test_the_text_may_have_a_form(run, tmp_path):
+def test_the_text_may_have_a_form(run, models, monkeypatch, tmp_path):
     """Of a schema or a grammar in a file, a regex, or a list."""
     pytest.importorskip("llguidance")
+    monkeypatch.setattr(models[None].generation_config, "eos_token_id", 256)
     schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
     schema.write_text('{"const": [true]}')
     grammar.write_text('start: word\nword: "wo" | "rd"\n')
@@ -730,6 +731,7 @@ GENERATE = {
     *("--top-p", "--top-k", "--seed", "--dtype", "--device", "--raw", "--show-tree", "--confidence-gate", "--json"),
     *("--profile", "--memory", "--online", "--save-drafts", "--penalty-alpha", "--tensor-parallel"),
     *("--prompts", "--out", "--max-rows", "--quantize", "--save", "--html", "--svg", "--steps", "--logprobs"),
+    *("--json-schema", "--grammar", "--regex", "--choice"),
     *PLACEMENT,
 }
 NOT_OF_TREE = (
@@ -743,6 +745,10 @@ NOT_OF_TREE = (
     "--online",
     "--save-drafts",
     "--penalty-alpha",
+    "--json-schema",
+    "--grammar",
+    "--regex",
+    "--choice",
     "--save",
     "--steps",
     "--logprobs",
