@@ -450,12 +450,12 @@ class SpeculativeDecoder:
         check_names(config, _options("open"), {name: _options(method) for method, name in METHODS.items()})
         prompts = self.read(prompt, ours.get("raw", False), part(ours, ChatOptions), **part(ours, Inputs))
         given: dict[str, Any] = {name: ours.get(name) for name in ("generation_config", *FUNCTIONS)}
-        if (grammar := asked(part(ours, GrammarOptions))) is not None:
-            given["grammar"] = self.guidance.compiled(grammar)
         settings = [
             resolve(self.target.model.generation_config, vocab_size=self.target.vocab_size, **given, **row_options)
             for row_options in by_row(config, len(prompts.rows))
         ]
+        if (grammar := asked(part(ours, GrammarOptions))) is not None:
+            settings = [setting.of_grammar(self.guidance.compiled(grammar)) for setting in settings]
         settings *= len(prompts.rows) // len(settings)
         budgets = [setting.budget(len(row)) for setting, row in zip(settings, prompts.rows, strict=True)]
         self.check_lengths(prompts.rows, budgets, trees=1 if grammar is None else 2)

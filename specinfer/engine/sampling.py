@@ -159,6 +159,17 @@ class GenerationSettings:
         """How many texts a prompt gets: ``num_return_sequences``."""
         return self.config.num_return_sequences or 1
 
+    def of_grammar(self, grammar: Matcher) -> "GenerationSettings":
+        """Return the settings of texts that follow a grammar.
+
+        Raises:
+            SamplingError: nothing ends a text.
+        """
+        if not self.eos:
+            advice = "give eos_token_id"
+            raise SamplingError(f"a text of a grammar ends with an end of sequence, and there is none: {advice}")
+        return replace(self, grammar=grammar)
+
     def of_row(self, row: BatchRow) -> "GenerationSettings":
         """Return the settings of one row, with functions of its own.
 
@@ -191,7 +202,6 @@ def resolve(
     stopping_criteria: Any = None,
     vocab_size: int | None = None,
     complete: bool = False,
-    grammar: Matcher | None = None,
     **options: Any,
 ) -> GenerationSettings:
     """Merge options over a generation config over the model's own, and validate the result.
@@ -207,7 +217,6 @@ def resolve(
         logits_processor, stopping_criteria: callables, or one.
         vocab_size: of the target: token ids in options must be below it.
         complete: the generation config holds the model's already, and a None in it is meant.
-        grammar: what the text may be.
         **options: fields of ``GenerationConfig``; numbers may be numpy's or torch's.
 
     Raises:
@@ -238,16 +247,12 @@ def resolve(
     vars(config).update({name: _copied(name, value) for name, value in merged.items()})
     _check_options(config)
     _check_tokens(config, given, vocab_size)
-    eos = frozenset(token for token in _items(config.eos_token_id) if 0 <= token < (vocab_size or inf))
-    if grammar and not eos:
-        raise SamplingError("a text of a grammar ends with an end of sequence, and there is none: give eos_token_id")
     return GenerationSettings(
         config=config,
-        eos=eos,
+        eos=frozenset(token for token in _items(config.eos_token_id) if 0 <= token < (vocab_size or inf)),
         max_new_tokens=_max_new_tokens(config, given, generation_config),
         processors=listed("logits_processor", logits_processor),
         criteria=listed("stopping_criteria", stopping_criteria),
-        grammar=grammar,
     )
 
 

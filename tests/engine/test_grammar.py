@@ -67,7 +67,6 @@ def ids(results):
 def check(result, schema):
     """A text that ended is JSON of its schema."""
     if result.finish_reason == "eos":
-        assert result.token_ids[-1] == EOS_TEXT
         jsonschema.validate(json.loads(result.text), schema)
 
 
