@@ -52,7 +52,7 @@ _PUBLIC = {
     "engine.requests": "| Request",
     "engine.scheduler": "| Scheduler",
     "engine.store": "| PrefixStore",
-    "engine.options": "| Options UsualOptions ChatOptions Inputs ConfigOptions",
+    "engine.options": "| Options UsualOptions GrammarOptions ChatOptions Inputs ConfigOptions",
     "calls.run": "| Run",
     "calls.scoring": "| Score",
     "calls.verifying": "| verify_tree",

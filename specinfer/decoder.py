@@ -8,7 +8,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -53,6 +53,8 @@ from specinfer.engine.sequence import Stopping
 from specinfer.engine.store import PrefixStore, checked_salt
 from specinfer.engine.verify import Verifier, chosen_verifier
 from specinfer.errors import InputError, ModelError, TokenizerMismatch, UnsupportedModel
+from specinfer.grammar.asked import GrammarOptions, asked
+from specinfer.grammar.guidance import Guidance
 from specinfer.prompts import Inputs, OnePrompt, Prompt, Prompts, check_beside, check_ids, encode
 from specinfer.results import Result
 from specinfer.tree import BestFirst, Chain, Kind, Policy
@@ -230,6 +232,11 @@ class SpeculativeDecoder:
     def networks(self) -> list[TreeModel]:
         """Everything that runs passes: the target, and drafts that are models or heads."""
         return [model for _, model in self._named_networks()]
+
+    @cached_property
+    def guidance(self) -> Guidance:
+        """What compiles grammars for the target's tokenizer."""
+        return Guidance(self.tokenizer, self.target.vocab_size)
 
     def _named_networks(self) -> list[tuple[str, TreeModel]]:
         drafts = [(draft.name, draft.model) for draft in self.drafts]
@@ -449,9 +456,11 @@ class SpeculativeDecoder:
             resolve(self.target.model.generation_config, vocab_size=self.target.vocab_size, **given, **row_options)
             for row_options in by_row(config, len(prompts.rows))
         ]
+        if (grammar := asked(part(ours, GrammarOptions))) is not None:
+            settings = [setting.of_grammar(self.guidance.compiled(grammar)) for setting in settings]
         settings *= len(prompts.rows) // len(settings)
         budgets = [setting.budget(len(row)) for setting, row in zip(settings, prompts.rows, strict=True)]
-        self.check_lengths(prompts.rows, budgets)
+        self.check_lengths(prompts.rows, budgets, trees=1 if grammar is None else 2)
         sequences = settings[0].sequences
         requests = make_requests(
             self,
@@ -566,11 +575,16 @@ class SpeculativeDecoder:
         check_beside(beside, prompts.padded, self.target)
         return prompts
 
-    def check_lengths(self, rows: Sequence[Sequence[int]], budgets: Sequence[int]) -> None:
-        """Raise `InputError` if a prompt and its new tokens (the budget) do not fit the target's context."""
+    def check_lengths(self, rows: Sequence[Sequence[int]], budgets: Sequence[int], trees: int = 1) -> None:
+        """Raise `InputError` if a prompt and its new tokens (the budget) do not fit the target's context.
+
+        Args:
+            rows, budgets: of each prompt.
+            trees: of the policy's size, that a step's tree may be as large as.
+        """
         limit = self.target.position_limit() or inf
         if not self.target.takes_positions:
-            limit -= self.policy.max_nodes  # without positions, a model counts padding, too
+            limit -= trees * self.policy.max_nodes  # without positions, a model counts padding, too
         for index, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
             if len(row) + budget > limit:
                 named = f" ({self.target.context.setting})" if self.target.context.setting else ""

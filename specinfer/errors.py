@@ -8,6 +8,7 @@ Knows: names.  Does not know: anything else; it imports nothing, and everything 
     ├── PairingError
     ├── InputError
     ├── SamplingError
+    │   └── NoTokenLeft
     ├── ModelError
     │   ├── UnsupportedModel
     │   ├── NotCompiled
@@ -58,6 +59,10 @@ class InputError(SpecinferError, ValueError):
 
 class SamplingError(SpecinferError, ValueError):
     """A sampling option is unknown, contradictory, or cannot work with token trees."""
+
+
+class NoTokenLeft(SamplingError):
+    """A grammar and the call's other options leave no token: the row ends, and no other."""
 
 
 class ModelError(SpecinferError):

@@ -95,7 +95,7 @@ class Profile:
             raise ValueError(f"it does not say that it is {KIND!r}, version {VERSION}")
         if any(draft >= saved.drafts for draft, _ in saved.levels):
             raise ValueError(f"levels names other drafts than the first {saved.drafts}")
-        if any(who > 2**saved.drafts for _, _, who, *_ in saved.accepted):
+        if any(who >= 2 << saved.drafts for _, _, who, *_ in saved.accepted):  # a grammar's id follows theirs
             raise ValueError(f"accepted names other drafts than the first {saved.drafts}")
         learnt = cls()
         learnt.drafts = saved.drafts

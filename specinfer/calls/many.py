@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from specinfer.engine.requests import Request
 from specinfer.engine.scheduler import Scheduler
-from specinfer.errors import SpecinferError
+from specinfer.errors import NoTokenLeft, SpecinferError
 from specinfer.results import Result
 
 PATIENCE = 0.01  # seconds for which rows under way wait for a prompt that was asked for
@@ -47,14 +47,15 @@ def finished(
                 number, prompt = found
                 try:
                     numbers[scheduler.add(request_of(prompt, number))] = number
-                except SpecinferError as error:
-                    yield Finished(number, None, error)
+                except SpecinferError as failed:
+                    yield Finished(number, None, failed)
             for request, _ in scheduler.step():
-                if request.row.error:
-                    raise request.row.error
+                failed = request.row.error
+                if failed and not isinstance(error, NoTokenLeft):
+                    raise failed
                 if request.done:
-                    yield Finished(numbers.pop(request), request.result, None)
-    except SpecinferError as error:
+                    yield Finished(numbers.pop(request), None if failed else request.result, error)
+    except SpecinferError as failed:
         error.partial = tuple(request.result for request in numbers)
         raise
     finally:

@@ -12,7 +12,7 @@ from specinfer.engine.requests import Request
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.sequence import Row
 from specinfer.engine.store import PrefixStore
-from specinfer.errors import InputError, SpecinferError
+from specinfer.errors import InputError, NoTokenLeft, SpecinferError
 from specinfer.results import Result, Step
 from specinfer.tree import Policy
 
@@ -62,6 +62,7 @@ class Run:
 
         Raises:
             InputError: the streamer is not one, or there is more than one prompt for it.
+            NoTokenLeft: a row had to end; the others are whole, in ``partial``.
         """
         if streamer is not None:
             if not (hasattr(streamer, "put") and hasattr(streamer, "end")):
@@ -73,6 +74,9 @@ class Run:
             for emitted in self:
                 if streamer is not None:
                     streamer.put(torch.tensor(emitted[0][1].tokens, device="cpu"))
+            for row in self.rows:
+                if row.error:
+                    raise row.error
         except SpecinferError as error:
             error.partial = tuple(self.results())
             raise
@@ -87,8 +91,9 @@ class Run:
     def _run(self) -> Iterator[list[tuple[Row, Step]]]:
         while not self._scheduler.idle:
             emitted = self._scheduler.step()
-            if error := next((request.row.error for request, _ in emitted if request.row.error), None):
-                self.close()
-                raise error
+            for row in (request.row for request, _ in emitted):
+                if row.error and not isinstance(row.error, NoTokenLeft):  # that one waits until the others are whole
+                    self.close()
+                    raise row.error
             if emitted:
                 yield [(request.row, step) for request, step in emitted]

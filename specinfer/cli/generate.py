@@ -103,6 +103,7 @@ def generate(
     models: options.Models,
     trees: options.Trees,
     sampling: options.Sampling,
+    form: options.Form,
     penalty_alpha: Annotated[
         float | None, Option(help="Contrastive search among --top-k candidates: its penalty, 0.6 for example.")
     ] = None,
@@ -118,6 +119,7 @@ def generate(
     _check_combination(SimpleNamespace(**locals(), **vars(learning), **vars(output)))
     text = "" if prompt is None else read_prompt(prompt, tensor_parallel)
     lines: Any = ()
+    written = form.asked()
     with loading():
         if prompts:
             from specinfer.batch import generate_files, read_prompts
@@ -132,7 +134,7 @@ def generate(
         online=learning.online,
         memory=texts,
     )
-    asked: dict[str, Any] = {**asdict(sampling), "raw": raw, "penalty_alpha": penalty_alpha}
+    asked: dict[str, Any] = {**asdict(sampling), **written, "raw": raw, "penalty_alpha": penalty_alpha}
     result: Any
     if out:
         with resumable(out):

@@ -16,6 +16,7 @@ from typer import Argument, Option
 
 from specinfer.cli.terminal import loading, only_first_prints, quieten
 from specinfer.common.advice import did_you_mean
+from specinfer.common.files import checked_path, parse_json
 from specinfer.errors import InputError
 
 if TYPE_CHECKING:
@@ -168,6 +169,39 @@ class Sampling:
         int | None, Option(help="0 = all tokens; sampling and contrastive search only.", show_default="50")
     ] = None
     seed: Seed = 0
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the text may be."""
+
+    json_schema: Annotated[Path | None, Option(help="File of a JSON schema that the text follows.")] = None
+    grammar: Annotated[Path | None, Option(help="File of a grammar in llguidance's form of Lark, likewise.")] = None
+    regex: Annotated[str | None, Option(help="Regex that the whole text matches.")] = None
+    choice: Annotated[list[str] | None, Option(help="A text that is allowed. Repeat.")] = None
+
+    def asked(self) -> dict[str, Any]:
+        """Return the options of a call; raise `InputError` for a file that cannot be read."""
+        found: dict[str, Any] = {"regex": self.regex, "choices": self.choice or None}
+        if self.grammar:
+            found["grammar"] = _read("--grammar", self.grammar)
+        if self.json_schema:
+            text = _read("--json-schema", self.json_schema)
+            try:
+                schema = parse_json(text)
+            except ValueError as error:
+                raise InputError(f"--json-schema {self.json_schema} holds no JSON ({error!s:.100})") from error
+            found["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def _read(option: str, file: Path) -> str:
+    """Return the text of an option's file."""
+    try:
+        return checked_path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{option} {file} cannot be read ({reason}): give a file of text") from error
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:

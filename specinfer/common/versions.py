@@ -9,9 +9,9 @@ VERSION = "0.1.0"  # as in pyproject.toml
 OTHERS = ("torch", "transformers")
 
 
-def versions() -> dict[str, str]:
-    """Return them by package."""
-    return {"specinfer": VERSION, **{package: _installed(package) for package in OTHERS}}
+def versions(*more: str) -> dict[str, str]:
+    """Return them by package, and those of further packages."""
+    return {"specinfer": VERSION, **{package: _installed(package) for package in (*OTHERS, *more)}}
 
 
 @cache

@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import generation
 
 from specinfer.attention.torch_private import writes
+from specinfer.common.tensors import on_device
 from specinfer.common.values import plain
 from specinfer.errors import SamplingError
 
@@ -41,19 +42,23 @@ FIXED = (  # types of values that do not change
     *(ModuleType, FunctionType, BuiltinFunctionType),
 )
 LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "threading", "re", "regex", "functools", "enum")
-# Classes of transformers' that remember nothing from call to call, and look at each row by itself.
-STATELESS = (
+# Classes of transformers' that do not read the tokens before a node.
+PREFIX_FREE = (
     *(generation.TemperatureLogitsWarper, generation.TopKLogitsWarper, generation.TopPLogitsWarper),
     *(generation.MinPLogitsWarper, generation.TopHLogitsWarper, generation.TypicalLogitsWarper),
     *(generation.EpsilonLogitsWarper, generation.EtaLogitsWarper, generation.LogitNormalization),
-    *(generation.InfNanRemoveLogitsProcessor, generation.SequenceBiasLogitsProcessor),
+    generation.InfNanRemoveLogitsProcessor,
+)
+# All that remember nothing from call to call, and look at each row by itself.
+STATELESS = (
+    *PREFIX_FREE,
+    *(generation.SequenceBiasLogitsProcessor, generation.SuppressTokensLogitsProcessor),
     *(generation.NoRepeatNGramLogitsProcessor, generation.NoBadWordsLogitsProcessor),
     *(generation.MinLengthLogitsProcessor, generation.MinNewTokensLengthLogitsProcessor),
     *(generation.ForcedBOSTokenLogitsProcessor, generation.ForcedEOSTokenLogitsProcessor),
-    *(generation.SuppressTokensLogitsProcessor, generation.SuppressTokensAtBeginLogitsProcessor),
     *(generation.ExponentialDecayLengthPenalty, generation.RepetitionPenaltyLogitsProcessor),
-    *(generation.MaxLengthCriteria, generation.MaxTimeCriteria, generation.EosTokenCriteria),
-    generation.StopStringCriteria,
+    *(generation.SuppressTokensAtBeginLogitsProcessor, generation.MaxLengthCriteria),
+    *(generation.MaxTimeCriteria, generation.EosTokenCriteria, generation.StopStringCriteria),
 )
 
 
@@ -95,6 +100,29 @@ class RowFunction:
     def stateless(self) -> bool:
         """Whether it is known to be a function of each row's ids and scores alone, so that paths can share a call."""
         return type(self.function) in STATELESS
+
+    @cached_property
+    def reads_path(self) -> bool:
+        """Whether it may read the tokens before a node."""
+        return type(self.function) not in PREFIX_FREE
+
+    def after(self, paths: Sequence[Sequence[int]], scores: Tensor, padding: Sequence[int] = ()) -> Tensor:
+        """Return the processed scores (n, V) after n paths: of one length at a time, or each alone, in their order.
+
+        Args:
+            paths: ids so far, n of them; () unless it reads them.
+            scores: (n, V), which may be changed.
+            padding: ids before every path.
+        """
+        if not self.reads_path:
+            return self.scores(scores.new_zeros(len(scores), 0, dtype=torch.long), scores)
+        lengths = sorted({len(path) for path in paths})
+        together = [[i for i, path in enumerate(paths) if len(path) == length] for length in lengths]
+        for rows in together if self.stateless else [[i] for i in range(len(paths))]:
+            ids = on_device([[*padding, *paths[i]] for i in rows], scores.device)
+            indices = on_device(rows, scores.device)
+            scores[indices] = self.scores(ids, scores[indices])
+        return scores
 
     def scores(self, ids: Tensor, scores: Tensor) -> Tensor:
         """Return the processed scores (n, V) after n paths (n, T), one path unless `stateless`.

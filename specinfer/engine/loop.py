@@ -14,6 +14,7 @@ from collections.abc import Generator, Sequence
 from typing import Protocol, TypeVar
 
 from specinfer.engine.draft import DraftSession
+from specinfer.engine.grammar_draft import with_forced
 from specinfer.engine.sequence import Row, target_views
 from specinfer.engine.sessions import Sessions
 from specinfer.engine.verify import Verifier
@@ -61,7 +62,7 @@ def decode(schedule: Schedule[T_co], sessions: Sessions, verifier: Verifier) -> 
 def propose(drafts: Sequence[DraftSession], policy: Policy, rows: Sequence[Row]) -> Forest:
     """Return one tree per row: the drafts' trees, merged, and cut to the depth that the row may still emit.
 
-    If no row may grow a tree, or the policy is idle, all get bare roots and the drafts are not asked.
+    If no row may grow a tree, or the policy is idle, the drafts are not asked.  Rows with a grammar get what it forces.
 
     Raises:
         TreeError: a draft's trees grow from other tokens than the rows' last ones.
@@ -71,7 +72,7 @@ def propose(drafts: Sequence[DraftSession], policy: Policy, rows: Sequence[Row])
         trees = Forest.merged([draft.propose(policy, roots, max(depths)) for draft in drafts]).pruned(depths)
     else:
         trees = Forest(policy.kind, roots)
-    fitted = policy.fit(trees)
+    fitted = policy.fit(with_forced(trees, rows, len(drafts), policy.max_nodes))
     if fitted.roots != roots:
         raise TreeError(f"trees with roots {fitted.roots} were drafted for rows that end in {roots}")
     return fitted

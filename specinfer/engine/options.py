@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack, cast, get_args, get_type_hints
 
 from specinfer.common.chat import ChatOptions
+from specinfer.grammar.asked import GrammarOptions
 from specinfer.prompts import Inputs
 
 T = TypeVar("T")
@@ -101,8 +102,8 @@ class ConfigOptions(TypedDict, total=False):
     return_dict_in_generate: bool | None
 
 
-class Options(UsualOptions, ChatOptions, Inputs, ConfigOptions, total=False):
-    """All options of a call: those of `UsualOptions`, `ChatOptions`, `Inputs` and `ConfigOptions`, and these.
+class Options(UsualOptions, GrammarOptions, ChatOptions, Inputs, ConfigOptions, total=False):
+    """All options of a call: of `UsualOptions`, `GrammarOptions`, `ChatOptions`, `Inputs`, `ConfigOptions`, and these.
 
     None is not given; `raw` and `logprobs` are True or False.  Where the type says so, a batch may have a list with one
     value per row.

@@ -15,17 +15,10 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from specinfer.common.tensors import on_device
 from specinfer.engine.callables import RowFunction
+from specinfer.engine.constraint import Constraint
 from specinfer.engine.sampling import GenerationSettings
 from specinfer.errors import SamplingError
-
-# Processors that do not read the tokens before a node.
-_PREFIX_FREE = (
-    *(hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper, hf.TopHLogitsWarper),
-    *(hf.TypicalLogitsWarper, hf.EpsilonLogitsWarper, hf.EtaLogitsWarper),
-    *(hf.LogitNormalization, hf.InfNanRemoveLogitsProcessor),
-)
 
 
 class Processors:
@@ -38,21 +31,26 @@ class Processors:
 
     def __init__(self, processors: Sequence[Any], padding: Sequence[int] = ()) -> None:
         self.padding = list(padding)
-        functions = [each if isinstance(each, RowFunction) else RowFunction(each) for each in processors]
-        self.chain = [(each, type(each.function) not in _PREFIX_FREE) for each in functions]
-        self.reads_path = any(reads for _, reads in self.chain)
-        self.in_order = not all(each.stateless for each in functions)  # nodes are processed as the text goes, each once
+        self.chain = [each if isinstance(each, RowFunction | Constraint) else RowFunction(each) for each in processors]
+        self.constraint = next((each for each in self.chain if isinstance(each, Constraint)), None)
+        self.reads_path = any(each.reads_path for each in self.chain)
+        self.in_order = not all(each.stateless for each in self.chain)  # nodes go as the text does, each once
 
     @classmethod
     def of(cls, settings: GenerationSettings, prompt_length: int, device: torch.device) -> "Processors":
-        """Build the processors of a row whose prompt has ``prompt_length`` tokens, in Hugging Face's order."""
+        """Build the processors of a row whose prompt has ``prompt_length`` tokens, in Hugging Face's order.
+
+        A grammar's follows the caller's: what warpers draw from is what it allows.
+        """
         built = _processors(settings, prompt_length, device)
+        matchers = [settings.grammar.copy()] if settings.grammar else []
+        rules = [Constraint(matcher, prompt_length, settings.eos) for matcher in matchers]
         warpers = _warpers(settings.config) if settings.do_sample else []
-        return cls([*with_custom(built, settings.processors), *warpers])
+        return cls([*with_custom(built, settings.processors), *rules, *warpers])
 
     def without_prefix_readers(self) -> "Processors":
         """Return the distribution without the processors that read a prefix: drafts rank their candidates by it."""
-        return Processors([processor for processor, reads in self.chain if not reads])
+        return Processors([each for each in self.chain if not each.reads_path])
 
     def scores(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Process logits (N, V) of N nodes whose ids so far are ``paths``; return float32 (or wider) scores (N, V).
@@ -60,21 +58,8 @@ class Processors:
         ``paths`` may be empty if `reads_path` is False.  Without processors, the logits themselves may be returned.
         """
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=bool(self.chain))
-        if not self.chain:
-            return scores
-        nothing = logits.new_zeros(len(logits), 0, dtype=torch.long)
-        for processor, reads in self.chain:
-            scores = self._by_path(processor, scores, paths) if reads else processor.scores(nothing, scores)
-        return scores
-
-    def _by_path(self, processor: RowFunction, scores: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Apply a prefix-reading processor: all paths of one length at a time, or each path alone, in their order."""
-        lengths = sorted({len(path) for path in paths})
-        together = [[i for i, path in enumerate(paths) if len(path) == length] for length in lengths]
-        for rows in together if processor.stateless else [[i] for i in range(len(paths))]:
-            ids = on_device([[*self.padding, *paths[i]] for i in rows], scores.device)
-            indices = on_device(rows, scores.device)
-            scores[indices] = processor.scores(ids, scores[indices])
+        for processor in self.chain:
+            scores = processor.after(paths, scores, self.padding)
         return scores
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from specinfer.common.versions import versions
 from specinfer.engine.callables import BatchRow
+from specinfer.engine.grammar_draft import NAME
 from specinfer.engine.processors import Processors
 from specinfer.engine.sampling import GenerationSettings
 from specinfer.engine.sequence import Row, Stopping
@@ -137,7 +138,7 @@ def make_requests(
     common: dict[str, Any] = {
         "device": decoder.target.device,
         "tokenizer": decoder.tokenizer,
-        "draft_names": [draft.name for draft in decoder.drafts],
+        "draft_names": [*(draft.name for draft in decoder.drafts), *(NAME for each in settings[:1] if each.grammar)],
         "gate": decoder.confidence_gate,
         "logprobs": logprobs,
         "stopping": stopping,
@@ -172,6 +173,8 @@ def result_of(
     if (reasons := batch.policy.reasons([draft.name for draft in decoder.drafts], batch.rows)) is not None:
         notes.append("; ".join(filter(None, [f"auto: {paid(steps)}", str(tree_sizes), reasons])))
     drafting = (spent - Reading(drafting=((0, 0.0),) * len(decoder.drafts))).drafting
+    if row.constraint:
+        drafting = (*drafting, (0, row.constraint.seconds))
     stats = Stats(
         new_tokens=len(new),
         target_passes=len(steps),
@@ -181,8 +184,8 @@ def result_of(
         notes=tuple(notes),
         tree_sizes=tree_sizes,
         drafts=tuple(
-            contribution(steps, number, draft.name, *clocks)
-            for number, (draft, clocks) in enumerate(zip(decoder.drafts, drafting, strict=True))
+            contribution(steps, number, name, *clocks)
+            for number, (name, clocks) in enumerate(zip(row.draft_names, drafting, strict=True))
         ),
         cached_tokens=row.text.cached,
     )
@@ -210,7 +213,7 @@ def _made_by(decoder: Decoder, row: Row, policy: Policy) -> dict[str, Any]:
         "sampling": row.options,
         "dtype": str(decoder.target.dtype).removeprefix("torch."),
         "device": decoder.target.device.type,
-        "versions": versions(),
+        "versions": versions(*([row.constraint.matcher.library] if row.constraint else [])),
     }
 
 

@@ -16,6 +16,7 @@ from specinfer.common.advice import where_to_give
 from specinfer.common.values import plain
 from specinfer.engine.callables import BatchRow, for_row, listed
 from specinfer.errors import InputError, SamplingError
+from specinfer.grammar.matcher import Matcher
 from specinfer.prompts import is_text
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -129,6 +130,7 @@ class GenerationSettings:
     max_new_tokens: int | None  # None: config.max_length decides per row
     processors: tuple[Any, ...]  # the caller's, in order: functions, or of one row (`of_row`)
     criteria: tuple[Any, ...]  # the caller's stopping criteria, likewise
+    grammar: Matcher | None = None  # what the text may be, at its beginning; rows take copies
 
     @property
     def stop_strings(self) -> list[str]:
@@ -156,6 +158,17 @@ class GenerationSettings:
     def sequences(self) -> int:
         """How many texts a prompt gets: ``num_return_sequences``."""
         return self.config.num_return_sequences or 1
+
+    def of_grammar(self, grammar: Matcher) -> "GenerationSettings":
+        """Return the settings of texts that follow a grammar.
+
+        Raises:
+            SamplingError: nothing ends a text.
+        """
+        if not self.eos:
+            advice = "give eos_token_id"
+            raise SamplingError(f"a text of a grammar ends with an end of sequence, and there is none: {advice}")
+        return replace(self, grammar=grammar)
 
     def of_row(self, row: BatchRow) -> "GenerationSettings":
         """Return the settings of one row, with functions of its own.

@@ -109,7 +109,7 @@ class Decoding:
             if request.done:  # it was aborted, and leaves with this step
                 continue
             found.append((request, replace(step, seconds=spent.seconds)))
-            if not row.error:
+            if step.tokens or not row.error:
                 request.steps.append(found[-1][1])
             if row.finished:
                 self.end(request)

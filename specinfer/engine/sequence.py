@@ -18,15 +18,18 @@ from transformers import MaxTimeCriteria, StopStringCriteria
 
 from specinfer.common.ranks import ALONE, Ranks
 from specinfer.common.tensors import on_device
+from specinfer.engine.constraint import Constraint
 from specinfer.engine.gumbel import COIN, Coupling, key, uniform
 from specinfer.engine.processors import Processors, with_custom
 from specinfer.engine.sampling import GenerationSettings
 from specinfer.engine.stop_strings import StopStrings
 from specinfer.engine.store import Text
 from specinfer.engine.verify import Probabilities, Verdict
-from specinfer.errors import CHECK_WEIGHTS, NumericalError, SamplingError
+from specinfer.errors import CHECK_WEIGHTS, NoTokenLeft, NumericalError, SamplingError
 from specinfer.results import UNFINISHED, Step, drafted_by
 from specinfer.tree import TokenTree
+
+NOTHING = -1  # in place of a bonus token that options leave no room for
 
 
 class Stopping:
@@ -150,6 +153,11 @@ class Row:
         self.finished: str | None = None  # "eos", "stop" or "length"; or whoever takes the row back says why
 
     @property
+    def constraint(self) -> Constraint | None:
+        """The grammar that the text follows, if any."""
+        return self.processors.constraint
+
+    @property
     def remaining(self) -> int:
         """How many tokens the row may still emit."""
         return self.stopping.budget - (len(self.ids) - self.prompt_length)
@@ -173,7 +181,7 @@ class Row:
         """
         if not self.finished:  # else it was taken back between two steps
             try:
-                return self._advanced(verify(target.tree, target), target)
+                return self._advanced(target.verdict(verify), target)
             except Exception as error:
                 if self.stopping.ranks.size > 1:  # others may not know of it
                     raise
@@ -183,12 +191,16 @@ class Row:
     def _advanced(self, verdict: Verdict, target: "RowView") -> Step:
         """Append a verdict's tokens; return the step."""
         tree, before = target.tree, len(self.ids)
-        if self.gate is not None:
+        if self.gate is not None and verdict.token != NOTHING:
             self.confident = target.probability((0, *verdict.path)[-1], verdict.token) >= self.gate
         for token in (*(int(tree.tokens[node]) for node in verdict.path), verdict.token):
+            if token == NOTHING:
+                self.finished = UNFINISHED
+                break
             self.ids.append(token)
             self.finished = self.stopping.reason(self.ids, len(self.ids) - self.prompt_length)
             if self.finished:
+                self.error = None  # it ended before
                 break
         self.coupling.forget(inf if self.finished else len(self.ids))
         tokens = tuple(self.ids[before:])
@@ -228,11 +240,20 @@ class RowView:
         self.step: Sequence[ref[RowView]] = (ref(self),)
         self._chosen: dict[int, tuple[int, float]] = {}  # by node, the target's choice and its score
         self._scores: dict[int, Tensor] = {}  # by node, what may be processed only once
+        self._empty = 0  # the node after which nothing may follow, if there is one
 
     @cached_property
     def coins(self) -> int:
         """The key of the row's coins and draws in this step."""
         return key(self.row.seed, COIN, self.base)
+
+    def verdict(self, verify: Callable[[TokenTree, "RowView"], Verdict]) -> Verdict:
+        """Return the verdict on the tree; where no token is left, its row ends after what was accepted."""
+        try:
+            return verify(self.tree, self)
+        except NoTokenLeft as error:
+            self.row.error = error
+            return Verdict(tuple(self.tree.ancestors(self._empty)[1:]), NOTHING)
 
     def choice(self, node: int) -> int:
         """Return argmax(scores + noise): the target's greedy choice, or its draw by the Gumbel-max trick.
@@ -268,8 +289,7 @@ class RowView:
         """Return the target's distribution after a node, float64 (V,)."""
         if not self.row.sampling:
             return np.eye(1, self.logits.shape[1], self.choice(node))[0]
-        probabilities: Probabilities = self._processed([node])[0].double().softmax(-1).cpu().numpy()
-        self._check(float(probabilities.max()), node)  # of such scores, a softmax is NaN
+        probabilities: Probabilities = self.scores(node).double().softmax(-1).cpu().numpy()
         return probabilities
 
     def probability(self, node: int, token: int) -> float:
@@ -299,6 +319,7 @@ class RowView:
 
         Raises:
             NumericalError: nothing can be chosen from them.
+            NoTokenLeft: nothing is left of them.
         """
         scores = self._processed([node])[0]
         self._check(float(scores.max()), node)
@@ -322,6 +343,9 @@ class RowView:
         """Raise unless the largest score is finite: NaN wins a maximum, so this sees NaN, +inf and all -inf."""
         if not isfinite(largest):
             where = f"row {self.row.index}, step {self.row.step}"
+            if self.row.constraint and isfinite(float(self.logits[node].max())):
+                self._empty = node
+                raise NoTokenLeft(f"{where}: {self.row.constraint.problem}")
             length = self.base + int(self.tree.depths[node])
             raise NumericalError(
                 f"{where}: the target's logits after {length} tokens are NaN, infinite or all -inf. {CHECK_WEIGHTS}"

@@ -159,7 +159,8 @@ class Openings:
         model, aux_layers = self.decoder.target, self._aux_layers()
         longest, end = max(len(row.ids) for row in rows), _end(rows)
         drafts = len(self.decoder.drafts)
-        usual, most = (count * max(1, drafts) for count, _ in self._tree_sizes())
+        proposing = drafts + any(row.constraint for row in rows)  # a grammar proposes as many nodes as a draft
+        usual, most = (count * max(1, proposing) for count, _ in self._tree_sizes())
         # trees of many rows are small, and passes read wide caches more slowly; graphs are lost when a cache grows
         usual = usual if self.decoder.graphs else usual // len(rows)
         first = longest if joining else min(end, longest + FIRST_TOKENS) + size_bucket(1 + usual)

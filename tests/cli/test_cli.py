@@ -112,6 +112,27 @@ def test_log_probabilities_are_printed_or_saved(run, tmp_path):
         assert words in err
 
 
+def test_the_text_may_have_a_form(run, models, monkeypatch, tmp_path):
+    """Of a schema or a grammar in a file, a regex, or a list."""
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(models[None].generation_config, "eos_token_id", 256)
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"const": [true]}')
+    grammar.write_text('start: word\nword: "wo" | "rd"\n')
+    forms = {
+        r"\[\s*true\s*\]": ["--json-schema", schema],
+        "wo|rd": ["--grammar", grammar],
+        "[xy]{3}": ["--regex", "[xy]{3}"],
+        "one|two": ["--choice", "one", "--choice", "two"],
+    }
+    for legal, options in forms.items():
+        code, out, err = run("generate", PROMPT, "--raw", "--json", *options, "--max-new-tokens", "60")
+        assert (code, err) == (0, "")
+        found = json.loads(out)
+        assert re.fullmatch(legal, found["text"])
+        assert found["finish_reason"] == "eos"
+
+
 def test_several_drafts_report_what_each_contributed(run):
     """One line a draft, to standard error; a single draft needs none."""
     err = run("generate", PROMPT, "--raw", "--draft", "ngram", "--draft", "draft", *NEW)[2]
@@ -301,6 +322,10 @@ ERRORS = {
     "a tree of many": (["generate", "--prompts", "f", "--out", "x", "--show-tree"], "one prompt"),
     "many in processes": (["generate", "--prompts", "f", "--out", "x", "--tensor-parallel", "2"], "one process"),
     "no such file": (["generate", "--prompts", "nope.jsonl", "--out", "x"], "nope.jsonl"),
+    "no such schema": (["generate", "hi", "--json-schema", "nope.json"], "--json-schema nope.json"),
+    "no schema": (["generate", "hi", "--json-schema", __file__], "holds no JSON"),
+    "no grammar": (["generate", "hi", "--grammar", "nope.lark"], "--grammar nope.lark"),
+    "two forms": (["generate", "hi", "--regex", "a", "--choice", "b"], "give one of them"),
     "nothing that learns": (["generate", "hi", "--draft", "draft", "--online"], "can learn (draft)"),
     "nothing learnt to save": (["generate", "hi", "--save-drafts", "x"], "add --online"),
 }
@@ -706,6 +731,7 @@ GENERATE = {
     *("--top-p", "--top-k", "--seed", "--dtype", "--device", "--raw", "--show-tree", "--confidence-gate", "--json"),
     *("--profile", "--memory", "--online", "--save-drafts", "--penalty-alpha", "--tensor-parallel"),
     *("--prompts", "--out", "--max-rows", "--quantize", "--save", "--html", "--svg", "--steps", "--logprobs"),
+    *("--json-schema", "--grammar", "--regex", "--choice"),
     *PLACEMENT,
 }
 NOT_OF_TREE = (
@@ -719,6 +745,10 @@ NOT_OF_TREE = (
     "--online",
     "--save-drafts",
     "--penalty-alpha",
+    "--json-schema",
+    "--grammar",
+    "--regex",
+    "--choice",
     "--save",
     "--steps",
     "--logprobs",

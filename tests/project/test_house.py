@@ -19,7 +19,7 @@ LAYERS = [
     ["errors", "common"],
     ["tree"],
     ["attention"],
-    ["checkpoints", "loading", "results", "prompts"],
+    ["checkpoints", "loading", "results", "prompts", "grammar"],
     ["adaptive"],
     ["engine"],
     ["drafts"],

@@ -1,0 +1,117 @@
+"""How a call says what its text may be: a JSON schema, a grammar, a regex or a list of strings, one of them.
+
+Knows: the options, among them OpenAI's ``response_format``, and their shapes.
+Does not know: whether a grammar has mistakes, how it is compiled and followed.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict
+
+from specinfer.common.values import plain
+from specinfer.errors import SamplingError
+
+FORMATS = ("text", "json_object", "json_schema")
+NUL = "holds a NUL character, which no text should: leave it out"
+SHAPE = '{"type": "json_schema", "json_schema": {"schema": {...}}}'
+
+
+class GrammarOptions(TypedDict, total=False):
+    """What the text may be; one of these.  They need llguidance: ``pip install "specinfer[grammar]"``.
+
+    Attributes:
+        response_format: OpenAI's.  ``{"type": "json_schema", "json_schema": {"schema": {...}}}`` is JSON of a schema,
+            with 20 spaces and newlines between its tokens at most, and none if the schema holds ``"x-guidance":
+            {"whitespace_flexible": False}``.  A keyword that cannot be followed is refused; with ``"strict": False``
+            beside the schema it is ignored.  ``{"type": "json_object"}`` is any JSON object, ``{"type": "text"}`` text.
+        grammar: in llguidance's form of Lark; it begins with the rule ``start``.
+        regex: that the whole text matches, in Rust's syntax.
+        choices: strings, of which the text is one.
+    """
+
+    response_format: Mapping[str, Any] | None
+    grammar: str | None
+    regex: str | None
+    choices: Sequence[str] | None
+
+
+class Grammar(NamedTuple):
+    """What a text may be.
+
+    Attributes:
+        kind: "json_schema", "grammar" or "regex".
+        text: in the kind's language.
+        lenient: whether keywords of a schema that cannot be followed are ignored.
+    """
+
+    kind: str
+    text: str
+    lenient: bool = False
+
+
+def asked(options: GrammarOptions) -> Grammar | None:
+    """Return what a call's options ask for; None if the text is free.
+
+    Raises:
+        SamplingError: two of them, or one that has another shape.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if len(given) > 1:
+        raise SamplingError(f"{' and '.join(given)} both say what the text may be: give one of them")
+    return next((READERS[name](plain(value)) for name, value in given.items()), None)
+
+
+def _read_format(value: Any) -> Grammar | None:
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind not in FORMATS:
+        raise SamplingError(f"response_format={value!r:.60} is none: its type is one of {', '.join(FORMATS)}")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Grammar("json_schema", '{"type": "object"}')
+    given = value.get("json_schema")
+    schema = given.get("schema") if isinstance(given, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise SamplingError(f"response_format={value!r:.60} holds no schema, which is an object: give {SHAPE}")
+    try:
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SamplingError(f"response_format: the schema is no JSON ({error!s:.100}): give plain values") from error
+    if "\\u0000" in text.replace(r"\\", ""):
+        raise SamplingError(f"response_format {NUL}")
+    return Grammar("json_schema", text, lenient=given.get("strict") is False)
+
+
+def _read_grammar(value: Any) -> Grammar:
+    return Grammar("grammar", _text("grammar", value))
+
+
+def _read_regex(value: Any) -> Grammar:
+    return Grammar("regex", _text("regex", value))
+
+
+def _read_choices(value: Any) -> Grammar:
+    strings = [] if isinstance(value, str) or not isinstance(value, Sequence) else [*value]
+    if not strings or not all(isinstance(each, str) and each for each in strings):
+        raise SamplingError(f"choices={value!r:.60} are no strings: give a list of at least one, none of them empty")
+    written = [json.dumps(_text("choices", each), ensure_ascii=False) for each in strings]
+    return Grammar("grammar", f"start: {' | '.join(written)}")
+
+
+def _text(name: str, value: Any) -> str:
+    """Return text; raise `SamplingError` for anything else."""
+    try:
+        value.encode()
+    except (AttributeError, UnicodeEncodeError):
+        raise SamplingError(f"{name}={value!r:.60} is not text: give a string") from None
+    if "\0" in value:
+        raise SamplingError(f"{name} {NUL}")
+    return str(value)
+
+
+READERS = {
+    "response_format": _read_format,
+    "grammar": _read_grammar,
+    "regex": _read_regex,
+    "choices": _read_choices,
+}
