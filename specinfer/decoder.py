@@ -29,7 +29,7 @@ from specinfer.common.advice import did_you_mean, nearest
 from specinfer.common.chat import ChatOptions
 from specinfer.common.model_options import checked_options
 from specinfer.common.ranks import ALONE, Ranks
-from specinfer.common.values import checked_count, checked_flag, plain
+from specinfer.common.values import checked_count, checked_flag, checked_logprobs, plain
 from specinfer.drafts.bundled import bundled_drafts
 from specinfer.drafts.head import MODEL_TYPE, HeadDraft
 from specinfer.drafts.language_model import ModelDraft
@@ -458,7 +458,7 @@ class SpeculativeDecoder:
             row_seeds(ours.get("seed"), len(prompts.rows), self.target.ranks, sequences),
             sequences=sequences,
             notes=prompts.notes,
-            logprobs=checked_flag("logprobs", ours.get("logprobs", False)),
+            logprobs=checked_logprobs(ours.get("logprobs", False)),
             keep_stop_string=checked_flag("keep_stop_string", keep_stop_string),
             first=first,
             stopping=stopping,
@@ -496,6 +496,7 @@ class SpeculativeDecoder:
         *,
         raw: bool = False,
         max_rows: int = MAX_ROWS,
+        top_logprobs: int = 0,
         **chat: Unpack[ChatOptions],
     ) -> Any:
         """Return how likely a continuation is under the target's own distribution, without processors.
@@ -509,6 +510,7 @@ class SpeculativeDecoder:
                 without special tokens: pass ids if a token begins in the prompt and ends in the continuation.
             raw: feed strings without the chat template.
             max_rows: prompts that are read at a time.
+            top_logprobs: how many of the likeliest tokens are kept beside each one: `Score.top_logprobs`.
             **chat: see `ChatOptions`.
 
         Returns:
@@ -520,11 +522,12 @@ class SpeculativeDecoder:
             NumericalError: the target's logits are not numbers.
         """
         rows, prompts = checked_count("max_rows", max_rows, 1), self.read(prompt, raw, _chat(chat))
+        top = checked_count("top_logprobs", top_logprobs, 0)
         wanted = continuations(prompts, continuation, self.tokenizer, self.target.vocab_size)
         self.check_lengths(prompts.rows, [len(tokens) - 1 for tokens in wanted])  # no pass reads the last token
         self.supported(self.policy, [])
         branching = check_model(self.target.model).support is not Support.CHAIN_ONLY
-        scores = score(self.target, prompts.rows, wanted, rows, branching)
+        scores = score(self.target, prompts.rows, wanted, rows, branching, top)
         return scores[0] if prompts.single else scores
 
     def read(
@@ -563,11 +566,15 @@ class SpeculativeDecoder:
         check_beside(beside, prompts.padded, self.target)
         return prompts
 
+    @property
+    def context(self) -> float:
+        """How many tokens a prompt and its text may have together; infinite if the target has no limit."""
+        limit = self.target.position_limit() or inf
+        return limit if self.target.takes_positions else limit - self.policy.max_nodes  # these count padding, too
+
     def check_lengths(self, rows: Sequence[Sequence[int]], budgets: Sequence[int]) -> None:
         """Raise `InputError` if a prompt and its new tokens (the budget) do not fit the target's context."""
-        limit = self.target.position_limit() or inf
-        if not self.target.takes_positions:
-            limit -= self.policy.max_nodes  # without positions, a model counts padding, too
+        limit = self.context
         for index, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
             if len(row) + budget > limit:
                 named = f" ({self.target.context.setting})" if self.target.context.setting else ""

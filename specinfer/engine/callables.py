@@ -30,6 +30,7 @@ from transformers import generation
 
 from specinfer.attention.torch_private import writes
 from specinfer.common.values import plain
+from specinfer.engine.penalties import FrequencyPenalty, PresencePenalty
 from specinfer.errors import SamplingError
 
 Function = Callable[..., Any]
@@ -41,8 +42,9 @@ FIXED = (  # types of values that do not change
     *(ModuleType, FunctionType, BuiltinFunctionType),
 )
 LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "threading", "re", "regex", "functools", "enum")
-# Classes of transformers' that remember nothing from call to call, and look at each row by itself.
+# Classes that remember nothing from call to call, and look at each row by itself.
 STATELESS = (
+    *(PresencePenalty, FrequencyPenalty),
     *(generation.TemperatureLogitsWarper, generation.TopKLogitsWarper, generation.TopPLogitsWarper),
     *(generation.MinPLogitsWarper, generation.TopHLogitsWarper, generation.TypicalLogitsWarper),
     *(generation.EpsilonLogitsWarper, generation.EtaLogitsWarper, generation.LogitNormalization),
