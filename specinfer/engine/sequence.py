@@ -325,10 +325,8 @@ def of_tokens(distributions: Tensor, tokens: Sequence[int]) -> list[float]:
 
 def likeliest(distributions: Tensor, count: int) -> tuple[tuple[tuple[int, float], ...], ...]:
     """Return, per distribution of (T, V), the likeliest tokens with their log-probabilities, the likeliest first."""
-    found = distributions.topk(min(count, distributions.shape[1]))
-    return tuple(
-        tuple(zip(*row, strict=True)) for row in zip(found.indices.tolist(), found.values.tolist(), strict=True)
-    )
+    values, tokens = distributions.topk(min(count, distributions.shape[1]))
+    return tuple(tuple(zip(*row, strict=True)) for row in zip(tokens.tolist(), values.tolist(), strict=True))
 
 
 def _choose(wanted: Sequence[tuple[RowView, Sequence[int]]]) -> None:
