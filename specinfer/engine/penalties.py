@@ -19,7 +19,7 @@ class PresencePenalty(LogitsProcessor):
     def __init__(self, penalty: float, start: int) -> None:
         self.penalty, self.start = penalty, start
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return scores (B, V) after ids (B, T)."""
         used = input_ids[:, self.start :]
         return scores.scatter(1, used, scores.gather(1, used) - self.penalty)
@@ -28,7 +28,7 @@ class PresencePenalty(LogitsProcessor):
 class FrequencyPenalty(PresencePenalty):
     """The same, as many times as the text holds the token."""
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return scores (B, V) after ids (B, T)."""
         used = input_ids[:, self.start :]
         return scores.scatter_add(1, used, torch.full_like(used, -self.penalty, dtype=scores.dtype))
