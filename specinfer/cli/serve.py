@@ -19,6 +19,7 @@ from specinfer.errors import InputError
 EXTRA = "a server needs starlette, uvicorn and prometheus-client (specinfer[serve])"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 KEY = "SPECINFER_API_KEY"
+KEEP_ALIVE = 75  # seconds for which an idle connection stays: longer than clients keep one, which may ask meanwhile
 
 
 @dataclass(frozen=True)
@@ -101,4 +102,5 @@ def serve(
         origins=access.allow_origin or (),
     )
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    uvicorn.run(app, host=access.host, port=access.port, timeout_graceful_shutdown=capacity.drain, log_config=None)
+    timeouts = {"timeout_graceful_shutdown": capacity.drain, "timeout_keep_alive": KEEP_ALIVE}
+    uvicorn.run(app, host=access.host, port=access.port, log_config=None, **timeouts)

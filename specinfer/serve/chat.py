@@ -13,9 +13,10 @@ from uuid import uuid4
 from msgspec import to_builtins
 
 from specinfer.common.chat import ChatOptions
+from specinfer.common.token_text import plain_text
 from specinfer.engine.requests import Request
 from specinfer.serve.answer import Answer, Served
-from specinfer.serve.choice import Choice, Likely, News, token_bytes, token_text
+from specinfer.serve.choice import Choice, Likely, News, token_bytes
 from specinfer.serve.protocol import ApiError, ChatBody, Message
 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of one field
@@ -153,7 +154,7 @@ class Chat(Answer[ChatBody]):
 
     def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
         tokenizer = self.served.decoder.tokenizer
-        return {"token": token_text(tokenizer, token), "logprob": logprob, "bytes": token_bytes(tokenizer, token)}
+        return {"token": plain_text(tokenizer, token), "logprob": logprob, "bytes": token_bytes(tokenizer, token)}
 
 
 def response_template(decoder: Any) -> dict[str, Any] | None:

@@ -140,11 +140,6 @@ class Choice:
         return counts
 
 
-def token_text(tokenizer: Any, token: int) -> str:
-    """Return one token's text; bytes that are no whole character are written as ``\\xe2``."""
-    return plain_text(tokenizer, token)
-
-
 def token_bytes(tokenizer: Any, token: int) -> list[int]:
     """Return the bytes of one token's text."""
     found = split_bytes(tokenizer, token)

@@ -9,8 +9,9 @@ from itertools import accumulate
 from typing import Any
 
 from specinfer.calls.scoring import Score
+from specinfer.common.token_text import plain_text
 from specinfer.serve.answer import Answer, Served
-from specinfer.serve.choice import Likely, News, token_text
+from specinfer.serve.choice import Likely, News
 from specinfer.serve.protocol import CompletionBody
 
 
@@ -83,9 +84,16 @@ class Completion(Answer[CompletionBody]):
             return None
         texts = [self._text(each.token) for each in tokens]
         *offsets, self.offsets[index] = accumulate(map(len, texts), initial=self.offsets.get(index, 0))
-        tops = [{self._text(token): value for token, value in reversed(each.top)} for each in tokens]
+        tops = [self._top(each) for each in tokens]
         values = [each.logprob for each in tokens]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
+    def _top(self, each: Likely) -> dict[str, float] | None:
+        """Return log-probabilities by text, the token's and those of the likeliest ones; None without a token's."""
+        if each.logprob is None:
+            return None
+        likely = {self._text(token): value for token, value in reversed(each.top)}  # of equal texts, the likelier
+        return {self._text(each.token): each.logprob} | likely
+
     def _text(self, token: int) -> str:
-        return token_text(self.served.decoder.tokenizer, token)
+        return plain_text(self.served.decoder.tokenizer, token)
