@@ -7,16 +7,16 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 from typer import Option
 
 from specinfer.cli import options
-from specinfer.common.values import installed
 from specinfer.errors import InputError
 
-EXTRA = "a server needs starlette, uvicorn and prometheus-client (specinfer[serve])"
+PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 KEY = "SPECINFER_API_KEY"
 KEEP_ALIVE = 75  # seconds for which an idle connection stays: longer than clients keep one, which may ask meanwhile
@@ -84,8 +84,8 @@ def serve(
 ) -> None:
     """Serve the protocol of OpenAI's API: chat, completions, streams, metrics."""
     keys = access.keys()
-    for package in ("starlette", "uvicorn", "prometheus_client"):
-        installed(package, EXTRA)
+    if missing := [package for package in PACKAGES if find_spec(package) is None]:
+        raise InputError(f'a server needs {missing[0]}: pip install "specinfer[serve]"')
     decoder = models.decoder(grown=trees.policy)
     import uvicorn
 

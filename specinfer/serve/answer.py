@@ -140,7 +140,7 @@ class Answer(Generic[B]):
 
     # ---- what is sent ----
 
-    def opening(self) -> Iterator[dict[str, Any]]:
+    def first_chunks(self) -> Iterator[dict[str, Any]]:
         """Yield the chunks before the first step."""
         yield from ()
 

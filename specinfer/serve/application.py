@@ -175,7 +175,7 @@ class Server:
     async def _events(self, answer: Answer[Any], generation: Generation) -> AsyncIterator[bytes]:
         """Yield the lines of a stream."""
         try:
-            for chunk in answer.opening():
+            for chunk in answer.first_chunks():
                 yield _event(chunk)
             while not answer.ended:
                 if not await generation.news(self.limits.keep_alive):

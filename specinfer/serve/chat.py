@@ -113,7 +113,7 @@ class Chat(Answer[ChatBody]):
         self.deltas.append(Deltas(parser))
         return Choice(request, self.body.stops, special=parser is not None)
 
-    def opening(self) -> Iterator[dict[str, Any]]:
+    def first_chunks(self) -> Iterator[dict[str, Any]]:
         """Yield the chunks that say whose message it is."""
         for index in range(len(self.choices)):
             yield self.chunk(index, {"delta": {"role": "assistant", "content": ""}}, None)

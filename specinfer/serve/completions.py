@@ -46,7 +46,7 @@ class Completion(Answer[CompletionBody]):
         score: Score = self.served.decoder.score(ids[:1], ids[1:], top_logprobs=self.body.logprobs or 0)
         return score
 
-    def opening(self) -> Iterator[dict[str, Any]]:
+    def first_chunks(self) -> Iterator[dict[str, Any]]:
         """Yield the chunks of prompts that are echoed."""
         for index in range(len(self.choices)) if self.body.echo else ():
             text, tokens = self._prompt(index)

@@ -1,7 +1,9 @@
 """What is refused before anything is decoded: bodies, routes, keys, hosts."""
 
 import http.client
+import importlib
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,12 @@ import openai
 import pytest
 from serving import HELLO, Live, live, made_decoder
 
-from specinfer import SpeculativeDecoder
+from specinfer import SpeculativeDecoder, cli
 from specinfer.cli.serve import Access
 from specinfer.errors import InputError
 from specinfer.serve.application import Limits, application
 
+serve = importlib.import_module("specinfer.cli.serve")  # `cli.serve` is the command
 CHAT = "/v1/chat/completions"
 JSON = {"Content-Type": "application/json"}
 BODY = json.dumps({"messages": HELLO, "max_tokens": 2})
@@ -127,6 +130,18 @@ def test_control_tokens_in_messages_stay_text() -> None:
 def test_a_decoder_without_a_tokenizer_is_refused(decoder: SpeculativeDecoder) -> None:
     with pytest.raises(InputError, match="with a tokenizer"):
         application(SpeculativeDecoder(decoder.target.model, drafts=[], compile=False))
+
+
+@pytest.mark.parametrize("package", ["starlette", "uvicorn", "prometheus_client"])
+def test_a_missing_package_is_one_line(package: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Before models are loaded."""
+    monkeypatch.setattr(sys, "argv", ["specinfer", "serve"])
+    monkeypatch.setattr(serve, "find_spec", lambda name: None if name == package else name)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    line = f'specinfer: a server needs {package}: pip install "specinfer[serve]"\n'
+    assert capsys.readouterr().err == line
 
 
 def test_strangers_need_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
