@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
+from math import isinf
 from secrets import randbits
 from time import time
 from typing import Any, ClassVar, Generic, TypeVar
@@ -52,8 +53,8 @@ class Served:
         max_tokens: int | None = None,
     ) -> "Served":
         """Return the same, with what the decoder says where nothing is given."""
-        most = int(min(decoder.context, context or CONTEXT)) if decoder.context > CONTEXT else int(decoder.context)
-        return cls(decoder, name or target_name(decoder), min(most, context or most), max_tokens)
+        usual = CONTEXT if isinf(decoder.context) else decoder.context
+        return cls(decoder, name or target_name(decoder), int(min(context or usual, decoder.context)), max_tokens)
 
     @cached_property
     def fingerprint(self) -> str:

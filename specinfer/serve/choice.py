@@ -11,8 +11,9 @@ from specinfer.common.token_text import plain_text, split_bytes
 from specinfer.engine.detokenize import Pieces
 from specinfer.engine.requests import Request
 from specinfer.engine.sequence import Stopping
+from specinfer.errors import InputError, SamplingError
 from specinfer.serve.engine import ENDS
-from specinfer.serve.protocol import failed, overloaded
+from specinfer.serve.protocol import failed, overloaded, refused
 
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
@@ -118,8 +119,8 @@ class Choice:
         Raises:
             ApiError: it failed, or the server shut down.
         """
-        if self.request.error:
-            raise failed()
+        if error := self.request.error:
+            raise refused(error) if isinstance(error, InputError | SamplingError) else failed()
         if self.request.finish_reason not in ENDS:
             raise overloaded("the server shut down before the text ended")
         return REASONS[self.request.finish_reason]

@@ -164,6 +164,8 @@ class Engine:
                 self._tell(self._stepped())
         finally:
             self.alive = False
+            for _, future in self._calls:
+                future.cancel()
             self.scheduler.close()
             self._tell([])
 

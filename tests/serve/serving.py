@@ -34,7 +34,8 @@ class Live:
 
     def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
         """Return OpenAI's own client."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0, "timeout": 60, **options})
+        usual = {"base_url": f"{self.url}/v1", "max_retries": 0, "timeout": 60}
+        return openai.OpenAI(api_key=key, **{**usual, **options})
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the value of a metric."""

@@ -187,6 +187,25 @@ def test_a_step_that_fails_ends_what_is_under_way_and_nothing_else(
     assert server.busy == (0, 0)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_died_is_said(decoder: SpeculativeDecoder, stream: bool) -> None:
+    def dying(*_: Any) -> None:
+        raise SystemExit
+
+    with live(decoder) as server:
+        hook = decoder.target.model.register_forward_pre_hook(dying)
+        try:
+            status, _, body = received(sent(server, {"stream": stream, **SAMPLED}))
+        finally:
+            hook.remove()
+        assert (status, b'"server_error"' in body) == (200 if stream else 500, True)
+        with pytest.raises(openai.InternalServerError) as error:
+            server.client().chat.completions.create(model="tiny", messages=HELLO)
+        assert error.value.status_code == 503
+        with pytest.raises(openai.InternalServerError):
+            server.client(base_url=server.url).get("/health", cast_to=object)
+
+
 def test_the_client_raises_an_error_that_comes_in_a_stream(server: Live, decoder: SpeculativeDecoder) -> None:
     hook = decoder.target.model.register_forward_pre_hook(failing)
     try:
