@@ -102,5 +102,11 @@ def serve(
         origins=access.allow_origin or (),
     )
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    timeouts = {"timeout_graceful_shutdown": capacity.drain, "timeout_keep_alive": KEEP_ALIVE}
-    uvicorn.run(app, host=access.host, port=access.port, log_config=None, **timeouts)
+    uvicorn.run(
+        app,
+        host=access.host,
+        port=access.port,
+        log_config=None,
+        timeout_graceful_shutdown=capacity.drain,
+        timeout_keep_alive=KEEP_ALIVE,
+    )

@@ -187,6 +187,7 @@ def test_a_step_that_fails_ends_what_is_under_way_and_nothing_else(
     assert server.busy == (0, 0)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_engine_that_died_is_said(decoder: SpeculativeDecoder, stream: bool) -> None:
     def dying(*_: Any) -> None:
