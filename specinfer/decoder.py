@@ -52,7 +52,7 @@ from specinfer.engine.scheduler import MAX_ROWS, Scheduler
 from specinfer.engine.sequence import Stopping
 from specinfer.engine.verify import Verifier, chosen_verifier
 from specinfer.errors import InputError, ModelError, TokenizerMismatch, UnsupportedModel
-from specinfer.prompts import Inputs, OnePrompt, Prompt, Prompts, check_beside, check_ids, encode
+from specinfer.prompts import Inputs, OnePrompt, Prompt, Prompts, check_beside, check_ids, encode, tokenized
 from specinfer.results import Result
 from specinfer.tree import BestFirst, Chain, Kind, Policy
 from specinfer.tree.token_tree import MOST_DRAFTS
@@ -459,12 +459,21 @@ class SpeculativeDecoder:
             sequences=sequences,
             notes=prompts.notes,
             logprobs=checked_logprobs(ours.get("logprobs", False)),
+            predicted=self._predicted(ours.get("prediction")),
             keep_stop_string=checked_flag("keep_stop_string", keep_stop_string),
             first=first,
             stopping=stopping,
         )
         sized(self.policy, [request.row for request in requests])  # or it raises
         return requests, prompts.single and sequences == 1
+
+    def _predicted(self, prediction: str | Sequence[int] | None) -> Sequence[int]:
+        """Return the token ids of what a text may repeat."""
+        if isinstance(prediction, str):
+            return tokenized(prediction, self.tokenizer, add_special_tokens=False) if prediction else ()
+        ids = plain(prediction) or ()
+        check_ids([ids], self.target.vocab_size)
+        return list(ids)
 
     def save_drafts(self, folder: str | os.PathLike[str]) -> None:
         """Write what heads have learnt online, as a folder that `HeadDraft.load` and ``--draft`` read.

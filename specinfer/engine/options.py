@@ -111,6 +111,8 @@ class Options(UsualOptions, ChatOptions, Inputs, ConfigOptions, total=False):
         raw: feed strings without the chat template.  Strings that begin as the template's texts do are always fed so.
         logprobs: True keeps the target's log-probability of every new token: `Result.logprobs`.  A number keeps those
             of so many of the likeliest tokens beside it, too: `Result.top_logprobs`.
+        prediction: what the text may repeat, as text or token ids, an earlier version of a file for example: look-up
+            drafts propose from it, too.  The text stays what it would be.
         generation_config: a ``transformers.GenerationConfig`` or a dict of options, over the model's own.
         logits_processor: functions of ids (B, T) and scores (B, V) that return scores, or one, as in transformers.
             Each is called once for every token of a row's text, in order, with B copies of the row; of the answer
@@ -121,6 +123,7 @@ class Options(UsualOptions, ChatOptions, Inputs, ConfigOptions, total=False):
 
     raw: bool
     logprobs: bool | int
+    prediction: str | Sequence[int] | None
     generation_config: Any
     logits_processor: Functions
     stopping_criteria: Functions

@@ -104,6 +104,7 @@ def make_requests(
     notes: Sequence[str] = (),
     paddings: Sequence[Sequence[int]] = (),
     logprobs: int | None = None,
+    predicted: Sequence[int] = (),
     keep_stop_string: bool = True,
     first: int = 0,
     stopping: Callable[..., Stopping] = Stopping,
@@ -117,7 +118,7 @@ def make_requests(
         sequences: requests of each prompt.
         notes: of each prompt, what was decided about it.
         paddings: of each prompt, what processors and criteria see before it.
-        logprobs: as `Row`.
+        logprobs, predicted: as `Row`.
         keep_stop_string: whether texts keep the stop string that ended them.
         first: number of the first row.
         stopping: makes what ends a row.
@@ -133,6 +134,7 @@ def make_requests(
         "draft_names": [draft.name for draft in decoder.drafts],
         "gate": decoder.confidence_gate,
         "logprobs": logprobs,
+        "predicted": predicted,
         "stopping": stopping,
     }
     befores = paddings or [()] * len(prompts)

@@ -107,6 +107,7 @@ class Row:
         processors: from logits to scores; None = those of the settings.
         logprobs: how many of the likeliest tokens steps keep beside each of theirs, with log-probabilities; None
             keeps none.
+        predicted: a text that the row's may repeat.
         note: for the result, what was decided about its prompt; or nothing.
         stopping: makes what ends the row; called as `Stopping`.
 
@@ -130,6 +131,7 @@ class Row:
         gate: float | None = None,
         processors: Processors | None = None,
         logprobs: int | None = None,
+        predicted: Sequence[int] = (),
         note: str = "",
         stopping: Callable[..., Stopping] = Stopping,
     ) -> None:
@@ -139,7 +141,7 @@ class Row:
         self.stopping = stopping(settings, budget, device, tokenizer, self.processors.padding)
         self.ids = list(prompt)
         self.prompt_length = len(prompt)
-        self.step = 0
+        self.predicted, self.step = predicted, 0
         self.logprobs, self.notes = logprobs, [note] if note else []
         self.gate, self.confident = gate, True  # whether the last token passed the gate; a prompt's does
         self.finished: str | None = None  # "eos", "stop" or "length"; or whoever takes the row back says why

@@ -37,7 +37,6 @@ REFUSED: list[tuple[str, tuple[object, ...], str]] = [
     ("modalities", (["text"],), "text is all that is written"),
     ("functions function_call", (), "give tools and tool_choice"),
     ("web_search_options", (), "nothing is searched"),
-    ("prediction", (), "the drafts that the server was started with propose"),
     ("chat_template", (), "the model's template is used"),
     ("documents", ([],), "put them into messages"),
     ("use_beam_search", (False,), "it keeps several hypotheses, and verification follows one"),
@@ -199,6 +198,13 @@ class ToolCall(Struct):
     type: str = "function"
 
 
+class TextPart(Struct):
+    """A part of a content."""
+
+    type: Literal["text"]
+    text: str
+
+
 class Message(Struct, omit_defaults=True):
     """A message of a conversation.  Roles are these only, because templates write roles as they come."""
 
@@ -212,6 +218,18 @@ class Message(Struct, omit_defaults=True):
     thinking: str | None = None
 
 
+class Prediction(Struct):
+    """What a message may repeat: look-up drafts propose from it, too."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """The text, put together."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatBody(Body, kw_only=True):
     """A request for the next message of a conversation."""
 
@@ -221,6 +239,7 @@ class ChatBody(Body, kw_only=True):
     top_logprobs: Tops | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=128)] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    prediction: Prediction | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -234,6 +253,10 @@ class ChatBody(Body, kw_only=True):
     def kept_logprobs(self) -> bool | int:
         """The engine's option `logprobs`."""
         return bool(self.logprobs) and (self.top_logprobs or True)
+
+    def options(self, config: Any) -> dict[str, Any]:
+        """Return the engine's options, what the text may repeat among them."""
+        return super().options(config) | {"prediction": self.prediction and self.prediction.text}
 
 
 class CompletionBody(Body, kw_only=True):

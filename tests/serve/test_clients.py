@@ -175,6 +175,16 @@ def test_options_reach_the_engine(
     assert chat(client, **SAMPLED, **theirs).choices[0].message.content == wanted != plain.text
 
 
+def test_a_prediction_saves_passes_and_changes_nothing(client: openai.OpenAI) -> None:
+    plain = client.chat.completions.create(model="tiny", messages=HELLO, **SAMPLED)
+    said: Any = plain.choices[0].message.content
+    for content in (said, [{"type": "text", "text": said[:9]}, {"type": "text", "text": said[9:]}]):
+        found = chat(client, prediction={"type": "content", "content": content}, **SAMPLED)
+        assert found.choices[0].message == plain.choices[0].message
+        passes = [a.usage.completion_tokens_details.speculation["target_passes"] for a in (found, plain)]
+        assert passes[0] < passes[1]
+
+
 def test_roles_and_parts_of_contents(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
     parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]
     told: Any = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
