@@ -209,11 +209,13 @@ class Engine:
     def _count(self, request: Request, step: Step, clock: Clock, now: float) -> None:
         """Count a step of a request."""
         self.metrics.step(step)
+        if not step.tokens:
+            return
         if clock.newest is None:
             self.metrics.prompt_tokens.inc(request.row.prompt_length)
             self.metrics.first_token.observe(now - clock.began)
             self.metrics.queued.observe(max(0.0, now - clock.began - request.spent.seconds.total))
-        elif step.tokens:
+        else:
             self.metrics.between_tokens.observe((now - clock.newest) / len(step.tokens))
         clock.newest = now
 

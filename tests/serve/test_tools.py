@@ -100,7 +100,9 @@ def test_the_template_is_told_of_tools_and_of_earlier_calls(server: Live) -> Non
     client = server.client()
 
     def length(**options: Any) -> int:
-        return client.chat.completions.create(**{"model": "tiny", "messages": ASKED, **options}).usage.prompt_tokens
+        return client.chat.completions.create(
+            **{"model": "tiny", "messages": ASKED, "max_tokens": 1, **options}
+        ).usage.prompt_tokens
 
     assert length(tools=TOOLS) - length() == len(json.dumps(TOOLS))
     assert length(tools=TOOLS, tool_choice="none") == length()
