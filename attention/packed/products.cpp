@@ -180,9 +180,10 @@ struct Panel {
     Numbers* numbers;  // (groups, rows)
     Bytes* bytes;
     int64_t groups, rows;
+    int64_t in_tile;  // of the rows; 0: tiles are not used
 
     INLINE int64_t at(int64_t group, int64_t row) const { return group * rows + row; }
-    INLINE Panel from(int64_t row) const { return {numbers + row, bytes + row, groups, rows}; }
+    INLINE Panel from(int64_t row) const { return {numbers + row, bytes + row, groups, rows, in_tile}; }
 };
 
 // Loops are such that compilers make them instructions for many numbers at once.
@@ -328,15 +329,19 @@ Multiply multiplication(const Kind& kind, int64_t rows) {
 
 // ---- tiles ----
 //
-// The rows of a tile are the high and the low bytes of eight states by turns, so that a sum's two parts are neighbours.
+// The rows of a tile are the high and the low bytes of its states by turns, so that a sum's two parts are neighbours.
+// A product is that of one or two tiles of as many states.
 
-constexpr int IN_TILE = 8, TILED = 2 * IN_TILE;  // states of a tile, and the most of a product
+constexpr int IN_TILE = 8, TILES = 2;  // states of a tile, and tiles of a product, at most
 constexpr int FEWEST = 5;                        // from here on tiles are faster
 
 #if defined(SPECINFER_TILES) && defined(__AMX_INT8__) && defined(__AVX512VNNI__)
 enum Tile { SUMS_A, SUMS_B, STATES, HALF_STATES, WEIGHTS_A, WEIGHTS_B, HALF_WEIGHTS_A, HALF_WEIGHTS_B };
 constexpr bool HAS_TILES = true;
-const TileShapes SHAPES = {1, 0, {}, {64, 64, 32, 16, 64, 64, 64, 64}, {16, 16, 16, 16, 8, 8, 4, 4}};
+INLINE TileShapes shapes(int64_t states) {
+    const auto rows = (uint8_t)(2 * states);
+    return {1, 0, {}, {64, 64, 32, 16, 64, 64, 64, 64}, {rows, rows, rows, rows, 8, 8, 4, 4}};
+}
 
 #define LOAD(tile, from, stride) SPECINFER_LOAD_TILE(tile, from, stride)
 #define STORE(tile, to) SPECINFER_STORE_TILE(tile, to, LINE)
@@ -344,13 +349,13 @@ const TileShapes SHAPES = {1, 0, {}, {64, 64, 32, 16, 64, 64, 64, 64}, {16, 16, 
     asm volatile("tilezero %%tmm0; tdpbsud %%" first ", %%" states ", %%tmm0; "                 \
                  "tilezero %%tmm1; tdpbsud %%" second ", %%" states ", %%tmm1" ::: "memory")
 
-// Multiply up to 16 states with the outputs of a block.  While tiles are busy with a group, the integers of the next one
-// are made, and the sums of the last one are added up.
-template <int BITS, bool TABLE, bool HALVES, int TILES_OF_STATES>
+// Multiply states, EACH in a tile, with the outputs of a block.  While tiles are busy with a group, the integers of the
+// next one are made, and the sums of the last one are added up.
+template <int BITS, bool TABLE, bool HALVES, int TILES_OF_STATES, int EACH>
 void multiply_in_tiles(const Block& block, const Panel& states, int64_t rows, float* results, int64_t width) {
     const Kind kind = block.kind;
     const uint8_t* table = block.bytes;
-    constexpr int PARTS = 1 + HALVES, R = TILES_OF_STATES * IN_TILE;
+    constexpr int PARTS = 1 + HALVES, R = TILES_OF_STATES * EACH;
     Floats sums[2][R] = {};
     Reader readers[2] = {{kind, block.bytes + (TABLE ? LINE : 0), 0}, {kind, block.bytes + (TABLE ? LINE : 0), LANES}};
     alignas(64) Words weights[2][2][8];  // of even and odd groups; outputs 0-15 and 16-31
@@ -387,7 +392,7 @@ void multiply_in_tiles(const Block& block, const Panel& states, int64_t rows, fl
             }
 #pragma GCC unroll 2
             for (int tile = 0; tile < TILES_OF_STATES; tile++) {
-                const int8_t* tile_bytes = bytes + tile * IN_TILE * sizeof(Bytes);
+                const int8_t* tile_bytes = bytes + tile * EACH * sizeof(Bytes);
                 if constexpr (HALVES) {
                     LOAD(HALF_STATES, tile_bytes + GROUP / 2 * part, GROUP);
                     ADD_PRODUCTS("tmm6", "tmm7", "tmm3");
@@ -395,8 +400,8 @@ void multiply_in_tiles(const Block& block, const Panel& states, int64_t rows, fl
                     LOAD(STATES, tile_bytes, GROUP);
                     ADD_PRODUCTS("tmm4", "tmm5", "tmm2");
                 }
-                STORE(SUMS_A, to[0][part] + tile * 2 * IN_TILE);
-                STORE(SUMS_B, to[1][part] + tile * 2 * IN_TILE);
+                STORE(SUMS_A, to[0][part] + tile * 2 * EACH);
+                STORE(SUMS_B, to[1][part] + tile * 2 * EACH);
             }
         }
     };
@@ -426,44 +431,55 @@ void multiply_in_tiles(const Block& block, const Panel& states, int64_t rows, fl
     for (int64_t r = 0; r < rows; r++) memcpy(results + r * width + LANES, sums[1] + r, sizeof(Floats));
 }
 
+using MultiplyInTiles = void (*)(const Block&, const Panel&, int64_t, float*, int64_t);
+
+template <int BITS, bool TABLE, bool HALVES, int... EACH>
+MultiplyInTiles of_tiles(int64_t tiles, int64_t in_tile, std::integer_sequence<int, EACH...>) {
+    constexpr MultiplyInTiles all[][TILES] = {
+        {multiply_in_tiles<BITS, TABLE, HALVES, 1, FEWEST + EACH>, multiply_in_tiles<BITS, TABLE, HALVES, 2, FEWEST + EACH>}...};
+    return all[in_tile - FEWEST][tiles - 1];
+}
+
 template <int BITS, bool TABLE = false>
-void multiply_block_in_tiles(const Block& block, const Panel& states, int64_t rows, float* results, int64_t width) {
-    const auto run = [&](auto halves, auto tiles) {
-        multiply_in_tiles<BITS, TABLE, halves(), tiles()>(block, states, rows, results, width);
-    };
-    const auto of_states = [&](auto halves) {
-        if (rows <= IN_TILE) run(halves, std::integral_constant<int, 1>());
-        else run(halves, std::integral_constant<int, 2>());
-    };
-    if (block.kind.halves) of_states(std::true_type());
-    else of_states(std::false_type());
+MultiplyInTiles of_tiles(const Kind& kind, int64_t tiles, int64_t in_tile) {
+    constexpr auto EACH = std::make_integer_sequence<int, IN_TILE - FEWEST + 1>();
+    return kind.halves ? of_tiles<BITS, TABLE, true>(tiles, in_tile, EACH)
+                       : of_tiles<BITS, TABLE, false>(tiles, in_tile, EACH);
+}
+
+MultiplyInTiles multiplication_in_tiles(const Kind& kind, int64_t tiles, int64_t in_tile) {
+    switch (kind.bits) {
+        case 2: return of_tiles<2>(kind, tiles, in_tile);
+        case 3: return of_tiles<3>(kind, tiles, in_tile);
+        case 5: return of_tiles<5>(kind, tiles, in_tile);
+        case 6: return of_tiles<6>(kind, tiles, in_tile);
+        case 8: return of_tiles<8>(kind, tiles, in_tile);
+    }
+    return kind.table ? of_tiles<4, true>(kind, tiles, in_tile) : of_tiles<4>(kind, tiles, in_tile);
 }
 
 void multiply_any_in_tiles(const Block& block, const Panel& states, int64_t rows, float* results, int64_t width) {
-    switch (block.kind.bits) {
-        case 2: return multiply_block_in_tiles<2>(block, states, rows, results, width);
-        case 3: return multiply_block_in_tiles<3>(block, states, rows, results, width);
-        case 5: return multiply_block_in_tiles<5>(block, states, rows, results, width);
-        case 6: return multiply_block_in_tiles<6>(block, states, rows, results, width);
-        case 8: return multiply_block_in_tiles<8>(block, states, rows, results, width);
-    }
-    if (block.kind.table)
-        multiply_block_in_tiles<4, true>(block, states, rows, results, width);
-    else
-        multiply_block_in_tiles<4>(block, states, rows, results, width);
+    const int64_t tiles = (rows + states.in_tile - 1) / states.in_tile;
+    multiplication_in_tiles(block.kind, tiles, states.in_tile)(block, states, rows, results, width);
 }
 #else
 constexpr bool HAS_TILES = false;
-const TileShapes SHAPES;
 
+TileShapes shapes(int64_t) { return {}; }
 void multiply_any_in_tiles(const Block&, const Panel&, int64_t, float*, int64_t) {}
 #endif
 
+// How many states a tile has: at least FEWEST, if there are so many, and as few as the fewest tiles need.
+int64_t states_of_tile(int64_t rows) {
+    const int64_t some = std::min(rows, PANEL), tiles = (some + IN_TILE - 1) / IN_TILE;
+    return (some + tiles - 1) / tiles;
+}
+
 // Outputs of a block for some states.
-void multiply_rows(const Block& block, const Panel& states, int64_t rows, bool tiles, float* to, int64_t width) {
-    if (tiles) {
-        for (int64_t from = 0; from < rows; from += TILED)
-            multiply_any_in_tiles(block, states.from(from), std::min<int64_t>(TILED, rows - from), to + from * width, width);
+void multiply_rows(const Block& block, const Panel& states, int64_t rows, float* to, int64_t width) {
+    if (const int64_t step = TILES * states.in_tile) {
+        for (int64_t from = 0; from < rows; from += step)
+            multiply_any_in_tiles(block, states.from(from), std::min(step, rows - from), to + from * width, width);
         return;
     }
     const int64_t parts = (rows + MOST_ROWS - 1) / MOST_ROWS;
@@ -515,12 +531,13 @@ void specinfer_packed_linear(
     int64_t outputs) {
     const int64_t groups = size / GROUP;
     const int threads = rows * size * outputs < SMALL ? 1 : omp_get_max_threads();
-    const bool tiles = HAS_TILES && rows >= FEWEST && tiles_are_allowed();
-    const int64_t all = tiles ? (rows + IN_TILE - 1) / IN_TILE * IN_TILE : rows;  // filled up with zeros
+    const int64_t in_tile = HAS_TILES && rows >= FEWEST && tiles_are_allowed() ? states_of_tile(rows) : 0;
+    const int64_t all = in_tile ? (rows + in_tile - 1) / in_tile * in_tile : rows;  // filled up with zeros
     std::vector<Numbers> numbers(all * groups);
     std::vector<Bytes> bytes(all * groups);
     const auto panel = [&](int64_t top) {
-        return Panel{numbers.data() + top * groups, bytes.data() + top * groups, groups, std::min(PANEL, all - top)};
+        return Panel{
+            numbers.data() + top * groups, bytes.data() + top * groups, groups, std::min(PANEL, all - top), in_tile};
     };
     std::vector<Place> places;
     for (int64_t matrix = 0, first = 0; matrix < count; matrix++) {
@@ -540,7 +557,7 @@ void specinfer_packed_linear(
         }
         const int64_t part = omp_get_thread_num(), parts = omp_get_num_threads(), blocks = places.size();
         const int64_t from = blocks * part / parts, to = blocks * (part + 1) / parts;
-        const InTiles in_tiles(tiles, SHAPES);
+        const InTiles in_tiles(in_tile, shapes(in_tile));
         for (int64_t top = 0; top < rows; top += PANEL) {
             const int64_t some = std::min(PANEL, rows - top);
             for (int64_t index = from; index < to; index++) {
@@ -549,11 +566,11 @@ void specinfer_packed_linear(
                 float* found = results + top * outputs + place.first;
                 if (place.outputs < BLOCK) {
                     float sums[PANEL * BLOCK];
-                    multiply_rows(block, panel(top), some, tiles, sums, BLOCK);
+                    multiply_rows(block, panel(top), some, sums, BLOCK);
                     for (int64_t row = 0; row < some; row++)
                         std::copy_n(sums + row * BLOCK, place.outputs, found + row * outputs);
                 } else {
-                    multiply_rows(block, panel(top), some, tiles, found, outputs);
+                    multiply_rows(block, panel(top), some, found, outputs);
                 }
             }
         }

@@ -30,7 +30,7 @@ from specinfer.attention.compiler.watch import Watch, altered, named_tensors
 from specinfer.attention.forward import Forward, Inputs, Outputs
 from specinfer.attention.passes.plain import TensorPass
 from specinfer.attention.torch_private import load_package, writes
-from specinfer.common.memory import free_bytes
+from specinfer.common.memory import LargePages, free_bytes
 from specinfer.errors import NotCompiled
 
 SAMPLED = 32  # entries of a weight that are compared before every call
@@ -112,9 +112,9 @@ class CompiledPass(TensorPass):
         needed = SPARE * sum(weight.numel() * BYTES.get(form, weight.itemsize) for weight, form in parts)
         if needed > free_bytes():
             return f"packed weights need {needed / 1e9:.1f} GB of memory, and less is free"
-        packed: dict[Group, Tensor] = {}
+        pages, packed = LargePages(), dict[Group, Tensor]()
         for form, group in groups:
-            packed[form, group] = pack([weights[name] for name in group], form)
+            packed[form, group] = pages.copy(pack([weights[name] for name in group], form))
         for runner in self.runners.values():
             runner.weights = [self._input(source, weights, packed) for source in runner.sources]
         flat = [weight.view(-1) for weight in weights.values() if weight.is_contiguous()]

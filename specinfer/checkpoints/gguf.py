@@ -20,7 +20,7 @@ from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear
 from specinfer.checkpoints.configuration import ROTARY, configuration, ends
 from specinfer.checkpoints.keys import Keys
 from specinfer.checkpoints.tokenizer import tokenizer_of
-from specinfer.common.memory import free_bytes
+from specinfer.common.memory import LargePages, free_bytes
 from specinfer.errors import ModelError
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ def _fill(model: PreTrainedModel, tensors: dict[str, Stored], file: Gguf, keys: 
         del wanted[f"{HEAD}.weight"]
     _check_shapes(wanted, {name: stored.shape for name, stored in tensors.items()}, keys)
     _check_memory(tensors, keys)
+    pages = LargePages()
     # weights first: a module that takes the place of another one gets its bias then
     for name, stored in sorted(tensors.items(), key=lambda pair: not pair[0].endswith(".weight")):
         path, _, leaf = name.rpartition(".")
@@ -95,7 +96,7 @@ def _fill(model: PreTrainedModel, tensors: dict[str, Stored], file: Gguf, keys: 
                 setattr(model.get_submodule(path), leaf, _parameter(weight if order is None else weight[order]))
             else:
                 new = _packed_like(model.get_submodule(path))
-                new.packed = pack(_parts(stored, order), *stored.shape)
+                new.packed = pages.copy(pack(_parts(stored, order), *stored.shape))
                 model.set_submodule(path, new)
         except ModelError as error:
             raise keys.refusal(f"{name}: {error}") from error
