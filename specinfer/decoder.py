@@ -469,11 +469,13 @@ class SpeculativeDecoder:
 
     def _predicted(self, prediction: str | Sequence[int] | None) -> Sequence[int]:
         """Return the token ids of what a text may repeat."""
-        if isinstance(prediction, str):
-            return tokenized(prediction, self.tokenizer, add_special_tokens=False) if prediction else ()
-        ids = plain(prediction) or ()
-        check_ids([ids], self.target.vocab_size)
-        return list(ids)
+        ids = plain(prediction)
+        if isinstance(ids, str):
+            return tokenized(ids, self.tokenizer, add_special_tokens=False)
+        if not isinstance(ids, list | tuple | None):
+            raise InputError(f"prediction={prediction!r:.60} is neither text nor token ids")
+        check_ids([ids or ()], self.target.vocab_size)
+        return ids or ()
 
     def save_drafts(self, folder: str | os.PathLike[str]) -> None:
         """Write what heads have learnt online, as a folder that `HeadDraft.load` and ``--draft`` read.
