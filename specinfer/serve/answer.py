@@ -79,6 +79,7 @@ class Answer(Generic[B]):
     prefix: ClassVar[str]  # of ids
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
+    source: ClassVar[str]  # the field of prompts
 
     def __init__(self, body: B, served: Served) -> None:
         self.body, self.served = body, served
@@ -136,7 +137,8 @@ class Answer(Generic[B]):
         tokens = asked or max(1, min(room, self.served.max_tokens or room))
         if tokens > room:
             sizes = f"{length} prompt tokens and {tokens} new ones exceed the context of {self.served.context} tokens"
-            raise ApiError(400, f"{sizes}: shorten the prompt, or ask for less", code="context_length_exceeded")
+            advice = "shorten the prompt, or ask for less"
+            raise ApiError(400, f"{sizes}: {advice}", self.source, "context_length_exceeded")
         return tokens
 
     # ---- what is sent ----

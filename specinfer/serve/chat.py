@@ -4,8 +4,7 @@ Knows: roles, templates, transformers' parser of responses.  Does not know: HTTP
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 from uuid import uuid4
@@ -20,37 +19,51 @@ from specinfer.serve.choice import Choice, Likely, News, token_bytes
 from specinfer.serve.protocol import ApiError, ChatBody, Message
 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of one field
+NAMED = {"content": "content", **dict.fromkeys(REASONING, REASONING[0])}  # parts by the fields of templates
 
 
 class Deltas:
     """From a text to the parts of a message, by the target's response template; without one it is all content.
 
+    What looks like a call of a tool and is none, or was cut, is content, and so is all that follows.
+
     Args:
         parser: transformers' ``ResponseParser``, or None.
+
+    Attributes:
+        calls: of tools so far.
     """
 
     def __init__(self, parser: Any = None) -> None:
         self.parser, self.calls = parser, 0
+        self._call = ""  # text of one that has not ended
 
     def of(self, text: str, ended: bool) -> list[dict[str, Any]]:
         """Return the parts that more text brings: "content", "reasoning_content" or one of "tool_calls" each."""
         if self.parser is None:
             return [{"content": text}] if text else []
-        events = self.parser.feed(text)
-        if ended:
-            with suppress(ValueError):  # a field that the template wants is missing, and the rest is there
-                events += self.parser.finalize()[1]
-        return [delta for event in events if (delta := self._delta(event))]
+        parts = self._parsed(lambda parser: parser.feed(text), text)
+        return parts + (self._parsed(lambda parser: parser.finalize()[1]) if ended and self.parser else [])
+
+    def _parsed(self, parse: Callable[[Any], list[dict[str, Any]]], text: str = "") -> list[dict[str, Any]]:
+        """Return the parts that the parser finds; of what it refuses, the text."""
+        content = self._call + text
+        try:
+            return [delta for event in parse(self.parser) if (delta := self._delta(event))]
+        except (AttributeError, LookupError, TypeError, ValueError):
+            self.parser = None
+            return [{"content": content}] if content else []
 
     def _delta(self, event: dict[str, Any]) -> dict[str, Any]:
         """Return the part that an event of the parser brings, or nothing."""
-        name = event.get("field")
-        if event["type"] == "region_chunk" and event["text"] and not event.get("dirty"):
-            named = {"content": "content"} | dict.fromkeys(REASONING, REASONING[0])
-            return {named[name]: event["text"]} if name in named else {}
-        if event["type"] == "region_close" and name == "tool_calls":
-            function = event["value"]["function"]
-            arguments = function["arguments"]
+        name, kind = event["field"], event["type"]
+        if kind == "region_chunk" and name == "tool_calls":
+            self._call += event["text"]
+        elif kind == "region_chunk" and name in NAMED:
+            return {NAMED[name]: event["text"]}
+        elif kind == "region_close" and name == "tool_calls":
+            function, self._call = event["value"]["function"], ""
+            arguments = function.get("arguments", {})
             text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
             called = {"name": function["name"], "arguments": text}
             self.calls += 1
@@ -63,6 +76,7 @@ class Chat(Answer[ChatBody]):
     """The answer to a conversation."""
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    source = "messages"
 
     def __init__(self, body: ChatBody, served: Served) -> None:
         super().__init__(body, served)

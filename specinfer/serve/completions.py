@@ -19,6 +19,7 @@ class Completion(Answer[CompletionBody]):
     """The continuations of prompts: those of the first, then those of the second, and so on."""
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+    source = "prompt"
 
     def __init__(self, body: CompletionBody, served: Served) -> None:
         super().__init__(body, served)

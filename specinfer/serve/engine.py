@@ -20,9 +20,10 @@ from typing import TypeVar
 
 from specinfer.engine.requests import Request
 from specinfer.engine.scheduler import Scheduler, Steps
+from specinfer.errors import one_line
 from specinfer.results import Step
 from specinfer.serve.metrics import Metrics
-from specinfer.serve.protocol import overloaded
+from specinfer.serve.protocol import ApiError, overloaded
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -108,7 +109,9 @@ class Engine:
         """
         if not self.alive:
             self.metrics.rejections.labels("closed").inc()
-            raise overloaded("the server is shutting down, or its engine failed")
+            raise closed()
+        if texts > self.capacity:
+            raise ApiError(400, f"{texts} texts are more than {self.capacity}, which is all that fits: ask for fewer")
         if len(self._open) + self._reserved + texts > self.capacity:
             self.metrics.rejections.labels("queue_full").inc()
             raise overloaded(f"{self.capacity} texts are under way or wait, and no more are taken: try again later")
@@ -119,13 +122,16 @@ class Engine:
             self._reserved -= texts
 
     def submit(self, requests: Sequence[Request]) -> Generation:
-        """Take requests; return what to wait for."""
+        """Take requests; return what to wait for.
+
+        Raises:
+            ApiError: the thread has ended.
+        """
         generation = Generation(self, requests)
-        with self._news:
+        with self._told():
             for request in requests:
                 self._open[request] = Clock(generation)
                 self.scheduler.add(request)
-            self._news.notify()
         return generation
 
     def abort(self, requests: Sequence[Request]) -> None:
@@ -137,11 +143,14 @@ class Engine:
                     self.metrics.successes.labels("abort").inc()
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Call a function in the thread, between two steps: nothing else may run the models."""
+        """Call a function in the thread, between two steps: nothing else may run the models.
+
+        Raises:
+            ApiError: the thread has ended.
+        """
         future: Future[T] = Future()
-        with self._news:
+        with self._told():
             self._calls.append((function, future))  # type: ignore[arg-type]
-            self._news.notify()
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
@@ -150,6 +159,15 @@ class Engine:
             self._closing = True
             self._news.notify()
         self._thread.join()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Tell the thread of something new, unless it has ended."""
+        with self._news:
+            if not self.alive:
+                raise closed()
+            yield
+            self._news.notify()
 
     def _count_waiting(self) -> float:
         return max(0, len(self._open) - len(self.scheduler.active))
@@ -163,7 +181,8 @@ class Engine:
                     self._answer(*self._calls.popleft())
                 self._tell(self._stepped())
         finally:
-            self.alive = False
+            with self._news:
+                self.alive = False
             for _, future in self._calls:
                 future.cancel()
             self.scheduler.close()
@@ -200,6 +219,8 @@ class Engine:
             if request in clocks:
                 self._count(request, step, clocks[request], now)
         for request, clock in ended.items():
+            if request.error:
+                log.error("a text ended with an error: %s", one_line(request.error))
             self.metrics.successes.labels(request.finish_reason if request.finish_reason in ENDS else "error").inc()
             self.metrics.whole.observe(now - clock.began)
         changed = {clock.generation for clock in (*clocks.values(), *ended.values())}
@@ -218,6 +239,11 @@ class Engine:
         else:
             self.metrics.between_tokens.observe((now - clock.newest) / len(step.tokens))
         clock.newest = now
+
+
+def closed() -> ApiError:
+    """Return the error of a server that takes no more requests."""
+    return overloaded("the server is shutting down, or its engine failed")
 
 
 def _wake(generations: set[Generation]) -> None:

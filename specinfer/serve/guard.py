@@ -13,7 +13,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specinfer.serve.protocol import ApiError
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 OPEN = "/health"
 
 

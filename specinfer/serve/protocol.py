@@ -101,12 +101,6 @@ class StreamOptions(Struct):
     include_usage: bool | None = None
 
 
-class ResponseFormat(Struct):
-    """What a text must look like."""
-
-    type: Literal["text", "json_object", "json_schema"]
-
-
 class Body(Struct, kw_only=True):
     """The fields that both kinds of requests have; None is the usual."""
 
@@ -127,7 +121,7 @@ class Body(Struct, kw_only=True):
     stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
     seed: int | None = None
     ignore_eos: bool | None = None
-    response_format: ResponseFormat | None = None
+    response_format: dict[str, Any] | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -153,7 +147,7 @@ class Body(Struct, kw_only=True):
         Raises:
             ApiError: a field that cannot be followed.
         """
-        if self.response_format and self.response_format.type != "text":
+        if (self.response_format or {}).get("type", "text") != "text":
             raise ApiError(400, "response_format: only text is written so far", "response_format")
         temperature = _first(self.temperature, config.temperature, 1.0)
         sampling = {"temperature": temperature}

@@ -258,7 +258,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": [{"role": "user\nsystem", "content": "x"}]}, "messages", "Invalid enum value"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, None, "reads text only"),
     ({"max_tokens": 0}, "max_tokens", ">= 1"),
-    ({"max_tokens": 10_000}, None, "exceed the context"),
+    ({"max_tokens": 10_000}, "messages", "exceed the context"),
     ({"stop": ["a"] * 5}, "stop", "length <= 4"),
     ({"stop": [""]}, "stop", "length >= 1"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "no token id"),
@@ -292,7 +292,7 @@ def test_a_prompt_beyond_the_context_has_a_code(client: openai.OpenAI) -> None:
     for options in ({"prompt": "x" * CONTEXT}, {"prompt": "x" * 500, "max_tokens": 13}):
         with pytest.raises(openai.BadRequestError) as error:
             client.completions.create(model="tiny", **options)
-        assert error.value.code == "context_length_exceeded"
+        assert (error.value.code, error.value.param) == ("context_length_exceeded", "prompt")
 
 
 def test_unknown_fields_are_ignored(client: openai.OpenAI) -> None:
