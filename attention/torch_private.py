@@ -161,6 +161,7 @@ def compile_package(graph: fx.GraphModule, path: Path) -> None:
             a GPU also stay in torch's own cache, which `CompiledArtifact` needs.
     """
     from torch._inductor import aot_compile
+    from torch._inductor.cpu_vec_isa import valid_vec_isa_list
     from torch._inductor.package import package_aoti
     from torch._inductor.utils import fresh_cache
 
@@ -168,6 +169,7 @@ def compile_package(graph: fx.GraphModule, path: Path) -> None:
     if inputs[0].device.type == "cuda":
         compile_kernels(graph, path)
         return
+    valid_vec_isa_list()  # what the compiler can write for this processor, tried once: torch's own cache remembers it
     with torch.no_grad(), fresh_cache(dir=str(path.parent)), warnings.catch_warnings(action="ignore"):
         files: Any = aot_compile(graph, inputs, options={**COMPILER_OPTIONS, "aot_inductor.package": True})
         package_aoti(str(path), files)

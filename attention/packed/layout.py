@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from specinfer.attention.packed.formats import Quantised
+from specinfer.common.memory import LargePages
 
 BLOCK = 32  # outputs of a block
 GROUP = 32  # inputs of a group
@@ -37,12 +38,15 @@ HALF, FACTORS, SINGLE = range(3)  # scales: float16; float16 times integers; flo
 
 
 @torch.no_grad()
-def pack(parts: Iterable[Quantised], outputs: int, inputs: int) -> Tensor:
+def pack(
+    parts: Iterable[Quantised], outputs: int, inputs: int, pages: LargePages
+) -> Tensor:
     """Return a packed matrix.
 
     Args:
         parts: its rows, in order, all of one kind; each but the last has a multiple of 32.
         outputs, inputs: its shape (N, K); K is a multiple of 32.
+        pages: where it lies.
 
     Returns:
         uint8, one dimension.
@@ -56,7 +60,7 @@ def pack(parts: Iterable[Quantised], outputs: int, inputs: int) -> Tensor:
         found = _blocks(part)
         if code < 0:
             code, size = code_of(part), -(-found.shape[1] // LINE) * LINE
-            packed = torch.zeros(body + blocks * size, dtype=torch.uint8)
+            packed = pages.zeros(body + blocks * size)
             packed[:8].view(torch.int64)[0] = outputs
             entries = packed[LINE : LINE + ENTRY * blocks].view(torch.int64).view(blocks, 2)
             entries[:, 0] = body + size * torch.arange(blocks)

@@ -96,7 +96,7 @@ def _fill(model: PreTrainedModel, tensors: dict[str, Stored], file: Gguf, keys: 
                 setattr(model.get_submodule(path), leaf, _parameter(weight if order is None else weight[order]))
             else:
                 new = _packed_like(model.get_submodule(path))
-                new.packed = pages.copy(pack(_parts(stored, order), *stored.shape))
+                new.packed = pack(_parts(stored, order), *stored.shape, pages)
                 model.set_submodule(path, new)
         except ModelError as error:
             raise keys.refusal(f"{name}: {error}") from error

@@ -24,7 +24,7 @@ def free_bytes() -> float:
 
 
 class LargePages:
-    """Copies of tensors that are read whole again and again, side by side in large pages where the system has them.
+    """Memory for what is read whole again and again, side by side in large pages where the system has them.
 
     Every small page (4 kB) costs a processor a look-up of its address, and a virtual machine a long one: there two
     cores of a Xeon read packed weights at 27 GB/s from large pages and at 19 GB/s from small ones.
@@ -34,15 +34,20 @@ class LargePages:
         self._region: mmap.mmap | None = None
         self._free = range(0)  # bytes of it
 
+    def zeros(self, size: int) -> Tensor:
+        """Return so many bytes, all zero, uint8."""
+        if not HAS_LARGE_PAGES or not size:
+            return torch.zeros(size, dtype=torch.uint8)
+        if len(self._free) < size:
+            self._region, self._free = _region(max(size, REGION))
+        begin, self._free = self._free[0], self._free[-(-size // LINE) * LINE :]
+        return torch.frombuffer(self._region, dtype=torch.uint8, count=size, offset=begin)
+
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor on the CPU; the tensor itself if its layout is a library's own, or without large pages."""
-        if not HAS_LARGE_PAGES or tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.numel():
+        """Return a copy of a tensor on the CPU; the tensor itself if its layout is a library's own."""
+        if tensor.layout != torch.strided or tensor.device.type != "cpu":
             return tensor
-        if len(self._free) < tensor.nbytes:
-            self._region, self._free = _region(max(tensor.nbytes, REGION))
-        begin, self._free = self._free[0], self._free[-(-tensor.nbytes // LINE) * LINE :]
-        found = torch.frombuffer(self._region, dtype=torch.uint8, count=tensor.nbytes, offset=begin)
-        return found.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return self.zeros(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def _region(size: int) -> tuple[mmap.mmap, range]:
