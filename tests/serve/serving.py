@@ -34,7 +34,7 @@ class Live:
 
     def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
         """Return OpenAI's own client."""
-        usual = {"base_url": f"{self.url}/v1", "max_retries": 0, "timeout": 60}
+        usual = {"base_url": f"{self.url}/v1", "max_retries": 0, "timeout": 600}
         return openai.OpenAI(api_key=key, **{**usual, **options})
 
     def metric(self, name: str, **labels: str) -> float:
@@ -49,7 +49,7 @@ class Live:
 
     def connect(self) -> socket.socket:
         """Return a connection."""
-        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=600)
 
 
 @contextmanager
@@ -78,7 +78,7 @@ class Gate:
 
     def _wait(self, *_: Any) -> None:
         self.reached.set()
-        assert self.opened.wait(60)
+        assert self.opened.wait(600)
 
     def __enter__(self) -> "Gate":
         return self

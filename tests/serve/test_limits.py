@@ -36,7 +36,7 @@ def server(decoder: SpeculativeDecoder) -> Iterator[Live]:
 
 def asked(server: Live, method: str, path: str, body: Any = None, headers: Any = JSON) -> tuple[int, Any, Any]:
     """Return status, body and headers of an answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=600)
     connection.request(method, path, body, headers)
     answer = connection.getresponse()
     data = answer.read()
