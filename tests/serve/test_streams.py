@@ -224,9 +224,8 @@ def test_a_reader_that_never_reads_holds_nobody_up(server: Live, decoder: Specul
         reader = socket.socket()
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         reader.connect(("127.0.0.1", server.port))
-        body = json.dumps(
-            {"messages": HELLO, "stream": True, "logprobs": True, "top_logprobs": 20, **LONG, "max_tokens": 400}
-        ).encode()
+        asked = {"stream": True, "logprobs": True, "top_logprobs": 20, **LONG, "max_tokens": 400}
+        body = json.dumps({"messages": HELLO, **asked}).encode()
         reader.sendall(
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n" % len(body) + body
