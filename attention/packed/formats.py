@@ -32,15 +32,16 @@ class Kind(NamedTuple):
 class Quantised(NamedTuple):
     """The numbers of a matrix (N, K): scale * (T[integer] - zero) + minimum, T being the identity without values.
 
-    A span is what shares a scale and a minimum: a group, or 256 inputs where groups have factors.
+    A span is what shares a scale and a minimum: a group, or 256 inputs where groups have factors.  Without minima, a
+    minimum's factor multiplies the scale: so numbers are those of a checkpoint with zero points.
     """
 
     integers: Tensor  # (N, K) uint8, from 0
     bits: int  # of an integer: 2, 3, 4, 5, 6 or 8
     zero: int  # the integer that stands for zero; 0 where there are values
     values: tuple[int, ...] | None  # what the 16 integers of 4 bits stand for, where not for themselves
-    group: int  # inputs that share a factor, or else a scale: 16 or 32
-    scale: Tensor  # (N, K / span) float16; float32 powers of two for MXFP4
+    group: int  # inputs that share a factor, or else a scale: 16 or 32; with float32 scales 32 times a power of two
+    scale: Tensor  # (N, K / span) float16 or float32
     factor: Tensor | None  # (N, K / group) int16: integers, of either sign, that multiply the scale
     minimum: Tensor | None  # (N, K / span) float16, with the sign it is added with
     minimum_factor: Tensor | None  # (N, K / group) int16
@@ -99,6 +100,8 @@ def numbers(found: Quantised) -> Tensor:
     groups = signed.view(len(integers), -1, found.group) * _by_group(found.scale, found.factor, found)
     if found.minimum is not None:
         groups += _by_group(found.minimum, found.minimum_factor, found)
+    elif found.minimum_factor is not None:
+        groups += (found.scale * found.minimum_factor)[..., None]
     return groups.view_as(integers)
 
 

@@ -9,9 +9,10 @@ A packed matrix (N, K) is a row of bytes:
     blocks    each begins at a multiple of 64; the last one is filled up with zeros
 
     block     64 bytes of a table, if integers look numbers up: 16 numbers, 128 added
-              then its groups of 32 inputs; where scales have factors, 32 scales (float16) stand before 8 of them,
-              and 32 minima if there are any
-    group     32 scales (float16 or float32), or else 32 factors (int8), for each half of a group if halves have their
+              then its groups of 32 inputs; before a span of 1 to 128 of them stand 32 scales (float32), and 32 factors
+              that make minima of them (float16) if there are any; where scales have factors, before 8 of them 32
+              scales (float16), and 32 minima if there are any
+    group     if scales are float16, 32 scales, or else 32 factors (int8), for each half of a group if halves have their
               own; then as many minima
               then the integers of the outputs 0-15, and those of 16-31
 
@@ -30,23 +31,27 @@ from specinfer.common.memory import LargePages
 BLOCK = 32  # outputs of a block
 GROUP = 32  # inputs of a group
 SPAN = 256  # inputs that share a scale where groups have factors
+LONGEST = 128 * GROUP  # inputs that can share a float32 scale
 LINE = 64  # bytes
 ENTRY = 16  # bytes of a block in the head
 SHIFTED = 128  # is added to the numbers of a table
 PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}  # lowest bits first
-HALF, FACTORS, SINGLE = range(3)  # scales: float16; float16 times integers; float32
+HALF, FACTORS, SINGLE = range(3)  # scales: float16; float16 times integers; float32 for a span
+BEFORE = {  # what stands before a span, and before a group: scales and minima, or factors of either
+    HALF: ((), (torch.float16, torch.float16)),
+    FACTORS: ((torch.float16, torch.float16), (torch.int8, torch.int8)),
+    SINGLE: ((torch.float32, torch.float16), ()),
+}
 
 
 @torch.no_grad()
-def pack(
-    parts: Iterable[Quantised], outputs: int, inputs: int, pages: LargePages
-) -> Tensor:
+def pack(parts: Iterable[Quantised], outputs: int, inputs: int, pages: LargePages | None = None) -> Tensor:
     """Return a packed matrix.
 
     Args:
         parts: its rows, in order, all of one kind; each but the last has a multiple of 32.
         outputs, inputs: its shape (N, K); K is a multiple of 32.
-        pages: where it lies.
+        pages: in which it lies; by default in pages of its own.
 
     Returns:
         uint8, one dimension.
@@ -54,6 +59,7 @@ def pack(
     blocks = -(-outputs // BLOCK)
     body = -(-(LINE + ENTRY * blocks) // LINE) * LINE
     packed, done, code = torch.empty(0, dtype=torch.uint8), 0, -1
+    pages = pages or LargePages()
     for part in parts:
         if part.integers.shape[1] != inputs:
             raise ValueError(f"rows of {part.integers.shape[1]} inputs were given, and the matrix has {inputs}")
@@ -101,9 +107,11 @@ def outputs_of(packed: Tensor) -> int:
 
 
 def code_of(part: Quantised) -> int:
-    """Return a kind as the head of a matrix has it: bits, scales, table, minimum, halves, zero."""
-    scales = FACTORS if part.factor is not None else SINGLE if part.scale.dtype == torch.float32 else HALF
-    flags = (part.values is not None) << 6 | (part.minimum is not None) << 7 | (part.group < GROUP) << 8
+    """Return a kind as the head of a matrix has it: bits, scales, table, minimum, halves, groups of a span, zero."""
+    scales, span = _span(part)
+    minimum = part.minimum is not None or part.minimum_factor is not None
+    flags = (part.values is not None) << 6 | minimum << 7 | (part.group < GROUP) << 8
+    flags |= (span // GROUP).bit_length() - 1 << 9
     return part.bits | scales << 4 | flags | (SHIFTED if part.values else part.zero) << 16
 
 
@@ -121,16 +129,35 @@ def _blocks(part: Quantised) -> Tensor:
     blocks, _, inputs = integers.shape
     groups = inputs // GROUP
     lines = [_lines(integers, bits, first) for bits, first in _planes(part.bits)]
-    scales = part.scale if part.factor is None else part.factor.to(torch.int8)
-    minima = part.minimum if part.minimum_factor is None else part.minimum_factor.to(torch.int8)
-    before = [_of_outputs(filled(values), groups) for values in (scales, minima) if values is not None]
-    found = torch.cat([*before, torch.cat(lines, 3).flatten(2)], 2)  # (blocks, groups, bytes)
-    if part.factor is not None:
-        spans = inputs // SPAN
-        supers = [_of_outputs(filled(values), spans) for values in (part.scale, part.minimum) if values is not None]
-        found = torch.cat([*supers, found.view(blocks, spans, -1)], 2)
+    of_spans, of_groups, span = _scales(part)
+    found = torch.cat(lines, 3).flatten(2)  # bytes of integers
+    for values, times in (of_groups, groups), (of_spans, inputs // span):
+        ahead = [_of_outputs(filled(each), times) for each in values]
+        found = torch.cat([*ahead, found.view(blocks, times, -1)], 2)
     found = found.view(blocks, -1)
     return found if part.values is None else torch.cat([_table(part.values).expand(blocks, LINE), found], 1)
+
+
+def _scales(part: Quantised) -> tuple[list[Tensor], list[Tensor], int]:
+    """Return what stands before a span and before a group, as `BEFORE` has it, and the inputs of a span."""
+    kind, span = _span(part)
+    pairs = {
+        HALF: ((), (part.scale, part.minimum)),
+        FACTORS: ((part.scale, part.minimum), (part.factor, part.minimum_factor)),
+        SINGLE: ((part.scale, part.minimum_factor), ()),
+    }[kind]
+    of_spans, of_groups = (
+        [values.to(dtype) for values, dtype in zip(pair, dtypes, strict=True) if values is not None]
+        for pair, dtypes in zip(pairs, BEFORE[kind], strict=True)
+    )
+    return of_spans, of_groups, span
+
+
+def _span(part: Quantised) -> tuple[int, int]:
+    """Return the kind of scales, and the inputs that share what `BEFORE` says of a span."""
+    if part.factor is not None:
+        return FACTORS, SPAN
+    return (SINGLE, part.group) if part.scale.dtype == torch.float32 else (HALF, GROUP)
 
 
 def _planes(bits: int) -> Iterator[tuple[int, int]]:
@@ -170,29 +197,27 @@ def _table(values: tuple[int, ...]) -> Tensor:
 def _parts(blocks: Tensor, code: int, inputs: int, outputs: int) -> Quantised:
     """Return blocks (blocks, bytes) as the rows that they were."""
     bits, scales, minimum, halves = code & 15, code >> 4 & 3, code >> 7 & 1, code >> 8 & 1
-    group, values, zero = GROUP >> halves, None, code >> 16 & 255
+    span, groups, values, zero = 1 << (code >> 9 & 7), inputs // GROUP, None, code >> 16 & 255
     if code >> 6 & 1:
         values, zero = tuple((blocks[0, :16].int() - SHIFTED).tolist()), 0
         blocks = blocks[:, LINE:]
-    dtype = {HALF: torch.float16, FACTORS: torch.int8, SINGLE: torch.float32}[scales]
-    spans, groups, count = inputs // SPAN, inputs // GROUP, 1 + minimum
-    width = BLOCK * dtype.itemsize * (1 + halves)  # bytes of scales before a group, and of minima
-    body = count * width + 2 * LINE * bits
-    supers = count * 2 * BLOCK if scales == FACTORS else 0
-    found = blocks[:, : spans * supers + groups * body]
-    super_scales: list[Tensor] = []
-    if supers:
-        found = found.view(len(blocks), spans, -1)
-        super_scales = [_to_outputs(each, torch.float16, outputs) for each in found[..., :supers].chunk(count, -1)]
-        found = found[..., supers:]
-    found = found.reshape(len(blocks), groups, body)
-    scaled = [_to_outputs(each, dtype, outputs) for each in found[..., : count * width].chunk(count, -1)]
-    integers = _integers(found[..., count * width :], bits).reshape(len(blocks) * BLOCK, inputs)[:outputs]
-    if not supers:
-        return Quantised(integers, bits, zero, values, group, scaled[0], None, scaled[1] if minimum else None, None)
-    factors = [each.to(torch.int16) for each in scaled]
-    least, least_factors = (super_scales[1], factors[1]) if minimum else (None, None)
-    return Quantised(integers, bits, zero, values, group, super_scales[0], factors[0], least, least_factors)
+    of_spans, of_groups = (dtypes[: 1 + minimum] for dtypes in BEFORE[scales])
+    widths = [BLOCK * dtype.itemsize for dtype in of_spans]  # bytes before a span
+    each = [BLOCK * dtype.itemsize * (1 + halves) for dtype in of_groups]  # bytes before a group
+    size = sum(each) + 2 * LINE * bits
+    found = blocks[:, : groups // span * sum(widths) + groups * size].reshape(len(blocks), groups // span, -1)
+    *spans, found = found.split([*widths, span * size], 2)
+    *before, lines = found.reshape(len(blocks), groups, size).split([*each, 2 * LINE * bits], 2)
+    integers = _integers(lines, bits).reshape(len(blocks) * BLOCK, inputs)[:outputs]
+    scaled = [_to_outputs(part, dtype, outputs) for part, dtype in zip(spans, of_spans, strict=True)]
+    factors = [_to_outputs(part, dtype, outputs) for part, dtype in zip(before, of_groups, strict=True)]
+    group = GROUP * span if scales == SINGLE else GROUP >> halves
+    if scales == HALF:
+        scaled, factors = factors, []
+    factor = factors.pop(0).short() if scales == FACTORS else None
+    least = scaled[1] if minimum and scales != SINGLE else None
+    least_factor = (scaled[1] if scales == SINGLE else factors[0]).short() if minimum and scales != HALF else None
+    return Quantised(integers, bits, zero, values, group, scaled[0], factor, least, least_factor)
 
 
 def _integers(lines: Tensor, bits: int) -> Tensor:

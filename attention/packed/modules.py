@@ -30,16 +30,21 @@ class PackedLinear(_Packed):
     Args:
         in_features, out_features: K and N.
         bias: whether it has one, float32.
+        order: the inputs as the matrix has them, (K) int64, where they are not in their own order.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
+    order: Tensor | None
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, order: Tensor | None = None) -> None:
         super().__init__(in_features)
+        self.register_buffer("order", order)
         self.in_features, self.out_features = in_features, out_features
         self.bias = nn.Parameter(torch.zeros(out_features), requires_grad=False) if bias else None
 
     def forward(self, states: Tensor) -> Tensor:
         """Return (..., N) for states (..., K)."""
-        found = torch.ops.specinfer.packed_linear(states, [self.packed], [self.out_features])
+        ordered = states if self.order is None else states.index_select(-1, self.order)
+        found = torch.ops.specinfer.packed_linear(ordered, [self.packed], [self.out_features])
         return (found if self.bias is None else found + self.bias).to(states.dtype)
 
 

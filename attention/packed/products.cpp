@@ -34,7 +34,7 @@ constexpr int LANES = 16, MOST_ROWS = 8;  // numbers of a register; states whose
 #else
 constexpr int LANES = 8, MOST_ROWS = 3;
 #endif
-constexpr int BLOCK = 32, GROUP = 32, SPAN = 256;  // outputs of a block; inputs with a scale; inputs with a super-scale
+constexpr int BLOCK = 32, GROUP = 32;              // outputs of a block; inputs of a group
 constexpr int LINE = 64;                           // bytes of a word of 16 outputs
 constexpr int AHEAD = 8192;                        // bytes of weights that are on their way meanwhile
 constexpr int64_t PANEL = 96;                      // states that stay in the cache while weights pass by
@@ -53,19 +53,20 @@ INLINE Register load(const void* from) {
 
 // ---- kinds ----
 
-enum Scales { HALF, FACTORS, SINGLE };  // float16; float16 for 256 inputs times an integer; float32
+enum Scales { HALF, FACTORS, SINGLE };  // float16; float16 for 256 inputs times an integer; float32 for a span
 
 struct Kind {
-    int bits, zero;
+    int bits, zero, span;  // of a span: groups that it has
     Scales scales;
     bool table, minimum, halves;  // integers look numbers up; numbers have a minimum; 16 inputs share a scale
 
     INLINE explicit Kind(uint32_t code)
-        : bits(code & 15), zero(code >> 16 & 255), scales(Scales(code >> 4 & 3)), table(code >> 6 & 1),
-          minimum(code >> 7 & 1), halves(code >> 8 & 1) {}
-    INLINE int of_span() const { return scales == FACTORS ? LINE * (1 + minimum) : 0; }  // bytes before 256 inputs
-    INLINE int of_scales() const {                                                         // before 32 inputs
-        return BLOCK * (scales == HALF ? 2 : scales == SINGLE ? 4 : 1) * (1 + minimum) * (1 + halves);
+        : bits(code & 15), zero(code >> 16 & 255), span(1 << (code >> 9 & 7)), scales(Scales(code >> 4 & 3)),
+          table(code >> 6 & 1), minimum(code >> 7 & 1), halves(code >> 8 & 1) {}
+    INLINE bool begins_span(int64_t group) const { return scales != HALF && (group & (span - 1)) == 0; }
+    INLINE int of_span() const { return LINE * (scales == SINGLE ? 2 + minimum : 1 + minimum); }  // bytes before a span
+    INLINE int of_scales() const {                                                                // before 32 inputs
+        return scales == SINGLE ? 0 : BLOCK * (scales == HALF ? 2 : 1) * (1 + minimum) * (1 + halves);
     }
     INLINE int of_half() const { return LINE * bits; }  // of the integers of 16 outputs, 32 inputs
 };
@@ -217,12 +218,14 @@ struct Reader {
 
     INLINE Reader(const Kind& kind, const uint8_t* bytes, int first) : kind(kind), bytes(bytes), first(first) {}
     INLINE void begin_span() {
-        super = halves_to_floats(bytes + 2 * first);
-        if (kind.minimum) super_minimum = halves_to_floats(bytes + LINE + 2 * first);
+        const bool single = kind.scales == SINGLE;
+        super = single ? load<Floats>(bytes + 4 * first) : halves_to_floats(bytes + 2 * first);
+        if (kind.minimum) super_minimum = halves_to_floats(bytes + (single ? 2 : 1) * LINE + 2 * first);
+        if (kind.minimum && single) super_minimum *= super;
         bytes += kind.of_span();
     }
     INLINE Scaled read(int half) const {
-        const int width = kind.scales == HALF ? 2 : kind.scales == SINGLE ? 4 : 1, step = BLOCK * width;
+        const int width = kind.scales == HALF ? 2 : 1, step = BLOCK * width;
         const uint8_t* from = bytes + half * step + first * width;
         const uint8_t* least = from + step * (1 + kind.halves);
         Scaled found{};
@@ -230,7 +233,8 @@ struct Reader {
             found.scale = halves_to_floats(from);
             if (kind.minimum) found.minimum = halves_to_floats(least);
         } else if (kind.scales == SINGLE) {
-            found.scale = load<Floats>(from);
+            found.scale = super;
+            if (kind.minimum) found.minimum = super_minimum;
         } else {
             found.scale = super * bytes_to_floats(from);
             if (kind.minimum) found.minimum = super_minimum * bytes_to_floats(least);
@@ -266,7 +270,7 @@ void multiply(const Block& block, int first, const Panel& states, float* results
 #pragma GCC unroll 2
         for (int u = 0; u < U; u++) {
             Reader& reader = readers[u];
-            if (kind.scales == FACTORS && group % (SPAN / GROUP) == 0) reader.begin_span();
+            if (kind.begins_span(group)) reader.begin_span();
             const uint8_t* numbers = reader.integers();
 #pragma GCC unroll 4
             for (int line = 0; line < 4; line++) __builtin_prefetch(numbers + AHEAD + line * LINE, 0, 2);
@@ -364,7 +368,7 @@ void multiply_in_tiles(const Block& block, const Panel& states, int64_t rows, fl
     const auto read = [&](int64_t group) {
 #pragma GCC unroll 2
         for (int u = 0; u < 2; u++) {
-            if (kind.scales == FACTORS && group % (SPAN / GROUP) == 0) readers[u].begin_span();
+            if (kind.begins_span(group)) readers[u].begin_span();
             const uint8_t* numbers = readers[u].integers();
 #pragma GCC unroll 8
             for (int line = 0; line < BITS; line++) __builtin_prefetch(numbers + AHEAD + line * LINE, 0, 2);
@@ -496,7 +500,7 @@ void read_row(const Block& block, int row, int64_t groups, float* to) {
     const int first = row / LANES * LANES, lane = row % LANES;
     Reader reader(kind, block.bytes + (kind.table ? LINE : 0), first);
     for (int64_t group = 0; group < groups; group++, reader.next()) {
-        if (kind.scales == FACTORS && group % (SPAN / GROUP) == 0) reader.begin_span();
+        if (kind.begins_span(group)) reader.begin_span();
         for (int index = 0; index < 8; index++) {
             const Scaled scaled = reader.read(kind.halves ? index / 4 : 0);
             const uint32_t four = integers<BITS>(reader.integers(), index)[lane];

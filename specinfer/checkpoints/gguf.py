@@ -11,23 +11,31 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specinfer.attention.packed.formats import DENSE, Quantised, dense, quantised
 from specinfer.attention.packed.gguf import Gguf, Stored, open_gguf
 from specinfer.attention.packed.layout import pack
-from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear
 from specinfer.checkpoints.configuration import ROTARY, configuration, ends
+from specinfer.checkpoints.filling import (
+    EMBEDDING,
+    HEAD,
+    check_memory,
+    check_shapes,
+    finish,
+    packed_like,
+    parameter,
+    wanted_of,
+)
 from specinfer.checkpoints.keys import Keys
 from specinfer.checkpoints.tokenizer import tokenizer_of
-from specinfer.common.memory import LargePages, free_bytes
+from specinfer.common.memory import LargePages
 from specinfer.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 PART = 512  # rows that are taken apart at once: a multiple of 32
-HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
 _MODULES = {"token_embd": EMBEDDING, "output_norm": "model.norm", "output": HEAD}
 _OF_LAYERS = {
     "attn_norm": "input_layernorm",
@@ -80,11 +88,8 @@ def _name(tensor: str) -> str:
 
 def _fill(model: PreTrainedModel, tensors: dict[str, Stored], file: Gguf, keys: Keys) -> None:
     """Give a model without memory its weights, and its tables their numbers."""
-    wanted = {name: tuple(weight.shape) for name, weight in model.named_parameters(remove_duplicate=False)}
-    if model.config.tie_word_embeddings:
-        del wanted[f"{HEAD}.weight"]
-    _check_shapes(wanted, {name: stored.shape for name, stored in tensors.items()}, keys)
-    _check_memory(tensors, keys)
+    check_shapes(wanted_of(model), {name: stored.shape for name, stored in tensors.items()}, keys.refusal)
+    check_memory(sum(map(_bytes, tensors.values())), keys.refusal)
     pages = LargePages()
     # weights first: a module that takes the place of another one gets its bias then
     for name, stored in sorted(tensors.items(), key=lambda pair: not pair[0].endswith(".weight")):
@@ -93,44 +98,22 @@ def _fill(model: PreTrainedModel, tensors: dict[str, Stored], file: Gguf, keys: 
         try:
             if stored.kind in DENSE:
                 weight = dense(stored.kind, stored.rows).view(stored.shape)
-                setattr(model.get_submodule(path), leaf, _parameter(weight if order is None else weight[order]))
+                setattr(model.get_submodule(path), leaf, parameter(weight if order is None else weight[order]))
             else:
-                new = _packed_like(model.get_submodule(path))
-                new.packed = pack(_parts(stored, order), *stored.shape, pages)
+                new = packed_like(model.get_submodule(path))
+                outputs, inputs = stored.shape
+                new.packed = pack(_parts(stored, order), outputs, inputs, pages)
                 model.set_submodule(path, new)
         except ModelError as error:
             raise keys.refusal(f"{name}: {error}") from error
         file.release()
-    if model.config.tie_word_embeddings:
-        _tie(model)
-    for path, module in list(model.named_modules()):  # rotary frequencies: what a module computes of its configuration
-        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
-            model.set_submodule(path, type(module)(config=model.config))
+    finish(model)
 
 
-def _check_shapes(wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]], keys: Keys) -> None:
-    """Raise `ModelError` unless a file has the tensors that its model has."""
-    if others := sorted(found.keys() - wanted.keys()):
-        advice = "they may change the model: use another file"
-        raise keys.refusal(f"{len(others)} of its tensors are not known ({', '.join(others[:3])})", advice)
-    if missing := sorted(wanted.keys() - found.keys()):
-        raise keys.refusal(f"it lacks {len(missing)} tensors ({', '.join(missing[:3])})")
-    for name, shape in wanted.items():
-        if found[name] != shape:
-            raise keys.refusal(f"{name} has shape {found[name]}, and its metadata says {shape}")
-
-
-def _check_memory(tensors: dict[str, Stored], keys: Keys) -> None:
-    """Raise `ModelError` if weights that are dense in float32, or packed at the file's size, do not fit into memory."""
-    needed = sum(
-        torch.Size(stored.shape).numel() * torch.float32.itemsize if stored.kind in DENSE else stored.rows.numel()
-        for stored in tensors.values()
-    )
-    if needed > (free := free_bytes()):
-        raise keys.refusal(
-            f"its weights need {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free: end other programs, "
-            "or take a file of fewer bits"
-        )
+def _bytes(stored: Stored) -> int:
+    """Return the memory that a tensor takes: in float32 if it is dense, else packed at the file's size."""
+    numbers = torch.Size(stored.shape).numel()
+    return numbers * torch.float32.itemsize if stored.kind in DENSE else stored.rows.numel()
 
 
 def _order(path: str, config: PreTrainedConfig) -> Tensor | None:
@@ -149,27 +132,3 @@ def _parts(stored: Stored, order: Tensor | None) -> Iterator[Quantised]:
     for begin in range(0, len(stored.rows), PART):
         part = slice(begin, begin + PART)
         yield quantised(stored.kind, stored.rows[part] if order is None else stored.rows[order[part]])
-
-
-def _parameter(weight: Tensor) -> nn.Parameter:
-    return nn.Parameter(weight, requires_grad=False)
-
-
-def _packed_like(module: nn.Module) -> PackedLinear | PackedEmbedding:
-    """Return a module, still without weights, that takes the place of a dense one."""
-    if type(module) is nn.Linear:
-        return PackedLinear(module.in_features, module.out_features, module.bias is not None)
-    if type(module) is nn.Embedding:
-        return PackedEmbedding(module.num_embeddings, module.embedding_dim)
-    raise ModelError("it is quantised, and should be dense: the file was converted by another program")
-
-
-def _tie(model: PreTrainedModel) -> None:
-    """Let the head have the weights of the embeddings."""
-    embedding, head = model.get_submodule(EMBEDDING), model.get_submodule(HEAD)
-    if isinstance(embedding, PackedEmbedding):
-        new = _packed_like(head)
-        new.packed = embedding.packed
-        model.set_submodule(HEAD, new)
-    else:
-        head.weight = embedding.weight

@@ -9,7 +9,7 @@ import torch
 from conftest import byte_tokenizer, tiny_llama
 from test_compiled import GREEDY, SAMPLED, TREE, compiled, decoder, ids
 from test_heads import draft_for
-from test_packed_products import plain_rows
+from test_packed_products import plain_rows, spanned
 from torch import nn
 
 from specinfer import BestFirst, Chain, SpeculativeDecoder
@@ -23,20 +23,26 @@ from specinfer.errors import UnsupportedModel
 from specinfer.training import Recipe, distill
 
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}  # K formats have blocks of 256 inputs
-MIX, OTHER_MIX = ("Q4_K", "Q6_K"), ("Q8_0", "IQ4_XS", "Q3_K")
+MIX, OTHER_MIX = ("Q4_K", "Q6_K"), ("Q8_0", "128 inputs, minima", "IQ4_XS", "256 inputs, 8 bits", "Q3_K")
 
 pytestmark = pytest.mark.skipif(products.library() is None, reason="no C++ compiler")
 
 
 def packed_llama(kinds: tuple[str, ...] = MIX) -> Any:
-    """A tiny llama whose matrices are random blocks of some kinds, in turns; its embeddings are its output matrix."""
+    """A tiny llama whose matrices are random ones of some kinds, in turns; its embeddings are its output matrix.
+
+    One of its layers takes the inputs in an order of their own.
+    """
     model = tiny_llama(tie_word_embeddings=False, **SIZES).float()
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for index, name in enumerate(layers):
         old, kind = model.get_submodule(name), kinds[index % len(kinds)]
-        new = PackedLinear(old.in_features, old.out_features, bias=False)
-        rows = plain_rows(kind, old.out_features)[:, : 256 // KINDS[kind].inputs * KINDS[kind].size].clone()
-        new.packed = pack([quantised(kind, rows)], *old.weight.shape)
+        order = torch.arange(old.in_features).flip(0) if name == "model.layers.1.mlp.down_proj" else None
+        new = PackedLinear(old.in_features, old.out_features, bias=False, order=order)
+        if kind in KINDS:
+            rows = plain_rows(kind, old.out_features)[:, : 256 // KINDS[kind].inputs * KINDS[kind].size].clone()
+        part = quantised(kind, rows) if kind in KINDS else spanned(kind, *old.weight.shape)
+        new.packed = pack([part], *old.weight.shape)
         model.set_submodule(name, new)
     embedding = PackedEmbedding(model.vocab_size, 256)
     embedding.packed = model.lm_head.packed

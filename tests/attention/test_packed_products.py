@@ -33,6 +33,26 @@ def packed_of(kind: str, rows: Tensor) -> Tensor:
     return pack((quantised(kind, part) for part in rows.split(64)), len(rows), INPUTS)
 
 
+SPANS = {  # inputs that share a float32 scale, bits, whether factors make minima of scales
+    "32 inputs": (32, 4, False),
+    "32 inputs, minima": (32, 4, True),
+    "256 inputs, 8 bits": (256, 8, False),
+    "128 inputs, minima": (128, 4, True),
+    "256 inputs, minima, 8 bits": (256, 8, True),
+}
+
+
+def spanned(name: str, outputs: int = OUTPUTS, inputs: int = INPUTS) -> Quantised:
+    """A matrix as checkpoints in safetensors have it."""
+    group, bits, minima = SPANS[name]
+    generator, groups = torch.Generator().manual_seed(3), inputs // group
+    integers = torch.randint(1 << bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    scale = (0.001 + 0.02 * torch.rand(outputs, groups, generator=generator)).bfloat16().float()
+    middle = 1 << (bits - 1)
+    factor = torch.randint(-middle, middle + 1, (outputs, groups), generator=generator, dtype=torch.int16)
+    return Quantised(integers, bits, middle, None, group, scale, None, None, factor if minima else None)
+
+
 def states_of(count: int) -> Tensor:
     return torch.randn(count, INPUTS, generator=torch.Generator().manual_seed(2))
 
@@ -106,6 +126,26 @@ def test_a_state_has_the_same_bits_among_any_others(kind: str) -> None:
             assert torch.equal(products.linear(part, [packed], [OUTPUTS]), whole[first : first + count])
 
 
+@pytest.mark.parametrize("name", SPANS)
+def test_spans_of_float32_scales(name: str, library: str) -> None:
+    given, states = spanned(name), states_of(20)
+    packed = pack([part_of(given, slice(0, 64)), part_of(given, slice(64, OUTPUTS))], OUTPUTS, INPUTS)
+    (found,) = unpack(packed, INPUTS)
+    for part, wanted in zip(found, given, strict=True):
+        assert torch.equal(part, wanted) if isinstance(wanted, Tensor) else part == wanted
+    weight = numbers(given)
+    assert torch.equal(products.rows_of(torch.arange(OUTPUTS), packed, INPUTS), weight)
+    whole = products.linear(states, [packed], [OUTPUTS])
+    wanted = states.double() @ weight.double().T
+    assert (whole - wanted).square().mean().sqrt() < 4e-5 * wanted.square().mean().sqrt()
+    if library == "compiled":  # in registers as in tiles
+        assert all(torch.equal(products.linear(states[:n], [packed], [OUTPUTS]), whole[:n]) for n in range(1, 20))
+
+
+def part_of(given: Quantised, rows: slice) -> Quantised:
+    return Quantised(*(each[rows] if isinstance(each, Tensor) else each for each in given))  # type: ignore[arg-type]
+
+
 def test_matrices_side_by_side(library: str) -> None:
     """Of different kinds, and with last blocks that are not full."""
     outputs, states = [64, 77, 3], states_of(3)
@@ -129,6 +169,7 @@ def test_other_instructions_give_the_same_bits(instructions: list[str], tmp_path
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX512") or products.library() is None:
         pytest.skip("this processor has no other instructions to compare with")
     matrices, states = [packed_of(kind, plain_rows(kind)) for kind in HALVES], states_of(9)
+    matrices += [pack([spanned(name)], OUTPUTS, INPUTS) for name in SPANS]
     outputs = [OUTPUTS] * len(matrices)
     wanted = products.linear(states, matrices, outputs)
     monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
@@ -138,7 +179,7 @@ def test_other_instructions_give_the_same_bits(instructions: list[str], tmp_path
     try:
         assert torch.equal(products.linear(states, matrices, outputs), wanted)
         ids = torch.arange(OUTPUTS)
-        for kind, matrix in zip(HALVES, matrices, strict=True):
+        for kind, matrix in zip(HALVES, matrices, strict=False):
             assert torch.equal(products.rows_of(ids, matrix, INPUTS), numbers(quantised(kind, plain_rows(kind))))
     finally:
         products.library.cache_clear()

@@ -306,7 +306,7 @@ def without(keys: Mapping[str, Any], name: str) -> dict[str, Any]:
         (metadata(**{"llama.attention.scale": 0.5}), "metadata has llama.attention.scale, which is not read"),
         (metadata(**{"llama.expert_count": 8}), "metadata has llama.expert_count, which is not read"),
         (metadata(**{"tokenizer.ggml.normaliser": "x"}), "metadata has tokenizer.ggml.normaliser, which is not read"),
-        (metadata(**{"llama.feed_forward_length": 128}), r"has shape \(96, 64\), and its metadata says \(128, 64\)"),
+        (metadata(**{"llama.feed_forward_length": 128}), r"has shape \(96, 64\), and should have \(128, 64\)"),
         (metadata(**{"tokenizer.ggml.model": "bert"}), "tokenizer is 'bert'; gpt2 and llama work"),
         (
             metadata(**{"tokenizer.ggml.pre": "default"}),
@@ -408,7 +408,7 @@ def test_which_file_of_a_folder(tmp_path: Path) -> None:
 
 def test_a_file_that_does_not_fit_into_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is packed."""
-    monkeypatch.setattr("specinfer.checkpoints.gguf.free_bytes", lambda: 1000.0)
+    monkeypatch.setattr("specinfer.checkpoints.filling.free_bytes", lambda: 1000.0)
     monkeypatch.setattr("specinfer.checkpoints.gguf.pack", None)
     with pytest.raises(ModelError, match=r"its weights need 0\.0 GB of memory, and 0\.0 GB are free: end other"):
         load_gguf(written(tmp_path))

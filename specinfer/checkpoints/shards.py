@@ -1,0 +1,82 @@
+"""Checkpoints in safetensors: one file, or several with an index; what their headers say, and their tensors.
+
+Knows: which files of a folder belong together.  Does not know: what tensors mean, models.
+
+safetensors compares a header with its file, and reads a tensor's bytes when somebody asks for it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from specinfer.errors import ModelError, one_line
+
+# not weights, but tables that models compute, and that files of older versions hold: causal masks, rotary frequencies
+CONSTANTS = re.compile(r"\b(attn|attention)\.(bias|masked_bias|causal_mask)$|\binv_freq$|\bposition_ids$")
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class Stored(NamedTuple):
+    """A tensor of a file: its type, as safetensors names it, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: Any  # open
+
+
+class Shards:
+    """The files of a checkpoint.
+
+    Args:
+        folder: where they are.
+
+    Raises:
+        ModelError: they cannot be read, are damaged, or do not belong together.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors: dict[str, Stored] = {}
+        for name in self._files():
+            self._open(name)
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor."""
+        found: Tensor = self.tensors[name].file.get_tensor(name)
+        return found
+
+    def refusal(self, what: str, advice: str = "get the whole checkpoint, and the config.json of it") -> ModelError:
+        """Return an error to raise."""
+        return ModelError(f"{what}; {advice}")
+
+    def _files(self) -> list[str]:
+        """Return the files of a checkpoint: those of its index, or one."""
+        if (index := self.folder / INDEX).exists():
+            try:
+                files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+                raise self.refusal(f"its {INDEX} is not read ({one_line(error)})") from error
+            if any(not isinstance(name, str) or Path(name).name != name for name in files):
+                raise self.refusal(f"its {INDEX} names files of other folders")
+            return files
+        found = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        if SINGLE in found or len(found) == 1:
+            return [SINGLE if SINGLE in found else found[0]]
+        raise self.refusal(f"it has {len(found)} files in safetensors, and no {INDEX} that says which belong together")
+
+    def _open(self, name: str) -> None:
+        """Read the header of a file."""
+        try:
+            file = safe_open(self.folder / name, framework="pt")
+            parts = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  (it is no dict)
+        except (OSError, SafetensorError) as error:
+            raise self.refusal(f"{name} is not read ({one_line(error)})") from error
+        if both := self.tensors.keys() & parts:
+            raise self.refusal(f"{name} has a tensor that another file has, too ({min(both)})")
+        self.tensors |= {key: Stored(part.get_dtype(), tuple(part.get_shape()), file) for key, part in parts.items()}
