@@ -29,7 +29,7 @@ from specinfer.common.advice import did_you_mean, nearest
 from specinfer.common.chat import ChatOptions
 from specinfer.common.model_options import checked_options
 from specinfer.common.ranks import ALONE, Ranks
-from specinfer.common.values import checked_count, checked_flag, plain
+from specinfer.common.values import checked_count, checked_flag, checked_logprobs, plain
 from specinfer.drafts.bundled import bundled_drafts
 from specinfer.drafts.head import MODEL_TYPE, HeadDraft
 from specinfer.drafts.language_model import ModelDraft
@@ -55,7 +55,7 @@ from specinfer.engine.verify import Verifier, chosen_verifier
 from specinfer.errors import InputError, ModelError, TokenizerMismatch, UnsupportedModel
 from specinfer.grammar.asked import GrammarOptions, asked
 from specinfer.grammar.guidance import Guidance
-from specinfer.prompts import Inputs, OnePrompt, Prompt, Prompts, check_beside, check_ids, encode
+from specinfer.prompts import Inputs, OnePrompt, Prompt, Prompts, check_beside, check_ids, encode, tokenized
 from specinfer.results import Result
 from specinfer.tree import BestFirst, Chain, Kind, Policy
 from specinfer.tree.token_tree import MOST_DRAFTS
@@ -469,7 +469,8 @@ class SpeculativeDecoder:
             row_seeds(ours.get("seed"), len(prompts.rows), self.target.ranks, sequences),
             sequences=sequences,
             notes=prompts.notes,
-            logprobs=checked_flag("logprobs", ours.get("logprobs", False)),
+            logprobs=checked_logprobs(ours.get("logprobs", False)),
+            predicted=self._predicted(ours.get("prediction")),
             keep_stop_string=checked_flag("keep_stop_string", keep_stop_string),
             first=first,
             stopping=stopping,
@@ -477,6 +478,16 @@ class SpeculativeDecoder:
         )
         sized(self.policy, [request.row for request in requests])  # or it raises
         return requests, prompts.single and sequences == 1
+
+    def _predicted(self, prediction: str | Sequence[int] | None) -> Sequence[int]:
+        """Return the token ids of what a text may repeat."""
+        ids = plain(prediction)
+        if isinstance(ids, str):
+            return tokenized(ids, self.tokenizer, add_special_tokens=False)
+        if not isinstance(ids, list | tuple | None):
+            raise InputError(f"prediction={prediction!r:.60} is neither text nor token ids")
+        check_ids([ids or ()], self.target.vocab_size)
+        return ids or ()
 
     def save_drafts(self, folder: str | os.PathLike[str]) -> None:
         """Write what heads have learnt online, as a folder that `HeadDraft.load` and ``--draft`` read.
@@ -508,6 +519,7 @@ class SpeculativeDecoder:
         *,
         raw: bool = False,
         max_rows: int = MAX_ROWS,
+        top_logprobs: int = 0,
         **chat: Unpack[ChatOptions],
     ) -> Any:
         """Return how likely a continuation is under the target's own distribution, without processors.
@@ -521,6 +533,7 @@ class SpeculativeDecoder:
                 without special tokens: pass ids if a token begins in the prompt and ends in the continuation.
             raw: feed strings without the chat template.
             max_rows: prompts that are read at a time.
+            top_logprobs: how many of the likeliest tokens are kept beside each one: `Score.top_logprobs`.
             **chat: see `ChatOptions`.
 
         Returns:
@@ -532,11 +545,12 @@ class SpeculativeDecoder:
             NumericalError: the target's logits are not numbers.
         """
         rows, prompts = checked_count("max_rows", max_rows, 1), self.read(prompt, raw, _chat(chat))
+        top = checked_count("top_logprobs", top_logprobs, 0)
         wanted = continuations(prompts, continuation, self.tokenizer, self.target.vocab_size)
         self.check_lengths(prompts.rows, [len(tokens) - 1 for tokens in wanted])  # no pass reads the last token
         self.supported(self.policy, [])
         branching = check_model(self.target.model).support is not Support.CHAIN_ONLY
-        scores = score(self.target, prompts.rows, wanted, rows, branching)
+        scores = score(self.target, prompts.rows, wanted, rows, branching, top)
         return scores[0] if prompts.single else scores
 
     def read(
@@ -575,6 +589,16 @@ class SpeculativeDecoder:
         check_beside(beside, prompts.padded, self.target)
         return prompts
 
+    @property
+    def context(self) -> float:
+        """How many tokens a prompt and its text may have together; infinite if the target has no limit."""
+        return self._context(1)
+
+    def _context(self, trees: int) -> float:
+        """Return the same where a step's tree may have as many nodes as so many trees of the policy."""
+        limit = self.target.position_limit() or inf
+        return limit if self.target.takes_positions else limit - trees * self.policy.max_nodes  # these count padding
+
     def check_lengths(self, rows: Sequence[Sequence[int]], budgets: Sequence[int], trees: int = 1) -> None:
         """Raise `InputError` if a prompt and its new tokens (the budget) do not fit the target's context.
 
@@ -582,9 +606,7 @@ class SpeculativeDecoder:
             rows, budgets: of each prompt.
             trees: of the policy's size, that a step's tree may be as large as.
         """
-        limit = self.target.position_limit() or inf
-        if not self.target.takes_positions:
-            limit -= trees * self.policy.max_nodes  # without positions, a model counts padding, too
+        limit = self._context(trees)
         for index, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
             if len(row) + budget > limit:
                 named = f" ({self.target.context.setting})" if self.target.context.setting else ""

@@ -13,7 +13,7 @@ from itertools import accumulate, takewhile
 from math import exp
 from os import PathLike
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from msgspec import MsgspecError, convert
@@ -29,6 +29,7 @@ from specinfer.tree import Kind, TokenTree
 FORMAT = 1  # of saved results
 UNFINISHED = "unfinished"  # the finish reason of a text that nothing has ended, or an error
 Kept = TypeVar("Kept")
+TopLogprobs: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]  # per token, ids with log-probabilities
 REPR = 60  # characters of a text in its result's repr
 
 
@@ -81,6 +82,7 @@ class Step(Displayed):
     drafted_by: tuple[tuple[str, ...], ...]  # per emitted token: the drafts that proposed it, () = the target's own
     seconds: Seconds = Seconds()  # what the step took; in a batch, of all rows together
     logprobs: tuple[float, ...] | None = None  # per emitted token, if asked for: see `Result.logprobs`
+    top_logprobs: TopLogprobs | None = None  # per emitted token, if asked for: see `Result.top_logprobs`
 
     def __repr__(self) -> str:
         return f"Step(tree={self.tree!r}, path={self.path}, tokens={self.tokens})"
@@ -116,6 +118,7 @@ class Step(Displayed):
             "drafted_by": [list(names) for names in self.drafted_by],
             "seconds": self.seconds.to_dict(),
             "logprobs": None if self.logprobs is None else list(self.logprobs),
+            "top_logprobs": self.top_logprobs,
         }
 
     @classmethod
@@ -299,6 +302,15 @@ class Result(Displayed):
         found = [step.logprobs for step in self.steps]
         return None if not found or None in found else [value for values in found for value in values or ()]
 
+    @property
+    def top_logprobs(self) -> TopLogprobs | None:
+        """For each new token, the likeliest ones in its position and natural logarithms of their probabilities.
+
+        They are the target's own, as `logprobs`, the likeliest first; None unless ``logprobs=`` named a number.
+        """
+        found = [step.top_logprobs for step in self.steps]
+        return None if not found or None in found else tuple(top for tops in found for top in tops or ())
+
     def __str__(self) -> str:
         """Return the text."""
         return self.text
@@ -310,7 +322,7 @@ class Result(Displayed):
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict of text, ids and stats (steps have their own `Step.to_dict`)."""
-        named = _attributes(self, "text", "token_ids", "logprobs", "finish_reason", "seed")
+        named = _attributes(self, "text", "token_ids", "logprobs", "top_logprobs", "finish_reason", "seed")
         return {**named, "stats": self.stats.to_dict()}
 
     def save(self, path: str | PathLike[str]) -> None:

@@ -47,15 +47,15 @@ def finished(
                 number, prompt = found
                 try:
                     numbers[scheduler.add(request_of(prompt, number))] = number
-                except SpecinferError as failed:
-                    yield Finished(number, None, failed)
+                except SpecinferError as error:
+                    yield Finished(number, None, error)
             for request, _ in scheduler.step():
                 failed = request.row.error
-                if failed and not isinstance(error, NoTokenLeft):
+                if failed is not None and not isinstance(failed, NoTokenLeft):
                     raise failed
                 if request.done:
-                    yield Finished(numbers.pop(request), None if failed else request.result, error)
-    except SpecinferError as failed:
+                    yield Finished(numbers.pop(request), None if failed else request.result, failed)
+    except SpecinferError as error:
         error.partial = tuple(request.result for request in numbers)
         raise
     finally:

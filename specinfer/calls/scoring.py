@@ -6,7 +6,7 @@ Knows: prompts, the target's passes, its distribution without processors.  Does 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from math import fsum, isnan
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from specinfer.attention import TreeModel, TreeSession, lay_out_chains, running
 from specinfer.common.tensors import on_device
 from specinfer.common.values import plain
-from specinfer.engine.sequence import log_probabilities
+from specinfer.engine.sequence import likeliest, log_distributions, of_tokens
 from specinfer.engine.store import PrefixStore, Text
 from specinfer.errors import CHECK_WEIGHTS, InputError, NumericalError
 from specinfer.prompts import Prompts, check_ids, tokenized
@@ -35,11 +35,13 @@ class Score:
         token_ids: of the continuation.
         log_probabilities: natural logarithms, of each token given the prompt and the tokens before it.
         greedy: for each token, whether it is the target's most likely one.
+        top_logprobs: for each token, the likeliest ones in its position with their log-probabilities, if asked for.
     """
 
     token_ids: list[int]
     log_probabilities: list[float]
     greedy: list[bool]
+    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
 
     @property
     def total(self) -> float:
@@ -116,7 +118,12 @@ class _Question:
 
 
 def score(
-    target: TreeModel, prompts: Sequence[list[int]], wanted: Sequence[list[int]], max_rows: int, branching: bool
+    target: TreeModel,
+    prompts: Sequence[list[int]],
+    wanted: Sequence[list[int]],
+    max_rows: int,
+    branching: bool,
+    top: int = 0,
 ) -> list[Score]:
     """Score a continuation of each prompt.
 
@@ -126,6 +133,7 @@ def score(
         wanted: of the continuations.
         max_rows: prompts that are read at a time, of similar length.
         branching: whether the target can score trees.
+        top: how many of the likeliest tokens are kept beside each one.
 
     Raises:
         NumericalError: the target's logits are not numbers.
@@ -139,7 +147,7 @@ def score(
             session = store.open(target, texts, longest + max(1, SCORED // len(questions)))
             store.begin(session)
             session.prefill([text.prompt[n:] for text, n in zip(texts, session.cache.lengths, strict=True)])
-            (_score_trees if len(questions[0].wanted) > 1 else _score_chains)(session, questions, scores)
+            (_score_trees if len(questions[0].wanted) > 1 else _score_chains)(session, questions, scores, top)
             store.release(session)
     return scores
 
@@ -171,29 +179,31 @@ def _blocks(questions: Sequence[_Question], max_rows: int) -> Iterator[list[_Que
             del left[-len(block) :]
 
 
-def _score_trees(session: TreeSession, questions: Sequence[_Question], scores: Sequence[Score]) -> None:
+def _score_trees(session: TreeSession, questions: Sequence[_Question], scores: Sequence[Score], top: int) -> None:
     """Score the continuations of each prompt in one pass."""
     logits = session.score([question.tree for question in questions])
     for question, nodes in zip(questions, logits, strict=True):
         for number, tokens in question.wanted.items():
-            _extend(scores[number], nodes[question.chosen_by(tokens)], 0, number)
+            _extend(scores[number], nodes[question.chosen_by(tokens)], 0, number, top)
 
 
-def _score_chains(session: TreeSession, questions: Sequence[_Question], scores: Sequence[Score]) -> None:
+def _score_chains(session: TreeSession, questions: Sequence[_Question], scores: Sequence[Score], top: int) -> None:
     """Score one continuation of each prompt, in as many passes as it takes."""
     chunk, numbers = max(1, SCORED // len(questions)), [next(iter(question.wanted)) for question in questions]
     for start in range(0, max(question.size for question in questions), chunk):
         chunks = [question.chain[start : start + chunk] for question in questions]
         logits = session.append(lay_out_chains(chunks, session.model.device))
         for number, row, tokens in zip(numbers, logits, chunks, strict=True):
-            _extend(scores[number], row[: len(tokens)], start, number)
+            _extend(scores[number], row[: len(tokens)], start, number, top)
         session.commit([range(len(tokens)) for tokens in chunks])
 
 
-def _extend(score: Score, logits: Tensor, start: int, row: int) -> None:
+def _extend(score: Score, logits: Tensor, start: int, row: int, top: int) -> None:
     """Score the tokens from index ``start`` on, from the logits (T, V) that choose them."""
     tokens = score.token_ids[start : start + len(logits)]
-    score.log_probabilities.extend(log_probabilities(logits, tokens))
+    found = log_distributions(logits)
+    score.log_probabilities.extend(of_tokens(found, tokens))
+    score.top_logprobs.extend(likeliest(found, top) if top else ())
     score.greedy.extend((logits.argmax(-1) == on_device(tokens, logits.device)).tolist())
     if any(map(isnan, score.log_probabilities)):
         where = f"row {row}, within {start + len(logits)} tokens after the prompt"

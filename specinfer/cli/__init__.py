@@ -17,6 +17,7 @@ from specinfer.cli import checks, distill, evidence, generate
 from specinfer.cli.chat import chat
 from specinfer.cli.measure import PRESETS, compare
 from specinfer.cli.options import flattened
+from specinfer.cli.serve import serve
 from specinfer.cli.terminal import INTERRUPTED
 from specinfer.common.progress import close_bars
 from specinfer.common.versions import VERSION
@@ -33,6 +34,7 @@ app = typer.Typer(
 COMMANDS: dict[str, Callable[..., None]] = {
     "generate": generate.generate,
     "chat": chat,
+    "serve": serve,
     "tree": generate.tree,
     "compile": checks.compile_passes,
     "check-model": checks.check_model,

@@ -27,6 +27,8 @@ class ChatOptions(TypedDict, total=False):
         continue_final_message: whether the last message is continued; usually if it is the assistant's.
         enable_thinking: whether a model that thinks aloud does; the template must read it.
         chat_template_kwargs: other variables of the template, by name.
+        sanitize_control_tokens: whether control tokens that messages spell out stay text.  Transformers before 5.23
+            know no such option.
     """
 
     tools: Sequence[object] | None
@@ -34,6 +36,7 @@ class ChatOptions(TypedDict, total=False):
     continue_final_message: bool | str | None
     enable_thinking: bool | None
     chat_template_kwargs: Mapping[str, object] | None
+    sanitize_control_tokens: bool | None
 
 
 def _variables(options: ChatOptions) -> dict[str, object]:
@@ -66,9 +69,11 @@ def rendered(messages: Sequence[Any], tokenizer: Any, options: ChatOptions, toke
     for name in variables:
         _check_read(name, tokenizer, variables.get("tools"))
     ending = _ending(messages, options)
+    safe = {"sanitize_control_tokens": True} if options.get("sanitize_control_tokens") else {}
 
     def write(given: Sequence[Any], tokenize: bool) -> Any:
-        return tokenizer.apply_chat_template([*given], tokenize=tokenize, return_dict=True, **ending, **variables)
+        more = {**ending, **variables, **(safe if tokenize else {})}
+        return tokenizer.apply_chat_template([*given], tokenize=tokenize, return_dict=True, **more)
 
     return write(_as_read(messages, lambda given: write(given, False)), tokenize)
 

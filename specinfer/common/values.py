@@ -55,6 +55,18 @@ def checked_count(name: str, value: object, least: int, advice: str = "") -> int
     return count
 
 
+def checked_logprobs(value: object) -> int | None:
+    """Return how many of the likeliest tokens an option of log-probabilities asks for: 0 for True, None for False.
+
+    Raises:
+        InputError: it is neither True or False nor a count.
+    """
+    count = plain(value)
+    if isinstance(count, bool):
+        return 0 if count else None
+    return checked_count("logprobs", value, 1, "is neither True nor False, nor a count of the likeliest tokens")
+
+
 def checked_temperature(value: object) -> float:
     """Return a temperature; raise `InputError` for anything else."""
     temperature = plain(value)

@@ -31,6 +31,7 @@ from transformers import generation
 from specinfer.attention.torch_private import writes
 from specinfer.common.tensors import on_device
 from specinfer.common.values import plain
+from specinfer.engine.penalties import FrequencyPenalty, PresencePenalty
 from specinfer.errors import SamplingError
 
 Function = Callable[..., Any]
@@ -52,6 +53,7 @@ PREFIX_FREE = (
 # All that remember nothing from call to call, and look at each row by itself.
 STATELESS = (
     *PREFIX_FREE,
+    *(PresencePenalty, FrequencyPenalty),
     *(generation.SequenceBiasLogitsProcessor, generation.SuppressTokensLogitsProcessor),
     *(generation.NoRepeatNGramLogitsProcessor, generation.NoBadWordsLogitsProcessor),
     *(generation.MinLengthLogitsProcessor, generation.MinNewTokensLengthLogitsProcessor),

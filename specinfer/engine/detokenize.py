@@ -18,21 +18,22 @@ UNTIDY = "a . b , c ? d ! it 's"
 
 
 class Pieces:
-    """The text of a growing list of token ids, special tokens left out.
+    """The text of a growing list of token ids.
 
     Args:
         tokenizer: a ``transformers`` tokenizer.
         start: index of the first id that belongs to the text.
+        special: whether special tokens are part of the text.
     """
 
-    def __init__(self, tokenizer: Any, start: int = 0) -> None:
+    def __init__(self, tokenizer: Any, start: int = 0, special: bool = False) -> None:
         self.tokenizer, self.first = tokenizer, start
         self.start = self.read = start  # ids[start:read] are the context, ids[read:] are new
         self.context = ""  # its text
         self.seen = start  # ids before it were looked at
         added = getattr(tokenizer, "added_tokens_decoder", {})
-        self.special = {number for number, token in added.items() if token.special}
-        self.options: dict[str, Any] = {"skip_special_tokens": True}
+        self.skipped = set() if special else {number for number, token in added.items() if token.special}
+        self.options: dict[str, Any] = {"skip_special_tokens": not special}
         self.cleans: bool | None = False  # whether the tokenizer cleans spaces up; None: not known yet
         self.held = ""  # text that is not cleaned up yet, because the next tokens may join it
         if getattr(tokenizer, "clean_up_tokenization_spaces", False):
@@ -59,7 +60,7 @@ class Pieces:
 
     def _piece(self, token: int) -> str | None:
         """Return how a token is written; None if texts leave it out: it is special, or an id beyond the table."""
-        piece: str | None = None if token in self.special else self.tokenizer.convert_ids_to_tokens(token)
+        piece: str | None = None if token in self.skipped else self.tokenizer.convert_ids_to_tokens(token)
         return piece
 
     def _cleaned(self, new: str, ids: Sequence[int]) -> str:
@@ -77,4 +78,4 @@ class Pieces:
         raw = self.tokenizer.decode(ids, **self.options)
         if self.tokenizer.clean_up_tokenization(raw) == raw:
             return None
-        return bool(self.tokenizer.decode(ids, skip_special_tokens=True) != raw)
+        return bool(self.tokenizer.decode(ids, skip_special_tokens=self.options["skip_special_tokens"]) != raw)

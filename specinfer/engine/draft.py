@@ -42,6 +42,7 @@ class DraftContext:
     states: States = ()
     graphs: bool = False  # replay passes as CUDA graphs
     notes: Sequence[list[str]] = ()  # per row, what its result will say: sessions may add to it
+    predicted: Sequence[Sequence[int]] = ()  # per row, a text that the row's may repeat; none if it is empty
 
 
 class Scored(Protocol):

@@ -105,12 +105,15 @@ class ConfigOptions(TypedDict, total=False):
 class Options(UsualOptions, GrammarOptions, ChatOptions, Inputs, ConfigOptions, total=False):
     """All options of a call: of `UsualOptions`, `GrammarOptions`, `ChatOptions`, `Inputs`, `ConfigOptions`, and these.
 
-    None is not given; `raw` and `logprobs` are True or False.  Where the type says so, a batch may have a list with one
+    None is not given; `raw` is True or False.  Where the type says so, a batch may have a list with one
     value per row.
 
     Attributes:
         raw: feed strings without the chat template.  Strings that begin as the template's texts do are always fed so.
-        logprobs: keep the target's log-probability of every new token: `Result.logprobs`.
+        logprobs: True keeps the target's log-probability of every new token: `Result.logprobs`.  A number keeps those
+            of so many of the likeliest tokens beside it, too: `Result.top_logprobs`.
+        prediction: what the text may repeat, as text or token ids, an earlier version of a file for example: look-up
+            drafts propose from it, too.  The text stays what it would be.
         generation_config: a ``transformers.GenerationConfig`` or a dict of options, over the model's own.
         logits_processor: functions of ids (B, T) and scores (B, V) that return scores, or one, as in transformers.
             Each is called once for every token of a row's text, in order, with B copies of the row; of the answer
@@ -121,7 +124,8 @@ class Options(UsualOptions, GrammarOptions, ChatOptions, Inputs, ConfigOptions, 
     """
 
     raw: bool
-    logprobs: bool
+    logprobs: bool | int
+    prediction: str | Sequence[int] | None
     generation_config: Any
     logits_processor: Functions
     stopping_criteria: Functions
@@ -141,6 +145,7 @@ class ScoreOptions(ChatOptions, total=False):
 
     raw: bool
     max_rows: int
+    top_logprobs: int
 
 
 def names(kind: Any) -> list[str]:

@@ -109,7 +109,8 @@ def make_requests(
     sequences: int = 1,
     notes: Sequence[str] = (),
     paddings: Sequence[Sequence[int]] = (),
-    logprobs: bool = False,
+    logprobs: int | None = None,
+    predicted: Sequence[int] = (),
     keep_stop_string: bool = True,
     first: int = 0,
     stopping: Callable[..., Stopping] = Stopping,
@@ -124,7 +125,7 @@ def make_requests(
         sequences: requests of each prompt.
         notes: of each prompt, what was decided about it.
         paddings: of each prompt, what processors and criteria see before it.
-        logprobs: whether steps keep the log-probabilities of their tokens.
+        logprobs, predicted: as `Row`.
         keep_stop_string: whether texts keep the stop string that ended them.
         first: number of the first row.
         stopping: makes what ends a row.
@@ -141,6 +142,7 @@ def make_requests(
         "draft_names": [*(draft.name for draft in decoder.drafts), *(NAME for each in settings[:1] if each.grammar)],
         "gate": decoder.confidence_gate,
         "logprobs": logprobs,
+        "predicted": predicted,
         "stopping": stopping,
         "salt": salt,
     }
@@ -202,11 +204,16 @@ def result_of(
     )
 
 
+def target_name(decoder: Decoder) -> str:
+    """Return what a decoder's target is called: its name on the hub, or its folder's or file's."""
+    name = str(getattr(decoder.target.model.config, "_name_or_path", "")) or decoder.target.name
+    return Path(name).name if Path(name).exists() else name
+
+
 def _made_by(decoder: Decoder, row: Row, policy: Policy) -> dict[str, Any]:
     """Return what made a row's text, in words and numbers."""
-    name = str(getattr(decoder.target.model.config, "_name_or_path", "")) or decoder.target.name
     return {
-        "target": Path(name).name if Path(name).exists() else name,
+        "target": target_name(decoder),
         "drafts": [draft.name for draft in decoder.drafts],
         "tree": str(policy),
         "verifier": str(decoder.verifier),

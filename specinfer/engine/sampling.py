@@ -70,7 +70,9 @@ _INSTEAD = {
         ("negative_prompt_ids negative_prompt_attention_mask", "guidance needs a second pass per node: leave it out"),
         ("synced_gpus custom_generate use_model_defaults trust_remote_code", "leave it out"),
         ("return_tensors padding truncation skip_special_tokens", "it belongs to the tokenizer: leave it out"),
-        ("presence_penalty frequency_penalty logit_bias", "it is not transformers': write a logits_processor"),
+        ("presence_penalty", "give specinfer.engine.penalties.PresencePenalty as logits_processor"),
+        ("frequency_penalty", "give specinfer.engine.penalties.FrequencyPenalty as logits_processor"),
+        ("logit_bias", "give sequence_bias"),
     ]
     for name in names.split()
 }

@@ -5,6 +5,7 @@ Does not know: models, caches, drafts, which nodes verification visits.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import inf, isfinite
 from time import monotonic
@@ -108,7 +109,9 @@ class Row:
         draft_names: by draft id.
         gate: draft nothing after a token to which the target gave a smaller probability; None = always draft.
         processors: from logits to scores; None = those of the settings.
-        logprobs: whether steps keep the log-probabilities of their tokens.
+        logprobs: how many of the likeliest tokens steps keep beside each of theirs, with log-probabilities; None
+            keeps none.
+        predicted: a text that the row's may repeat.
         note: for the result, what was decided about its prompt; or nothing.
         stopping: makes what ends the row; called as `Stopping`.
         salt: rows with the same one may share what is read.
@@ -134,7 +137,8 @@ class Row:
         draft_names: Sequence[str] = (),
         gate: float | None = None,
         processors: Processors | None = None,
-        logprobs: bool = False,
+        logprobs: int | None = None,
+        predicted: Sequence[int] = (),
         note: str = "",
         stopping: Callable[..., Stopping] = Stopping,
         salt: str = "",
@@ -147,7 +151,7 @@ class Row:
         self.text = Text(self.ids, salt)
         self.error: Exception | None = None
         self.prompt_length = len(prompt)
-        self.step = 0
+        self.predicted, self.step = predicted, 0
         self.logprobs, self.notes = logprobs, [note] if note else []
         self.gate, self.confident = gate, True  # whether the last token passed the gate; a prompt's does
         self.finished: str | None = None  # "eos", "stop" or "length"; or whoever takes the row back says why
@@ -207,8 +211,12 @@ class Row:
         proposers = drafted_by(tree, verdict.path, self.draft_names, len(tokens))
         record = tree.without_distributions() if tree.distributions else tree  # they are large and no longer needed
         nodes = (0, *verdict.path)[: len(tokens)]  # before each token
-        logprobs = tuple(target.log_probabilities(nodes, tokens)) if self.logprobs else None
-        return Step(record, verdict.path, tokens, proposers, logprobs=logprobs)
+        step = Step(record, verdict.path, tokens, proposers)
+        if self.logprobs is None:
+            return step
+        found = log_distributions(target.logits[on_device(nodes, target.logits.device)])
+        top = likeliest(found, self.logprobs) if self.logprobs else None
+        return replace(step, logprobs=tuple(of_tokens(found, tokens)), top_logprobs=top)
 
 
 def target_views(rows: Sequence[Row], trees: Sequence[TokenTree], logits: Iterable[Tensor]) -> list["RowView"]:
@@ -298,10 +306,6 @@ class RowView:
         self._check(probability, node)
         return probability
 
-    def log_probabilities(self, nodes: Sequence[int], tokens: Sequence[int]) -> list[float]:
-        """Return the target's own log-probabilities, without processors, of a token after each of some nodes."""
-        return log_probabilities(self.logits[on_device(nodes, self.logits.device)], tokens)
-
     def accepts(self, probability: float) -> bool:
         """Toss a coin from the row's stream of random numbers."""
         self.tosses += 1
@@ -352,10 +356,20 @@ class RowView:
             )
 
 
-def log_probabilities(logits: Tensor, tokens: Sequence[int]) -> list[float]:
-    """Return the natural logarithms of the probabilities of T tokens, under the logits (T, V) that choose them."""
-    found = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    return found.gather(1, on_device(tokens, logits.device)[:, None])[:, 0].tolist()
+def log_distributions(logits: Tensor) -> Tensor:
+    """Return the natural logarithms of the target's own probabilities, without processors, from logits (T, V)."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+
+
+def of_tokens(distributions: Tensor, tokens: Sequence[int]) -> list[float]:
+    """Return the log-probabilities of T tokens, under the distributions (T, V) that choose them."""
+    return distributions.gather(1, on_device(tokens, distributions.device)[:, None])[:, 0].tolist()
+
+
+def likeliest(distributions: Tensor, count: int) -> tuple[tuple[tuple[int, float], ...], ...]:
+    """Return, per distribution of (T, V), the likeliest tokens with their log-probabilities, the likeliest first."""
+    values, tokens = distributions.topk(min(count, distributions.shape[1]))
+    return tuple(tuple(zip(*row, strict=True)) for row in zip(tokens.tolist(), values.tolist(), strict=True))
 
 
 def _choose(wanted: Sequence[tuple[RowView, Sequence[int]]]) -> None:

@@ -196,6 +196,7 @@ class Openings:
             states=states,
             graphs=decoder.graphs,
             notes=[row.notes for row in rows],
+            predicted=[row.predicted for row in rows],
         )
         draft = decoder.drafts[number]
         return Drafting(draft.open(context), context, draft.name, partial(self.draft, number))

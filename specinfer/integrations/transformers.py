@@ -16,7 +16,7 @@ from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from specinfer.calls.run import Run
-from specinfer.common.values import checked_flag, plain
+from specinfer.common.values import checked_logprobs, plain
 from specinfer.decoder import SpeculativeDecoder, row_seeds
 from specinfer.engine.callables import listed
 from specinfer.engine.requests import make_requests
@@ -48,7 +48,7 @@ def custom_generate(
     seed: int | Sequence[int] | None = None,
     spec_streamer: Any = None,
     target_tokenizer: Any = None,
-    logprobs: bool = False,
+    logprobs: bool | int = False,
     assistant_model: Any = None,
     streamer: Any = None,
     **model_inputs: Any,
@@ -93,7 +93,7 @@ def custom_generate(
     sequences = settings.sequences  # as often has transformers repeated each prompt
     seeds = row_seeds(seed, len(padded) // sequences, decoder.target.ranks, sequences)
     prompts, paddings = [row.ids for row in padded], [row.left for row in padded]
-    more: dict[str, Any] = {"paddings": paddings, "logprobs": checked_flag("logprobs", logprobs)}
+    more: dict[str, Any] = {"paddings": paddings, "logprobs": checked_logprobs(logprobs)}
     run = Run(make_requests(decoder, prompts, [settings] * len(padded), seeds, **more))
     run.finish(spec_streamer)
     return _output(run.results(), input_ids, generation_config)

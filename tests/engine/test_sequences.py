@@ -111,8 +111,35 @@ def test_log_probabilities_end_where_the_text_does(target: Any) -> None:
 
 def test_there_are_none_unless_asked_for(decoder: SpeculativeDecoder) -> None:
     assert decoder.generate("abc", **SAMPLED).logprobs is None
-    with pytest.raises(InputError, match="logprobs=5 is neither True nor False"):
-        decoder.generate("abc", logprobs=5)
+    for wrong in (-1, "yes", 2.5):
+        with pytest.raises(InputError, match="is neither True nor False, nor a count of the likeliest tokens"):
+            decoder.generate("abc", logprobs=wrong)
+
+
+@pytest.mark.parametrize("options", [SAMPLED, {"max_new_tokens": 12}], ids=["sampled", "greedy"])
+def test_the_likeliest_tokens_are_those_of_a_plain_pass(decoder: SpeculativeDecoder, options: dict[str, Any]) -> None:
+    """On every tree, alone and in a batch, and in scores of the same text."""
+    results = decoder.generate(PROMPTS, logprobs=3, repetition_penalty=1.2, **options)
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        assert result.top_logprobs is not None
+        assert len(result.top_logprobs) == len(result.token_ids)
+        with torch.inference_mode():
+            logits = decoder.target.model(result.sequences).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        wanted = logits.topk(3)
+        assert [[token for token, _ in top] for top in result.top_logprobs] == wanted.indices.tolist()
+        found = torch.tensor([[value for _, value in top] for top in result.top_logprobs], dtype=torch.float64)
+        assert torch.allclose(found, wanted.values, atol=1e-4, rtol=0)
+        score = decoder.score(prompt, result.token_ids, top_logprobs=3)
+        assert [[token for token, _ in top] for top in score.top_logprobs] == wanted.indices.tolist()
+        assert [
+            top[0][1] == chosen for top, chosen in zip(score.top_logprobs, score.log_probabilities, strict=True)
+        ] == (score.greedy)
+
+
+def test_more_than_the_vocabulary_is_all_of_it(target: Any) -> None:
+    result = SpeculativeDecoder(target, drafts=[]).generate([5, 6], max_new_tokens=1, logprobs=10**6)
+    (top,) = result.top_logprobs or ()
+    assert sorted(token for token, _ in top) == list(range(target.config.vocab_size))
 
 
 @pytest.mark.parametrize("name", ["output_scores", "output_logits"])
@@ -122,9 +149,10 @@ def test_transformers_names_are_refused_with_ours(target: Any, name: str) -> Non
 
 
 def test_log_probabilities_are_kept(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
-    result = decoder.generate("abc", logprobs=True, **SAMPLED)
+    result = decoder.generate("abc", logprobs=2, **SAMPLED)
     result.save(tmp_path / "file")
-    assert Result.load(tmp_path / "file").logprobs == result.logprobs
+    kept = Result.load(tmp_path / "file")
+    assert (kept.logprobs, kept.top_logprobs) == (result.logprobs, result.top_logprobs)
     assert result.to_dict()["logprobs"] == result.logprobs
 
 

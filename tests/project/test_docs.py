@@ -19,6 +19,7 @@ from specinfer.prompts import read_rows
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("prompts/*.md")])
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
+LIBRARIES = {"ray_generate": "ray", "ray_serve": "ray.serve", "lm_eval_backend": "lm_eval"}  # that examples need
 BLOCKS = [
     pytest.param(block, id=f"{page.name}-{i}")
     for page in PAGES
@@ -88,9 +89,8 @@ def test_python_blocks_run(block, loaded, capsys):
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_examples_run(example, loaded, capsys):
     """Each example runs and prints something; one of another library's, where that is installed."""
-    for library in ("ray", "lm_eval"):
-        if example.stem.startswith(library):
-            pytest.importorskip(library)
+    if library := LIBRARIES.get(example.stem):
+        pytest.importorskip(library, exc_type=ImportError)
     runpy.run_path(str(example), run_name="__main__")
     assert capsys.readouterr().out
 

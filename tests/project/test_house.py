@@ -27,7 +27,7 @@ LAYERS = [
     ["decoder"],
     ["training", "evaluation", "batch"],
     ["viz"],
-    ["integrations"],
+    ["integrations", "serve"],
     ["cli"],
     ["__main__", ""],  # the last is specinfer/__init__.py
 ]

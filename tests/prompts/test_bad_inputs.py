@@ -112,7 +112,11 @@ OPTIONS = {  # of which None is none
     "low_memory": "zero",
     "streamer": "",
 }
-GENERATED = {name: f"{fine} none" for name, fine in OPTIONS.items()} | {"logprobs": FLAG, "raw": FLAG}
+GENERATED = {name: f"{fine} none" for name, fine in OPTIONS.items()} | {
+    "logprobs": "true one",
+    "raw": FLAG,
+    "prediction": "nothing text nul empty ids none",
+}
 CONSTRUCTED = {
     "drafts": "empty",
     "tree": "none",
@@ -151,7 +155,10 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         {"prompts": [[1, 2]], "max_new_tokens": 2},
         {"prompts": "empty list nested ids set generator tensor array", "seed": f"{SEED} none", "max_rows": COUNT},
     ),
-    "score": ({"prompt": [1, 2], "continuation": [3]}, {"prompt": TEXT, "continuation": TEXT, "raw": FLAG}),
+    "score": (
+        {"prompt": [1, 2], "continuation": [3]},
+        {"prompt": TEXT, "continuation": TEXT, "raw": FLAG, "top_logprobs": SIZE},
+    ),
     "SpeculativeDecoder": ({"drafts": "ngram"}, {**CONSTRUCTED, "model": "", "tokenizer": "none"}),
     "from_pretrained": ({"drafts": "ngram", "dtype": "float32"}, {**CONSTRUCTED, **LOADED}),
     "ModelDraft": ({}, {"model": "", "tokenizer": "none", "name": f"none path {WORD}", "tokens": ""}),

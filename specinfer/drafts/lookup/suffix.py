@@ -157,7 +157,12 @@ class SuffixSession(DraftRows, DraftSession):
         super().__init__(context)
         self.max_context, self.power, self.memory = max_context, power, memory
         unsaid = [len(common([prompt, template])) for prompt in context.prompts]
-        self.texts = [TextIndex(lengths, max_context, special, count) for count in unsaid]
+        predicted = context.predicted or [()] * len(unsaid)
+        self.texts = [TextIndex(lengths, max_context, special) for _ in unsaid]
+        for text, ids, count in zip(self.texts, predicted, unsaid, strict=True):
+            text.extend(ids)
+            text.begin()
+            text.unsaid = len(text.ids) + count
         self.unread = [list(prompt) for prompt in context.prompts]  # tokens that are not in the texts yet
         self.passages = [Passages() for _ in self.texts if resuming]  # per row, or none
         if resuming:

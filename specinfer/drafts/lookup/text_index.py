@@ -60,11 +60,14 @@ class TextIndex:
         lengths: of the n-grams that are indexed, ascending.
         max_context: longest match, in tokens; at least the last of the lengths.
         special: ids of special tokens.
-        unsaid: so many tokens, the first ones, are found by nothing; they are the context of what follows.
+
+    Attributes:
+        unsaid: tokens before this index are found by nothing, if they are read after it was set; they are the context
+            of what follows.
     """
 
-    def __init__(self, lengths: Sequence[int], max_context: int, special: Container[int] = (), unsaid: int = 0) -> None:
-        self.lengths, self.max_context, self.special, self.unsaid = tuple(lengths), max_context, special, unsaid
+    def __init__(self, lengths: Sequence[int], max_context: int, special: Container[int] = ()) -> None:
+        self.lengths, self.max_context, self.special, self.unsaid = tuple(lengths), max_context, special, 0
         self.header = 0  # where the newest header ends
         self.ids = array("i")
         self.start = 0  # of the newest text

@@ -1,0 +1,216 @@
+"""What answers have in common: requests of the engine, whole and in chunks, what was used and how speculation did.
+
+Knows: the protocol's objects, the decoder.  Does not know: HTTP, when steps are taken.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from math import isinf
+from secrets import randbits
+from time import time
+from typing import Any, ClassVar, Generic, TypeVar
+from uuid import uuid4
+
+from msgspec.json import encode
+
+from specinfer.calls.scoring import Score
+from specinfer.common.versions import versions
+from specinfer.decoder import SpeculativeDecoder
+from specinfer.engine.requests import Request, target_name
+from specinfer.serve.choice import AfterPrompt, Choice, News
+from specinfer.serve.protocol import ApiError, Body
+
+B = TypeVar("B", bound=Body)
+SEED_BITS = 53  # of a seed that is drawn: JavaScript reads it as it is
+CONTEXT = 32_768  # tokens of prompt and text, for a target without a limit
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server answers with.
+
+    Attributes:
+        decoder: with a tokenizer.
+        name: of the model, for clients.
+        context: tokens of a prompt and its text at most.
+        max_tokens: of a text whose request names no number; None is the rest of the context.
+    """
+
+    decoder: SpeculativeDecoder
+    name: str
+    context: int
+    max_tokens: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        decoder: SpeculativeDecoder,
+        name: str | None = None,
+        context: int | None = None,
+        max_tokens: int | None = None,
+    ) -> "Served":
+        """Return the same, with what the decoder says where nothing is given."""
+        usual = CONTEXT if isinf(decoder.context) else decoder.context
+        return cls(decoder, name or target_name(decoder), int(min(context or usual, decoder.context)), max_tokens)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What texts depend on beside requests: with the same one, a seed gives the same text."""
+        parts = [target_name(self.decoder), str(self.decoder.target.dtype), self.decoder.passes, versions()]
+        return f"fp_{sha256(encode(parts)).hexdigest()[:12]}"
+
+
+class Answer(Generic[B]):
+    """What a request is answered with, one choice for each text of each prompt.
+
+    Args:
+        body: of the request.
+        served: what answers.
+
+    Attributes:
+        prompts: token ids, once `prepare` was called.
+        choices: likewise.
+        scores: of the prompts, if `scoring` asks for them.
+    """
+
+    prefix: ClassVar[str]  # of ids
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    source: ClassVar[str]  # the field of prompts
+
+    def __init__(self, body: B, served: Served) -> None:
+        self.body, self.served = body, served
+        self.head = {"id": f"{self.prefix}-{uuid4().hex}", "created": int(time())}
+        self.prompts: list[list[int]] = []
+        self.choices: list[Choice] = []
+        self.scores: list[Score] = []
+
+    @property
+    def texts(self) -> int:
+        """How many texts were asked for."""
+        return self.body.n or 1
+
+    @property
+    def usage_asked(self) -> bool:
+        """Whether a stream ends with what was used."""
+        return bool(self.body.stream_options and self.body.stream_options.include_usage)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all texts have ended and were told."""
+        return all(choice.ended for choice in self.choices)
+
+    def read(self) -> Iterator[list[int]]:
+        """Yield the token ids of the prompts."""
+        raise NotImplementedError
+
+    def choice(self, request: Request) -> Choice:
+        """Return the choice of a request."""
+        return Choice(request, self.body.stops)
+
+    def scoring(self) -> list[Callable[[], Score]]:
+        """Return what is to be called in the engine's thread, for `scores`."""
+        return []
+
+    def prepare(self) -> list[Request]:
+        """Read the prompts and check everything; return the engine's requests.
+
+        Raises:
+            ApiError, InputError, SamplingError: what is wrong.
+        """
+        body, decoder = self.body, self.served.decoder
+        options, count = body.options(decoder.target.model.generation_config), body.n or 1
+        self.prompts, made = [*self.read()], list[Request]()
+        for ids in self.prompts:
+            first = randbits(SEED_BITS) if body.seed is None else body.seed
+            asked = {**options, "max_new_tokens": self._budget(len(ids)), "logits_processor": body.penalties(len(ids))}
+            made += [decoder.prepare(ids, seed=first + k, stopping=AfterPrompt, **asked) for k in range(count)]
+        self.choices = [self.choice(request) for request in made]
+        return made
+
+    def _budget(self, length: int) -> int:
+        """Return how many tokens may follow a prompt; raise `ApiError` if they do not fit the context."""
+        room, asked = self.served.context - length, self.body.asked_tokens
+        tokens = asked or max(1, min(room, self.served.max_tokens or room))
+        if tokens > room:
+            sizes = f"{length} prompt tokens and {tokens} new ones exceed the context of {self.served.context} tokens"
+            advice = "shorten the prompt, or ask for less"
+            raise ApiError(400, f"{sizes}: {advice}", self.source, "context_length_exceeded")
+        return tokens
+
+    # ---- what is sent ----
+
+    def first_chunks(self) -> Iterator[dict[str, Any]]:
+        """Yield the chunks before the first step."""
+        yield from ()
+
+    def chunks(self) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of what is new in all choices."""
+        for index, choice in enumerate(self.choices):
+            if news := choice.news():
+                yield from self.chunks_of(index, news)
+
+    def chunks_of(self, index: int, news: News) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of what is new in a choice."""
+        raise NotImplementedError
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """Return the chunk of what was used."""
+        return self._object(self.chunk_object) | {"choices": [], "usage": self.usage()}
+
+    def whole(self) -> dict[str, Any]:
+        """Return the answer in one piece, once all requests are done."""
+        told = [(index, choice.news()) for index, choice in enumerate(self.choices)]
+        choices = [self.whole_choice(index, news) for index, news in told if news]
+        return self._object(self.whole_object) | {"choices": choices, "usage": self.usage()}
+
+    def whole_choice(self, index: int, news: News) -> dict[str, Any]:
+        """Return a choice in one piece."""
+        raise NotImplementedError
+
+    def chunk(self, index: int, part: Mapping[str, Any], logprobs: Any, ended: bool = False) -> dict[str, Any]:
+        """Return the chunk of one choice.
+
+        Args:
+            index: of the choice.
+            part: its text, in the form of the answer's kind.
+            logprobs: of tokens, likewise.
+            ended: whether the choice ends with it.
+        """
+        ending = self.ending(index) if ended else {"finish_reason": None}
+        choice = {"index": index, **part, "logprobs": logprobs, **ending}
+        return self._object(self.chunk_object) | {"choices": [choice]} | ({"usage": None} if self.usage_asked else {})
+
+    def ending(self, index: int) -> dict[str, Any]:
+        """Return what is said of a choice that has ended, beside its text."""
+        return {"finish_reason": self.choices[index].finish_reason, "seed": self.choices[index].seed}
+
+    def usage(self) -> dict[str, Any]:
+        """Return how many tokens were read and written, and how speculation did."""
+        read, written = sum(map(len, self.prompts)), sum(len(choice.ids) for choice in self.choices)
+        did = sum((choice.speculation for choice in self.choices), Counter[str]())
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+            "completion_tokens_details": {"speculation": _speculation(did, written)},
+        }
+
+    def _object(self, kind: str) -> dict[str, Any]:
+        head = {"id": self.head["id"], "object": kind, "created": self.head["created"], "model": self.served.name}
+        return head | {"system_fingerprint": self.served.fingerprint}
+
+
+def _speculation(did: Counter[str], written: int) -> dict[str, Any]:
+    """Return what speculation did, from the counts of choices."""
+    passes, by_draft = did["target_passes"], {name[1:]: count for name, count in did.items() if name[0] == ":"}
+    return {
+        "target_passes": passes,
+        "tokens_per_pass": round(written / passes, 3) if passes else 0.0,
+        "drafted_tokens": did["drafted_tokens"],
+        "accepted_tokens": did["accepted_tokens"],
+        "accepted_by_draft": by_draft,
+    }

@@ -1,0 +1,293 @@
+"""The server's application: routes, limits, and its life, for uvicorn and every other ASGI server.
+
+Knows: HTTP, streams of events, clients that go away.  Does not know: prompts, texts, how they are decoded.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from time import time
+from typing import Any, TypeVar
+
+from msgspec.json import encode
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from specinfer.decoder import SpeculativeDecoder
+from specinfer.engine.scheduler import MAX_ROWS
+from specinfer.errors import InputError, SamplingError
+from specinfer.serve.answer import Answer, Served
+from specinfer.serve.chat import Chat
+from specinfer.serve.completions import Completion
+from specinfer.serve.engine import Engine, Generation
+from specinfer.serve.guard import Guard
+from specinfer.serve.protocol import ApiError, ChatBody, CompletionBody, failed, parsed, refused
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+EVENTS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+KEEP_ALIVE, DONE = b": keep-alive\n\n", b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server takes at most.
+
+    Attributes:
+        max_rows: texts decoded at a time.
+        max_queue: texts that wait beside them; more are refused with 503.
+        max_body: bytes of a request.
+        keep_alive: seconds without news after which a stream says that it is alive.
+        write_timeout: seconds for which a reader of a stream may take nothing.
+    """
+
+    max_rows: int = MAX_ROWS
+    max_queue: int = 256
+    max_body: int = 2 * 1024 * 1024
+    keep_alive: float = 15.0
+    write_timeout: float = 60.0
+
+
+class Json(Response):
+    """A body of JSON."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Return the bytes of a value."""
+        return encode(content)
+
+
+class Events(StreamingResponse):
+    """A stream of events, which ends its generation however it ends itself."""
+
+    def __init__(self, events: AsyncIterator[bytes], generation: Generation, write_timeout: float) -> None:
+        super().__init__(events, headers=EVENTS, media_type="text/event-stream")
+        self.generation, self.write_timeout = generation, write_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until they end, the client goes away, or it takes nothing for too long."""
+
+        async def patient(message: Message) -> None:
+            async with asyncio.timeout(self.write_timeout):
+                await send(message)
+
+        try:
+            await super().__call__(scope, receive, patient)
+        except TimeoutError:
+            log.info("a reader took nothing for %s s, and its stream is closed", self.write_timeout)
+        finally:
+            self.generation.close()
+
+
+class Server:
+    """What answers requests.
+
+    Args:
+        served: the model.
+        limits: what is taken at most.
+    """
+
+    def __init__(self, served: Served, limits: Limits) -> None:
+        self.served, self.limits, self.began = served, limits, int(time())
+        self.engine = Engine(served.decoder.scheduler(limits.max_rows), limits.max_queue)
+
+    @asynccontextmanager
+    async def life(self, app: Starlette) -> AsyncIterator[None]:
+        """Run the engine, and one thread for prompts: fast tokenizers are not for several."""
+        self.engine.start()
+        with ThreadPoolExecutor(1, "specinfer prompts") as self.reader:
+            yield
+        await asyncio.to_thread(self.engine.close)
+
+    @property
+    def routes(self) -> list[Route]:
+        """What may be asked for."""
+        return [
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+        ]
+
+    async def health(self, request: Request) -> Response:
+        """Say whether texts are taken."""
+        return Json({"status": "ok"}) if self.engine.alive else Json({"status": "closed"}, 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """Return counts and times."""
+        return PlainTextResponse(self.engine.metrics.text, headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    async def models(self, request: Request) -> Response:
+        """Return the one model, as a list."""
+        return Json({"object": "list", "data": [self._model]})
+
+    async def model(self, request: Request) -> Response:
+        """Return the one model by its name."""
+        self._check_model(request.path_params["name"])
+        return Json(self._model)
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+        return await self._answered(request, Chat(parsed(await self._body(request), ChatBody), self.served))
+
+    async def complete(self, request: Request) -> Response:
+        """Answer prompts with their continuations."""
+        return await self._answered(request, Completion(parsed(await self._body(request), CompletionBody), self.served))
+
+    async def _answered(self, request: Request, answer: Answer[Any]) -> Response:
+        """Return an answer, whole or as a stream; whatever can be wrong with a request is told before it begins."""
+        self._check_model(answer.body.model)
+        with self.engine.reserved(answer.texts):
+            generation = await self._begun(answer)
+        if answer.body.stream:
+            return Events(self._events(answer, generation), generation, self.limits.write_timeout)
+        try:
+            return await _unless_gone(request, self._whole(answer, generation))
+        finally:
+            generation.close()
+
+    async def _begun(self, answer: Answer[Any]) -> Generation:
+        """Prepare an answer's requests, and give them to the engine."""
+        try:
+            requests = await asyncio.get_running_loop().run_in_executor(self.reader, answer.prepare)
+            answer.scores = [await self.engine.call(score) for score in answer.scoring()]
+        except (InputError, SamplingError) as error:
+            raise refused(error) from error
+        return self.engine.submit(requests)
+
+    async def _whole(self, answer: Answer[Any], generation: Generation) -> Response:
+        while not generation.done:
+            await generation.news()
+        return Json(answer.whole())
+
+    async def _events(self, answer: Answer[Any], generation: Generation) -> AsyncIterator[bytes]:
+        """Yield the lines of a stream."""
+        try:
+            for chunk in answer.first_chunks():
+                yield _event(chunk)
+            while not answer.ended:
+                if not await generation.news(self.limits.keep_alive):
+                    yield KEEP_ALIVE
+                for chunk in answer.chunks():
+                    yield _event(chunk)
+            if answer.usage_asked:
+                yield _event(answer.usage_chunk())
+        except ApiError as error:
+            yield _event(error.body)
+        except Exception:
+            log.exception("a stream failed")
+            yield _event(failed().body)
+        yield DONE
+
+    async def _body(self, request: Request) -> bytes:
+        """Return the body of a request.
+
+        Raises:
+            ApiError: it is too large, or does not say that it is JSON: then a page in a browser may have sent it.
+        """
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise ApiError(400, "the body must be JSON: send Content-Type: application/json")
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self.limits.max_body:
+                raise ApiError(413, f"the body has more than {self.limits.max_body} bytes: send less at a time")
+        return bytes(body)
+
+    def _check_model(self, name: str | None) -> None:
+        """Raise `ApiError` for another model's name; none is the one."""
+        if name not in (None, self.served.name):
+            message = f"the model {name!r:.100} is not served here: ask for {self.served.name}"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    @property
+    def _model(self) -> dict[str, Any]:
+        named = {"id": self.served.name, "object": "model", "created": self.began, "owned_by": "specinfer"}
+        return named | {"max_model_len": self.served.context}
+
+
+def application(
+    decoder: SpeculativeDecoder,
+    name: str | None = None,
+    *,
+    context: int | None = None,
+    max_tokens: int | None = None,
+    limits: Limits = Limits(),
+    keys: Sequence[str] = (),
+    hosts: Sequence[str] = (),
+    origins: Sequence[str] = (),
+) -> Starlette:
+    """Return the ASGI application that serves a decoder.
+
+    Args:
+        decoder: with a tokenizer.  While the application lives, only it may use the decoder.
+        name: of the model, for clients; by default what the target is called.
+        context: tokens of a prompt and its text at most; by default the target's context.
+        max_tokens: of a text whose request names no number; by default the rest of the context.
+        limits: what is taken at most.
+        keys: one of them is to be sent with every request but those for ``/health``.
+        hosts: without keys, names of the host that are answered to; any if there are none.
+        origins: of pages in browsers that may ask.
+
+    Raises:
+        InputError: the decoder has no tokenizer.
+    """
+    if decoder.tokenizer is None:
+        raise InputError("a server reads and writes text: construct the decoder with a tokenizer")
+    server = Server(Served.of(decoder, name, context, max_tokens), limits)
+    cors = Middleware(CORSMiddleware, allow_origins=[*origins], allow_methods=["*"], allow_headers=["*"])
+    return Starlette(
+        routes=server.routes,
+        middleware=[*([cors] if origins else []), Middleware(Guard, keys, hosts)],
+        exception_handlers={ApiError: _told, HTTPException: _told_status, Exception: _told_failure},
+        lifespan=server.life,
+    )
+
+
+def _event(value: object) -> bytes:
+    return b"data: %b\n\n" % encode(value)
+
+
+async def _unless_gone(request: Request, answering: Coroutine[Any, Any, Response]) -> Response:
+    """Return an answer, unless the client goes away before."""
+    answer = asyncio.ensure_future(answering)
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return await answer if answer.done() else Response(status_code=499)  # nobody reads it
+    finally:
+        answer.cancel()
+        gone.cancel()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _told(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return Json(error.body, error.status, error.headers)
+
+
+async def _told_status(request: Request, error: Exception) -> Response:
+    """Tell of a route that is not there, or a method that it does not take."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return Json(ApiError(error.status_code, message).body, error.status_code, error.headers)
+
+
+async def _told_failure(request: Request, error: Exception) -> Response:
+    return Json(failed().body, 500)

@@ -1,0 +1,312 @@
+"""What clients send, and how errors are told: the fields of OpenAI's API, and those that vLLM has beside them.
+
+Knows: names, types and limits of fields, which options of the engine they are.
+Does not know: models, prompts, HTTP beyond the number of a status.
+"""
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from msgspec import Meta, MsgspecError, Struct, convert
+from msgspec.json import decode
+
+from specinfer.engine.penalties import FrequencyPenalty, PresencePenalty
+from specinfer.errors import InputError, SamplingError
+
+log = logging.getLogger(__name__)
+
+B = TypeVar("B", bound="Body")
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Tops = Annotated[int, Meta(ge=0, le=20)]
+StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+Ids = list[int]
+TYPES = {401: "authentication_error", 404: "not_found_error", 500: "server_error", 503: "server_error"}  # by status
+SAME = {  # options of the engine that clients know by another name
+    "stop_strings": "stop",
+    "sequence_bias": "logit_bias",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+}
+# Fields that would change the text if they were ignored: names, values that mean nothing, and what to do.
+REFUSED: list[tuple[str, tuple[object, ...], str]] = [
+    ("best_of", (1,), "ask for n texts"),
+    ("suffix", ("",), "only what stands before a text is read"),
+    ("audio", (), "text is all that is written"),
+    ("modalities", (["text"],), "text is all that is written"),
+    ("functions function_call", (), "give tools and tool_choice"),
+    ("web_search_options", (), "nothing is searched"),
+    ("chat_template", (), "the model's template is used"),
+    ("documents", ([],), "put them into messages"),
+    ("use_beam_search", (False,), "it keeps several hypotheses, and verification follows one"),
+    ("length_penalty", (1,), "it belongs to beam search"),
+    ("guided_json guided_regex guided_choice guided_grammar structured_outputs", (), "give response_format"),
+    ("stop_token_ids bad_words allowed_token_ids", ([],), "give logit_bias"),
+    ("prompt_logprobs", (0,), "give echo and logprobs to /v1/completions"),
+    ("truncate_prompt_tokens", (), "shorten the prompt"),
+    ("logits_processors", ([],), "the server runs no code of its clients"),
+]
+
+
+class ApiError(Exception):
+    """What a client is told instead of an answer.
+
+    Args:
+        status: of HTTP.
+        message: for people.
+        param: the field that is wrong.
+        code: for programs.
+        headers: in addition.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The protocol's object."""
+        kind = TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def overloaded(message: str) -> ApiError:
+    """Return the error of a server that could answer later."""
+    return ApiError(503, message, code="overloaded", headers={"Retry-After": "1"})
+
+
+def failed() -> ApiError:
+    """Return the error of a server that failed: its log says why, clients are not told."""
+    return ApiError(500, "the server failed in this request; its log says why", code="server_error")
+
+
+def refused(error: InputError | SamplingError) -> ApiError:
+    """Return the error of a request that the engine refuses; the field is what the message begins with."""
+    name = re.split(r"\W", str(error), maxsplit=1)[0]
+    name = SAME.get(name, name)
+    return ApiError(400, str(error), name if name in KNOWN else None)
+
+
+class StreamOptions(Struct):
+    """How an answer is streamed."""
+
+    include_usage: bool | None = None
+
+
+class Body(Struct, kw_only=True):
+    """The fields that both kinds of requests have; None is the usual."""
+
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=16)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
+    seed: int | None = None
+    ignore_eos: bool | None = None
+    response_format: dict[str, Any] | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        """The strings that end a text."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """How many new tokens were asked for at most."""
+        return self.max_tokens
+
+    @property
+    def kept_logprobs(self) -> bool | int:
+        """The engine's option `logprobs`."""
+        raise NotImplementedError
+
+    def options(self, config: Any) -> dict[str, Any]:
+        """Return the engine's options, those that depend on the prompt apart.
+
+        Args:
+            config: the checkpoint's ``GenerationConfig``, whose values are the usual ones.
+
+        Raises:
+            ApiError: a field that cannot be followed.
+        """
+        if (self.response_format or {}).get("type", "text") != "text":
+            raise ApiError(400, "response_format: only text is written so far", "response_format")
+        temperature = _first(self.temperature, config.temperature, 1.0)
+        sampling = {"temperature": temperature}
+        if temperature:
+            top_p, top_k = _first(self.top_p, config.top_p, 1.0), _first(self.top_k, config.top_k, 0)
+            sampling |= {"top_p": top_p, "top_k": max(top_k, 0), "min_p": self.min_p}  # -1 is vLLM's for all tokens
+        return {
+            **sampling,
+            "repetition_penalty": self.repetition_penalty,
+            "sequence_bias": self._bias() or None,
+            "stop_strings": self.stops or None,
+            "min_new_tokens": self.min_tokens,
+            "eos_token_id": -1 if self.ignore_eos else None,
+            "logprobs": self.kept_logprobs,
+        }
+
+    def penalties(self, start: int) -> list[PresencePenalty]:
+        """Return the processors of the penalties on what a text holds that begins at an index."""
+        named = ((PresencePenalty, self.presence_penalty), (FrequencyPenalty, self.frequency_penalty))
+        return [kind(value, start) for kind, value in named if value]
+
+    def _bias(self) -> dict[tuple[int], float]:
+        """Return the biases by token."""
+        try:
+            return {(int(token),): bias for token, bias in (self.logit_bias or {}).items()}
+        except ValueError:
+            raise ApiError(400, "logit_bias: a key is no token id", "logit_bias") from None
+
+
+class Function(Struct, omit_defaults=True):
+    """The function that a tool call names, and its arguments."""
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(Struct):
+    """A call in an earlier message."""
+
+    function: Function
+    id: str | None = None
+    type: str = "function"
+
+
+class TextPart(Struct):
+    """A part of a content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Struct, omit_defaults=True):
+    """A message of a conversation.  Roles are these only, because templates write roles as they come."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
+
+
+class Prediction(Struct):
+    """What a message may repeat: look-up drafts propose from it, too."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """The text, put together."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatBody(Body, kw_only=True):
+    """A request for the next message of a conversation."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=2048)]
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Tops | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=128)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    prediction: Prediction | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """How many new tokens were asked for at most."""
+        return _first(self.max_completion_tokens, self.max_tokens)
+
+    @property
+    def kept_logprobs(self) -> bool | int:
+        """The engine's option `logprobs`."""
+        return bool(self.logprobs) and (self.top_logprobs or True)
+
+    def options(self, config: Any) -> dict[str, Any]:
+        """Return the engine's options, what the text may repeat among them."""
+        return super().options(config) | {"prediction": self.prediction and self.prediction.text}
+
+
+class CompletionBody(Body, kw_only=True):
+    """A request for the continuation of texts."""
+
+    prompt: str | Annotated[list[int | str | Ids], Meta(min_length=1, max_length=2048 * 64)]
+    echo: bool | None = None
+    logprobs: Tops | None = None
+
+    @property
+    def prompts(self) -> list[str | Ids]:
+        """One or several, each as text or token ids.
+
+        Raises:
+            ApiError: they are a mixture.
+        """
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        ids = [item for item in self.prompt if isinstance(item, int)]
+        if ids and len(ids) < len(self.prompt):
+            raise ApiError(400, "prompt: give a text, token ids, or a list of those", "prompt")
+        return [ids] if ids else [item for item in self.prompt if not isinstance(item, int)]
+
+    @property
+    def kept_logprobs(self) -> bool | int:
+        """The engine's option `logprobs`."""
+        return self.logprobs is not None and (self.logprobs or True)
+
+
+KNOWN = {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__}
+
+
+def parsed(data: bytes, kind: type[B]) -> B:
+    """Return what the body of a request says.
+
+    Fields that are not known are ignored, unless the text would be another one without them.
+
+    Raises:
+        ApiError: it is not JSON, or a field is wrong, by name.
+    """
+    try:
+        fields = decode(data, type=dict[str, Any])
+        body = convert(fields, kind)
+    except (MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        where = re.search(r"\$\.(\w+)", str(error))
+        what = str(error) or "it is nested too deeply"
+        raise ApiError(400, f"the body of the request cannot be read: {what}", where and where[1]) from None
+    for names, neutral, advice in REFUSED:
+        for name in names.split():
+            if fields.get(name) is not None and fields[name] not in neutral:
+                raise ApiError(400, f"{name} cannot be used here, and the text would be another one: {advice}", name)
+    if unknown := sorted(fields.keys() - set(kind.__struct_fields__)):
+        log.info("fields that are ignored: %.200r", unknown)
+    return body
+
+
+def _first(*values: Any) -> Any:
+    """Return the first value that is not None, or None."""
+    return next((value for value in values if value is not None), None)
