@@ -145,10 +145,8 @@ class Body(Struct, kw_only=True):
             config: the checkpoint's ``GenerationConfig``, whose values are the usual ones.
 
         Raises:
-            ApiError: a field that cannot be followed.
+            ApiError: `logit_bias` has a key that is no token id.
         """
-        if (self.response_format or {}).get("type", "text") != "text":
-            raise ApiError(400, "response_format: only text is written so far", "response_format")
         temperature = _first(self.temperature, config.temperature, 1.0)
         sampling = {"temperature": temperature}
         if temperature:
@@ -161,6 +159,7 @@ class Body(Struct, kw_only=True):
             "stop_strings": self.stops or None,
             "min_new_tokens": self.min_tokens,
             "eos_token_id": -1 if self.ignore_eos else None,
+            "response_format": self.response_format,
             "logprobs": self.kept_logprobs,
         }
 

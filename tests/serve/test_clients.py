@@ -1,12 +1,13 @@
 """OpenAI's own client, over real sockets: what it asks for, and what its types say of the answers."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel
 from serving import CONTEXT, HELLO, Live, live, made_decoder
 
 from specinfer import SpeculativeDecoder
@@ -185,6 +186,27 @@ def test_a_prediction_saves_passes_and_changes_nothing(client: openai.OpenAI) ->
         assert passes[0] < passes[1]
 
 
+class Pair(BaseModel):
+    """What is asked for."""
+
+    name: Literal["a", "b"]
+    good: bool
+
+
+def test_a_schema_is_followed(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
+    """As the client's helper asks for it, and whole or streamed."""
+    found = client.chat.completions.parse(model="tiny", messages=HELLO, response_format=Pair, temperature=0.9, seed=7)
+    assert isinstance(found.choices[0].message.parsed, Pair)
+    with client.chat.completions.stream(
+        model="tiny", messages=HELLO, response_format=Pair, temperature=0.9, seed=7
+    ) as events:
+        for _ in events:
+            pass
+        assert events.get_final_completion().choices[0].message.parsed == found.choices[0].message.parsed
+    answer = chat(client, response_format={"type": "json_object"}, temperature=0, max_tokens=40)
+    assert answer.choices[0].message.content.startswith("{")
+
+
 def test_roles_and_parts_of_contents(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
     parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]
     told: Any = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
@@ -265,7 +287,8 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"logit_bias": {"9999": 1}}, "logit_bias", "not in the target's vocabulary"),
     ({"top_logprobs": 21}, "top_logprobs", "<= 20"),
     ({"seed": 2**70}, "seed", "64 bits"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "response_format"),
+    ({"response_format": {"type": "yaml"}}, "response_format", "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "what"}}}}, None, "schema"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "calls"),
     ({"tool_choice": "required"}, "tool_choice", "not forced"),
     ({"extra_body": {"best_of": 3}}, "best_of", "ask for n texts"),
