@@ -68,6 +68,14 @@ class Capacity:
         int | None,
         Option(help="New tokens where a request names no number.", min=1, show_default="the rest of the context"),
     ] = None
+    cache_megabytes: Annotated[
+        float | None,
+        Option(
+            help="Memory for prompts and texts that later ones begin with; 0 keeps none.",
+            min=0,
+            show_default="a quarter of what is free",
+        ),
+    ] = None
     write_timeout: Annotated[float, Option(help="Seconds for which a reader may take nothing of its stream.")] = 60.0
     drain: Annotated[int, Option(help="Seconds that texts under way have after SIGTERM.", min=0)] = 30
 
@@ -96,7 +104,9 @@ def serve(
         served_name,
         context=capacity.context,
         max_tokens=capacity.max_tokens,
-        limits=Limits(capacity.max_rows, capacity.max_queue, write_timeout=capacity.write_timeout),
+        limits=Limits(
+            capacity.max_rows, capacity.max_queue, capacity.cache_megabytes, write_timeout=capacity.write_timeout
+        ),
         keys=keys,
         hosts=access.hosts(),
         origins=access.allow_origin or (),

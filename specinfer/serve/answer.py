@@ -69,6 +69,7 @@ class Answer(Generic[B]):
     Args:
         body: of the request.
         served: what answers.
+        client: who asks: what was read for one is not copied for another.
 
     Attributes:
         prompts: token ids, once `prepare` was called.
@@ -81,8 +82,8 @@ class Answer(Generic[B]):
     chunk_object: ClassVar[str]
     source: ClassVar[str]  # the field of prompts
 
-    def __init__(self, body: B, served: Served) -> None:
-        self.body, self.served = body, served
+    def __init__(self, body: B, served: Served, client: str = "") -> None:
+        self.body, self.served, self.salt = body, served, f"{client} {body.cache_salt or ''}"
         self.head = {"id": f"{self.prefix}-{uuid4().hex}", "created": int(time())}
         self.prompts: list[list[int]] = []
         self.choices: list[Choice] = []
@@ -127,6 +128,7 @@ class Answer(Generic[B]):
         for ids in self.prompts:
             first = randbits(SEED_BITS) if body.seed is None else body.seed
             asked = {**options, "max_new_tokens": self._budget(len(ids)), "logits_processor": body.penalties(len(ids))}
+            asked["cache_salt"] = self.salt
             made += [decoder.prepare(ids, seed=first + k, stopping=AfterPrompt, **asked) for k in range(count)]
         self.choices = [self.choice(request) for request in made]
         return made
@@ -191,11 +193,13 @@ class Answer(Generic[B]):
     def usage(self) -> dict[str, Any]:
         """Return how many tokens were read and written, and how speculation did."""
         read, written = sum(map(len, self.prompts)), sum(len(choice.ids) for choice in self.choices)
+        cached = sum(choice.request.row.text.cached for choice in self.choices[:: self.body.n or 1])
         did = sum((choice.speculation for choice in self.choices), Counter[str]())
         return {
             "prompt_tokens": read,
             "completion_tokens": written,
             "total_tokens": read + written,
+            "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {"speculation": _speculation(did, written)},
         }
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from time import time
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.engine.scheduler import MAX_ROWS
+from specinfer.engine.store import PrefixStore
 from specinfer.errors import InputError, SamplingError
 from specinfer.serve.answer import Answer, Served
 from specinfer.serve.chat import Chat
@@ -45,6 +47,8 @@ class Limits:
     Attributes:
         max_rows: texts decoded at a time.
         max_queue: texts that wait beside them; more are refused with 503.
+        cache_megabytes: memory for prompts and texts that later ones begin with, of 10**6 bytes; 0 keeps none.  None is
+            a quarter of what is free.
         max_body: bytes of a request.
         keep_alive: seconds without news after which a stream says that it is alive.
         write_timeout: seconds for which a reader of a stream may take nothing.
@@ -52,6 +56,7 @@ class Limits:
 
     max_rows: int = MAX_ROWS
     max_queue: int = 256
+    cache_megabytes: float | None = None
     max_body: int = 2 * 1024 * 1024
     keep_alive: float = 15.0
     write_timeout: float = 60.0
@@ -99,7 +104,8 @@ class Server:
 
     def __init__(self, served: Served, limits: Limits) -> None:
         self.served, self.limits, self.began = served, limits, int(time())
-        self.engine = Engine(served.decoder.scheduler(limits.max_rows), limits.max_queue)
+        scheduler = served.decoder.scheduler(limits.max_rows, PrefixStore(limits.cache_megabytes))
+        self.engine = Engine(scheduler, limits.max_queue)
 
     @asynccontextmanager
     async def life(self, app: Starlette) -> AsyncIterator[None]:
@@ -140,11 +146,13 @@ class Server:
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
-        return await self._answered(request, Chat(parsed(await self._body(request), ChatBody), self.served))
+        body = parsed(await self._body(request), ChatBody)
+        return await self._answered(request, Chat(body, self.served, _client(request)))
 
     async def complete(self, request: Request) -> Response:
         """Answer prompts with their continuations."""
-        return await self._answered(request, Completion(parsed(await self._body(request), CompletionBody), self.served))
+        body = parsed(await self._body(request), CompletionBody)
+        return await self._answered(request, Completion(body, self.served, _client(request)))
 
     async def _answered(self, request: Request, answer: Answer[Any]) -> Response:
         """Return an answer, whole or as a stream; whatever can be wrong with a request is told before it begins."""
@@ -254,6 +262,11 @@ def application(
         exception_handlers={ApiError: _told, HTTPException: _told_status, Exception: _told_failure},
         lifespan=server.life,
     )
+
+
+def _client(request: Request) -> str:
+    """Return what tells the owners of keys apart, and no key."""
+    return sha256(request.headers.get("authorization", "").encode()).hexdigest()
 
 
 def _event(value: object) -> bytes:

@@ -78,8 +78,8 @@ class Chat(Answer[ChatBody]):
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
     source = "messages"
 
-    def __init__(self, body: ChatBody, served: Served) -> None:
-        super().__init__(body, served)
+    def __init__(self, body: ChatBody, served: Served, client: str = "") -> None:
+        super().__init__(body, served, client)
         self.deltas: list[Deltas] = []  # of each choice
 
     @cached_property

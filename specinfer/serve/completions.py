@@ -21,8 +21,8 @@ class Completion(Answer[CompletionBody]):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
     source = "prompt"
 
-    def __init__(self, body: CompletionBody, served: Served) -> None:
-        super().__init__(body, served)
+    def __init__(self, body: CompletionBody, served: Served, client: str = "") -> None:
+        super().__init__(body, served, client)
         self.offsets: dict[int, int] = {}  # characters of a choice's tokens so far
 
     @property

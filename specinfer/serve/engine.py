@@ -234,6 +234,8 @@ class Engine:
             return
         if clock.newest is None:
             self.metrics.prompt_tokens.inc(request.row.prompt_length)
+            self.metrics.asked_prefixes.inc(request.row.prompt_length)
+            self.metrics.found_prefixes.inc(request.row.text.cached)
             self.metrics.first_token.observe(now - clock.began)
             self.metrics.queued.observe(max(0.0, now - clock.began - request.spent.seconds.total))
         else:

@@ -33,6 +33,8 @@ class Metrics:
         Gauge(f"{PREFIX}num_requests_running", "Texts under way.", registry=registry).set_function(running)
         Gauge(f"{PREFIX}num_requests_waiting", "Texts that wait.", registry=registry).set_function(waiting)
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        self.asked_prefixes = counter("prefix_cache_queries", "Tokens of prompts that were looked up.")
+        self.found_prefixes = counter("prefix_cache_hits", "Those that were copied, not read.")
         self.generation_tokens = counter("generation_tokens", "Tokens of texts.")
         self.successes = counter("request_success", "Texts that ended.", "finished_reason")
         self.rejections = counter("admission_rejections", "Requests that were not taken.", "reason")

@@ -120,6 +120,7 @@ class Body(Struct, kw_only=True):
     logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
     seed: int | None = None
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     ignore_eos: bool | None = None
     response_format: dict[str, Any] | None = None
 

@@ -107,6 +107,28 @@ def test_keys_guard_everything_but_health(decoder: SpeculativeDecoder) -> None:
         assert asked(server, "GET", "/v1/models", None, {"Authorization": "Basic first"})[0] == 401
 
 
+def test_prompts_that_were_read_are_copied_for_their_owner_alone(decoder: SpeculativeDecoder) -> None:
+    told: Any = [{"role": "user", "content": "Once upon a time there was a long, long prompt."}]
+    with live(decoder, keys=["first", "second"]) as server:
+
+        def ask(key: str, **more: Any) -> Any:
+            asked = {"model": "tiny", "messages": told, "max_tokens": 4, "temperature": 0}
+            return server.client(key).chat.completions.create(**asked, extra_body=more)
+
+        def cached(answer: Any) -> int:
+            return answer.usage.prompt_tokens_details.cached_tokens
+
+        first = ask("first")
+        assert cached(first) == 0
+        assert cached(again := ask("first")) == first.usage.prompt_tokens - 1
+        assert again.choices == first.choices
+        assert cached(ask("second")) == cached(ask("first", cache_salt="mine")) == 0
+        assert cached(ask("first", cache_salt="mine")) == cached(again)
+        assert server.metric("prefix_cache_hits_total") == 2 * cached(again)
+    with live(decoder, Limits(cache_megabytes=0), keys=["first"]) as server:
+        assert [cached(ask("first")) for _ in range(2)] == [0, 0]
+
+
 def test_pages_may_ask_from_origins_that_are_named(decoder: SpeculativeDecoder) -> None:
     asking = {"Origin": "http://good.example", "Access-Control-Request-Method": "POST"}
     with live(decoder, keys=["key"], origins=["http://good.example"]) as server:
