@@ -51,6 +51,9 @@ def _tensors(values: Any) -> list[Tensor]:
     return [values] if isinstance(values, Tensor) else []
 
 
+FREE = 1 << 32  # bytes of the device's memory
+
+
 class StandIn:
     """What was done on the device since the last `reset`: names, and how often."""
 
@@ -246,6 +249,7 @@ def standing_in() -> Iterator[StandIn]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(torch.cuda, "synchronize", lambda *_: device.wait("synchronize")))
         stack.enter_context(patch.object(torch.cuda, "get_device_name", lambda *_: "stand-in"))
+        stack.enter_context(patch.object(torch.cuda, "mem_get_info", lambda *_: (FREE, FREE)))
         stack.enter_context(patch.object(torch, "Generator", _Generator))
         stack.enter_context(patch.object(graphs, "CudaCapture", lambda: device.capture))
         stack.enter_context(_Operators(device))

@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 from specinfer import SpeculativeDecoder
 from specinfer.engine import sampling
 from specinfer.engine.options import ChatOptions, ConfigOptions, Inputs, Options, PerRow, UsualOptions, names
+from specinfer.grammar.asked import GrammarOptions
 
 modulefinder = pytest.importorskip("mypy.modulefinder")
 
@@ -137,6 +138,9 @@ def test_signatures_show_options(name: str) -> None:
 
 def test_every_option_is_documented() -> None:
     """Each in the docstring of its type, in the type's order."""
-    texts = [inspect.getdoc(kind) or "" for kind in (UsualOptions, ChatOptions, Inputs, ConfigOptions, Options)]
+    texts = [
+        inspect.getdoc(kind) or ""
+        for kind in (UsualOptions, GrammarOptions, ChatOptions, Inputs, ConfigOptions, Options)
+    ]
     told = [name for text in texts for name in re.findall(r"^    (\w+): ", text.split("Attributes:")[1], re.M)]
     assert told == names(Options)
