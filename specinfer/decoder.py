@@ -29,6 +29,7 @@ from specinfer.common.advice import did_you_mean, nearest
 from specinfer.common.chat import ChatOptions
 from specinfer.common.model_options import checked_options
 from specinfer.common.ranks import ALONE, Ranks
+from specinfer.common.threads import release_workers
 from specinfer.common.values import checked_count, checked_flag, checked_logprobs, plain
 from specinfer.drafts.bundled import bundled_drafts
 from specinfer.drafts.head import MODEL_TYPE, HeadDraft
@@ -161,6 +162,7 @@ class SpeculativeDecoder:
             is_head = model is not self.target and hasattr(model.model, "pass_inputs")
             aux_layers = self.aux_layers if model is self.target else [0] if is_head else []
             equip(model, aux_layers, plain(compile), rounded=is_head)
+        release_workers()  # another thread may decode
 
     @classmethod
     def from_pretrained(

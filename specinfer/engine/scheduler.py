@@ -19,10 +19,12 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from textwrap import shorten
+from threading import get_ident
 from typing import Any
 
 from specinfer.attention import TreeModel, autocast_as_now, resumed, running
 from specinfer.common.lock import Turns
+from specinfer.common.threads import release_workers
 from specinfer.engine.contrastive import search, sized
 from specinfer.engine.loop import Emitted, decode
 from specinfer.engine.requests import Batch, Request
@@ -228,7 +230,7 @@ class Scheduler:
         self._as_called = autocast_as_now(decoder.target.device)  # a batch's steps compute alike
         self._waiting, self._aborted = deque[Request](), deque[Request]()
         self._batch: Decoding | None = None  # under way
-        self._turns, self._stepping = Turns(), False
+        self._turns, self._stepping, self._stepper = Turns(), False, get_ident()
 
     @property
     def active(self) -> list[Request]:
@@ -284,6 +286,9 @@ class Scheduler:
                 return self._step()
             finally:
                 self._stepping = False
+                stepper, self._stepper = self._stepper, get_ident()
+                if not self._batch or stepper != self._stepper:  # the next step may be another thread's
+                    release_workers()
 
     def stream(self, request: Request) -> Iterator[Step]:
         """Yield a request's steps as they come.
