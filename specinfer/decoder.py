@@ -591,8 +591,8 @@ class SpeculativeDecoder:
 
     @property
     def context(self) -> float:
-        """How many tokens a prompt and its text may have together; infinite if the target has no limit."""
-        return self._context(1)
+        """How many tokens a prompt and its text may have together, in any call; infinite if the target has no limit."""
+        return self._context(2)
 
     def _context(self, trees: int) -> float:
         """Return the same where a step's tree may have as many nodes as so many trees of the policy."""
