@@ -484,10 +484,13 @@ class SpeculativeDecoder:
         ids = plain(prediction)
         if isinstance(ids, str):
             return tokenized(ids, self.tokenizer, add_special_tokens=False)
-        if not isinstance(ids, list | tuple | None):
-            raise InputError(f"prediction={prediction!r:.60} is neither text nor token ids")
-        check_ids([ids or ()], self.target.vocab_size)
-        return ids or ()
+        if ids is None:
+            return ()
+        if not isinstance(ids, list | tuple) or not all(isinstance(each, int) for each in ids):
+            advice = "give one text, or its token ids, for all prompts"
+            raise InputError(f"prediction={prediction!r:.60} is neither text nor token ids: {advice}")
+        check_ids([ids], self.target.vocab_size)
+        return ids
 
     def save_drafts(self, folder: str | os.PathLike[str]) -> None:
         """Write what heads have learnt online, as a folder that `HeadDraft.load` and ``--draft`` read.

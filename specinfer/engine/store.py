@@ -3,7 +3,7 @@
 Knows: token ids, the target's sessions and caches, how much memory is free.
 Does not know: rows, how they are decoded, drafts, which read whole prompts: that costs little.
 
-    text      what a row shares with others: its ids, and the salt that others must have, too
+    text      what a row shares with others: its ids, and the salt that others must have
     prefix    tokens that were read: a row of a cache, and the hidden states of the same tokens if drafts need them
 
 A row that leaves becomes a prefix of the store.  Rows under way, and beginnings that the rows of one batch share, are
@@ -240,7 +240,7 @@ class StoringSession(TreeSession):
         self.states[row] += prefix.first_states(length)
 
     def beginning(self, text: Text, ids: np.ndarray, known: Prefix | None, length: int) -> Prefix:
-        """Read the first tokens of a text, for other texts to begin with; so many of them are known."""
+        """Read the first tokens of a text, for other texts to begin with; the first ones are known."""
         session = StoringSession(self.store, [Text(ids.tolist(), text.salt)], self.fresh(1, len(ids)))
         if known:
             session.begin(0, known, length)

@@ -5,8 +5,8 @@ Knows: llguidance, what of it can be trusted.  Does not know: rows, trees, optio
     mask       is what counts: consuming also takes tokens that the mask leaves out
     tokens     are tried, in a list: one that is refused alone ends a matcher for good, and so does one outside of V
     the end    is never consumed: after the last token that does nothing, yet rolling it back takes a token back
-    limits     a grammar, or a step, that costs too much is an error.  It ends the matcher, and all its copies, which share a
-               lexer: another text, or the same one beside a branch that a draft proposed, goes on with a new matcher
+    limits     a grammar, or a step, that costs too much is an error.  It ends the matcher and its copies, which share a
+               lexer: another text, or the same one beside a branch that a draft proposed, goes on with a new one
 """
 
 import json

@@ -413,11 +413,15 @@ def test_limits_of_one_text_are_not_those_of_others(tokenizer, monkeypatch):
     monkeypatch.setitem(specinfer.grammar.guidance.LIMITS, "step_lexer_fuel", 100)
     compiled = Guidance(tokenizer, 264).compiled(asked({"regex": "zbc|zd|x[ab]*a[ab]{8}"}))
     dear, beside = compiled.copy(), compiled.copy()
+
+    def cost():
+        for length in range(14):
+            dear.follow(tokenizer.encode("xabaabbbaabab")[:length])
+            dear.mask()
+
     for _ in range(2):  # whenever it is tried
         with pytest.raises(SamplingError, match="lexer error"):
-            for length in range(14):
-                dear.follow(tokenizer.encode("xabaabbbaabab")[:length])
-                dear.mask()
+            cost()
         later = compiled.copy()
         for matcher in (dear, beside, later):
             assert matcher.follow(tokenizer.encode("z"))
