@@ -486,10 +486,13 @@ class SpeculativeDecoder:
         ids = plain(prediction)
         if isinstance(ids, str):
             return tokenized(ids, self.tokenizer, add_special_tokens=False)
-        if not isinstance(ids, list | tuple | None):
-            raise InputError(f"prediction={prediction!r:.60} is neither text nor token ids")
-        check_ids([ids or ()], self.target.vocab_size)
-        return ids or ()
+        if ids is None:
+            return ()
+        if not isinstance(ids, list | tuple) or not all(isinstance(each, int) for each in ids):
+            advice = "give one text, or its token ids, for all prompts"
+            raise InputError(f"prediction={prediction!r:.60} is neither text nor token ids: {advice}")
+        check_ids([ids], self.target.vocab_size)
+        return ids
 
     def save_drafts(self, folder: str | os.PathLike[str]) -> None:
         """Write what heads have learnt online, as a folder that `HeadDraft.load` and ``--draft`` read.
@@ -593,8 +596,8 @@ class SpeculativeDecoder:
 
     @property
     def context(self) -> float:
-        """How many tokens a prompt and its text may have together; infinite if the target has no limit."""
-        return self._context(1)
+        """How many tokens a prompt and its text may have together, in any call; infinite if the target has no limit."""
+        return self._context(2)
 
     def _context(self, trees: int) -> float:
         """Return the same where a step's tree may have as many nodes as so many trees of the policy."""

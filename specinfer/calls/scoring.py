@@ -139,9 +139,11 @@ def score(
         NumericalError: the target's logits are not numbers.
     """
     scores = [Score(continuation, [], []) for continuation in wanted]
-    store = PrefixStore()
+    blocks = [*_blocks(_questions(prompts, wanted, branching), max_rows)]
+    store = PrefixStore(wanted=lambda: bool(blocks))
     with running(target):
-        for questions in _blocks(_questions(prompts, wanted, branching), max_rows):
+        while blocks:
+            questions = blocks.pop(0)
             longest = max(len(question.prompt) + question.size for question in questions)
             texts = [Text(question.prompt) for question in questions]
             session = store.open(target, texts, longest + max(1, SCORED // len(questions)))

@@ -53,7 +53,7 @@ def check_shapes(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tupl
 
 
 def check_memory(needed: int, refusal: Refusal) -> None:
-    """Raise `ModelError` if weights of so many bytes do not fit into memory."""
+    """Raise `ModelError` if weights do not fit into memory, by the bytes that they need."""
     if needed > (free := free_bytes()):
         raise refusal(
             f"its weights need {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free: end other programs, "

@@ -78,5 +78,5 @@ class Shards:
         except (OSError, SafetensorError) as error:
             raise self.refusal(f"{name} is not read ({one_line(error)})") from error
         if both := self.tensors.keys() & parts:
-            raise self.refusal(f"{name} has a tensor that another file has, too ({min(both)})")
+            raise self.refusal(f"{name} has a tensor that another file has as well ({min(both)})")
         self.tensors |= {key: Stored(part.get_dtype(), tuple(part.get_shape()), file) for key, part in parts.items()}

@@ -29,7 +29,7 @@ class Access:
     host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8000
     api_key_file: Annotated[
-        Path | None, Option(help=f"File with a key a line; requests need one of them. ${KEY} is one, too.")
+        Path | None, Option(help=f"File with a key a line; requests need one of them. ${KEY} is another.")
     ] = None
     insecure: Annotated[bool, Option("--insecure", help="Listen beyond this machine without keys.")] = False
     allow_origin: Annotated[list[str] | None, Option(help="Origin of pages in browsers that may ask. Repeat.")] = None

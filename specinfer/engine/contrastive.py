@@ -164,9 +164,18 @@ def _begun(target: TreeSession, policy: Policy, rows: Sequence[Row], states: Seq
     none = target.aux_states[-1].row(0)[:0]
     target.commit([()] * len(rows))
     return [
-        _Text(_directions(none if before is None else before), Candidates.after(view, 0))
+        _Text(_directions(none if before is None else before), _first(view))
         for view, before in zip(views, states, strict=True)
     ]
+
+
+def _first(view: RowView) -> Candidates:
+    """Return the candidates of a text's first token; a row in which that fails leaves with the first step."""
+    try:
+        return Candidates.after(view, 0)
+    except Exception as error:
+        view.row.fail(error)
+        return Candidates([view.row.ids[-1]], [1.0])  # of which nothing is chosen
 
 
 def _propose(drafts: Sequence[DraftSession], policy: CandidateTrees, rows: Sequence[Row]) -> Forest:

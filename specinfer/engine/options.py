@@ -110,10 +110,10 @@ class Options(UsualOptions, GrammarOptions, ChatOptions, Inputs, ConfigOptions, 
 
     Attributes:
         raw: feed strings without the chat template.  Strings that begin as the template's texts do are always fed so.
-        logprobs: True keeps the target's log-probability of every new token: `Result.logprobs`.  A number keeps those
-            of so many of the likeliest tokens beside it, too: `Result.top_logprobs`.
-        prediction: what the text may repeat, as text or token ids, an earlier version of a file for example: look-up
-            drafts propose from it, too.  The text stays what it would be.
+        logprobs: True keeps the target's log-probability of every new token: `Result.logprobs`.  A number k keeps those
+            of the k likeliest tokens beside it: `Result.top_logprobs`.
+        prediction: what the text may repeat, as text or token ids, an earlier version of a file for example: one more
+            text that look-up drafts propose from, for all prompts of the call.  The result's text does not change.
         generation_config: a ``transformers.GenerationConfig`` or a dict of options, over the model's own.
         logits_processor: functions of ids (B, T) and scores (B, V) that return scores, or one, as in transformers.
             Each is called once for every token of a row's text, in order, with B copies of the row; of the answer

@@ -187,10 +187,14 @@ class Row:
             try:
                 return self._advanced(target.verdict(verify), target)
             except Exception as error:
-                if self.stopping.ranks.size > 1:  # others may not know of it
-                    raise
-                self.error, self.finished, self.text.salt = error, UNFINISHED, None
+                self.fail(error)
         return Step(target.tree, (), (), ())
+
+    def fail(self, error: Exception) -> None:
+        """End with an error, and keep nothing of what was read; raise it if other processes may not know of it."""
+        if self.stopping.ranks.size > 1:
+            raise error
+        self.error, self.finished, self.text.salt = error, UNFINISHED, None
 
     def _advanced(self, verdict: Verdict, target: "RowView") -> Step:
         """Append a verdict's tokens; return the step."""
@@ -212,7 +216,7 @@ class Row:
         record = tree.without_distributions() if tree.distributions else tree  # they are large and no longer needed
         nodes = (0, *verdict.path)[: len(tokens)]  # before each token
         step = Step(record, verdict.path, tokens, proposers)
-        if self.logprobs is None:
+        if self.logprobs is None or not tokens:
             return step
         found = log_distributions(target.logits[on_device(nodes, target.logits.device)])
         top = likeliest(found, self.logprobs) if self.logprobs else None

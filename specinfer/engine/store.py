@@ -3,7 +3,7 @@
 Knows: token ids, the target's sessions and caches, how much memory is free.
 Does not know: rows, how they are decoded, drafts, which read whole prompts: that costs little.
 
-    text      what a row shares with others: its ids, and the salt that others must have, too
+    text      what a row shares with others: its ids, and the salt that others must have
     prefix    tokens that were read: a row of a cache, and the hidden states of the same tokens if drafts need them
 
 A row that leaves becomes a prefix of the store.  Rows under way, and beginnings that the rows of one batch share, are
@@ -224,12 +224,15 @@ class StoringSession(TreeSession):
         return text.salt, self.model.model, self.aux_layers, self.dtype
 
     def read(self) -> Iterator[Prefix]:
-        """Yield what each row has read, in the caches that it is in."""
-        for row, text in enumerate(self.texts):
-            length = self.cache.lengths[row]
-            if self.aux_layers:  # they differ if Ctrl-C came in between
-                length = min(length, sum(map(len, self.states[row])))
-            yield Prefix(self.key(text), np.array(text.ids[:length], np.int64), self.cache, row, self.states[row])
+        """Return what each row has read, in the caches that it is in."""
+        return map(self.prefix, range(len(self.texts)))
+
+    def prefix(self, row: int) -> Prefix:
+        """Return what one row has read."""
+        text, length = self.texts[row], self.cache.lengths[row]
+        if self.aux_layers:  # they differ if Ctrl-C came in between
+            length = min(length, sum(map(len, self.states[row])))
+        return Prefix(self.key(text), np.array(text.ids[:length], np.int64), self.cache, row, self.states[row])
 
     def begin(self, row: int, prefix: Prefix, length: int) -> None:
         """Let a row, of which nothing was read yet, begin with the first tokens of a prefix."""
@@ -237,13 +240,13 @@ class StoringSession(TreeSession):
         self.states[row] += prefix.first_states(length)
 
     def beginning(self, text: Text, ids: np.ndarray, known: Prefix | None, length: int) -> Prefix:
-        """Read the first tokens of a text, for other texts to begin with; so many of them are known."""
+        """Read the first tokens of a text, for other texts to begin with; the first ones are known."""
         session = StoringSession(self.store, [Text(ids.tolist(), text.salt)], self.fresh(1, len(ids)))
         if known:
             session.begin(0, known, length)
         session.prefill([ids[length:].tolist()])
         self.prefill_seconds += session.prefill_seconds
-        return next(session.read())
+        return session.prefix(0)
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> list[Tensor | None]:
         """As `TreeSession.commit`; a row that leaves is kept up to its last root, if it is wanted."""
@@ -252,9 +255,9 @@ class StoringSession(TreeSession):
             states += [] if new is None else [new]
         if None not in paths:
             return found
-        for prefix, path in zip(self.read(), paths, strict=True):
+        for row, path in enumerate(paths):
             if path is None:
-                self.store.keep(prefix, self)
+                self.store.keep(self.prefix(row), self)
         self.cache.keep([None if path is None else () for path in paths])
         kept = [row for row, path in enumerate(paths) if path is not None]
         self.texts, self.states = [self.texts[row] for row in kept], [self.states[row] for row in kept]

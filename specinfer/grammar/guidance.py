@@ -5,14 +5,15 @@ Knows: llguidance, what of it can be trusted.  Does not know: rows, trees, optio
     mask       is what counts: consuming also takes tokens that the mask leaves out
     tokens     are tried, in a list: one that is refused alone ends a matcher for good, and so does one outside of V
     the end    is never consumed: after the last token that does nothing, yet rolling it back takes a token back
-    limits     a grammar, or a step, that costs too much is an error
+    limits     a grammar, or a step, that costs too much is an error.  It ends the matcher and its copies, which share a
+               lexer: another text, or the same one beside a branch that a draft proposed, goes on with a new one
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from specinfer.grammar.asked import Grammar
 from specinfer.grammar.matcher import Mask
 
 LIBRARY = "llguidance"
+T = TypeVar("T")
 KEPT = 256  # compiled grammars
 WHITESPACE = r"[\x20\n]{1,20}"  # between tokens of JSON: where it has no end, models write it to the end
 LIMITS = {
@@ -78,28 +80,55 @@ class Guidance:
                 text = read(grammar.text)
         except ValueError as error:
             raise SamplingError(f"{grammar.kind}: {one_line(error)}") from error
-        matcher = GuidanceMatcher(matchers(self._tokenizer, text, log_level=0, limits=limits), self._tokenizer)
-        matcher.check(f"this {grammar.kind} cannot be followed: ")
-        return matcher
+        make = partial(matchers, self._tokenizer, text, log_level=0, limits=limits)
+        matcher = make()
+        if matcher.is_error():
+            raise SamplingError(f"this {grammar.kind} cannot be followed: {_reason(matcher)}")
+        return GuidanceMatcher(make, self._tokenizer, matcher)
 
 
 class GuidanceMatcher:
     """A `Matcher` on one of llguidance's.
 
     Args:
-        matcher: of llguidance.
+        make: makes one of llguidance's, at the grammar's beginning.
         tokenizer: its tokenizer.
-        tokens: that were consumed.
+        matcher: that was made so, or a copy.
+        tokens: that it has consumed.
     """
 
     library = LIBRARY
 
-    def __init__(self, matcher: Any, tokenizer: Any, tokens: Sequence[int] = ()) -> None:
-        self._matcher, self._tokenizer, self._tokens = matcher, tokenizer, list(tokens)
+    def __init__(self, make: Callable[[], Any], tokenizer: Any, matcher: Any, tokens: Sequence[int] = ()) -> None:
+        self._make, self._tokenizer, self._matcher, self._tokens = make, tokenizer, matcher, list(tokens)
 
     def follow(self, tokens: Sequence[int]) -> bool:
         """Go to where these tokens lead from the beginning; return False if one of them is refused."""
-        known, wanted = self._tokens, list(tokens)
+        wanted = list(tokens)
+        return self._answer(lambda: self._follow(wanted))
+
+    def mask(self) -> Mask:
+        """Return which tokens may come next, bool (V,)."""
+        mask = self._answer(self._mask)
+        mask[self._tokenizer.eos_tokens] = False
+        return mask
+
+    def forced(self) -> list[int]:
+        """Return the tokens that must come next, as many as are known."""
+        tokens: list[int] = self._answer(lambda: self._matcher.compute_ff_tokens())
+        return tokens
+
+    def accepting(self) -> bool:
+        """Return whether the text may end here."""
+        return bool(self._answer(lambda: self._matcher.is_accepting()))
+
+    def copy(self) -> "GuidanceMatcher":
+        """Return a matcher in the same state."""
+        return GuidanceMatcher(self._make, self._tokenizer, self._matcher.deep_copy(), self._tokens)
+
+    def _follow(self, wanted: list[int]) -> bool:
+        """Go to where tokens lead, back from where they differ; return False if one of them is refused."""
+        known = self._tokens
         shared = len(known)
         if wanted[:shared] != known:
             pairs = enumerate(zip(known, wanted, strict=False))
@@ -107,34 +136,41 @@ class GuidanceMatcher:
             self._matcher.rollback(len(known) - shared)
             del known[shared:]
         taken = self._matcher.try_consume_tokens(wanted[shared:])
-        self._tokens += wanted[shared : shared + taken]
-        self.check()
-        return len(self._tokens) == len(wanted)
+        known += wanted[shared : shared + taken]
+        if len(known) < len(wanted):
+            self._mask()  # a lexer that has ended refuses everything, and says so when it is asked for a mask
+        return len(known) == len(wanted)
 
-    def mask(self) -> Mask:
-        """Return which tokens may come next, bool (V,)."""
+    def _mask(self) -> Mask:
         size = self._tokenizer.vocab_size
         bits = np.zeros((size + 31) // 32, np.uint32)
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        self.check()
-        mask = np.unpackbits(bits.view(np.uint8), bitorder="little", count=size).view(np.bool_)
-        mask[self._tokenizer.eos_tokens] = False
-        return mask
+        return np.unpackbits(bits.view(np.uint8), bitorder="little", count=size).view(np.bool_)
 
-    def forced(self) -> list[int]:
-        """Return the tokens that must come next, as many as are known."""
-        tokens: list[int] = self._matcher.compute_ff_tokens()
-        return tokens
+    def _answer(self, ask: Callable[[], T]) -> T:
+        """Return what llguidance answers; where it has met its limits, once more, with a lexer of this text alone.
 
-    def accepting(self) -> bool:
-        """Return whether the text may end here."""
-        return bool(self._matcher.is_accepting())
-
-    def copy(self) -> "GuidanceMatcher":
-        """Return a matcher in the same state."""
-        return GuidanceMatcher(self._matcher.deep_copy(), self._tokenizer, self._tokens)
-
-    def check(self, beginning: str = "the grammar cannot be followed further: ") -> None:
-        """Raise `SamplingError` with llguidance's reason if it has none but that."""
+        Raises:
+            SamplingError: this text meets the limits by itself; the reason is llguidance's.
+        """
+        answer = ask()
+        if not self._matcher.is_error():
+            return answer
+        tokens = self._tokens
+        self._begin()
+        self._follow(tokens)
+        answer = ask()
         if self._matcher.is_error():
-            raise SamplingError(f"{beginning}{one_line(ValueError(self._matcher.get_error()))}")
+            reason = _reason(self._matcher)
+            self._begin()
+            raise SamplingError(f"the grammar cannot be followed further: {reason}")
+        return answer
+
+    def _begin(self) -> None:
+        """Go to the beginning, with a matcher that shares nothing."""
+        self._matcher, self._tokens = self._make(), []
+
+
+def _reason(matcher: Any) -> str:
+    """Return why a matcher of llguidance has ended."""
+    return one_line(ValueError(matcher.get_error()))

@@ -16,8 +16,9 @@ class Matcher(Protocol):
     """A grammar, and where a text is in it.
 
     Tokens are those of the text alone.  An end of sequence is none of them: `accepting` says where one may stand.
-    What is legal is what `mask` says; `follow` may take tokens that it leaves out.  A matcher that has come to its
-    limits raises `SamplingError` with its reason, whatever it is asked.
+    What is legal is what `mask` says; `follow` may take tokens that it leaves out.  Where a text costs more than its
+    limits allow, a matcher raises `SamplingError` with the reason; `follow` leads it to other texts after that.  It
+    meets no limits because of others, copies of it included.
 
     Attributes:
         library: the distribution's name: texts depend on its version.

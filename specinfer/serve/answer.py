@@ -193,7 +193,7 @@ class Answer(Generic[B]):
     def usage(self) -> dict[str, Any]:
         """Return how many tokens were read and written, and how speculation did."""
         read, written = sum(map(len, self.prompts)), sum(len(choice.ids) for choice in self.choices)
-        cached = sum(choice.request.row.text.cached for choice in self.choices[:: self.body.n or 1])
+        cached = sum(choice.request.cached_tokens for choice in self.choices[:: self.body.n or 1])
         did = sum((choice.speculation for choice in self.choices), Counter[str]())
         return {
             "prompt_tokens": read,

@@ -142,7 +142,7 @@ class Chat(Answer[ChatBody]):
             yield self.chunk(index, {"delta": {}}, logprobs, ended=True)
 
     def ending(self, index: int) -> dict[str, Any]:
-        """Return what is said of a choice that has ended: calls of tools are a reason, too."""
+        """Return what is said of a choice that has ended: calls of tools are a reason of their own."""
         return super().ending(index) | ({"finish_reason": "tool_calls"} if self.deltas[index].calls else {})
 
     def whole_choice(self, index: int, news: News) -> dict[str, Any]:

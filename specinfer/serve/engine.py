@@ -184,7 +184,7 @@ class Engine:
             with self._news:
                 self.alive = False
             for _, future in self._calls:
-                future.cancel()
+                self._answer(_refuse, future)
             self.scheduler.close()
             self._tell([])
 
@@ -235,7 +235,7 @@ class Engine:
         if clock.newest is None:
             self.metrics.prompt_tokens.inc(request.row.prompt_length)
             self.metrics.asked_prefixes.inc(request.row.prompt_length)
-            self.metrics.found_prefixes.inc(request.row.text.cached)
+            self.metrics.found_prefixes.inc(request.cached_tokens)
             self.metrics.first_token.observe(now - clock.began)
             self.metrics.queued.observe(max(0.0, now - clock.began - request.spent.seconds.total))
         else:
@@ -246,6 +246,10 @@ class Engine:
 def closed() -> ApiError:
     """Return the error of a server that takes no more requests."""
     return overloaded("the server is shutting down, or its engine failed")
+
+
+def _refuse() -> None:
+    raise closed()
 
 
 def _wake(generations: set[Generation]) -> None:

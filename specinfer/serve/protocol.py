@@ -213,7 +213,7 @@ class Message(Struct, omit_defaults=True):
 
 
 class Prediction(Struct):
-    """What a message may repeat: look-up drafts propose from it, too."""
+    """What a message may repeat: one more text that look-up drafts propose from."""
 
     type: Literal["content"]
     content: str | list[TextPart]

@@ -59,3 +59,11 @@ def test_a_prediction_may_be_text() -> None:
 def test_an_id_that_is_none_is_refused() -> None:
     with pytest.raises(InputError, match="token id 9999"):
         made("suffix").generate([1], prediction=[9999], **GREEDY)
+
+
+@pytest.mark.parametrize("prediction", [3, ["one", "two"], [[1], [2]], [1.5]])
+def test_a_prediction_is_one_for_all_prompts(prediction: Any) -> None:
+    decoder = made("suffix")
+    with pytest.raises(InputError, match=r"^prediction=.*give one text, or its token ids, for all prompts"):
+        decoder.generate(PROMPTS[:2], prediction=prediction, **GREEDY)
+    assert len(decoder.generate(PROMPTS[:2], prediction="a text", **GREEDY)) == 2

@@ -365,11 +365,69 @@ def test_a_row_that_has_no_token_left_ends_alone(plain, decoders):
         "".join(decoders["best-first"].stream("a", **COMMON, choices=["abc"], min_new_tokens=9))
 
 
+@pytest.mark.parametrize("logprobs", [True, 2])
+def test_a_step_without_tokens_has_no_log_probabilities(plain, logprobs):
+    with pytest.raises(NoTokenLeft) as caught:
+        plain.generate("a", **COMMON, choices=["abc"], min_new_tokens=9, logprobs=logprobs)
+    assert len(caught.value.partial[0].logprobs) == 3
+
+
+@pytest.mark.parametrize("draft", [[], ["ngram"]])
+def test_a_search_that_cannot_begin_ends_alone(target, tokenizer, draft):
+    """The first candidates of contrastive search come before the first step."""
+    decoder = SpeculativeDecoder(target, tokenizer, draft, BestFirst(16, 3), compile=False)
+    rows = [{"prompt": "a"}, {"prompt": "b", "suppress_tokens": tokenizer.encode("a")}, {"prompt": "Some more text"}]
+    options = {**COMMON, "choices": ["abc"], "penalty_alpha": 0.6, "top_k": 4}
+    found = {each.number: each for each in decoder.generate_many(rows, **options)}
+    assert [found[number].result and found[number].result.text for number in range(3)] == ["abc", None, "abc"]
+    assert isinstance(found[1].error, NoTokenLeft)
+    with pytest.raises(NoTokenLeft):
+        decoder.generate("b", **options, suppress_tokens=tokenizer.encode("a"))
+
+
 def test_limits_end_a_row_with_the_librarys_reason(plain, monkeypatch):
     monkeypatch.setitem(specinfer.grammar.guidance.LIMITS, "step_lexer_fuel", 3)
     decoder = SpeculativeDecoder(plain.target.model, plain.tokenizer, tree=None, compile=False)
     with pytest.raises(NoTokenLeft, match="lexer error"):
         decoder.generate("a", **COMMON, regex=".*a.{20}")
+
+
+def test_what_a_draft_proposes_meets_limits_alone(target, tokenizer, monkeypatch):
+    """A branch that costs too much, where the text does not go, leaves the text as it is without drafts."""
+    monkeypatch.setitem(specinfer.grammar.guidance.LIMITS, "step_lexer_fuel", 100)
+    dear = "xabaabbbaabab"
+    options = {**COMMON, "regex": "zbc|zd|x[ab]*a[ab]{8}", "suppress_tokens": tokenizer.encode("x")}
+    found, reason = [], specinfer.grammar.guidance._reason
+    monkeypatch.setattr(specinfer.grammar.guidance, "_reason", lambda matcher: found.append(1) or reason(matcher))
+    texts, ended = [], []
+    for drafts, tree in (((), None), (["ngram"], BestFirst(16, 8))):
+        decoder = SpeculativeDecoder(target, tokenizer, drafts, tree, compile=False)
+        texts.append(decoder.generate(f"-{dear}-", **options).text)
+        ended.append(len(found))
+    assert texts[0] == texts[1] in ("zbc", "zd")
+    assert ended[0] == 0 < ended[1]
+
+
+def test_limits_of_one_text_are_not_those_of_others(tokenizer, monkeypatch):
+    """Copies of a matcher share a lexer, which ends with the first of them that costs too much."""
+    monkeypatch.setitem(specinfer.grammar.guidance.LIMITS, "step_lexer_fuel", 100)
+    compiled = Guidance(tokenizer, 264).compiled(asked({"regex": "zbc|zd|x[ab]*a[ab]{8}"}))
+    dear, beside = compiled.copy(), compiled.copy()
+
+    def cost():
+        for length in range(14):
+            dear.follow(tokenizer.encode("xabaabbbaabab")[:length])
+            dear.mask()
+
+    for _ in range(2):  # whenever it is tried
+        with pytest.raises(SamplingError, match="lexer error"):
+            cost()
+        later = compiled.copy()
+        for matcher in (dear, beside, later):
+            assert matcher.follow(tokenizer.encode("z"))
+            assert {*matcher.mask().nonzero()[0].tolist()} == {*tokenizer.encode("bd")}
+            assert matcher.follow(tokenizer.encode("zd"))
+            assert matcher.accepting()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from serving import HELLO, Live, live, made_decoder
+from serving import CONTEXT, HELLO, Live, live, made_decoder
 
 from specinfer import SpeculativeDecoder, cli
 from specinfer.cli.serve import Access
@@ -180,3 +180,15 @@ def test_strangers_need_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         Access(api_key_file=file).keys()
     monkeypatch.setenv("SPECINFER_API_KEY", "three")
     assert Access(host="0.0.0.0").keys() == ["three"]
+
+
+def test_the_context_holds_for_whatever_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model without positions counts the nodes of a tree, and a grammar's may be twice as large."""
+    pytest.importorskip("llguidance")
+    decoder = made_decoder()
+    assert decoder.context == CONTEXT
+    monkeypatch.setattr(decoder.target, "takes_positions", False)
+    tokens = int(decoder.context) - 1
+    assert decoder.prepare([5], max_new_tokens=tokens, regex="a*").row.remaining == tokens
+    with pytest.raises(InputError, match="context"):
+        decoder.prepare([5], max_new_tokens=tokens + 1, regex="a*")

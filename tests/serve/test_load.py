@@ -1,5 +1,6 @@
 """Many clients at once, and the end of a server: nothing is lost, and each text is what it would be alone."""
 
+import asyncio
 import json
 import os
 import re
@@ -15,10 +16,12 @@ from typing import Any
 import openai
 import pytest
 from conftest import byte_tokenizer, like, tiny_llama
-from serving import TEMPLATE, live
+from serving import TEMPLATE, Gate, eventually, live, made_decoder
 
 from specinfer import BestFirst, SpeculativeDecoder
 from specinfer.serve.application import Limits
+from specinfer.serve.engine import Engine
+from specinfer.serve.protocol import ApiError
 
 PROMPTS = ["ab", "Hello there", "1 2 3 1 2 3", "The quick brown fox", "z"]
 
@@ -103,3 +106,25 @@ def test_texts_that_do_not_end_in_time_are_cut(folder: Path) -> None:
         list(stream)
     assert not isinstance(error.value, json.JSONDecodeError)
     assert server.busy == (0, 0)
+
+
+def test_what_waits_for_the_thread_is_told_that_it_ends() -> None:
+    """A prompt that was to be scored gets the protocol's error, and is no task that somebody cancelled."""
+    decoder = made_decoder()
+
+    async def end(gate: Gate) -> None:
+        engine = Engine(decoder.scheduler(2), 2)
+        engine.start()
+        engine.submit([decoder.prepare("Hello", raw=True, max_new_tokens=8)])
+        await asyncio.to_thread(gate.reached.wait, 600)
+        call = asyncio.create_task(engine.call(list))
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(asyncio.to_thread(engine.close))
+        assert await asyncio.to_thread(eventually, lambda: engine._closing)
+        gate.opened.set()
+        with pytest.raises(ApiError, match="shutting down"):
+            await call
+        await closing
+
+    with Gate(decoder) as gate:
+        asyncio.run(end(gate))

@@ -80,7 +80,7 @@ class Scheme(NamedTuple):
 
 
 def parts(matrix: Matrix, outputs: int) -> Iterator[Quantised]:
-    """Yield a matrix's rows, so many at once that little memory is needed.
+    """Yield a matrix's rows, a few hundred at a time, which takes little memory.
 
     Raises:
         ModelError: a scale is no number.
