@@ -856,7 +856,7 @@ def test_results_are_json_ready(target, tokenizer, near):
 
     result = SpeculativeDecoder(target, tokenizer, drafts=[near]).generate(list(b"abc"), max_new_tokens=6)
     record = json.loads(json.dumps(result.to_dict()))
-    assert {"text", "token_ids", "logprobs", "finish_reason", "seed", "stats"} == set(record)
+    assert {"text", "token_ids", "logprobs", "top_logprobs", "finish_reason", "seed", "stats"} == set(record)
     wanted = {"new_tokens", "target_passes", "draft_passes", "tokens_per_target_pass", "seconds"}
     assert wanted <= set(record["stats"])
     assert record["stats"]["seconds"]["total"] > 0

@@ -301,7 +301,8 @@ class RowView:
         """Return the target's distribution after a node, float64 (V,)."""
         if not self.row.sampling:
             return np.eye(1, self.logits.shape[1], self.choice(node))[0]
-        probabilities: Probabilities = self.scores(node).double().softmax(-1).cpu().numpy()
+        probabilities: Probabilities = self._processed([node])[0].double().softmax(-1).cpu().numpy()
+        self._check(float(probabilities.max()), node)  # of such scores, a softmax is NaN
         return probabilities
 
     def probability(self, node: int, token: int) -> float:
