@@ -10,13 +10,15 @@ and number of clients: tokens a second of all texts, and the median and the 99th
 token and of the time between two events of a stream, which may bring several tokens.  It needs the `openai` package.
 """
 
+import argparse
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
-from common import parser, read_prompts
+from common import read_prompts
 from openai import OpenAI
 
 
@@ -65,7 +67,10 @@ def figures(streams: list[Stream]) -> list[float]:
 
 def main() -> None:
     """Measure all servers in turns, and print a line for each and each number of clients."""
-    p = parser(__doc__)
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--prompts", nargs="+", type=Path, required=True, help='JSON lines with "prompt" and "split"')
+    p.add_argument("--count", type=int, default=16, help="prompts in all, split evenly between the files")
+    p.add_argument("--max-new-tokens", type=int, default=64)
     p.add_argument("--server", action="append", required=True, help="name=URL")
     p.add_argument("--clients", nargs="+", type=int, default=[1, 4, 16])
     p.add_argument("--rounds", type=int, default=3)

@@ -13,6 +13,7 @@ from threading import Event, Thread
 
 import pytest
 from conftest import EOS_TEXT, PROMPTS, byte_tokenizer, counted, like, tiny_llama
+from schedules import run_at_random
 from test_heads import draft_for
 
 from specinfer import BestFirst, Sampled, SpeculativeDecoder
@@ -244,18 +245,7 @@ def test_random_schedules_give_the_ids_of_each_request_alone(small, drafts):
         return made.generate(TEXTS[number], **options).token_ids
 
     for _ in range(250):
-        scheduler, asked = made.scheduler(random.choice([1, 2, 3])), []
-        left = random.randint(1, 4)
-        while left or not scheduler.idle:
-            while left and random.random() < 0.6:
-                number, temperature, new = random.randrange(4), random.choice([0, 1]), random.randint(1, 5)
-                options = {"temperature": temperature, "seed": number, "max_new_tokens": new}
-                asked.append((scheduler.add(made.prepare(TEXTS[number], **options)), number, options))
-                left -= 1
-            if asked and random.random() < 0.1:
-                scheduler.abort(random.choice(asked)[0])
-            scheduler.step()
-        for request, number, options in asked:
+        for request, number, options in run_at_random(made.scheduler(random.choice([1, 2, 3])), TEXTS, random, 5):
             ids, wanted = request.result.token_ids, ids_alone(number, **options)
             assert ids == (wanted if request.finish_reason == "length" else wanted[: len(ids)])
             ends[request.finish_reason] += 1

@@ -6,6 +6,7 @@ from random import Random
 import pytest
 import torch
 from conftest import like, tiny_llama
+from schedules import run_at_random
 from test_heads import draft_for
 from test_stateful import build
 from transformers import MistralConfig, MistralForCausalLM
@@ -167,18 +168,9 @@ def test_random_schedules_give_the_ids_of_each_request_alone(target, drafts):
     texts = [[*LONG[: random.randrange(60)], *(random.randrange(250) for _ in range(3))] for _ in range(6)]
     ends, cached, alone = Counter(), 0, {}
     for _ in range(40):
-        scheduler, asked = made.scheduler(random.choice([1, 2, 3]), store), []
-        left = random.randint(1, 4)
-        while left or not scheduler.idle:
-            while left and random.random() < 0.6:
-                number, temperature, new = random.randrange(6), random.choice([0, 1]), random.randint(1, 8)
-                options = {"temperature": temperature, "seed": number, "max_new_tokens": new}
-                asked.append((scheduler.add(made.prepare(texts[number], **options)), number, options))
-                left -= 1
-            if asked and random.random() < 0.1:
-                scheduler.abort(random.choice(asked)[0])
-            scheduler.step()
-        for request, number, options in asked:
+        for request, number, options in run_at_random(
+            made.scheduler(random.choice([1, 2, 3]), store), texts, random, 8
+        ):
             case = number, *options.values()
             if case not in alone:
                 alone[case] = made.generate(texts[number], **options).token_ids
