@@ -60,6 +60,7 @@ class Figure(NamedTuple):
         columns: headings, and formats of a row; a cell is empty where a row lacks what its format names.
         names: what stands for values of the first column; formats of a row, too.
         notes: formats of sentences, for each row that has what they name.
+        across: the format whose values become columns, of cells in the second format of ``columns``.
         plot: draws all rows in the colours of a palette.
         alt: what the plot shows, for those who do not see it.
     """
@@ -68,6 +69,7 @@ class Figure(NamedTuple):
     columns: Mapping[str, str] = MappingProxyType({})
     names: Mapping[str, str] = MappingProxyType({})
     notes: tuple[str, ...] = ()
+    across: str = ""
     plot: Callable[[Any, list[Row], dict[str, str]], None] | None = None
     alt: str = ""
 
@@ -85,7 +87,7 @@ def plot_passes(ax: Any, rows: list[Row], palette: dict[str, str]) -> None:
             ax.plot([*times], [*times.values()], mark + "-", color=colour, label=row["run"])
         elif row["pass"] == "bound":
             ax.axhline(row["1 nodes"], color=colour, ls=":", lw=1.2)
-    ax.set(xlabel="nodes", ylabel="milliseconds of a pass (dotted: reading its weights)", yscale="log")
+    ax.set(xlabel="nodes", ylabel="ms of a pass (dotted: the bound)", yscale="log", xticks=[*map(int, NODES)])
 
 
 def plot_speed(ax: Any, rows: list[Row], palette: dict[str, str]) -> None:
@@ -95,7 +97,13 @@ def plot_speed(ax: Any, rows: list[Row], palette: dict[str, str]) -> None:
     for number, method in enumerate(methods):
         mine = [row for row in rows if kind(row) == method]
         left = [labels.index(row["run"]) + 0.2 * (number - 1.5) for row in mine]
-        bars = ax.bar(left, [row["tokens/s"] for row in mine], 0.2, color=palette[f"by{number}"], label=METHODS[method])
+        bars = ax.bar(
+            left,
+            [row["tokens/s"] for row in mine],
+            0.2,
+            color=palette[f"by{number}"],
+            label=METHODS[method].replace("`", ""),
+        )
         ax.bar_label(bars, fmt="%.0f", fontsize=7, padding=1)
     ax.set_xticks(range(len(labels)), [label.replace(", ", "\n") for label in labels])
     ax.set(ylabel="tokens/s")
@@ -115,7 +123,6 @@ METHODS = {
     "plain": "no speculation",
     "generate": "transformers `generate`",
     "llama": "llama.cpp",
-    "llama-lookup": "llama.cpp, prompt lookup",
 }
 GAIN = "{ratio:.2f} [{low:.2f}, {high:.2f}]"
 
@@ -270,8 +277,8 @@ FIGURES = {
     "start": Figure(
         {"": Run("start.py", "--json", "--rounds 2")},
         notes=(
-            "`specinfer generate` writes its first byte after {specinfer:.2f} s, {ratio:.2f} times as long as it takes Python "
-            "to import torch and transformers and to load the same folder.",
+            "`specinfer generate` writes its first byte after {specinfer:.2f} s, {ratio:.2f} times as long as it takes "
+            "Python to import torch and transformers and to load the same folder.",
         ),
     ),
     "identity": Figure(
@@ -282,7 +289,8 @@ FIGURES = {
                 "--count 4 --max-new-tokens 16",
             )
         },
-        {"distribution": "{distribution}", "tree": "{method}", "the same ids": "{equal} of {prompts}"},
+        {"": "{method}", "the same ids": "{equal} of {prompts}"},
+        across="{distribution}",
     ),
     "drafts": Figure(
         {
@@ -401,17 +409,31 @@ def first_cell(figure: Figure, row: Row, form: str) -> str:
     return found.format(**row)
 
 
-def written(name: str) -> str:
-    """Return what stands in a figure's block: table, plot, sentences, and each run's command and machine."""
-    figure, rows = FIGURES[name], rows_of(name)
+def listed(figure: Figure, rows: list[Row]) -> list[str]:
+    """Return a table with a line for each row that has a first cell."""
     first, *others = figure.columns.values() or [""]
     lines = [
         [row["run"] if len(figure.runs) > 1 else "", begun, *(cell(form, row) for form in others)]
         for row in rows
         if (begun := first_cell(figure, row, first))
     ]
-    parts = ["\n".join(table(["", *figure.columns], lines))]
-    if figure.plot and lines:
+    return table(["", *figure.columns], lines)
+
+
+def spread(rows: list[Row], side: str, shown: str, top: str) -> list[str]:
+    """Return a table of cells, with formats for the first cell of a line, for a cell, and for the head of a column."""
+    cells = {(cell(side, row), cell(top, row)): cell(shown, row) for row in rows}
+    sides, tops = dict.fromkeys(line for line, _ in cells), dict.fromkeys(head for _, head in cells)
+    return table(["", *tops], [[line, *(cells.get((line, head), "") for head in tops)] for line in sides])
+
+
+def written(name: str) -> str:
+    """Return what stands in a figure's block: table, plot, sentences, and each run's command and machine."""
+    figure, rows = FIGURES[name], rows_of(name)
+    parts = [
+        "\n".join(spread(rows, *figure.columns.values(), figure.across) if figure.across else listed(figure, rows))
+    ]
+    if figure.plot and rows:
         dark = f'<source media="(prefers-color-scheme: dark)" srcset="figures/{name}-dark.svg">'
         parts.append(f'<picture>{dark}<img src="figures/{name}-light.svg" alt="{figure.alt}"></picture>')
     parts += [cell(note, row) for row in rows for note in figure.notes]
@@ -430,13 +452,9 @@ def source(run: Row) -> str:
 
 
 def summary() -> str:
-    """Return tokens a second by method and target, for the README."""
-    rows = rows_of("speed")
-    labels = list(dict.fromkeys(row["run"] for row in rows))
-    found = {(kind(row), row["run"]): cell("{tokens/s:.1f}", row) + cell(" ({ratio:.2f})", row) for row in rows}
-    methods = dict.fromkeys(kind(row) for row in rows)
-    lines = [[METHODS[method], *(found.get((method, label), "") for label in labels)] for method in methods]
-    return "\n".join(table(["tokens/s", *labels], lines)) + "\n"
+    """Return tokens a second by method and target, and how much faster `auto` is, for the README."""
+    rows = [{**row, "name": METHODS[kind(row)], "gain": cell(" ({ratio:.2f})", row)} for row in rows_of("speed")]
+    return "\n".join(spread(rows, "{name}", "{tokens/s:.1f}{gain}", "{run}")) + "\n"
 
 
 def block(name: str) -> str:
