@@ -64,7 +64,8 @@ def test_every_turn_is_what_a_fresh_call_gives(make, drafts, temperature):
         found = turn(decoder, store, history, **options)
         wanted = decoder.generate(history, **options)
         assert (found.token_ids, found.accept_lengths) == (wanted.token_ids, wanted.accept_lengths)
-        kept(store).cache.check_integrity()
+        for cached in kept(store).caches:
+            cached.cache.check_integrity()
         history = [*history, *found.token_ids, *more]
 
 
@@ -132,7 +133,7 @@ def test_a_turn_that_was_never_read_leaves_what_the_last_one_read(target):
         with pytest.raises(pytest.fail.Exception):
             run.finish()
     found = turn(decoder, store, rewritten, **options)
-    assert found.stats.cached_tokens == 20
+    assert found.stats.cached_tokens == 19  # of 20, for the head needs the states of the last one
     assert found.token_ids == decoder.generate(rewritten, **options).token_ids
 
 
@@ -156,8 +157,8 @@ def test_conversations_share_nothing(target):
     assert read.tokens == 2 * len(FIRST)
 
 
-def test_states_are_kept_in_order(target):
-    """As one pass over everything gives them."""
+def test_states_that_the_head_has_not_read_are_kept(target):
+    """They are those that one pass over everything gives."""
     decoder = SpeculativeDecoder(target, None, [draft_for(target)], BestFirst(7, 4), compile=False)
     store = PrefixStore()
     first = turn(decoder, store, FIRST, max_new_tokens=NEW, temperature=0)
@@ -165,4 +166,7 @@ def test_states_are_kept_in_order(target):
     plain = decoder.target.session(1, 200, 200, decoder.aux_layers)
     with torch.inference_mode():
         (wanted,) = plain.prefill([kept(store).ids.tolist()])
-    torch.testing.assert_close(torch.cat(kept(store).states), wanted, rtol=1e-9, atol=1e-9)
+    prefix = kept(store)
+    assert [len(cached.ids) for cached in prefix.caches] == [len(wanted), prefix.first + 1]
+    assert prefix.first >= len(FIRST) + len(first.token_ids)
+    torch.testing.assert_close(torch.cat([*prefix.states]), wanted[prefix.first :], rtol=1e-9, atol=1e-9)

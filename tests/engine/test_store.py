@@ -115,7 +115,7 @@ def read(store, model, prompts, *sizes):
     session = store.open(model, texts, 4, 200, *sizes)
     begun, lengths = store.begin(session), session.cache.lengths
     new = session.prefill([prompt[length:] for prompt, length in zip(prompts, lengths, strict=True)])
-    return session, [concat(parts) for parts in zip(begun, new, strict=True)]
+    return session, [concat([states, read]) for (states, _), read in zip(begun, new, strict=True)]
 
 
 def test_states_are_those_of_whole_prompts(target):
@@ -181,8 +181,18 @@ def test_random_schedules_give_the_ids_of_each_request_alone(target, drafts):
     assert min(ends["length"], ends["aborted"]) > 5
     assert cached > 20
     for prefix in store.prefixes:
-        prefix.cache.check_integrity()
-        assert sum(map(len, prefix.states)) == (len(prefix.ids) if drafts in ("head", "both") else 0)
+        read = [len(cached.ids) for cached in prefix.caches]
+        for cached in prefix.caches:
+            cached.cache.check_integrity()
+            assert cached.cache.lengths == [len(cached.ids)]
+        assert read[0] == len(prefix.ids) >= max(read)
+        if drafts in ("head", "both"):  # what the head has not read, and the last token that it has
+            states = sum(map(len, prefix.states))
+            assert prefix.first + states == len(prefix.ids)
+            assert 0 < states <= len(prefix.ids) - (read[1] - 1 if len(read) > 1 else 0)
+        else:
+            assert not prefix.states
+    assert (1 if drafts == "none" else 2) in [len(prefix.caches) for prefix in store.prefixes]
 
 
 def test_contrastive_search_finds_what_it_has_read(target):
@@ -209,9 +219,9 @@ def test_what_is_under_way_is_found(target):
         made.generate([1], max_new_tokens=1)
         read.tokens = 0
         scheduler.step()
-    assert read.tokens <= 1 + 2 * (1 + 7)  # the 9, and two trees
+    assert read.tokens <= 2 + 2 * (1 + 7)  # the last token that is shared, for its states, the 9, and two trees
     drained(scheduler)
-    assert [request.result.stats.cached_tokens for request in (first, late)] == [0, len(LONG)]
+    assert [request.result.stats.cached_tokens for request in (first, late)] == [0, len(LONG) - 1]
     assert late.result.token_ids == made.generate([*LONG, 9, 4], max_new_tokens=6, temperature=0).token_ids
 
 
@@ -234,7 +244,7 @@ def test_texts_of_another_salt_share_nothing(target):
         requests = [scheduler.add(made.prepare([*LONG, 3], max_new_tokens=3, cache_salt=salt)) for salt in salts]
         drained(scheduler)
         cached.append([request.result.stats.cached_tokens for request in requests])
-    assert cached == [[0, len(LONG), 0, 0], [len(LONG), len(LONG), len(LONG), 0]]
+    assert cached == [[0, len(LONG), 0, 0], [len(LONG) - 1] * 3 + [0]]
     with pytest.raises(InputError, match="cache_salt"):
         made.prepare([1], cache_salt=3)
 
