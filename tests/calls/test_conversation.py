@@ -1,13 +1,11 @@
 """Conversations: a turn reads what is new, and its text is the one that a fresh call on the whole history gives."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 from conftest import like, tiny_llama
 from test_heads import draft_for
 from test_stateful import build
-from test_store import Read, windowed
+from test_store import reading, windowed
 
 from specinfer import BestFirst, SpeculativeDecoder
 from specinfer.attention import TreeSession
@@ -41,15 +39,6 @@ def turn(decoder, store, prompt, **options):
     run = begun(decoder, store, prompt, **options)
     run.finish()
     return run.results()[0]
-
-
-@contextmanager
-def reading(decoder):
-    """Count what the target reads; the check of a model with a hook is over."""
-    with Read(decoder.target.model) as read:
-        decoder.generate([1], max_new_tokens=1)
-        read.tokens = 0
-        yield read
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

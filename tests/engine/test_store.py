@@ -1,6 +1,7 @@
 """Prompts that begin alike: the target reads what they share once, and every text is what it would be alone."""
 
 from collections import Counter
+from contextlib import contextmanager
 from random import Random
 
 import pytest
@@ -11,10 +12,10 @@ from test_heads import draft_for
 from test_stateful import build
 from transformers import MistralConfig, MistralForCausalLM
 
-from specinfer import BestFirst, SpeculativeDecoder
+from specinfer import BestFirst, Sampled, SpeculativeDecoder
 from specinfer.attention import TreeCache, TreeModel, resumed
 from specinfer.common.tensors import concat
-from specinfer.engine.store import LEAST, SHARE, Prefix, PrefixStore, Text
+from specinfer.engine.store import LEAST, SHARE, Prefix, PrefixStore, Text, cache_of
 from specinfer.errors import CacheError, InputError
 
 LONG = [*range(60, 60 + 3 * LEAST)]
@@ -56,6 +57,15 @@ class Read:
 
     def __exit__(self, *_):
         self.hook.remove()
+
+
+@contextmanager
+def reading(decoder, model=None):
+    """Count what the target reads, or another model; the check of a model with a hook is over."""
+    with Read(model or decoder.target.model) as read:
+        decoder.generate([1], max_new_tokens=1)
+        read.tokens = 0
+        yield read
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -161,6 +171,22 @@ def decoder(target, drafts, tree=BestFirst(7, 4)):  # noqa: B008
     return SpeculativeDecoder(target, None, made[drafts], tree if made[drafts] else None, compile=False)
 
 
+def assert_read_as_alone(made, prefix):
+    """What drafts have read of a prefix is what they read of the same text without a store."""
+    alone = PrefixStore()
+    scheduler = made.scheduler(store=alone)
+    scheduler.add(made.prepare([*prefix.ids.tolist(), 1], max_new_tokens=4, temperature=0))
+    drained(scheduler)
+    (wanted,) = alone.prefixes
+    for cached in prefix.caches[1:]:
+        theirs = cache_of(cached.owner, wanted.caches)
+        length = cached.common(theirs.ids)
+        assert length >= len(cached.ids) - 1  # of a text that goes on, the last token of another tokenizer may differ
+        for pair in zip(cached.cache.layers, theirs.cache.layers, strict=True):
+            for mine, other in zip(*(layer.buffers for layer in pair), strict=True):
+                torch.testing.assert_close(mine[0, :, :length], other[0, :, :length], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("drafts", ["none", "head", "model", "both"])
 def test_random_schedules_give_the_ids_of_each_request_alone(target, drafts):
     """Ragged prompts that begin alike are added and aborted at any step, over many batches of one store."""
@@ -192,7 +218,27 @@ def test_random_schedules_give_the_ids_of_each_request_alone(target, drafts):
             assert 0 < states <= len(prefix.ids) - (read[1] - 1 if len(read) > 1 else 0)
         else:
             assert not prefix.states
-    assert (1 if drafts == "none" else 2) in [len(prefix.caches) for prefix in store.prefixes]
+    read = [prefix for prefix in store.prefixes if len(prefix.caches) > 1]
+    assert bool(read) == (drafts != "none")
+    for prefix in read[-8:]:
+        assert_read_as_alone(made, prefix)
+
+
+@pytest.mark.parametrize("drafts", ["head", "model"])
+def test_sampled_trees_are_those_without_a_store(target, drafts):
+    """Their draws depend on what the drafts say, bit by bit almost."""
+    made, store = decoder(target, drafts, Sampled((2, 2, 1))), PrefixStore()
+    history = [*LONG]
+    for turn in range(4):
+        options = {"max_new_tokens": 9, "temperature": 1, "seed": turn}
+        scheduler = made.scheduler(store=store)
+        request = scheduler.add(made.prepare(history, **options))
+        drained(scheduler)
+        wanted = made.generate(history, **options)
+        assert request.result.token_ids == wanted.token_ids
+        assert request.result.accept_lengths == wanted.accept_lengths
+        assert (request.result.stats.cached_tokens > 0) == (turn > 0)
+        history = [*history, *wanted.token_ids, 7, 9]
 
 
 def test_contrastive_search_finds_what_it_has_read(target):
@@ -206,6 +252,38 @@ def test_contrastive_search_finds_what_it_has_read(target):
         drained(scheduler)
         assert found[-1].result.token_ids == made.generate([*LONG, 3], **options).token_ids
     assert [request.result.stats.cached_tokens for request in found] == [0, len(LONG), 0]
+
+
+def test_decoders_share_what_they_can(target):
+    """Those without drafts and with language models the target's caches; a head needs its own, or states."""
+    store, cached, drafts = PrefixStore(), [], {"none": [], "head": [draft_for(target)], "model": [like(target)]}
+    for kind in ("none", "model", "none", "head", "head", "model"):
+        made = SpeculativeDecoder(target, None, drafts[kind], BestFirst(7, 4), compile=False)
+        options = {"max_new_tokens": 6, "temperature": 0}
+        scheduler = made.scheduler(store=store)
+        request = scheduler.add(made.prepare([*LONG, 3], **options))
+        drained(scheduler)
+        assert request.result.token_ids == made.generate([*LONG, 3], **options).token_ids
+        cached.append(request.result.stats.cached_tokens)
+    assert cached == [0, len(LONG), len(LONG), 0, len(LONG) - 1, len(LONG)]
+    assert sorted(len(prefix.caches) for prefix in store.prefixes) == [1, 2, 2]
+
+
+def test_a_draft_reads_what_is_new(target):
+    """Of a prompt that a row under way begins with, and of one that is kept."""
+    made, store = decoder(target, "model"), PrefixStore()
+    scheduler = made.scheduler(store=store)
+
+    def tokens(*more):
+        with reading(made, made.drafts[0].model.model) as read:
+            scheduler.add(made.prepare([*LONG, *more], max_new_tokens=6, temperature=0))
+            scheduler.step()
+        return read.tokens
+
+    assert tokens(3) > len(LONG)
+    assert tokens(9, 4) < len(LONG)  # two rows, padded, and 4 levels
+    drained(scheduler)
+    assert tokens(9, 4, 5) < len(LONG)
 
 
 def test_what_is_under_way_is_found(target):
@@ -306,6 +384,29 @@ def test_the_least_recently_used_is_dropped(target):
     assert store.nbytes == 0
 
 
+@pytest.mark.parametrize("drafts", ["head", "model", "both"])
+def test_bytes_of_drafts_count(target, drafts):
+    """Caches of both, and states that the head has not read."""
+    made, sizes = decoder(target, drafts), []
+    for size in (1.0, 0.0):
+        store = PrefixStore(1) if size else PrefixStore((sizes[0] - 1) / 10**6)
+        scheduler = made.scheduler(store=store)
+        scheduler.add(made.prepare(LONG, max_new_tokens=6, temperature=0))
+        drained(scheduler)
+        sizes.append(store.nbytes)
+        for prefix in store.prefixes:
+            caches = [cached.cache.nbytes for cached in prefix.caches]
+            assert len(caches) == 2
+            assert min(caches) > 0
+            states = sum(states.nbytes for states in prefix.states)
+            assert store.nbytes == sum(caches) + states
+            if drafts == "model":
+                assert not states
+            else:
+                assert states < 12 * len(made.aux_layers) * 32 * 8  # of the last steps only
+    assert sizes[1] == 0
+
+
 def test_without_a_size_a_share_of_the_free_memory_is_taken(target, monkeypatch):
     made, store = decoder(target, "head"), PrefixStore()
     scheduler = made.scheduler(store=store)
@@ -340,6 +441,10 @@ def test_a_model_that_keeps_states_reads_everything():
         assert request.result.stats.cached_tokens == 0
         assert any("reads every prompt whole" in note for note in request.result.stats.notes)
     assert store.prefixes == []
+    scheduler = made.scheduler(store=PrefixStore(0))  # which nobody expects to find something in
+    request = scheduler.add(made.prepare([*range(5, 35)], max_new_tokens=4, temperature=0))
+    drained(scheduler)
+    assert not any("reads every prompt whole" in note for note in request.result.stats.notes)
 
 
 def test_scores_of_prompts_that_begin_alike(target):
