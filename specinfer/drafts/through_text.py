@@ -104,6 +104,7 @@ class ThroughTextSession(ModelDraftSession):
     """
 
     per_row = (*ModelDraftSession.per_row, "texts", "cached", "ends")
+    repeats = False
 
     def __init__(self, draft: ThroughTextDraft, context: DraftContext) -> None:
         self.translation, self.segmenter = draft.translation, draft.segmenter
