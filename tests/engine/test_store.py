@@ -15,6 +15,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from specinfer import BestFirst, Sampled, SpeculativeDecoder
 from specinfer.attention import TreeCache, TreeModel, resumed
 from specinfer.common.tensors import concat
+from specinfer.engine.sessions import CHUNK
 from specinfer.engine.store import LEAST, SHARE, Prefix, PrefixStore, Text, cache_of
 from specinfer.errors import CacheError, InputError
 
@@ -301,6 +302,26 @@ def test_what_is_under_way_is_found(target):
     drained(scheduler)
     assert [request.result.stats.cached_tokens for request in (first, late)] == [0, len(LONG) - 1]
     assert late.result.token_ids == made.generate([*LONG, 9, 4], max_new_tokens=6, temperature=0).token_ids
+
+
+@pytest.mark.parametrize("drafts", ["head", "model"])
+def test_what_drafts_read_outlives_the_row_that_it_is_copied_from(drafts):
+    """A long prompt is read in chunks, and the row with the same beginning leaves meanwhile."""
+    made, store = decoder(tiny_llama(max_position_embeddings=256), drafts), PrefixStore()
+    scheduler, options = made.scheduler(store=store), {"temperature": 0}
+    ends = [(OTHERS[1], 2), ([*LONG, 3], 2)]
+    first = [scheduler.add(made.prepare(prompt, max_new_tokens=new, **options)) for prompt, new in ends]
+    scheduler.step()
+    lengthy = [*LONG, *(number % 250 for number in range(CHUNK + 60))]
+    late = scheduler.add(made.prepare(lengthy, max_new_tokens=9, **options))
+    while not all(request.done for request in first):
+        scheduler.step()
+    assert not late.steps
+    drained(scheduler)
+    assert late.result.stats.cached_tokens == len(LONG) - (drafts == "head")
+    assert late.result.token_ids == made.generate(lengthy, max_new_tokens=9, **options).token_ids
+    assert len(store.prefixes[-1].caches) == 2
+    assert_read_as_alone(made, store.prefixes[-1])
 
 
 def test_rows_that_share_say_so(target):
