@@ -305,9 +305,9 @@ def test_what_is_under_way_is_found(target):
 
 
 @pytest.mark.parametrize("drafts", ["head", "model"])
-def test_what_drafts_read_outlives_the_row_that_it_is_copied_from(drafts):
+def test_what_drafts_read_outlives_the_row_that_it_is_copied_from(target, drafts):
     """A long prompt is read in chunks, and the row with the same beginning leaves meanwhile."""
-    made, store = decoder(tiny_llama(max_position_embeddings=256), drafts), PrefixStore()
+    made, store = decoder(target, drafts), PrefixStore()
     scheduler, options = made.scheduler(store=store), {"temperature": 0}
     ends = [(OTHERS[1], 2), ([*LONG, 3], 2)]
     first = [scheduler.add(made.prepare(prompt, max_new_tokens=new, **options)) for prompt, new in ends]
