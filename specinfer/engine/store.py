@@ -336,13 +336,13 @@ class StoringSession(TreeSession):
         if self.aux_layers:  # they differ if Ctrl-C came in between
             length = min(length, row.first + sum(map(len, row.states)))
         found = [draft.read(number, ids) for draft in self.drafts] or row.caches
-        own = Cached(np.array(ids[:length], np.int64), self.cache, number, self.model.model)
-        return Prefix(self.key(row.text), [own, *filter(None, found)], row.first, row.states)
+        target = Cached(np.array(ids[:length], np.int64), self.cache, number, self.model.model)
+        return Prefix(self.key(row.text), [target, *filter(None, found)], row.first, row.states)
 
     def begin(self, number: int, prefix: Prefix, length: int) -> None:
         """Let a row, of which nothing was read yet, begin with the first tokens of a prefix."""
-        row, (own, *others) = self.rows[number], prefix.caches
-        self.cache.begin(number, own.cache, own.row, length)
+        row, (target, *others) = self.rows[number], prefix.caches
+        self.cache.begin(number, target.cache, target.row, length)
         row.first, row.states = min(prefix.first, length), prefix.states_of(length)
         # caches of the store stay as they are, others may have changed before drafts begin with them
         row.caches = others if prefix in self.store.prefixes else [cached.copy() for cached in others]
