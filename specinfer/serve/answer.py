@@ -108,6 +108,10 @@ class Answer(Generic[B]):
         """Yield the token ids of the prompts."""
         raise NotImplementedError
 
+    def options(self) -> dict[str, Any]:
+        """Return the engine's options, those that depend on the prompt apart."""
+        return self.body.options(self.served.decoder.target.model.generation_config)
+
     def choice(self, request: Request) -> Choice:
         """Return the choice of a request."""
         return Choice(request, self.body.stops)
@@ -123,7 +127,7 @@ class Answer(Generic[B]):
             ApiError, InputError, SamplingError: what is wrong.
         """
         body, decoder = self.body, self.served.decoder
-        options, count = body.options(decoder.target.model.generation_config), body.n or 1
+        options, count = self.options(), body.n or 1
         self.prompts, made = [*self.read()], list[Request]()
         for ids in self.prompts:
             first = randbits(SEED_BITS) if body.seed is None else body.seed

@@ -192,6 +192,39 @@ class ToolCall(Struct):
     type: str = "function"
 
 
+class Declared(Struct):
+    """A function that may be called.
+
+    Attributes:
+        parameters: the schema of its arguments; None if it takes none.
+        strict: whether a keyword of the schema that cannot be followed is refused, and not ignored.
+    """
+
+    name: str
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct):
+    """A tool as grammars read it."""
+
+    type: Literal["function"]
+    function: Declared
+
+
+class Named(Struct):
+    """The name of a function."""
+
+    name: str
+
+
+class Chosen(Struct):
+    """A function that is to be called."""
+
+    type: Literal["function"]
+    function: Named
+
+
 class TextPart(Struct):
     """A part of a content."""
 
@@ -232,7 +265,8 @@ class ChatBody(Body, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Tops | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=128)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Literal["auto", "none", "required"] | Chosen | None = None
+    parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -247,6 +281,25 @@ class ChatBody(Body, kw_only=True):
     def kept_logprobs(self) -> bool | int:
         """The engine's option `logprobs`."""
         return bool(self.logprobs) and (self.top_logprobs or True)
+
+    @property
+    def forced(self) -> list[Tool]:
+        """The tools of which one is to be called; none if the target chooses.
+
+        Raises:
+            ApiError: there is no such tool, or one has another shape.
+        """
+        if self.tool_choice in (None, "auto", "none"):
+            return []
+        try:
+            tools = convert(self.tools or [], list[Tool])
+        except MsgspecError as error:
+            raise ApiError(400, f"tools: {error}", "tools") from None
+        wanted = self.tool_choice.function.name if isinstance(self.tool_choice, Chosen) else None
+        found = [tool for tool in tools if wanted in (None, tool.function.name)]
+        if not found:
+            raise ApiError(400, "tool_choice: there is no tool to be called: give its schema in tools", "tool_choice")
+        return found
 
     def options(self, config: Any) -> dict[str, Any]:
         """Return the engine's options, what the text may repeat among them."""

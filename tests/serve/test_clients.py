@@ -290,7 +290,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"response_format": {"type": "yaml"}}, "response_format", "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "what"}}}}, None, "schema"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "calls"),
-    ({"tool_choice": "required"}, "tool_choice", "not forced"),
+    ({"tool_choice": "required"}, "tool_choice", "no tool to be called"),
     ({"extra_body": {"best_of": 3}}, "best_of", "ask for n texts"),
     ({"extra_body": {"guided_json": {}}}, "guided_json", "response_format"),
     ({"extra_body": {"chat_template": "{{ x }}"}}, "chat_template", "the model's template"),
