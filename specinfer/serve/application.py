@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from hashlib import sha256
-from time import time
+from math import inf
+from time import perf_counter, time
 from typing import Any, TypeVar
 
 from msgspec.json import encode
@@ -30,9 +31,9 @@ from specinfer.errors import InputError, SamplingError
 from specinfer.serve.answer import Answer, Served
 from specinfer.serve.chat import Chat
 from specinfer.serve.completions import Completion
-from specinfer.serve.engine import Engine, Generation
+from specinfer.serve.engine import Engine, Generation, Patience, within
 from specinfer.serve.guard import Guard
-from specinfer.serve.protocol import ApiError, ChatBody, CompletionBody, failed, parsed, refused
+from specinfer.serve.protocol import ApiError, ChatBody, CompletionBody, failed, overdue, parsed, refused
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -52,6 +53,8 @@ class Limits:
         max_body: bytes of a request.
         keep_alive: seconds without news after which a stream says that it is alive.
         write_timeout: seconds for which a reader of a stream may take nothing.
+        request_timeout: seconds that an answer may take, from the end of its request's body.
+        queue_timeout: of these, seconds in which one of its texts is to be begun.
     """
 
     max_rows: int = MAX_ROWS
@@ -60,6 +63,8 @@ class Limits:
     max_body: int = 2 * 1024 * 1024
     keep_alive: float = 15.0
     write_timeout: float = 60.0
+    request_timeout: float = inf
+    queue_timeout: float = inf
 
 
 class Json(Response):
@@ -157,8 +162,9 @@ class Server:
     async def _answered(self, request: Request, answer: Answer[Any]) -> Response:
         """Return an answer, whole or as a stream; whatever can be wrong with a request is told before it begins."""
         self._check_model(answer.body.model)
+        patience = Patience(perf_counter(), self.limits.request_timeout, self.limits.queue_timeout)
         with self.engine.reserved(answer.texts):
-            generation = await self._begun(answer)
+            generation = await self._begun(answer, patience)
         if answer.body.stream:
             return Events(self._events(answer, generation), generation, self.limits.write_timeout)
         try:
@@ -166,14 +172,17 @@ class Server:
         finally:
             generation.close()
 
-    async def _begun(self, answer: Answer[Any]) -> Generation:
+    async def _begun(self, answer: Answer[Any], patience: Patience) -> Generation:
         """Prepare an answer's requests, and give them to the engine."""
         try:
-            requests = await asyncio.get_running_loop().run_in_executor(self.reader, answer.prepare)
-            answer.scores = [await self.engine.call(score) for score in answer.scoring()]
+            async with within(patience.whole):
+                requests = await asyncio.get_running_loop().run_in_executor(self.reader, answer.prepare)
+                answer.scores = [await self.engine.call(score) for score in answer.scoring()]
+        except TimeoutError:
+            raise overdue(patience.whole) from None
         except (InputError, SamplingError) as error:
             raise refused(error) from error
-        return self.engine.submit(requests)
+        return self.engine.submit(requests, patience)
 
     async def _whole(self, answer: Answer[Any], generation: Generation) -> Response:
         while not generation.done:

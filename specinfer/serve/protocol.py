@@ -22,7 +22,13 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Tops = Annotated[int, Meta(ge=0, le=20)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 Ids = list[int]
-TYPES = {401: "authentication_error", 404: "not_found_error", 500: "server_error", 503: "server_error"}  # by status
+TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    500: "server_error",
+    503: "server_error",
+}  # by status
 SAME = {  # options of the engine that clients know by another name
     "stop_strings": "stop",
     "sequence_bias": "logit_bias",
@@ -81,6 +87,12 @@ class ApiError(Exception):
 def overloaded(message: str) -> ApiError:
     """Return the error of a server that could answer later."""
     return ApiError(503, message, code="overloaded", headers={"Retry-After": "1"})
+
+
+def overdue(seconds: float) -> ApiError:
+    """Return the error of an answer that takes longer than it may; to ask for it again would take as long."""
+    message = f"the answer is not complete after {seconds:g} s, which is the limit: ask for fewer tokens"
+    return ApiError(408, message, code="timeout", headers={"x-should-retry": "false"})
 
 
 def failed() -> ApiError:

@@ -27,6 +27,7 @@ CALLED = {"name": NAME, "arguments": json.dumps(ARGUMENTS)}  # what is read of i
 CALL = re.compile(f"{NAME}(.*?){re.escape(CALLED['arguments'])}", re.DOTALL)  # what is written
 NAMES = "[A-Za-z0-9_.:/-]+"  # of functions: every template writes them as they are
 AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as `json.dumps` does
+MOST = 16  # calls in one text: without an end, small models repeat them to the context's
 NO_ARGUMENTS: dict[str, Any] = {"properties": {}, "additionalProperties": False}
 
 
@@ -136,7 +137,7 @@ class Forced:
             message = "tool_choice: the model's chat template does not show how it writes calls: give auto or none"
             raise ApiError(400, message, "tool_choice")
         literal = self.decoder.guidance.literal
-        more = f"({literal(form.between)} call)*" if several and form.between is not None else ""
+        more = f"({literal(form.between)} call){{0,{MOST - 1}}}" if several and form.between is not None else ""
         calls = [self._call(tool, form) for tool in tools]
         return f"start: {literal(form.before)} call {more} {literal(form.after)}\ncall: {' | '.join(calls)}"
 
