@@ -131,16 +131,22 @@ class Answer(Generic[B]):
         self.prompts, made = [*self.read()], list[Request]()
         for ids in self.prompts:
             first = randbits(SEED_BITS) if body.seed is None else body.seed
-            asked = {**options, "max_new_tokens": self._budget(len(ids)), "logits_processor": body.penalties(len(ids))}
+            asked = {
+                **options,
+                "max_new_tokens": max(1, self._budget(len(ids))),
+                "logits_processor": body.penalties(len(ids)),
+            }
             asked["cache_salt"] = self.salt
             made += [decoder.prepare(ids, seed=first + k, stopping=AfterPrompt, **asked) for k in range(count)]
         self.choices = [self.choice(request) for request in made]
+        for request in made if body.asked_tokens == 0 else ():
+            request.end("length")  # before it begins
         return made
 
     def _budget(self, length: int) -> int:
         """Return how many tokens may follow a prompt; raise `ApiError` if they do not fit the context."""
         room, asked = self.served.context - length, self.body.asked_tokens
-        tokens = asked or max(1, min(room, self.served.max_tokens or room))
+        tokens = max(1, min(room, self.served.max_tokens or room)) if asked is None else asked
         if tokens > room:
             sizes = f"{length} prompt tokens and {tokens} new ones exceed the context of {self.served.context} tokens"
             advice = "shorten the prompt, or ask for less"

@@ -37,12 +37,12 @@ class Patience(NamedTuple):
     Attributes:
         began: that time.
         whole: for all of it.
-        place: until one of its texts is begun.
+        queued: until one of its texts is begun.
     """
 
     began: float
     whole: float = inf
-    place: float = inf
+    queued: float = inf
 
 
 class Generation:
@@ -57,6 +57,8 @@ class Generation:
     def __init__(self, engine: "Engine", requests: Sequence[Request], patience: Patience) -> None:
         self.engine, self.requests, self.patience = engine, requests, patience
         self.changed = asyncio.Event()
+        if self.done:
+            self.changed.set()
 
     @property
     def done(self) -> bool:
@@ -85,10 +87,10 @@ class Generation:
         if taken >= self.patience.whole:
             raise overdue(self.patience.whole)
         waits = not any(request.batch or request.done for request in self.requests)
-        if waits and taken >= self.patience.place:
+        if waits and taken >= self.patience.queued:
             self.engine.metrics.rejections.labels("queue_timeout").inc()
-            raise overloaded(f"no text was begun within {self.patience.place:g} s: try again later")
-        return min(self.patience.whole, self.patience.place if waits else inf) - taken
+            raise overloaded(f"no text was begun within {self.patience.queued:g} s: try again later")
+        return min(self.patience.whole, self.patience.queued if waits else inf) - taken
 
     def close(self) -> None:
         """Take back what is not done: it leaves with the next step."""
@@ -155,7 +157,7 @@ class Engine:
             self._reserved -= texts
 
     def submit(self, requests: Sequence[Request], patience: Patience) -> Generation:
-        """Take requests; return what to wait for.
+        """Take requests that are not done; return what to wait for.
 
         Raises:
             ApiError: the thread has ended.
@@ -163,6 +165,8 @@ class Engine:
         generation = Generation(self, requests, patience)
         with self._told():
             for request in requests:
+                if request.done:
+                    continue
                 self._open[request] = Clock(generation)
                 self.scheduler.add(request)
         return generation

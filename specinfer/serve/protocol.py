@@ -322,6 +322,7 @@ class CompletionBody(Body, kw_only=True):
     """A request for the continuation of texts."""
 
     prompt: str | Annotated[list[int | str | Ids], Meta(min_length=1, max_length=2048 * 64)]
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
     echo: bool | None = None
     logprobs: Tops | None = None
 

@@ -230,12 +230,15 @@ def test_completions_of_texts_and_ids(client: openai.OpenAI, decoder: Speculativ
             assert parts[-1].finish_reason == "length"
 
 
+@pytest.mark.parametrize("new", [0, 1])
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_likelihoods_as_harnesses_ask(client: openai.OpenAI, decoder: SpeculativeDecoder, stream: bool) -> None:
+def test_log_likelihoods_as_harnesses_ask(
+    client: openai.OpenAI, decoder: SpeculativeDecoder, stream: bool, new: int
+) -> None:
     """The prompts come back with the log-probability of each token but the first, and the best one beside it."""
     texts = ["Hello there", "x", "The end."]
     prompts = decoder.tokenizer(texts)["input_ids"]
-    asked: dict[str, Any] = {"prompt": prompts, "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
+    asked: dict[str, Any] = {"prompt": prompts, "max_tokens": new, "echo": True, "logprobs": 1, "temperature": 0}
     answer = client.completions.create(model="tiny", stream=stream, **asked)
     pieces = [choice for part in (answer if stream else [answer]) for choice in part.choices]
     for index, prompt in enumerate(prompts):
@@ -245,14 +248,15 @@ def test_log_likelihoods_as_harnesses_ask(client: openai.OpenAI, decoder: Specul
             [value for part in kept for value in getattr(part, name)]
             for name in ("token_logprobs", "top_logprobs", "text_offset", "tokens")
         )
-        assert len(values) == len(tops) == len(prompt) + 1
+        assert len(values) == len(tops) == len(prompt) + new
+        assert new or mine[-1].finish_reason == "length"
         assert (values[0], tops[0]) == (None, None)
         assert offsets == [sum(map(len, tokens[:number])) for number in range(len(tokens))]
         assert "".join(piece.text for piece in mine).startswith(texts[index])
         if len(prompt) > 1:
             score = decoder.score(prompt[:1], prompt[1:])
-            assert values[1:-1] == pytest.approx(score.log_probabilities, abs=1e-4)
-            best = [value == max(top.values()) for value, top in zip(values[1:-1], tops[1:-1], strict=True)]
+            assert values[1 : len(prompt)] == pytest.approx(score.log_probabilities, abs=1e-4)
+            best = [value == max(top.values()) for value, top in list(zip(values, tops, strict=True))[1 : len(prompt)]]
             assert best == score.greedy
 
 
