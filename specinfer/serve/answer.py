@@ -81,6 +81,7 @@ class Answer(Generic[B]):
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
     source: ClassVar[str]  # the field of prompts
+    end: ClassVar[bytes] = b"data: [DONE]\n\n"  # of streams
 
     def __init__(self, body: B, served: Served, client: str = "") -> None:
         self.body, self.served, self.salt = body, served, f"{client} {body.cache_salt or ''}"
@@ -154,6 +155,14 @@ class Answer(Generic[B]):
         return tokens
 
     # ---- what is sent ----
+
+    def event(self, chunk: dict[str, Any]) -> bytes:
+        """Return the lines of a chunk in a stream."""
+        return b"data: %b\n\n" % encode(chunk)
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """Return the chunk of an error."""
+        return error.body
 
     def first_chunks(self) -> Iterator[dict[str, Any]]:
         """Yield the chunks before the first step."""

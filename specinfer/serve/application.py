@@ -33,12 +33,13 @@ from specinfer.serve.chat import Chat
 from specinfer.serve.completions import Completion
 from specinfer.serve.engine import Engine, Generation, Patience, within
 from specinfer.serve.guard import Guard
-from specinfer.serve.protocol import ApiError, ChatBody, CompletionBody, failed, overdue, parsed, refused
+from specinfer.serve.protocol import ApiError, ChatBody, CompletionBody, ResponseBody, failed, overdue, parsed, refused
+from specinfer.serve.responses import Reply
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 EVENTS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-KEEP_ALIVE, DONE = b": keep-alive\n\n", b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ class Server:
         return [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/responses", self.respond, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
             Route("/health", self.health),
@@ -158,6 +160,11 @@ class Server:
         """Answer prompts with their continuations."""
         body = parsed(await self._body(request), CompletionBody)
         return await self._answered(request, Completion(body, self.served, _client(request)))
+
+    async def respond(self, request: Request) -> Response:
+        """Answer a conversation in the newer form."""
+        body = parsed(await self._body(request), ResponseBody)
+        return await self._answered(request, Reply(body, self.served, _client(request)))
 
     async def _answered(self, request: Request, answer: Answer[Any]) -> Response:
         """Return an answer, whole or as a stream; whatever can be wrong with a request is told before it begins."""
@@ -193,20 +200,21 @@ class Server:
         """Yield the lines of a stream."""
         try:
             for chunk in answer.first_chunks():
-                yield _event(chunk)
+                yield answer.event(chunk)
             while not answer.ended:
                 if not await generation.news(self.limits.keep_alive):
                     yield KEEP_ALIVE
                 for chunk in answer.chunks():
-                    yield _event(chunk)
+                    yield answer.event(chunk)
             if answer.usage_asked:
-                yield _event(answer.usage_chunk())
+                yield answer.event(answer.usage_chunk())
         except ApiError as error:
-            yield _event(error.body)
+            yield answer.event(answer.failure(error))
         except Exception:
             log.exception("a stream failed")
-            yield _event(failed().body)
-        yield DONE
+            yield answer.event(answer.failure(failed()))
+        if answer.end:
+            yield answer.end
 
     async def _body(self, request: Request) -> bytes:
         """Return the body of a request.
@@ -276,10 +284,6 @@ def application(
 def _client(request: Request) -> str:
     """Return what tells the owners of keys apart, and no key."""
     return sha256(request.headers.get("authorization", "").encode()).hexdigest()
-
-
-def _event(value: object) -> bytes:
-    return b"data: %b\n\n" % encode(value)
 
 
 async def _unless_gone(request: Request, answering: Coroutine[Any, Any, Response]) -> Response:

@@ -17,7 +17,7 @@ from specinfer.errors import InputError, SamplingError
 
 log = logging.getLogger(__name__)
 
-B = TypeVar("B", bound="Body")
+B = TypeVar("B", bound=Struct)
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Tops = Annotated[int, Meta(ge=0, le=20)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -49,6 +49,7 @@ REFUSED: list[tuple[str, tuple[object, ...], str]] = [
     ("length_penalty", (1,), "it belongs to beam search"),
     ("guided_json guided_regex guided_choice guided_grammar structured_outputs", (), "give response_format"),
     ("stop_token_ids bad_words allowed_token_ids", ([],), "give logit_bias"),
+    ("previous_response_id conversation background", (False,), "nothing is kept: give all messages as input"),
     ("prompt_logprobs", (0,), "give echo and logprobs to /v1/completions"),
     ("truncate_prompt_tokens", (), "shorten the prompt"),
     ("logits_processors", ([],), "the server runs no code of its clients"),
@@ -344,6 +345,62 @@ class CompletionBody(Body, kw_only=True):
     def kept_logprobs(self) -> bool | int:
         """The engine's option `logprobs`."""
         return self.logprobs is not None and (self.logprobs or True)
+
+
+class InputMessage(Struct):
+    """A message in the newer form."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[dict[str, Any]]
+    type: Literal["message"] = "message"
+
+
+class TextOptions(Struct):
+    """What a message is to be, in the newer form."""
+
+    format: dict[str, Any] | None = None
+
+
+class ResponseBody(Struct, kw_only=True):
+    """A request for a response, as the newer form calls the next message of a conversation."""
+
+    input: str | Annotated[list[InputMessage], Meta(min_length=1, max_length=2048)]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: TextOptions | None = None
+    stream: bool | None = None
+    seed: int | None = None
+    metadata: dict[str, str] | None = None
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    tools: Annotated[list[Any], Meta(max_length=0)] | None = None  # in chats they are
+
+    @property
+    def form(self) -> dict[str, Any] | None:
+        """What the message is to be."""
+        return self.text.format if self.text else None
+
+    @property
+    def chat(self) -> ChatBody:
+        """The same as a chat."""
+        told = [InputMessage("user", self.input)] if isinstance(self.input, str) else self.input
+        begun = [Message("system", self.instructions)] if self.instructions else []
+        form = self.form
+        if form and form.get("type") == "json_schema":
+            form = {"type": "json_schema", "json_schema": form}
+        return ChatBody(
+            messages=[*begun, *(Message(each.role, each.content) for each in told)],
+            model=self.model,
+            max_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            stream=self.stream,
+            seed=self.seed,
+            cache_salt=self.cache_salt,
+            response_format=form,
+        )
 
 
 KNOWN = {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__}

@@ -7,6 +7,7 @@ import openai
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response
 from pydantic import BaseModel
 from serving import CONTEXT, HELLO, Live, live, made_decoder
 
@@ -264,6 +265,80 @@ def test_echo_alone_gives_the_prompt_back(client: openai.OpenAI, decoder: Specul
     answer = client.completions.create(model="tiny", prompt="ab", echo=True, **SAMPLED).choices[0]
     assert answer.text == "ab" + decoder.generate("ab", raw=True, **OURS).text
     assert answer.logprobs is None
+
+
+ASKED: dict[str, Any] = {"model": "tiny", "input": "Hello there", "temperature": 0.9, "max_output_tokens": 24}
+SEED: dict[str, Any] = {"extra_body": {"seed": 7}}
+
+
+def test_a_response_is_the_same_message(client: openai.OpenAI) -> None:
+    wanted = chat(client, **SAMPLED)
+    answer = client.responses.create(**ASKED, **SEED)
+    assert Response.model_validate(answer.model_dump(), strict=True)
+    assert answer.output_text == wanted.choices[0].message.content
+    assert (answer.status, answer.incomplete_details.reason, answer.seed) == ("incomplete", "max_output_tokens", 7)
+    used = (answer.usage.input_tokens, answer.usage.output_tokens, answer.usage.total_tokens)
+    assert used == (wanted.usage.prompt_tokens, 24, wanted.usage.total_tokens)
+    parts = [{"type": "input_text", "text": "Hello "}, {"type": "input_text", "text": "there"}]
+    told: Any = [{"role": "user", "content": parts}]
+    assert client.responses.create(**{**ASKED, "input": told}, **SEED).output_text == answer.output_text
+    again: Any = [*told, *(item.model_dump() for item in answer.output), {"role": "user", "content": "Go on."}]
+    longer = client.responses.create(**{**ASKED, "input": again}, instructions="Be brief.")
+    messages = [{"role": "system", "content": "Be brief."}, *HELLO, wanted.choices[0].message.model_dump()]
+    messages += [{"role": "user", "content": "Go on."}]
+    told = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
+    assert longer.usage.input_tokens == told.usage.prompt_tokens
+
+
+def test_events_of_a_response(client: openai.OpenAI) -> None:
+    """In their order, numbered, and put together by the client's helper."""
+    whole = client.responses.create(**ASKED, **SEED)
+    events = list(client.responses.create(**ASKED, **SEED, stream=True))
+    for event in events:
+        assert type(event).model_validate(event.model_dump(), strict=True)
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    kinds = [event.type.removeprefix("response.") for event in events]
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    begin = ["created", "in_progress", "output_item.added", "content_part.added"]
+    end = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert kinds == begin + ["output_text.delta"] * len(deltas) + end
+    assert "".join(deltas) == events[-1].response.output_text == whole.output_text
+    assert events[-1].response.usage.model_dump() == whole.usage.model_dump()
+
+
+def test_a_response_follows_a_schema(client: openai.OpenAI) -> None:
+    asked = {**ASKED, "max_output_tokens": None}
+    found = client.responses.parse(**asked, **SEED, text_format=Pair)
+    assert isinstance(found.output_parsed, Pair)
+    assert found.status == "completed"
+    with client.responses.stream(**asked, **SEED, text_format=Pair) as events:
+        for _ in events:
+            pass
+        assert events.get_final_response().output_parsed == found.output_parsed
+
+
+def test_responses_that_are_refused(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
+    """By name; what fails later is the stream's last event."""
+    for field, value in (
+        ("previous_response_id", "resp_1"),
+        ("tools", [{"type": "function", "name": "f", "parameters": {}, "strict": False}]),
+        ("max_output_tokens", 10_000),
+        ("temperature", -1),
+        ("input", [{"type": "function_call_output", "call_id": "x", "output": "y"}]),
+    ):
+        with pytest.raises(openai.BadRequestError) as error:
+            client.responses.create(**{**ASKED, field: value}, stream=True)
+        assert error.value.param == ("input" if field == "max_output_tokens" else field)
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError("a secret")
+
+    hook = decoder.target.model.register_forward_pre_hook(failing)
+    try:
+        *_, last = client.responses.create(**ASKED, stream=True)
+    finally:
+        hook.remove()
+    assert (last.type, last.code) == ("error", "server_error")
 
 
 def test_models_are_one(client: openai.OpenAI) -> None:
