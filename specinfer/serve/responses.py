@@ -26,7 +26,7 @@ class Reply(Chat):
     def __init__(self, given: ResponseBody, served: Served, client: str = "") -> None:
         super().__init__(given.chat, served, client)
         self.given, self.text, self.told = given, "", 0
-        self.place = {"item_id": f"msg_{uuid4().hex}", "output_index": 0}
+        self.where = {"item_id": f"msg_{uuid4().hex}", "output_index": 0}
 
     def event(self, chunk: dict[str, Any]) -> bytes:
         """Return the lines of an event, which has a name and a number."""
@@ -75,13 +75,13 @@ class Reply(Chat):
                 yield content
 
     def _of_text(self, kind: str, **more: Any) -> dict[str, Any]:
-        return {"type": kind, **self.place, "content_index": 0, **more}
+        return {"type": kind, **self.where, "content_index": 0, **more}
 
     def _part(self) -> dict[str, Any]:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
 
     def _item(self, status: str, content: list[Any]) -> dict[str, Any]:
-        name = self.place["item_id"]
+        name = self.where["item_id"]
         return {"id": name, "type": "message", "role": "assistant", "status": status, "content": content}
 
     def _response(self, status: str, output: list[Any]) -> dict[str, Any]:
