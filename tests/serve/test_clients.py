@@ -69,6 +69,7 @@ def test_a_message_is_what_the_decoder_writes(client: openai.OpenAI, decoder: Sp
 
 
 def test_a_stream_is_the_same_text(client: openai.OpenAI) -> None:
+    chat(client, **SAMPLED)  # both of the next ones find its prompt
     answer, chunks = chat(client, **SAMPLED), streamed(client, stream_options={"include_usage": True}, **SAMPLED)
     assert text_of(chunks) == answer.choices[0].message.content
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -303,7 +304,7 @@ def test_events_of_a_response(client: openai.OpenAI) -> None:
     end = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
     assert kinds == begin + ["output_text.delta"] * len(deltas) + end
     assert "".join(deltas) == events[-1].response.output_text == whole.output_text
-    assert events[-1].response.usage.model_dump() == whole.usage.model_dump()
+    assert events[-1].response.usage.output_tokens == whole.usage.output_tokens == 24
 
 
 def test_a_response_follows_a_schema(client: openai.OpenAI) -> None:
