@@ -24,6 +24,10 @@ TREES = ["chain", "expansion", "sampled", "best-first"]
 BUDGETS = [4, 8, 16, 32, 64]
 WIDEST = 5
 RANKS = 8  # columns of hit rates
+BEST = (
+    "\nof the best rule: the tokens that multi-step sampling accepts, over the most that any rule with the target's "
+    "distribution could accept\nat the nodes visited; not known for more than 2 draws without replacement"
+)
 
 
 def record(
@@ -110,6 +114,8 @@ def replay(
         return
     print(trace)
     show([_row(row) for row in replays])
+    if any(row.policy.startswith("Sampled") for row in replays):
+        print(BEST)
     for table, error in tables:
         print(_hit_table(table, error))
     if model:
@@ -119,7 +125,12 @@ def replay(
 def _row(row: "Replay") -> dict[str, str]:
     """Return a line of the table of replays."""
     names = {"tree": row.policy, "verifier": row.verifier, "drafts": ", ".join(row.drafts)}
-    return {**names, "tokens/pass": interval(row.tokens_per_pass), "how": row.how}
+    figures = {"tokens/pass": interval(row.tokens_per_pass), "how": row.how}
+    if row.bound is None:
+        return {**names, **figures, "of the best rule": "", "by depth": ""}
+    pairs = zip(row.bound.accepted, row.bound.most, strict=True)
+    by_depth = " ".join(f"{own / most:.2f}" if most else "-" for own, most in pairs)
+    return {**names, **figures, "of the best rule": interval(row.bound.share), "by depth": by_depth}
 
 
 def _hit_table(table: "HitTable", error: float) -> str:
