@@ -20,6 +20,7 @@ from test_heads import draft_for
 
 import specinfer.loading
 from specinfer import Auto, BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder, cli
+from specinfer.adaptive.experience import PRIORS, REMEMBERED
 from specinfer.common.files import locked
 from specinfer.common.records import RECORDS
 from specinfer.engine.verify import ExactMatch, MultiStep
@@ -32,6 +33,7 @@ from specinfer.evaluation.traces import (
     TraceText,
     calibration,
     cost_model,
+    edge_calibration,
     hits,
     measured,
     oracle,
@@ -596,6 +598,51 @@ def test_hits_and_calibration_count_candidates():
     assert (curve.accepted <= curve.high).all()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_edges_are_nodes_whose_parents_were_accepted(temperature):
+    """As many are accepted at each depth as the replay accepts tokens there; children of rejected nodes do not count."""
+    trace, policy = trace_of(temperature=temperature), BestFirst(12, 4)
+    made, steps = edge_calibration(trace, policy), replay(trace, policy)
+    accepted = steps.accepted * steps.steps.sum()
+    for groups in made.curves.values():
+        found = [np.nansum(groups[group].accepted * groups[group].count) for group in ("1", "2", "3 and deeper", "all")]
+        assert found == pytest.approx([accepted[0], accepted[1], accepted[2:].sum(), accepted.sum()])
+    nodes = sum(
+        own[1] - own[0] for text in trace.texts for own in zip(text.drafted[0].first, text.drafted[0].first[1:])
+    )
+    assert 0 < made.curves["q"]["all"].count.sum() < nodes / 2
+    assert f"{made.curves['auto']['2'].error:.4f}" in str(made)
+    with pytest.raises(InputError, match="larger nodes"):
+        edge_calibration(trace, BestFirst(NODES + 1, 2))
+
+
+def test_auto_corrects_edges_by_what_was_accepted_before():
+    """By hand for trees of one node: the expectation so far, over what was accepted, older ones lighter."""
+    trace = trace_of("two models")
+    made = edge_calibration(trace, BestFirst(1, 1), drafts=[1], bins=1)
+    accepted = expected = PRIORS[0]
+    estimates, right = [], []
+    for text in trace.texts:
+        place = 0
+        while place < NEW:
+            node = text.drafted[1].first[place]
+            if place == NEW - 1:  # the last token is not drafted
+                break
+            q = float(np.exp(text.drafted[1].tree_scores[node]))
+            hit = text.drafted[1].tree_tokens[node] == text.token_ids[place]
+            estimates.append(min(1.0, q * accepted / expected))
+            right.append((q, hit))
+            fade = 1 - 1 / REMEMBERED
+            accepted, expected = fade * accepted + hit, fade * expected + q
+            place += 1 + hit
+    curves = {name: groups["all"] for name, groups in made.curves.items()}
+    assert curves["q"].count.tolist() == [len(right)]
+    assert curves["q"].probability == pytest.approx(np.mean([q for q, _ in right]))
+    assert curves["auto"].probability == pytest.approx(np.mean(estimates))
+    assert curves["auto"].accepted == pytest.approx(np.mean([hit for _, hit in right]))
+    assert curves["auto"].error < curves["q"].error
+
+
 def test_the_cost_model_fits_and_predicts():
     """b comes back from tokens that it made; a speed-up is tokens over time, in either notation."""
     assert expected_tokens(0.5, np.array([1, 2, 3])) == pytest.approx([1.5, 1.75, 1.875])
@@ -690,7 +737,15 @@ def test_the_command_line_records_and_replays(run, tmp_path):
     assert json.loads(again)["tokens"] == 8
     code, out, err = run("replay", tmp_path)
     assert (code, err) == (0, "")
-    for shown in ("BestFirst(max_nodes=4", "Chain(length=3)", "MultiStep(replacement=True)", "oracle", "not coupled"):
+    for shown in (
+        "BestFirst(max_nodes=4",
+        "Chain(length=3)",
+        "MultiStep(replacement=True)",
+        "oracle",
+        "not coupled",
+        "by depth",
+        "T = 1\n",
+    ):
         assert shown in out
     code, out, _ = run("replay", tmp_path, "--tree", "expansion", "--expansion", "1,2", "--json")
     made = json.loads(out)
@@ -699,6 +754,7 @@ def test_the_command_line_records_and_replays(run, tmp_path):
     assert run("record", "--prompt", "abcabc", "--draft", "near", "--out", greedy, "--max-new-tokens", 4)[0] == 0
     code, out, err = run("replay", greedy, "--tree", "sampled")
     assert (code, out, err.count("\n")) == (2, "", 1)
+    assert made["edges"]["auto"].keys() == {"1", "2", "3 and deeper", "all"}
     assert made["replays"][0]["tokens_per_pass"] == replay(Trace.load(tmp_path), Expansion((1, 2))).tokens_per_pass
 
 

@@ -13,7 +13,7 @@ recorded text is as likely under them.  Given the text, the probability that a t
 simulation.  Beside it stands what the best rule would accept at each node (`transport`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import log
@@ -121,8 +121,8 @@ def replay(
     if not hasattr(policy, "kind") or isinstance(policy, type):
         raise InputError(f"policy={policy!r:.60} is not a growth policy: use BestFirst, Expansion, Chain or Sampled")
     verifier = chosen_verifier(verifier, policy.kind)
-    indices, how = _indices(trace, drafts), EXACT
-    _check(trace, policy, verifier, indices, coupled)
+    indices, how = chosen_drafts(trace, drafts), EXACT
+    check_recorded(trace, policy, verifier, indices, coupled)
     lengths: Lengths
     bounds: Callable[[TraceText], Floats] | None = None
     if isinstance(policy, Sampled):
@@ -149,7 +149,7 @@ def oracle(trace: Trace, policy: Policy, *, drafts: Sequence[int | str] | None =
     Raises:
         InputError: the policy is deeper than what was recorded.
     """
-    indices = _indices(trace, drafts)
+    indices = chosen_drafts(trace, drafts)
     _check_size(policy, "depth", policy.max_depth, trace.settings["depth"])
     widths = [np.inf] * min(policy.max_depth, policy.max_nodes)
     return _replayed(
@@ -157,7 +157,7 @@ def oracle(trace: Trace, policy: Policy, *, drafts: Sequence[int | str] | None =
     )
 
 
-def _indices(trace: Trace, drafts: Sequence[int | str] | None) -> list[int]:
+def chosen_drafts(trace: Trace, drafts: Sequence[int | str] | None) -> list[int]:
     """Return the indices of drafts given by name or index, of all if None."""
     if not isinstance(drafts, Sequence | None):
         raise InputError(f"drafts={drafts!r:.60} is not a list of drafts: give their names or indices")
@@ -220,17 +220,29 @@ def _followed(text: TraceText, policy: BestFirst, drafts: Sequence[int], budget:
     """Follow the text with `ExactMatch` from its beginning; positions where no step begins stay zero."""
     n, position = len(text.token_ids), 0
     lengths = np.zeros((n, policy.max_depth + 1))
+    for _, accepted in steps(text, policy, drafts, budget):
+        lengths[position, accepted] = 1.0
+        position += accepted + 1
+    return lengths
+
+
+def steps(text: TraceText, policy: BestFirst, drafts: Sequence[int], budget: int) -> Iterator[tuple[Forest, int]]:
+    """Yield the merged tree of each step over the text with `ExactMatch`, and how many tokens the step accepts.
+
+    The target scores what the policy keeps of the tree.  A step that reaches the text's end may accept all of it.
+    """
+    n, position = len(text.token_ids), 0
     while position < n:
         depth = min(policy.max_depth, budget - position - 1)
-        (tree,) = policy.fit(Forest.merged([[_tree(text, draft, position, policy, depth)] for draft in drafts]))
+        grown = Forest.merged([[_tree(text, draft, position, policy, depth)] for draft in drafts])
+        (tree,) = policy.fit(grown)
         ahead = [*text.token_ids[position:], -1]  # no node has token -1
         accepted, node = 0, tree.child(0, ahead[0])
         while node is not None:
             accepted += 1
             node = tree.child(node, ahead[accepted])
-        lengths[position, accepted] = 1.0
+        yield grown, accepted
         position += accepted + 1
-    return lengths
 
 
 def _tree(text: TraceText, draft: int, position: int, policy: BestFirst, max_depth: int) -> TokenTree:
@@ -293,7 +305,7 @@ def _alive(text: TraceText, policy: Sampled, verifier: Verifier, draft: int) -> 
 # ---- what a trace can answer ----
 
 
-def _check(trace: Trace, policy: Policy, verifier: Verifier, drafts: Sequence[int], coupled: bool) -> None:
+def check_recorded(trace: Trace, policy: Policy, verifier: Verifier, drafts: Sequence[int], coupled: bool) -> None:
     """Raise `InputError` where the trace does not hold what a replay needs."""
     _check_size(policy, "depth", policy.max_depth, trace.settings["depth"])
     if type(policy) not in (BestFirst, Expansion, Chain, Sampled) or type(verifier) not in (ExactMatch, MultiStep):
