@@ -600,16 +600,14 @@ def test_hits_and_calibration_count_candidates():
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_edges_are_nodes_whose_parents_were_accepted(temperature):
-    """As many are accepted at each depth as the replay accepts tokens there; children of rejected nodes do not count."""
+    """As many are accepted at each depth as the replay accepts tokens there; other nodes do not count."""
     trace, policy = trace_of(temperature=temperature), BestFirst(12, 4)
     made, steps = edge_calibration(trace, policy), replay(trace, policy)
     accepted = steps.accepted * steps.steps.sum()
     for groups in made.curves.values():
         found = [np.nansum(groups[group].accepted * groups[group].count) for group in ("1", "2", "3 and deeper", "all")]
         assert found == pytest.approx([accepted[0], accepted[1], accepted[2:].sum(), accepted.sum()])
-    nodes = sum(
-        own[1] - own[0] for text in trace.texts for own in zip(text.drafted[0].first, text.drafted[0].first[1:])
-    )
+    nodes = sum(len(text.drafted[0].tree_tokens) for text in trace.texts)
     assert 0 < made.curves["q"]["all"].count.sum() < nodes / 2
     assert f"{made.curves['auto']['2'].error:.4f}" in str(made)
     with pytest.raises(InputError, match="larger nodes"):
@@ -737,15 +735,8 @@ def test_the_command_line_records_and_replays(run, tmp_path):
     assert json.loads(again)["tokens"] == 8
     code, out, err = run("replay", tmp_path)
     assert (code, err) == (0, "")
-    for shown in (
-        "BestFirst(max_nodes=4",
-        "Chain(length=3)",
-        "MultiStep(replacement=True)",
-        "oracle",
-        "not coupled",
-        "by depth",
-        "T = 1\n",
-    ):
+    trees = "BestFirst(max_nodes=4", "Chain(length=3)", "MultiStep(replacement=True)", "oracle", "not coupled"
+    for shown in (*trees, "by depth", "T = 1\n"):
         assert shown in out
     code, out, _ = run("replay", tmp_path, "--tree", "expansion", "--expansion", "1,2", "--json")
     made = json.loads(out)
