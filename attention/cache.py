@@ -15,7 +15,8 @@ It implements transformers' cache interface (``Cache.update``), so unmodified mo
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain, pairwise
 from math import prod
@@ -155,6 +156,7 @@ class TreeCache(Cache):
         self._staged: slice | None = None  # the slots that a pass writes, if they are the same in every row ...
         self.slots: Tensor | None = None  # ... else those of all rows, (rows, T)
         self._first, self._turn, self._width = [0] * rows, cast(Sequence[int], ()), 0  # as `stage` was told
+        self.located: Tensor | None = None  # the committed lengths, (rows,), in a block of `locate`
         self._buffers: tuple[list[Tensor], list[Tensor]] | None = None  # see `buffers`
 
     @property
@@ -178,6 +180,11 @@ class TreeCache(Cache):
         Raises:
             CacheError: a row would need more than ``max_capacity`` slots.
         """
+        if self.located is not None:
+            columns = torch.arange(self.pending[0], self.pending[0] + width, device=self.located.device)
+            self._staged, self.slots = None, self.located[:, None] + columns
+            self.pending = list(map(add, self.pending, sizes))
+            return
         first = list(map(add, self.lengths, self.pending))
         self.kv_length = max(map(add, first, sizes))
         self._reserve(self.kv_length, max(first) + width)
@@ -198,6 +205,28 @@ class TreeCache(Cache):
                 columns = (columns - on_device(self._turn, device)[:, None]) % self._width
             self.slots = on_device(self._first, device)[:, None] + columns
         return self.slots
+
+    def room(self, slots: int) -> int:
+        """Have room for so many slots after the longest row; return the number of slots that passes then attend to."""
+        needed = max(self.lengths) + slots
+        self._reserve(needed)
+        return min(padded_kv_length(needed), self.capacity)
+
+    @contextmanager
+    def locate(self, lengths: Tensor, kv_length: int) -> Iterator[None]:
+        """Let passes find the committed lengths on the device, so that they do the same work whatever these are.
+
+        Within the block each row has as many pending slots as any other.  After it they are forgotten.
+
+        Args:
+            lengths: (rows,) long.
+            kv_length: slots that all passes attend to: see `room`.
+        """
+        self.located, self.kv_length = lengths, kv_length
+        try:
+            yield
+        finally:
+            self.located, self.slots, self.pending = None, None, [0] * self.rows
 
     def open_layers(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> None:
         """Make the buffers of layers not yet written; ``shapes``: per layer, heads and dim of keys, then of values."""

@@ -25,7 +25,7 @@ from specinfer.attention.forward import Forward, Inputs, Outputs
 from specinfer.attention.layout import Layout
 from specinfer.attention.passes.base import Pass, Result
 from specinfer.attention.passes.plain import TensorPass, common_width
-from specinfer.common.tensors import padded_kv_length
+from specinfer.common.tensors import on_device, padded_kv_length
 from specinfer.errors import UnsupportedModel
 
 Tensors = dict[str, Tensor]
@@ -59,6 +59,9 @@ class Graphs:
             tensors: its inputs.
             memory: another one than in the last call drops all graphs.
             kind: of pass.
+
+        Returns:
+            what the pass returns; the next one of these shapes may overwrite it.
         """
         if memory != self.memory:
             self.made.clear()
@@ -74,13 +77,14 @@ class Graphs:
             inputs = {name: tensor.clone() for name, tensor in tensors.items()}
             self.made[shapes] = inputs, self.capture(run, inputs)
         self.made[shapes] = inputs, replay = self.made.pop(shapes)
-        for name, tensor in tensors.items():
-            inputs[name].copy_(tensor)
+        for dtype in {tensor.dtype for tensor in tensors.values()}:  # one launch for all of a type
+            names = [name for name, tensor in tensors.items() if tensor.dtype == dtype]
+            torch._foreach_copy_([inputs[name] for name in names], [tensors[name] for name in names])
         outputs = replay()
         if self.is_new:
             self.held[shapes] = sum(tensor.nbytes for tensor in (*inputs.values(), *outputs))
             self._make_room()
-        return tuple(output.clone() for output in outputs)  # the next replay overwrites them
+        return outputs
 
     def _make_room(self) -> None:
         while sum(self.held.values()) > HELD and len(self.made) > 1:
@@ -119,6 +123,31 @@ class GraphedPass(Pass):
 
         tensors = {**inputs, "slots": cache.staged(inputs["input_ids"].device)}
         outputs = self.graphs(run, tensors, cache.addresses, tuple(aux_layers))
+        self.first += self.graphs.is_new
+        return tuple(output.clone() for output in outputs)
+
+    def several(
+        self, run: Function, tensors: Mapping[str, Tensor], cache: TreeCache, slots: int, kind: Hashable
+    ) -> tuple[Tensor, ...]:
+        """Run what feeds several passes between two commits, from a graph of all of them if there is one.
+
+        What the passes wrote is forgotten.
+
+        Args:
+            run: as in `Graphs`; its passes are the inner one's, over rows that have as many nodes each.
+            tensors: its inputs.
+            cache: that the passes write.
+            slots: how many of each row they write at most.
+            kind: of run.
+        """
+        kv_length = cache.room(slots)
+
+        def located(given: Tensors) -> tuple[Tensor, ...]:
+            with cache.locate(given["lengths"], kv_length):
+                return run(given)
+
+        lengths = on_device(cache.lengths, next(iter(tensors.values())).device)
+        outputs = self.graphs(located, {**tensors, "lengths": lengths}, cache.addresses, (kind, kv_length))
         self.first += self.graphs.is_new
         return outputs
 

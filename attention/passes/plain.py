@@ -142,13 +142,13 @@ class TensorPass(Pass):
     ) -> Result:
         """Feed nodes through a function that stands for `run`, with so many in each row at least."""
         placed = SideBySide(nodes) if self.packs else Padded(nodes, width)
-        before = nodes.after(cache.lengths)
+        before = nodes.after(cache.lengths) if cache.located is None else cache.located[nodes.rows]
         inputs = placed.stage(nodes, before, cache)
         inputs["input_ids"] = placed(nodes.tokens)
         dtype = self.dtype or model.dtype
         inputs["attention_mask"] = attention_mask(model.spec, nodes, before, dtype, cache.kv_length, placed)
         if model.takes_positions:
-            inputs["position_ids"] = placed(_positions(model, nodes, before, max(cache.lengths)))
+            inputs["position_ids"] = placed(_positions(model, nodes, before, cache.kv_length))
         inputs |= {name: placed(values) for name, values in nodes.extra.items()}
         columns = None if placed.columns is None else on_device(placed.columns, nodes.tokens.device)
         if columns is not None and model.takes_logits_to_keep:
@@ -177,9 +177,9 @@ class PlainPass(TensorPass):
         return output.logits, *states
 
 
-def _positions(model: Forward, nodes: Layout, before: int | Tensor, longest: int) -> Tensor:
+def _positions(model: Forward, nodes: Layout, before: int | Tensor, slots: int) -> Tensor:
     """Return (N,) positions, committed length + depth, clamped to the context (the rest is cut later)."""
     positions = nodes.node_depths + before
-    if model.max_positions is None or longest + nodes.depths.shape[1] <= model.max_positions:
+    if model.max_positions is None or slots <= model.max_positions:
         return positions  # no node is deeper than there are columns
     return positions.clamp(max=model.max_positions - 1)

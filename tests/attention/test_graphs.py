@@ -5,16 +5,18 @@ trace does the same (`torch.fx`'s ``make_fx``: operators over the same memory, n
 """
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import PROMPTS, plain
+from test_heads import draft_for
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from specinfer import BestFirst, Expansion, SpeculativeDecoder
 from specinfer.attention import TreeCache, TreeSession
 from specinfer.attention.passes import graphs
-from specinfer.attention.passes.graphs import SEEN, Graphs
+from specinfer.attention.passes.graphs import SEEN, GraphedPass, Graphs
 from specinfer.common.tensors import size_bucket
 from specinfer.errors import InputError
 
@@ -84,11 +86,12 @@ def test_of_too_many_graphs_those_used_longest_ago_are_dropped(monkeypatch):
 
 def test_results_outlive_the_next_replay(monkeypatch):
     monkeypatch.setattr(graphs, "CudaCapture", lambda: lambda run, inputs: lambda: run(inputs))
-    passes = Graphs()
-    results = [
-        passes(lambda tensors: (tensors["x"],), {"x": torch.full((1,), float(turn))}, None)[0]
-        for turn in range(SEEN + 3)
-    ]
+    slots = torch.zeros(1)
+    cache = SimpleNamespace(staged=lambda device: slots, addresses=(), slots=slots)
+    inner = SimpleNamespace(run=lambda model, inputs, *_: (inputs["input_ids"],))
+    repeated = GraphedPass(inner, Graphs())
+    turns = [{"input_ids": torch.full((1,), turn), "attention_mask": slots} for turn in range(SEEN + 3)]
+    results = [repeated._replay(None, inputs, cache, ())[0] for inputs in turns]
     assert torch.cat(results).tolist() == list(range(SEEN + 3))
 
 
@@ -239,14 +242,16 @@ def packages(tmp_path_factory):
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.8, "seed": 3}], ids=str)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_graphs_on_a_gpu_write_the_same_texts(target, near, tree, options, compiled, packages, monkeypatch):
+@pytest.mark.parametrize("draft", ["model", "head"])
+def test_graphs_on_a_gpu_write_the_same_texts(target, near, draft, tree, options, compiled, packages, monkeypatch):
     monkeypatch.setenv("SPECINFER_CACHE", str(packages))
     dtype = torch.float32 if compiled else torch.float64  # in which compiled passes are not held to rounding
     models = [copy.deepcopy(model).to("cuda", dtype) for model in (target, near)]
     texts = []
     for replay in (False, True):
         options_of = {"graphs": replay, "compile": replay and compiled}
-        decoder = SpeculativeDecoder(models[0], drafts=[models[1]], tree=tree, **options_of)
+        drafts = [models[1] if draft == "model" else draft_for(target)]
+        decoder = SpeculativeDecoder(models[0], drafts=drafts, tree=tree, **options_of)
         assert (decoder.passes == "passes: compiled") == options_of["compile"], decoder.passes
         texts.append([result.token_ids for result in decoder.generate(PROMPTS, max_new_tokens=NEW, **options)])
     assert texts[0] == texts[1]
