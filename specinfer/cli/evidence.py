@@ -136,7 +136,7 @@ def _row(row: "Replay") -> dict[str, str]:
     if row.bound is None:
         return {**names, **figures, "of the best rule": "", "by depth": ""}
     pairs = zip(row.bound.accepted, row.bound.most, strict=True)
-    by_depth = " ".join(f"{own / most:.2f}" if most else "-" for own, most in pairs)
+    by_depth = " ".join(f"{accepted / most:.2f}" if most else "-" for accepted, most in pairs)
     return {**names, **figures, "of the best rule": interval(row.bound.share), "by depth": by_depth}
 
 

@@ -72,7 +72,9 @@ class ModelDraftSession(DraftRows, Clocked):
 
     per_row = (*DraftRows.per_row, "uncached")
     draft_layers: tuple[int, ...] = ()  # layers of this model whose hidden states the session needs
-    repeats = True  # whether levels below the root depend on nothing but the model, lengths and what the root's pass gave
+    repeats = (
+        True  # whether levels below the root depend on nothing but the model, lengths and what the root's pass gave
+    )
 
     def __init__(self, model: TreeModel, context: DraftContext) -> None:
         super().__init__(context)

@@ -18,7 +18,7 @@ import numpy as np
 from specinfer.adaptive.experience import DEPTHS, Acceptance
 from specinfer.common.tables import Table, Tabular
 from specinfer.engine.verify import ExactMatch
-from specinfer.evaluation.traces.replaying import check_recorded, chosen_drafts, steps
+from specinfer.evaluation.traces.replaying import check_recorded, chosen_drafts, decode_steps
 from specinfer.evaluation.traces.statistics import CalibrationCurve, curve
 from specinfer.evaluation.traces.trace import Trace
 from specinfer.tree import BestFirst, Forest
@@ -43,18 +43,25 @@ class EdgeCalibration(Tabular):
         made: dict[str, Any] = {"temperature": self.temperature}
         for name, groups in self.curves.items():
             made[name] = {
-                g: {"edges": int(own.count.sum()), "error": own.error if own.count.any() else None}
-                for g, own in groups.items()
+                g: {"edges": int(found.count.sum()), "error": found.error if found.count.any() else None}
+                for g, found in groups.items()
             }
         return made
 
     def _parts(self) -> Iterator[str | Table]:
         """Yield the table of errors."""
         how = f"T = {self.temperature:g}" if self.temperature else "greedy"
-        yield f"expected calibration error of edges whose parents were accepted, by depth, {how}"
-        first = next(iter(self.curves.values()))
-        rows = [[name, *(f"{own.error:.4f}" for own in groups.values())] for name, groups in self.curves.items()]
-        yield [["", *first], *rows, ["edges", *(str(own.count.sum()) for own in first.values())]]
+        yield (
+            f"expected calibration error of edges whose parents were accepted, by depth, {how};\n"
+            "by chance: about what it would be if the probabilities were right"
+        )
+        groups = self.curves["auto"]
+        yield [
+            ["", *groups],
+            *([name, *(f"{found.error:.3f}" for found in curves.values())] for name, curves in self.curves.items()),
+            ["by chance", *(f"{found.chance:.3f}" for found in groups.values())],
+            ["edges", *(str(found.count.sum()) for found in groups.values())],
+        ]
 
 
 def edge_calibration(
@@ -76,7 +83,7 @@ def edge_calibration(
     acceptance, found = Acceptance(), list[tuple[float, float, bool, int]]()
     for text in trace.texts:
         ahead = text.token_ids
-        for forest, accepted in steps(text, policy, indices, trace.settings["max_new_tokens"]):
+        for forest, accepted in decode_steps(text, policy, indices, trace.settings["max_new_tokens"]):
             emitted, ahead = ahead[: accepted + 1], ahead[accepted + 1 :]
             found += _edges(forest, emitted, acceptance.path(forest.nodes))
             acceptance.observe(forest, [emitted])
@@ -85,7 +92,7 @@ def edge_calibration(
     masks["all"] = depths > 0
     names = " and ".join(trace.drafts[draft] for draft in indices)
     curves = {
-        name: {group: curve(f"{names}: {name}", values[own], right[own], bins) for group, own in masks.items()}
+        name: {group: curve(f"{names}: {name}", values[inside], right[inside], bins) for group, inside in masks.items()}
         for name, values in (("q", q), ("auto", corrected))
     }
     return EdgeCalibration(trace.settings["temperature"], curves)

@@ -178,15 +178,15 @@ def _replayed(
 ) -> Replay:
     tables = [lengths(text) for text in trace.texts]
     visits = [_visits(table) for table in tables]
-    pairs = zip(visits, tables, strict=True)
-    reached = np.array([(begun @ table[:, ::-1].cumsum(1)[:, ::-1])[1:] for begun, table in pairs])  # (texts, depth)
+    at_least = [table[:, ::-1].cumsum(1)[:, ::-1] for table in tables]
+    reached = np.array([begun @ table[:, 1:] for begun, table in zip(visits, at_least, strict=True)])  # (texts, depth)
     steps = np.array([begun.sum() for begun in visits])
     bound = None
     if bounds is not None:
-        pairs = [begun @ bounds(text) for begun, text in zip(visits, trace.texts, strict=True)]
-        own, most = np.moveaxis(pairs, 1, 0)  # (texts, depth) each
+        pairs = np.array([begun @ bounds(text) for begun, text in zip(visits, trace.texts, strict=True)])
+        accepted, most = pairs[:, 0], pairs[:, 1]  # (texts, depth) each
         if most.sum() > 0:  # not if it is unknown
-            bound = Bound(own.sum(0) / steps.sum(), most.sum(0) / steps.sum(), ratio(own.sum(1), most.sum(1)))
+            bound = Bound(accepted.sum(0) / steps.sum(), most.sum(0) / steps.sum(), ratio(accepted.sum(1), most.sum(1)))
     tokens = np.array([len(text.token_ids) for text in trace.texts])
     names = tuple(trace.drafts[draft] for draft in drafts)
     return Replay(repr(policy), rule, names, how, tokens, steps, reached.sum(0) / steps.sum(), bound)
@@ -220,13 +220,15 @@ def _followed(text: TraceText, policy: BestFirst, drafts: Sequence[int], budget:
     """Follow the text with `ExactMatch` from its beginning; positions where no step begins stay zero."""
     n, position = len(text.token_ids), 0
     lengths = np.zeros((n, policy.max_depth + 1))
-    for _, accepted in steps(text, policy, drafts, budget):
+    for _, accepted in decode_steps(text, policy, drafts, budget):
         lengths[position, accepted] = 1.0
         position += accepted + 1
     return lengths
 
 
-def steps(text: TraceText, policy: BestFirst, drafts: Sequence[int], budget: int) -> Iterator[tuple[Forest, int]]:
+def decode_steps(
+    text: TraceText, policy: BestFirst, drafts: Sequence[int], budget: int
+) -> Iterator[tuple[Forest, int]]:
     """Yield the merged tree of each step over the text with `ExactMatch`, and how many tokens the step accepts.
 
     The target scores what the policy keeps of the tree.  A step that reaches the text's end may accept all of it.
@@ -273,15 +275,15 @@ def _bounds(text: TraceText, policy: Sampled, verifier: Verifier, draft: int) ->
     Of multi-step sampling, and of the best rule; NaN where the trace has no bound for as many draws.
     """
     drafted = text.drafted[draft]
-    own, best = 1 - np.diff(drafted.tests), drafted.best
+    accepted, best = 1 - np.diff(drafted.tests), drafted.best
     if not policy.replacement:
-        own, best = drafted.accepted_without_replacement, drafted.best_without_replacement
+        accepted, best = drafted.accepted_without_replacement, drafted.best_without_replacement
     known = best.shape[2]
-    accepted = np.stack([own[:, :, :known], best]).astype(np.float64)
+    pairs = np.stack([accepted[:, :, :known], best]).astype(np.float64)
     total = np.zeros((2, len(text.token_ids), policy.max_depth))
     for depth, ends in enumerate(_alive(text, policy, verifier, draft)[:-1]):
         for draws, share in ends.items():
-            total[:, :, depth] += share * accepted[:, :, depth, draws - 1] if draws <= known else np.nan
+            total[:, :, depth] += share * pairs[:, :, depth, draws - 1] if draws <= known else np.nan
     return total
 
 

@@ -48,6 +48,16 @@ class CalibrationCurve:
         gaps = np.nan_to_num(np.abs(self.probability - self.accepted))
         return float(np.average(gaps, weights=self.count)) if self.count.any() else float("nan")
 
+    @property
+    def chance(self) -> float:
+        """About the error that would be expected of probabilities that are right, since bins are finite; NaN of none.
+
+        That is the mean absolute deviation of a bin's share, sqrt(2 p (1 - p) / (pi n)), as of a normal distribution.
+        """
+        spread = np.nan_to_num(self.probability * (1 - self.probability)) * self.count
+        total = self.count.sum()
+        return float(np.sqrt(2 / np.pi * spread).sum() / total) if total else float("nan")
+
 
 def hits(trace: Trace, draft: int | str = 0) -> HitTable:
     """Count the ranks of the target's tokens among a draft's candidates, along all texts of a trace.
