@@ -180,11 +180,6 @@ class TreeCache(Cache):
         Raises:
             CacheError: a row would need more than ``max_capacity`` slots.
         """
-        if self.located is not None:
-            columns = torch.arange(self.pending[0], self.pending[0] + width, device=self.located.device)
-            self._staged, self.slots = None, self.located[:, None] + columns
-            self.pending = list(map(add, self.pending, sizes))
-            return
         first = list(map(add, self.lengths, self.pending))
         self.kv_length = max(map(add, first, sizes))
         self._reserve(self.kv_length, max(first) + width)
@@ -216,17 +211,21 @@ class TreeCache(Cache):
     def locate(self, lengths: Tensor, kv_length: int) -> Iterator[None]:
         """Let passes find the committed lengths on the device, so that they do the same work whatever these are.
 
-        Within the block each row has as many pending slots as any other.  After it they are forgotten.
+        They say themselves which slots they write (`place`), for which there is `room`.
 
         Args:
             lengths: (rows,) long.
-            kv_length: slots that all passes attend to: see `room`.
+            kv_length: slots that all passes attend to.
         """
         self.located, self.kv_length = lengths, kv_length
         try:
             yield
         finally:
-            self.located, self.slots, self.pending = None, None, [0] * self.rows
+            self.located = self.slots = None
+
+    def place(self, slots: Tensor) -> None:
+        """Write these slots, (rows, T) long, in the pass that follows."""
+        self._staged, self.slots = None, slots
 
     def open_layers(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> None:
         """Make the buffers of layers not yet written; ``shapes``: per layer, heads and dim of keys, then of values."""

@@ -72,6 +72,10 @@ class TreeSession:
         """How many passes took longer so far than others of their shapes will."""
         return self.repeated.first
 
+    def chains(self, chains: Sequence[Sequence[int]]) -> Layout:
+        """Lay out chains as `append` takes them."""
+        return lay_out_chains(chains, self.device, self.repeated.width(max(map(len, chains))))
+
     def append(self, layout: Layout, columns: Columns = None, **inputs: Tensor) -> PerNode:
         """Feed a layout's nodes as new pending slots: ONE forward pass over all rows.
 
@@ -92,7 +96,7 @@ class TreeSession:
     @property
     def replays(self) -> bool:
         """Whether `several` passes are replayed as one graph."""
-        return isinstance(self.repeated, GraphedPass) and self.model.ranks.size == 1
+        return isinstance(self.repeated, GraphedPass)
 
     def several(self, run: Function, tensors: Tensors, slots: int, kind: Hashable) -> tuple[Tensor, ...]:
         """Run what appends several layouts to this session, and forget their slots: see `GraphedPass.several`.
@@ -156,7 +160,8 @@ class TreeSession:
         """Score every node of one tree per row in one pass: logits (n, V) of each row, in the order of its nodes."""
         read = sum(map(len, self.unread))
         if not read:
-            return self.append(lay_out_trees(trees, self.device))
+            width = self.repeated.width(max(map(len, trees)))
+            return self.append(lay_out_trees(trees, self.device, width=width))
         started = perf_counter()
         logits = self._feed(lay_out_trees(trees, self.device, self.unread), self.run)
         spent, share = perf_counter() - started, read / (read + sum(map(len, trees)))

@@ -192,7 +192,7 @@ class BestFirst(Policy):
         """Grow one tree per row, asking the source at most `max_depth` times."""
         return grow_best_first(source, self.max_nodes, _limit(self.max_depth, max_depth), self.min_probability)
 
-    def settled(self, source: Source, max_depth: int) -> "BestFirst":
+    def settled(self, source: Source, max_depth: int) -> BestFirst:
         """Return the policy for this depth."""
         return replace(self, max_depth=min(self.max_depth, self.max_nodes, max_depth))
 

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from specinfer.attention.cache import TreeCache
 from specinfer.attention.compiler.watch import Watch, altered
-from specinfer.attention.forward import Forward, Inputs, Outputs
+from specinfer.attention.forward import Forward, Outputs
 from specinfer.attention.layout import Layout
 from specinfer.attention.passes.base import Pass, Result
-from specinfer.attention.passes.plain import TensorPass, common_width
-from specinfer.common.tensors import on_device, padded_kv_length
+from specinfer.attention.passes.plain import Padded, TensorPass
+from specinfer.common.tensors import on_device, padded_kv_length, padded_width
 from specinfer.errors import UnsupportedModel
 
 Tensors = dict[str, Tensor]
@@ -33,6 +33,7 @@ Replay = Callable[[], tuple[Tensor, ...]]
 Function = Callable[[Tensors], tuple[Tensor, ...]]
 
 SEEN = 2  # passes of a shape before it is captured: they warm kernels up, and many shapes come only once
+PLACES = "tokens", "rows", "columns", "visible", "depths"  # tensors of a layout
 HELD = 1 << 30  # bytes of inputs and outputs that the graphs of one cache hold
 IDLE = 2  # caches of one model that are kept for sessions to come
 
@@ -108,23 +109,34 @@ class GraphedPass(Pass):
         return self.inner.cache(model, rows, capacity, max_capacity, fixed)
 
     def __call__(self, model: Forward, nodes: Layout, cache: TreeCache, aux_layers: Sequence[int]) -> Result:
-        """Feed nodes, padded."""
-        return self.inner.through(self._replay, model, nodes, cache, aux_layers, common_width(nodes))
-
-    def _replay(self, model: Forward, inputs: Inputs, cache: TreeCache, aux_layers: Sequence[int]) -> Outputs:
-        """Run the inner pass, from a graph if there is one for inputs of these shapes."""
-        if not isinstance(inputs["attention_mask"], Tensor):  # a mask for each kind of layer
-            return self.inner.run(model, inputs, cache, aux_layers)
+        """Feed nodes of rows that are padded to one width, or have as many each; others are not replayed."""
+        if nodes.order is None and len({*nodes.sizes}) > 1:
+            return self.inner(model, nodes, cache, aux_layers)
+        placed, rows = Padded(nodes), len(nodes.sizes)
+        cache.stage(nodes.sizes, placed.width)
+        kv_length, columns = cache.kv_length, placed.columns
+        wanted = None if columns is None else range(columns[0], columns[-1] + 1)
 
         def run(given: Tensors) -> Outputs:
-            cache.slots = given["slots"]
-            others = {name: value for name, value in given.items() if name != "slots"}
-            return self.inner.run(model, others, cache, aux_layers)
+            extra = {name: given[name] for name in nodes.extra}
+            every = None if wanted is None else [wanted] * rows
+            tokens, of_rows, of_columns, visible, depths = (given[name] for name in PLACES)
+            padded = Layout(tokens, of_rows, of_columns, visible, depths, [placed.width] * rows, every, extra)
+            with cache.locate(given["lengths"], kv_length):
+                return self.inner.through(model, padded, Padded(padded), cache, aux_layers)
 
-        tensors = {**inputs, "slots": cache.staged(inputs["input_ids"].device)}
-        outputs = self.graphs(run, tensors, cache.addresses, tuple(aux_layers))
+        lengths = on_device(cache.lengths, nodes.tokens.device)
+        extra = {name: placed(values).flatten(0, 1) for name, values in nodes.extra.items()}
+        tensors = {**{name: getattr(nodes, name) for name in PLACES}, "lengths": lengths, **extra}
+        outputs = self.graphs(run, tensors, cache.addresses, (tuple(aux_layers), wanted, kv_length))
         self.first += self.graphs.is_new
-        return tuple(output.clone() for output in outputs)
+        logits, *states = (output.clone() for output in outputs)
+        placed.columns = None if wanted is None else [*wanted]
+        return placed.logits(logits), *map(placed.states, states)
+
+    def width(self, size: int) -> int:
+        """Return the nodes that rows of this size are padded to: few sizes come."""
+        return padded_width(size)
 
     def several(
         self, run: Function, tensors: Mapping[str, Tensor], cache: TreeCache, slots: int, kind: Hashable

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level
+from specinfer.attention import Layout, TreeModel, lay_out_level
 from specinfer.common.tensors import padded_width
 from specinfer.common.values import checked_names
 from specinfer.drafts.rows import DraftRows, state_columns
@@ -72,9 +72,7 @@ class ModelDraftSession(DraftRows, Clocked):
 
     per_row = (*DraftRows.per_row, "uncached")
     draft_layers: tuple[int, ...] = ()  # layers of this model whose hidden states the session needs
-    repeats = (
-        True  # whether levels below the root depend on nothing but the model, lengths and what the root's pass gave
-    )
+    repeats = True  # whether levels below the root depend on lengths, and on what the root's pass gave, alone
 
     def __init__(self, model: TreeModel, context: DraftContext) -> None:
         super().__init__(context)
@@ -200,7 +198,7 @@ class ModelDraftSession(DraftRows, Clocked):
         chains = self._chains()
         inputs = {name: torch.cat(rows) for name, rows in self._uncached_inputs().items()}
         roots = [range(len(chain) - 1, len(chain)) for chain in chains]
-        logits = self.session.append(lay_out_chains(chains, self.device), roots, **inputs)
+        logits = self.session.append(self.session.chains(chains), roots, **inputs)
         self.draft_states = self.session.commit([range(len(chain)) for chain in chains])
         self.uncached = [[] for _ in chains]
         return logits.padded()

@@ -5,7 +5,6 @@ trace does the same (`torch.fx`'s ``make_fx``: operators over the same memory, n
 """
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +13,9 @@ from test_heads import draft_for
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from specinfer import BestFirst, Expansion, SpeculativeDecoder
-from specinfer.attention import TreeCache, TreeSession
+from specinfer.attention import TreeCache, TreeModel, TreeSession
 from specinfer.attention.passes import graphs
-from specinfer.attention.passes.graphs import SEEN, GraphedPass, Graphs
+from specinfer.attention.passes.graphs import SEEN, Graphs
 from specinfer.common.tensors import size_bucket
 from specinfer.errors import InputError
 
@@ -84,15 +83,25 @@ def test_of_too_many_graphs_those_used_longest_ago_are_dropped(monkeypatch):
     assert passes.held.keys() == passes.made.keys()
 
 
-def test_results_outlive_the_next_replay(monkeypatch):
-    monkeypatch.setattr(graphs, "CudaCapture", lambda: lambda run, inputs: lambda: run(inputs))
-    slots = torch.zeros(1)
-    cache = SimpleNamespace(staged=lambda device: slots, addresses=(), slots=slots)
-    inner = SimpleNamespace(run=lambda model, inputs, *_: (inputs["input_ids"],))
-    repeated = GraphedPass(inner, Graphs())
-    turns = [{"input_ids": torch.full((1,), turn), "attention_mask": slots} for turn in range(SEEN + 3)]
-    results = [repeated._replay(None, inputs, cache, ())[0] for inputs in turns]
-    assert torch.cat(results).tolist() == list(range(SEEN + 3))
+def test_results_outlive_the_next_replay(monkeypatch, target):
+    def capture(run, inputs):
+        outputs = run(inputs)
+
+        def replay():
+            for old, new in zip(outputs, run(inputs), strict=True):
+                old.copy_(new)
+            return outputs
+
+        return replay
+
+    monkeypatch.setattr(graphs, "CudaCapture", lambda: capture)
+    found = []
+    for replays in (True, False):
+        session = TreeModel(target).session(1, 64, graphs=replays)
+        for token in range(SEEN + 3):
+            found.append(session.append(session.chains([[token]])).row(0))
+            session.commit([()])
+    torch.testing.assert_close(torch.cat(found[: SEEN + 3]), torch.cat(found[SEEN + 3 :]))
 
 
 # ---- whole texts ----

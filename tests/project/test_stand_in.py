@@ -264,18 +264,18 @@ class Step(NamedTuple):
 
 
 STEADY = {  # draft, rows, options -> a step with graphs, once its passes are captured
-    ("none", 1, "greedy"): Step(1, 4, 25),
-    ("none", 4, "greedy"): Step(1, 6, 40),
-    ("none", 1, "sampling"): Step(1, 4, 40),
-    ("none", 4, "sampling"): Step(1, 6, 70),
-    ("ngram", 1, "greedy"): Step(1, 5, 25),
-    ("suffix", 1, "greedy"): Step(1, 5, 25),
-    ("recycling", 1, "greedy"): Step(2, 5, 35),
-    ("model", 1, "greedy"): Step(2, 12, 80),
-    ("head", 1, "greedy"): Step(2, 10, 60),
-    ("head", 4, "greedy"): Step(2, 12, 90),
-    ("head", 1, "sampling"): Step(2, 10, 75),
-    ("model and recycling", 1, "greedy"): Step(3, 12, 95),
+    ("none", 1, "greedy"): Step(1, 3, 8),
+    ("none", 4, "greedy"): Step(1, 3, 14),
+    ("none", 1, "sampling"): Step(1, 3, 18),
+    ("none", 4, "sampling"): Step(1, 3, 50),
+    ("ngram", 1, "greedy"): Step(1, 4, 10),
+    ("suffix", 1, "greedy"): Step(1, 4, 10),
+    ("recycling", 1, "greedy"): Step(2, 4, 20),
+    ("model", 1, "greedy"): Step(2, 10, 40),
+    ("head", 1, "greedy"): Step(2, 8, 28),
+    ("head", 4, "greedy"): Step(2, 8, 42),
+    ("head", 1, "sampling"): Step(2, 8, 44),
+    ("model and recycling", 1, "greedy"): Step(3, 10, 60),
 }
 
 
