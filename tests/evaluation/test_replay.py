@@ -746,7 +746,7 @@ def test_the_command_line_records_and_replays(run, tmp_path):
     code, out, err = run("replay", tmp_path)
     assert (code, err) == (0, "")
     trees = "BestFirst(max_nodes=4", "Chain(length=3)", "MultiStep(replacement=True)", "oracle", "not coupled"
-    for shown in (*trees, "by depth", "T = 1\n"):
+    for shown in (*trees, "by depth", "T = 1;", "by chance"):
         assert shown in out
     code, out, _ = run("replay", tmp_path, "--tree", "expansion", "--expansion", "1,2", "--json")
     made = json.loads(out)

@@ -10,7 +10,7 @@ it: q corrected by what was accepted before in the trace, text after text (`Acce
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import exp
+from math import exp, isnan
 from typing import Any
 
 import numpy as np
@@ -58,10 +58,15 @@ class EdgeCalibration(Tabular):
         groups = self.curves["auto"]
         yield [
             ["", *groups],
-            *([name, *(f"{found.error:.3f}" for found in curves.values())] for name, curves in self.curves.items()),
-            ["by chance", *(f"{found.chance:.3f}" for found in groups.values())],
+            *([name, *(_cell(found.error) for found in curves.values())] for name, curves in self.curves.items()),
+            ["by chance", *(_cell(found.chance) for found in groups.values())],
             ["edges", *(str(found.count.sum()) for found in groups.values())],
         ]
+
+
+def _cell(error: float) -> str:
+    """Return an error as text, "-" where there are no edges."""
+    return "-" if isnan(error) else f"{error:.3f}"
 
 
 def edge_calibration(
