@@ -237,7 +237,7 @@ FIGURES = {
         notes=(
             "The second turn of a chat of {prompt tokens:,} tokens, of which the first turn had read {read before:,}, "
             "has its first token after {ms:,.0f} ms, and after {ms again:,.0f} ms if all is read again: {ratio:.3f} of "
-            "the time ({least:.3f} to {most:.3f} by round), with the same ids.",
+            "the time ({most:.3f} at most in a round), with the same ids.",
         ),
     ),
     "structured": Figure(
