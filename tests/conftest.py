@@ -40,6 +40,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """What runs afterwards finds all objects again."""
+    gc.unfreeze()
+
+
 def tiny_llama(seed: int = 0, vocab: int = VOCAB, spread: float = 0.25, **options: Any) -> Any:
     """A random llama of two layers in float64, so that no near-tie can hide a mistake."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

@@ -42,7 +42,10 @@ def recorded(run, places):
     def replay():
         for func, args, kwargs, result in tape.calls:
             for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
-                if isinstance(old, torch.Tensor) and old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
+                if (
+                    isinstance(old, torch.Tensor)
+                    and old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr()
+                ):
                     old.copy_(new)
         return outputs
 
