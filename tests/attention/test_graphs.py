@@ -34,6 +34,10 @@ class Tape(TorchDispatchMode):
         return self.calls[-1][-1]
 
 
+def memory(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
 def recorded(run, places):
     """Capture as a CUDA graph does, but on a tape; what replays it."""
     with Tape() as tape:
@@ -42,10 +46,7 @@ def recorded(run, places):
     def replay():
         for func, args, kwargs, result in tape.calls:
             for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
-                if (
-                    isinstance(old, torch.Tensor)
-                    and old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr()
-                ):
+                if isinstance(old, torch.Tensor) and memory(old) != memory(new):  # else it is a view
                     old.copy_(new)
         return outputs
 

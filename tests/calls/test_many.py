@@ -61,7 +61,8 @@ def taken(found):
 def trees_alike(made, temperature):
     """Run rows that join; return how many trees were compared with those that a row grows alone, ids always are.
 
-    Two rows run at a time, or three if they are sampled.  The end of a text makes its last trees lower, so these are not compared.
+    Two rows run at a time, or three if they are sampled.  The end of a text makes its last trees lower, so these are
+    not compared.
     """
     compared = 0
     prompts = [{**prompt, "max_new_tokens": 2 * new + 4} for prompt, new in zip(own(), BUDGETS, strict=True)]
