@@ -15,7 +15,8 @@ It implements transformers' cache interface (``Cache.update``), so unmodified mo
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain, pairwise
 from math import prod
@@ -155,6 +156,7 @@ class TreeCache(Cache):
         self._staged: slice | None = None  # the slots that a pass writes, if they are the same in every row ...
         self.slots: Tensor | None = None  # ... else those of all rows, (rows, T)
         self._first, self._turn, self._width = [0] * rows, cast(Sequence[int], ()), 0  # as `stage` was told
+        self.located: Tensor | None = None  # the committed lengths, (rows,), in a block of `locate`
         self._buffers: tuple[list[Tensor], list[Tensor]] | None = None  # see `buffers`
 
     @property
@@ -198,6 +200,32 @@ class TreeCache(Cache):
                 columns = (columns - on_device(self._turn, device)[:, None]) % self._width
             self.slots = on_device(self._first, device)[:, None] + columns
         return self.slots
+
+    def room(self, slots: int) -> int:
+        """Have room for so many slots after the longest row; return the number of slots that passes then attend to."""
+        needed = max(self.lengths) + slots
+        self._reserve(needed)
+        return min(padded_kv_length(needed), self.capacity)
+
+    @contextmanager
+    def locate(self, lengths: Tensor, kv_length: int) -> Iterator[None]:
+        """Let passes find the committed lengths on the device, so that they do the same work whatever these are.
+
+        They say themselves which slots they write (`place`), for which there is `room`.
+
+        Args:
+            lengths: (rows,) long.
+            kv_length: slots that all passes attend to.
+        """
+        self.located, self.kv_length = lengths, kv_length
+        try:
+            yield
+        finally:
+            self.located = self.slots = None
+
+    def place(self, slots: Tensor) -> None:
+        """Write these slots, (rows, T) long, in the pass that follows."""
+        self._staged, self.slots = None, slots
 
     def open_layers(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> None:
         """Make the buffers of layers not yet written; ``shapes``: per layer, heads and dim of keys, then of values."""

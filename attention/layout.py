@@ -47,27 +47,29 @@ class Layout(NamedTuple):
     sizes: Sequence[int]  # nodes of each row
     wanted: Columns = None  # the nodes whose logits are wanted
     extra: Mapping[str, Tensor] = {}  # what else a model's forward takes, by name: (N, ...) each
+    order: Tensor | None = None  # of padded rows, (B, T): which value of `extra` stands where
+    at_end: bool = False  # whether padding comes before a row's nodes
 
     @property
     def node_depths(self) -> Tensor:
         """The depth of each node, (N,)."""
-        size = self.sizes[0]
-        if any(other != size for other in self.sizes):
-            return self.depths[self[1:3]]
-        return self.depths[:, self.depths.shape[1] - size :].flatten()  # the newest columns are the nodes
+        return self.depths[self.rows, self.columns]
 
     def after(self, lengths: Sequence[int]) -> int | Tensor:
         """Return how many committed tokens stand before each node, (N,), or for all nodes if rows have as many."""
         return lengths[0] if len({*lengths}) == 1 else on_device(lengths, self.tokens.device)[self.rows]
 
 
-def lay_out_trees(trees: Sequence[TokenTree], device: torch.device, unread: Sequence[Sequence[int]] = ()) -> Layout:
+def lay_out_trees(
+    trees: Sequence[TokenTree], device: torch.device, unread: Sequence[Sequence[int]] = (), width: int = 0
+) -> Layout:
     """Lay out one tree per row, depth first, root included, each below tokens of its row that no pass has read yet.
 
     Args:
         trees: one per row.
         device: of the tensors.
         unread: token ids per row, possibly none, before the root; logits are wanted of the trees alone.  () = none.
+        width: nodes that each row is padded to, behind its own; 0 = none is.
     """
     nodes = Forest.of(trees).nodes
     before = np.array([*map(len, unread)], np.int64) if unread else np.zeros_like(nodes.sizes)
@@ -80,13 +82,19 @@ def lay_out_trees(trees: Sequence[TokenTree], device: torch.device, unread: Sequ
     if unread:
         tokens[layout.columns < before[layout.rows]] = [*chain(*unread)]
     wanted = [range(first, size) for first, size in zip(before.tolist(), layout.sizes.tolist(), strict=True)]
-    return layout.done(tokens, depths, device)._replace(wanted=wanted if before.any() else None)
+    return layout.done(tokens, depths, device, width)._replace(wanted=wanted if before.any() else None)
 
 
-def lay_out_chains(chains: Sequence[Sequence[int]], device: torch.device) -> Layout:
-    """Lay out one chain of tokens per row, possibly none."""
+def lay_out_chains(chains: Sequence[Sequence[int]], device: torch.device, width: int = 0) -> Layout:
+    """Lay out one chain of tokens per row, possibly none.
+
+    Args:
+        chains: token ids of each row.
+        device: of the tensors.
+        width: nodes that each row is padded to, before its own, so that all end together; 0 = none is.
+    """
     layout = _Rows(np.array([*map(len, chains)], np.int64))
-    return layout.done(np.array([*chain(*chains)], np.int64), layout.columns, device)
+    return layout.done(np.array([*chain(*chains)], np.int64), layout.columns, device, width, at_end=True)
 
 
 class _Rows:
@@ -99,17 +107,32 @@ class _Rows:
         self.columns = np.arange(len(self.rows)) - self.starts[self.rows]  # (N,)
         self.ends = np.tile(sizes[:, None], (1, sizes.max()))  # (B, S), of each column's subtree, which lies together
 
-    def done(self, tokens: np.ndarray, depths: np.ndarray, device: torch.device) -> Layout:
-        """Return the layout of nodes with these tokens and depths, (N,) each."""
+    def done(
+        self, tokens: np.ndarray, depths: np.ndarray, device: torch.device, width: int = 0, at_end: bool = False
+    ) -> Layout:
+        """Return the layout of nodes with these tokens and depths, (N,) each, and of padding to a width.
+
+        The last node of a row is repeated as padding, in columns behind the row's own.
+        """
         columns = self.columns[:, None]
         visible = (np.arange(self.ends.shape[1]) <= columns) & (columns < self.ends[self.rows])
-        by_row = np.zeros_like(self.ends)
-        by_row[self.rows, self.columns] = depths
-        count, width = self.rows.size, self.ends.shape[1]
-        packed = on_device(np.concatenate([tokens, self.rows, self.columns, by_row.ravel()]), device)  # one transfer
-        nodes, below = packed.split([3 * count, by_row.size])
-        ids, rows, numbers = nodes.view(3, count)
-        return Layout(ids, rows, numbers, on_device(visible, device), below.view(-1, width), self.sizes.tolist())
+        rows, numbers, sizes, index = self.rows, self.columns, self.sizes, None
+        if width:
+            count = len(sizes)
+            numbers = (np.arange(width) - (width - sizes[:, None]) * at_end) % width
+            index = np.minimum(self.starts[:, None] + np.clip(numbers, 0, sizes[:, None] - 1), len(tokens) - 1)
+            rows, numbers, flat = np.repeat(np.arange(count), width), numbers.ravel(), index.ravel()
+            tokens, depths = tokens[flat], depths[flat]
+            visible = np.pad(visible[flat], ((0, 0), (0, width - visible.shape[1])))
+        by_row = np.zeros((len(sizes), visible.shape[1]), np.int64)
+        by_row[rows, numbers] = depths
+        parts = [tokens, rows, numbers, by_row.ravel(), *([] if index is None else [flat])]
+        packed = on_device(np.concatenate(parts), device)  # one transfer
+        ids, of_rows, of_columns, below, *stand = packed.split([part.size for part in parts])
+        padding = {"order": stand[0].view(index.shape), "at_end": at_end} if index is not None else {}
+        return Layout(
+            ids, of_rows, of_columns, on_device(visible, device), below.view(by_row.shape), sizes.tolist(), **padding
+        )
 
 
 def lay_out_level(frontier: Frontier, earlier: Layout | None, device: torch.device) -> Layout:

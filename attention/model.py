@@ -7,7 +7,7 @@ Does not know: how a pass runs, drafting, verification, sampling, text.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from time import perf_counter
@@ -19,7 +19,7 @@ from torch import Tensor
 from specinfer.attention.forward import Forward
 from specinfer.attention.layout import Columns, Layout, PerNode, lay_out_chains, lay_out_trees
 from specinfer.attention.passes.base import Pass, Ways
-from specinfer.attention.passes.graphs import GraphedCaches
+from specinfer.attention.passes.graphs import Function, GraphedCaches, GraphedPass, Tensors
 from specinfer.attention.passes.plain import PlainPass, TensorPass
 from specinfer.attention.passes.stateful import StatefulPass
 from specinfer.attention.torch_private import modules_of
@@ -27,7 +27,7 @@ from specinfer.common.tensors import concat, on_device
 from specinfer.errors import InputError
 from specinfer.tree import TokenTree
 
-PREFILL_CHUNK = 512  # the most prompt tokens of a row that one pass reads ...
+PREFILL_CHUNK = 512  # the most prompt tokens of a row that one pass reads on a CPU ...
 PREFILL_TOKENS = 4096  # ... and of all rows: this bounds memory, and on a CPU larger passes are slower
 
 _training: weakref.WeakKeyDictionary[Any, tuple[int, list[Any]]] = weakref.WeakKeyDictionary()
@@ -72,6 +72,10 @@ class TreeSession:
         """How many passes took longer so far than others of their shapes will."""
         return self.repeated.first
 
+    def chains(self, chains: Sequence[Sequence[int]]) -> Layout:
+        """Lay out chains as `append` takes them."""
+        return lay_out_chains(chains, self.device, self.repeated.width(max(map(len, chains))))
+
     def append(self, layout: Layout, columns: Columns = None, **inputs: Tensor) -> PerNode:
         """Feed a layout's nodes as new pending slots: ONE forward pass over all rows.
 
@@ -89,6 +93,38 @@ class TreeSession:
         self.seconds += perf_counter() - started
         return logits
 
+    @property
+    def replays(self) -> bool:
+        """Whether `several` passes are replayed as one graph."""
+        return isinstance(self.repeated, GraphedPass)
+
+    def several(self, run: Function, tensors: Tensors, slots: int, kind: Hashable) -> tuple[Tensor, ...]:
+        """Run what appends several layouts to this session, and forget their slots: see `GraphedPass.several`.
+
+        Args:
+            run: takes and returns tensors.  It does the same in every call of a kind.
+            tensors: its inputs.
+            slots: how many of each row it writes at most.
+            kind: of run.
+
+        Raises:
+            UnsupportedModel: it cannot be captured.
+        """
+        assert isinstance(self.repeated, GraphedPass)
+        started, graphed = perf_counter(), self.repeated
+
+        def unrolled(given: Tensors) -> tuple[Tensor, ...]:
+            self.repeated = self.run
+            try:
+                return run(given)
+            finally:
+                self.repeated, self.aux_states = graphed, []
+
+        passes, seconds = self.passes, self.seconds
+        found = graphed.several(unrolled, tensors, self.cache, slots, kind)
+        self.passes, self.seconds = passes, seconds + perf_counter() - started
+        return found
+
     def prefill(
         self, prompts: Sequence[Sequence[int]], hold: bool = False, **inputs: Sequence[Tensor]
     ) -> list[Tensor | None]:
@@ -101,7 +137,8 @@ class TreeSession:
         """
         started = perf_counter()
         kept: list[list[Tensor]] = [[] for _ in prompts]
-        chunk = max(1, min(PREFILL_CHUNK, PREFILL_TOKENS // len(prompts)))
+        longest = PREFILL_TOKENS if self.device.type == "cuda" else PREFILL_CHUNK
+        chunk = max(1, min(longest, PREFILL_TOKENS // len(prompts)))
         starts = range(0, max(len(prompt) for prompt in prompts), chunk)
         end = starts[-1] if hold and starts else None
         for start in starts if end is None else starts[:-1]:
@@ -123,7 +160,8 @@ class TreeSession:
         """Score every node of one tree per row in one pass: logits (n, V) of each row, in the order of its nodes."""
         read = sum(map(len, self.unread))
         if not read:
-            return self.append(lay_out_trees(trees, self.device))
+            width = self.repeated.width(max(map(len, trees)))
+            return self.append(lay_out_trees(trees, self.device, width=width))
         started = perf_counter()
         logits = self._feed(lay_out_trees(trees, self.device, self.unread), self.run)
         spent, share = perf_counter() - started, read / (read + sum(map(len, trees)))

@@ -213,7 +213,8 @@ class _Operators(TorchDispatchMode):
         is_view = not func._schema.is_mutable and {id(tensor.untyped_storage()) for tensor in found} <= before
         if not is_view:
             mark(result, there)
-        if found and there and not is_view and name not in BARE:
+        is_work = found or func._schema.is_mutable  # on lists of tensors, which nothing is returned of
+        if is_work and there and not is_view and name not in BARE:
             self.device.launch(name, (func, args, kwargs, result))
         return result
 

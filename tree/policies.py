@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from math import exp, inf, log, nextafter
 from operator import itemgetter, mul
@@ -100,6 +100,14 @@ class Policy(ABC):
     def grow(self, source: Source, max_depth: int | None = None) -> Growth:
         """Grow one tree per row of the source, no deeper than `max_depth` in this call (0 asks nothing)."""
 
+    def settled(self, source: Source, max_depth: int) -> Policy | None:
+        """Return what `grow` amounts to now if it looks at no value of the source; None: it does, or draws.
+
+        Such a policy is compared by value, takes no more than its `max_depth`, at most this one, and grows in the same
+        operations each time.
+        """
+        return None
+
     def fit(self, trees: Forest) -> Forest:
         """Return the part of each row's tree that the target scores; each is merged from all drafts' trees.
 
@@ -183,6 +191,10 @@ class BestFirst(Policy):
     def grow(self, source: Source, max_depth: int | None = None) -> Growth:
         """Grow one tree per row, asking the source at most `max_depth` times."""
         return grow_best_first(source, self.max_nodes, _limit(self.max_depth, max_depth), self.min_probability)
+
+    def settled(self, source: Source, max_depth: int) -> BestFirst:
+        """Return the policy for this depth."""
+        return replace(self, max_depth=min(self.max_depth, self.max_nodes, max_depth))
 
     def fit(self, trees: Forest) -> Forest:
         """Return the `max_nodes` likeliest paths of each tree, so that several drafts share one budget."""
@@ -431,6 +443,10 @@ class Expansion(Policy):
         tokens, parents, scores, valid = (torch.cat(column, 1) for column in zip(*levels, strict=True))
         return Growth(tokens, parents, scores, valid, self.kind, tuple(distributions))
 
+    def settled(self, source: Source, max_depth: int) -> Policy | None:
+        """Return the policy for this depth."""
+        return Expansion(self.expansion[:max_depth])
+
     def _ask(self, source: Source, frontier: Frontier, k: int) -> tuple[Tensor, ...]:
         return source.top(frontier, k)
 
@@ -469,6 +485,9 @@ class Sampled(Expansion):
     def kind(self) -> Kind:  # type: ignore[override]
         """How children are chosen."""
         return Kind.IID if self.replacement else Kind.WITHOUT_REPLACEMENT
+
+    def settled(self, source: Source, max_depth: int) -> None:
+        """Return None: draws take other random numbers each time."""
 
     def _ask(self, source: Source, frontier: Frontier, k: int) -> tuple[Tensor, ...]:
         return source.draw(frontier, k, self.replacement)

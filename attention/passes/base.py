@@ -40,6 +40,10 @@ class Pass(ABC):
     def cache(self, model: Forward, rows: int, capacity: int, max_capacity: int | None, fixed: bool) -> Any:
         """Return an empty cache that these passes write: see `TreeCache`."""
 
+    def width(self, size: int) -> int:
+        """Return the nodes that rows of this size at most are padded to when they are laid out; 0 = none is."""
+        return 0
+
     def refresh(self) -> str:
         """Return why it cannot stand for the model as it is now, or ""."""
         return ""

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from specinfer.attention.cache import TreeCache
 from specinfer.attention.compiler.watch import Watch, altered
-from specinfer.attention.forward import Forward, Inputs, Outputs
+from specinfer.attention.forward import Forward, Outputs
 from specinfer.attention.layout import Layout
 from specinfer.attention.passes.base import Pass, Result
-from specinfer.attention.passes.plain import TensorPass, common_width
-from specinfer.common.tensors import padded_kv_length
+from specinfer.attention.passes.plain import Padded, TensorPass
+from specinfer.common.tensors import on_device, padded_kv_length, padded_width
 from specinfer.errors import UnsupportedModel
 
 Tensors = dict[str, Tensor]
@@ -33,6 +33,7 @@ Replay = Callable[[], tuple[Tensor, ...]]
 Function = Callable[[Tensors], tuple[Tensor, ...]]
 
 SEEN = 2  # passes of a shape before it is captured: they warm kernels up, and many shapes come only once
+PLACES = "tokens", "rows", "columns", "visible", "depths"  # tensors of a layout
 HELD = 1 << 30  # bytes of inputs and outputs that the graphs of one cache hold
 IDLE = 2  # caches of one model that are kept for sessions to come
 
@@ -59,6 +60,9 @@ class Graphs:
             tensors: its inputs.
             memory: another one than in the last call drops all graphs.
             kind: of pass.
+
+        Returns:
+            what the pass returns; the next one of these shapes may overwrite it.
         """
         if memory != self.memory:
             self.made.clear()
@@ -74,13 +78,14 @@ class Graphs:
             inputs = {name: tensor.clone() for name, tensor in tensors.items()}
             self.made[shapes] = inputs, self.capture(run, inputs)
         self.made[shapes] = inputs, replay = self.made.pop(shapes)
-        for name, tensor in tensors.items():
-            inputs[name].copy_(tensor)
+        for dtype in {tensor.dtype for tensor in tensors.values()}:  # one launch for all of a type
+            names = [name for name, tensor in tensors.items() if tensor.dtype == dtype]
+            torch._foreach_copy_([inputs[name] for name in names], [tensors[name] for name in names])
         outputs = replay()
         if self.is_new:
             self.held[shapes] = sum(tensor.nbytes for tensor in (*inputs.values(), *outputs))
             self._make_room()
-        return tuple(output.clone() for output in outputs)  # the next replay overwrites them
+        return outputs
 
     def _make_room(self) -> None:
         while sum(self.held.values()) > HELD and len(self.made) > 1:
@@ -104,21 +109,57 @@ class GraphedPass(Pass):
         return self.inner.cache(model, rows, capacity, max_capacity, fixed)
 
     def __call__(self, model: Forward, nodes: Layout, cache: TreeCache, aux_layers: Sequence[int]) -> Result:
-        """Feed nodes, padded."""
-        return self.inner.through(self._replay, model, nodes, cache, aux_layers, common_width(nodes))
-
-    def _replay(self, model: Forward, inputs: Inputs, cache: TreeCache, aux_layers: Sequence[int]) -> Outputs:
-        """Run the inner pass, from a graph if there is one for inputs of these shapes."""
-        if not isinstance(inputs["attention_mask"], Tensor):  # a mask for each kind of layer
-            return self.inner.run(model, inputs, cache, aux_layers)
+        """Feed nodes of rows that are padded to one width, or have as many each; others are not replayed."""
+        if nodes.order is None and len({*nodes.sizes}) > 1:
+            return self.inner(model, nodes, cache, aux_layers)
+        placed, rows = Padded(nodes), len(nodes.sizes)
+        cache.stage(nodes.sizes, placed.width)
+        kv_length, columns = cache.kv_length, placed.columns
+        wanted = None if columns is None else range(columns[0], columns[-1] + 1)
 
         def run(given: Tensors) -> Outputs:
-            cache.slots = given["slots"]
-            others = {name: value for name, value in given.items() if name != "slots"}
-            return self.inner.run(model, others, cache, aux_layers)
+            extra = {name: given[name] for name in nodes.extra}
+            every = None if wanted is None else [wanted] * rows
+            tokens, of_rows, of_columns, visible, depths = (given[name] for name in PLACES)
+            padded = Layout(tokens, of_rows, of_columns, visible, depths, [placed.width] * rows, every, extra)
+            with cache.locate(given["lengths"], kv_length):
+                return self.inner.through(model, padded, Padded(padded), cache, aux_layers)
 
-        tensors = {**inputs, "slots": cache.staged(inputs["input_ids"].device)}
-        outputs = self.graphs(run, tensors, cache.addresses, tuple(aux_layers))
+        lengths = on_device(cache.lengths, nodes.tokens.device)
+        extra = {name: placed(values).flatten(0, 1) for name, values in nodes.extra.items()}
+        tensors = {**{name: getattr(nodes, name) for name in PLACES}, "lengths": lengths, **extra}
+        outputs = self.graphs(run, tensors, cache.addresses, (tuple(aux_layers), wanted, kv_length))
+        self.first += self.graphs.is_new
+        logits, *states = (output.clone() for output in outputs)
+        placed.columns = None if wanted is None else [*wanted]
+        return placed.logits(logits), *map(placed.states, states)
+
+    def width(self, size: int) -> int:
+        """Return the nodes that rows of this size are padded to: few sizes come."""
+        return padded_width(size)
+
+    def several(
+        self, run: Function, tensors: Mapping[str, Tensor], cache: TreeCache, slots: int, kind: Hashable
+    ) -> tuple[Tensor, ...]:
+        """Run what feeds several passes between two commits, from a graph of all of them if there is one.
+
+        What the passes wrote is forgotten.
+
+        Args:
+            run: as in `Graphs`; its passes are the inner one's, over rows that have as many nodes each.
+            tensors: its inputs.
+            cache: that the passes write.
+            slots: how many of each row they write at most.
+            kind: of run.
+        """
+        kv_length = cache.room(slots)
+
+        def located(given: Tensors) -> tuple[Tensor, ...]:
+            with cache.locate(given["lengths"], kv_length):
+                return run(given)
+
+        lengths = on_device(cache.lengths, next(iter(tensors.values())).device)
+        outputs = self.graphs(located, {**tensors, "lengths": lengths}, cache.addresses, (kind, kv_length))
         self.first += self.graphs.is_new
         return outputs
 

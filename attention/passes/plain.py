@@ -9,7 +9,7 @@ rows are one row, R = 1: each comes with the number of the row whose slots it re
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -21,8 +21,6 @@ from specinfer.attention.layout import Columns, Layout, PerNode, Span, attention
 from specinfer.attention.passes.base import Pass, Result
 from specinfer.attention.torch_private import direct_tensors
 from specinfer.common.tensors import on_device, padded_width
-
-Run = Callable[[Forward, Inputs, TreeCache, Sequence[int]], Outputs]
 
 
 class Padded:
@@ -38,11 +36,12 @@ class Padded:
 
     def __init__(self, nodes: Layout, width: int = 0) -> None:
         sizes, wanted = nodes.sizes, nodes.wanted
-        self.sizes, self.width = sizes, max(*sizes, width)
-        at_end = wanted is not None and all(part.stop == size for part, size in zip(wanted, sizes, strict=True))
+        self.sizes, self.index = sizes, nodes.order  # (B, T) which node stands where; None: there is no padding
+        self.width = max(*sizes, width) if self.index is None else self.index.shape[1]
+        is_end = wanted is not None and all(part.stop == size for part, size in zip(wanted, sizes, strict=True))
+        at_end = is_end if self.index is None else nodes.at_end
         self.turn = [self.width - size if at_end else 0 for size in sizes]  # padding on the left
-        self.index: Tensor | None = None  # (B, T) which node stands where; None: there is no padding
-        if min(sizes) < self.width:
+        if self.index is None and min(sizes) < self.width:
             self.index = self._index(nodes.tokens)
         shifted = [range(p.start + t, p.stop + t) for p, t in zip(wanted, self.turn, strict=True)] if wanted else None
         self.wanted = shifted
@@ -70,7 +69,12 @@ class Padded:
 
     def stage(self, nodes: Layout, before: int | Tensor, cache: TreeCache) -> Inputs:
         """Reserve the slots of the pass; the cache knows them."""
-        cache.stage(nodes.sizes, self.width, self.turn)
+        if cache.located is None:
+            cache.stage(nodes.sizes, self.width, self.turn)
+            return {}
+        slots = (before + nodes.columns).unflatten(0, (len(self.sizes), -1))
+        padding = torch.arange(self.width, device=slots.device)
+        cache.place(slots if self.index is None else slots[:, :1] + padding)  # which is behind the nodes
         return {}
 
     def logits(self, found: Tensor) -> PerNode:
@@ -135,28 +139,35 @@ class TensorPass(Pass):
 
     def __call__(self, model: Forward, nodes: Layout, cache: TreeCache, aux_layers: Sequence[int]) -> Result:
         """Feed nodes."""
-        return self.through(self.run, model, nodes, cache, aux_layers, common_width(nodes) if self.few_shapes else 0)
+        placed = SideBySide(nodes) if self.packs else Padded(nodes, common_width(nodes) if self.few_shapes else 0)
+        with model.ranks.together(*nodes[:5], cache.lengths):
+            logits, *states = self.through(model, nodes, placed, cache, aux_layers)
+        return placed.logits(logits), *map(placed.states, states)
 
     def through(
-        self, run: Run, model: Forward, nodes: Layout, cache: TreeCache, aux_layers: Sequence[int], width: int = 0
-    ) -> Result:
-        """Feed nodes through a function that stands for `run`, with so many in each row at least."""
-        placed = SideBySide(nodes) if self.packs else Padded(nodes, width)
-        before = nodes.after(cache.lengths)
+        self, model: Forward, nodes: Layout, placed: Padded | SideBySide, cache: TreeCache, aux_layers: Sequence[int]
+    ) -> Outputs:
+        """Run the forward over nodes: logits of the columns that are wanted, and the states of all."""
+        before = nodes.after(cache.lengths) if cache.located is None else cache.located[nodes.rows]
         inputs = placed.stage(nodes, before, cache)
         inputs["input_ids"] = placed(nodes.tokens)
         dtype = self.dtype or model.dtype
         inputs["attention_mask"] = attention_mask(model.spec, nodes, before, dtype, cache.kv_length, placed)
         if model.takes_positions:
-            inputs["position_ids"] = placed(_positions(model, nodes, before, max(cache.lengths)))
+            inputs["position_ids"] = placed(_positions(model, nodes, before, cache.kv_length))
         inputs |= {name: placed(values) for name, values in nodes.extra.items()}
-        columns = None if placed.columns is None else on_device(placed.columns, nodes.tokens.device)
+        columns = None if placed.columns is None else _numbers(placed.columns, nodes.tokens.device)
         if columns is not None and model.takes_logits_to_keep:
             inputs["logits_to_keep"] = columns
-        with model.ranks.together(*nodes[:5], cache.lengths):
-            logits, *states = run(model, inputs, cache, aux_layers)
-        logits = logits if columns is None or model.takes_logits_to_keep else logits[:, columns]
-        return placed.logits(logits), *map(placed.states, states)
+        logits, *states = self.run(model, inputs, cache, aux_layers)
+        return logits if columns is None or model.takes_logits_to_keep else logits[:, columns], *states
+
+
+def _numbers(columns: Sequence[int], device: torch.device) -> Tensor:
+    """Return numbers as a tensor; a range is not copied to the device, for no graph could hold that."""
+    first, last = columns[0], columns[-1]
+    is_range = last - first + 1 == len(columns)
+    return torch.arange(first, last + 1, device=device) if is_range else on_device(columns, device)
 
 
 def common_width(nodes: Layout) -> int:
@@ -177,9 +188,9 @@ class PlainPass(TensorPass):
         return output.logits, *states
 
 
-def _positions(model: Forward, nodes: Layout, before: int | Tensor, longest: int) -> Tensor:
+def _positions(model: Forward, nodes: Layout, before: int | Tensor, slots: int) -> Tensor:
     """Return (N,) positions, committed length + depth, clamped to the context (the rest is cut later)."""
     positions = nodes.node_depths + before
-    if model.max_positions is None or longest + nodes.depths.shape[1] <= model.max_positions:
+    if model.max_positions is None or slots <= model.max_positions:
         return positions  # no node is deeper than there are columns
     return positions.clamp(max=model.max_positions - 1)

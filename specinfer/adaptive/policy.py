@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from itertools import chain, pairwise, zip_longest
-from math import exp, inf
+from math import exp, floor, inf, log2
 from os import PathLike
 from typing import Any
 
@@ -142,10 +142,9 @@ class Auto(Policy):
 
     def grow(self, source: Source, max_depth: int | None = None) -> Growth:
         """Grow one tree per row: none if the draft is idle, else level by level while that pays."""
-        nodes, depth = self.limits(source.batch)
-        depth = depth if max_depth is None else min(max_depth, depth)
-        if not self.asked >> source.draft & 1:
-            depth = 0
+        if hasattr(source, "lattice") or source.device.type != "cpu":
+            return self.settled(source, max_depth).grow(source)
+        nodes, depth, least = self._limits_of(source, max_depth)
         self.levels[source.draft] = min(depth, 1)
 
         def wanted(frontier: Frontier, scores: Tensor) -> int:
@@ -154,9 +153,35 @@ class Auto(Policy):
             self.levels[source.draft] += count > 0
             return count
 
+        return grow_best_first(source, nodes, depth, least, wanted)
+
+    def settled(self, source: Source, max_depth: int | None) -> BestFirst:
+        """Return what grows where to look at nodes would be to wait for them: levels while they pay on average.
+
+        A draft that answers for all depths at once is asked once, and levels cost nothing.
+        """
+        nodes, depth, least = self._limits_of(source, max_depth)
+        self.levels[source.draft] = levels = min(depth, 1)
+        if hasattr(source, "lattice"):
+            return BestFirst(nodes, depth, least)
+        with self.lock:
+            while 0 < levels < min(depth, nodes) and self._pays(source, levels):
+                levels += 1
+        self.levels[source.draft] = levels
+        return BestFirst(nodes, levels, 2.0 ** floor(log2(least)))  # few policies, for graphs
+
+    def _limits_of(self, source: Source, max_depth: int | None) -> tuple[int, int, float]:
+        """Return the most nodes and levels of a draft's trees in this step, and the least probability of a node."""
+        nodes, depth = self.limits(source.batch)
+        depth = depth if max_depth is None else min(max_depth, depth)
         least = min(max(self.costs.node(source.batch) / 2, LEAST[0]), LEAST[1])  # half, for q may be low
-        # a draft that answers for all depths at once is asked once, and levels cost nothing
-        return grow_best_first(source, nodes, depth, least, None if hasattr(source, "lattice") else wanted)
+        return nodes, depth if self.asked >> source.draft & 1 else 0, least
+
+    def _pays(self, source: Source, depth: int) -> bool:
+        """Whether a level below this depth gains more than it costs, on average."""
+        cost, node = self.costs.level(source.draft, source.batch), self.costs.node(source.batch)
+        chance, family = self.acceptance.expected(source.draft, depth), self.acceptance.family(source.draft, depth)
+        return cost is not None and source.batch * (chance * family - node) > cost  # one level tells the cost
 
     def room(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return nodes and levels of a tree as caches have room for them: at first, and however cheap they are."""
@@ -172,8 +197,6 @@ class Auto(Policy):
     def wanted_nodes(self, draft: int, frontier: Frontier, scores: Tensor) -> int:
         """Return how many nodes of each row a draft is asked about: none unless they gain more than the level costs.
 
-        Where tensors are not on the host it goes by averages: to look at the nodes would be to wait for them.
-
         Args:
             draft: which.
             frontier: the nodes (B, W), best first.
@@ -183,16 +206,11 @@ class Auto(Policy):
         cost, node = self.costs.level(draft, rows), self.costs.node(rows)
         if cost is None:  # one level tells it
             return 0
-        family, on_host = self.acceptance.family(draft, depth), frontier.tokens.device.type == "cpu"
-        if on_host:
-            rate = self.acceptance.along(draft, depth)
-            chances = [min(1.0, exp(score) * rate) for score in chain(*scores.tolist())]
-        else:
-            chances = [self.acceptance.expected(draft, depth)] * rows
-        gains = [chance * family - node for chance in chances]
+        family, rate = self.acceptance.family(draft, depth), self.acceptance.along(draft, depth)
+        gains = [min(1.0, exp(score) * rate) * family - node for score in chain(*scores.tolist())]
         if sum(gain for gain in gains if gain > 0) <= cost:
             return 0
-        return size_bucket(max(n % width + 1 for n, gain in enumerate(gains) if gain > 0)) if on_host else width
+        return size_bucket(max(n % width + 1 for n, gain in enumerate(gains) if gain > 0))
 
     def fit(self, trees: Forest) -> Forest:
         """Return each tree's nodes that are worth their part of the target's pass, or none.

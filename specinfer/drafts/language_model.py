@@ -6,18 +6,20 @@ Does not know: the target, files and training of heads (`head`), verification, t
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specinfer.attention import Layout, TreeModel, lay_out_chains, lay_out_level
+from specinfer.attention import Layout, TreeModel, lay_out_level
+from specinfer.common.tensors import padded_width
 from specinfer.common.values import checked_names
 from specinfer.drafts.rows import DraftRows, state_columns
 from specinfer.engine.draft import Clocked, Committed, Draft, DraftContext, Scored, States
 from specinfer.errors import InputError
-from specinfer.tree import Frontier, Growth, Source
+from specinfer.tree import Frontier, Growth, Policy, Source
 
 CATCH_UP = 32  # uncached tokens that are fed together with the root; of more, all but the root are prefilled
 
@@ -70,6 +72,7 @@ class ModelDraftSession(DraftRows, Clocked):
 
     per_row = (*DraftRows.per_row, "uncached")
     draft_layers: tuple[int, ...] = ()  # layers of this model whose hidden states the session needs
+    repeats = True  # whether levels below the root depend on lengths, and on what the root's pass gave, alone
 
     def __init__(self, model: TreeModel, context: DraftContext) -> None:
         super().__init__(context)
@@ -81,12 +84,47 @@ class ModelDraftSession(DraftRows, Clocked):
         self.fed: list[Frontier] = []  # levels fed this step, root excluded: pending columns are nodes 1, 2, ...
         self.vocab_size = min(model.vocab_size, context.vocab_size)
         self.last_id = model.embedded - 1  # ids beyond it are padding of the target's vocabulary
+        self.given: dict[str, Tensor] = {}  # what a graph reads of the root's pass, while its operations are recorded
         self.draft_states: list[Tensor | None] = []  # this model's hidden states at the tokens fed last, root last
 
     def source(self, roots: Sequence[int]) -> Source:
         """Return the session itself; nothing is fed yet."""
         self.level, self.fed = None, []
         return self
+
+    def grow(self, policy: Policy, source: Source, depth: int) -> Growth:
+        """Return what a policy grows on the source: all levels below the root's from one graph, if there are graphs."""
+        repeats = self.repeats and self.session.replays and self.device.type != "cpu"  # where policies look at values
+        deepest = max(depth, min(self.levels_left()))  # the engine cuts what is too deep; few sizes come
+        settled = policy.settled(source, deepest) if repeats else None
+        if settled is None or not settled.max_nodes or not settled.max_depth:
+            return policy.grow(source, depth)
+        nodes, levels = settled.max_nodes, settled.max_depth
+        given = {"logits": self._root_logits(), **self.beside_root(levels)}
+        run = partial(self._grown_below, settled, source)
+        tokens, parents, scores, valid, *fed = self.session.several(
+            run, given, max(nodes * levels, padded_width(nodes)), settled
+        )
+        self.level, self.given, self.session.passes = None, {}, self.session.passes + levels - 1
+        self.fed = [Frontier(*level) for level in zip(fed[::3], fed[1::3], fed[2::3], range(1, levels), strict=False)]
+        self.session.cache.pending = [sum(len(level.tokens[0]) for level in self.fed)] * self.batch
+        return Growth(tokens, parents, scores, valid, settled.kind)
+
+    def _grown_below(self, policy: Policy, source: Source, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Return what a policy grows below roots whose pass gave these values, and the levels that were fed."""
+        self.given, self.level, self.fed = given, None, []
+        growth = policy.grow(source)
+        return *growth[:4], *(column for level in self.fed for column in level[:3])
+
+    def beside_root(self, levels: int) -> dict[str, Tensor]:
+        """Return what levels below the root need beside the root's logits, by name."""
+        return {"noise": self.noise_below(range(levels), self.vocab_size, self.device)} if self.couplings else {}
+
+    def noise_below(self, depths: Sequence[int], size: int, device: torch.device) -> Tensor:
+        """Return the target's noise below nodes of depths: see `DraftRows`."""
+        if "noise" in self.given:
+            return self.given["noise"][:, depths[0] : depths[-1] + 1]
+        return super().noise_below(depths, size, device)
 
     def grown(self, growth: Growth) -> Growth:
         """Bring a tree and the levels that were fed for it to the host, which waits once."""
@@ -143,11 +181,15 @@ class ModelDraftSession(DraftRows, Clocked):
     def _logits(self, frontier: Frontier) -> Tensor:
         """Return logits (B, W, V) after each frontier node, feeding them to the model."""
         if frontier.depth == 0:
-            return self._feed_uncached()[..., : self.vocab_size]
+            return self._root_logits()
         tokens = frontier.tokens.clamp(max=self.last_id)
         self.level = lay_out_level(frontier._replace(tokens=tokens), self.level, self.device)
         self.fed.append(frontier)
         return self.session.append(self.level).padded()[..., : self.vocab_size]
+
+    def _root_logits(self) -> Tensor:
+        """Return the logits (B, 1, V') after the roots; feeds them, unless a graph is given what that gave."""
+        return self.given["logits"] if self.given else self._feed_uncached()[..., : self.vocab_size]
 
     def _feed_uncached(self) -> Tensor:
         """Feed and commit each row's uncached tokens, the root last; return the logits after the root, (B, 1, V)."""
@@ -156,7 +198,7 @@ class ModelDraftSession(DraftRows, Clocked):
         chains = self._chains()
         inputs = {name: torch.cat(rows) for name, rows in self._uncached_inputs().items()}
         roots = [range(len(chain) - 1, len(chain)) for chain in chains]
-        logits = self.session.append(lay_out_chains(chains, self.device), roots, **inputs)
+        logits = self.session.append(self.session.chains(chains), roots, **inputs)
         self.draft_states = self.session.commit([range(len(chain)) for chain in chains])
         self.uncached = [[] for _ in chains]
         return logits.padded()
@@ -226,12 +268,21 @@ class HeadDraftSession(ModelDraftSession):
     def _logits(self, frontier: Frontier) -> Tensor:
         """Return logits (B, W, V') after each frontier node, feeding them to the head."""
         if frontier.depth == 0:
-            return self._feed_uncached()
+            return self._root_logits()
         self.level = lay_out_level(frontier, self.level, self.device)
-        roots = torch.stack([states[-1:, 0] for states in self.draft_states if states is not None])  # (B, 1, H)
-        fed = torch.cat([roots, *(states.padded()[:, :, 0] for states in self.session.aux_states)], 1)
+        fed = torch.cat([self._root_states(), *(states.padded()[:, :, 0] for states in self.session.aux_states)], 1)
         parents = frontier.parents[:, :, None].expand(-1, -1, fed.shape[2])
         return self.session.append(self.level, draft_states=fed.gather(1, parents).flatten(0, 1)).padded()
+
+    def beside_root(self, levels: int) -> dict[str, Tensor]:
+        """Return the root's states, and the noise."""
+        return {"states": self._root_states(), **super().beside_root(levels)}
+
+    def _root_states(self) -> Tensor:
+        """Return the head's states at the roots, (B, 1, H)."""
+        if self.given:
+            return self.given["states"]
+        return torch.stack([states[-1:, 0] for states in self.draft_states if states is not None])
 
     def _uncached_inputs(self) -> dict[str, list[Tensor]]:
         """Return the target's states that chose each row's uncached tokens, and keep none."""

@@ -110,14 +110,18 @@ class DraftRows:
         """
         if not self.couplings:
             return None
+        noise = self.noise_below(depths, size, device)
+        return noise if indices is None else noise.expand(-1, indices.shape[1], -1).gather(2, indices)
+
+    def noise_below(self, depths: Sequence[int], size: int, device: torch.device) -> Tensor:
+        """Return the target's noise of V' tokens in the draft's vocabulary below nodes at W depths, (B, W, V')."""
         every = (
             coupling.at(length + depth, self.context.vocab_size, device)
             for coupling, length in zip(self.couplings, self.lengths, strict=True)
             for depth in depths
         )
         found = [noise[:size] if self.token_ids is None else noise.index_select(0, self.token_ids) for noise in every]
-        noise = torch.stack(found).view(self.batch, len(depths), -1)  # (B, W or 1, V')
-        return noise if indices is None else noise.expand(-1, indices.shape[1], -1).gather(2, indices)
+        return torch.stack(found).view(self.batch, len(depths), -1)
 
     def coupled(self, tokens: Tensor, q: Tensor, k: int, depth: int) -> tuple[Tensor, Tensor]:
         """Return the k likeliest of a few candidates, given the target's noise, and log-probabilities of being chosen.

@@ -103,6 +103,7 @@ class ThroughTextSession(ModelDraftSession):
     """
 
     per_row = (*ModelDraftSession.per_row, "texts", "cached", "ends")
+    repeats = False
 
     def __init__(self, draft: ThroughTextDraft, context: DraftContext) -> None:
         super().__init__(draft.model, replace(context, max_capacity=sys.maxsize))  # a text may be many of its tokens

@@ -86,6 +86,10 @@ class DraftSession(ABC):
         """Return, per row, how many levels of a tree the draft can say something about; (): of as many as wanted."""
         return ()
 
+    def grow(self, policy: Policy, source: Source, depth: int) -> Growth:
+        """Return what a policy grows on the source, no deeper than this."""
+        return policy.grow(source, depth)
+
     def grown(self, growth: Growth) -> Growth:
         """Take note of what a policy grew on the source; return it."""
         return growth
@@ -109,7 +113,7 @@ class DraftSession(ABC):
         if source is None:
             return Forest(policy.kind, roots)
         try:
-            trees = self.grown(policy.grow(source, depth)).trees(roots, source.draft)
+            trees = self.grown(self.grow(policy, source, depth)).trees(roots, source.draft)
         except (TreeError, NumericalError) as error:
             problem = f"draft {source.draft} proposed something that is not a tree ({error}), perhaps by NaN logits"
             raise NumericalError(f"{problem}. {CHECK_WEIGHTS}") from error

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specinfer.common.tensors import on_device
+
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _ROUNDS = ((30, _MIX1), (27, _MIX2), (31, None))  # of the mixer: bits to shift, then a factor
 _MASK = (1 << 64) - 1
@@ -38,8 +40,8 @@ def uniform(key_: int, counter: int) -> float:
     return (_mix(((key_ & _MASK) + counter * _GOLDEN) & _MASK) >> 11) * 2.0**-53
 
 
-def gumbel(key_: int, count: int, device: torch.device = CPU) -> Tensor:
-    """Return ``count`` standard Gumbel numbers of a key, float32 (count,).
+def gumbel(key_: int | Tensor, count: int, device: torch.device = CPU) -> Tensor:
+    """Return ``count`` standard Gumbel numbers of a key, float32 (count,), or of each of several keys (n, 1).
 
     ``-log(E)`` with ``E = -log(1 - w)`` exponential and ``w`` uniform.  Small ``E`` win an argmax.  They keep full
     relative precision, because ``w`` with its 53 bits is scaled towards zero before it is rounded to float32.
@@ -66,8 +68,13 @@ class Coupling:
     def at(self, position: int, count: int, device: torch.device) -> Tensor:
         """Return the noise (count,) of all tokens at a position."""
         if (position, count, device) not in self._made:
-            for ahead in range(position, position + AHEAD):
-                self._made[ahead, count, device] = gumbel(key(self.seed, COUPLING, ahead), count, device)
+            positions = range(position, position + AHEAD)
+            keys = [key(self.seed, COUPLING, ahead) for ahead in positions]
+            if device.type == "cpu":  # small arrays stay in its caches
+                made = [gumbel(key_, count, device) for key_ in keys]
+            else:  # each operation is a launch
+                made = [*gumbel(on_device(keys, device)[:, None], count, device)]
+            self._made |= {(ahead, count, device): noise for ahead, noise in zip(positions, made, strict=True)}
         return self._made[position, count, device]
 
     def forget(self, end: float) -> None:

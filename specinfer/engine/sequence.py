@@ -383,7 +383,8 @@ def _choose(wanted: Sequence[tuple[RowView, Sequence[int]]]) -> None:
     if noisy[0].device.type == "cpu":  # where torch's maximum is slower than numpy's
         chosen = iter([(token := int(row.argmax()), float(row[token])) for scores in noisy for row in scores.numpy()])
     else:
-        best, columns = (torch.cat(parts) for parts in zip(*(scores.max(-1) for scores in noisy), strict=True))
+        each = [scores.max(-1) for scores in noisy]
+        best, columns = each[0] if len(each) == 1 else map(torch.cat, zip(*each, strict=True))
         largest, tokens = torch.stack([best, columns.to(best.dtype)]).tolist()
         chosen = zip(map(int, tokens), largest, strict=True)
     for view, nodes in wanted:

@@ -9,10 +9,12 @@ import copy
 import pytest
 import torch
 from conftest import PROMPTS, plain
+from test_heads import draft_for
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from specinfer import BestFirst, Expansion, SpeculativeDecoder
+from specinfer.attention import TreeModel
 from specinfer.attention.passes import graphs
 from specinfer.attention.passes.graphs import SEEN, Graphs
 from specinfer.common.tensors import size_bucket
@@ -107,14 +109,25 @@ def test_of_too_many_graphs_those_used_longest_ago_are_dropped(monkeypatch):
     assert passes.held.keys() == passes.made.keys()
 
 
-def test_results_outlive_the_next_replay(monkeypatch):
-    monkeypatch.setattr(graphs, "CudaCapture", lambda: lambda run, inputs: lambda: run(inputs))
-    passes = Graphs()
-    results = [
-        passes(lambda tensors: (tensors["x"],), {"x": torch.full((1,), float(turn))}, None)[0]
-        for turn in range(SEEN + 3)
-    ]
-    assert torch.cat(results).tolist() == list(range(SEEN + 3))
+def test_results_outlive_the_next_replay(monkeypatch, target):
+    def capture(run, inputs):
+        outputs = run(inputs)
+
+        def replay():
+            for old, new in zip(outputs, run(inputs), strict=True):
+                old.copy_(new)
+            return outputs
+
+        return replay
+
+    monkeypatch.setattr(graphs, "CudaCapture", lambda: capture)
+    found = []
+    for replays in (True, False):
+        session = TreeModel(target).session(1, 64, graphs=replays)
+        for token in range(SEEN + 3):
+            found.append(session.append(session.chains([[token]])).row(0))
+            session.commit([()])
+    torch.testing.assert_close(torch.cat(found[: SEEN + 3]), torch.cat(found[SEEN + 3 :]))
 
 
 # ---- whole texts ----
@@ -261,14 +274,16 @@ def packages(tmp_path_factory):
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.8, "seed": 3}], ids=str)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_graphs_on_a_gpu_write_the_same_texts(target, near, tree, options, compiled, packages, monkeypatch):
+@pytest.mark.parametrize("draft", ["model", "head"])
+def test_graphs_on_a_gpu_write_the_same_texts(target, near, draft, tree, options, compiled, packages, monkeypatch):
     monkeypatch.setenv("SPECINFER_CACHE", str(packages))
     dtype = torch.float32 if compiled else torch.float64  # in which compiled passes are not held to rounding
     models = [copy.deepcopy(model).to("cuda", dtype) for model in (target, near)]
     texts = []
     for replay in (False, True):
         options_of = {"graphs": replay, "compile": replay and compiled}
-        decoder = SpeculativeDecoder(models[0], drafts=[models[1]], tree=tree, **options_of)
+        drafts = [models[1] if draft == "model" else draft_for(target)]
+        decoder = SpeculativeDecoder(models[0], drafts=drafts, tree=tree, **options_of)
         assert (decoder.passes == "passes: compiled") == options_of["compile"], decoder.passes
         texts.append([result.token_ids for result in decoder.generate(PROMPTS, max_new_tokens=NEW, **options)])
     assert texts[0] == texts[1]

@@ -170,9 +170,38 @@ def test_a_chain_is_the_tree_of_one_branch() -> None:
     chain = [7, 8, 9, 3]
     tree = TokenTree.from_nodes(7, chain[1:], [0, 1, 2], [-1.0, -2.0, -3.0], [[Draw(0, 0)]] * 3)
     one, other = lay_out_chains([chain], CPU), lay_out_trees([tree], CPU)
-    assert one[5:] == other[5:] == ([4], None, {})
+    assert one[5:] == other[5:] == ([4], None, {}, None, False)
     for a, b in zip(one[:5], other[:5], strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("width", [4, 7])
+def test_padding_stands_beside_the_nodes_and_writes_behind_them(width: int) -> None:
+    """Of trees it comes last, of chains first; either way it repeats a row's last node."""
+    chains = [[7, 8, 9, 3], [5, 6], [4]]
+    trees = [
+        TokenTree.from_nodes(
+            first, rest, range(len(rest)), [-1.0 - n for n in range(len(rest))], [[Draw(0, 0)]] * len(rest)
+        )
+        for first, *rest in chains
+    ]
+    for padded, plain in (
+        (lay_out_trees(trees, CPU, width=width), lay_out_trees(trees, CPU)),
+        (lay_out_chains(chains, CPU, width), lay_out_chains(chains, CPU)),
+    ):
+        assert padded.sizes == plain.sizes
+        order = padded.order
+        assert torch.equal(padded.rows, torch.arange(3).repeat_interleave(width))
+        assert torch.equal(padded.tokens, plain.tokens[order].flatten())
+        assert torch.equal(padded.node_depths, plain.node_depths[order].flatten())
+        assert torch.equal(padded.visible[:, : plain.visible.shape[1]], plain.visible[order].flatten(0, 1))
+        assert not padded.visible[:, plain.visible.shape[1] :].any()
+        for row, (columns, size) in enumerate(zip(padded.columns.view(3, width).tolist(), plain.sizes, strict=True)):
+            turn = width - size if padded.at_end else 0
+            assert columns[turn : turn + size] == [*range(size)]
+            assert sorted(columns) == [*range(width)]
+            first = sum(plain.sizes[:row])
+            assert order[row, turn : turn + size].tolist() == [*range(first, first + size)]
 
 
 def levels(forest: Sequence[TokenTree], chance: random.Random) -> Iterator[tuple[Frontier, list[list[int | None]]]]:

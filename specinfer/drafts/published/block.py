@@ -71,8 +71,8 @@ class BlockRows(Clocked, DepthsSession):
         states = [torch.cat(row) for row in self.uncached]
         self.uncached = [[row[:0]] for row in states]
         counts = [len(row) for row in states]
-        layout = lay_out_blocks(self.roots, config.mask_token_id, config.block_size, counts, device)
-        size = config.block_size
+        size, width = config.block_size, self.session.repeated.width(config.block_size + max(counts))
+        layout = lay_out_blocks(self.roots, config.mask_token_id, size, counts, device, width)
         wanted = [range(size - self.depth, size)] * len(counts)
         slots = states[0].new_zeros(size, *states[0].shape[1:])
         fed = torch.cat([part for row in states for part in (slots, row)])
@@ -155,7 +155,7 @@ class PathSession(BlockRows):
 
 
 def lay_out_blocks(
-    roots: Sequence[int], mask_token: int, size: int, counts: Sequence[int], device: torch.device
+    roots: Sequence[int], mask_token: int, size: int, counts: Sequence[int], device: torch.device, width: int = 0
 ) -> Layout:
     """Lay out a block per row, then its new context.
 
@@ -167,10 +167,11 @@ def lay_out_blocks(
         size: slots of a block.
         counts: tokens of each row's new context; they come before the root.
         device: of the layout.
+        width: as `lay_out_chains`.
     """
     block = [mask_token] * (size - 1)
     chains = [[root, *block, *[0] * count] for root, count in zip(roots, counts, strict=True)]
-    layout = lay_out_chains(chains, device)
+    layout = lay_out_chains(chains, device, width)
     columns, count = layout.columns, on_device(list(counts), device)
     is_slot, every = columns < size, torch.arange(layout.visible.shape[1], device=device)
     within = every < size + count[layout.rows, None]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from specinfer.attention import TreeModel, lay_out_chains
+from specinfer.attention import TreeModel
 from specinfer.drafts.depths import LatticeSession
 from specinfer.drafts.language_model import CATCH_UP, HeadDraftSession
 from specinfer.drafts.published.checkpoint import Checkpoint
@@ -57,7 +57,7 @@ class MaskedHeadSession(HeadDraftSession):
         masked = network.depth - 1
         mask = network.mask_hidden.expand(masked, -1, -1)
         fed = torch.cat([part for row in states for part in (row.to(mask.dtype), mask)])
-        layout = lay_out_chains([[*chain, *[network.mask_token_id] * masked] for chain in chains], self.device)
+        layout = self.session.chains([[*chain, *[network.mask_token_id] * masked] for chain in chains])
         roots = [len(chain) - 1 for chain in chains]
         wanted = [range(root, root + network.depth) for root in roots]
         logits = self.session.append(layout, wanted, target_states=fed)
