@@ -26,14 +26,14 @@ def deep():
     return tiny_llama(num_hidden_layers=eagle.LAYERS)
 
 
-@pytest.mark.parametrize(("kind", "temperature"), zip(eagle.FORMATS, cycle([0, 1])))
+@pytest.mark.parametrize(("kind", "temperature"), [*zip(eagle.FORMATS, cycle([0, 1]))])
 def test_eagle(deep, kind, temperature, tmp_path):
     path = eagle.write(tmp_path / "head", *eagle.random_head(kind, 3))
     rule = load_published(path).network.conventions(eagle.LAYERS)[0]
     assert trees_alike(decoder(deep, [load_published(path, rule)]), temperature) > 10
 
 
-@pytest.mark.parametrize(("kind", "temperature"), zip(dflash.KINDS, cycle([0, 1])))
+@pytest.mark.parametrize(("kind", "temperature"), [*zip(dflash.KINDS, cycle([0, 1]))])
 def test_block_heads(kind, temperature, tmp_path):
     draft = dflash.load(dflash.random_head(tmp_path / "head", kind, 0)[0])
     assert trees_alike(decoder(dflash.target.__wrapped__(), [draft]), temperature) > 10
