@@ -342,9 +342,16 @@ def test_fifty_calls_of_different_lengths_hold_what_a_few_hold(there: Side, devi
 def test_masks_of_several_kinds_of_layers_are_replayed(device: StandIn) -> None:
     """The first layer sees all tokens, the second one those of a window."""
     config = Qwen2Config(
-        **{"vocab_size": 132, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
-        **{"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False},
-        **{"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+        vocab_size=132,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=False,
+        use_sliding_window=True,
+        sliding_window=5,
+        max_window_layers=1,
     )
     torch.manual_seed(0)
     target = Qwen2ForCausalLM(config).eval()
