@@ -26,6 +26,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
+from time import perf_counter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -132,7 +133,7 @@ def large(form: str) -> Run:
     models = f"--target {LARGE}{form} --draft MODELS/qwen2.5-coder-0.5b{form}"
     llama = f"--llama LLAMA {LARGE}{form or '-bf16.gguf'} --llama-methods llama"
     options = f"{SOME} --count 8 --max-new-tokens 128 {models} {THREE} {llama} --json"
-    return Run("peers.py", options, "--count 2 --max-new-tokens 24")
+    return Run("peers.py", options, "--count 2 --max-new-tokens 16")
 
 
 FIGURES = {
@@ -164,10 +165,10 @@ FIGURES = {
     ),
     "passes": Figure(
         {
-            "135M, bfloat16": Run("passes.py", "--rounds 9 --json", "--rounds 3"),
-            "135M, Q4_1": Run("passes.py", f"--rounds 9 --target {SMALL}.gguf --json", "--rounds 3"),
-            "1.5B, bfloat16": Run("passes.py", f"--rounds 9 --target {LARGE} --json", "--rounds 3"),
-            "1.5B, Q4_K_M": Run("passes.py", f"--rounds 9 --target {LARGE}.gguf --json", "--rounds 3"),
+            "135M, bfloat16": Run("passes.py", "--rounds 9 --json", "--rounds 2"),
+            "135M, Q4_1": Run("passes.py", f"--rounds 9 --target {SMALL}.gguf --json", "--rounds 2"),
+            "1.5B, bfloat16": Run("passes.py", f"--rounds 9 --target {LARGE} --json", "--rounds 2"),
+            "1.5B, Q4_K_M": Run("passes.py", f"--rounds 9 --target {LARGE}.gguf --json", "--rounds 2"),
         },
         {"nodes": "{pass}", **{count: f"{{{count} nodes:.1f}}" for count in NODES}},
         {
@@ -181,7 +182,11 @@ FIGURES = {
         alt="Milliseconds of a pass by nodes, with the time that reading the weights takes",
     ),
     "batches": Figure(
-        {"": Run("many.py", f"{ALL} --rounds 5 {THREE} --json", "--count 16 --rounds 1 --rows 1 4 16")},
+        {
+            "": Run(
+                "many.py", f"{ALL} --rounds 5 {THREE} --json", "--count 16 --rounds 1 --rows 1 4 16 --max-new-tokens 32"
+            )
+        },
         {
             "rows at a time": "{rows}",
             "`auto`, tokens/s": "{auto:.0f}",
@@ -195,7 +200,7 @@ FIGURES = {
             "": Run(
                 "growth.py",
                 f"{ALL} --parts context --context docs/how-it-works.md docs/choosing.md --minutes 6 --json",
-                "--minutes 1.5",
+                "--minutes 0.7",
             )
         },
         {
@@ -241,7 +246,7 @@ FIGURES = {
         ),
     ),
     "structured": Figure(
-        {"": Run("structured.py", "--max-new-tokens 200", "--max-new-tokens 48")},
+        {"": Run("structured.py", "--max-new-tokens 200", "--max-new-tokens 32")},
         {
             "": "{form}, {decoding}",
             "tokens in all": "{tokens}",
@@ -368,13 +373,14 @@ def measure(name: str, fast: bool) -> int:
         if missing := lacking(run.options):
             print(f"{title}: left as it was, for there is no {', '.join(missing)}", flush=True)
             continue
-        print(title, flush=True)
+        started = perf_counter()
         try:
             rows = measured(run, fast)
         except subprocess.CalledProcessError as error:
             print(f"{title}: left as it was, for its command failed with status {error.returncode}", flush=True)
             failed += 1
             continue
+        print(f"{title}: {perf_counter() - started:.0f} s", flush=True)
         found = {one["run"]: one for one in kept(name)}
         found[label] = {"run": label, "command": run.command(fast), **facts(), "rows": rows}
         runs = [found[one] for one in FIGURES[name].runs if one in found]
