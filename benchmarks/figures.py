@@ -215,7 +215,7 @@ FIGURES = {
     ),
     "serving": Figure(
         {
-            "specinfer serve": Run(
+            "ours": Run(
                 "serving.py",
                 f'{SOME} --rounds 2 --start "auto=python -m specinfer serve --port PORT" '
                 '--start "plain=python -m specinfer serve --port PORT --tree none" --json',
@@ -365,8 +365,8 @@ def kept(name: str) -> list[Row]:
     return json.loads(path.read_text()) if path.exists() else []
 
 
-def measure(name: str, fast: bool) -> int:
-    """Run what a figure needs and the machine has; return how many runs failed."""
+def measure(name: str, fast: bool, here: Row) -> int:
+    """Run what a figure needs and the machine has, and keep it with its circumstances; return how many runs failed."""
     failed = 0
     for label, run in FIGURES[name].runs.items():
         title = f"{name}: {label or run.script}"
@@ -382,7 +382,7 @@ def measure(name: str, fast: bool) -> int:
             continue
         print(f"{title}: {perf_counter() - started:.0f} s", flush=True)
         found = {one["run"]: one for one in kept(name)}
-        found[label] = {"run": label, "command": run.command(fast), **facts(), "rows": rows}
+        found[label] = {"run": label, "command": run.command(fast), **here, "rows": rows}
         runs = [found[one] for one in FIGURES[name].runs if one in found]
         (FOLDER / f"{name}.json").write_text(json.dumps(runs, indent=1) + "\n")
     return failed
@@ -507,8 +507,9 @@ def main() -> None:
     names, failed = args.names or list(FIGURES), 0
     if unknown := {*names} - {*FIGURES}:
         p.error(f"no figures: {', '.join(sorted(unknown))}")
+    here = facts()  # before any file changes, which would make the commit another one
     for name in names:
-        failed += 0 if args.pages else measure(name, args.fast)
+        failed += 0 if args.pages else measure(name, args.fast, here)
         if FIGURES[name].plot and kept(name):
             draw(name)
     for path in PAGES:
