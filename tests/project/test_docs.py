@@ -17,7 +17,7 @@ import specinfer.loading
 from specinfer.prompts import read_rows
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("prompts/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("prompts/*.md")])
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 LIBRARIES = {"ray_generate": "ray", "ray_serve": "ray.serve", "lm_eval_backend": "lm_eval"}  # that examples need
 BLOCKS = [
@@ -105,10 +105,11 @@ def test_the_page_of_targets_names_every_family_that_is_tested():
     assert found == wanted | {(name.split()[0], "no", "no") for name in (*families.REFUSED, *recurrent.REFUSED)}
 
 
-def test_the_api_reference_is_what_the_docstrings_say():
-    """`python docs/api.py` would write what is there."""
-    api = runpy.run_path(str(ROOT / "docs" / "api.py"))
-    assert (ROOT / "docs" / "api.md").read_text() == api["page"](), "run python docs/api.py"
+@pytest.mark.parametrize("name", ["api", "cli"])
+def test_the_reference_is_what_the_program_says(name):
+    """`python docs/api.py` would write what the docstrings say, `python docs/cli.py` what `--help` prints."""
+    script = runpy.run_path(str(ROOT / "docs" / f"{name}.py"))
+    assert (ROOT / "docs" / f"{name}.md").read_text() == script["page"](), f"run python docs/{name}.py"
 
 
 def test_the_readmes_repository_tree_names_every_folder():
@@ -168,7 +169,7 @@ def test_the_citation_is_of_this_version():
 def test_the_glossarys_terms_are_those_of_the_pages():
     """Twelve, each used elsewhere."""
     terms = re.findall(r"^\| ([\w -]+) \| ", (ROOT / "docs" / "glossary.md").read_text(), re.M)[1:]
-    others = "".join(page.read_text().lower() for page in PAGES if page.name not in ("glossary.md", "api.md"))
+    others = "".join(page.read_text().lower() for page in PAGES if page.name not in ("glossary.md", "api.md", "cli.md"))
     assert len(terms) == 12
     assert [term for term in terms if term not in others] == []
 
