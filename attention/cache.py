@@ -211,7 +211,7 @@ class TreeCache(Cache):
     def locate(self, lengths: Tensor, kv_length: int) -> Iterator[None]:
         """Let passes find the committed lengths on the device, so that they do the same work whatever these are.
 
-        They say themselves which slots they write (`place`), for which there is `room`.
+        They say themselves which slots they write (`write_at`), for which there is `room`.
 
         Args:
             lengths: (rows,) long.
@@ -223,7 +223,7 @@ class TreeCache(Cache):
         finally:
             self.located = self.slots = None
 
-    def place(self, slots: Tensor) -> None:
+    def write_at(self, slots: Tensor) -> None:
         """Write these slots, (rows, T) long, in the pass that follows."""
         self._staged, self.slots = None, slots
 

@@ -78,6 +78,7 @@ TREES = ("auto", "BestFirst", "Expansion", "Chain", "Sampled")  # a word, and cl
 OURS = frozenset(names(Options)) - vars(GenerationConfig()).keys()  # options that transformers does not know
 DEFAULT_TREE = BestFirst(max_nodes=16, max_depth=8, min_probability=0.05)
 PADDING = 128  # of embeddings beyond the tokens, at most, by which models of one family differ
+KEPT = 1000  # megabytes of what rows of one call have read, for prompts to come
 CHAIN = 8  # length of the chain that is taken where "auto" may not branch
 
 
@@ -317,8 +318,9 @@ class SpeculativeDecoder:
     ) -> Iterator[Finished]:
         """Generate for any number of prompts, a few at a time, and yield what finishes as it does.
 
-        A prompt joins the running rows when another has ended.  Batching never changes a row's text.  Only the rows
-        under way are kept, and prompts are asked for as they are needed, so both may be without end.
+        A prompt joins the running rows when another has ended.  Batching never changes a row's text.  Prompts are asked
+        for as they are needed, and beside the rows under way at most 1 GB of what others have read is kept, so both may
+        be without end.
 
         Args:
             prompts: of any kind that `generate` takes one of; or a dict of such a "prompt" and options for it alone,
@@ -343,7 +345,7 @@ class SpeculativeDecoder:
         first = row_seeds(0 if seed is None else seed, 1)
         length = {} if common.keys() & {"max_length", "generation_config"} else {"max_new_tokens": 1}  # prompts may say
         self._one_of_many({**length, **common, "seed": first}, True, [0], 0)  # or it raises
-        return finished(self.scheduler(max_rows, PrefixStore()), prompts, request_of)
+        return finished(self.scheduler(max_rows, PrefixStore(KEPT)), prompts, request_of)
 
     def _one_of_many(self, common: Mapping[str, Any], keep_stop_string: bool, prompt: Any, number: int) -> Request:
         """Return the request of one of many prompts, with options of its own over common ones."""

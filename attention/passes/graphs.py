@@ -33,7 +33,7 @@ Replay = Callable[[], tuple[Tensor, ...]]
 Function = Callable[[Tensors], tuple[Tensor, ...]]
 
 SEEN = 2  # passes of a shape before it is captured: they warm kernels up, and many shapes come only once
-PLACES = "tokens", "rows", "columns", "visible", "depths"  # tensors of a layout
+TENSORS = "tokens", "rows", "columns", "visible", "depths"  # tensors of a layout
 HELD = 1 << 30  # bytes of inputs and outputs that the graphs of one cache hold
 IDLE = 2  # caches of one model that are kept for sessions to come
 
@@ -120,14 +120,14 @@ class GraphedPass(Pass):
         def run(given: Tensors) -> Outputs:
             extra = {name: given[name] for name in nodes.extra}
             every = None if wanted is None else [wanted] * rows
-            tokens, of_rows, of_columns, visible, depths = (given[name] for name in PLACES)
+            tokens, of_rows, of_columns, visible, depths = (given[name] for name in TENSORS)
             padded = Layout(tokens, of_rows, of_columns, visible, depths, [placed.width] * rows, every, extra)
             with cache.locate(given["lengths"], kv_length):
                 return self.inner.through(model, padded, Padded(padded), cache, aux_layers)
 
         lengths = on_device(cache.lengths, nodes.tokens.device)
         extra = {name: placed(values).flatten(0, 1) for name, values in nodes.extra.items()}
-        tensors = {**{name: getattr(nodes, name) for name in PLACES}, "lengths": lengths, **extra}
+        tensors = {**{name: getattr(nodes, name) for name in TENSORS}, "lengths": lengths, **extra}
         outputs = self.graphs(run, tensors, cache.addresses, (tuple(aux_layers), wanted, kv_length))
         self.first += self.graphs.is_new
         logits, *states = (output.clone() for output in outputs)

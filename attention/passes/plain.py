@@ -74,7 +74,7 @@ class Padded:
             return {}
         slots = (before + nodes.columns).unflatten(0, (len(self.sizes), -1))
         padding = torch.arange(self.width, device=slots.device)
-        cache.place(slots if self.index is None else slots[:, :1] + padding)  # which is behind the nodes
+        cache.write_at(slots if self.index is None else slots[:, :1] + padding)  # which is behind the nodes
         return {}
 
     def logits(self, found: Tensor) -> PerNode:

@@ -24,6 +24,11 @@ TREES = ["chain", "expansion", "sampled", "best-first"]
 BUDGETS = [4, 8, 16, 32, 64]
 WIDEST = 5
 RANKS = 8  # columns of hit rates
+EDGES = 31  # nodes of the trees whose probabilities are checked, at most
+BEST = (
+    "\nof the best rule: the tokens that multi-step sampling accepts, over the most that any rule with the target's "
+    "distribution could accept\nat the nodes visited; not known for more than 2 draws without replacement"
+)
 
 
 def record(
@@ -88,7 +93,8 @@ def replay(
     """Replay a trace, without any model: tokens per target pass by tree and verifier, hits, calibration, costs."""
     with loading("the trace"):
         from specinfer.evaluation.compare import Comparison
-        from specinfer.evaluation.traces import Trace, calibration, cost_model, hits, measured
+        from specinfer.evaluation.traces import Trace, calibration, cost_model, edge_calibration, hits, measured
+        from specinfer.tree import BestFirst
 
         trace = Trace.load(folder)
     drafts = list(dict.fromkeys(map(trace.draft, draft or range(len(trace.drafts)))))
@@ -97,6 +103,8 @@ def replay(
         raise InputError(f"{folder} holds too little for trees of these kinds and sizes: choose others, or record anew")
     replays = _replays(trace, policies, drafts)
     tables = [(hits(trace, index), calibration(trace, index).error) for index in drafts]
+    most, levels = min(EDGES, trace.settings["nodes"]), trace.settings["depth"]
+    edges = edge_calibration(trace, BestFirst(most, levels), drafts=drafts) if most else None
     name = trace.drafts[drafts[0]]
     times = costs and measured(Comparison.read(costs), name, trace.settings["temperature"])
     model = times and cost_model(trace, times, draft=drafts[0])
@@ -106,12 +114,17 @@ def replay(
             for t, error in tables
         ]
         found = {"settings": trace.settings, "replays": [row.to_dict() for row in replays], "drafts": known}
+        found |= {"edges": edges.to_dict()} if edges else {}
         print_json(found | ({"costs": model.to_dict()} if model else {}))
         return
     print(trace)
     show([_row(row) for row in replays])
+    if any(row.policy.startswith("Sampled") for row in replays):
+        print(BEST)
     for table, error in tables:
         print(_hit_table(table, error))
+    if edges:
+        print(f"\n{edges}")
     if model:
         print(f"\nchains of {name}: {model}")
 
@@ -119,7 +132,12 @@ def replay(
 def _row(row: "Replay") -> dict[str, str]:
     """Return a line of the table of replays."""
     names = {"tree": row.policy, "verifier": row.verifier, "drafts": ", ".join(row.drafts)}
-    return {**names, "tokens/pass": interval(row.tokens_per_pass), "how": row.how}
+    figures = {"tokens/pass": interval(row.tokens_per_pass), "how": row.how}
+    if row.bound is None:
+        return {**names, **figures, "of the best rule": "", "by depth": ""}
+    pairs = zip(row.bound.accepted, row.bound.most, strict=True)
+    by_depth = " ".join(f"{accepted / most:.2f}" if most else "-" for accepted, most in pairs)
+    return {**names, **figures, "of the best rule": interval(row.bound.share), "by depth": by_depth}
 
 
 def _hit_table(table: "HitTable", error: float) -> str:

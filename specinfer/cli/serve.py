@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
@@ -77,6 +78,12 @@ class Capacity:
         ),
     ] = None
     write_timeout: Annotated[float, Option(help="Seconds for which a reader may take nothing of its stream.")] = 60.0
+    request_timeout: Annotated[
+        float, Option(help="Seconds that an answer may take; then status 408.", min=0, show_default="no limit")
+    ] = inf
+    queue_timeout: Annotated[
+        float, Option(help="Seconds in which a text is to be begun; then status 503.", min=0, show_default="no limit")
+    ] = inf
     drain: Annotated[int, Option(help="Seconds that texts under way have after SIGTERM.", min=0)] = 30
 
 
@@ -105,7 +112,12 @@ def serve(
         context=capacity.context,
         max_tokens=capacity.max_tokens,
         limits=Limits(
-            capacity.max_rows, capacity.max_queue, capacity.cache_megabytes, write_timeout=capacity.write_timeout
+            capacity.max_rows,
+            capacity.max_queue,
+            capacity.cache_megabytes,
+            write_timeout=capacity.write_timeout,
+            request_timeout=capacity.request_timeout,
+            queue_timeout=capacity.queue_timeout,
         ),
         keys=keys,
         hosts=access.hosts(),

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specinfer.attention import Layout, TreeModel, lay_out_level
 from specinfer.common.tensors import padded_width
 from specinfer.common.values import checked_names
-from specinfer.drafts.rows import DraftRows, state_columns
+from specinfer.drafts.rows import DraftRows, begun, read, state_columns
 from specinfer.engine.draft import Clocked, Committed, Draft, DraftContext, Scored, States
+from specinfer.engine.store import Cached
 from specinfer.errors import InputError
 from specinfer.tree import Frontier, Growth, Policy, Source
 
@@ -68,18 +69,23 @@ class ModelDraftSession(DraftRows, Clocked):
 
     The first pass of a step feeds the root together with all accepted tokens that are not in the cache yet.  Each
     further level is one pass over all rows.
+
+    Args:
+        model: that drafts.
+        context: of the rows.
+        texts: what it reads of them; None = their prompts.
     """
 
     per_row = (*DraftRows.per_row, "uncached")
     draft_layers: tuple[int, ...] = ()  # layers of this model whose hidden states the session needs
     repeats = True  # whether levels below the root depend on lengths, and on what the root's pass gave, alone
 
-    def __init__(self, model: TreeModel, context: DraftContext) -> None:
+    def __init__(self, model: TreeModel, context: DraftContext, texts: Sequence[Sequence[int]] | None = None) -> None:
         super().__init__(context)
         slots = context.capacity, context.max_capacity
         self.device = model.device  # of the distributions
         self.session = model.session(self.batch, *slots, self.draft_layers, context.graphs)
-        self.uncached = [list(prompt) for prompt in context.prompts]  # committed but not in the cache; root last
+        self.uncached = begun(self.session, texts or context.prompts, context.known)  # committed tokens; root last
         self.level: Layout | None = None  # layout of the newest level fed
         self.fed: list[Frontier] = []  # levels fed this step, root excluded: pending columns are nodes 1, 2, ...
         self.vocab_size = min(model.vocab_size, context.vocab_size)
@@ -141,6 +147,10 @@ class ModelDraftSession(DraftRows, Clocked):
             uncached += (new or ())[len(path or ()) :]
         self.advance(tokens)
         self.fed = []
+
+    def read(self, row: int, ids: Sequence[int]) -> Cached | None:
+        """Return what the cache holds of a row."""
+        return read(self.session, row, ids)
 
     def join(self, other: DraftRows) -> None:
         """Take in the rows of another session, and what its cache holds of them.
@@ -236,7 +246,9 @@ class HeadDraftSession(ModelDraftSession):
     def __init__(
         self, model: TreeModel, aux_layers: Sequence[int], context: DraftContext, inverse_temperature: float = 1.0
     ) -> None:
-        super().__init__(model, context)
+        # without anything but a first token, there is only that to draft from
+        texts = [prompt[1:] or prompt if model.model.skips_first else prompt for prompt in context.prompts]
+        super().__init__(model, context, texts)
         self.inverse_temperature = inverse_temperature
         self.token_ids = model.model.token_ids
         if self.token_ids is not None:
@@ -244,13 +256,10 @@ class HeadDraftSession(ModelDraftSession):
         self.columns = state_columns(aux_layers, context, self.device)
         shape = 1, *model.model.pass_inputs[0]["target_states"]
         nothing = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        self.states = [  # per row, the target's states that chose its uncached tokens; none chose the first one
-            [nothing] if states is None else [nothing, self._of_layers(states)] for states in context.states
-        ]
-        if model.model.skips_first:
-            for row, (uncached, states) in enumerate(zip(self.uncached, self.states, strict=True)):
-                if len(uncached) > 1:  # else there is nothing but the first token to draft from
-                    self.uncached[row], self.states[row] = uncached[1:], states[1:]
+        self.states: list[list[Tensor]] = []  # per row, the target's states that chose its uncached tokens
+        for uncached, states in zip(self.uncached, context.states, strict=True):
+            given = [] if states is None else [self._of_layers(states[-len(uncached) :])]
+            self.states.append([nothing[: len(uncached) - sum(map(len, given))], *given])  # none chose a first token
 
     def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Forget the tree; the committed tokens are uncached, with the target's states that chose them."""
@@ -260,6 +269,11 @@ class HeadDraftSession(ModelDraftSession):
                 self.uncached[i] += new
                 self.states[i].append(self._of_layers(chose))
         self.advance(tokens)
+
+    def read(self, row: int, ids: Sequence[int]) -> Cached | None:
+        """Return what the cache holds of a row; nothing of one whose first token was read only for want of others."""
+        skipped = self.lengths[row] - len(self.uncached[row]) - self.session.cache.lengths[row]
+        return super().read(row, ids[skipped:]) if skipped == self.session.model.model.skips_first else None
 
     def _of_layers(self, states: Tensor) -> Tensor:
         """Return states of the target's (n, K, H), those of this head's layers."""

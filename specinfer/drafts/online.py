@@ -81,6 +81,11 @@ class OnlineHead(HeadDraft):
             return super().open(context)  # which raises
         return OnlineHeadSession(self.model, self.aux_layers, self.inverse_temperature, context, self.buffer)
 
+    @property
+    def owner(self) -> object:
+        """The student: what earlier weights have read is close enough to begin with."""
+        return self.student
+
     def learn(self, texts: Sequence[Sequence[int]], seconds: float) -> None:
         """Learn for as long as the share of all calls' seconds allows; in one thread at a time.
 
@@ -144,8 +149,8 @@ class OnlineHeadSession(HeadDraftSession):
     ) -> None:
         super().__init__(model, aux_layers, context, inverse_temperature)
         self.buffer = buffer
-        rows = zip(context.prompts, self.states, strict=True)
-        self.recorders = [Recorder(prompt, torch.cat(states), self.draft) for prompt, states in rows]
+        rows = zip(self.uncached, self.states, strict=True)
+        self.recorders = [Recorder(tokens, torch.cat(states), self.draft) for tokens, states in rows]
 
     def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Record what each row committed; a row that is retired leaves its example."""

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from specinfer.attention import TreeSession
 from specinfer.common.tensors import on_device
 from specinfer.engine.draft import Committed, DraftContext
 from specinfer.engine.gumbel import DRAFT, SILENT, key
+from specinfer.engine.store import Cached
 from specinfer.tree import draw_candidates
 
 CANDIDATES = 128  # tokens per node that processors and noise see in a coupled draft, if there are processors
@@ -26,6 +28,20 @@ class Ranked(NamedTuple):
     indices: Tensor  # (B, W, k) in the draft's vocabulary
     scores: Tensor  # (B, W, k) float32; the log-probability is score - total
     total: Tensor  # (B, W, 1) log of the sum of the exponentials of all scores
+
+
+def begun(session: TreeSession, texts: Sequence[Sequence[int]], known: Sequence[Cached | None]) -> list[list[int]]:
+    """Let the rows of a new session begin with what is known of their texts; return what is left, the root at least."""
+    for row, (text, cached) in enumerate(zip(texts, known, strict=False)):
+        if cached and (length := cached.common(text[:-1])):
+            session.cache.begin(row, cached.cache, cached.row, length)
+    return [list(text[length:]) for text, length in zip(texts, session.cache.lengths, strict=True)]
+
+
+def read(session: TreeSession, row: int, ids: Sequence[int]) -> Cached | None:
+    """Return what a session has read of a row, whose slots hold the first of these ids; None: nothing, or no slots."""
+    length = session.cache.lengths[row]
+    return Cached(ids[:length], session.cache, row) if length and not session.model.stateful else None
 
 
 class DraftRows:

@@ -40,6 +40,7 @@ from specinfer.drafts.language_model import ModelDraft, ModelDraftSession, fed_p
 from specinfer.drafts.rows import log_chances
 from specinfer.drafts.two_tokenizers import TAIL, RowText, Segmenter, Translation, bare_encoder
 from specinfer.engine.draft import Committed, DraftContext, Scored, States
+from specinfer.engine.store import Cached
 from specinfer.errors import TokenizerMismatch, UnsupportedModel
 from specinfer.tree import Forest, Frontier, Kind, Policy, TokenTree
 
@@ -106,12 +107,13 @@ class ThroughTextSession(ModelDraftSession):
     repeats = False
 
     def __init__(self, draft: ThroughTextDraft, context: DraftContext) -> None:
-        super().__init__(draft.model, replace(context, max_capacity=sys.maxsize))  # a text may be many of its tokens
         self.translation, self.segmenter = draft.translation, draft.segmenter
-        self.vocab_size = draft.model.vocab_size
         self.texts = [RowText(self.translation, prompt) for prompt in context.prompts]
-        self.cached: list[list[int]] = [[] for _ in self.texts]  # tokens in the draft's cache
-        self.uncached = [text.ids for text in self.texts]
+        texts = [text.ids for text in self.texts]
+        super().__init__(draft.model, replace(context, max_capacity=sys.maxsize), texts)  # which may be many tokens
+        self.vocab_size = draft.model.vocab_size
+        begun = zip(texts, self.session.cache.lengths, strict=True)
+        self.cached = [ids[:length] for ids, length in begun]  # tokens in the draft's cache
         self.ends = [list(prompt[-TAIL:]) for prompt in context.prompts]  # the target's tokens
         shared = self.translation.shared
         self.special = {draft: target for target, draft in shared.items()}
@@ -144,6 +146,10 @@ class ThroughTextSession(ModelDraftSession):
             self.cached[row], self.uncached[row] = self.cached[row] + (new or [])[:kept], (new or [])[kept:]
         self.advance(tokens)
         self.fed = []
+
+    def read(self, row: int, ids: Sequence[int]) -> Cached | None:
+        """Return what the cache holds of a row, as tokens of the draft."""
+        return super().read(row, [*self.cached[row]])
 
     def _read(self, row: int, new: Sequence[int]) -> list[int]:
         """Append tokens to a row's text; return its tokens that are not cached, and uncount cached ones that are not.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specinfer.engine.gumbel import Coupling
 from specinfer.engine.processors import Processors
+from specinfer.engine.store import Cached
 from specinfer.errors import CHECK_WEIGHTS, InputError, NumericalError, TreeError
 from specinfer.tree import Forest, Growth, Policy, Source, TokenTree
 
@@ -38,8 +39,10 @@ class DraftContext:
     seeds: Sequence[int]  # per row
     couplings: Sequence[Coupling] = ()  # per row, the target's noise: it chooses argmax(log p + noise); () = none
     aux_layers: Sequence[int] = ()  # the target's layers whose hidden states drafts get, counted as transformers does
-    # per row, the target's hidden states (n - 1, aux_layers, H) at all prompt tokens except the root
+    # per row, the target's hidden states (n, aux_layers, H) at all prompt tokens except the root, or without the first
+    # ones, if the draft has read them: it needs those from the last token on that `known` and the prompt have in common
     states: States = ()
+    known: Sequence[Cached | None] = ()  # per row, what a session of the draft's owner has read of a text like it
     graphs: bool = False  # replay passes as CUDA graphs
     notes: Sequence[list[str]] = ()  # per row, what its result will say: sessions may add to it
     predicted: Sequence[Sequence[int]] = ()  # per row, a text that the row's may repeat; none if it is empty
@@ -131,6 +134,15 @@ class DraftSession(ABC):
             scored: per row, retired ones included, what the target said at all nodes, rejected ones included.
         """
 
+    def read(self, row: int, ids: Sequence[int]) -> Cached | None:
+        """Return what was read of a row, for a session to come to begin with (`DraftContext.known`); None: nothing.
+
+        Args:
+            row: its number.
+            ids: the row's, those that are not committed yet included.
+        """
+        return None
+
     def join(self, other: Any) -> None:
         """Take in the rows of another session of the same draft, after the own ones, between two steps."""
         raise InputError(f"rows cannot join a {type(self).__name__}: generate them in one call, or give it `join`")
@@ -201,6 +213,11 @@ class Draft(ABC):
             PolicyError: there is none.
         """
         return policy
+
+    @property
+    def owner(self) -> object:
+        """Whose caches its sessions write: what they read is kept for drafts of the same owner.  None keeps nothing."""
+        return getattr(self.model, "model", self.model)
 
     @property
     def learns(self) -> bool:

@@ -174,7 +174,7 @@ class Decoding:
             sessions = self._sessions = Sessions(Openings(decoder, policy, self._store), rows)
             batch.policy, runs = sessions.policy, {models[0]: sessions.target.run}
             batch.notes.append(decoder.passes)
-            if decoder.target.stateful and self._store.wanted():
+            if decoder.target.stateful and self._store.keeps:
                 batch.notes.append(
                     f"{decoder.target.name} keeps states, which cannot be cut: it reads every prompt whole"
                 )

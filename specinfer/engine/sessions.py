@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, zip_longest
+from math import inf
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from specinfer.attention import TreeModel, TreeSession
 from specinfer.attention.model import PREFILL_CHUNK
@@ -18,7 +19,7 @@ from specinfer.common.tensors import concat, size_bucket
 from specinfer.engine.draft import Clocked, Committed, Draft, DraftContext, DraftSession, Scored, States
 from specinfer.engine.gumbel import SILENT
 from specinfer.engine.sequence import Row
-from specinfer.engine.store import PrefixStore
+from specinfer.engine.store import Beginning, Cached, Owners, PrefixStore, StoringSession, cache_of
 from specinfer.engine.verify import ExactMatch, Verifier
 from specinfer.results import Seconds
 from specinfer.tree import Forest, Policy
@@ -53,6 +54,14 @@ class Decoder(Protocol):
         """Return the policy, or another one that the models can work on."""
 
 
+class Newcomers(NamedTuple):
+    """Rows that drafts have no session for yet; per row, states at the last tokens before its root, and caches."""
+
+    rows: Sequence[Row] = ()
+    states: States = ()
+    caches: Sequence[Sequence[Cached]] = ()
+
+
 class Drafting(Clocked):
     """A draft's session for B rows, with a clock.
 
@@ -61,27 +70,25 @@ class Drafting(Clocked):
     pass.
 
     Args:
-        session: just opened.
-        context: that it was opened with.
-        name: of the draft, for notes.
-        open: opens one for other rows, from the target's states before their roots.
+        draft: whose session it is.
+        context: to open it with.
+        open: opens one for other rows.
 
     Attributes:
         proposing: seconds in its proposals (passes, look-ups, growing) without prefill.
         inside: per row, whether the session still has it.
         notes: per row, where its result's notes are.
-        late: the last rows of the batch, if they join after the pass of this step, and states that were read of them.
+        late: the last rows of the batch, if they join after the pass of this step.
     """
 
     def __init__(
         self,
-        session: DraftSession,
+        draft: Draft,
         context: DraftContext,
-        name: str,
-        open: Callable[[Sequence[Row], States], "Drafting"],
+        open: Callable[[Newcomers], "Drafting"],
     ) -> None:
-        self.session, self.name, self.open, self.proposing = session, name, open, 0.0
-        self.late: tuple[Sequence[Row], States] = (), ()
+        self.session: DraftSession = draft.open(context)
+        self.draft, self.open, self.proposing, self.late = draft, open, 0.0, Newcomers()
         self.inside = [True] * len(context.prompts)
         self.notes: list[list[str]] = list(context.notes) or [[] for _ in self.inside]
         self._let_go()
@@ -98,18 +105,36 @@ class Drafting(Clocked):
 
     def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Take note of what each row committed; rows whose context has ended leave, and late ones join."""
-        known, (late, read), self.late = len(self.inside), self.late, ((), ())
+        known, late, self.late = len(self.inside), self.late, Newcomers()
         if any(self.inside):
             self.session.commit(*(self._of_inside(values) for values in (tokens, states, scored)))
         kept = [row for row, new in enumerate(tokens[:known]) if new is not None]
         self.inside = [self.inside[row] for row in kept]
         self.notes = [self.notes[row] for row in kept]
         self._let_go()
-        found = zip(late, read, states[known:], strict=True)
-        joining = [(row, before, new) for row, before, new in found if not row.finished]
+        joining = [each for each in zip(*late, states[known:], strict=True) if not each[0].finished]
         if joining:
-            rows, *parts = zip(*joining, strict=True)
-            self.join(self.open(rows, [concat(states) for states in zip(*parts, strict=True)]))
+            rows, before, caches, new = zip(*joining, strict=True)
+            self.join(self.open(Newcomers(rows, [*map(concat, zip(before, new, strict=True))], caches)))
+
+    @property
+    def batch(self) -> int:
+        """Rows of the batch, late ones included."""
+        return len(self.inside) + len(self.late.rows)
+
+    def read(self, row: int, ids: Sequence[int]) -> Cached | None:
+        """Return what the draft has read of a row; of a late one, what it begins with."""
+        if row >= len(self.inside):
+            return cache_of(self.draft.owner, self.late.caches[row - len(self.inside)])
+        read = self.session.read(sum(self.inside[:row]), ids) if self.inside[row] else None
+        return read and replace(read, owner=self.draft.owner)
+
+    def needs(self, row: int, ids: Sequence[int]) -> int:
+        """Return the first token of a row whose states the draft may need; those of a row that it has left are none."""
+        if not self.draft.aux_layers or (row < len(self.inside) and not self.inside[row]):
+            return len(ids)
+        read = self.read(row, ids)
+        return max(0, len(read.ids) - 1) if read else 0
 
     def join(self, other: Any) -> None:
         """Take in the rows of another session of the same draft, after the own ones."""
@@ -128,7 +153,8 @@ class Drafting(Clocked):
         if not any(ended):
             return
         self.session.commit([None if over else () for over in ended], [None] * len(rows))
-        note = f"draft {self.name}: its context of {self.session.limit} tokens has ended, and it proposes nothing more"
+        ended_at = f"its context of {self.session.limit} tokens has ended"
+        note = f"draft {self.draft.name}: {ended_at}, and it proposes nothing more"
         for row, over in zip(rows, ended, strict=True):
             self.inside[row] = not over
             if over:
@@ -166,19 +192,20 @@ class Openings:
         first = longest if joining else min(end, longest + FIRST_TOKENS) + size_bucket(1 + usual)
         nodes = size_bucket(1 + most)
         texts = [row.text for row in rows]
-        target = self.store.open(model, texts, first, end + nodes, aux_layers, self.decoder.graphs)
+        sizes = first, end + nodes, aux_layers, self.decoder.graphs
+        target = self.store.open(model, texts, *sizes, owners=self._owners())
         fetches = model.dispatched and not aux_layers and not model.stateful
         return target, fetches or (joining and target.run.packs and (not drafts or self.policy.idle))
 
-    def draft(self, number: int, rows: Sequence[Row], states: States) -> Drafting:
+    def draft(self, number: int, newcomers: Newcomers) -> Drafting:
         """Open a session of a draft for rows.
 
         Args:
             number: which.
-            rows: the sequences.
-            states: per row, the target's auxiliary hidden states at the tokens before the root.
+            newcomers: the rows.
         """
-        decoder, end = self.decoder, _end(rows)
+        decoder, rows, end = self.decoder, newcomers.rows, _end(newcomers.rows)
+        draft = decoder.drafts[number]
         longest = max(len(row.ids) for row in rows)
         (usual, levels), (most, most_levels) = self._tree_sizes()
         sampled = [row for row in rows if row.sampling]
@@ -193,13 +220,13 @@ class Openings:
             seeds=[row.seed for row in rows],
             couplings=[row.coupling if row.sampling else SILENT for row in rows] if self.coupled(rows) else (),
             aux_layers=self._aux_layers(),
-            states=states,
+            states=newcomers.states,
+            known=[cache_of(draft.owner, caches) for caches in newcomers.caches],
             graphs=decoder.graphs,
             notes=[row.notes for row in rows],
             predicted=[row.predicted for row in rows],
         )
-        draft = decoder.drafts[number]
-        return Drafting(draft.open(context), context, draft.name, partial(self.draft, number))
+        return Drafting(draft, context, partial(self.draft, number))
 
     def coupled(self, rows: Sequence[Row]) -> bool:
         """Whether drafts rank by the rows' noise."""
@@ -211,7 +238,17 @@ class Openings:
 
     def _aux_layers(self) -> list[int]:
         """Return the target's layers whose hidden states are needed."""
-        return sorted({*self.decoder.aux_layers, *self.policy.hidden_layers(self.decoder.target.layers)})
+        return sorted({*self.decoder.aux_layers, *self._searched()})
+
+    def _searched(self) -> Sequence[int]:
+        """Return the target's layers whose hidden states the policy compares."""
+        return self.policy.hidden_layers(self.decoder.target.layers)
+
+    def _owners(self) -> Owners:
+        """Return who needs hidden states, and for how many tokens: drafts, and a policy, which keeps them by itself."""
+        drafts = [draft for draft in self.decoder.drafts if draft.aux_layers]
+        limits = [getattr(draft.model, "max_positions", None) or inf for draft in drafts]
+        return [*zip([draft.owner for draft in drafts], limits, strict=True), *[(None, inf)] * bool(self._searched())]
 
 
 class Reader:
@@ -223,13 +260,14 @@ class Reader:
         beside: the session that they join, if they join others.
 
     Attributes:
-        states: per row, the target's auxiliary hidden states at the tokens that were read so far.
+        states: per row, the target's auxiliary hidden states at the last of the tokens that were read so far.
     """
 
     def __init__(self, openings: Openings, rows: Sequence[Row], beside: TreeSession | None = None) -> None:
         self.rows = rows
         self.session, self.holds = openings.target(rows, joining=beside is not None)
-        self.states: States = openings.store.begin(self.session, beside)
+        self.begun: list[Beginning] = openings.store.begin(self.session, beside)
+        self.states: States = [states for states, _ in self.begun]
         lengths = self.session.cache.lengths
         self.left = [row.text.prompt[length:] for row, length in zip(rows, lengths, strict=True)]
 
@@ -242,6 +280,11 @@ class Reader:
         self.states = [concat(parts) for parts in zip(self.states, read, strict=True)]
         return done
 
+    @property
+    def newcomers(self) -> Newcomers:
+        """The rows, as drafts open sessions for them."""
+        return Newcomers(self.rows, self.states, [caches for _, caches in self.begun])
+
 
 class Sessions:
     """A session of the target and one of each draft, in which rows have been read; ready for a step.
@@ -252,7 +295,7 @@ class Sessions:
 
     Attributes:
         target, drafts: the sessions.
-        states: per row, the target's auxiliary hidden states at the tokens before the root, before the first step.
+        states: per row, the target's auxiliary hidden states at the last tokens before the root, before the first step.
         policy: how trees grow in this batch.
     """
 
@@ -262,7 +305,9 @@ class Sessions:
         reader = Reader(openings, rows)
         reader.read()
         self.target, self.states = reader.session, reader.states
-        self.drafts = [openings.draft(number, rows, self.states) for number in range(len(decoder.drafts))]
+        self.drafts = [openings.draft(number, reader.newcomers) for number in range(len(decoder.drafts))]
+        if isinstance(self.target, StoringSession):
+            self.target.follow(self.drafts)
         coupled = openings.coupled(rows)
         self.policy = openings.policy = openings.policy.begin(
             len(self.drafts), coupled, len(rows), self.target.run.packs
@@ -298,6 +343,9 @@ class Sessions:
 
     def release(self) -> None:
         """Keep what was read, of rows that are decoded no more."""
+        if isinstance(self.target, StoringSession):
+            rows = len(self.target.rows)  # others than a draft's if Ctrl-C came in between
+            self.target.drafts = [draft for draft in self.drafts if draft.batch == rows]
         for session in (self.target, *([self._joining.session] if self._joining else ())):
             self._openings.store.release(session)
 
@@ -306,9 +354,9 @@ class Sessions:
         self._joining, others = None, reader.session
         for draft in self.drafts:
             if any(others.unread) and others.aux_layers:  # not all states are known yet
-                draft.late = reader.rows, reader.states
+                draft.late = reader.newcomers
             else:
-                draft.join(draft.open(reader.rows, reader.states))
+                draft.join(draft.open(reader.newcomers))
         self.target.join(others)
 
     @property

@@ -1,19 +1,21 @@
-"""What the target has read is kept: a text that begins like another one copies that beginning and reads the rest.
+"""What was read is kept: a text that begins like another one copies that beginning and reads the rest.
 
-Knows: token ids, the target's sessions and caches, how much memory is free.
-Does not know: rows, how they are decoded, drafts, which read whole prompts: that costs little.
+Knows: token ids, sessions of models and their caches, how much memory is free.
+Does not know: rows, how they are decoded, how drafts read.
 
     text      what a row shares with others: its ids, and the salt that others must have
-    prefix    tokens that were read: a row of a cache, and the hidden states of the same tokens if drafts need them
+    cached    tokens that one model has read: a row of a cache
+    prefix    tokens that the target has read, and what drafts have read of them; the target's hidden states of those
+              that a draft which needs them has not read yet
 
 A row that leaves becomes a prefix of the store.  Rows under way, and beginnings that the rows of one batch share, are
 found as well.  The longest common beginning counts, so a system prompt needs no prefix of its own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -52,43 +54,104 @@ class Text:
 
 
 @dataclass(eq=False, repr=False)
+class Cached:
+    """Tokens that one model has read.
+
+    Attributes:
+        ids: (n,).
+        cache, row: where their keys and values are.
+        owner: whose they are: another session of the same owner can begin with them.
+    """
+
+    ids: Sequence[int] | np.ndarray
+    cache: TreeCache
+    row: int = 0
+    owner: object = None
+
+    def common(self, ids: Sequence[int] | np.ndarray) -> int:
+        """Return how many tokens, of (m,) ids, these ones begin with."""
+        size = min(len(self.ids), len(ids))
+        differ = np.asarray(self.ids[:size]) != np.asarray(ids[:size])
+        return int(differ.argmax()) if differ.any() else size
+
+    def copy(self) -> "Cached":
+        """Return the same in a cache of its own."""
+        ids = np.array(self.ids, np.int64)
+        return Cached(ids, self.cache.copy_of(self.row, len(ids)), 0, self.owner)
+
+
+@dataclass(eq=False, repr=False)
 class Prefix:
     """Tokens that were read.
 
     Attributes:
         key: of those that may share it.
-        ids: (n,).
-        cache, row: where their keys and values are.
-        states: their auxiliary hidden states, (m, K, H) each and n in all; none without `TreeSession.aux_layers`.
+        caches: the target's, then those of drafts.
+        first: the first token whose auxiliary hidden states are known.
+        states: they, (m, K, H) each; none without `TreeSession.aux_layers`.
     """
 
     key: tuple[object, ...]
-    ids: np.ndarray
-    cache: TreeCache
-    row: int = 0
+    caches: Sequence[Cached]
+    first: int = 0
     states: Sequence[Tensor] = ()
 
     @property
+    def ids(self) -> np.ndarray:
+        """The tokens that the target has read, (n,)."""
+        return np.asarray(self.caches[0].ids)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of cache and states."""
-        return self.cache.nbytes + sum(states.nbytes for states in self.states)
+        """Bytes of caches and states."""
+        return sum(cached.cache.nbytes for cached in self.caches) + sum(states.nbytes for states in self.states)
 
-    def common(self, ids: np.ndarray) -> int:
-        """Return how many tokens, of (m,) ids, these ones begin with."""
-        size = min(len(self.ids), len(ids))
-        differ = self.ids[:size] != ids[:size]
-        return int(differ.argmax()) if differ.any() else size
+    def reach(self, ids: np.ndarray, owners: Sequence[object]) -> int:
+        """Return how many tokens, of (m,) ids, a row can begin with.
 
-    def first_states(self, length: int) -> list[Tensor]:
-        """Return a copy of the states of the first tokens, in one tensor, if there are states."""
-        return [torch.cat([*self.states])[:length].clone()] if self.states else []
+        They are those in common, as far as owners of caches who need hidden states get all that they have not read.
+        The last token that one has read is read again by the target, if its states are not known: they choose the next.
+        """
+        common = self.caches[0].common(ids)
+        read = [max(0, min(common, _length(cache_of(owner, self.caches[1:]))) - 1) for owner in owners]
+        return min([common, *(length for length in read if length < self.first)])
+
+    def states_of(self, length: int) -> list[Tensor]:
+        """Return a copy of the states that are known of so many tokens, in one tensor, if there are any."""
+        known = length - self.first
+        return [torch.cat([*self.states])[:known].clone()] if self.states and known > 0 else []
+
+    def replaces(self, other: "Prefix") -> bool:
+        """Whether what begins with another prefix can begin with this one, and with as much of every cache."""
+        if self.key != other.key or self.caches[0].common(other.ids) < len(other.ids):
+            return False
+        mine, theirs = self.caches[1:], other.caches[1:]
+        return all(_length(cache_of(cached.owner, mine)) >= len(cached.ids) for cached in theirs)
 
     def copy(self) -> "Prefix":
-        """Return the same in a cache of its own."""
-        length = len(self.ids)
-        return Prefix(self.key, self.ids, self.cache.copy_of(self.row, length), 0, self.first_states(length))
+        """Return the same in caches of its own."""
+        caches = [cached.copy() for cached in self.caches]
+        return Prefix(self.key, caches, self.first, self.states_of(len(self.ids)))
 
 
+class Beginning(NamedTuple):
+    """What a row begins with: the target's auxiliary hidden states that are known of it, and what drafts have read."""
+
+    states: Tensor | None
+    caches: Sequence[Cached]
+
+
+class Reads(Protocol):
+    """A draft's session, beside a target's with the same rows."""
+
+    def read(self, row: int, ids: Sequence[int]) -> Cached | None:
+        """Return what it has read of a row with these ids; None: nothing that it could begin another one with."""
+
+    def needs(self, row: int, ids: Sequence[int]) -> int:
+        """Return the first token of a row whose states it has not read."""
+
+
+Owners = Sequence[tuple[object, float]]  # who needs hidden states, and how many tokens its context has
 Found = tuple[Prefix | None, int]  # a prefix, and how many of its tokens a text begins with; none: (None, 0)
 
 
@@ -129,12 +192,24 @@ class PrefixStore:
         """Forget everything."""
         self.prefixes = []
 
-    def open(self, model: TreeModel, texts: Sequence[Text], *sizes: Any) -> TreeSession:
-        """Open a session with a row for each text, as `TreeModel.session` does."""
-        session = model.session(len(texts), *sizes)
-        return session if model.stateful or self.megabytes == 0 else StoringSession(self, texts, session)
+    @property
+    def keeps(self) -> bool:
+        """Whether rows that leave now are kept."""
+        return self.megabytes != 0 and self.wanted()
 
-    def begin(self, session: TreeSession, beside: TreeSession | None = None) -> list[Tensor | None]:
+    def open(self, model: TreeModel, texts: Sequence[Text], *sizes: Any, owners: Owners = ()) -> TreeSession:
+        """Open a session with a row for each text, as `TreeModel.session` does.
+
+        Args:
+            model: the target.
+            texts: of the rows.
+            *sizes: as `TreeModel.session`.
+            owners: of caches, who need hidden states of all that they have not read; None can own none.
+        """
+        session = model.session(len(texts), *sizes)
+        return session if model.stateful or self.megabytes == 0 else StoringSession(self, texts, session, owners)
+
+    def begin(self, session: TreeSession, beside: TreeSession | None = None) -> list[Beginning]:
         """Let each row of a new session begin with as much of its prompt as was read.
 
         What two of the rows share, and nobody has read, is read once.
@@ -144,27 +219,26 @@ class PrefixStore:
             beside: another one, whose rows are under way.
 
         Returns:
-            per row, the auxiliary hidden states of what it begins with; None without any.
+            per row, what it begins with.
         """
         if not isinstance(session, StoringSession):
-            return [None] * len(session.cache.lengths)
-        prompts = [np.array(text.prompt, np.int64) for text in session.texts]
-        keys = [session.key(text) for text in session.texts]
+            return [Beginning(None, ())] * len(session.cache.lengths)
+        rows = [(row.text, session.key(row.text), np.array(row.text.prompt, np.int64)) for row in session.rows]
         found = [*self.prefixes, *(beside.read() if isinstance(beside, StoringSession) else ())]
-        for number, (text, key, ids) in enumerate(zip(session.texts, keys, prompts, strict=True)):
-            known, length = _longest(found, key, ids)
-            earlier = [Prefix(*pair, session.cache) for pair in zip(keys[:number], prompts, strict=False)]
+        for number, (text, key, ids) in enumerate(rows):
+            known, length = _longest(found, key, ids, session.needing(text))
+            earlier = [Prefix(other, [Cached(prompt, session.cache)]) for _, other, prompt in rows[:number]]
             shared = _longest(earlier, key, ids)[1]
             if shared - length >= LEAST:
                 found.append(session.beginning(text, ids[:shared], known, length))
                 length = shared
             text.cached = length
-        for row, (key, ids) in enumerate(zip(keys, prompts, strict=True)):
-            prefix, length = _longest(found, key, ids)
+        for row, (text, key, ids) in enumerate(rows):
+            prefix, length = _longest(found, key, ids, session.needing(text))
             if prefix:
                 session.begin(row, prefix, length)
                 self._use(prefix)
-        return [concat(states) for states in session.states]
+        return [Beginning(concat(row.states), row.caches) for row in session.rows]
 
     def release(self, session: TreeSession) -> None:
         """Keep what the rows of a session have read: it is not used any more."""
@@ -173,21 +247,18 @@ class PrefixStore:
                 self.keep(prefix, session)
 
     def keep(self, read: Prefix, session: TreeSession) -> None:
-        """Keep a copy of what a row has read, unless another prefix begins with it; drop those that it begins with.
+        """Keep a copy of what a row has read, unless another prefix replaces it; drop those that it replaces.
 
         Args:
             read: in a cache of the session, which goes on.
             session: on the target.
         """
-        length = len(read.ids)
-        if length < LEAST or read.key[0] is None or not self.wanted():
+        if len(read.ids) < LEAST or read.key[0] is None or not self.keeps:
             return
-        common = [prefix.common(read.ids) if prefix.key == read.key else -1 for prefix in self.prefixes]
-        if length in common:
-            self._use(self.prefixes[common.index(length)])
+        if known := next((prefix for prefix in self.prefixes if prefix.replaces(read)), None):
+            self._use(known)
             return
-        pairs = zip(self.prefixes, common, strict=True)
-        self.prefixes = [*(prefix for prefix, shared in pairs if shared < len(prefix.ids)), read.copy()]
+        self.prefixes = [*(prefix for prefix in self.prefixes if not read.replaces(prefix)), read.copy()]
         limit = inf if self.megabytes is None else self.megabytes * MEGABYTE
         if self.megabytes is None:
             free = free_bytes(session.device)
@@ -202,6 +273,28 @@ class PrefixStore:
             self.prefixes = [*(other for other in self.prefixes if other is not prefix), prefix]
 
 
+@dataclass(eq=False, repr=False)
+class Followed:
+    """A row of a session whose rows are kept.
+
+    Attributes:
+        text: what the store knows of it.
+        first: the first token whose auxiliary hidden states are held.
+        states: they, in order.
+        caches: that drafts begin with, until they have opened a session for the row.
+    """
+
+    text: Text
+    first: int = 0
+    states: list[Tensor] = field(default_factory=list)
+    caches: Sequence[Cached] = ()
+
+    def forget(self, count: int) -> None:
+        """Forget the states of the first tokens, so many at most."""
+        while self.states and self.first + len(self.states[0]) <= count:
+            self.first += len(self.states.pop(0))
+
+
 class StoringSession(TreeSession):
     """A session of the target whose rows go into a store when they leave.
 
@@ -209,39 +302,54 @@ class StoringSession(TreeSession):
         store: that opens it.
         texts: one per row.
         session: the same without a store, nothing was read yet.
+        owners: as `PrefixStore.open`.
 
     Attributes:
-        states: per row, the auxiliary hidden states of all that is committed, in order.
+        rows: what is known of each.
+        drafts: sessions beside this one, whose caches are kept with the target's.
     """
 
-    def __init__(self, store: PrefixStore, texts: Sequence[Text], session: TreeSession) -> None:
+    def __init__(self, store: PrefixStore, texts: Sequence[Text], session: TreeSession, owners: Owners) -> None:
         super().__init__(session.model, session.cache, session.aux_layers, session.run, session.repeated)
-        self.store, self.texts = store, [*texts]
-        self.states: list[list[Tensor]] = [[] for _ in texts]
+        self.store, self.owners = store, owners
+        self.forgets = bool(self.aux_layers) and all(owner is not None for owner, _ in owners)
+        self.rows = [Followed(text) for text in texts]
+        self.drafts: Sequence[Reads] = ()
 
     def key(self, text: Text) -> tuple[object, ...]:
         """Return what is equal for texts that may share what was read."""
-        return text.salt, self.model.model, self.aux_layers, self.dtype
+        owners = tuple(owner for owner, _ in self.owners)
+        return text.salt, self.model.model, self.aux_layers, self.dtype, owners
+
+    def needing(self, text: Text) -> list[object]:
+        """Return the owners who need hidden states of a text: it fits into their contexts."""
+        return [owner for owner, limit in self.owners if len(text.ids) < limit]
 
     def read(self) -> Iterator[Prefix]:
         """Return what each row has read, in the caches that it is in."""
-        return map(self.prefix, range(len(self.texts)))
+        return map(self.prefix, range(len(self.rows)))
 
-    def prefix(self, row: int) -> Prefix:
+    def prefix(self, number: int) -> Prefix:
         """Return what one row has read."""
-        text, length = self.texts[row], self.cache.lengths[row]
+        row, length = self.rows[number], self.cache.lengths[number]
+        ids = row.text.ids
         if self.aux_layers:  # they differ if Ctrl-C came in between
-            length = min(length, sum(map(len, self.states[row])))
-        return Prefix(self.key(text), np.array(text.ids[:length], np.int64), self.cache, row, self.states[row])
+            length = min(length, row.first + sum(map(len, row.states)))
+        found = [draft.read(number, ids) for draft in self.drafts] or row.caches
+        target = Cached(np.array(ids[:length], np.int64), self.cache, number, self.model.model)
+        return Prefix(self.key(row.text), [target, *filter(None, found)], row.first, row.states)
 
-    def begin(self, row: int, prefix: Prefix, length: int) -> None:
+    def begin(self, number: int, prefix: Prefix, length: int) -> None:
         """Let a row, of which nothing was read yet, begin with the first tokens of a prefix."""
-        self.cache.begin(row, prefix.cache, prefix.row, length)
-        self.states[row] += prefix.first_states(length)
+        row, (target, *others) = self.rows[number], prefix.caches
+        self.cache.begin(number, target.cache, target.row, length)
+        row.first, row.states = min(prefix.first, length), prefix.states_of(length)
+        # caches of the store stay as they are, others may have changed before drafts begin with them
+        row.caches = others if prefix in self.store.prefixes else [cached.copy() for cached in others]
 
     def beginning(self, text: Text, ids: np.ndarray, known: Prefix | None, length: int) -> Prefix:
         """Read the first tokens of a text, for other texts to begin with; the first ones are known."""
-        session = StoringSession(self.store, [Text(ids.tolist(), text.salt)], self.fresh(1, len(ids)))
+        session = StoringSession(self.store, [Text(ids.tolist(), text.salt)], self.fresh(1, len(ids)), self.owners)
         if known:
             session.begin(0, known, length)
         session.prefill([ids[length:].tolist()])
@@ -251,24 +359,31 @@ class StoringSession(TreeSession):
     def commit(self, paths: Sequence[Sequence[int] | None]) -> list[Tensor | None]:
         """As `TreeSession.commit`; a row that leaves is kept up to its last root, if it is wanted."""
         found = super().commit([(0,) if path is None else path for path in paths])
-        for states, new in zip(self.states, found, strict=True):
-            states += [] if new is None else [new]
+        for number, (row, new) in enumerate(zip(self.rows, found, strict=True)):
+            row.states += [] if new is None else [new]
+            if self.drafts and self.forgets:
+                row.forget(min(draft.needs(number, row.text.ids) for draft in self.drafts))
         if None not in paths:
             return found
-        for row, path in enumerate(paths):
+        for number, path in enumerate(paths):
             if path is None:
-                self.store.keep(self.prefix(row), self)
+                self.store.keep(self.prefix(number), self)
         self.cache.keep([None if path is None else () for path in paths])
-        kept = [row for row, path in enumerate(paths) if path is not None]
-        self.texts, self.states = [self.texts[row] for row in kept], [self.states[row] for row in kept]
-        self.unread = [()] * len(kept)
+        self.rows = [row for row, path in zip(self.rows, paths, strict=True) if path is not None]
+        self.unread = [()] * len(self.rows)
         return [None if path is None else states for path, states in zip(paths, found, strict=True)]
 
     def join(self, other: TreeSession) -> None:
-        """As `TreeSession.join`, of a session with the same store."""
+        """As `TreeSession.join`, of a session with the same store, whose rows drafts have taken in."""
         super().join(other)
         if isinstance(other, StoringSession):
-            self.texts, self.states = self.texts + other.texts, self.states + other.states
+            self.follow(self.drafts, other.rows)
+
+    def follow(self, drafts: Sequence[Reads], rows: Sequence[Followed] = ()) -> None:
+        """Keep what drafts read beside the target; they have taken the caches that rows, and others, begin with."""
+        self.drafts, self.rows = drafts, [*self.rows, *rows]
+        for row in self.rows:
+            row.caches = ()
 
 
 def checked_salt(salt: object) -> str:
@@ -278,10 +393,20 @@ def checked_salt(salt: object) -> str:
     return salt or ""
 
 
-def _longest(prefixes: Sequence[Prefix], key: object, ids: np.ndarray) -> Found:
-    """Return the prefix that shares most with ids, the latest of several, and how much, unless that is too little."""
+def cache_of(owner: object, caches: Sequence[Cached]) -> Cached | None:
+    """Return the first cache of an owner; None if there is none, or nobody owns it."""
+    return next((cached for cached in caches if owner is not None and cached.owner is owner), None)
+
+
+def _length(cached: Cached | None) -> int:
+    """Return how many tokens were read."""
+    return len(cached.ids) if cached else 0
+
+
+def _longest(prefixes: Sequence[Prefix], key: object, ids: np.ndarray, owners: Sequence[object] = ()) -> Found:
+    """Return the prefix that a text can begin with most of, the latest of several, and how much, unless too little."""
     found: Found = None, 0
     for prefix in prefixes:
-        if prefix.key == key and (shared := prefix.common(ids)) >= max(LEAST, found[1]):
-            found = prefix, shared
+        if prefix.key == key and (length := prefix.reach(ids, owners)) >= max(LEAST, found[1]):
+            found = prefix, length
     return found

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel
 from specinfer.engine.draft import Clocked, Committed, Draft, DraftContext, DraftSession, Scored, States
+from specinfer.engine.store import Cached
 from specinfer.tree import Chain, Forest, Growth, Kind, Policy, Source
 
 
@@ -66,6 +67,10 @@ class ProbeSession(Clocked):
         """Ask; return bare roots."""
         self.question.wanted += 1
         return self.session.propose(self.question, roots, max_depth)
+
+    def read(self, row: int, ids: Sequence[int]) -> Cached | None:
+        """Return what the draft has read of a row."""
+        return self.session.read(row, ids)
 
     def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Tell the draft and the question what was committed."""

@@ -61,6 +61,17 @@ def asked(options: GrammarOptions) -> Grammar | None:
     return next((READERS[name](plain(value)) for name, value in given.items()), None)
 
 
+def schema_text(name: str, schema: Any) -> str:
+    """Return a schema as JSON; raise `SamplingError` if the option of this name holds something else."""
+    try:
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SamplingError(f"{name}: the schema is no JSON ({error!s:.100}): give plain values") from error
+    if "\\u0000" in text.replace(r"\\", ""):
+        raise SamplingError(f"{name} {NUL}")
+    return text
+
+
 def _read_format(value: Any) -> Grammar | None:
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind not in FORMATS:
@@ -73,13 +84,7 @@ def _read_format(value: Any) -> Grammar | None:
     schema = given.get("schema") if isinstance(given, Mapping) else None
     if not isinstance(schema, Mapping):
         raise SamplingError(f"response_format={value!r:.60} holds no schema, which is an object: give {SHAPE}")
-    try:
-        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise SamplingError(f"response_format: the schema is no JSON ({error!s:.100}): give plain values") from error
-    if "\\u0000" in text.replace(r"\\", ""):
-        raise SamplingError(f"response_format {NUL}")
-    return Grammar("json_schema", text, lenient=given.get("strict") is False)
+    return Grammar("json_schema", schema_text("response_format", schema), lenient=given.get("strict") is False)
 
 
 def _read_grammar(value: Any) -> Grammar:

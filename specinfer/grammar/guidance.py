@@ -10,6 +10,7 @@ Knows: llguidance, what of it can be trusted.  Does not know: rows, trees, optio
 """
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import lru_cache, partial
@@ -60,7 +61,15 @@ class Guidance:
             )
         except Exception as error:
             raise InputError(f"llguidance cannot read this tokenizer: {one_line(error)}") from error
+        added = sorted(tokenizer.added_tokens_decoder.items(), key=lambda item: -len(item[1].content))
+        self._special = {token.content: n for n, token in added if self._tokenizer.is_special_token(n)}
         self.compiled = lru_cache(KEPT)(self._compiled)
+
+    def literal(self, text: str) -> str:
+        """Return a text as grammars name it, where tokens that llguidance does not take as text stand by their ids."""
+        pieces = re.split(f"({'|'.join(map(re.escape, self._special)) or '(?!)'})", text)
+        named = {token: f"<[{number}]>" for token, number in self._special.items()}
+        return " ".join(named.get(piece) or json.dumps(piece, ensure_ascii=False) for piece in pieces if piece)
 
     def _compiled(self, grammar: Grammar) -> "GuidanceMatcher":
         """Return a matcher at the beginning of a grammar: take a copy.

@@ -81,6 +81,7 @@ class Answer(Generic[B]):
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
     source: ClassVar[str]  # the field of prompts
+    end: ClassVar[bytes] = b"data: [DONE]\n\n"  # of streams
 
     def __init__(self, body: B, served: Served, client: str = "") -> None:
         self.body, self.served, self.salt = body, served, f"{client} {body.cache_salt or ''}"
@@ -108,6 +109,10 @@ class Answer(Generic[B]):
         """Yield the token ids of the prompts."""
         raise NotImplementedError
 
+    def options(self) -> dict[str, Any]:
+        """Return the engine's options, those that depend on the prompt apart."""
+        return self.body.options(self.served.decoder.target.model.generation_config)
+
     def choice(self, request: Request) -> Choice:
         """Return the choice of a request."""
         return Choice(request, self.body.stops)
@@ -123,20 +128,26 @@ class Answer(Generic[B]):
             ApiError, InputError, SamplingError: what is wrong.
         """
         body, decoder = self.body, self.served.decoder
-        options, count = body.options(decoder.target.model.generation_config), body.n or 1
+        options, count = self.options(), body.n or 1
         self.prompts, made = [*self.read()], list[Request]()
         for ids in self.prompts:
             first = randbits(SEED_BITS) if body.seed is None else body.seed
-            asked = {**options, "max_new_tokens": self._budget(len(ids)), "logits_processor": body.penalties(len(ids))}
+            asked = {
+                **options,
+                "max_new_tokens": max(1, self._budget(len(ids))),
+                "logits_processor": body.penalties(len(ids)),
+            }
             asked["cache_salt"] = self.salt
             made += [decoder.prepare(ids, seed=first + k, stopping=AfterPrompt, **asked) for k in range(count)]
         self.choices = [self.choice(request) for request in made]
+        for request in made if body.asked_tokens == 0 else ():
+            request.end("length")  # before it begins
         return made
 
     def _budget(self, length: int) -> int:
         """Return how many tokens may follow a prompt; raise `ApiError` if they do not fit the context."""
         room, asked = self.served.context - length, self.body.asked_tokens
-        tokens = asked or max(1, min(room, self.served.max_tokens or room))
+        tokens = max(1, min(room, self.served.max_tokens or room)) if asked is None else asked
         if tokens > room:
             sizes = f"{length} prompt tokens and {tokens} new ones exceed the context of {self.served.context} tokens"
             advice = "shorten the prompt, or ask for less"
@@ -144,6 +155,14 @@ class Answer(Generic[B]):
         return tokens
 
     # ---- what is sent ----
+
+    def event(self, chunk: dict[str, Any]) -> bytes:
+        """Return the lines of a chunk in a stream."""
+        return b"data: %b\n\n" % encode(chunk)
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """Return the chunk of an error."""
+        return error.body
 
     def first_chunks(self) -> Iterator[dict[str, Any]]:
         """Yield the chunks before the first step."""

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from hashlib import sha256
-from time import time
+from math import inf
+from time import perf_counter, time
 from typing import Any, TypeVar
 
 from msgspec.json import encode
@@ -30,14 +31,15 @@ from specinfer.errors import InputError, SamplingError
 from specinfer.serve.answer import Answer, Served
 from specinfer.serve.chat import Chat
 from specinfer.serve.completions import Completion
-from specinfer.serve.engine import Engine, Generation
+from specinfer.serve.engine import Engine, Generation, Patience, within
 from specinfer.serve.guard import Guard
-from specinfer.serve.protocol import ApiError, ChatBody, CompletionBody, failed, parsed, refused
+from specinfer.serve.protocol import ApiError, ChatBody, CompletionBody, ResponseBody, failed, overdue, parsed, refused
+from specinfer.serve.responses import Reply
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 EVENTS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-KEEP_ALIVE, DONE = b": keep-alive\n\n", b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Limits:
         max_body: bytes of a request.
         keep_alive: seconds without news after which a stream says that it is alive.
         write_timeout: seconds for which a reader of a stream may take nothing.
+        request_timeout: seconds that an answer may take, from the end of its request's body.
+        queue_timeout: of these, seconds in which one of its texts is to be begun.
     """
 
     max_rows: int = MAX_ROWS
@@ -60,6 +64,8 @@ class Limits:
     max_body: int = 2 * 1024 * 1024
     keep_alive: float = 15.0
     write_timeout: float = 60.0
+    request_timeout: float = inf
+    queue_timeout: float = inf
 
 
 class Json(Response):
@@ -121,6 +127,7 @@ class Server:
         return [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/responses", self.respond, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
             Route("/health", self.health),
@@ -154,11 +161,17 @@ class Server:
         body = parsed(await self._body(request), CompletionBody)
         return await self._answered(request, Completion(body, self.served, _client(request)))
 
+    async def respond(self, request: Request) -> Response:
+        """Answer a conversation in the newer form."""
+        body = parsed(await self._body(request), ResponseBody)
+        return await self._answered(request, Reply(body, self.served, _client(request)))
+
     async def _answered(self, request: Request, answer: Answer[Any]) -> Response:
         """Return an answer, whole or as a stream; whatever can be wrong with a request is told before it begins."""
         self._check_model(answer.body.model)
+        patience = Patience(perf_counter(), self.limits.request_timeout, self.limits.queue_timeout)
         with self.engine.reserved(answer.texts):
-            generation = await self._begun(answer)
+            generation = await self._begun(answer, patience)
         if answer.body.stream:
             return Events(self._events(answer, generation), generation, self.limits.write_timeout)
         try:
@@ -166,14 +179,17 @@ class Server:
         finally:
             generation.close()
 
-    async def _begun(self, answer: Answer[Any]) -> Generation:
+    async def _begun(self, answer: Answer[Any], patience: Patience) -> Generation:
         """Prepare an answer's requests, and give them to the engine."""
         try:
-            requests = await asyncio.get_running_loop().run_in_executor(self.reader, answer.prepare)
-            answer.scores = [await self.engine.call(score) for score in answer.scoring()]
+            async with within(patience.whole):
+                requests = await asyncio.get_running_loop().run_in_executor(self.reader, answer.prepare)
+                answer.scores = [await self.engine.call(score) for score in answer.scoring()]
+        except TimeoutError:
+            raise overdue(patience.whole) from None
         except (InputError, SamplingError) as error:
             raise refused(error) from error
-        return self.engine.submit(requests)
+        return self.engine.submit(requests, patience)
 
     async def _whole(self, answer: Answer[Any], generation: Generation) -> Response:
         while not generation.done:
@@ -184,20 +200,21 @@ class Server:
         """Yield the lines of a stream."""
         try:
             for chunk in answer.first_chunks():
-                yield _event(chunk)
+                yield answer.event(chunk)
             while not answer.ended:
                 if not await generation.news(self.limits.keep_alive):
                     yield KEEP_ALIVE
                 for chunk in answer.chunks():
-                    yield _event(chunk)
+                    yield answer.event(chunk)
             if answer.usage_asked:
-                yield _event(answer.usage_chunk())
+                yield answer.event(answer.usage_chunk())
         except ApiError as error:
-            yield _event(error.body)
+            yield answer.event(answer.failure(error))
         except Exception:
             log.exception("a stream failed")
-            yield _event(failed().body)
-        yield DONE
+            yield answer.event(answer.failure(failed()))
+        if answer.end:
+            yield answer.end
 
     async def _body(self, request: Request) -> bytes:
         """Return the body of a request.
@@ -267,10 +284,6 @@ def application(
 def _client(request: Request) -> str:
     """Return what tells the owners of keys apart, and no key."""
     return sha256(request.headers.get("authorization", "").encode()).hexdigest()
-
-
-def _event(value: object) -> bytes:
-    return b"data: %b\n\n" % encode(value)
 
 
 async def _unless_gone(request: Request, answering: Coroutine[Any, Any, Response]) -> Response:

@@ -14,20 +14,35 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf, isinf
 from threading import Condition, Thread
 from time import perf_counter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from specinfer.engine.requests import Request
 from specinfer.engine.scheduler import Scheduler, Steps
 from specinfer.errors import one_line
 from specinfer.results import Step
 from specinfer.serve.metrics import Metrics
-from specinfer.serve.protocol import ApiError, overloaded
+from specinfer.serve.protocol import ApiError, overdue, overloaded
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 ENDS = ("eos", "stop", "length")  # of texts; other requests were aborted or failed
+
+
+class Patience(NamedTuple):
+    """How long an answer may take, in seconds after a time of `perf_counter`.
+
+    Attributes:
+        began: that time.
+        whole: for all of it.
+        queued: until one of its texts is begun.
+    """
+
+    began: float
+    whole: float = inf
+    queued: float = inf
 
 
 class Generation:
@@ -36,26 +51,46 @@ class Generation:
     Args:
         engine: that decodes them.
         requests: that it was given.
+        patience: how long they may take.
     """
 
-    def __init__(self, engine: "Engine", requests: Sequence[Request]) -> None:
-        self.engine, self.requests = engine, requests
+    def __init__(self, engine: "Engine", requests: Sequence[Request], patience: Patience) -> None:
+        self.engine, self.requests, self.patience = engine, requests, patience
         self.changed = asyncio.Event()
+        if self.done:
+            self.changed.set()
 
     @property
     def done(self) -> bool:
         """Whether nothing more will come."""
         return all(request.done for request in self.requests)
 
-    async def news(self, seconds: float | None = None) -> bool:
-        """Wait for a step; return whether there was one within some seconds."""
+    async def news(self, seconds: float = inf) -> bool:
+        """Wait for a step; return whether there was one within some seconds.
+
+        Raises:
+            ApiError: it takes longer than it may.
+        """
+        left = self._left()
         try:
-            async with asyncio.timeout(seconds):
+            async with within(min(seconds, left)):
                 await self.changed.wait()
         except TimeoutError:
+            self._left()
             return False
         self.changed.clear()
         return True
+
+    def _left(self) -> float:
+        """Return for how many more seconds it may take; raise `ApiError` if there are none."""
+        taken = perf_counter() - self.patience.began
+        if taken >= self.patience.whole:
+            raise overdue(self.patience.whole)
+        waits = not any(request.batch or request.done for request in self.requests)
+        if waits and taken >= self.patience.queued:
+            self.engine.metrics.rejections.labels("queue_timeout").inc()
+            raise overloaded(f"no text was begun within {self.patience.queued:g} s: try again later")
+        return min(self.patience.whole, self.patience.queued if waits else inf) - taken
 
     def close(self) -> None:
         """Take back what is not done: it leaves with the next step."""
@@ -121,15 +156,17 @@ class Engine:
         finally:
             self._reserved -= texts
 
-    def submit(self, requests: Sequence[Request]) -> Generation:
-        """Take requests; return what to wait for.
+    def submit(self, requests: Sequence[Request], patience: Patience) -> Generation:
+        """Take requests that are not done; return what to wait for.
 
         Raises:
             ApiError: the thread has ended.
         """
-        generation = Generation(self, requests)
+        generation = Generation(self, requests, patience)
         with self._told():
             for request in requests:
+                if request.done:
+                    continue
                 self._open[request] = Clock(generation)
                 self.scheduler.add(request)
         return generation
@@ -241,6 +278,11 @@ class Engine:
         else:
             self.metrics.between_tokens.observe((now - clock.newest) / len(step.tokens))
         clock.newest = now
+
+
+def within(seconds: float) -> asyncio.Timeout:
+    """Return `asyncio.timeout`, for infinity, too."""
+    return asyncio.timeout(None if isinf(seconds) else seconds)
 
 
 def closed() -> ApiError:

@@ -17,12 +17,18 @@ from specinfer.errors import InputError, SamplingError
 
 log = logging.getLogger(__name__)
 
-B = TypeVar("B", bound="Body")
+B = TypeVar("B", bound=Struct)
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Tops = Annotated[int, Meta(ge=0, le=20)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 Ids = list[int]
-TYPES = {401: "authentication_error", 404: "not_found_error", 500: "server_error", 503: "server_error"}  # by status
+TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    500: "server_error",
+    503: "server_error",
+}  # by status
 SAME = {  # options of the engine that clients know by another name
     "stop_strings": "stop",
     "sequence_bias": "logit_bias",
@@ -43,6 +49,7 @@ REFUSED: list[tuple[str, tuple[object, ...], str]] = [
     ("length_penalty", (1,), "it belongs to beam search"),
     ("guided_json guided_regex guided_choice guided_grammar structured_outputs", (), "give response_format"),
     ("stop_token_ids bad_words allowed_token_ids", ([],), "give logit_bias"),
+    ("previous_response_id conversation background", (False,), "nothing is kept: give all messages as input"),
     ("prompt_logprobs", (0,), "give echo and logprobs to /v1/completions"),
     ("truncate_prompt_tokens", (), "shorten the prompt"),
     ("logits_processors", ([],), "the server runs no code of its clients"),
@@ -81,6 +88,12 @@ class ApiError(Exception):
 def overloaded(message: str) -> ApiError:
     """Return the error of a server that could answer later."""
     return ApiError(503, message, code="overloaded", headers={"Retry-After": "1"})
+
+
+def overdue(seconds: float) -> ApiError:
+    """Return the error of an answer that takes longer than it may; to ask for it again would take as long."""
+    message = f"the answer is not complete after {seconds:g} s, which is the limit: ask for fewer tokens"
+    return ApiError(408, message, code="timeout", headers={"x-should-retry": "false"})
 
 
 def failed() -> ApiError:
@@ -192,6 +205,39 @@ class ToolCall(Struct):
     type: str = "function"
 
 
+class Declared(Struct):
+    """A function that may be called.
+
+    Attributes:
+        parameters: the schema of its arguments; None if it takes none.
+        strict: whether a keyword of the schema that cannot be followed is refused, and not ignored.
+    """
+
+    name: str
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct):
+    """A tool as grammars read it."""
+
+    type: Literal["function"]
+    function: Declared
+
+
+class Named(Struct):
+    """The name of a function."""
+
+    name: str
+
+
+class Chosen(Struct):
+    """A function that is to be called."""
+
+    type: Literal["function"]
+    function: Named
+
+
 class TextPart(Struct):
     """A part of a content."""
 
@@ -232,7 +278,8 @@ class ChatBody(Body, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Tops | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=128)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Literal["auto", "none", "required"] | Chosen | None = None
+    parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -248,6 +295,25 @@ class ChatBody(Body, kw_only=True):
         """The engine's option `logprobs`."""
         return bool(self.logprobs) and (self.top_logprobs or True)
 
+    @property
+    def forced(self) -> list[Tool]:
+        """The tools of which one is to be called; none if the target chooses.
+
+        Raises:
+            ApiError: there is no such tool, or one has another shape.
+        """
+        if self.tool_choice in (None, "auto", "none"):
+            return []
+        try:
+            tools = convert(self.tools or [], list[Tool])
+        except MsgspecError as error:
+            raise ApiError(400, f"tools: {error}", "tools") from None
+        wanted = self.tool_choice.function.name if isinstance(self.tool_choice, Chosen) else None
+        found = [tool for tool in tools if wanted in (None, tool.function.name)]
+        if not found:
+            raise ApiError(400, "tool_choice: there is no tool to be called: give its schema in tools", "tool_choice")
+        return found
+
     def options(self, config: Any) -> dict[str, Any]:
         """Return the engine's options, what the text may repeat among them."""
         return super().options(config) | {"prediction": self.prediction and self.prediction.text}
@@ -257,6 +323,7 @@ class CompletionBody(Body, kw_only=True):
     """A request for the continuation of texts."""
 
     prompt: str | Annotated[list[int | str | Ids], Meta(min_length=1, max_length=2048 * 64)]
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
     echo: bool | None = None
     logprobs: Tops | None = None
 
@@ -278,6 +345,62 @@ class CompletionBody(Body, kw_only=True):
     def kept_logprobs(self) -> bool | int:
         """The engine's option `logprobs`."""
         return self.logprobs is not None and (self.logprobs or True)
+
+
+class InputMessage(Struct):
+    """A message in the newer form."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[dict[str, Any]]
+    type: Literal["message"] = "message"
+
+
+class TextOptions(Struct):
+    """What a message is to be, in the newer form."""
+
+    format: dict[str, Any] | None = None
+
+
+class ResponseBody(Struct, kw_only=True):
+    """A request for a response, as the newer form calls the next message of a conversation."""
+
+    input: str | Annotated[list[InputMessage], Meta(min_length=1, max_length=2048)]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: TextOptions | None = None
+    stream: bool | None = None
+    seed: int | None = None
+    metadata: dict[str, str] | None = None
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    tools: Annotated[list[Any], Meta(max_length=0)] | None = None  # in chats they are
+
+    @property
+    def form(self) -> dict[str, Any] | None:
+        """What the message is to be."""
+        return self.text.format if self.text else None
+
+    @property
+    def chat(self) -> ChatBody:
+        """The same as a chat."""
+        told = [InputMessage("user", self.input)] if isinstance(self.input, str) else self.input
+        begun = [Message("system", self.instructions)] if self.instructions else []
+        form = self.form
+        if form and form.get("type") == "json_schema":
+            form = {"type": "json_schema", "json_schema": form}
+        return ChatBody(
+            messages=[*begun, *(Message(each.role, each.content) for each in told)],
+            model=self.model,
+            max_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            stream=self.stream,
+            seed=self.seed,
+            cache_salt=self.cache_salt,
+            response_format=form,
+        )
 
 
 KNOWN = {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__}

@@ -1,13 +1,11 @@
 """Conversations: a turn reads what is new, and its text is the one that a fresh call on the whole history gives."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 from conftest import like, tiny_llama
 from test_heads import draft_for
 from test_stateful import build
-from test_store import Read, windowed
+from test_store import reading, windowed
 
 from specinfer import BestFirst, SpeculativeDecoder
 from specinfer.attention import TreeSession
@@ -43,15 +41,6 @@ def turn(decoder, store, prompt, **options):
     return run.results()[0]
 
 
-@contextmanager
-def reading(decoder):
-    """Count what the target reads; the check of a model with a hook is over."""
-    with Read(decoder.target.model) as read:
-        decoder.generate([1], max_new_tokens=1)
-        read.tokens = 0
-        yield read
-
-
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("drafts", ["head", "model", "both", "none"])
 @pytest.mark.parametrize("make", [tiny_llama, windowed])
@@ -64,7 +53,8 @@ def test_every_turn_is_what_a_fresh_call_gives(make, drafts, temperature):
         found = turn(decoder, store, history, **options)
         wanted = decoder.generate(history, **options)
         assert (found.token_ids, found.accept_lengths) == (wanted.token_ids, wanted.accept_lengths)
-        kept(store).cache.check_integrity()
+        for cached in kept(store).caches:
+            cached.cache.check_integrity()
         history = [*history, *found.token_ids, *more]
 
 
@@ -132,7 +122,7 @@ def test_a_turn_that_was_never_read_leaves_what_the_last_one_read(target):
         with pytest.raises(pytest.fail.Exception):
             run.finish()
     found = turn(decoder, store, rewritten, **options)
-    assert found.stats.cached_tokens == 20
+    assert found.stats.cached_tokens == 19  # of 20, for the head needs the states of the last one
     assert found.token_ids == decoder.generate(rewritten, **options).token_ids
 
 
@@ -156,8 +146,8 @@ def test_conversations_share_nothing(target):
     assert read.tokens == 2 * len(FIRST)
 
 
-def test_states_are_kept_in_order(target):
-    """As one pass over everything gives them."""
+def test_states_that_the_head_has_not_read_are_kept(target):
+    """They are those that one pass over everything gives."""
     decoder = SpeculativeDecoder(target, None, [draft_for(target)], BestFirst(7, 4), compile=False)
     store = PrefixStore()
     first = turn(decoder, store, FIRST, max_new_tokens=NEW, temperature=0)
@@ -165,4 +155,7 @@ def test_states_are_kept_in_order(target):
     plain = decoder.target.session(1, 200, 200, decoder.aux_layers)
     with torch.inference_mode():
         (wanted,) = plain.prefill([kept(store).ids.tolist()])
-    torch.testing.assert_close(torch.cat(kept(store).states), wanted, rtol=1e-9, atol=1e-9)
+    prefix = kept(store)
+    assert [len(cached.ids) for cached in prefix.caches] == [len(wanted), prefix.first + 1]
+    assert prefix.first >= len(FIRST) + len(first.token_ids)
+    torch.testing.assert_close(torch.cat([*prefix.states]), wanted[prefix.first :], rtol=1e-9, atol=1e-9)

@@ -6,11 +6,13 @@ import test_published_dflash as dflash
 import test_published_eagle as eagle
 from conftest import byte_tokenizer, like, tiny_llama
 from test_heads import draft_for
+from test_store import assert_read_as_alone, drained, reading
 from test_two_tokenizers import merged
 
 from specinfer import BestFirst, Chain, ModelDraft, Sampled, SpeculativeDecoder
 from specinfer.drafts.published.formats import load_published
 from specinfer.drafts.published.mtp import MtpDraft
+from specinfer.engine.store import PrefixStore
 
 released = pytest.fixture(test_mtp.small_models_have_such_layers.__wrapped__)
 exact = pytest.fixture(scope="module")(test_mtp.folder.__wrapped__)
@@ -107,6 +109,46 @@ def test_rows_that_join_leave_in_their_turn(kind, tmp_path, exact, released):
         assert result.token_ids == alone.token_ids
         assert bool(note_of(result)) == bool(note_of(alone)) == (prompt not in SHORT)
     assert any(len(tree) > 1 for _, result, _ in found for tree in drafted(result))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_turns_begin_with_what_the_draft_has_read(kind, tmp_path, exact, released):
+    """Its caches are those of a session that reads the whole text, and texts and trees are those of fresh calls."""
+    decoder, store, history = of_kind(kind, tmp_path, exact), PrefixStore(), LONG[:20]
+    decoder.drafts[0].model.max_positions = 200
+    for more in ([7, 8], [5], [3, 3]):
+        options = {"max_new_tokens": 5, "temperature": 0}
+        scheduler, network = decoder.scheduler(store=store), decoder.drafts[0].model.model
+        with reading(decoder, network) as known:
+            request = scheduler.add(decoder.prepare(history, **options))
+            drained(scheduler)
+        with reading(decoder, network) as alone:
+            wanted = decoder.generate(history, **options)
+        assert request.result.token_ids == wanted.token_ids
+        assert drafted(request.result) == drafted(wanted)
+        assert (known.tokens < alone.tokens - 10) == (history != LONG[:20])
+        for prefix in store.prefixes:
+            assert len(prefix.caches) == 2
+            assert_read_as_alone(decoder, prefix)
+        history = [*history, *wanted.token_ids, *more]
+
+
+@pytest.mark.parametrize("kind", ["model", "head"])
+def test_turns_beyond_the_draft_s_context(kind, tmp_path, exact, released):
+    """The target reads what is new, also where the draft has left; what it has not read is not needed there."""
+    decoder, store, history = of_kind(kind, tmp_path, exact), PrefixStore(), LONG[:25]
+    cached = []
+    for more in ([7, 8], [5], [3, 3]):
+        scheduler = decoder.scheduler(store=store)
+        request = scheduler.add(decoder.prepare(history, max_new_tokens=NEW, temperature=0))
+        drained(scheduler)
+        cached.append(request.result.stats.cached_tokens)
+        wanted = decoder.generate(history, max_new_tokens=NEW, temperature=0)
+        assert request.result.token_ids == wanted.token_ids
+        history = [*history, *wanted.token_ids, *more]
+    assert len(history) - len(more) - NEW > LIMIT
+    assert cached[1] > 20
+    assert cached[2] > LIMIT
 
 
 @pytest.mark.parametrize("tree", [Chain(4), Sampled((2, 1)), "auto"], ids=str)

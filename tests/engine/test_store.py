@@ -1,6 +1,7 @@
 """Prompts that begin alike: the target reads what they share once, and every text is what it would be alone."""
 
 from collections import Counter
+from contextlib import contextmanager
 from random import Random
 
 import pytest
@@ -11,10 +12,11 @@ from test_heads import draft_for
 from test_stateful import build
 from transformers import MistralConfig, MistralForCausalLM
 
-from specinfer import BestFirst, SpeculativeDecoder
+from specinfer import BestFirst, Sampled, SpeculativeDecoder
 from specinfer.attention import TreeCache, TreeModel, resumed
 from specinfer.common.tensors import concat
-from specinfer.engine.store import LEAST, SHARE, Prefix, PrefixStore, Text
+from specinfer.engine.sessions import CHUNK
+from specinfer.engine.store import LEAST, SHARE, Prefix, PrefixStore, Text, cache_of
 from specinfer.errors import CacheError, InputError
 
 LONG = [*range(60, 60 + 3 * LEAST)]
@@ -56,6 +58,15 @@ class Read:
 
     def __exit__(self, *_):
         self.hook.remove()
+
+
+@contextmanager
+def reading(decoder, model=None):
+    """Count what the target reads, or another model; the check of a model with a hook is over."""
+    with Read(model or decoder.target.model) as read:
+        decoder.generate([1], max_new_tokens=1)
+        read.tokens = 0
+        yield read
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -115,7 +126,7 @@ def read(store, model, prompts, *sizes):
     session = store.open(model, texts, 4, 200, *sizes)
     begun, lengths = store.begin(session), session.cache.lengths
     new = session.prefill([prompt[length:] for prompt, length in zip(prompts, lengths, strict=True)])
-    return session, [concat(parts) for parts in zip(begun, new, strict=True)]
+    return session, [concat([states, read]) for (states, _), read in zip(begun, new, strict=True)]
 
 
 def test_states_are_those_of_whole_prompts(target):
@@ -161,6 +172,22 @@ def decoder(target, drafts, tree=BestFirst(7, 4)):  # noqa: B008
     return SpeculativeDecoder(target, None, made[drafts], tree if made[drafts] else None, compile=False)
 
 
+def assert_read_as_alone(made, prefix):
+    """What drafts have read of a prefix is what they read of the same text without a store."""
+    alone = PrefixStore()
+    scheduler = made.scheduler(store=alone)
+    scheduler.add(made.prepare([*prefix.ids.tolist(), 1], max_new_tokens=4, temperature=0))
+    drained(scheduler)
+    (wanted,) = alone.prefixes
+    for cached in prefix.caches[1:]:
+        theirs = cache_of(cached.owner, wanted.caches)
+        length = cached.common(theirs.ids)
+        assert length >= len(cached.ids) - 1  # of a text that goes on, the last token of another tokenizer may differ
+        for pair in zip(cached.cache.layers, theirs.cache.layers, strict=True):
+            for mine, other in zip(*(layer.buffers for layer in pair), strict=True):
+                torch.testing.assert_close(mine[0, :, :length], other[0, :, :length], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("drafts", ["none", "head", "model", "both"])
 def test_random_schedules_give_the_ids_of_each_request_alone(target, drafts):
     """Ragged prompts that begin alike are added and aborted at any step, over many batches of one store."""
@@ -181,8 +208,38 @@ def test_random_schedules_give_the_ids_of_each_request_alone(target, drafts):
     assert min(ends["length"], ends["aborted"]) > 5
     assert cached > 20
     for prefix in store.prefixes:
-        prefix.cache.check_integrity()
-        assert sum(map(len, prefix.states)) == (len(prefix.ids) if drafts in ("head", "both") else 0)
+        read = [len(cached.ids) for cached in prefix.caches]
+        for cached in prefix.caches:
+            cached.cache.check_integrity()
+            assert cached.cache.lengths == [len(cached.ids)]
+        assert read[0] == len(prefix.ids) >= max(read)
+        if drafts in ("head", "both"):  # what the head has not read, and the last token that it has
+            states = sum(map(len, prefix.states))
+            assert prefix.first + states == len(prefix.ids)
+            assert 0 < states <= len(prefix.ids) - (read[1] - 1 if len(read) > 1 else 0)
+        else:
+            assert not prefix.states
+    read = [prefix for prefix in store.prefixes if len(prefix.caches) > 1]
+    assert bool(read) == (drafts != "none")
+    for prefix in read[-8:]:
+        assert_read_as_alone(made, prefix)
+
+
+@pytest.mark.parametrize("drafts", ["head", "model"])
+def test_sampled_trees_are_those_without_a_store(target, drafts):
+    """Their draws depend on what the drafts say, bit by bit almost."""
+    made, store = decoder(target, drafts, Sampled((2, 2, 1))), PrefixStore()
+    history = [*LONG]
+    for turn in range(4):
+        options = {"max_new_tokens": 9, "temperature": 1, "seed": turn}
+        scheduler = made.scheduler(store=store)
+        request = scheduler.add(made.prepare(history, **options))
+        drained(scheduler)
+        wanted = made.generate(history, **options)
+        assert request.result.token_ids == wanted.token_ids
+        assert request.result.accept_lengths == wanted.accept_lengths
+        assert (request.result.stats.cached_tokens > 0) == (turn > 0)
+        history = [*history, *wanted.token_ids, 7, 9]
 
 
 def test_contrastive_search_finds_what_it_has_read(target):
@@ -198,6 +255,38 @@ def test_contrastive_search_finds_what_it_has_read(target):
     assert [request.result.stats.cached_tokens for request in found] == [0, len(LONG), 0]
 
 
+def test_decoders_share_what_they_can(target):
+    """Those without drafts and with language models the target's caches; a head needs its own, or states."""
+    store, cached, drafts = PrefixStore(), [], {"none": [], "head": [draft_for(target)], "model": [like(target)]}
+    for kind in ("none", "model", "none", "head", "head", "model"):
+        made = SpeculativeDecoder(target, None, drafts[kind], BestFirst(7, 4), compile=False)
+        options = {"max_new_tokens": 6, "temperature": 0}
+        scheduler = made.scheduler(store=store)
+        request = scheduler.add(made.prepare([*LONG, 3], **options))
+        drained(scheduler)
+        assert request.result.token_ids == made.generate([*LONG, 3], **options).token_ids
+        cached.append(request.result.stats.cached_tokens)
+    assert cached == [0, len(LONG), len(LONG), 0, len(LONG) - 1, len(LONG)]
+    assert sorted(len(prefix.caches) for prefix in store.prefixes) == [1, 2, 2]
+
+
+def test_a_draft_reads_what_is_new(target):
+    """Of a prompt that a row under way begins with, and of one that is kept."""
+    made, store = decoder(target, "model"), PrefixStore()
+    scheduler = made.scheduler(store=store)
+
+    def tokens(*more):
+        with reading(made, made.drafts[0].model.model) as read:
+            scheduler.add(made.prepare([*LONG, *more], max_new_tokens=6, temperature=0))
+            scheduler.step()
+        return read.tokens
+
+    assert tokens(3) > len(LONG)
+    assert tokens(9, 4) < len(LONG)  # two rows, padded, and 4 levels
+    drained(scheduler)
+    assert tokens(9, 4, 5) < len(LONG)
+
+
 def test_what_is_under_way_is_found(target):
     """A request that joins another one with the same beginning reads its own end."""
     made = decoder(target, "head")
@@ -209,10 +298,30 @@ def test_what_is_under_way_is_found(target):
         made.generate([1], max_new_tokens=1)
         read.tokens = 0
         scheduler.step()
-    assert read.tokens <= 1 + 2 * (1 + 7)  # the 9, and two trees
+    assert read.tokens <= 2 + 2 * (1 + 7)  # the last token that is shared, for its states, the 9, and two trees
     drained(scheduler)
-    assert [request.result.stats.cached_tokens for request in (first, late)] == [0, len(LONG)]
+    assert [request.result.stats.cached_tokens for request in (first, late)] == [0, len(LONG) - 1]
     assert late.result.token_ids == made.generate([*LONG, 9, 4], max_new_tokens=6, temperature=0).token_ids
+
+
+@pytest.mark.parametrize("drafts", ["head", "model"])
+def test_what_drafts_read_outlives_the_row_that_it_is_copied_from(target, drafts):
+    """A long prompt is read in chunks, and the row with the same beginning leaves meanwhile."""
+    made, store = decoder(target, drafts), PrefixStore()
+    scheduler, options = made.scheduler(store=store), {"temperature": 0}
+    ends = [(OTHERS[1], 2), ([*LONG, 3], 2)]
+    first = [scheduler.add(made.prepare(prompt, max_new_tokens=new, **options)) for prompt, new in ends]
+    scheduler.step()
+    lengthy = [*LONG, *(number % 250 for number in range(CHUNK + 60))]
+    late = scheduler.add(made.prepare(lengthy, max_new_tokens=9, **options))
+    while not all(request.done for request in first):
+        scheduler.step()
+    assert not late.steps
+    drained(scheduler)
+    assert late.result.stats.cached_tokens == len(LONG) - (drafts == "head")
+    assert late.result.token_ids == made.generate(lengthy, max_new_tokens=9, **options).token_ids
+    assert len(store.prefixes[-1].caches) == 2
+    assert_read_as_alone(made, store.prefixes[-1])
 
 
 def test_rows_that_share_say_so(target):
@@ -234,7 +343,7 @@ def test_texts_of_another_salt_share_nothing(target):
         requests = [scheduler.add(made.prepare([*LONG, 3], max_new_tokens=3, cache_salt=salt)) for salt in salts]
         drained(scheduler)
         cached.append([request.result.stats.cached_tokens for request in requests])
-    assert cached == [[0, len(LONG), 0, 0], [len(LONG), len(LONG), len(LONG), 0]]
+    assert cached == [[0, len(LONG), 0, 0], [len(LONG) - 1] * 3 + [0]]
     with pytest.raises(InputError, match="cache_salt"):
         made.prepare([1], cache_salt=3)
 
@@ -296,6 +405,29 @@ def test_the_least_recently_used_is_dropped(target):
     assert store.nbytes == 0
 
 
+@pytest.mark.parametrize("drafts", ["head", "model", "both"])
+def test_bytes_of_drafts_count(target, drafts):
+    """Caches of both, and states that the head has not read."""
+    made, sizes = decoder(target, drafts), []
+    for size in (1.0, 0.0):
+        store = PrefixStore(1) if size else PrefixStore((sizes[0] - 1) / 10**6)
+        scheduler = made.scheduler(store=store)
+        scheduler.add(made.prepare(LONG, max_new_tokens=6, temperature=0))
+        drained(scheduler)
+        sizes.append(store.nbytes)
+        for prefix in store.prefixes:
+            caches = [cached.cache.nbytes for cached in prefix.caches]
+            assert len(caches) == 2
+            assert min(caches) > 0
+            states = sum(states.nbytes for states in prefix.states)
+            assert store.nbytes == sum(caches) + states
+            if drafts == "model":
+                assert not states
+            else:
+                assert states < 12 * len(made.aux_layers) * 32 * 8  # of the last steps only
+    assert sizes[1] == 0
+
+
 def test_without_a_size_a_share_of_the_free_memory_is_taken(target, monkeypatch):
     made, store = decoder(target, "head"), PrefixStore()
     scheduler = made.scheduler(store=store)
@@ -330,6 +462,10 @@ def test_a_model_that_keeps_states_reads_everything():
         assert request.result.stats.cached_tokens == 0
         assert any("reads every prompt whole" in note for note in request.result.stats.notes)
     assert store.prefixes == []
+    scheduler = made.scheduler(store=PrefixStore(0))  # which nobody expects to find something in
+    request = scheduler.add(made.prepare([*range(5, 35)], max_new_tokens=4, temperature=0))
+    drained(scheduler)
+    assert not any("reads every prompt whole" in note for note in request.result.stats.notes)
 
 
 def test_scores_of_prompts_that_begin_alike(target):

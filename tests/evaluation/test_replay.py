@@ -14,11 +14,13 @@ import pytest
 import torch
 from conftest import PROMPTS as ALL_PROMPTS
 from conftest import byte_tokenizer, like, plain, tiny_llama
+from scipy.optimize import linprog
 from strategies import TableSource, coarse_table
 from test_heads import draft_for
 
 import specinfer.loading
 from specinfer import Auto, BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder, cli
+from specinfer.adaptive.experience import PRIORS, REMEMBERED
 from specinfer.common.files import locked
 from specinfer.common.records import RECORDS
 from specinfer.engine.verify import ExactMatch, MultiStep
@@ -31,6 +33,7 @@ from specinfer.evaluation.traces import (
     TraceText,
     calibration,
     cost_model,
+    edge_calibration,
     hits,
     measured,
     oracle,
@@ -43,7 +46,9 @@ from specinfer.evaluation.traces.closed_forms import accepted_without_replacemen
 from specinfer.evaluation.traces.paper import RULES, WIDTHS, expansion
 from specinfer.evaluation.traces.probes import Trees
 from specinfer.evaluation.traces.replaying import _sampled, _tree, _visits
+from specinfer.evaluation.traces.statistics import curve
 from specinfer.evaluation.traces.trace import SETTINGS, Drafted, Sizes, TraceFolder
+from specinfer.evaluation.traces.transport import WITHOUT, best_acceptance
 from specinfer.loading import Loaded
 
 PROMPTS = ALL_PROMPTS[:3]
@@ -210,7 +215,8 @@ def test_expected_steps_are_those_of_the_enumeration(rule, widths):
     def along(context, token):
         p, q = (torch.from_numpy(models.distribution(model, context)) for model in (0, 1))
         chance = torch.Generator().manual_seed(0)
-        sampled = [accepted_without_replacement(p, q, token, draws, chance) for _ in range(1 if replacement else 300)]
+        times = range(1 if replacement else 300)
+        sampled = [accepted_without_replacement(p, q, token, draws, chance)[0] for _ in times]
         return q[token], expected_tests(p, q, draws).numpy(), torch.stack(sampled).mean(0).numpy()
 
     for text, (probability, steps) in enumerated(pair, models, tokens).items():
@@ -245,7 +251,8 @@ def test_recorded_laws_are_the_models():
             p, q = law_after(target_of("model"), ids, 0.8), law_after(draft, ids, 0.8)
             assert text.probability[end] == pytest.approx(float(p[token]), rel=1e-4)
             assert own.probability[place, level] == pytest.approx(float(q[token]), rel=1e-4)
-            assert own.tests[place, level] == pytest.approx(expected_tests(p, q, DRAWS).numpy(), rel=1e-4)
+            assert own.tests[place, level] == pytest.approx(expected_tests(p, q, DRAWS + 1).numpy(), rel=1e-4)
+            assert own.best[place, level] == pytest.approx(best_acceptance(p, q, DRAWS, True).numpy(), rel=1e-4)
             values, tokens = q.topk(TOP)
             assert own.distribution_tokens[place, level].tolist() == tokens.tolist()
             assert own.distribution_probs[place, level] == pytest.approx(values.numpy(), rel=1e-4)
@@ -272,6 +279,83 @@ def test_more_draws_gain_more_and_naive_sampling_less():
     assert taus == sorted(taus)
     assert all(low <= value <= high for value, low, high in taus)
     assert replay(trace, Sampled((1, 5, 1), True), ExactMatch()).tokens_per_pass < taus[-1]
+
+
+# ---- what any rule could accept ----
+
+
+def sequences(q, draws, replacement):
+    """Every sequence of draws, and its probability; where q is exhausted, it is shorter."""
+    found = {(): 1.0}
+    for _ in range(draws):
+        longer = {}
+        for drawn, chance in found.items():
+            left = q.copy()
+            left[list(drawn) if not replacement else []] = 0.0
+            for token in np.flatnonzero(left):
+                longer[*drawn, int(token)] = chance * left[token] / left.sum()
+            if not left.any():
+                longer[drawn] = chance
+        found = longer
+    return found
+
+
+def largest_flow(p, q, draws, replacement):
+    """The linear program over all couplings of the emitted token with the draws."""
+    drawn = sequences(q, draws, replacement)
+    pairs = [(y, x) for y in range(len(p)) for x in drawn if y in x]
+    rows = [[y == token for y, _ in pairs] for token in range(len(p))] + [[x == own for _, x in pairs] for own in drawn]
+    limits = [*p, *drawn.values()]
+    return -linprog(-np.ones(len(pairs)), np.array(rows, float), limits).fun if pairs else 0.0
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_the_best_acceptance_is_that_of_the_linear_program(replacement):
+    """On small vocabularies, peaked and flat ones, and where q lacks tokens; no rule of ours is above it."""
+    numbers, gaps = np.random.default_rng(3), []
+    for flat in (0.2, 1.0, 5.0):
+        for size in (2, 3, 4, 4):
+            p, q = numbers.dirichlet([flat] * size), numbers.dirichlet([flat] * size)
+            q[: size - 3] = 0.0
+            q /= q.sum()
+            given = torch.from_numpy(p), torch.from_numpy(q)
+            best = best_acceptance(*given, 3, replacement).numpy()
+            assert len(best) == (3 if replacement else WITHOUT)
+            wanted = [largest_flow(p, q, draws, replacement) for draws in range(1, len(best) + 1)]
+            assert best == pytest.approx(wanted, abs=1e-6)
+            assert best[0] == pytest.approx(np.minimum(p, q).sum())  # speculative sampling is the best for one draw
+            own = 1 - np.diff(expected_tests(*given, 4).numpy())
+            if not replacement:
+                chance = torch.Generator().manual_seed(0)
+                tries = [accepted_without_replacement(*given, int(p.argmax()), 2, chance)[1] for _ in range(400)]
+                own = torch.stack(tries).mean(0).numpy()
+            assert (own <= best + (1e-9 if replacement else 0.02)).all()
+            gaps.append(best[1] - own[1])
+    assert max(gaps) > 0.01  # there is something to gain
+
+
+def test_drafts_that_draw_nothing_or_one_token_are_bounded():
+    p = torch.tensor([0.3, 0.7])
+    for replacement in (True, False):
+        assert best_acceptance(p, torch.zeros(2), 2, replacement).tolist() == [0, 0]
+        assert best_acceptance(p, torch.tensor([1.0, 0.0]), 2, replacement).tolist() == pytest.approx([0.3, 0.3])
+
+
+def test_a_replay_says_how_close_to_the_best_rule_it_comes():
+    """A chain of speculative sampling is the best; wider levels are not; what the trace cannot bound has no bound."""
+    trace = trace_of(temperature=0.8)
+    for replacement in (True, False):
+        chain = replay(trace, Sampled((1, 1), replacement))
+        assert chain.bound.accepted == pytest.approx(chain.bound.most, rel=1e-5)
+        assert chain.bound.share == pytest.approx([1, 1, 1], rel=1e-5)
+        assert chain.bound.accepted == pytest.approx(chain.accepted, abs=0.2)  # the same, but for the texts' chance
+        wide = replay(trace, Sampled((2, 1), replacement))
+        assert 0.7 < wide.bound.share[0] < 0.9999
+        assert wide.bound.accepted[0] < wide.bound.most[0]
+        assert "of what any rule could" in str(wide)
+    assert replay(trace, Sampled((3,))).bound is None
+    assert replay(trace, Sampled((1,), True), ExactMatch()).bound is None
+    assert replay(trace, Chain(2)).bound is None
 
 
 # ---- files ----
@@ -515,6 +599,58 @@ def test_hits_and_calibration_count_candidates():
     assert (curve.accepted <= curve.high).all()
 
 
+def test_probabilities_that_are_right_are_off_by_chance():
+    """As simulated; the more observations, the less."""
+    numbers = np.random.default_rng(0)
+    for count in (200, 2000):
+        said = numbers.random(count) ** 3
+        errors = [curve("", said, numbers.random(count) < said, 10).error for _ in range(300)]
+        assert curve("", said, said > 0.5, 10).chance == pytest.approx(np.mean(errors), rel=0.1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_edges_are_nodes_whose_parents_were_accepted(temperature):
+    """As many are accepted at each depth as the replay accepts tokens there; other nodes do not count."""
+    trace, policy = trace_of(temperature=temperature), BestFirst(12, 4)
+    made, steps = edge_calibration(trace, policy), replay(trace, policy)
+    accepted = steps.accepted * steps.steps.sum()
+    for groups in made.curves.values():
+        found = [np.nansum(groups[group].accepted * groups[group].count) for group in ("1", "2", "3 and deeper", "all")]
+        assert found == pytest.approx([accepted[0], accepted[1], accepted[2:].sum(), accepted.sum()])
+    nodes = sum(len(text.drafted[0].tree_tokens) for text in trace.texts)
+    assert 0 < made.curves["q"]["all"].count.sum() < nodes / 2
+    assert f"{made.curves['auto']['2'].error:.3f}" in str(made)
+    with pytest.raises(InputError, match="larger nodes"):
+        edge_calibration(trace, BestFirst(NODES + 1, 2))
+
+
+def test_auto_corrects_edges_by_what_was_accepted_before():
+    """By hand for trees of one node: the expectation so far, over what was accepted, older ones lighter."""
+    trace = trace_of("two models")
+    made = edge_calibration(trace, BestFirst(1, 1), drafts=[1], bins=1)
+    accepted = expected = PRIORS[0]
+    estimates, right = [], []
+    for text in trace.texts:
+        place = 0
+        while place < NEW:
+            node = text.drafted[1].first[place]
+            if place == NEW - 1:  # the last token is not drafted
+                break
+            q = float(np.exp(text.drafted[1].tree_scores[node]))
+            hit = text.drafted[1].tree_tokens[node] == text.token_ids[place]
+            estimates.append(min(1.0, q * accepted / expected))
+            right.append((q, hit))
+            fade = 1 - 1 / REMEMBERED
+            accepted, expected = fade * accepted + hit, fade * expected + q
+            place += 1 + hit
+    curves = {name: groups["all"] for name, groups in made.curves.items()}
+    assert curves["q"].count.tolist() == [len(right)]
+    assert curves["q"].probability == pytest.approx(np.mean([q for q, _ in right]))
+    assert curves["auto"].probability == pytest.approx(np.mean(estimates))
+    assert curves["auto"].accepted == pytest.approx(np.mean([hit for _, hit in right]))
+    assert curves["auto"].error < curves["q"].error
+
+
 def test_the_cost_model_fits_and_predicts():
     """b comes back from tokens that it made; a speed-up is tokens over time, in either notation."""
     assert expected_tokens(0.5, np.array([1, 2, 3])) == pytest.approx([1.5, 1.75, 1.875])
@@ -609,7 +745,8 @@ def test_the_command_line_records_and_replays(run, tmp_path):
     assert json.loads(again)["tokens"] == 8
     code, out, err = run("replay", tmp_path)
     assert (code, err) == (0, "")
-    for shown in ("BestFirst(max_nodes=4", "Chain(length=3)", "MultiStep(replacement=True)", "oracle", "not coupled"):
+    trees = "BestFirst(max_nodes=4", "Chain(length=3)", "MultiStep(replacement=True)", "oracle", "not coupled"
+    for shown in (*trees, "by depth", "T = 1;", "by chance"):
         assert shown in out
     code, out, _ = run("replay", tmp_path, "--tree", "expansion", "--expansion", "1,2", "--json")
     made = json.loads(out)
@@ -618,6 +755,7 @@ def test_the_command_line_records_and_replays(run, tmp_path):
     assert run("record", "--prompt", "abcabc", "--draft", "near", "--out", greedy, "--max-new-tokens", 4)[0] == 0
     code, out, err = run("replay", greedy, "--tree", "sampled")
     assert (code, out, err.count("\n")) == (2, "", 1)
+    assert made["edges"]["auto"].keys() == {"1", "2", "3 and deeper", "all"}
     assert made["replays"][0]["tokens_per_pass"] == replay(Trace.load(tmp_path), Expansion((1, 2))).tokens_per_pass
 
 

@@ -15,6 +15,7 @@ from conftest import PROMPTS, like, tiny_llama
 from stand_in import DEVICE, StandIn, on_device, standing_in
 from test_heads import draft_for
 from test_published_dflash import LAYERS, load, random_head
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from specinfer import BestFirst, Expansion, Sampled, SpeculativeDecoder
 from specinfer.attention.passes import graphs
@@ -318,3 +319,47 @@ def test_attention_makes_no_plan_for_every_length(there: Side, device: StandIn) 
         decoder.generate(PROMPTS[0], max_new_tokens=3)
     assert set(seen) == {False}
     assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def held(decoder: SpeculativeDecoder) -> list[tuple[int, int]]:
+    """Return graphs and their bytes, by cache."""
+    kept = (each for model in decoder.networks for each in model.graphed.kept)
+    return [(len(each.graphs.made), sum(each.graphs.held.values())) for each in kept]
+
+
+@pytest.mark.parametrize("draft", ["none", "model", "head"])
+def test_fifty_calls_of_different_lengths_hold_what_a_few_hold(there: Side, device: StandIn, draft: str) -> None:
+    """All sizes that come are captured in the first calls: later ones capture nothing, and hold no more memory."""
+    decoder = there.decoder(draft, BestFirst(4, 2), graphs=True)
+    after: list[list[tuple[int, int]]] = []
+    for turn in range(50):
+        decoder.generate([5, 9, 4] * (1 + turn % 7), max_new_tokens=3 + turn % 5, **GREEDY)
+        after.append(held(decoder))
+    assert any(made for made, _ in after[-1])
+    assert all(found == after[20] for found in after[20:])
+
+
+def test_masks_of_several_kinds_of_layers_are_replayed(device: StandIn) -> None:
+    """The first layer sees all tokens, the second one those of a window."""
+    config = Qwen2Config(
+        vocab_size=132,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=False,
+        use_sliding_window=True,
+        sliding_window=5,
+        max_window_layers=1,
+    )
+    torch.manual_seed(0)
+    target = Qwen2ForCausalLM(config).eval()
+    near = like(target)
+    texts = []
+    for models in ((target, near), (copy.deepcopy(target).to(DEVICE), copy.deepcopy(near).to(DEVICE))):
+        graphs = models[0] is not target
+        decoder = SpeculativeDecoder(models[0], None, [models[1]], TREE, graphs=graphs)
+        texts.append(decoder.generate(PROMPTS[2], max_new_tokens=30, **GREEDY).token_ids)
+    assert texts[0] == texts[1]
+    assert device.launches["graph"] > 10

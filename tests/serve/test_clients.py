@@ -7,6 +7,7 @@ import openai
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response
 from pydantic import BaseModel
 from serving import CONTEXT, HELLO, Live, live, made_decoder
 
@@ -68,6 +69,7 @@ def test_a_message_is_what_the_decoder_writes(client: openai.OpenAI, decoder: Sp
 
 
 def test_a_stream_is_the_same_text(client: openai.OpenAI) -> None:
+    chat(client, **SAMPLED)  # both of the next ones find its prompt
     answer, chunks = chat(client, **SAMPLED), streamed(client, stream_options={"include_usage": True}, **SAMPLED)
     assert text_of(chunks) == answer.choices[0].message.content
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -230,12 +232,15 @@ def test_completions_of_texts_and_ids(client: openai.OpenAI, decoder: Speculativ
             assert parts[-1].finish_reason == "length"
 
 
+@pytest.mark.parametrize("new", [0, 1])
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_likelihoods_as_harnesses_ask(client: openai.OpenAI, decoder: SpeculativeDecoder, stream: bool) -> None:
+def test_log_likelihoods_as_harnesses_ask(
+    client: openai.OpenAI, decoder: SpeculativeDecoder, stream: bool, new: int
+) -> None:
     """The prompts come back with the log-probability of each token but the first, and the best one beside it."""
     texts = ["Hello there", "x", "The end."]
     prompts = decoder.tokenizer(texts)["input_ids"]
-    asked: dict[str, Any] = {"prompt": prompts, "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
+    asked: dict[str, Any] = {"prompt": prompts, "max_tokens": new, "echo": True, "logprobs": 1, "temperature": 0}
     answer = client.completions.create(model="tiny", stream=stream, **asked)
     pieces = [choice for part in (answer if stream else [answer]) for choice in part.choices]
     for index, prompt in enumerate(prompts):
@@ -245,14 +250,15 @@ def test_log_likelihoods_as_harnesses_ask(client: openai.OpenAI, decoder: Specul
             [value for part in kept for value in getattr(part, name)]
             for name in ("token_logprobs", "top_logprobs", "text_offset", "tokens")
         )
-        assert len(values) == len(tops) == len(prompt) + 1
+        assert len(values) == len(tops) == len(prompt) + new
+        assert new or mine[-1].finish_reason == "length"
         assert (values[0], tops[0]) == (None, None)
         assert offsets == [sum(map(len, tokens[:number])) for number in range(len(tokens))]
         assert "".join(piece.text for piece in mine).startswith(texts[index])
         if len(prompt) > 1:
             score = decoder.score(prompt[:1], prompt[1:])
-            assert values[1:-1] == pytest.approx(score.log_probabilities, abs=1e-4)
-            best = [value == max(top.values()) for value, top in zip(values[1:-1], tops[1:-1], strict=True)]
+            assert values[1 : len(prompt)] == pytest.approx(score.log_probabilities, abs=1e-4)
+            best = [value == max(top.values()) for value, top in list(zip(values, tops, strict=True))[1 : len(prompt)]]
             assert best == score.greedy
 
 
@@ -260,6 +266,80 @@ def test_echo_alone_gives_the_prompt_back(client: openai.OpenAI, decoder: Specul
     answer = client.completions.create(model="tiny", prompt="ab", echo=True, **SAMPLED).choices[0]
     assert answer.text == "ab" + decoder.generate("ab", raw=True, **OURS).text
     assert answer.logprobs is None
+
+
+ASKED: dict[str, Any] = {"model": "tiny", "input": "Hello there", "temperature": 0.9, "max_output_tokens": 24}
+SEED: dict[str, Any] = {"extra_body": {"seed": 7}}
+
+
+def test_a_response_is_the_same_message(client: openai.OpenAI) -> None:
+    wanted = chat(client, **SAMPLED)
+    answer = client.responses.create(**ASKED, **SEED)
+    assert Response.model_validate(answer.model_dump(), strict=True)
+    assert answer.output_text == wanted.choices[0].message.content
+    assert (answer.status, answer.incomplete_details.reason, answer.seed) == ("incomplete", "max_output_tokens", 7)
+    used = (answer.usage.input_tokens, answer.usage.output_tokens, answer.usage.total_tokens)
+    assert used == (wanted.usage.prompt_tokens, 24, wanted.usage.total_tokens)
+    parts = [{"type": "input_text", "text": "Hello "}, {"type": "input_text", "text": "there"}]
+    told: Any = [{"role": "user", "content": parts}]
+    assert client.responses.create(**{**ASKED, "input": told}, **SEED).output_text == answer.output_text
+    again: Any = [*told, *(item.model_dump() for item in answer.output), {"role": "user", "content": "Go on."}]
+    longer = client.responses.create(**{**ASKED, "input": again}, instructions="Be brief.")
+    messages = [{"role": "system", "content": "Be brief."}, *HELLO, wanted.choices[0].message.model_dump()]
+    messages += [{"role": "user", "content": "Go on."}]
+    told = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
+    assert longer.usage.input_tokens == told.usage.prompt_tokens
+
+
+def test_events_of_a_response(client: openai.OpenAI) -> None:
+    """In their order, numbered, and put together by the client's helper."""
+    whole = client.responses.create(**ASKED, **SEED)
+    events = list(client.responses.create(**ASKED, **SEED, stream=True))
+    for event in events:
+        assert type(event).model_validate(event.model_dump(), strict=True)
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    kinds = [event.type.removeprefix("response.") for event in events]
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    begin = ["created", "in_progress", "output_item.added", "content_part.added"]
+    end = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert kinds == begin + ["output_text.delta"] * len(deltas) + end
+    assert "".join(deltas) == events[-1].response.output_text == whole.output_text
+    assert events[-1].response.usage.output_tokens == whole.usage.output_tokens == 24
+
+
+def test_a_response_follows_a_schema(client: openai.OpenAI) -> None:
+    asked = {**ASKED, "max_output_tokens": None}
+    found = client.responses.parse(**asked, **SEED, text_format=Pair)
+    assert isinstance(found.output_parsed, Pair)
+    assert found.status == "completed"
+    with client.responses.stream(**asked, **SEED, text_format=Pair) as events:
+        for _ in events:
+            pass
+        assert events.get_final_response().output_parsed == found.output_parsed
+
+
+def test_responses_that_are_refused(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
+    """By name; what fails later is the stream's last event."""
+    for field, value in (
+        ("previous_response_id", "resp_1"),
+        ("tools", [{"type": "function", "name": "f", "parameters": {}, "strict": False}]),
+        ("max_output_tokens", 10_000),
+        ("temperature", -1),
+        ("input", [{"type": "function_call_output", "call_id": "x", "output": "y"}]),
+    ):
+        with pytest.raises(openai.BadRequestError) as error:
+            client.responses.create(**{**ASKED, field: value}, stream=True)
+        assert error.value.param == ("input" if field == "max_output_tokens" else field)
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError("a secret")
+
+    hook = decoder.target.model.register_forward_pre_hook(failing)
+    try:
+        *_, last = client.responses.create(**ASKED, stream=True)
+    finally:
+        hook.remove()
+    assert (last.type, last.code) == ("error", "server_error")
 
 
 def test_models_are_one(client: openai.OpenAI) -> None:
@@ -290,7 +370,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"response_format": {"type": "yaml"}}, "response_format", "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "what"}}}}, None, "schema"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "calls"),
-    ({"tool_choice": "required"}, "tool_choice", "not forced"),
+    ({"tool_choice": "required"}, "tool_choice", "no tool to be called"),
     ({"extra_body": {"best_of": 3}}, "best_of", "ask for n texts"),
     ({"extra_body": {"guided_json": {}}}, "guided_json", "response_format"),
     ({"extra_body": {"chat_template": "{{ x }}"}}, "chat_template", "the model's template"),

@@ -7,8 +7,10 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,11 +18,11 @@ from typing import Any
 import openai
 import pytest
 from conftest import byte_tokenizer, like, tiny_llama
-from serving import TEMPLATE, Gate, eventually, live, made_decoder
+from serving import TEMPLATE, Gate, Live, eventually, live, made_decoder
 
 from specinfer import BestFirst, SpeculativeDecoder
 from specinfer.serve.application import Limits
-from specinfer.serve.engine import Engine
+from specinfer.serve.engine import Engine, Patience
 from specinfer.serve.protocol import ApiError
 
 PROMPTS = ["ab", "Hello there", "1 2 3 1 2 3", "The quick brown fox", "z"]
@@ -69,30 +71,85 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_sigterm_lets_texts_end(folder: Path) -> None:
-    """The command stops taking requests, and the stream under way comes to its end."""
+@contextmanager
+def served(folder: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Serve a folder by the command; yield the process and its port."""
     command = [sys.executable, "-P", "-m", "specinfer", "serve", "--target", str(folder), "--draft", "ngram"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
-        [*command, "--port", "0", "--served-name", "tiny"], stderr=subprocess.PIPE, text=True, env=environment
+        [*command, "--port", str(port), "--served-name", "tiny"], stderr=subprocess.PIPE, text=True, env=environment
     )
     try:
         assert process.stderr
-        line = next(line for line in process.stderr if "running on" in line)
-        found = re.search(r"http://127\.0\.0\.1:\d+", line)
-        assert found
-        client = openai.OpenAI(base_url=f"{found[0]}/v1", api_key="none", max_retries=0)
-        stream = client.completions.create(model="tiny", prompt="ab", max_tokens=400, stream=True)
-        chunks = [next(stream)]
-        process.send_signal(signal.SIGTERM)
-        chunks += stream
-        assert chunks[-1].choices[0].finish_reason == "length"
-        rest = process.stderr.read()
-        assert "Application shutdown complete" in rest
-        assert process.wait(600) in (0, -signal.SIGTERM)
+        found = (re.search(r"running on http://127\.0\.0\.1:(\d+)", line) for line in process.stderr)
+        yield process, int(next(filter(None, found))[1])
     finally:
         process.kill()
         process.wait()
+
+
+def begun(port: int, **options: Any) -> tuple[Any, list[Any]]:
+    """Return a stream of the tiny model, and its first chunk."""
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    stream = client.completions.create(
+        **{"model": "tiny", "prompt": "ab", "max_tokens": 400, "stream": True, **options}
+    )
+    return stream, [next(stream)]
+
+
+def test_sigterm_lets_texts_end(folder: Path) -> None:
+    """The command stops taking requests, and the stream under way comes to its end."""
+    with served(folder) as (process, port):
+        stream, chunks = begun(port)
+        process.send_signal(signal.SIGTERM)
+        chunks += stream
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert process.stderr
+        assert "Application shutdown complete" in process.stderr.read()
+        assert process.wait(600) in (0, -signal.SIGTERM)
+
+
+def test_a_server_that_was_killed_is_started_again(folder: Path) -> None:
+    """Clients have a broken connection, and no end of a text that is none; the port is free for the next one."""
+    with served(folder) as (process, port):
+        streams = [begun(port, max_tokens=15_000, prompt=prompt) for prompt in PROMPTS]
+        process.kill()
+        for stream, chunks in streams:
+            with pytest.raises(Exception, match=r"peer closed connection|Connection error|reset by peer"):
+                chunks += stream
+            assert not any(choice.finish_reason for chunk in chunks for choice in chunk.choices)
+    with served(folder, port) as (_, again):
+        assert again == port
+        stream, chunks = begun(port, max_tokens=5)
+        assert [*chunks, *stream][-1].choices[0].finish_reason == "length"
+
+
+def test_of_more_requests_than_fit_each_is_answered_or_sent_away() -> None:
+    """As many as fit are decoded, the others are told to come again; then all is as it was."""
+    decoder = made_decoder()
+
+    async def flood(server: Live) -> list[Any]:
+        client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=600)
+
+        async def ask(seed: int) -> Any:
+            try:
+                return await client.completions.create(model="tiny", prompt="ab", max_tokens=2, seed=seed)
+            except openai.InternalServerError as error:
+                return error
+
+        waiting = asyncio.gather(*map(ask, range(300)))
+        rejected = partial(server.metric, "admission_rejections_total", reason="queue_full")
+        assert await asyncio.to_thread(eventually, lambda: rejected() == 290)
+        gate.opened.set()
+        return await waiting
+
+    with live(decoder, Limits(max_rows=2, max_queue=8)) as server, Gate(decoder) as gate:
+        found = asyncio.run(flood(server))
+        errors = [each for each in found if isinstance(each, Exception)]
+        assert {(error.status_code, error.response.headers["retry-after"]) for error in errors} == {(503, "1")}
+        assert [each.usage.completion_tokens for each in found if each not in errors] == [2] * 10
+        assert server.busy == (0, 0)
+        assert server.client().completions.create(model="tiny", prompt="ab", max_tokens=2).choices
 
 
 def test_texts_that_do_not_end_in_time_are_cut(folder: Path) -> None:
@@ -115,7 +172,7 @@ def test_what_waits_for_the_thread_is_told_that_it_ends() -> None:
     async def end(gate: Gate) -> None:
         engine = Engine(decoder.scheduler(2), 2)
         engine.start()
-        engine.submit([decoder.prepare("Hello", raw=True, max_new_tokens=8)])
+        engine.submit([decoder.prepare("Hello", raw=True, max_new_tokens=8)], Patience(0))
         await asyncio.to_thread(gate.reached.wait, 600)
         call = asyncio.create_task(engine.call(list))
         await asyncio.sleep(0)

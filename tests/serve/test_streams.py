@@ -159,6 +159,36 @@ def test_a_full_queue_is_said(server: Live, decoder: SpeculativeDecoder) -> None
     assert server.client(max_retries=2).chat.completions.create(model="tiny", messages=HELLO, max_tokens=2).choices
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_takes_too_long_is_given_up(decoder: SpeculativeDecoder, stream: bool) -> None:
+    """Its row is free with the next step, and others are what they would be; to ask again would not help."""
+    with live(decoder, Limits(max_rows=1, request_timeout=0.4)) as server, Gate(decoder) as gate:
+        status, head, body = received(sent(server, {"stream": stream, **LONG}))
+        assert (status, b"x-should-retry: false\r\n" in head) == ((200, False) if stream else (408, True))
+        error, *done = lines(body)[-2:] if stream else [b"data: " + body]
+        assert done == [b"data: [DONE]"] * stream
+        assert json.loads(error[6:])["error"]["code"] == "timeout"
+        gate.opened.set()
+        assert eventually(lambda: server.busy == (0, 0))
+        assert server.metric("request_success_total", finished_reason="abort") == 1
+        assert received(sent(server, SAMPLED))[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_that_waits_too_long_is_told_so(decoder: SpeculativeDecoder, stream: bool) -> None:
+    """Those that were begun may take their time."""
+    with live(decoder, Limits(max_rows=1, queue_timeout=0.4)) as server, Gate(decoder) as gate:
+        first = sent(server, {"stream": stream, **SAMPLED})
+        assert gate.reached.wait(600)
+        status, head, body = received(sent(server, {"stream": stream, **SAMPLED}))
+        assert (status, b"retry-after: 1\r\n" in head) == ((200, False) if stream else (503, True))
+        assert b'"code":"overloaded"' in body
+        assert server.metric("admission_rejections_total", reason="queue_timeout") == 1
+        gate.opened.set()
+        status, _, body = received(first)
+        assert (status, b'"finish_reason":"length"' in body, b'"error"' in body) == (200, True, False)
+
+
 def test_more_texts_than_fit_are_refused_at_once(server: Live) -> None:
     """To try again would not help."""
     with pytest.raises(openai.BadRequestError, match="ask for fewer"):

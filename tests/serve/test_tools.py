@@ -4,13 +4,16 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from serving import TEMPLATE, Live, live, made_decoder
+from serving import Live, live, made_decoder
 
 from specinfer import SpeculativeDecoder
-from specinfer.serve.chat import Deltas
+from specinfer.common.chat import ChatOptions
+from specinfer.serve.protocol import ApiError
+from specinfer.serve.tools import Deltas, Forced, Form
 
 CALL = '{"name": "add", "arguments": {"a": 1, "b": [2, "ü"]}}'
 ANSWER = f"<think>hm</think>Yes.<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>"
@@ -33,14 +36,27 @@ WRITTEN = {  # as in transformers' own for Qwen
 }
 
 
-@pytest.fixture(scope="module")
-def decoder() -> SpeculativeDecoder:
-    template = TEMPLATE + "{% if tools %}{{ tools | tojson }}{% endif %}"
-    made = made_decoder(chat_template=template)
+WRITE = """{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}{% for message in messages %}
+{{- message['role'] }}:{{ message['content'] }}{% for call in message['tool_calls'] %}CALL{% endfor %}<eos>{% endfor %}
+{%- if add_generation_prompt %}assistant:{% endif %}"""
+CALL_WRITTEN = (
+    """<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}"""
+)
+CALL_WRITTEN += "{{ '</tool_call>' }}"
+
+
+def reading(template: str, **options: Any) -> SpeculativeDecoder:
+    """A decoder with this chat template whose responses are read."""
+    made = made_decoder(chat_template=template, **options)
     if not hasattr(made.tokenizer, "get_response_parser"):
         pytest.skip("this transformers reads no responses")
     made.tokenizer.response_template = WRITTEN
     return made
+
+
+@pytest.fixture(scope="module")
+def decoder() -> SpeculativeDecoder:
+    return reading(WRITE.replace("CALL", CALL_WRITTEN))
 
 
 @pytest.fixture
@@ -86,6 +102,13 @@ def test_calls_of_tools_are_read(server: Live) -> None:
     checked(answer.choices[0].message, answer.choices[0].finish_reason)
 
 
+def test_one_call_is_told_if_several_are_not_wanted(server: Live) -> None:
+    message = server.client().chat.completions.create(
+        model="tiny", messages=ASKED, tools=TOOLS, temperature=0, parallel_tool_calls=False
+    )
+    assert len(message.choices[0].message.tool_calls) == 1
+
+
 def test_calls_of_tools_are_streamed(server: Live) -> None:
     client = server.client()
     with client.chat.completions.stream(model="tiny", messages=ASKED, tools=TOOLS, temperature=0) as events:
@@ -104,7 +127,7 @@ def test_the_template_is_told_of_tools_and_of_earlier_calls(server: Live) -> Non
             **{"model": "tiny", "messages": ASKED, "max_tokens": 1, **options}
         ).usage.prompt_tokens
 
-    assert length(tools=TOOLS) - length() == len(json.dumps(TOOLS))
+    assert length(tools=TOOLS) - length() == len("add;")
     assert length(tools=TOOLS, tool_choice="none") == length()
     call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     told = [
@@ -142,3 +165,135 @@ def test_what_is_no_call_is_content(decoder: SpeculativeDecoder, size: int, text
     assert text.removesuffix("</tool_call>").removesuffix("</tool_call> more") in said
     assert said.endswith("more") == text.endswith("more")
     assert not deltas.calls
+
+
+ADD: Any = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "ü"]}, "b": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+BOTH: Any = [
+    {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": ADD}},
+    {"type": "function", "function": {"name": "say.it"}},
+]
+NAMED: Any = {"type": "function", "function": {"name": "add"}}
+SAMPLED: dict[str, Any] = {"model": "tiny", "messages": ASKED, "tools": BOTH, "temperature": 1.5, "max_tokens": 400}
+SAMPLED["logit_bias"] = {"256": 3}  # or there are many calls
+
+
+@pytest.fixture(scope="module")
+def forcing(decoder: SpeculativeDecoder) -> Iterator[Live]:
+    pytest.importorskip("llguidance")
+    with live(decoder) as running:
+        yield running
+
+
+def called(answer: Any) -> list[tuple[str, Any]]:
+    """Return the calls of a message, checked against the schemas."""
+    calls = [(call.function.name, json.loads(call.function.arguments)) for call in answer.message.tool_calls]
+    for name, arguments in calls:
+        jsonschema.validate(arguments, {"add": ADD, "say.it": {"maxProperties": 0}}[name])
+    assert not answer.message.content
+    return calls
+
+
+def test_forced_calls_are_of_the_tools_and_their_schemas(forcing: Live) -> None:
+    """One or several of any function; one of that which is named, or if several are not wanted."""
+    create, counts, names = forcing.client().chat.completions.create, set(), set()
+    for seed in range(12):
+        choice = create(tool_choice="required", seed=seed, **SAMPLED).choices[0]
+        calls = called(choice)
+        assert choice.finish_reason == "tool_calls"
+        counts.add(min(len(calls), 2))
+        names |= {name for name, _ in calls}
+        assert (
+            len(called(create(tool_choice="required", seed=seed, parallel_tool_calls=False, **SAMPLED).choices[0])) == 1
+        )
+        choice = create(tool_choice=NAMED, seed=seed, **SAMPLED).choices[0]
+        assert ([name for name, _ in called(choice)], choice.finish_reason) == (["add"], "stop")
+    assert (counts, names) == ({1, 2}, {"add", "say.it"})
+
+
+def test_forced_calls_are_the_same_with_and_without_speculation(forcing: Live, decoder: SpeculativeDecoder) -> None:
+    """And in a stream; speculation saves passes."""
+    plain = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, [], None, compile=False)
+    passes = [0, 0]
+    with live(plain) as other:
+        for seed in range(4):
+            asked = {"tool_choice": "required", "seed": seed, **SAMPLED}
+            answers = [each.client().chat.completions.create(**asked) for each in (forcing, other)]
+            with forcing.client().chat.completions.stream(**asked) as events:
+                for _ in events:
+                    pass
+            streamed = events.get_final_completion().choices[0]
+            ours, theirs = (called(answer.choices[0]) for answer in answers)
+            assert ours == theirs == called(streamed)
+            assert answers[0].usage.completion_tokens == answers[1].usage.completion_tokens
+            for number, answer in enumerate(answers):
+                passes[number] += answer.usage.completion_tokens_details.speculation["target_passes"]
+    assert passes[0] < passes[1] / 2
+
+
+def test_a_forced_call_that_is_cut_says_so(forcing: Live) -> None:
+    choice = forcing.client().chat.completions.create(tool_choice=NAMED, **{**SAMPLED, "max_tokens": 20}).choices[0]
+    assert choice.finish_reason == "length"
+    assert not choice.message.tool_calls
+
+
+def with_function(**changed: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "f", **changed}}]}
+
+
+UNIQUE = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": []}, "tool_choice", "no tool to be called"),
+    ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice", "no tool to be called"),
+    ({"tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "tool_choice", "Invalid enum value"),
+    ({"tool_choice": "any"}, "tool_choice", "tool_choice"),
+    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools", "tools: "),
+    (with_function(name='a"b'), "tools", "no name of a function"),
+    (with_function(parameters={"type": "object", "properties": {"a": {"type": "what"}}}), "tools", "what"),
+    (with_function(parameters={"default": "\0"}), "tools", "NUL"),
+    (with_function(parameters=UNIQUE, strict=True), "tools", "uniqueItems"),
+]
+
+
+@pytest.mark.parametrize(("options", "param", "words"), REFUSED, ids=[str(options)[:40] for options, _, _ in REFUSED])
+def test_calls_that_cannot_be_forced_are_refused_by_name(
+    forcing: Live, options: dict[str, Any], param: str, words: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        forcing.client().chat.completions.create(**{**SAMPLED, "tool_choice": "required", **options})
+    assert (error.value.param, words in error.value.message) == (param, True), error.value
+
+
+def test_keywords_that_cannot_be_followed_are_ignored_unless_strict(forcing: Live) -> None:
+    asked = {**SAMPLED, **with_function(parameters=UNIQUE | {"required": ["a"]}), "temperature": 0, "max_tokens": 30}
+    assert forcing.client().chat.completions.create(**asked, tool_choice="required").usage.completion_tokens == 30
+
+
+FORM = Form('<tool_call>{"name": "', '", "arguments": ', "}</tool_call>", '}</tool_call><tool_call>{"name": "')
+ALONE = "{% if message.tool_calls | length > 1 %}{{ raise_exception('one call alone') }}{% endif %}"
+ASIDE = "{% if loop.first %}<think></think>{% endif %}"
+FORMS: dict[str, tuple[str, Form | None]] = {
+    "several": (CALL_WRITTEN, FORM),
+    "one alone": (ALONE + CALL_WRITTEN, FORM._replace(between=None)),
+    "no thoughts": (ASIDE + CALL_WRITTEN, FORM._replace(before="<think></think>" + FORM.before)),
+    "arguments in a string": (CALL_WRITTEN.replace("arguments | tojson", "arguments | tojson | tojson"), None),
+    "another name": (CALL_WRITTEN.replace("function.name", "id"), None),
+    "arguments twice": (CALL_WRITTEN + "{{ call.function.arguments | tojson }}", None),
+    "never": ("{{ raise_exception('no calls') }}", None),
+    "unread": ("", None),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_how_calls_are_written_is_taken_from_the_template(name: str) -> None:
+    written, wanted = FORMS[name]
+    decoder = reading(WRITE.replace("CALL", written))
+    forced = Forced(decoder, WRITTEN, ChatOptions())
+    assert forced.form == wanted
+    if wanted is None:
+        with pytest.raises(ApiError, match="does not show how it writes calls"):
+            forced.grammar([], True)

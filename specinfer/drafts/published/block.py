@@ -14,8 +14,9 @@ from specinfer.attention import Layout, TreeModel, lay_out_chains
 from specinfer.common.tensors import on_device
 from specinfer.drafts.depths import DepthsSession, LatticeSession
 from specinfer.drafts.language_model import CATCH_UP
-from specinfer.drafts.rows import DraftRows, state_columns
+from specinfer.drafts.rows import DraftRows, begun, read, state_columns
 from specinfer.engine.draft import Clocked, Committed, DraftContext, Scored, States
+from specinfer.engine.store import Cached
 from specinfer.tree import Frontier
 
 
@@ -42,10 +43,11 @@ class BlockRows(Clocked, DepthsSession):
         self.columns = state_columns(aux_layers, context, model.device)
         shape = len(self.network.config.target_layer_ids), self.network.target_size
         nothing = torch.zeros(0, *shape, dtype=model.dtype, device=model.device)
-        self.uncached = [  # per row, the target's states at tokens that are committed but not in the cache
-            [nothing] if states is None else [nothing, states[:, self.columns].to(nothing)]
-            for states in context.states or [None] * self.batch
-        ]
+        left = begun(self.session, context.prompts, context.known)
+        self.uncached = [[nothing] for _ in left]  # per row, the target's states at tokens that are not in the cache
+        for row, tokens, states in zip(self.uncached, left, context.states, strict=False):
+            if states is not None:
+                row.append(states[len(states) - len(tokens) + 1 :, self.columns].to(nothing))
         self.slot_states: Tensor | None = None  # (B, D, H) of this step, for heads that read them
 
     @property
@@ -98,6 +100,10 @@ class BlockRows(Clocked, DepthsSession):
             if new is not None and chose is not None:
                 row.append(chose[:, self.columns].to(row[0]))
         super().commit(tokens, states, scored)
+
+    def read(self, row: int, ids: Sequence[int]) -> Cached | None:
+        """Return what the cache holds of a row."""
+        return read(self.session, row, ids)
 
     def join(self, other: DraftRows) -> None:
         """Take in the rows of another session, and what its cache holds of them; see `ModelDraftSession.join`."""

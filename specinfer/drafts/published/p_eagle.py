@@ -22,6 +22,7 @@ from specinfer.drafts.published.eagle3 import Eagle3Network, layer_config, load_
 from specinfer.drafts.published.network import OpenSession
 from specinfer.drafts.rows import DraftRows
 from specinfer.engine.draft import Clocked, Committed, DraftContext, Scored, States
+from specinfer.engine.store import Cached
 
 MASK_IDS = ("mask_token_id", "pard_token", "ptd_token_id")  # names of the masked token's id
 DEPTH = 8  # predicted where a checkpoint does not say for how many it was trained
@@ -90,6 +91,10 @@ class PEagleSession(Clocked, LatticeSession):
         assert isinstance(other, PEagleSession)
         super().join(other)
         self.head.join(other.head)
+
+    def read(self, row: int, ids: Sequence[int]) -> Cached | None:
+        """Return what the head has read of a row."""
+        return self.head.read(row, ids)
 
     @property
     def limit(self) -> int | None:  # type: ignore[override]

@@ -8,6 +8,7 @@ for nodes in (4, 8, 16, 32):
 """
 
 from specinfer.evaluation.traces.chain_costs import CostModel, Costs, cost_model, measured
+from specinfer.evaluation.traces.edges import EdgeCalibration, edge_calibration
 from specinfer.evaluation.traces.paper import PaperTables, paper_tables
 from specinfer.evaluation.traces.recording import record
 from specinfer.evaluation.traces.replaying import Replay, oracle, replay
@@ -18,6 +19,7 @@ __all__ = [
     "CalibrationCurve",
     "CostModel",
     "Costs",
+    "EdgeCalibration",
     "HitTable",
     "PaperTables",
     "Replay",
@@ -25,6 +27,7 @@ __all__ = [
     "TraceText",
     "calibration",
     "cost_model",
+    "edge_calibration",
     "hits",
     "measured",
     "oracle",

@@ -16,7 +16,8 @@ out of it (1 with replacement).  Rejected tokens have nothing left in U_m, and t
     U_m = max(p - c_m q, 0)    with    c_m = R_0 / Z_0 + ... + R_(m-1) / Z_(m-1)
 
 and y was accepted with probability min(p(y), c_K q(y)), given that it was emitted with min(1, c_K q(y) / p(y)).  One
-draw is speculative sampling: c_1 = 1.  With replacement c_K is a number, the expected count of draws that are tested.
+draw is speculative sampling: c_1 = 1.  With replacement c_K is a number, the expected count of draws that are tested,
+and some draw is accepted with probability 1 - R_K = 1 - (c_(K+1) - c_K).
 Without, it depends on the rejected tokens, and one sequence of these is drawn per node.  The mean over many nodes has
 little noise, since probabilities of acceptance are averaged instead of outcomes (Rao-Blackwell).
 """
@@ -52,10 +53,13 @@ def expected_tests(p: Tensor, q: Tensor, draws: int) -> Tensor:
     return torch.cat(columns, -1)
 
 
-def accepted_without_replacement(p: Tensor, q: Tensor, token: int, draws: int, chance: torch.Generator) -> Tensor:
-    """Return the probability that an emitted token was accepted among 1 ... K draws without replacement, (K,).
+def accepted_without_replacement(
+    p: Tensor, q: Tensor, token: int, draws: int, chance: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Return the probability that one of 1 ... K draws without replacement is accepted, (K,), in two ways.
 
-    Given one sequence of rejected draws, which is drawn here: an unbiased estimate, exact for K = 1.
+    First given that a token was emitted, then whichever is.  Both are given one sequence of rejected draws, which is
+    drawn here: unbiased estimates, exact for K = 1.
 
     Args:
         p, q: (V,) distributions, p(token) > 0.
@@ -65,7 +69,7 @@ def accepted_without_replacement(p: Tensor, q: Tensor, token: int, draws: int, c
     """
     left = q.clone()  # q without what was drawn
     before, mass = p.new_tensor((0.0, 1.0))  # c_(m-1) and R_(m-1)
-    tests = []
+    tests, masses = [], []
     for _ in range(draws):
         total = left.sum()  # Z_(m-1)
         now = before + mass / total if total > 0 else before
@@ -75,7 +79,8 @@ def accepted_without_replacement(p: Tensor, q: Tensor, token: int, draws: int, c
         drawn = torch.rand(1, generator=chance, dtype=p.dtype, device="cpu") * cumulative[-1]
         left[torch.searchsorted(cumulative, drawn, right=True).clamp_(max=len(p) - 1)] = 0
         before, mass = now, (p - now * q).clamp_(min=0).sum()
-    return (torch.stack(tests) * q[token] / p[token]).clamp(max=1)
+        masses.append(mass)
+    return (torch.stack(tests) * q[token] / p[token]).clamp(max=1), 1 - torch.stack(masses)
 
 
 def naive(q: Floats, draws: int) -> Floats:
@@ -113,8 +118,8 @@ def multi_step(p: Floats, q: Floats, tests: Floats, draws: int) -> Floats:
     return table
 
 
-def survival(widths: tuple[int, ...], level: Level, n: int) -> Floats:
-    """Return the probability that the accepted path reaches depth 1, 2, ..., for trees of `widths` draws per draw.
+def alive(widths: tuple[int, ...], level: Level, n: int) -> list[dict[int, Floats]]:
+    """Return how likely the accepted path is to reach depth 0, 1, ..., for trees of `widths` draws per draw.
 
     A token drawn m times has m times as many draws under it.
 
@@ -124,15 +129,14 @@ def survival(widths: tuple[int, ...], level: Level, n: int) -> Floats:
         n: trees.
 
     Returns:
-        (n, levels).
+        Per depth, by draws under the path's end, the probability (n,).  At the last depth there is one "draw" for each
+        time that the token was drawn.
     """
-    reached = []
-    alive: dict[int, Floats] = {widths[0]: np.ones(n)} if widths else {}  # draws under the path's end -> probability
-    for depth, width in enumerate((*widths[1:], 1)):
+    found: list[dict[int, Floats]] = [{(*widths, 1)[0]: np.ones(n)}]
+    for depth, width in enumerate((*widths[1:], 1)[: len(widths)]):
         below: dict[int, Floats] = {}
-        for draws, probability in alive.items():
+        for draws, probability in found[-1].items():
             for times, share in enumerate(level(depth, draws).T[1:], 1):
                 below[times * width] = below.get(times * width, 0.0) + probability * share
-        reached.append(np.sum(list(below.values()), axis=0))
-        alive = below
-    return np.stack(reached, 1) if widths else np.zeros((n, 0))
+        found.append(below)
+    return found

@@ -15,6 +15,7 @@ from specinfer.engine.gumbel import RECORDING, key
 from specinfer.evaluation.probe import Question
 from specinfer.evaluation.traces.closed_forms import accepted_without_replacement, expected_tests
 from specinfer.evaluation.traces.trace import Drafted, Sizes
+from specinfer.evaluation.traces.transport import best_acceptance
 from specinfer.tree import Frontier, Growth, Source, grow_best_first, top_candidates
 
 
@@ -79,11 +80,15 @@ class Distributions(TextQuestion):
             for index in asked:
                 row, ahead = self.rows[index], self.position + level
                 token, p, q = self.texts[row][ahead], self.distributions[row][ahead], distributions[index]
+                given, overall = accepted_without_replacement(p, q, token, draws, self.chance[row])
                 answers = {
                     **distribution_arrays("distribution", q, self.plan.top),
                     "probability": q[token],
-                    "tests": expected_tests(p, q, draws),
-                    "without_replacement": accepted_without_replacement(p, q, token, draws, self.chance[row]),
+                    "tests": expected_tests(p, q, draws + 1),
+                    "without_replacement": given,
+                    "accepted_without_replacement": overall,
+                    "best": best_acceptance(p, q, draws, replacement=True),
+                    "best_without_replacement": best_acceptance(p, q, draws, replacement=False),
                 }
                 for name, values in answers.items():
                     getattr(self.drafted[row], name)[self.position, level] = values

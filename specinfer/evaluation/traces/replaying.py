@@ -9,11 +9,11 @@ as one draft ranks the text's next tokens within the widths.
 
 Sampled trees would have led to other texts.  But their verifiers emit exactly the target's distribution, so the
 recorded text is as likely under them.  Given the text, the probability that a token was an accepted draw is known
-(`acceptance`), and independent from node to node.  The expected number of steps over the text follows without any
-simulation.
+(`closed_forms`), and independent from node to node.  The expected number of steps over the text follows without any
+simulation.  Beside it stands what the best rule would accept at each node (`transport`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import log
@@ -26,7 +26,7 @@ from specinfer.common.values import checked_flag, plain
 from specinfer.engine.verify import ExactMatch, MultiStep, Verifier, chosen_verifier
 from specinfer.errors import InputError
 from specinfer.evaluation.compare.report import bootstrap, ratio_of_sums
-from specinfer.evaluation.traces.closed_forms import Floats, multi_step, naive, survival
+from specinfer.evaluation.traces.closed_forms import Floats, alive, multi_step, naive
 from specinfer.evaluation.traces.trace import Trace, TraceText
 from specinfer.tree import BestFirst, Chain, Draw, Expansion, Forest, Policy, Sampled, TokenTree
 from specinfer.tree.nodes import depths_of
@@ -46,6 +46,19 @@ Lengths = Callable[[TraceText], Floats]
 
 
 @dataclass(frozen=True)
+class Bound:
+    """What multi-step sampling accepts at the nodes that it visits, and the most that any rule could accept there.
+
+    Expected over the target's tokens, so a little off the replayed share of steps.  Every rule means those that emit
+    the target's distribution; below the root, those that decide node by node.
+    """
+
+    accepted: Floats  # (depth,) the share of steps that accept a token at depth 1, 2, ...
+    most: Floats  # (depth,) the same by the best rule
+    share: list[float]  # accepted over most, of all depths, and the bounds of its 95 % interval
+
+
+@dataclass(frozen=True)
 class Replay:
     """What a policy and a verifier would have made of a trace."""
 
@@ -56,6 +69,7 @@ class Replay:
     tokens: np.ndarray  # (texts,) new tokens
     steps: np.ndarray  # (texts,) target passes, or their expectation
     accepted: np.ndarray  # (depth,) the share of steps that accept 1, 2, ... tokens or more
+    bound: Bound | None = None  # of sampled trees, if it is known for as many draws
 
     @property
     def tokens_per_pass(self) -> list[float]:
@@ -67,7 +81,9 @@ class Replay:
         return plain(asdict(self)) | {"drafts": list(self.drafts), "tokens_per_pass": self.tokens_per_pass}
 
     def __str__(self) -> str:
-        return f"{self.policy}, {self.verifier}: {interval(self.tokens_per_pass)} tokens per target pass ({self.how})"
+        share = f"; accepts {interval(self.bound.share)} of what any rule could" if self.bound else ""
+        tokens = f"{interval(self.tokens_per_pass)} tokens per target pass"
+        return f"{self.policy}, {self.verifier}: {tokens} ({self.how}{share})"
 
 
 def ratio(above: np.ndarray, below: np.ndarray) -> list[float]:
@@ -105,18 +121,23 @@ def replay(
     if not hasattr(policy, "kind") or isinstance(policy, type):
         raise InputError(f"policy={policy!r:.60} is not a growth policy: use BestFirst, Expansion, Chain or Sampled")
     verifier = chosen_verifier(verifier, policy.kind)
-    indices, how = _indices(trace, drafts), EXACT
-    _check(trace, policy, verifier, indices, coupled)
+    indices, how = chosen_drafts(trace, drafts), EXACT
+    check_recorded(trace, policy, verifier, indices, coupled)
     lengths: Lengths
+    bounds: Callable[[TraceText], Floats] | None = None
     if isinstance(policy, Sampled):
-        lengths, how = partial(_sampled, policy=policy, verifier=verifier, draft=indices[0]), EXPECTED
+        lengths = partial(_sampled, policy=policy, verifier=verifier, draft=indices[0])
+        if isinstance(verifier, MultiStep):
+            bounds = partial(_bounds, policy=policy, verifier=verifier, draft=indices[0])
+        how = EXPECTED
     elif isinstance(policy, Expansion):
         widths = policy.expansion  # a step follows the draft whose own tree goes furthest
         lengths = lambda text: _accepted(_hits(text, widths, indices, coupled).cumprod(2).max(0))  # noqa: E731
     else:
         assert isinstance(policy, BestFirst)
         lengths = partial(_followed, policy=policy, drafts=indices, budget=trace.settings["max_new_tokens"])
-    return _replayed(trace, policy, repr(verifier) + ("" if coupled else ", not coupled"), indices, how, lengths)
+    rule = repr(verifier) + ("" if coupled else ", not coupled")
+    return _replayed(trace, policy, rule, indices, how, lengths, bounds)
 
 
 def oracle(trace: Trace, policy: Policy, *, drafts: Sequence[int | str] | None = None) -> Replay:
@@ -128,7 +149,7 @@ def oracle(trace: Trace, policy: Policy, *, drafts: Sequence[int | str] | None =
     Raises:
         InputError: the policy is deeper than what was recorded.
     """
-    indices = _indices(trace, drafts)
+    indices = chosen_drafts(trace, drafts)
     _check_size(policy, "depth", policy.max_depth, trace.settings["depth"])
     widths = [np.inf] * min(policy.max_depth, policy.max_nodes)
     return _replayed(
@@ -136,7 +157,7 @@ def oracle(trace: Trace, policy: Policy, *, drafts: Sequence[int | str] | None =
     )
 
 
-def _indices(trace: Trace, drafts: Sequence[int | str] | None) -> list[int]:
+def chosen_drafts(trace: Trace, drafts: Sequence[int | str] | None) -> list[int]:
     """Return the indices of drafts given by name or index, of all if None."""
     if not isinstance(drafts, Sequence | None):
         raise InputError(f"drafts={drafts!r:.60} is not a list of drafts: give their names or indices")
@@ -146,14 +167,29 @@ def _indices(trace: Trace, drafts: Sequence[int | str] | None) -> list[int]:
 # ---- steps over a text ----
 
 
-def _replayed(trace: Trace, policy: Policy, rule: str, drafts: Sequence[int], how: str, lengths: Lengths) -> Replay:
+def _replayed(
+    trace: Trace,
+    policy: Policy,
+    rule: str,
+    drafts: Sequence[int],
+    how: str,
+    lengths: Lengths,
+    bounds: Callable[[TraceText], Floats] | None = None,
+) -> Replay:
     tables = [lengths(text) for text in trace.texts]
     visits = [_visits(table) for table in tables]
-    reached = [begun @ table[:, ::-1].cumsum(1)[:, ::-1] for begun, table in zip(visits, tables, strict=True)]
+    at_least = [table[:, ::-1].cumsum(1)[:, ::-1] for table in tables]
+    reached = np.array([begun @ table[:, 1:] for begun, table in zip(visits, at_least, strict=True)])  # (texts, depth)
     steps = np.array([begun.sum() for begun in visits])
+    bound = None
+    if bounds is not None:
+        pairs = np.array([begun @ bounds(text) for begun, text in zip(visits, trace.texts, strict=True)])
+        accepted, most = pairs[:, 0], pairs[:, 1]  # (texts, depth) each
+        if most.sum() > 0:  # not if it is unknown
+            bound = Bound(accepted.sum(0) / steps.sum(), most.sum(0) / steps.sum(), ratio(accepted.sum(1), most.sum(1)))
     tokens = np.array([len(text.token_ids) for text in trace.texts])
     names = tuple(trace.drafts[draft] for draft in drafts)
-    return Replay(repr(policy), rule, names, how, tokens, steps, np.sum(reached, axis=0)[1:] / steps.sum())
+    return Replay(repr(policy), rule, names, how, tokens, steps, reached.sum(0) / steps.sum(), bound)
 
 
 def _visits(lengths: Floats) -> Floats:
@@ -184,17 +220,31 @@ def _followed(text: TraceText, policy: BestFirst, drafts: Sequence[int], budget:
     """Follow the text with `ExactMatch` from its beginning; positions where no step begins stay zero."""
     n, position = len(text.token_ids), 0
     lengths = np.zeros((n, policy.max_depth + 1))
+    for _, accepted in decode_steps(text, policy, drafts, budget):
+        lengths[position, accepted] = 1.0
+        position += accepted + 1
+    return lengths
+
+
+def decode_steps(
+    text: TraceText, policy: BestFirst, drafts: Sequence[int], budget: int
+) -> Iterator[tuple[Forest, int]]:
+    """Yield the merged tree of each step over the text with `ExactMatch`, and how many tokens the step accepts.
+
+    The target scores what the policy keeps of the tree.  A step that reaches the text's end may accept all of it.
+    """
+    n, position = len(text.token_ids), 0
     while position < n:
         depth = min(policy.max_depth, budget - position - 1)
-        (tree,) = policy.fit(Forest.merged([[_tree(text, draft, position, policy, depth)] for draft in drafts]))
+        grown = Forest.merged([[_tree(text, draft, position, policy, depth)] for draft in drafts])
+        (tree,) = policy.fit(grown)
         ahead = [*text.token_ids[position:], -1]  # no node has token -1
         accepted, node = 0, tree.child(0, ahead[0])
         while node is not None:
             accepted += 1
             node = tree.child(node, ahead[accepted])
-        lengths[position, accepted] = 1.0
+        yield grown, accepted
         position += accepted + 1
-    return lengths
 
 
 def _tree(text: TraceText, draft: int, position: int, policy: BestFirst, max_depth: int) -> TokenTree:
@@ -215,6 +265,30 @@ def _tree(text: TraceText, draft: int, position: int, policy: BestFirst, max_dep
 
 def _sampled(text: TraceText, policy: Sampled, verifier: Verifier, draft: int) -> Floats:
     """Return the probability that each position's step accepts 0 ... D tokens, given the text."""
+    reached = np.stack([sum(ends.values()) for ends in _alive(text, policy, verifier, draft)], 1)
+    return -np.diff(reached, axis=1, append=0.0)
+
+
+def _bounds(text: TraceText, policy: Sampled, verifier: Verifier, draft: int) -> Floats:
+    """Return the probability that each position's step reaches a depth and accepts a draw there, (2, n, D).
+
+    Of multi-step sampling, and of the best rule; NaN where the trace has no bound for as many draws.
+    """
+    drafted = text.drafted[draft]
+    accepted, best = 1 - np.diff(drafted.tests), drafted.best
+    if not policy.replacement:
+        accepted, best = drafted.accepted_without_replacement, drafted.best_without_replacement
+    known = best.shape[2]
+    pairs = np.stack([accepted[:, :, :known], best]).astype(np.float64)
+    total = np.zeros((2, len(text.token_ids), policy.max_depth))
+    for depth, ends in enumerate(_alive(text, policy, verifier, draft)[:-1]):
+        for draws, share in ends.items():
+            total[:, :, depth] += share * pairs[:, :, depth, draws - 1] if draws <= known else np.nan
+    return total
+
+
+def _alive(text: TraceText, policy: Sampled, verifier: Verifier, draft: int) -> list[dict[int, Floats]]:
+    """Return how likely each position's step is to reach depth 0, 1, ... with so many draws below: see `alive`."""
     drafted, n = text.drafted[draft], len(text.token_ids)
     q = drafted.probability.astype(np.float64)
     padded = np.concatenate([text.probability.astype(np.float64), np.ones(policy.max_depth)])
@@ -227,14 +301,13 @@ def _sampled(text: TraceText, policy: Sampled, verifier: Verifier, draft: int) -
         accepted = drafted.without_replacement[:, j, draws - 1].astype(np.float64)
         return np.stack([1 - accepted, accepted], 1)  # a token is drawn at most once
 
-    reached = np.concatenate([np.ones((n, 1)), survival(policy.expansion, level, n), np.zeros((n, 1))], 1)
-    return reached[:, :-1] - reached[:, 1:]
+    return alive(policy.expansion, level, n)
 
 
 # ---- what a trace can answer ----
 
 
-def _check(trace: Trace, policy: Policy, verifier: Verifier, drafts: Sequence[int], coupled: bool) -> None:
+def check_recorded(trace: Trace, policy: Policy, verifier: Verifier, drafts: Sequence[int], coupled: bool) -> None:
     """Raise `InputError` where the trace does not hold what a replay needs."""
     _check_size(policy, "depth", policy.max_depth, trace.settings["depth"])
     if type(policy) not in (BestFirst, Expansion, Chain, Sampled) or type(verifier) not in (ExactMatch, MultiStep):

@@ -48,6 +48,16 @@ class CalibrationCurve:
         gaps = np.nan_to_num(np.abs(self.probability - self.accepted))
         return float(np.average(gaps, weights=self.count)) if self.count.any() else float("nan")
 
+    @property
+    def chance(self) -> float:
+        """About the error that would be expected of probabilities that are right, since bins are finite; NaN of none.
+
+        That is the mean absolute deviation of a bin's share, sqrt(2 p (1 - p) / (pi n)), as of a normal distribution.
+        """
+        spread = np.nan_to_num(self.probability * (1 - self.probability)) * self.count
+        total = self.count.sum()
+        return float(np.sqrt(2 / np.pi * spread).sum() / total) if total else float("nan")
+
 
 def hits(trace: Trace, draft: int | str = 0) -> HitTable:
     """Count the ranks of the target's tokens among a draft's candidates, along all texts of a trace.
@@ -84,13 +94,17 @@ def calibration(trace: Trace, draft: int | str = 0, bins: int = 10) -> Calibrati
         real = drafted.tokens >= 0  # (n, D, k)
         estimates.append(np.exp(drafted.log_probs[real], dtype=np.float64))
         right.append((np.arange(real.shape[2]) == text.ranks(index)[:, :, None])[real])
-    probability, accepted = np.concatenate(estimates), np.concatenate(right)
+    return curve(trace.drafts[index], np.concatenate(estimates), np.concatenate(right), bins)
+
+
+def curve(name: str, probability: np.ndarray, accepted: np.ndarray, bins: int) -> CalibrationCurve:
+    """Return how often tokens were accepted, (n,), in bins of equal width of their probability, (n,)."""
     bin_ = np.minimum((probability * bins).astype(int), bins - 1)
     count = np.bincount(bin_, minlength=bins)
     true, total = np.bincount(bin_, accepted, bins), np.bincount(bin_, probability, bins)
     low, high = wilson(true, count)
     with np.errstate(invalid="ignore"):
-        return CalibrationCurve(trace.drafts[index], total / count, true / count, count, low, high)
+        return CalibrationCurve(name, total / count, true / count, count, low, high)
 
 
 def wilson(true: np.ndarray, count: np.ndarray) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

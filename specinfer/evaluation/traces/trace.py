@@ -35,8 +35,9 @@ from specinfer.common.versions import versions
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.errors import InputError
 from specinfer.evaluation.provenance import machine, models_of
+from specinfer.evaluation.traces.transport import WITHOUT
 
-FORMAT = 4
+FORMAT = 5
 FIELDS = {"number"}  # of every record
 KEPT = 256  # texts of a folder that stay in memory
 LEASTS = {"nodes": 0, "depth": 1, "top": 1, "draws": 1, "max_new_tokens": 2}
@@ -76,8 +77,11 @@ class Drafted:
         distribution_tokens, distribution_probs: (n, D, k) the likeliest tokens of its distribution q without that
             noise.  The other tokens share the rest.  k = V for whole distributions, 0 when greedy.
         probability: (n, D) q of token i + j.
-        tests: (n, D, K) c_1 ... c_K of draws with replacement (`acceptance`); K = 0 when greedy.
+        tests: (n, D, K + 1) c_1 ... c_(K+1) of draws with replacement (`closed_forms`); K = 0 when greedy.
         without_replacement: (n, D, K) the probability that token i + j was accepted among 1 ... K draws.
+        accepted_without_replacement: (n, D, K) the probability that one of them is accepted, whichever token comes.
+        best, best_without_replacement: (n, D, K) and (n, D, 2 at most) the largest probability that one of 1, 2, ...
+            draws is accepted, over all rules that emit exactly the target's distribution (`transport`).
     """
 
     first: Ids
@@ -91,12 +95,15 @@ class Drafted:
     probability: Floats
     tests: Floats
     without_replacement: Floats
+    accepted_without_replacement: Floats
+    best: Floats
+    best_without_replacement: Floats
 
     @classmethod
     def blank(cls, n: int, depth: int, top: int, kept: int, draws: int) -> "Drafted":
         """Return columns to be filled, without trees and with no candidates; ``kept`` is k of distributions."""
         ids, none = np.zeros((n, depth, kept), np.int32), np.zeros(0, np.float32)
-        tests = np.zeros((n, depth, draws), np.float32)
+        of_draws = np.zeros((n, depth, draws), np.float32)
         return cls(
             first=np.zeros(n + 1, np.int32),
             tree_tokens=none.astype(np.int32),
@@ -107,8 +114,11 @@ class Drafted:
             distribution_tokens=ids,
             distribution_probs=ids.astype(np.float32),
             probability=np.zeros((n, depth), np.float32),
-            tests=tests,
-            without_replacement=tests.copy(),
+            tests=np.tile(np.arange(1, draws + 2, dtype=np.float32), (n, depth, 1)),  # of a q that draws nothing
+            without_replacement=of_draws,
+            accepted_without_replacement=of_draws.copy(),
+            best=of_draws.copy(),
+            best_without_replacement=of_draws[..., :WITHOUT].copy(),
         )
 
     def candidates(self, coupled: bool = True) -> Ids:
