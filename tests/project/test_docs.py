@@ -194,3 +194,26 @@ def test_every_cell_of_the_comparison_has_a_source_or_says_that_none_was_found()
 def test_every_example_is_on_a_page():
     texts = "".join(page.read_text() for page in PAGES)
     assert [path.name for path in EXAMPLES if path.name not in texts] == []
+
+
+def test_contributors_are_sent_to_what_is_there():
+    """Every path in CONTRIBUTING's table exists."""
+    rows = re.findall(r"^\|.+\|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    paths = re.findall(r"`((?:specinfer|attention|tree|tests|benchmarks)/[\w/.]*)`", "".join(rows))
+    assert len(paths) > 40
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_each_example_for_authors_is_small():
+    """Forty lines of code at most: whoever writes a draft, a policy or a pass needs no more to begin."""
+    page = (ROOT / "docs" / "extending.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    assert len(blocks) == 3
+    assert [block for block in blocks if sum(map(bool, block.splitlines())) > 40] == []
+
+
+def test_the_site_has_every_page():
+    """MkDocs says which links lead nowhere; this says which pages no menu leads to."""
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    pages = [str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")]
+    assert [page for page in pages if f": {page}\n" not in nav + "\n"] == []
